@@ -323,7 +323,7 @@ class Composition(Words):
         return self.reads.sequence(tokens)
 
     def undo(self, layer: nn.Module, tokens: Tensor) -> Tensor:
-        """Invert `transform`, including a learned transform."""
+        """Invert `given`, and a learned transform if there is one."""
         if self.has_transform:
             assert isinstance(layer, Reader)
             tokens = layer.untransformed(tokens, self.reads.grid[0])

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from megavis.parallel.context import ParallelContext
 
 OBJECTIVES: Mapping[str, type[Trainable]] = Papers(paper_class)
-"""The class of each paper by name."""
+"""Papers by name."""
 
 
 def build_objective(config: RunConfig, context: ParallelContext) -> Trainable:
-    """Return the config's paper, with classes on top in a fine-tuning run."""
+    """Build the config's paper, with a classifier on top in a fine-tuning run."""
     paper = OBJECTIVES[config.objective.name](config, context)
     if config.finetune is None:
         return paper

@@ -131,12 +131,12 @@ def spoil(folder, what):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("torn weights", "not a whole safetensors file"),
+        ("torn weights", "not a complete safetensors file"),
         ("torn config", "config.json: not a JSON file"),
         ("a tensor missing", "no transformer.h.1.mlp.c_fc.weight"),
         ("wrong colours", "preprocessor_config.json: clusters"),
         ("too many colours", "21 colours, more than the 20"),
-        ({"vocab_size": 513}, r"wte.weight has shape \[21, 24\]; by config.json it would be \[513"),
+        ({"vocab_size": 513}, r"wte.weight has shape \[21, 24\]; config.json implies \[513"),
         ({"n_layer": 1}, "the weights have more layers"),
         ({"n_head": 5}, "is not divisible"),
         ({"n_embd": None}, "n_embd is None"),

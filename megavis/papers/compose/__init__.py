@@ -1,1 +1,1 @@
-"""Any composition of tokens, schedule, asking, density and condition, from YAML."""
+"""Compose tokens, schedule, asking, density and condition in a YAML file."""

@@ -1,7 +1,7 @@
-"""The words of a paper as keys: any combination of tokens, schedule, asking, density, condition.
+"""Config keys of free compositions of tokens, schedule, asking, density and condition.
 
-Each word is a section with a `kind`, which says what other keys it has (`words.py`). What
-goes together is checked here, without torch.
+Each choice is a section whose `kind` determines its other keys (`words.py`). Which choices can be
+combined is checked here, without torch.
 """
 
 from __future__ import annotations
@@ -50,61 +50,61 @@ from megavis.schedules.boundaries import most_groups
 
 
 class ComposeConfig(ObjectiveConfig):
-    """The keys of a composition."""
+    """Config keys of a composition."""
 
     takes_frames: ClassVar[bool] = True
 
     name: Literal["compose"] = "compose"
     reads: Annotated[AnyTokens, Field(discriminator="kind")]
-    """What goes in."""
+    """Input tokens."""
     predicts: Annotated[AnyTokens | None, Field(discriminator="kind")] = None
-    """What comes out; what goes in when absent."""
+    """Predicted tokens; defaults to the input tokens."""
     schedule: Annotated[AnySchedule, Field(discriminator="kind")]
     """What is known when a token is predicted."""
     asks: Annotated[AnyAsking, Field(discriminator="kind")]
-    """How a token asks to be predicted."""
+    """Which row predicts a token."""
     density: Annotated[AnyDensity, Field(discriminator="kind")]
-    """How it is predicted, scored and drawn."""
+    """How a token is predicted, scored and sampled."""
     condition: Annotated[AnyCondition, Field(discriminator="kind")] = NoCondition(kind="none")
-    """What else is known of an image."""
+    """What the model is conditioned on."""
     transform: Annotated[AnyTransform, Field(discriminator="kind")] = NoTransform(kind="none")
-    """What latents go through before they are read and predicted."""
+    """Learned transform of latents before they are read and predicted."""
 
     @property
     def predicted(self) -> AnyTokens:
-        """What comes out."""
+        """Predicted tokens."""
         return self.predicts or self.reads
 
     @property
     def no_images(self) -> str | None:
-        """What comes out must be what goes in, and the schedule say what is drawn when."""
+        """Why models of this config cannot generate images; None if they can."""
         if self.predicts is not None:
             return (
-                "a model with objective.predicts cannot go on from what it has drawn: it reads"
+                "a model with objective.predicts cannot continue from its own samples: it reads"
                 f" {self.reads.kind}"
             )
         if self.schedule.kind in ("masked", "context"):
             return (
-                f"objective.schedule {self.schedule.kind} says not what is drawn when; train with"
-                " rounds to draw"
+                f"objective.schedule {self.schedule.kind} has no order of generation; train with"
+                " rounds to generate"
             )
         if self.condition.kind == "features":
             return (
-                "a model with objective.condition of kind features knows the whole image; pictures"
-                " need one trained without"
+                "a model with objective.condition of kind features is conditioned on the whole"
+                " image; train without it to generate"
             )
         if self.reads.kind == "frames":
-            return "frames of a spectrogram are no images that could be drawn"
+            return "frames of a spectrogram cannot be shown as images"
         return None
 
     @property
     def class_token(self) -> bool:
-        """True where a learned token comes first."""
+        """True if a learned token comes first."""
         return isinstance(self.asks, SelfAsking | BridgeAsking) and self.asks.class_token
 
     @property
     def missing_null_label(self) -> str | None:
-        """The probability of dropping the class, where that is the condition and it is 0."""
+        """Key of the label dropout if the model has classes but no null label, else None."""
         has_none = isinstance(self.condition, ClassCondition) and not self.condition.dropout
         return "objective.condition.dropout" if has_none else None
 
@@ -116,7 +116,7 @@ class ComposeConfig(ObjectiveConfig):
         return encoder + decoder
 
     def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
-        """Yield a sentence for each combination that makes no sense."""
+        """Yield a message for each invalid combination."""
         sizes = [*self._check_sizes(config)]
         yield from sizes
         yield from self._check_asking(config)
@@ -133,7 +133,7 @@ class ComposeConfig(ObjectiveConfig):
         size, grids = config.data.image_size, []
         if (self.reads.kind == "frames") != (config.data.frames is not None):
             text = f"{self.reads.kind} does not fit the data"
-            yield "objective.reads.kind", f"{text}: frames and data.frames belong together"
+            yield "objective.reads.kind", f"{text}: set both frames and data.frames, or neither"
         tensor = config.parallel.tensor_model_parallel_size
         for key, tokens in (("reads", self.reads), ("predicts", self.predicts)):
             if tokens is None:
@@ -150,7 +150,7 @@ class ComposeConfig(ObjectiveConfig):
             grids.append(tokens.grid(config.data))
         if len(set(grids)) > 1 and "frames" not in (self.reads.kind, self.predicted.kind):
             first, other = (f"{rows} × {columns}" for rows, columns in grids)
-            text = f"makes {other} tokens of an image where objective.reads makes {first}"
+            text = f"has {other} tokens per image, but objective.reads has {first}"
             yield "objective.predicts", text
         yield from self._check_schedule(*grids[0])
 
@@ -185,7 +185,7 @@ class ComposeConfig(ObjectiveConfig):
         if schedule.kind not in fitting:
             yield (
                 "objective.asks.kind",
-                f"{asks.kind} goes with schedule {' or '.join(fitting)}, not {schedule.kind}",
+                f"{asks.kind} needs schedule {' or '.join(fitting)}, not {schedule.kind}",
             )
             return
         positions = config.model.positions or "learned"
@@ -197,8 +197,8 @@ class ComposeConfig(ObjectiveConfig):
         if isinstance(schedule, ContextSchedule):
             yield from self._check_context(config, schedule)
         if asks.kind not in ("shift", "self") and positions == "none":
-            text = f"none has no positions: all tokens that {asks.kind} asks for would look alike"
-            yield "model.positions", f"{text}; use another"
+            text = f"none makes all tokens that {asks.kind} asks for indistinguishable"
+            yield "model.positions", f"{text}; use another kind"
 
     def _check_context(self, config: RunConfig, schedule: ContextSchedule) -> Iterator[ConfigIssue]:
         asks, ratio_key = self.asks, "objective.schedule.mask_ratio"
@@ -236,7 +236,7 @@ class ComposeConfig(ObjectiveConfig):
             text = f"{positions} cannot add two places to a row; use learned or sincos"
             yield "model.positions", text
         if schedule.prefix and place != "content":
-            text = "a prefix that sees itself needs asks of kind shift with place content"
+            text = "a prefix needs asks of kind shift with place content"
             yield "objective.schedule.prefix", text
 
     def _check_density(self) -> Iterator[ConfigIssue]:
@@ -245,7 +245,7 @@ class ComposeConfig(ObjectiveConfig):
             yield from self._check_naming()
             return
         if isinstance(asks, BridgeAsking) and density.kind not in ("squared_error", "mixture"):
-            text = f"{density.kind} has no head above a bridge; use squared_error or mixture"
+            text = f"{density.kind} is not supported with a bridge; use squared_error or mixture"
             yield "objective.density.kind", text
         are_ids = isinstance(predicted, PaletteTokens | IdTokens)
         if are_ids != isinstance(density, CategoricalDensity):
@@ -255,30 +255,30 @@ class ComposeConfig(ObjectiveConfig):
                 f"{density.kind} cannot predict {predicted.kind}; use {fitting}",
             )
         if isinstance(predicted, PaletteTokens) and predicted is not self.reads:
-            yield "objective.predicts.kind", "palette ids can be predicted from themselves alone"
+            yield "objective.predicts.kind", "palette ids can be predicted only from palette ids"
         if "frames" in (predicted.kind, self.reads.kind) and predicted is not self.reads:
-            yield "objective.predicts.kind", "frames are predicted from themselves, and alone"
+            yield "objective.predicts.kind", "frames can be predicted only from frames"
         if isinstance(self.predicts, IdTokens) and self.predicts.tokenizer is None:
-            text = "must name the run folder of what makes the ids of images"
+            text = "must name the run folder of the tokenizer that encodes images"
             yield "objective.predicts.tokenizer", text
         if isinstance(self.reads, PaletteTokens) and predicted is not self.reads:
-            yield "objective.reads.kind", "palette shards hold no images to predict others from"
+            yield "objective.reads.kind", "palette shards contain no images to make other tokens of"
 
     def _check_features(self) -> Iterator[ConfigIssue]:
-        """Check that features of an image precede what is read of the same image."""
+        """Check the tokens and asking of a model conditioned on features."""
         if self.condition.kind != "features":
             return
         if self.asks.kind != "query":
-            text = f"features precede the content of queries; asks is {self.asks.kind}"
+            text = f"features need asks of kind query, not {self.asks.kind}"
             yield "objective.condition.kind", text
         if self.reads.kind != "patches":
-            text = f"features are made of images, of which {self.reads.kind} hold none; read"
+            text = f"features are computed from images, which {self.reads.kind} shards lack; read"
             yield "objective.reads.kind", f"{text} patches"
 
     def _check_memory(self, memory: MemoryCondition, config: RunConfig) -> Iterator[ConfigIssue]:
-        """An encoder reads images; the blocks that attend to it predict."""
+        """Check the tokens, asking and sizes of a model with an encoder."""
         if self.reads.kind in ("palette", "frames"):
-            text = f"an encoder reads images, of which {self.reads.kind} hold none"
+            text = f"an encoder reads images, which {self.reads.kind} shards lack"
             yield "objective.reads.kind", f"{text}; read patches, ids or latents"
         yield from check_encoder(
             config,
@@ -288,17 +288,17 @@ class ComposeConfig(ObjectiveConfig):
             key="objective.condition.{}".format,
         )
         if self.asks.kind == "bridge":
-            text = "memory does not reach the blocks above a bridge, which predict; use asks of"
-            yield "objective.condition.kind", f"{text} kind shift, mask or query"
+            text = "memory is not available to the blocks above a bridge, which predict; use asks"
+            yield "objective.condition.kind", f"{text} of kind shift, mask or query"
         if self.asks.kind == "self":
-            text = "memory would show the position of every token; asks is self"
+            text = "memory would reveal the position of every token; asks is self"
             yield "objective.condition.kind", f"{text}, so leave it out"
 
     def _check_transform(self, transform: AdapterTransform) -> Iterator[ConfigIssue]:
-        """An adapter takes the whole grid of latents, whose next one is predicted."""
+        """Check that an adapter is used for next-token prediction of latents."""
         key, schedule, asks = "objective.transform.kind", self.schedule, self.asks
         if not isinstance(self.reads, LatentTokens) or self.predicts is not None:
-            yield key, "adapter is for latents that are read and predicted alike"
+            yield key, "adapter needs latents that are both read and predicted"
             return
         in_raster = isinstance(schedule, OneByOneSchedule) and schedule.order == "raster"
         shifts = isinstance(asks, ShiftAsking) and asks.place == "asked"
@@ -313,21 +313,21 @@ class ComposeConfig(ObjectiveConfig):
         )
 
     def _check_naming(self) -> Iterator[ConfigIssue]:
-        """A token that asks about itself can be asked for its place alone, and only such a one."""
+        """Check that density `place` and asking `self` are used together, on suitable tokens."""
         if (self.density.kind, self.asks.kind) != ("place", "self"):
-            text = f"{self.density.kind} with asks {self.asks.kind}: only who asks about itself"
-            yield "objective.density.kind", f"{text} names its place; use place with asks self"
+            text = f"{self.density.kind} cannot be combined with asks {self.asks.kind}"
+            yield "objective.density.kind", f"{text}; use place with asks self"
         if self.predicts is not None:
-            yield "objective.predicts.kind", "is not predicted where density is place; leave it out"
+            yield "objective.predicts.kind", "is not used with density place; leave it out"
         if not isinstance(self.reads, PatchTokens | FrameTokens):
-            text = f"{self.reads.kind} are not put into places; use patches or frames"
+            text = f"positions of {self.reads.kind} cannot be predicted; use patches or frames"
             yield "objective.reads.kind", text
 
     def _check_split(self, config: RunConfig) -> Iterator[ConfigIssue]:
-        """Sequence parallelism splits all rows, and those that the head reads."""
+        """Check the token counts for sequence parallelism: all rows, and those of the head."""
         height, width = self.reads.grid(config.data)
         rows = count = height * width + (self.class_token and self.asks.kind == "self")
-        if isinstance(self.asks, BridgeAsking):  # which checks its own
+        if isinstance(self.asks, BridgeAsking):  # checked in `check_hiding`
             return
         if isinstance(self.asks, QueryAsking):
             last = count - isinstance(self.schedule, OneByOneSchedule)

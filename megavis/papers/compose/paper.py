@@ -1,9 +1,6 @@
-"""Any composition of tokens, schedule, asking, density and condition, chosen in a YAML file.
+"""A free composition of tokens, schedule, asking, density and condition, chosen in a YAML file.
 
-A combination that nobody has published needs no code. What goes together is checked by its config
-(`config.py`).
-
-Legend: b images, n tokens, d numbers of a token.
+New combinations need no code. The config checks which can be combined (`config.py`).
 """
 
 from __future__ import annotations
@@ -74,13 +71,13 @@ from megavis.tokenizers.patches import pixel_range
 
 
 class ClassInFront(Labels):
-    """The class, as a row in front of all others."""
+    """The class as a row before all others."""
 
     roles: tuple[Role, ...] = ("front",)
 
 
 class Compose(Composition):
-    """A paper that its config composes."""
+    """A paper composed by its config."""
 
     config_type = ComposeConfig
     paper: ComposeConfig
@@ -88,12 +85,12 @@ class Compose(Composition):
 
     @cached_property
     def reads(self) -> Tokens:
-        """What goes in."""
+        """The input tokens."""
         return self._tokens(self.paper.reads)
 
     @cached_property
     def predicts(self) -> Tokens:
-        """What comes out."""
+        """The predicted tokens."""
         return self.reads if self.paper.predicts is None else self._tokens(self.paper.predicts)
 
     def _tokens(self, keys: AnyTokens) -> Tokens:
@@ -125,18 +122,18 @@ class Compose(Composition):
 
     @property
     def position_kind(self) -> PositionKind:
-        """The config's; who names places knows none unless the config says so."""
+        """The config's, by default learned, or none if positions are predicted."""
         is_self = isinstance(self.paper.asks, SelfAsking)
         return self.config.model.positions or ("none" if is_self else "learned")
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of an image, and the class token."""
+        """Tokens of an image and the class token."""
         return super().num_tokens + self.paper.class_token
 
     @cached_property
     def schedule(self) -> Schedule:
-        """What is known when."""
+        """What is known when a token is predicted."""
         keys, asks, seed = self.paper.schedule, self.paper.asks, self.config.seed
         height, width = self.reads.grid
         if isinstance(keys, ContextSchedule):
@@ -165,7 +162,7 @@ class Compose(Composition):
 
     @cached_property
     def asks(self) -> Asking:
-        """How a token asks."""
+        """Which row predicts a token."""
         keys, schedule = self.paper.asks, self.paper.schedule
         condition = self.paper.condition.kind
         if isinstance(keys, ShiftAsking):
@@ -182,7 +179,7 @@ class Compose(Composition):
 
     @cached_property
     def second_stack(self) -> SecondStack | None:
-        """The decoder behind a bridge."""
+        """The decoder after a bridge."""
         keys, asks = self.paper.asks, self.asks
         if not isinstance(keys, BridgeAsking):
             return None
@@ -192,7 +189,7 @@ class Compose(Composition):
 
     @cached_property
     def condition(self) -> Condition:
-        """The class, at the start or in front; features in front; an encoded image; nothing."""
+        """A class, pooled features, an encoded image, or nothing."""
         keys, image_size = self.paper.condition, self.config.data.image_size
         if isinstance(keys, MemoryCondition):
             own = keys.hidden_size, keys.num_attention_heads
@@ -217,12 +214,12 @@ class Compose(Composition):
 
     @property
     def extra_tensors(self) -> tuple[str, ...]:
-        """Noisy tokens, for a density that takes noise away."""
+        """Noisy tokens, for diffusion."""
         return ("noisy",) if isinstance(self.paper.density, DiffusionDensity) else ()
 
     @cached_property
     def density(self) -> Density:
-        """How a token is predicted, scored and drawn."""
+        """How a token is predicted, scored and sampled."""
         keys, predicted = self.paper.density, self.predicts
         if isinstance(predicted, Colors | TokenIds):
             return Categorical(self.core, predicted.vocabulary_size, fill=normal(0.02))
@@ -251,7 +248,7 @@ class Compose(Composition):
         )
 
     def _token_head(self, num_outputs: int, fill: Fill | None = None) -> Callable[[], TokenHead]:
-        """Return what builds a linear head; above a bridge it reads the rows of hidden tokens."""
+        """Return a factory of a linear head; after a bridge it reads the rows of hidden tokens."""
         options: dict[str, Any] = {} if fill is None else {"fill": fill}
         if self.has_transform:
             options["hands_on"] = TRANSFORMED
@@ -286,7 +283,7 @@ class Compose(Composition):
 
     @property
     def part_names(self) -> Mapping[Role, str]:
-        """The parts by their roles, in the order in which they are built."""
+        """Names of the first layer's parts, in building order."""
         names: dict[Role, str] = {
             "content": "content",
             "positions": "places",
@@ -308,7 +305,7 @@ class Compose(Composition):
         return isinstance(self.paper.transform, AdapterTransform)
 
     def part(self, role: Role) -> nn.Module | nn.Parameter:
-        """Build a part of the first layer, or the adapter."""
+        """Build a part of the first layer."""
         keys = self.paper.transform
         if role != "transform" or not isinstance(keys, AdapterTransform):
             return super().part(role)

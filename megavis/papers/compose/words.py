@@ -1,4 +1,4 @@
-"""The words of a composition as sections of a config, each with a `kind` and its own keys."""
+"""Config sections of a composition's choices, each with a `kind` and its own keys."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megavis.config.section import Above0, AtLeast0, Section
 
 
 class PaletteTokens(Section):
-    """Palette ids, a token a pixel."""
+    """Palette ids, one per pixel."""
 
     kind: Literal["palette"]
     vocabulary_size: Annotated[int, Field(gt=1)] = 512
-    """Colors of the palette."""
+    """Colours of the palette."""
 
     def grid(self, data: DataConfig) -> tuple[int, int]:
         """Return rows and columns of the tokens."""
@@ -45,9 +45,10 @@ class IdTokens(Section):
     vocabulary_size: Annotated[int, Field(gt=1)]
     """Entries of the codebook."""
     patch_size: Positive = 16
-    """Side in pixels of the patch of an id."""
+    """Side in pixels of the patch that an id represents."""
     tokenizer: str | None = None
-    """Run folder of what makes ids of images and images of ids; ids shards need none to train."""
+    """Run folder of the tokenizer, which encodes images and decodes samples; training on ids shards
+    needs none."""
 
     def grid(self, data: DataConfig) -> tuple[int, int]:
         """Return rows and columns of the tokens."""
@@ -60,12 +61,12 @@ class LatentTokens(Section):
 
     kind: Literal["latents"]
     channels: Positive = 16
-    """Numbers of a latent."""
+    """Channels of a latent."""
     patch_size: Positive = 16
-    """Side in pixels of the patch of a latent."""
+    """Side in pixels of the patch that a latent represents."""
     tokenizer: str | None = None
-    """Run folder of the VAE, which encodes images and decodes samples; latents shards need none to
-    train."""
+    """Run folder of the VAE, which encodes images and decodes samples; training on latents shards
+    needs none."""
 
     def grid(self, data: DataConfig) -> tuple[int, int]:
         """Return rows and columns of the tokens."""
@@ -74,12 +75,12 @@ class LatentTokens(Section):
 
 
 class FrameTokens(Section):
-    """Frames of a spectrogram, as many as `data.frames` says."""
+    """Frames of a spectrogram, of the shape in `data.frames`."""
 
     kind: Literal["frames"]
 
     def grid(self, data: DataConfig) -> tuple[int, int]:
-        """Return one row of the frames."""
+        """Return 1 and the number of frames."""
         return 1, 0 if data.frames is None else data.frames[0]
 
 
@@ -87,49 +88,50 @@ AnyTokens = FrameTokens | PaletteTokens | PatchTokens | IdTokens | LatentTokens
 
 
 class OneByOneSchedule(Section):
-    """One token after the other."""
+    """Predict one token at a time."""
 
     kind: Literal["one_by_one"]
     order: OrderKind = "raster"
-    """The order of the tokens; `random`: one for each image."""
+    """Order of the tokens; `random` draws one for each image."""
     order_block: Positive = 2
     """Side of a block in tokens, for `nested_raster` and `round_robin`."""
     prefix: NonNegative = 0
-    """Tokens, first in the order, that are given: they see each other, and none is predicted."""
+    """Number of tokens, the first in the order, that are given: they attend to each other, and none
+    is predicted."""
 
 
 class MaskedSchedule(Section):
-    """Each token hidden with the same probability."""
+    """Hide each token with the same probability."""
 
     kind: Literal["masked"]
     mask_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.15
-    """That probability."""
+    """Probability that a token is hidden."""
 
 
 class RoundsSchedule(Section):
-    """A share of the tokens hidden, drawn for each image; drawn in rounds, as MaskGIT does."""
+    """Hide a share of the tokens drawn for each image, and generate in rounds, as in MaskGIT."""
 
     kind: Literal["rounds"]
     least_masking: Fraction = 0.0
-    """The share is cos(π/2 · u), u uniform in [0, 1 - this)."""
+    """The hidden share is cos(π/2 · u) with u uniform in [0, 1 - least_masking)."""
 
 
 class GroupsSchedule(Section):
-    """Group after group, each image in an order of its own."""
+    """Predict group by group, with a random order for each image."""
 
     kind: Literal["groups"]
     length: Literal["fixed", "random", "mixed"] = "random"
-    """How groups are cut."""
+    """How the sequence is cut into groups."""
     num_groups: Positive = 20
-    """Groups that are predicted; the one before them is given."""
+    """Number of predicted groups; one more, the first, is given."""
 
 
 class ContextSchedule(Section):
-    """A random share of the tokens is seen by all."""
+    """All tokens attend to a random share of the tokens, the context."""
 
     kind: Literal["context"]
     mask_ratio: Fraction = 0.75
-    """Share of the tokens that is not seen."""
+    """Share of the tokens outside the context."""
 
 
 AnySchedule = ContextSchedule | OneByOneSchedule | MaskedSchedule | RoundsSchedule | GroupsSchedule
@@ -140,59 +142,59 @@ class ShiftAsking(Section):
 
     kind: Literal["shift"]
     place: Literal["asked", "content", "both"] = "asked"
-    """Whose position a row has: that of the token that it predicts, of the one that it holds, or
-    both, each from a table of its own."""
+    """Which position is added to a row: that of the token that it predicts (`asked`), of the token
+    that it holds (`content`), or both, from separate tables."""
 
 
 class MaskAsking(Section):
-    """A row for each token, with a filler where one is hidden."""
+    """One row per token, with a mask token for hidden ones."""
 
     kind: Literal["mask"]
     filler: Literal["vector", "zeros"] = "vector"
-    """In place of a hidden token: a learned vector, or nothing."""
+    """Embedding of hidden tokens: a learned vector, or zeros."""
 
 
 class QueryAsking(Section):
-    """Rows without a token ask for what is predicted; no row attends to them."""
+    """Query rows without a token predict the tokens; no row attends to them."""
 
     kind: Literal["query"]
 
 
 class SelfAsking(Section):
-    """A row for each token, which asks for its position."""
+    """One row per token, which predicts that token's position."""
 
     kind: Literal["self"]
     class_token: bool = True
-    """A learned token in front, which all see."""
+    """Prepend a learned token, to which all attend."""
     given_ratio: Fraction = 0.0
-    """Share of the tokens, all seen, whose positions are given; `model.positions` says how."""
+    """Share of the tokens, within the context, whose positions are given, as `model.positions`."""
 
 
 class BridgeAsking(Section):
-    """The blocks see known tokens alone; fillers join at a bridge to a second stack."""
+    """An encoder sees only known tokens; a bridge to a decoder adds mask tokens for the others."""
 
     kind: Literal["bridge"]
     class_token: bool = True
-    """A learned token in front."""
+    """Prepend a learned token."""
     decoder: DecoderConfig = DecoderConfig()
-    """The second stack."""
+    """The decoder."""
 
 
 AnyAsking = SelfAsking | BridgeAsking | ShiftAsking | MaskAsking | QueryAsking
 
 
 class CategoricalDensity(Section):
-    """A logit for each id."""
+    """Logits over the vocabulary."""
 
     kind: Literal["categorical"]
 
 
 class SquaredErrorDensity(Section):
-    """A Gaussian of unit variance."""
+    """Squared error, as of a Gaussian with unit variance."""
 
     kind: Literal["squared_error"]
     normalize: bool = False
-    """Standardise each target by its own mean and deviation; nothing can be drawn then."""
+    """Standardise each target by its own mean and standard deviation; disables generation."""
 
 
 class MixtureDensity(Section):
@@ -200,41 +202,41 @@ class MixtureDensity(Section):
 
     kind: Literal["mixture"]
     num_components: Positive = 16
-    """Gaussians of the mixture."""
+    """Components of the mixture."""
     scale_activation: ScaleActivation = "squareplus"
-    """From an output to a scale."""
+    """Maps outputs to scales."""
     scale_floor: Above0 = 1e-6
     """Smallest scale."""
     head_std: AtLeast0 = 0.02
-    """Deviation of the last matrix at the start."""
+    """Initial standard deviation of the last matrix."""
 
 
 class DiffusionDensity(Section):
-    """A decoder that takes noise from a token."""
+    """A decoder that denoises tokens."""
 
     sampling_keys: ClassVar[frozenset[str]] = frozenset({"sampling_steps", "sampling_temperature"})
 
     kind: Literal["diffusion"]
     decoder: DecoderKind = "transformer"
-    """What reads the backbone's output and the noisy token."""
+    """Decoder of the backbone's output and the noisy token."""
     decoder_layers: Positive = 1
-    """Its layers; `linear` has none."""
+    """Layers of the decoder; ignored by `linear`."""
     noise_a: Above0 = 0.03
-    """a of γ ~ Beta(a, b), the share of the signal's power."""
+    """a of γ ~ Beta(a, b), the signal's share of the power."""
     noise_b: Above0 = 1.0
-    """b of it."""
+    """b of γ ~ Beta(a, b)."""
     predicts: Literal["clean", "noise"] = "clean"
-    """The token, or the noise that was added."""
+    """Predict the clean token, or the noise."""
     condition_on_gamma: bool = False
-    """The decoder knows γ."""
+    """Condition the decoder on γ."""
     sampling_steps: Positive = 1000
-    """From noise to a token."""
+    """Denoising steps."""
     sampling_temperature: AtLeast0 = 1.0
     """Multiplies the noise of each step."""
 
 
 class PlaceDensity(Section):
-    """A logit for each place that a token may have come from."""
+    """Logits over the positions that a token may have."""
 
     kind: Literal["place"]
 
@@ -245,7 +247,7 @@ AnyDensity = (
 
 
 class NoCondition(Section):
-    """Nothing."""
+    """No condition."""
 
     kind: Literal["none"]
 
@@ -255,52 +257,52 @@ class ClassCondition(Section):
 
     kind: Literal["class"]
     num_classes: Positive
-    """Classes of the labels."""
+    """Number of classes."""
     dropout: Fraction = 0.1
-    """Probability that training shows no class; 0: guidance and features are refused."""
+    """Probability of the null label in training; 0 disables guidance and features."""
 
 
 class FeaturesCondition(Section):
-    """The mean over the image of what a frozen tokenizer looks up, as a row in front."""
+    """Features of a frozen tokenizer, averaged over the image, as a row in front."""
 
     kind: Literal["features"]
     tokenizer: str
     """Run folder of the tokenizer."""
     feature_size: Positive
-    """Numbers of a feature."""
+    """Channels of the features."""
 
 
 class MemoryCondition(Section):
-    """An image that an encoder reads, to which the blocks attend: of pairs shards the first one."""
+    """Cross-attention to an encoder of an image; with pairs shards, of the first image."""
 
     kind: Literal["memory"]
     num_layers: Positive = 8
     """Blocks of the encoder."""
     patch_size: Positive = 16
-    """Side in pixels of the patches that it reads."""
+    """Side of the encoder's patches in pixels."""
     hidden_size: Positive | None = None
-    """Its width; that of `model` when absent."""
+    """Width of the encoder; defaults to that of `model`."""
     num_attention_heads: Positive | None = None
-    """Its attention heads; those of `model` when absent."""
+    """Attention heads of the encoder; defaults to those of `model`."""
 
 
 AnyCondition = FeaturesCondition | MemoryCondition | NoCondition | ClassCondition
 
 
 class NoTransform(Section):
-    """Tokens are predicted as the tokenizer gives them."""
+    """No transform."""
 
     kind: Literal["none"]
 
 
 class AdapterTransform(Section):
-    """An invertible map of latents that is learned with the model."""
+    """An invertible map of latents, trained with the model."""
 
     kind: Literal["adapter"]
     blocks: Positive = 8
     """Coupling blocks."""
     bottleneck: Positive | None = None
-    """Hidden channels of each; 4 · numbers of a latent when absent."""
+    """Hidden channels; defaults to 4 · channels of a latent."""
 
 
 AnyTransform = NoTransform | AdapterTransform

@@ -1,4 +1,4 @@
-"""The config keys of DARL (sections 3 and 4 of the paper, tables 2 and 7, appendix B.2).
+"""Config keys of DARL (sections 3 and 4 of the paper, tables 2 and 7, appendix B.2).
 
 Legend: T patches of an image, k side of a block of patches.
 """
@@ -17,7 +17,7 @@ from megavis.config.section import Above0, AtLeast0
 
 
 class DARLConfig(ObjectiveConfig):
-    """The keys of DARL."""
+    """Config keys of DARL."""
 
     sampling_keys: ClassVar[frozenset[str]] = frozenset({"sampling_steps", "sampling_temperature"})
 
@@ -25,45 +25,45 @@ class DARLConfig(ObjectiveConfig):
     patch_size: Positive = 16
     """Side of a patch in pixels."""
     loss: Literal["mse", "diffusion", "ids"] = "mse"
-    """Squared error of the patch, or of a denoised patch (section 3.2), or the cross-entropy of its
-    id in a frozen tokenizer (table 16)."""
+    """Squared error of the patch (`mse`), of the denoised patch (`diffusion`, section 3.2), or the
+    cross-entropy of its id in a frozen tokenizer (`ids`, table 16)."""
     inputs: Literal["pixels", "ids"] = "pixels"
-    """What is read of each patch: its pixels, or its id in a frozen tokenizer (table 16)."""
+    """Input of each patch: its pixels, or its id in a frozen tokenizer (table 16)."""
     tokenizer: str | None = None
     """With `ids`: run folder of the tokenizer, whose ids represent `patch_size`² pixels each."""
     vocabulary_size: Annotated[int, Field(gt=1)] | None = None
-    """With `ids`: how many the tokenizer has."""
+    """With `ids`: vocabulary size of the tokenizer."""
     normalize_targets: bool = False
-    """With `mse`: predict each patch standardised by its own mean and deviation (table 14)."""
+    """With `mse`: standardise each target patch by its own mean and deviation (table 14)."""
     order: OrderKind = "raster"
-    """In which order patches are predicted (section 4.4)."""
+    """Order in which patches are predicted (section 4.4)."""
     order_block: Positive = 2
     """k, for `nested_raster` and `round_robin`: blocks of k × k patches."""
     two_streams: bool = False
-    """Ask for each patch with a query token that knows its place (appendix A.5); a random order
-    needs it."""
+    """Predict each patch from a query token with its position (appendix A.5); required by a random
+    order."""
     decoder: DecoderKind | None = None
-    """From the backbone's output to pixels (table 2); `linear` for mse and a `transformer` over
-    the pair of output and noisy patch for diffusion when absent."""
+    """Decoder of the backbone's output (table 2); defaults to `linear` for mse and to a
+    `transformer` over pairs of output and noisy patch for diffusion."""
     decoder_layers: Positive = 1
-    """Layers of an `mlp` or blocks of a `transformer`; a `linear` decoder has none."""
+    """Layers of an `mlp` or blocks of a `transformer`; ignored by `linear`."""
     noise_a: Above0 = 0.03
-    """a of γ ~ Beta(a, b), with `diffusion`; γ near 0 is nearly pure noise."""
+    """With `diffusion`: a of γ ~ Beta(a, b); γ near 0 is nearly pure noise."""
     noise_b: Above0 = 1.0
-    """b of γ ~ Beta(a, b)."""
+    """With `diffusion`: b of γ ~ Beta(a, b)."""
     predicts: Literal["clean", "noise"] = "clean"
-    """With `diffusion`: the clean patch x⁰, or the noise ε that was added."""
+    """With `diffusion`: predict the clean patch x⁰, or the noise ε."""
     condition_on_gamma: bool = False
-    """With `diffusion`: γ is a further channel of the noisy patch (section 4.1)."""
+    """With `diffusion`: append γ to the noisy patch as a channel (section 4.1)."""
     sampling_steps: Positive = 1000
-    """With `diffusion`: steps from noise to a patch when images are drawn (appendix F)."""
+    """With `diffusion`: denoising steps in generation (appendix F)."""
     sampling_temperature: AtLeast0 = 1.0
-    """With `diffusion`: multiplies the noise of each of these steps. Ours: the paper's process is
-    that of 1; below, images come out nearer to what is likeliest, and with less texture."""
+    """With `diffusion`: multiplies the noise of each step. 1 is the paper's process; lower values,
+    an extension, give more likely images with less texture."""
 
     @property
     def decoder_kind(self) -> DecoderKind:
-        """The decoder that is named, or the loss's own."""
+        """The configured decoder, or the default of the loss."""
         return self.decoder or ("transformer" if self.loss == "diffusion" else "linear")
 
     def grid_side(self, config: RunConfig) -> int:
@@ -72,17 +72,17 @@ class DARLConfig(ObjectiveConfig):
 
     @property
     def no_images(self) -> str | None:
-        """What is predicted must be what is read."""
+        """Why models of this config cannot generate images; None if they can."""
         if self.loss == "ids" and self.inputs == "pixels":
-            what = "loss ids the model reads patches and names ids"
+            what = "loss ids the model reads patches and predicts ids"
         elif self.loss != "ids" and self.inputs == "ids":
             what = "inputs ids the model reads ids and predicts pixels"
         else:
             return None
-        return f"with objective.{what}, so it cannot go on from what it has drawn"
+        return f"with objective.{what}, so it cannot continue from its own samples"
 
     def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
-        """Check that patches and blocks divide, and that keys go together."""
+        """Check that patches and blocks divide, and that keys are compatible."""
         faults = [*check_patches(config, self.patch_size)]
         if faults:
             yield from faults
@@ -96,11 +96,11 @@ class DARLConfig(ObjectiveConfig):
         yield from self._check_split(config)
 
     def _check_split(self, config: RunConfig) -> Iterator[ConfigIssue]:
-        """Sequence parallelism splits the tokens."""
+        """Check the token count for sequence parallelism."""
         count = self.grid_side(config) ** 2
         what = f"{count} patches"
         if config.finetune is not None and config.finetune.generative_weight == 0:
-            # The last patch is read too: nothing has to be predicted from those before it.
+            # Without the paper's own loss, the last patch is an input too.
             count, what = count + 1, f"start token and {count} patches"
         yield from check_tokens(config, count, what=what)
 
@@ -113,7 +113,7 @@ class DARLConfig(ObjectiveConfig):
         if self.order == "random" and not self.two_streams:
             yield (
                 "objective.two_streams",
-                "must be true for order random: a token has to know which patch it is asked for",
+                "must be true for order random, so that a token has the position that it predicts",
             )
 
     def _check_loss(self) -> Iterator[ConfigIssue]:
@@ -133,9 +133,9 @@ class DARLConfig(ObjectiveConfig):
         given = {"tokenizer": self.tokenizer, "vocabulary_size": self.vocabulary_size}
         for key, value in given.items():
             if (value is None) == ("ids" in (self.loss, self.inputs)):
-                text = "must be given for them" if value is None else "leave it out"
+                text = "must be given" if value is None else "leave it out"
                 yield f"objective.{key}", f"belongs to loss ids and inputs ids: {text}"
         if self.loss == "ids" and self.decoder_kind != "linear":
-            yield "objective.decoder", f"{self.decoder} gives pixels; leave it out for loss ids"
+            yield "objective.decoder", f"{self.decoder} predicts pixels; leave it out for loss ids"
         if self.vocabulary_size is not None:
             yield from check_vocabulary(config, self.vocabulary_size)

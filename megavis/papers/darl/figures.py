@@ -7,9 +7,9 @@ from megavis.config.figures import FigureSpec
 FIGURES = (
     FigureSpec(
         "patches",
-        help="prediction error by place of the order (DARL, Figures 10 to 14)",
-        description="Predict every patch of held-out images from those before it, and draw the"
-        " mean error over the places of the run's order and over the image.",
+        help="prediction error by position in the order (DARL, Figures 10 to 14)",
+        description="Predict every patch of held-out images from those before it, and plot the"
+        " mean error by position in the run's order and in the image.",
         num_images=512,
         draw="megavis.papers.darl.patch_errors:draw_patches",
         example="runs/darl_demo",

@@ -1,11 +1,8 @@
 """DARL: Denoising Autoregressive Representation Learning (Li, Bornschein, Chen, 2024).
 
 The next patch of an image is predicted from those before it: its pixels by squared error, or by a
-decoder that takes noise from it, given the backbone's output (section 3), or its id in a frozen
-tokenizer (appendix B.4). Patches are corrupted independently of each other, each with a γ of its
-own.
-
-Legend: b images, T patches, d numbers of a patch, v ids.
+denoising decoder conditioned on the backbone's output (section 3), or its id in a frozen tokenizer
+(appendix B.4). Patches are corrupted independently, each with its own γ.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from megavis.tokenizers.patches import pixel_range
 
 
 class DARL(Composition):
-    """Patch after patch."""
+    """Predict one patch at a time."""
 
     config_type = DARLConfig
     paper: DARLConfig
@@ -47,41 +44,41 @@ class DARL(Composition):
 
     @cached_property
     def predicts(self) -> TokenIds | Patches:
-        """What is read, or the other of the two."""
+        """The input tokens, or the other of the two kinds."""
         if (self.paper.inputs == "ids") == (self.paper.loss == "ids"):
             return self.reads
         return self.ids() if self.paper.loss == "ids" else self.patches()
 
     def check_data(self, manifest: Manifest) -> Iterator[str]:
-        """Check that the shards hold images where pixels are predicted of ids."""
+        """Also check that shards hold images if pixels are predicted from ids."""
         yield from super().check_data(manifest)
         if manifest.kind == "ids" and self.paper.inputs == "ids" and self.paper.loss != "ids":
             yield f"holds ids; objective.loss {self.paper.loss} predicts pixels: name jpeg shards"
 
     @cached_property
     def schedule(self) -> OneByOne:
-        """Patch after patch in the config's order; features by rows where each has its own."""
+        """One patch at a time in the configured order; raster for features if it is random."""
         kind, block = self.paper.order, self.paper.order_block
         orders = Orders.of_kind(kind, *self.reads.grid, block=block, seed=self.config.seed)
         return OneByOne(orders, name="patch {}")
 
     @cached_property
     def asks(self) -> Asking:
-        """By the patch before, or by the query stream of appendix A.5.
+        """The patch before, or the query stream of appendix A.5.
 
-        "The input token is the last image patch which the model doesn't need during pre-training"
-        (section 4.1): features read it too.
+        Features also read the last patch, "which the model doesn't need during pre-training"
+        (section 4.1).
         """
         return Query(starts=True) if self.paper.two_streams else Shift("content")
 
     @property
     def extra_tensors(self) -> tuple[str, ...]:
-        """Noisy patches."""
+        """Noisy patches, for diffusion."""
         return ("noisy",) if self.paper.loss == "diffusion" else ()
 
     @cached_property
     def density(self) -> Categorical | Diffusion | SquaredError:
-        """Pixels by squared error or out of noise, or ids (sections 3.2, 3.3)."""
+        """Squared error or diffusion of pixels (sections 3.2, 3.3), or ids."""
         paper, predicts = self.paper, self.predicts
         if isinstance(predicts, TokenIds):
             return Categorical(self.core, predicts.vocabulary_size, fill=normal(0.02))

@@ -1,4 +1,7 @@
-"""Prediction error of the patch at each place of an order (DARL, figures 10 to 14)."""
+"""Figure of prediction errors by position in the order (DARL, figures 10 to 14).
+
+Legend: T patches.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +30,12 @@ _BATCH_SIZE = 64
 
 @dataclass(frozen=True)
 class PatchErrors:
-    """Means over images.
+    """Errors averaged over images.
 
     Attributes:
-        by_place: `[T]`, first place first.
-        by_cell: `[T]`, in raster order.
-        places: `[T]`, the mean place of each cell.
+        by_place: error at each position of the order, `[T]`.
+        by_cell: error of each cell in raster order, `[T]`.
+        places: mean position of each cell in the order, `[T]`.
     """
 
     by_place: Sequence[float]
@@ -48,16 +51,16 @@ class PatchErrors:
 def measure_patches(
     runner: Inference, objective: Objective, dataset: ShardDataset, *, num_images: int
 ) -> PatchErrors:
-    """Score held-out images; noise is that of training, a function of seed and image.
+    """Compute errors on held-out images; noise is a function of seed and image as in training.
 
     Args:
         runner: the model, on one process.
-        objective: predicts the tokens of an order one by one.
+        objective: a paper with a sequential schedule.
         dataset: the images.
-        num_images: at most.
+        num_images: maximum number of images.
 
     Raises:
-        UserError: the paper does not predict one token after the other.
+        UserError: the paper does not predict one token at a time.
     """
     sums: list[Tensor] = []
     count = min(num_images, len(dataset))
@@ -77,12 +80,12 @@ def measure_patches(
 
 
 def applies(objective: Trainable) -> bool:
-    """Return whether tokens are predicted one after the other."""
+    """Return whether tokens are predicted one at a time."""
     return objective.backbone.composition().schedule.is_sequential
 
 
 def draw_patches(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
-    """Measure and draw; raises UserError where the run's objective does not allow it."""
+    """Measure and plot; raise UserError if the run's objective does not support it."""
     errors = measure_patches(
         subject.runner,
         subject.objective.backbone.composition(),
@@ -93,7 +96,7 @@ def draw_patches(subject: FigureInput, options: argparse.Namespace) -> RenderedF
 
 
 def patch_rows(errors: PatchErrors) -> list[Row]:
-    """Return one row a place: its error, and cell, row, column and error in raster order."""
+    """Return one row per position i: its error, and row, column and error of raster cell i."""
     return [
         {
             "place": i,
@@ -108,22 +111,22 @@ def patch_rows(errors: PatchErrors) -> list[Row]:
 
 
 def draw_patch_errors(errors: PatchErrors, *, name: str) -> Figure:
-    """Draw the order, and the error by place (figure 10) and by cell (figures 12 and 14).
+    """Plot the order, and the error by position (figure 10) and by cell (figures 12 and 14).
 
     Args:
-        errors: as measured.
-        name: of the run, for the title.
+        errors: the errors.
+        name: name of the run, for the title.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11.0, 3.6), dpi=150, layout="constrained")
     line, order, cells = figure.subplots(1, 3, width_ratios=(1.6, 1, 1))
     line.plot(errors.by_place, color="#1f5fa8")
-    line.set_xlabel("place in the order")
-    line.set_ylabel("mean squared error a number")
+    line.set_xlabel("position in the order")
+    line.set_ylabel("mean squared error")
     line.grid(alpha=0.25)
     line.spines[["top", "right"]].set_visible(False)
-    _draw_cells(figure, order, errors.places, errors.side, "place of each patch")
+    _draw_cells(figure, order, errors.places, errors.side, "position of each patch")
     _draw_cells(figure, cells, errors.by_cell, errors.side, "error of each patch")
     figure.suptitle(name, fontsize="medium")
     return figure

@@ -1,7 +1,7 @@
-"""Vision Transformers as `timm` saves them, as a DARL model without its mask, and their own pass.
+"""Convert Vision Transformers of `timm` to DARL models with full attention, and run the former.
 
-DARL's start token, seen by all where the mask is off, is a class token, and its patch embedding and
-blocks are those of a ViT: such a run gives timm's features, and can be fine-tuned like any other.
+With full attention, DARL's start token is a class token, and its patch embedding and blocks are
+those of a ViT: such a run has timm's features, and can be fine-tuned like any other.
 
 Legend: b images, T patches, p side of a patch, h hidden size, c classes.
 """
@@ -25,20 +25,20 @@ from megavis.model.vit_blocks import TIMM, block_from, run_block
 from megavis.tokenizers.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 
 EPSILON = 1e-6
-"""In the norms of timm's ViTs."""
+"""Epsilon of the norms in timm's ViTs."""
 _USUAL_HEAD = 64
 
 
 @dataclass(frozen=True)
 class TimmViT:
-    """A ViT's tensors by timm's names, and what they do not say of themselves.
+    """A ViT's tensors under timm's names, and settings that they do not determine.
 
     Attributes:
-        tensors: float32.
+        tensors: float32 tensors.
         num_heads: attention heads.
-        mean: that is taken from each channel in [0, 1] before the first layer.
-        deviation: by which it is divided.
-        epsilon: added to the variance inside every norm.
+        mean: mean of each channel in [0, 1], for standardising the inputs.
+        deviation: standard deviation of each channel.
+        epsilon: epsilon of the norms.
     """
 
     tensors: Mapping[str, Tensor]
@@ -49,7 +49,7 @@ class TimmViT:
 
     @property
     def num_layers(self) -> int:
-        """Blocks."""
+        """Number of blocks."""
         return sum(re.fullmatch(r"blocks\.\d+\.norm1\.weight", n) is not None for n in self.tensors)
 
     @property
@@ -74,21 +74,21 @@ class TimmViT:
 
     @property
     def num_classes(self) -> int:
-        """Classes c; 0 where the network has no classifier."""
+        """Classes c; 0 if the network has no classifier."""
         head = self.tensors.get("head.weight")
         return 0 if head is None else head.shape[0]
 
 
 def read_timm_folder(folder: Path, *, num_heads: int | None = None) -> TimmViT:
-    """Read `model.safetensors`, and `config.json` where there is one.
+    """Read `model.safetensors`, and `config.json` if there is one.
 
     Args:
-        folder: as timm's `save_for_hf` writes it.
-        num_heads: attention heads; width / 64 when None, which timm's ViTs of the usual names have
-            but for the huge ones (16).
+        folder: a folder written by timm's `save_for_hf`.
+        num_heads: attention heads; by default width / 64, as in timm's standard ViTs except the
+            huge ones (16).
 
     Raises:
-        UserError: the folder holds no plain ViT with a class token.
+        UserError: the folder does not contain a plain ViT with a class token.
     """
     weights, settings = folder / "model.safetensors", folder / "config.json"
     if not weights.exists():
@@ -101,13 +101,13 @@ def read_timm_folder(folder: Path, *, num_heads: int | None = None) -> TimmViT:
     width = tensors["norm.weight"].shape[0]
     heads = num_heads or max(1, width // _USUAL_HEAD)
     if width % heads:
-        raise UserError(f"a width of {width} is not divisible by {heads} heads; say --heads")
+        raise UserError(f"a width of {width} is not divisible by {heads} heads; pass --heads")
     mean, deviation = pretrained.get("mean", CHANNEL_MEAN), pretrained.get("std", CHANNEL_DEVIATION)
     return TimmViT(tensors, heads, mean, deviation)
 
 
 def _check(tensors: Mapping[str, Tensor]) -> None:
-    """Raise UserError for tensors that a plain ViT has not, or that are missing."""
+    """Raise UserError for tensors that are missing or do not belong to a plain ViT."""
     blocks = {int(m.group(1)) for name in tensors if (m := re.match(r"blocks\.(\d+)\.", name))}
     layers = ["patch_embed.proj", "norm"]
     for block in range(max(blocks, default=0) + 1):
@@ -116,13 +116,15 @@ def _check(tensors: Mapping[str, Tensor]) -> None:
     known = {*wanted, *_parameters("head")}
     for name in tensors:
         if name not in known:
-            raise UserError(f"the folder's {name} has no place in a plain ViT with a class token")
+            raise UserError(
+                f"the folder's {name} does not belong to a plain ViT with a class token"
+            )
     for name in wanted:
         if name not in tensors:
             raise UserError(f"the folder has no {name}; is it a plain ViT with a class token?")
     cells = tensors["pos_embed"].shape[1] - 1
     if round(cells**0.5) ** 2 != cells:
-        raise UserError(f"{cells} positions behind that of the class token make no square grid")
+        raise UserError(f"{cells} positions after that of the class token are not a square grid")
 
 
 def _parameters(*layers: str) -> list[str]:
@@ -130,14 +132,14 @@ def _parameters(*layers: str) -> list[str]:
 
 
 def from_timm(model: TimmViT) -> dict[str, Tensor]:
-    """Rename and reorder.
+    """Convert to megavis' names.
 
-    The network's own mean and deviation of pixels go into the patch embedding, since megavis always
-    standardises by ImageNet's.
+    The network's mean and standard deviation of pixels are folded into the patch embedding, since
+    megavis always standardises by ImageNet's.
 
     Returns:
-        float32 tensors by the names of a fine-tuning run of DARL with learned positions; the
-        classifier is zero where timm's network has none.
+        float32 tensors under the names of a fine-tuning run of DARL with learned positions; the
+        classifier is zero if timm's network has none.
     """
     tensors, width = model.tensors, model.hidden_size
     matrix, bias = _patch_embedding(model)
@@ -160,7 +162,7 @@ def from_timm(model: TimmViT) -> dict[str, Tensor]:
 
 
 def _patch_embedding(model: TimmViT) -> tuple[Tensor, Tensor]:
-    """Return the matrix `[h, p · p · 3]` and bias for pixels standardised as megavis does."""
+    """Return weight `[h, p · p · 3]` and bias for pixels standardised by ImageNet's statistics."""
     kernel = model.tensors["patch_embed.proj.weight"]  # [h, 3, p, p]
     ours_mean, ours_deviation, mean, deviation = (
         torch.tensor(numbers, dtype=torch.float64)
@@ -175,14 +177,14 @@ def _patch_embedding(model: TimmViT) -> tuple[Tensor, Tensor]:
 
 
 def timm_features(model: TimmViT, images: Tensor) -> Tensor:
-    """Run timm's network, written down apart from megavis's layers to check a conversion.
+    """Run timm's network, independently of megavis' layers, to check a conversion.
 
     Args:
         model: the network.
         images: uint8 `[b, H, W, 3]`.
 
     Returns:
-        The last norm's output, float32 `[b, 1 + T, h]`, the class token first.
+        The final norm's output, float32 `[b, 1 + T, h]`, the class token first.
     """
     tensors, heads = model.tensors, model.num_heads
     mean, deviation = torch.tensor(model.mean), torch.tensor(model.deviation)

@@ -1,6 +1,6 @@
-"""The keys of GIVT, causal and masked.
+"""Config keys that all forms of GIVT share, and those of GIVT-Causal.
 
-Where paper and released code differ, the key says what each has; the default is the code's.
+Where paper and released code differ, the docstring of the key says how; defaults are the code's.
 """
 
 from __future__ import annotations
@@ -22,76 +22,75 @@ from megavis.config.section import Above0, AtLeast0
 
 
 class LatentTokensConfig(ObjectiveConfig):
-    """What both models share."""
+    """Config keys of all forms of GIVT."""
 
     latent_channels: Positive = 16
-    """Numbers of a latent, d of the VAE."""
+    """Channels of a latent, d of the VAE."""
     downsampling: Positive = 16
-    """Pixels on the side of a latent."""
+    """Pixels per latent along each side."""
     stacked_latents: Positive = 1
-    """Neighbours of a row that are stacked into one token; 2 for Large at 512² (table 5)."""
+    """Horizontally adjacent latents stacked into one token; 2 for Large at 512² (table 5)."""
     num_classes: NonNegative = 1000
-    """Classes whose label comes first; 0 trains without labels."""
+    """Number of classes; 0 trains without labels."""
     label_dropout: Fraction = 0.1
-    """Probability that the null label takes the place of the class; 0: there is none, and no
-    guidance without the class. The paper names no number; the released code has 0.1."""
+    """Probability of the null label in training; 0: there is no null label, and no guidance. The
+    paper does not state it; the released code has 0.1."""
     num_components: Positive = 16
-    """k of the mixture."""
+    """k, components of the mixture."""
     covariance: Literal["diagonal", "full"] = "diagonal"
-    """`full`: a single Gaussian whose numbers depend on each other; num_components must be 1."""
+    """`full`: a single Gaussian with full covariance; requires num_components 1."""
     scale_activation: ScaleActivation = "squareplus"
-    """From an output to a scale: `squareplus` in the released code, `softplus` in the paper."""
+    """Maps outputs to scales: `squareplus` in the released code, `softplus` in the paper."""
     scale_floor: Above0 = 1e-6
     """Smallest scale: 1e-6 in the released code, 1e-5 in the paper (appendix C.1)."""
     head_std: AtLeast0 = 0.02
-    """Deviation of the last matrix at the start. 0 in the released code, where all components start
-    alike and rounding alone parts them; then no two layouts do the same."""
+    """Initial standard deviation of the last matrix. It is 0 in the released code, where all
+    components are initially equal and only rounding separates them, differently in each layout."""
     adapter_blocks: NonNegative = 0
-    """Coupling blocks of the adapter that is trained jointly; 8 in the paper, 0: no adapter."""
+    """Coupling blocks of the jointly trained adapter; 8 in the paper, 0 for no adapter."""
     adapter_bottleneck: Positive | None = None
-    """Its hidden channels; 4 · numbers of a token when absent, as in the paper. The released code
-    has 8 · numbers of a token at 512²."""
+    """Hidden channels of the adapter; defaults to 4 · channels of a token, as in the paper. The
+    released code has 8 · channels of a token at 512²."""
     tokenizer: str | None = None
-    """Run folder of the VAE, which encodes jpeg shards as they are read and decodes samples."""
+    """Run folder of the VAE, which encodes jpeg shards on the fly and decodes samples."""
     tokenizer_beta: AtLeast0 | None = None
-    """β that the VAE of `tokenizer` must have been trained with, as its run's config says; another
-    one is refused. None: any."""
+    """Required β of the VAE in `tokenizer`, checked against its run's config. None: any."""
 
     @property
     def token_size(self) -> int:
-        """Numbers of a token."""
+        """Channels of a token."""
         return self.latent_channels * self.stacked_latents
 
     @property
     def num_outputs(self) -> int:
-        """Numbers that the head gives for a token."""
+        """Outputs of the head per token."""
         if self.covariance == "full":
             return self.token_size**2 + self.token_size
         return self.num_components * (1 + 2 * self.token_size)
 
     @property
     def missing_null_label(self) -> str | None:
-        """The probability of dropping the class, where there are classes and it is 0."""
+        """Key of the label dropout if the model has classes but no null label, else None."""
         has_none = self.num_classes > 0 and not self.label_dropout
         return "objective.label_dropout" if has_none else None
 
     @property
     def no_images(self) -> None:
-        """All draw images."""
+        """None: all models generate images."""
         return None
 
     def grid(self, config: RunConfig) -> tuple[int, int]:
-        """Return height and width of the grid of tokens."""
+        """Return rows and columns of the token grid."""
         side = config.data.image_size // self.downsampling
         return side, side // self.stacked_latents
 
     def num_places(self, config: RunConfig) -> int:
-        """Return the places of the sequence that goes through the blocks."""
+        """Return the length of the blocks' input sequence."""
         height, width = self.grid(config)
         return height * width
 
     def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
-        """Check that sizes divide, and that the head can give the covariance."""
+        """Check that sizes divide, and that keys are compatible."""
         side, rest = divmod(config.data.image_size, self.downsampling)
         if rest or not side:
             text = f"{config.data.image_size} is not divisible by objective.downsampling"

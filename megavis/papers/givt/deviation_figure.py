@@ -1,9 +1,9 @@
-"""The standard deviation that is predicted for each token ("GIVT", figure 7, right).
+"""Figure of the predicted standard deviation by token ("GIVT", figure 7, right).
 
-The paper averages over tokens that the model has drawn; here the tokens before are those of real
-images, as in training.
+The paper averages over generated tokens; here tokens are predicted from those of real images, as in
+training.
 
-Legend: b images, n tokens, k components, d numbers of a token.
+Legend: b images, n tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BATCH_SIZE = 32
 
 
 def applies(objective: Trainable) -> bool:
-    """Return whether it predicts mixtures token after token, with a class and without."""
+    """Return whether the paper predicts mixtures one token at a time, and has a null label."""
     return (
         isinstance(objective, GIVT)
         and objective.schedule.is_random is False
@@ -46,10 +46,10 @@ def predicted_deviations(
 
     Args:
         runner: the model.
-        objective: GIVT, of mixtures.
-        samples: as shards hold them, b of them.
-        index: int64 `[b]`; decides the draws of the latents.
-        labels: int64 `[b]`; -1: no class.
+        objective: GIVT with a mixture density.
+        samples: b samples in the form of the shards.
+        index: int64 `[b]`, the samples, which determine the draws of the latents.
+        labels: int64 `[b]`, -1 for no class.
 
     Returns:
         float32 `[b, n]`.
@@ -63,7 +63,7 @@ def predicted_deviations(
 
 
 def draw_deviations(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
-    """Predict with and without class, and draw both over the tokens.
+    """Predict with and without class, and plot both by token.
 
     Raises:
         UserError: no image has the class.

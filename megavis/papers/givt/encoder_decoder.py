@@ -1,7 +1,7 @@
 """GIVT's encoder-decoder: latents predicted from an image ("GIVT", section 4.2, appendix B).
 
-The paper's form for dense prediction, after UViM: GIVT-Causal with a cross-attention after each
-self-attention, to what a Vision Transformer makes of an image (`composition/encoded_image.py`).
+The paper's model for dense prediction, after UViM: GIVT-Causal with a cross-attention after each
+self-attention, to a Vision Transformer's encoding of an image (`composition/encoded_image.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class GIVTEncoderDecoder(GIVT):
 
     @cached_property
     def condition(self) -> EncodedImage:
-        """The image that the encoder reads, and the class."""
+        """The encoded image, after the class."""
         return EncodedImage(
             self.config.data.image_size,
             EncoderSizes(
@@ -39,7 +39,7 @@ class GIVTEncoderDecoder(GIVT):
 
     @property
     def likelihood(self) -> Likelihood:
-        """That of the causal model, given the image."""
+        """Likelihood of the causal model, given the image."""
         own = super().likelihood
         assert own is not None
         return replace(own, given="the image" + (f" and {own.given}" if own.given else ""))

@@ -1,4 +1,4 @@
-"""The keys of GIVT's encoder-decoder, besides those that it shares with the causal model."""
+"""Config keys of GIVT's encoder-decoder."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from megavis.papers.givt.config import LatentTokensConfig
 
 
 class EncoderDecoderConfig(LatentTokensConfig):
-    """GIVT-Causal with an encoder."""
+    """Config keys of GIVT-Causal with an encoder."""
 
     name: Literal["givt_encoder_decoder"] = "givt_encoder_decoder"
     num_classes: NonNegative = 0
-    """Classes whose label comes first; 0, as in the paper: a learned start vector."""
+    """Number of classes; 0, as in the paper, has a learned start token instead."""
     num_components: Positive = 1
-    """k of the mixture; 1 in section 4.2."""
+    """k, components of the mixture; 1 in section 4.2."""
     encoder_layers: Positive = 24
-    """Blocks of the encoder; 24 in the paper's, ViT-L/16."""
+    """Blocks of the encoder; 24 in the paper (ViT-L/16)."""
     encoder_patch_size: Positive = 16
-    """Pixels on the side of its patches."""
+    """Side of the encoder's patches in pixels."""
     encoder_hidden_size: Positive | None = None
-    """Its width; that of `model` when absent, as in the paper."""
+    """Width of the encoder; defaults to that of `model`, as in the paper."""
     encoder_num_attention_heads: Positive | None = None
-    """Its attention heads; those of `model` when absent."""
+    """Attention heads of the encoder; defaults to those of `model`."""
     encoder_learning_rate_scale: Above0 = 1.0
     """Multiplies the learning rate of the encoder; 0.1 in the released code, where it starts from a
-    trained Vision Transformer."""
+    pretrained Vision Transformer."""
 
     @property
     def num_further_blocks(self) -> int:
@@ -37,7 +37,7 @@ class EncoderDecoderConfig(LatentTokensConfig):
         return self.encoder_layers
 
     def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
-        """Check that patches divide the image."""
+        """Check the encoder's sizes too."""
         yield from super().check(config)
         yield from check_encoder(
             config,

@@ -1,9 +1,9 @@
-"""GIVT-MaskGIT: some of the latents are hidden and predicted from the rest.
+"""GIVT-MaskGIT: masked latents are predicted from the others.
 
 "GIVT: Generative Infinite-Vocabulary Transformers", section 3.2, after "MaskGIT" (Chang et al.,
-2022): the share of hidden tokens is drawn for each image, cos(π/2 · u).
+2022): the mask ratio cos(π/2 · u) is drawn for each image.
 
-Legend: b images, n tokens, d numbers of a token.
+Legend: b images, n tokens, d channels of a token, h hidden size.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from megavis.papers.givt.paper import GIVT
 from megavis.schedules.masked import Rounds
 
 MASKED, VISIBLE, REPLACEMENT = range(3)
-"""Rows after the classes in the table of labels, as released."""
+"""Special rows after the classes in the table of labels, as in the released models."""
 
 
 class MaskedReader(Reader):
-    """All tokens after the label, some of them hidden; half of the width says which."""
+    """Embeds the label and all tokens; half of the width marks which tokens are masked."""
 
     def __init__(self, paper: MaskGITConfig, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -39,12 +39,12 @@ class MaskedReader(Reader):
         """Embed.
 
         Args:
-            inputs: tokens `[b, n, d]`, or on their grid where the adapter has not seen them; their
-                places; the mask, bool `[b, n]`, true where a token is hidden; and rows of the
-                labels int64 `[b]`.
+            inputs: tokens `[b, n, d]`, or on their grid if the adapter has yet to transform them;
+                their places; the mask bool `[b, n]`, true where a token is masked; and label rows
+                int64 `[b]`.
 
         Returns:
-            `[1 + n, b, h]`, the label first, and with an adapter the tokens.
+            `[1 + n, b, h]`, the label first, which carries the tokens if there is an adapter.
         """
         tokens, places, mask, labels = inputs
         tokens = self.transformed(tokens) if tokens.ndim == 4 else tokens
@@ -56,13 +56,13 @@ class MaskedReader(Reader):
             embedded = torch.where(
                 is_hidden, self._special(REPLACEMENT), self.embed_content(tokens)
             )
-        # As released, every second number of each.
+        # As in the released code, every second channel of each.
         both = torch.cat([marks[..., ::2], embedded[..., ::2]], dim=-1)
         label = self.part("start")(labels)[:, None]
         label = label + self.front_rows(label, {}).sum(1, keepdim=True)
         hidden = torch.cat([label, self.add_positions(both, places, "positions")], dim=1)
         carried = {} if self.part("transform") is None else {TRANSFORMED: tokens}
-        # For rotary positions the label is in the corner.
+        # For rotary positions the label is at the first cell.
         carried |= self.carried(F.pad(places, (1, 0)))
         return LayerState(to_stream(hidden, self.core), carried).pack()
 
@@ -72,7 +72,7 @@ class MaskedReader(Reader):
 
 
 class GIVTMaskGIT(GIVT):
-    """Prediction of hidden latents."""
+    """Predict masked latents."""
 
     config_type = MaskGITConfig
     paper: MaskGITConfig
@@ -80,26 +80,26 @@ class GIVTMaskGIT(GIVT):
 
     @cached_property
     def schedule(self) -> Rounds:
-        """A share of the tokens is hidden; images are drawn in rounds."""
+        """Mask a drawn share of the tokens; generate in rounds."""
         return Rounds(self.orders, least_masking=self.paper.least_masking, seed=self.config.seed)
 
     @cached_property
     def asks(self) -> Mask:
-        """A row for each token, with what represents a hidden one; the label comes first."""
+        """One row per token, masked or not, after the label."""
         return Mask(num_front=1)
 
     @property
     def likelihood(self) -> None:
-        """Hidden tokens are guessed, each by itself."""
+        """None: masked tokens are predicted independently."""
         return None
 
     @property
     def part_names(self) -> Mapping[Role, str]:
-        """Those of the causal model, and the label's position."""
+        """Names of the causal model's parts, and of the label's position."""
         names = super().part_names
         is_learned = self.position_kind == "learned"
         return {**names, "front": "label_position"} if is_learned else names
 
     def build_embedding(self) -> MaskedReader:
-        """Return labels, latents, marks of what is hidden, and positions."""
+        """Build the first layer."""
         return MaskedReader(self.paper, self.core, self.asks, self.slots())

@@ -1,10 +1,10 @@
 """GIVT-Causal: Generative Infinite-Vocabulary Transformers (Tschannen et al., 2024).
 
 An image is the raster sequence of a VAE's real-valued latents. Each token is predicted from those
-before it as a mixture of Gaussians in place of logits over a vocabulary (section 3.2); a vector for
-the class comes first.
+before it as a mixture of Gaussians instead of logits over a vocabulary (section 3.2); a class
+embedding comes first.
 
-Legend: b images, n tokens, d numbers of a token.
+Legend: d channels of a token, h hidden size.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ class GIVT(Composition):
 
     @cached_property
     def schedule(self) -> Schedule:
-        """Token after token in raster order."""
+        """One token at a time in raster order."""
         return OneByOne(self.orders)
 
     @cached_property
     def asks(self) -> Asking:
-        """By the token before."""
+        """The token before."""
         return Shift("asked")
 
     @cached_property
@@ -107,7 +107,7 @@ class GIVT(Composition):
 
     @property
     def scale_form(self) -> ScaleForm:
-        """From outputs to scales."""
+        """The map of outputs to scales."""
         return ScaleForm(self.paper.scale_activation, self.paper.scale_floor)
 
     def _build_head(self) -> TokenHead:
@@ -121,7 +121,7 @@ class GIVT(Composition):
 
     @property
     def part_names(self) -> Mapping[Role, str]:
-        """Adapter, labels (the first row is one), latents, positions, and an image's encoder."""
+        """Names of adapter, labels, latents, positions and encoder."""
         return {
             "transform": "adapter", "start": "labels", "content": "linear",
             "positions": "positions", "memory": "encoder",
@@ -129,11 +129,11 @@ class GIVT(Composition):
 
     @property
     def deviations(self) -> Mapping[Role, float]:
-        """That of positions is 1 / √h."""
+        """1 / √h for positions."""
         return dict.fromkeys(("positions", "front"), self.config.model.hidden_size**-0.5)
 
     def part(self, role: Role) -> nn.Module | nn.Parameter:
-        """Build a part, latents embedded with Flax's default for a dense layer."""
+        """Build a part; the embedding of latents has Flax's default initialization."""
         size, paper = self.reads.width, self.paper
         if role == "transform":
             bottleneck = paper.adapter_bottleneck or 4 * size
@@ -143,13 +143,13 @@ class GIVT(Composition):
         return super().part(role)
 
     def initialization(self) -> Initialization:
-        """Return the released code's: LeCun's for attention, Xavier's for the MLP."""
+        """Return the released code's: LeCun for attention, Xavier for the MLP."""
         lecun = truncated_normal(self.config.model.hidden_size**-0.5)
         return Initialization(lecun, lecun, lecun, xavier_uniform, xavier_uniform)
 
     @property
     def likelihood(self) -> Likelihood | None:
-        """A token's density is one over its d numbers; the adapter preserves volumes."""
+        """A token's log-likelihood sums over its d channels; the adapter preserves volumes."""
         size, given = self.reads.width, None
         if self.paper.num_classes:
             given = f"the class, but for the {self.paper.label_dropout:.0%} that training drops"

@@ -1,8 +1,8 @@
-"""GIVT's released layers, adapter and VAE under megavis's names; whole models: `weights.py`.
+"""Convert GIVT's released layers, adapter and VAE to megavis' names; for models see `weights.py`.
 
-Kernels of Flax are stored input first, those of attention as width, heads, head size (the output's:
-heads, head size, width). Functions that yield tensors by name raise UserError where an array is
-missing; `own` is the layer's name in megavis, `released` what its arrays' names begin with.
+Flax stores kernels input first, and those of attention as (width, heads, head size), or (heads,
+head size, width) for the output. Functions that yield tensors by name raise UserError if an array
+is missing; `own` is the layer's name in megavis, `released` the prefix of its arrays.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Arrays = Mapping[str, np.ndarray]
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """Return the arrays of an `.npz` file, with the names that follow `params/` if there is one.
+    """Return the arrays of an `.npz` file; only those under `params/`, if there are any.
 
     Raises:
-        UserError: the file is missing or is no such archive; pickled arrays are not opened.
+        UserError: the file is missing or is not such an archive; pickled arrays are not opened.
     """
     try:
         with np.load(path, allow_pickle=False) as archive:
@@ -43,7 +43,7 @@ def adapter_weights(released: Arrays) -> dict[str, Tensor]:
     for name, array in released.items():
         found = re.fullmatch(r"modules_(\d+)/(Conv|gn)_(\d)/(kernel|scale|bias)", name)
         if found is None:
-            raise UserError(f"{name} is no array of a released adapter")
+            raise UserError(f"{name} is not an array of a released adapter")
         block, kind, number, part = found.groups()
         layer = f"blocks.{block}.{'conv' if kind == 'Conv' else 'norm'}_{number}"
         renamed[f"{layer}.{'bias' if part == 'bias' else 'weight'}"] = _plain(array)
@@ -51,10 +51,7 @@ def adapter_weights(released: Arrays) -> dict[str, Tensor]:
 
 
 def vae_weights(released: Arrays) -> dict[str, Tensor]:
-    """Rename a VAE's arrays to those of `VAENetwork`.
-
-    Of a training checkpoint that also holds moving averages, these are taken.
-    """
+    """Rename a VAE's arrays to those of `VAENetwork`, preferring moving averages."""
     arrays = _vae_arrays(released)
     shape = vae_shape(arrays)
     names = dict(_vae_layers(shape))
@@ -62,16 +59,16 @@ def vae_weights(released: Arrays) -> dict[str, Tensor]:
     for name, array in arrays.items():
         layer, _, part = name.rpartition("/")
         if layer not in names:
-            raise UserError(f"{name} is no array of a released VAE")
+            raise UserError(f"{name} is not an array of a released VAE")
         renamed[f"{names[layer]}.{'bias' if part == 'bias' else 'weight'}"] = _plain(array)
     return renamed
 
 
 def vae_shape(released: Arrays) -> VAEShape:
-    """Read the sizes of a VAE off its arrays.
+    """Infer the sizes of a VAE from its arrays.
 
     Raises:
-        UserError: when the arrays are of no such network.
+        UserError: the arrays are not those of a VAE.
     """
     arrays = _vae_arrays(released)
     try:
@@ -97,7 +94,7 @@ def _vae_arrays(released: Arrays) -> dict[str, np.ndarray]:
 
 
 def _vae_layers(shape: VAEShape) -> Iterator[tuple[str, str]]:
-    """Yield released and own name of every layer that has parameters."""
+    """Yield the released name and megavis' name of every layer with parameters."""
     count, levels = shape.blocks_per_level, len(shape.multipliers)
     level_blocks = [f"levels.{level}.{i}" for level in range(levels) for i in range(count)]
     middle_blocks = [f"middle.{i}" for i in range(count)]
@@ -118,7 +115,7 @@ def _vae_layers(shape: VAEShape) -> Iterator[tuple[str, str]]:
 
 
 def _plain(array: np.ndarray) -> Tensor:
-    """Return a vector as it is, and a kernel `[..., in, out]` output first."""
+    """Convert an array to a tensor; a kernel `[..., in, out]` becomes output first."""
     tensor = torch.from_numpy(np.asarray(array, dtype=np.float32))
     if tensor.ndim == 4:
         tensor = tensor.permute(3, 2, 0, 1)
@@ -131,7 +128,7 @@ Named = Iterator[tuple[str, Tensor]]
 
 
 def block_weights(arrays: Arrays) -> Named:
-    """Yield the tensors of a block that predicts tokens."""
+    """Yield the tensors of a decoder block."""
     norms = {"input_layernorm": "LayerNorm1", "pre_mlp_layernorm": "LayerNorm3"}
     yield from _attention("self_attention", arrays, "SelfAttn/")
     if "CrossAttn/query/kernel" in arrays:
@@ -143,7 +140,7 @@ def block_weights(arrays: Arrays) -> Named:
 
 
 def encoder_block_weights(arrays: Arrays) -> Named:
-    """Yield the tensors of an encoder's block."""
+    """Yield the tensors of an encoder block."""
     yield from _attention("self_attention", arrays, "MultiHeadDotProductAttention_0/")
     yield from norm("input_layernorm", arrays, "LayerNorm_0/")
     yield from norm("pre_mlp_layernorm", arrays, "LayerNorm_1/")
@@ -151,7 +148,7 @@ def encoder_block_weights(arrays: Arrays) -> Named:
 
 
 def norm(own: str, arrays: Arrays, released: str = "") -> Named:
-    """Yield gain and bias of a norm, those of them that the arrays hold."""
+    """Yield the gain and bias of a norm, as far as present."""
     for own_part, part in (("weight", "scale"), ("bias", "bias")):
         if f"{released}{part}" in arrays:
             yield f"{own}.{own_part}", _tensor(arrays, f"{released}{part}")
@@ -185,5 +182,5 @@ def _attention(own: str, arrays: Arrays, released: str) -> Named:
 
 def _tensor(arrays: Arrays, name: str) -> Tensor:
     if name not in arrays:
-        raise UserError(f"a layer of the file has no {name}; is it a released GIVT, and whole?")
+        raise UserError(f"a layer of the file has no {name}; is it a complete released GIVT?")
     return torch.from_numpy(np.array(arrays[name], np.float32))

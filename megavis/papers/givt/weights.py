@@ -1,8 +1,8 @@
-"""GIVT's released Transformers under megavis's names, with a config inferred from their arrays.
+"""Convert GIVT's released Transformers to megavis' names, and infer their config.
 
-The names are those of the released checkpoints: `decoder/EncDecBlock3/...`, or layers stacked on
-axis 1 of `decoder/EncDecBlock/...`. An adapter that was trained jointly is under
-`params_adaptor/`. An encoder-decoder model has its Vision Transformer under `encoder/`.
+Layers of the released checkpoints are named `decoder/EncDecBlock3/...`, or stacked on axis 1 of
+`decoder/EncDecBlock/...`. A jointly trained adapter is under `params_adaptor/`, and the Vision
+Transformer of an encoder-decoder model under `encoder/`.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _ENCODER, _ENCODER_BLOCK = "encoder/", "encoder/encoderblock_"
 
 @dataclass(frozen=True)
 class ReleasedModel:
-    """A released Transformer, and what does not follow from its arrays.
+    """A released Transformer, and settings that may not follow from its arrays.
 
     Attributes:
-        arrays: by released name, the adapter's without its prefix taken off.
-        mode: causal or masked; from the number of positions when None.
-        num_classes: from the rows of the labels when None.
+        arrays: arrays by their released names.
+        mode: causal or masked; None to infer it from the number of positions.
+        num_classes: number of classes; None to infer it from the rows of the labels.
     """
 
     arrays: Arrays
@@ -53,10 +53,10 @@ class ReleasedModel:
     num_classes: int | None = None
 
     def objective(self) -> LatentTokensConfig:
-        """Return the objective's section.
+        """Infer the `objective` section.
 
         Raises:
-            UserError: it does not follow from the arrays, or they are of another model.
+            UserError: it cannot be inferred, or the arrays are those of another model.
         """
         stacked = self._stacked()
         keys: dict[str, Any] = {
@@ -71,7 +71,7 @@ class ReleasedModel:
         return MaskGITConfig(**keys) if self.is_masked else GIVTConfig(**keys)
 
     def _density(self) -> dict[str, Any]:
-        """Infer the density from the number of outputs for tokens of d numbers."""
+        """Infer the density from the number of outputs for tokens of d channels."""
         outputs, size = self._num_outputs, self._token_size
         if outputs == size**2 + size:
             return {"num_components": 1, "covariance": "full"}
@@ -86,22 +86,22 @@ class ReleasedModel:
                 f"the file has a mixture of {num_components} components for each of the {size}"
                 " channels; megavis has mixtures of whole tokens"
             )
-        raise UserError(f"{outputs} outputs are no mixture of tokens of {size} numbers")
+        raise UserError(f"{outputs} outputs do not form a mixture of tokens of {size} channels")
 
     @property
     def _is_per_channel(self) -> bool:
-        """True where each channel has one logit, one mean and one scale of its own.
+        """True if each channel has its own logit, mean and scale.
 
-        So the models for dense prediction are released (`per_channel_mixtures` with k = 1). For
-        d = 2 a full covariance has as many outputs, and is what is read.
+        The released models for dense prediction do (`per_channel_mixtures` with k = 1). For d = 2 a
+        full covariance has the same number of outputs, and takes precedence.
         """
         return self._num_outputs == 3 * self._token_size and self._token_size > 2
 
     def _head(self) -> Arrays:
         """Return the last layer: k logits, then means and scales.
 
-        A softmax over one component is 1, so the d logits of `_is_per_channel` say nothing; one
-        that is always zero takes their place.
+        With `_is_per_channel`, the d logits have no effect, since a softmax over one component is
+        1; they are replaced by a single zero logit.
         """
         layer = {part: self._array(f"decoder/LogitsDense/{part}") for part in ("kernel", "bias")}
         if not self._is_per_channel:
@@ -114,7 +114,7 @@ class ReleasedModel:
 
     @property
     def _token_size(self) -> int:
-        """Numbers d of a token."""
+        """Channels d of a token."""
         return self._shape("EmbedTargets/kernel")[0]
 
     @property
@@ -122,7 +122,7 @@ class ReleasedModel:
         return self._shape("decoder/LogitsDense/kernel")[1]
 
     def model(self) -> ModelConfig:
-        """Return the `model` section."""
+        """Infer the `model` section."""
         _, heads, head_size = self._block(0)["SelfAttn/query/kernel"].shape
         return ModelConfig(
             num_layers=self.num_layers,
@@ -139,7 +139,7 @@ class ReleasedModel:
 
     @property
     def side(self) -> int:
-        """Latents on the side of the grid."""
+        """Side of the grid of latents."""
         return math.isqrt(self._num_tokens * self._stacked())
 
     @property
@@ -149,7 +149,7 @@ class ReleasedModel:
 
     @property
     def image_size(self) -> int | None:
-        """Side in pixels of the images that an encoder reads; None without one."""
+        """Side in pixels of the encoder's images; None without an encoder."""
         if not self.has_encoder:
             return None
         patches = self._shape("pos_embedding_encoder")[1]
@@ -166,7 +166,7 @@ class ReleasedModel:
 
     @property
     def num_layers(self) -> int:
-        """Blocks."""
+        """Number of blocks."""
         if f"{_BLOCK}/LayerNorm1/scale" in self.arrays:
             return int(self.arrays[f"{_BLOCK}/LayerNorm1/scale"].shape[1])
         names = {name.split("/")[1] for name in self.arrays if name.startswith(_BLOCK)}
@@ -174,7 +174,7 @@ class ReleasedModel:
 
     @property
     def is_masked(self) -> bool:
-        """True for MaskGIT, which has one position more than tokens."""
+        """True for MaskGIT, which has one more position than tokens."""
         if self.mode is not None:
             return self.mode == "maskgit"
         count = self._shape("decoder/pos_emb")[1]
@@ -184,7 +184,7 @@ class ReleasedModel:
         return masked
 
     def weights(self) -> dict[str, Tensor]:
-        """Return float32 tensors by megavis's names.
+        """Return float32 tensors under megavis' names.
 
         Raises:
             UserError: an array is missing.
@@ -209,7 +209,7 @@ class ReleasedModel:
         return {name: tensor.float().contiguous() for name, tensor in named.items()}
 
     def _encoder_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the encoder's tensors by megavis's names."""
+        """Yield the encoder's tensors under megavis' names."""
         patches = {
             "kernel": self._array("EmbedPatches/kernel").reshape(-1, self.model().hidden_size),
             "bias": self._array("EmbedPatches/bias"),
@@ -223,7 +223,7 @@ class ReleasedModel:
                 yield f"blocks.{number}.{name}", tensor
 
     def _inside(self, prefix: str) -> Arrays:
-        """Return the arrays whose names begin so, without it."""
+        """Return the arrays whose names begin with `prefix`, without it."""
         return {n.removeprefix(prefix): a for n, a in self.arrays.items() if n.startswith(prefix)}
 
     def _block(self, number: int) -> Arrays:
@@ -241,7 +241,7 @@ class ReleasedModel:
         return found
 
     def _labels(self) -> dict[str, Any]:
-        """Infer classes and null label from the rows of the table."""
+        """Infer the number of classes and the null label from the rows of the table."""
         rows = self._shape("EmbedLabels/embedding")[0] - (REPLACEMENT + 1) * self.is_masked
         classes = self.num_classes
         if classes is None:
@@ -266,7 +266,7 @@ class ReleasedModel:
         return int(self._shape("decoder/pos_emb")[1] - self.is_masked)
 
     def _stacked(self) -> int:
-        """Infer stacked pairs from a number of tokens that is half a square."""
+        """Infer whether pairs are stacked: the number of tokens is then half a square."""
         return 1 if _is_square(self._num_tokens) else 2
 
     def _shape(self, name: str) -> tuple[int, ...]:
@@ -279,12 +279,12 @@ class ReleasedModel:
 
 
 def _say_classes(rows: int, classes: int | None) -> str:
-    """Say which --num-classes a table of so many rows allows."""
+    """Return an error message with the valid --num-classes for a table of `rows` rows."""
     given = "" if classes is None else f"--num-classes {classes} does not fit the file: "
     allowed = f"{rows - 1}, with a null label, or {rows}, without"
     if rows == 1:
         allowed = "1, or nothing for a model without classes"
-    return f"{given}the table of labels has {rows} rows: say --num-classes {allowed}"
+    return f"{given}the table of labels has {rows} rows: pass --num-classes {allowed}"
 
 
 def _is_square(number: int) -> bool:

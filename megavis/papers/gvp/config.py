@@ -1,4 +1,4 @@
-"""The config keys of GVP (sections 3.2, 4.1 and 5 of the paper).
+"""Config keys of GVP (sections 3.2, 4.1 and 5 of the paper).
 
 Legend: T patches, S condition tokens, K predicted groups.
 """
@@ -16,56 +16,56 @@ from megavis.schedules.boundaries import Cut, bounds_of, fault_of_boundaries, mo
 
 
 class GVPConfig(ObjectiveConfig):
-    """The keys of GVP."""
+    """Config keys of GVP."""
 
     name: Literal["gvp"] = "gvp"
     variant: Literal["p2p", "p2d", "d2d"] = "p2p"
-    """What is read and what is predicted: pixels (p) or ids of a discrete tokenizer (d)."""
+    """Input and predicted tokens: pixels (p) or ids of a discrete tokenizer (d)."""
     patch_size: Positive = 16
-    """Side of a token in pixels: of a patch, and of the pixels of an id."""
+    """Side of a patch in pixels; an id represents one patch."""
     vocabulary_size: Annotated[int, Field(gt=1)] | None = None
-    """Ids of the tokenizer; p2d and d2d need it."""
+    """Vocabulary size of the tokenizer; required by p2d and d2d."""
     tokenizer: str | None = None
-    """Run folder of the tokenizer that makes ids or features of images; d2d on ids shards needs
+    """Run folder of the tokenizer that encodes images as ids or features; d2d on ids shards needs
     none."""
     streams: Literal["two", "one"] = "two"
-    """One stream predicts each patch from the token before it, which does not know where that patch
-    stands: the row "+Causal Masks" of table 10."""
+    """With `one`, each patch is predicted from the token before it, which lacks that patch's
+    position: the row "+Causal Masks" of table 10."""
     order: Literal["random", "raster"] = "random"
-    """z: a permutation of its own for each image, or rows from top to bottom (table 3)."""
+    """z: a random permutation for each image, or raster order (table 3)."""
     segmentation: Cut = "mixed"
-    """How groups are cut (section 3.2, appendix B); `given`: by `boundaries`."""
+    """How groups are cut (section 3.2, appendix B); `given` uses `boundaries`."""
     num_groups: Positive = 20
-    """K, groups that are predicted."""
+    """K, the number of predicted groups."""
     boundaries: Annotated[tuple[int, ...], Field(strict=False)] | None = None
-    """n_0 to n_{K-1} for `given`: how many tokens, in order, precede the end of each group."""
+    """n_0 to n_{K-1} for `given`: the number of tokens up to the end of each group."""
     num_condition_tokens: NonNegative = 1
-    """S, learned tokens in place of y_extra; 1 is a class token."""
+    """S, learned tokens for y_extra; 1 is a class token."""
     condition_size: Positive | None = None
-    """Numbers of the tokenizer's features, whose mean over an image is y_extra in place of a class
-    token (appendix E); absent for learned tokens."""
+    """Channels of the tokenizer's features, whose mean over an image is y_extra instead of learned
+    tokens (appendix E); absent for learned tokens."""
     normalize_targets: bool = False
-    """Predict each patch standardised by its own mean and deviation, as MAE does."""
+    """Standardise each target patch by its own mean and standard deviation, as in MAE."""
 
     def num_patches(self, config: RunConfig) -> int:
         """Return T."""
         return (config.data.image_size // self.patch_size) ** 2
 
     def bounds(self, config: RunConfig) -> tuple[int, int]:
-        """Return the smallest n_0 and the largest n_{K-1} that any image can have."""
+        """Return the smallest n_0 and the largest n_{K-1} over all images."""
         count = self.num_patches(config)
         return bounds_of(self.segmentation, count, self.num_groups, self.boundaries)
 
     @property
     def no_images(self) -> str | None:
-        """Models must read what they predict, and can be asked for any token."""
+        """Why models of this config cannot generate images; None if they can."""
         faults = {
             "variant p2d reads patches and predicts ids": self.variant == "p2d",
-            "condition_size knows the whole image": self.condition_size is not None,
-            "streams one does not know which token is asked for": self.streams == "one",
+            "condition_size is conditioned on the whole image": self.condition_size is not None,
+            "streams one cannot predict tokens in any order": self.streams == "one",
         }
         fault = next((text for text, holds in faults.items() if holds), None)
-        return fault and f"a model with objective.{fault}; pictures need one trained without"
+        return fault and f"a model with objective.{fault}; train without it to generate"
 
     def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
         """Check that patches tile the image, and that groups fit them."""
@@ -100,7 +100,7 @@ class GVPConfig(ObjectiveConfig):
         else:
             yield from check_vocabulary(config, self.vocabulary_size)
         if self.variant == "p2d" and self.tokenizer is None:
-            yield "objective.tokenizer", "must name the run folder of what makes the ids"
+            yield "objective.tokenizer", "must name the run folder of the tokenizer"
         if self.variant != "p2p" and self.normalize_targets:
             text = f"is for pixels, and {self.variant} predicts ids; set it to false"
             yield "objective.normalize_targets", text
@@ -122,17 +122,17 @@ class GVPConfig(ObjectiveConfig):
         if self.variant != "p2p":
             yield "objective.streams", f"one is for variant p2p, not {self.variant}"
         if not self.num_condition_tokens:
-            text = "must be at least 1 with streams one: something predicts the first patch"
+            text = "must be at least 1 with streams one, to predict the first patch"
             yield "objective.num_condition_tokens", text
         if (self.segmentation, self.num_groups) != ("fixed", num_patches):
-            text = f"must be fixed with num_groups {num_patches}: one stream predicts one by one"
+            text = f"must be fixed with num_groups {num_patches} for streams one, one token a group"
             yield "objective.segmentation", text
 
     def _check_groups(self, num_patches: int) -> Iterator[ConfigIssue]:
         if (self.segmentation == "given") != (self.boundaries is not None):
             yield (
                 "objective.boundaries",
-                "belongs to segmentation given, and to it alone: set both or neither",
+                "must be given if and only if segmentation is given",
             )
         elif self.boundaries is not None:
             fault = fault_of_boundaries(self.boundaries, num_patches)
@@ -148,7 +148,7 @@ class GVPConfig(ObjectiveConfig):
                 )
 
     def _check_split(self, config: RunConfig) -> Iterator[ConfigIssue]:
-        """Sequence parallelism splits all tokens, and those that the head reads."""
+        """Check the token counts for sequence parallelism: all tokens, and those of the head."""
         first, last = self.bounds(config)
         num_queries = self.num_patches(config) - first if self.streams == "two" else 0
         num_tokens = self.num_condition_tokens + last + num_queries

@@ -9,25 +9,25 @@ from megavis.config.figures import FigureSpec
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--share", type=float, default=0.25, help="of the patches is given")
+    parser.add_argument("--share", type=float, default=0.25, help="share of the patches given")
     parser.add_argument(
         "--groups", type=_group_counts, default=(1, 4, 12), metavar="N,N", help="numbers of groups"
     )
     parser.add_argument(
-        "--orders", type=positive, default=1, help="of the hidden patches, averaged over"
+        "--orders", type=positive, default=1, help="orders of the hidden patches to average over"
     )
-    parser.add_argument("--seed", type=int, default=0, help="decides what is hidden")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the hidden patches")
     add_perceptual_arguments(parser)
 
 
 def _group_counts(text: str) -> tuple[int, ...]:
-    """Read numbers of groups, as `1,4,12`."""
+    """Parse numbers of groups such as `1,4,12`."""
     try:
         counts = tuple(int(part) for part in text.split(","))
     except ValueError:
         counts = ()
     if not counts or min(counts) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' does not list numbers of groups, as 1,4,12")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a list of numbers such as 1,4,12")
     return counts
 
 
@@ -35,10 +35,10 @@ FIGURES = (
     FigureSpec(
         "groups",
         help="hidden patches predicted group by group, and all at once",
-        description="Give a share of each held-out image's patches at random and predict the others"
-        " in groups, each seeing those before it; one group is masked modelling's way. Prints the"
-        " PSNR of what was hidden for each number of groups. The picture shows the first eight"
-        " images: original, what was given, one column a number of groups.",
+        description="Give a random share of each held-out image's patches and predict the others in"
+        " groups, each from those before it; one group is masked modelling. Prints the PSNR of the"
+        " hidden patches for each number of groups. The figure shows the first eight images:"
+        " original, given patches, one column per number of groups.",
         num_images=256,
         draw="megavis.papers.gvp.group_figure:draw_groups",
         example="runs/patches --groups 1,4,12",

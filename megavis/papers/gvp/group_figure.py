@@ -1,8 +1,9 @@
-"""Fill in images group by group: each group is predicted from those filled in before.
+"""Figure of images completed group by group, each group predicted from those before it.
 
-A random share of the tokens is given. One group is masked modelling's way: all at once.
+A random share of the tokens is given. With one group all others are predicted at once, as in masked
+modelling.
 
-Legend: b images, n tokens of an image.
+Legend: b images, n tokens of an image, h and w height and width in pixels.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ _BATCH_SIZE = 64
 
 @dataclass(frozen=True)
 class Filled:
-    """What became of images of which some tokens were given.
+    """Completed images.
 
     Attributes:
-        images: uint8 `[b, h, w, 3]`; given pixels are exact where tokens are patches.
-        given: bool `[b, n]` in raster order.
+        images: uint8 `[b, h, w, 3]`; given pixels are exact if tokens are patches.
+        given: mask of the given tokens, bool `[b, n]` in raster order.
     """
 
     images: Tensor
@@ -45,19 +46,19 @@ def fill(
 ) -> Filled:
     """Give some tokens of each image and predict the others, group by group.
 
-    What a later group is predicted from has errors, which depend on the order; the mean over
-    several orders has less of them.
+    Errors of earlier groups propagate to later ones and depend on the order; averaging over several
+    orders reduces them.
 
     Args:
-        sampler: with the number of groups among its options.
-        originals: what shards hold.
-        images: int64 `[b]`, numbers of the images, which with the seed decide what is known.
-        num_given: tokens that are given; the same ones whatever the number of groups.
-        num_orders: the predictions are the mean over so many orders of the others; more than one
-            needs tokens that are numbers.
+        sampler: sampler with the option `groups`.
+        originals: samples in the form of the shards.
+        images: int64 `[b]`, indices of the images, which with the seed determine the given tokens.
+        num_given: number of given tokens, the same ones for any number of groups.
+        num_orders: average the predictions over this many orders; above 1 only for real-valued
+            tokens.
 
     Raises:
-        UserError: the paper does not generate so, or there are fewer tokens than groups.
+        UserError: the paper cannot start from given tokens, or there are fewer tokens than groups.
     """
     paper, order = sampler.paper, sampler.order_of(images)
     tokens = paper.tokens_of(originals.to(sampler.device))
@@ -73,7 +74,7 @@ def fill(
 
 
 def _shuffle_rest(order: Tensor, num_given: int, *, seed: int) -> Tensor:
-    """Return another order `[b, n]` that begins with the same places."""
+    """Return another order `[b, n]` that begins with the same cells."""
     rest = order[:, num_given:]
     index = torch.arange(len(order), device=order.device)
     shuffled = take_places(rest, random_orders(index, rest.shape[1], seed=seed))
@@ -81,13 +82,13 @@ def _shuffle_rest(order: Tensor, num_given: int, *, seed: int) -> Tensor:
 
 
 def applies(objective: Trainable) -> bool:
-    """Return whether generation takes a number of groups."""
+    """Return whether the paper generates in groups."""
     schedule = objective.generation().schedule
     return "groups" in {field.name for field in fields(schedule.options_type)}
 
 
 def draw_groups(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
-    """Predict in each number of groups, compare, and draw the first eight images."""
+    """Complete images in each number of groups, score them, and draw the first eight."""
     perceptual = open_perceptual(options.perceptual_weights, options.lpips_weights)
     inputs = read_round_robin(subject.images, options.num_images).inputs
     inputs = inputs.to(subject.runner.context.device)
@@ -112,7 +113,7 @@ def draw_groups(subject: FigureInput, options: argparse.Namespace) -> RenderedFi
 def _fill_all(
     subject: FigureInput, options: argparse.Namespace, inputs: Tensor, *, num_groups: int
 ) -> tuple[Tensor, Tensor]:
-    """Fill in all images, uint8 `[b, h, w, 3]`; returns also which tokens were given."""
+    """Complete all images; return them, uint8 `[b, h, w, 3]`, and the mask of given tokens."""
     sampler = Sampler(
         subject.runner,
         subject.objective,
@@ -122,7 +123,7 @@ def _fill_all(
     )
     num_given = round(options.share * sampler.paper.num_tokens)
     numbers = torch.arange(len(inputs), device=inputs.device)
-    # All at once no order is left to average over.
+    # With a single group the order does not matter.
     num_orders = options.orders if num_groups > 1 else 1
     parts = [
         fill(sampler, inputs[each], each, num_given=num_given, num_orders=num_orders)

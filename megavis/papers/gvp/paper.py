@@ -1,12 +1,12 @@
 """GVP: Bridging Autoregressive and Masked Modeling for Enhanced Visual Representation Learning.
 
 An image is put in a random order and cut into groups of random length; each group is predicted from
-those before it. A content stream encodes the tokens, a query stream knows only their positions and
-predicts them; both share all weights (section 4.2). Who sees whom follows from the groups alone
-(section 4.3), so that masked modelling (one predicted group) and autoregressive modelling (a group
-for each token) are two settings of one model.
+those before it. A content stream encodes the tokens, and a query stream, which has only their
+positions, predicts them; both share all weights (section 4.2). The groups alone determine the
+attention mask (section 4.3), so masked modelling (one predicted group) and autoregressive modelling
+(one group per token) are two settings of the same model.
 
-p2p: patches in, pixels out; p2d: patches in, ids out; d2d: ids in and out (section 5).
+p2p: patches to pixels; p2d: patches to ids; d2d: ids to ids (section 5).
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from megavis.schedules.segmented import Grouping
 
 
 class GVP(Composition):
-    """Group after group, in any order.
+    """Predict group by group, in any order.
 
     The paper writes G⁽⁰⁾ = w without positions (section 4.1). Then all tokens of a group would get
-    the same prediction, and its requirement (1) asks for g(x_{z<t}, z_t): here G⁽⁰⁾ has them.
+    the same prediction, but its requirement (1) asks for g(x_{z<t}, z_t), so G⁽⁰⁾ has them here.
     """
 
     config_type = GVPConfig
     paper: GVPConfig
-    default_positions = "sincos"  # MAE's; the paper names no kind
+    default_positions = "sincos"  # as in MAE; not specified in the paper
     usual_share = 0.25
 
     @cached_property
@@ -48,12 +48,12 @@ class GVP(Composition):
 
     @cached_property
     def predicts(self) -> TokenIds | Patches:
-        """What is read, or ids in its place (p2d)."""
+        """The input tokens, or ids (p2d)."""
         return self.ids() if self.paper.variant == "p2d" else self.reads
 
     @cached_property
     def schedule(self) -> Grouping:
-        """In which order tokens are predicted, and in which groups."""
+        """Order and groups of the tokens."""
         return Grouping(
             self.paper.segmentation,
             num_tokens=self.num_tokens,
@@ -65,7 +65,7 @@ class GVP(Composition):
 
     @cached_property
     def asks(self) -> Query:
-        """By a query stream, or (table 10) by the token before alone."""
+        """A query stream, or (table 10) the token before."""
         paper = self.paper
         return Query(num_front=paper.num_condition_tokens, queries=paper.streams == "two")
 
@@ -81,14 +81,14 @@ class GVP(Composition):
 
     @cached_property
     def density(self) -> Categorical | SquaredError:
-        """A unit Gaussian of each number of a patch, or a categorical distribution of ids."""
+        """Squared error of patches, or a categorical distribution of ids."""
         paper, predicts = self.paper, self.predicts
         if isinstance(predicts, TokenIds):
             return Categorical(self.core, predicts.vocabulary_size, fill=normal(0.02))
         return SquaredError(
             predicts.width,
             normalize=paper.normalize_targets,
-            # In one stream condition tokens before the last predict nothing.
+            # In one stream, condition tokens before the last predict nothing.
             num_skipped=0 if paper.streams == "two" else paper.num_condition_tokens - 1,
             build_head=partial(TokenHead, self.core, predicts.width),
         )

@@ -16,20 +16,20 @@ from megavis.config.section import AtLeast0
 
 
 def read_order(value: object) -> object:
-    """Read what `order` may say: a kind, the pixels themselves, or a `.npy` file that holds them.
+    """Parse `order`: a kind, a list of pixels, or a `.npy` file with such a list.
 
-    The numbers take the place of the file, so that a run needs it no more, and a resumed run cannot
-    go on with another one.
+    The file is replaced by its content, so that a run does not depend on it and cannot resume with
+    another order.
 
     Raises:
-        ValueError: when it is none of them.
+        ValueError: it is none of these.
     """
     if isinstance(value, str) and value.endswith(".npy"):
         return _read_file(Path(value))
     if isinstance(value, str) and value not in get_args(OrderKind):
         raise ValueError(f"must be one of {', '.join(get_args(OrderKind))} or a .npy file")
     if isinstance(value, list | tuple) and sorted(value) != [*range(len(value))]:
-        raise ValueError("must name every pixel from 0 on once")
+        raise ValueError("must list every pixel, counted from 0, once")
     return value
 
 
@@ -37,14 +37,16 @@ def _read_file(path: Path) -> tuple[int, ...]:
     try:
         pixels = np.load(path, allow_pickle=False)
     except (OSError, ValueError):
-        raise ValueError("must be a file that numpy.save has written") from None
+        raise ValueError("must be a file written by numpy.save") from None
     if pixels.ndim != 1 or not np.array_equal(np.sort(pixels), np.arange(len(pixels))):
-        raise ValueError("must hold a permutation: one row with every pixel from 0 on once")
+        raise ValueError(
+            "must contain a permutation: a vector of every pixel, counted from 0, once"
+        )
     return tuple(int(pixel) for pixel in pixels)
 
 
 class IGPTConfig(ObjectiveConfig):
-    """The keys of iGPT."""
+    """Config keys of iGPT."""
 
     name: Literal["igpt"] = "igpt"
     mode: Literal["autoregressive", "bert"] = "autoregressive"
@@ -52,22 +54,22 @@ class IGPTConfig(ObjectiveConfig):
     mask_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """BERT: probability that a pixel is masked."""
     vocabulary_size: Annotated[int, Field(gt=1)] = 512
-    """Colors of the palette (section 3.2)."""
+    """Colours of the palette (section 3.2)."""
     logits_std: AtLeast0 = 0.0
-    """Standard deviation of the matrix to the logits at the start. The paper found small gains from
-    0 (appendix A.1)."""
+    """Initial standard deviation of the projection to logits. The paper found small gains from 0
+    (appendix A.1)."""
     order: Annotated[
         str | Annotated[tuple[int, ...], Field(strict=False)], BeforeValidator(read_order)
     ] = "raster"
-    """Auto-regressive order π of the pixels, the same for all images: `raster`, `nested_raster`,
-    `round_robin`, `random` (drawn once for the run), or a `.npy` file with the pixel, counted in
-    raster order, at each place. The run's config holds the numbers of the file."""
+    """Autoregressive order π of the pixels, the same for all images: `raster`, `nested_raster`,
+    `round_robin`, `random` (drawn once per run), or a `.npy` file with the raster index of the
+    pixel at each position, whose content is copied into the run's config."""
     order_block: Positive = 4
     """Side of a block in pixels, for `nested_raster` and `round_robin`."""
 
     @property
     def no_images(self) -> str | None:
-        """BERT's mode predicts from both sides."""
+        """Why models of this config cannot generate images; None if they can."""
         if self.mode == "autoregressive":
             return None
         return (
@@ -76,7 +78,7 @@ class IGPTConfig(ObjectiveConfig):
         )
 
     def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
-        """Check for an order of all pixels, and sizes that divide by the tensor group."""
+        """Check the order, and that the tensor size divides vocabulary and tokens."""
         num_pixels = config.data.image_size**2
         yield from check_vocabulary(config, self.vocabulary_size)
         yield from check_tokens(config, num_pixels, what=f"{num_pixels} pixels")
@@ -87,7 +89,7 @@ class IGPTConfig(ObjectiveConfig):
             if len(self.order) != side**2:
                 yield (
                     "objective.order",
-                    f"names {len(self.order)} pixels; images of data.image_size {side} have"
+                    f"lists {len(self.order)} pixels; images of data.image_size {side} have"
                     f" {side**2}",
                 )
         elif self.order in ("nested_raster", "round_robin") and side % self.order_block:

@@ -1,10 +1,8 @@
-"""Released iGPT weights, as `transformers` saves an ImageGPT folder, to megavis's names and back.
+"""Convert ImageGPT weights of `transformers` to iGPT's and back.
 
-Such a folder has a vocabulary of colours + 1 with the start token last, matrices stored in × out
-(queries, keys and values in one), and biases on every projection, which are zero in the released
+ImageGPT has a vocabulary of colours + 1 with the start token last, matrices stored as in × out
+(one for queries, keys and values), and biases on every projection, which are zero in the released
 weights.
-
-Legend: h hidden size, d head size, v colours, n pixels.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from megavis.papers.igpt.config import IGPTConfig
 
 _PREFIX = "transformer."
 
-# megavis's name in a block, ImageGPT's, and whether the matrix is stored the other way round.
+# megavis' name in a block, ImageGPT's, and whether the matrix is transposed.
 _PLAIN = (
     ("input_layernorm.weight", "ln_1.weight", False),
     ("pre_mlp_layernorm.weight", "ln_2.weight", False),
@@ -38,23 +36,23 @@ _BIASES = ("attn.c_attn.bias", "attn.c_proj.bias", "mlp.c_fc.bias", "mlp.c_proj.
 
 
 def fits_imagegpt(config: RunConfig) -> int:
-    """Return the colours of a run that has this form.
+    """Return the number of colours of a run that can be converted.
 
     Raises:
-        UserError: it is no auto-regressive iGPT in raster order, or has other layers.
+        UserError: it is not an autoregressive iGPT in raster order, or has other layers.
     """
     paper, model = config.objective, config.model
     if not isinstance(paper, IGPTConfig) or paper.mode != "autoregressive":
-        raise UserError("only an auto-regressive iGPT has this form")
+        raise UserError("only an autoregressive iGPT can be converted")
     if paper.order != "raster":
-        raise UserError("its pixels are in raster order; this run's are not")
+        raise UserError("ImageGPT predicts pixels in raster order; this run does not")
     if (model.normalization, model.activation) != ("rms_norm", "quick_gelu"):
         raise UserError("needs model.normalization rms_norm, activation quick_gelu")
     return paper.vocabulary_size
 
 
 def has_biases(released: Mapping[str, Tensor]) -> bool:
-    """True where any projection's bias is not zero, so that the model must have biases."""
+    """Return True if any bias of a projection is nonzero."""
     return any(bool(tensor.any()) for name, tensor in released.items() if name.endswith(_BIASES))
 
 
@@ -62,7 +60,7 @@ def model_section(settings: Mapping[str, Any], *, add_bias: bool) -> dict[str, A
     """Return the config's `model` section for the folder's `config.json`.
 
     Raises:
-        UserError: for a setting that iGPT's layers do not have.
+        UserError: a setting is not supported by iGPT's layers.
     """
     for key, wanted in (
         ("activation_function", "quick_gelu"),
@@ -83,17 +81,17 @@ def model_section(settings: Mapping[str, Any], *, add_bias: bool) -> dict[str, A
 
 
 def from_imagegpt(released: Mapping[str, Tensor], *, num_heads: int) -> dict[str, Tensor]:
-    """Rename and reorder an ImageGPT state dict.
+    """Convert an ImageGPT state dict.
 
     Args:
-        released: tensors by ImageGPT's names.
+        released: tensors under ImageGPT's names.
         num_heads: attention heads.
 
     Returns:
-        float32 tensors by megavis's names; biases only where any is not zero.
+        float32 tensors under megavis' names; biases only if any is nonzero.
 
     Raises:
-        UserError: when a tensor is missing.
+        UserError: a tensor is missing.
     """
     biased = has_biases(released)
     embedding = _take(released, f"{_PREFIX}wte.weight")
@@ -121,7 +119,7 @@ def from_imagegpt(released: Mapping[str, Tensor], *, num_heads: int) -> dict[str
 
 
 def to_imagegpt(whole: Mapping[str, Tensor], *, num_heads: int) -> dict[str, Tensor]:
-    """Undo `from_imagegpt`; biases that the model does not have are written as zeros."""
+    """Invert `from_imagegpt`; biases that the model lacks become zeros."""
     tokens, start = whole["embedding.tokens.weight"], whole["embedding.start"]
     released = {
         f"{_PREFIX}wte.weight": torch.cat([tokens, start[None]]),

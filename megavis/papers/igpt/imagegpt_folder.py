@@ -1,4 +1,4 @@
-"""ImageGPT folders as `transformers` saves them: reading, writing, and their own forward pass."""
+"""Read, write and run ImageGPT folders of `transformers`."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from megavis.tokenizers.palette import Palette
 
 CENTERS_NAME = "kmeans_centers.npy"
 _PROCESSOR_NAME = "preprocessor_config.json"
-_BICUBIC = 3  # Pillow's number
+_BICUBIC = 3  # PIL.Image.Resampling.BICUBIC
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return `config.json` and the tensors of `model.safetensors`.
 
     Raises:
-        UserError: when either is missing, unreadable or does not fit the other; pickled weights
-            are not opened.
+        UserError: either is missing, unreadable or does not fit the other; pickled weights are not
+            opened.
     """
     paths = folder / "config.json", folder / "model.safetensors"
     for path in paths:
@@ -44,10 +44,10 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _check_fit(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Raise UserError for sizes that are missing, and weights that have others."""
+    """Raise UserError if sizes are missing or do not match the weights."""
     for key in ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size"):
         if not isinstance(settings.get(key), int) or settings[key] < 1:
-            raise UserError(f"{path}: {key} is {settings.get(key)!r}, not a number of 1 or more")
+            raise UserError(f"{path}: {key} is {settings.get(key)!r}, not a positive integer")
     width, vocabulary = settings["n_embd"], settings["vocab_size"]
     if width % settings["n_head"]:
         raise UserError(f"{path}: n_embd {width} is not divisible by n_head {settings['n_head']}")
@@ -63,21 +63,21 @@ def _check_fit(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], path:
             raise UserError(f"{path.parent}: the weights have no {name}; is it an ImageGPT folder?")
         if tuple(tensors[name].shape) != shape:
             raise UserError(
-                f"{path.parent}: {name} has shape {list(tensors[name].shape)}; by config.json it"
-                f" would be {list(shape)}"
+                f"{path.parent}: {name} has shape {list(tensors[name].shape)}; config.json implies"
+                f" {list(shape)}"
             )
     if f"transformer.h.{settings['n_layer']}.ln_1.weight" in tensors:
         raise UserError(f"{path}: n_layer is {settings['n_layer']}; the weights have more layers")
 
 
 def read_clusters(folder: Path) -> Palette | None:
-    """Return the colours that lie in a folder; None where there are none.
+    """Return the palette in a folder, or None.
 
-    They are in `kmeans_centers.npy`, as OpenAI released them, or in `preprocessor_config.json`, as
-    transformers saves them: k × 3 in [-1, 1].
+    It is in `kmeans_centers.npy`, as released by OpenAI, or in `preprocessor_config.json`, as saved
+    by transformers: `[k, 3]` in [-1, 1].
 
     Raises:
-        UserError: when the file holds something else.
+        UserError: the file contains something else.
     """
     centers, processor = folder / CENTERS_NAME, folder / _PROCESSOR_NAME
     if centers.exists():
@@ -98,7 +98,7 @@ def write_folder(
     *,
     palette: Palette | None = None,
 ) -> None:
-    """Write config and weights, and where there is a palette both forms of its colours."""
+    """Write config and weights, and the palette, if there is one, in both formats."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
@@ -138,15 +138,15 @@ def folder_settings(model: Any, *, num_colors: int, num_pixels: int) -> dict[str
 def folder_logits(
     tensors: Mapping[str, Tensor], settings: Mapping[str, Any], ids: Tensor
 ) -> Tensor:
-    """Run the folder's model, written down apart from megavis's layers to check a conversion.
+    """Run the folder's model, independently of megavis' layers, to check a conversion.
 
     Args:
-        tensors: by ImageGPT's names.
+        tensors: tensors under ImageGPT's names.
         settings: `config.json`.
         ids: int64 `[b, n]`.
 
     Returns:
-        logits `[b, n, v]`; those of a place see the pixels before it.
+        Logits `[b, n, v]` of each pixel, given those before it.
     """
 
     def norm(x: Tensor, name: str) -> Tensor:

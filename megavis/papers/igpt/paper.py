@@ -1,12 +1,12 @@
 """iGPT: Generative Pretraining from Pixels (Chen et al., 2020).
 
-An image is a raster sequence of palette ids. The auto-regressive objective (section 2.1) predicts
-each pixel from those before it; the BERT objective zeroes the embeddings of randomly chosen pixels
-and predicts these from the rest.
+An image is a raster sequence of palette ids. The autoregressive objective (section 2.1) predicts
+each pixel from those before it; the BERT objective zeroes the embeddings of random pixels and
+predicts these from the rest.
 
-Where the paper is silent, the released code decides: a learned start vector is shifted in, the
-norm is a gain without mean subtraction, linear layers have no biases, and the token embedding and
-the matrix that gives logits are two matrices, the latter zero at the start (appendix A.1).
+Details not in the paper follow the released code: a learned start vector is shifted in, norms have
+a gain and no mean subtraction, linear layers have no biases, and the projection to logits is not
+tied to the token embedding and initialised to zero (appendix A.1).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class IGPT(Composition):
 
     @property
     def weights_need_their_seed(self) -> bool:
-        """The seed decides a random order of the pixels, which the network has learned."""
+        """True for a random order, which the seed determines."""
         return self.paper.order == "random"
 
     @cached_property
@@ -46,7 +46,7 @@ class IGPT(Composition):
 
     @cached_property
     def schedule(self) -> OneByOne | MaskedShare:
-        """Pixel after pixel in the order π, or BERT's mask (section 2.1)."""
+        """One pixel at a time in the order π, or BERT's mask (section 2.1)."""
         paper, side, seed = self.paper, self.config.data.image_size, self.config.seed
         orders = Orders(order_of_run(paper.order, side, block=paper.order_block, seed=seed))
         if paper.mode == "autoregressive":
@@ -55,24 +55,24 @@ class IGPT(Composition):
 
     @cached_property
     def asks(self) -> Asking:
-        """By the pixel before; BERT, which needs no mask in attention, by zeros (section 2.2)."""
+        """The previous pixel's row predicts; BERT masks by zeros instead (section 2.2)."""
         return Shift("asked") if self.paper.mode == "autoregressive" else Mask()
 
     @cached_property
     def density(self) -> Categorical:
-        """One logit a colour; the matrix to them starts at zero (appendix A.1)."""
+        """Logits over the colours, with zero initial weights by default (appendix A.1)."""
         std = self.paper.logits_std
         fill = normal(std) if std else zeros
         return Categorical(self.core, self.paper.vocabulary_size, fill=fill)
 
     def initialization(self) -> Initialization:
-        """Return the released code's choice: attention scaled by width and depth, MLPs 0.02."""
+        """Return the released code's: attention scaled by width and depth, MLPs with 0.02."""
         model = self.config.model
         return scaled_by_size(model.hidden_size, model.num_layers, mlp=0.02)
 
     @property
     def likelihood(self) -> Likelihood | None:
-        """Every token is predicted once from those before it; BERT's are masked and guessed."""
+        """Exact if autoregressive; None for BERT."""
         if self.paper.mode != "autoregressive":
             return None
         colours = self.paper.vocabulary_size

@@ -1,4 +1,4 @@
-"""The config keys of MAE, and the checks between them and other keys."""
+"""Config keys of MAE, and checks against other keys."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from megavis.config.schema import ConfigIssue, ObjectiveConfig, Positive, RunCon
 
 
 class MAEConfig(ObjectiveConfig):
-    """The paper's own keys: types and ranges here, what joins them to other keys in `check`."""
+    """Config keys of MAE: types and ranges here, checks against other keys in `check`."""
 
     name: Literal["mae"] = "mae"
     patch_size: Positive = 16
     """Side of a patch in pixels."""
     mask_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.75
-    """Share of the patches that the encoder does not see (section 3)."""
+    """Share of the patches hidden from the encoder (section 3)."""
     normalize_targets: bool = True
-    """Predict each patch standardised by itself (table 1d)."""
+    """Standardise each target patch by its own mean and standard deviation (table 1d)."""
     class_token: bool = True
-    """A learned token in front of the patches (section 3)."""
+    """Prepend a learned token to the patches (section 3)."""
     decoder: DecoderConfig = DecoderConfig()
-    """The second stack, for pre-training alone (section 3, table 1)."""
+    """The decoder, used only in pretraining (section 3, table 1)."""
 
     @property
     def num_further_blocks(self) -> int:
@@ -32,11 +32,11 @@ class MAEConfig(ObjectiveConfig):
         return self.decoder.num_layers
 
     def num_patches(self, config: RunConfig) -> int:
-        """Return the patches of an image."""
+        """Return the number of patches of an image."""
         return (config.data.image_size // self.patch_size) ** 2
 
     def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
-        """Check that patches tile the image, some are hidden, and sizes divide by the layout."""
+        """Check that patches tile the image, some are hidden, and the layout divides sizes."""
         yield from check_patches(config, self.patch_size)
         yield from check_hiding(
             config,

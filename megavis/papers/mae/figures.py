@@ -8,9 +8,9 @@ FIGURES = (
     FigureSpec(
         "reconstructions",
         help="hidden patches predicted from the others, and their PSNR",
-        description="Hide patches of held-out images as training does and predict them. Prints the"
-        " PSNR of what was hidden, and that of giving each hidden patch its true mean colour. The"
-        " picture shows the first eight: what was visible, the prediction, the original.",
+        description="Hide patches of held-out images as in training and predict them. Prints the"
+        " PSNR of the hidden patches, and as a baseline that of their true mean colours. The figure"
+        " shows the first eight images: visible patches, prediction, original.",
         num_images=256,
         draw="megavis.papers.mae.reconstructions:draw_reconstructions",
         example="runs/mae_demo",

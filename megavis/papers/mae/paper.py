@@ -1,8 +1,8 @@
 """MAE: Masked Autoencoders Are Scalable Vision Learners (He et al., 2021).
 
-An encoder sees a random quarter of the patches; a narrower decoder sees what it gives, and mask
-tokens at the places of the others, whose pixels it predicts (section 3). Nothing is unshuffled:
-tokens carry position embeddings, and attention without a mask does not depend on their order.
+An encoder sees a random quarter of the patches. A narrower decoder takes its output and mask tokens
+at the positions of the other patches, and predicts their pixels (section 3). Tokens need not be
+unshuffled: they have position embeddings, and full attention is permutation-equivariant.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ class MAE(Composition):
 
     @cached_property
     def asks(self) -> Visible:
-        """In the decoder: the encoder holds the class token and the visible patches."""
+        """The encoder holds the class token and the visible patches; the decoder adds the rest."""
         return Visible(num_front=int(self.paper.class_token))
 
     @cached_property
     def second_stack(self) -> SecondStack:
-        """The decoder (section 3), which sees the place of every patch."""
+        """The decoder (section 3)."""
         sizes, grid = self.paper.decoder.model_dump(), self.reads.grid
         return SecondStack(self.core, self.asks, sizes, grid=grid, positions=self.position_kind)
 
     @cached_property
     def density(self) -> SquaredError:
-        """Pixels by squared error, read off the rows of the hidden patches."""
+        """Squared error of the hidden patches' pixels."""
         visible = self.schedule.num_context(self.paper.mask_ratio)
         width, skipped = self.reads.width, self.asks.num_front + visible
         return SquaredError(

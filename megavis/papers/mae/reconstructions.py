@@ -1,8 +1,6 @@
-"""Hidden tokens of images as a model predicts them from the others.
+"""Figure of hidden tokens predicted from the visible ones, for any paper that hides some.
 
-Whose figure this is: docs/evaluation.md.
-
-Legend: b images, n tokens, q predicted ones, h and w pixels; all colours uint8 in 0..255.
+Legend: b images, n tokens, h and w height and width in pixels; all colours are uint8.
 """
 
 from __future__ import annotations
@@ -32,9 +30,9 @@ class Reconstructions:
 
     Attributes:
         originals: uint8 `[b, h, w, 3]`.
-        made: likewise; visible tokens are as they were.
-        flat: likewise; each hidden token has its own mean colour.
-        hidden: bool `[b, n]`, the tokens that were predicted, in raster order.
+        made: uint8 `[b, h, w, 3]`, with hidden tokens replaced by their predictions.
+        flat: uint8 `[b, h, w, 3]`, with hidden tokens replaced by their mean colours.
+        hidden: bool `[b, n]` in raster order, true where a token was predicted.
     """
 
     originals: Tensor
@@ -46,22 +44,22 @@ class Reconstructions:
 def reconstruct(
     runner: Inference, paper: Composition, batch: Batch, folder: Path
 ) -> Reconstructions:
-    """Predict what training would hide of images, from what it would show.
+    """Hide tokens as in training, and predict them.
 
     Args:
         runner: the model, on one process.
-        paper: what it was trained for.
-        batch: images; their numbers decide what is hidden, as in training.
-        folder: of the run, which may hold what decodes tokens.
+        paper: its paper.
+        batch: images, whose sample indices determine the mask.
+        folder: the run folder, which may contain a palette.
 
     Raises:
-        UserError: the model does not predict tokens from others, or all of them.
+        UserError: the model predicts no tokens, or all of them.
     """
     plan = paper.schedule.draw(batch.sample_index)
     predicted = plan.is_predicted.expand(len(batch.inputs), -1)
     if plan.first_asked == 0 and bool(predicted.all()):
         name = paper.config.objective.name
-        raise UserError(f"runs of {name} predict every token: none is visible among hidden ones")
+        raise UserError(f"runs of {name} predict every token, so no token is visible")
     sequence = paper.sequence(batch)
     predictions = runner.predictions(sequence.inputs)
     restored = paper.density.restored(predictions, sequence.targets[0])
@@ -80,7 +78,7 @@ def reconstruct(
 
 
 def _flattened(images: Tensor, hidden: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Give each hidden cell of a grid its mean colour."""
+    """Replace each hidden cell of a grid by its mean colour."""
     rows, columns = grid
     count, height, width, _ = images.shape
     cells = images.view(count, rows, height // rows, columns, width // columns, 3)
@@ -90,7 +88,7 @@ def _flattened(images: Tensor, hidden: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 def applies(objective: Trainable) -> bool:
-    """Return whether some tokens are visible while others are predicted."""
+    """Return whether the paper predicts some tokens from visible ones."""
     if objective.classification() is not None:
         return False
     plan = objective.backbone.composition().schedule.draw(torch.zeros(1, dtype=torch.int64))
@@ -98,7 +96,7 @@ def applies(objective: Trainable) -> bool:
 
 
 def draw_reconstructions(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
-    """Predict what is hidden, compare and draw the first eight images."""
+    """Predict hidden tokens, compute their PSNR, and draw the first eight images."""
     batch = read_round_robin(subject.images, options.num_images).to(subject.runner.context.device)
     paper = subject.objective.backbone.composition()
     found = reconstruct(subject.runner, paper, batch, subject.folder)

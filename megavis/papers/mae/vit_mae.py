@@ -1,4 +1,4 @@
-"""MAE as `ViTMAEForPreTraining` of `transformers`: weights both ways, and its plain forward pass.
+"""Convert MAE to `ViTMAEForPreTraining` of `transformers` and back, and run the latter.
 
 Legend: b images, n patches, c of them visible, h hidden size, w width of the decoder.
 """
@@ -24,7 +24,7 @@ from megavis.papers.mae.config import MAEConfig
 from megavis.schedules.boundaries import context_size
 from megavis.tokenizers.patches import patchify, standardize
 
-# megavis's name and theirs of what is no block.
+# megavis' and transformers' names of layers other than blocks.
 _PLAIN = (
     ("bridge.norm", "vit.layernorm"),
     ("bridge.linear", "decoder.decoder_embed"),
@@ -40,21 +40,21 @@ _TABLES = (
 
 
 def fits_vit_mae(config: RunConfig) -> MAEConfig:
-    """Return the paper's section of a run that has this form.
+    """Return the `objective` section of a run that can be converted.
 
     Raises:
-        UserError: it is no pretraining by MAE with a class token and the layers of a ViT.
+        UserError: it is not an MAE pretraining run with a class token and the layers of a ViT.
     """
     paper, model = config.objective, config.model
     if not isinstance(paper, MAEConfig) or config.finetune is not None:
-        raise UserError("only a pretrained MAE has this form")
+        raise UserError("only a pretrained MAE can be converted")
     if not paper.class_token:
-        raise UserError("it has a class token; objective.class_token is false")
+        raise UserError("ViTMAE has a class token; objective.class_token is false")
     kinds = (model.normalization, model.activation, model.add_bias, model.has_biased_attention)
     if kinds != ("layer_norm", "gelu", True, True) or model.norm_bias != "all":
         raise UserError("needs model.normalization layer_norm, activation gelu, add_bias true")
     if model.positions == "none":
-        raise UserError("its patches have positions; model.positions is none")
+        raise UserError("ViTMAE has positions; model.positions is none")
     return paper
 
 
@@ -64,7 +64,7 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
     count = paper.num_patches(config)
     visible, ratio = context_size(count, paper.mask_ratio), paper.mask_ratio
     if int(count * (1 - ratio)) != visible:
-        # Theirs rounds down.
+        # transformers rounds the number of visible patches down.
         ratio = 1 - (visible + 0.5) / count
     return {
         "architectures": ["ViTMAEForPreTraining"],
@@ -120,10 +120,10 @@ def vit_mae_sections(
 
 
 def to_vit_mae(whole: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Rename and reorder; positions that are computed here are tables there.
+    """Convert to transformers' names; sin-cos positions become tables.
 
     Args:
-        whole: tensors by megavis's names.
+        whole: unsharded tensors under megavis' names.
         settings: `config.json`.
     """
     side = settings["patch_size"]
@@ -135,7 +135,7 @@ def to_vit_mae(whole: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict
         "decoder.mask_token": whole["bridge.mask"].view(1, 1, -1),
     }
     for (ours, theirs), table in zip(_TABLES, _sines(settings), strict=True):
-        # The class token has no place.
+        # The class token has no position.
         tensors[theirs] = F.pad(whole.get(ours, table), (0, 0, 1, 0))[None]
     for kind in ("weight", "bias"):
         for ours, theirs in _PLAIN:
@@ -148,10 +148,10 @@ def to_vit_mae(whole: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict
 
 
 def from_vit_mae(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Undo `to_vit_mae`; positions are tables only where they are not sines and cosines.
+    """Invert `to_vit_mae`; tables of sin-cos positions are dropped.
 
     Raises:
-        UserError: a tensor is missing, or the decoder's class token has a place.
+        UserError: a tensor is missing, or the decoder's class token has a position.
     """
     try:
         return _converted(tensors, settings)
@@ -170,7 +170,7 @@ def _converted(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> di
     whole["embedding.class_token"] = whole["embedding.class_token"] + tables[0][0]
     if tables[1][0].any():
         raise UserError(
-            "decoder.decoder_pos_embed gives the class token a place, which MAE has not"
+            "decoder.decoder_pos_embed has a position for the class token, which MAE does not"
         )
     if not has_sines(tensors, settings):
         whole |= {ours: table[1:] for (ours, _), table in zip(_TABLES, tables, strict=True)}
@@ -185,7 +185,7 @@ def _converted(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> di
 
 
 def has_sines(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> bool:
-    """True where both tables hold the sines and cosines of MAE."""
+    """Return True if both tables contain the sin-cos positions of MAE."""
     return all(
         torch.allclose(tensors[theirs][0, 1:].float(), table, rtol=0, atol=1e-5)
         for (_, theirs), table in zip(_TABLES, _sines(settings), strict=True)
@@ -211,16 +211,16 @@ def _depths(settings: Mapping[str, Any]) -> list[tuple[int, int]]:
 def vit_mae_predictions(
     tensors: Mapping[str, Tensor], settings: Mapping[str, Any], pixels: Tensor, order: Tensor
 ) -> Tensor:
-    """Run the folder's model, written down apart from megavis's layers to check a conversion.
+    """Run the folder's model, independently of megavis' layers, to check a conversion.
 
     Args:
-        tensors: by their names.
+        tensors: tensors under transformers' names.
         settings: `config.json`.
-        pixels: standardised, float32 `[b, H, W, 3]`.
-        order: int64 `[b, n]`, the patches, visible ones first.
+        pixels: standardised images, float32 `[b, H, W, 3]`.
+        order: int64 `[b, n]`, indices of the patches, visible ones first.
 
     Returns:
-        float32 `[b, n - c, d]`, the hidden patches in the order.
+        Predicted hidden patches in this order, float32 `[b, n - c, d]`.
     """
 
     def pair(name: str) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The config keys of MP3, and the checks between them and other keys."""
+"""Config keys of MP3, and checks against other keys."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from megavis.config.section import Above0
 
 
 class MP3Config(ObjectiveConfig):
-    """The keys of MP3."""
+    """Config keys of MP3."""
 
     has_relative_positions: ClassVar[bool] = True
     takes_frames: ClassVar[bool] = True
 
     name: Literal["mp3"] = "mp3"
     mask_ratio: Fraction = 0.75
-    """η: share of the patches that give no keys and values (section 3.2)."""
+    """η: share of the patches without keys and values (section 3.2)."""
     given_ratio: Fraction = 0.0
-    """Share of the patches, all of them context, whose position is given (section 4.3:
-    0.05 for speech); `model.positions` says how."""
+    """Share of the patches, within the context, whose position is given, encoded as
+    `model.positions` (section 4.3; 0.05 for speech)."""
     patch_size: Annotated[int, Field(gt=0)] = 16
-    """Side of a patch in pixels (table 1); a frame of a spectrogram is a patch of its own."""
+    """Side of a patch in pixels (table 1); a frame of a spectrogram is one patch."""
     initial_deviation: Above0 = 0.02
-    """Deviation of the blocks' matrices at the start; DeiT's (section 4.2) suits widths from 384,
-    narrow networks need about 0.7 / √hidden_size."""
+    """Initial standard deviation of the blocks' matrices; DeiT's value (section 4.2) suits widths
+    from 384, narrower networks need about 0.7 / √hidden_size."""
     class_token: bool = True
-    """A learned token in front of the patches, which all of them see (section 3.1)."""
+    """Prepend a learned token, to which all patches attend (section 3.1)."""
 
     def grid(self, config: RunConfig) -> tuple[int, int]:
-        """Return rows and columns of places: patches of an image, or one row of frames."""
+        """Return rows and columns of positions: patches of an image, or one row of frames."""
         if config.data.frames is not None:
             return 1, config.data.frames[0]
         side = config.data.image_size // self.patch_size
         return side, side
 
     def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
-        """Check that patches tile the image, positions are none, and tokens can be split."""
+        """Check that patches tile the image, positions are not revealed, and tokens divide."""
         yield from check_patches(config, self.patch_size)
         yield from check_placed(
             config,

@@ -10,7 +10,7 @@ _DRAW = "megavis.papers.mp3.place_figures:draw_"
 
 
 def _add_seed(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seed", type=int, default=0, help="decides context and shuffling")
+    parser.add_argument("--seed", type=int, default=0, help="seed of context and shuffling")
 
 
 def _of_images(name: str, text: str) -> FigureSpec:
@@ -18,7 +18,7 @@ def _of_images(name: str, text: str) -> FigureSpec:
         name,
         help=text,
         description=f"Draw {text} at mask ratios 0, 0.25, 0.5 and 0.75. Context patches are"
-        " outlined in green; patches that fall on the same place are averaged.",
+        " outlined in green; patches predicted at the same position are averaged.",
         num_images=4,
         draw=_DRAW + name,
         example="runs/demo --num-images 4",
@@ -29,12 +29,12 @@ def _of_images(name: str, text: str) -> FigureSpec:
 FIGURES = (
     FigureSpec(
         "positions",
-        help="patches put in their place, by mask ratio",
-        description="Let the model name the place of every patch of held-out images at several mask"
-        " ratios, and draw how often it is the true one.",
+        help="accuracy of predicted patch positions by mask ratio",
+        description="Predict the position of every patch of held-out images at several mask ratios,"
+        " and plot the accuracy.",
         num_images=1000,
         draw=_DRAW + "positions",
     ),
-    _of_images("jigsaw", "images put together from predicted places"),
-    _of_images("mixture", "patches of two images, mixed and put together"),
+    _of_images("jigsaw", "images reassembled from predicted positions"),
+    _of_images("mixture", "patches of two images, mixed and reassembled"),
 )

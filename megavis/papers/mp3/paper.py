@@ -1,18 +1,17 @@
 """MP3: Position Prediction as an Effective Pretraining Strategy (Zhai et al., 2022).
 
-An image is a set of patches: the network is not given their places. Queries come from all
-patches, keys and values from a random share 1 - η of them, the context (section 3.2). A linear head
-names the place of every patch, context and masked alike (algorithm 1).
+An image is a set of patches without positions. All patches are queries, and a random share 1 - η of
+them, the context, provides keys and values (section 3.2). A linear head predicts the position of
+every patch, inside and outside the context (algorithm 1).
 
 Algorithm 1 keeps η of the patches as context; the text keeps 1 - η, which is followed here. The
-class token comes first (section 3.1 and appendix A); the paper does not say whether others see
-it, here they do, at every η.
+class token comes first (section 3.1 and appendix A); the paper does not say whether patches attend
+to it, here they do at every η.
 
-Of speech, the frames of a spectrogram are the patches, and a few of them have their place given
-(section 4.3). The paper does not say whether these count in the loss; here they do not.
+For speech, the frames of a spectrogram are the patches, and the positions of a few of them are
+given (section 4.3). The paper does not say whether these count in the loss; here they do not.
 
-Legend: b images, n patches, c of them context, g of these with a given place, d numbers of a
-patch, h hidden size.
+Legend: n patches.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from megavis.schedules.context import Context
 
 
 class MP3(Composition):
-    """Put the patches of an image back in their places."""
+    """Predict the position of every patch of an image."""
 
     config_type = MP3Config
     paper: MP3Config
@@ -38,7 +37,7 @@ class MP3(Composition):
 
     @property
     def relative_grid(self) -> tuple[int, int] | None:
-        """The grid of the patches, where attention knows offsets."""
+        """The grid of the patches, if attention has a relative bias."""
         return self.reads.grid if self.position_kind == "relative_2d" else None
 
     @cached_property
@@ -49,7 +48,7 @@ class MP3(Composition):
 
     @property
     def num_places(self) -> int:
-        """Patches n of an image, and places that each may have come from."""
+        """Patches and positions n of an image."""
         return self.reads.num_tokens
 
     @property
@@ -59,7 +58,7 @@ class MP3(Composition):
 
     @cached_property
     def schedule(self) -> Context:
-        """A random share 1 - η of the patches is seen."""
+        """A random share 1 - η of the patches is the context."""
         return Context(
             self.num_places,
             mask_ratio=self.paper.mask_ratio,
@@ -69,12 +68,12 @@ class MP3(Composition):
 
     @cached_property
     def asks(self) -> InContext:
-        """Each patch about itself, from the context; the class token is part of that."""
+        """Each patch's row predicts its own position from the context and the class token."""
         return InContext(num_front=int(self.paper.class_token))
 
     @cached_property
     def density(self) -> Place:
-        """One logit a place."""
+        """Logits over the positions."""
         return Place(
             self.num_places,
             num_skipped=int(self.paper.class_token),
@@ -82,6 +81,6 @@ class MP3(Composition):
         )
 
     def initialization(self) -> Initialization:
-        """Return one normal distribution for every matrix, as DeiT (section 4.2)."""
+        """Return the same normal distribution for all matrices, as in DeiT (section 4.2)."""
         fill = normal(self.paper.initial_deviation)
         return Initialization(fill, fill, fill, fill, fill)

@@ -1,9 +1,7 @@
-"""Accuracy of predicted places, and images assembled by them.
+"""Figures of predicted patch positions: accuracy, and reassembled images.
 
-For every objective that names places; whose figures these are: docs/evaluation.md.
-
-Legend: b images, n patches of an image and places for them, c context patches, d numbers of a
-patch.
+Legend: b images, n patches and positions of an image, c context patches, d values of a patch, h and
+w height and width in pixels.
 """
 
 from __future__ import annotations
@@ -36,14 +34,14 @@ _RATIOS = (0.0, 0.25, 0.5, 0.75)
 
 @dataclass(frozen=True)
 class PositionAccuracy:
-    """Shares of patches whose likeliest place is the true one, in [0, 1].
+    """Top-1 accuracies in [0, 1].
 
     Attributes:
-        mask_ratio: η when the places are asked for.
+        mask_ratio: η in evaluation.
         accuracy: over all patches.
-        of_context: over those that give keys and values.
-        of_masked: over the others; NaN where there are none.
-        chance: one place of n.
+        of_context: over context patches.
+        of_masked: over all others; NaN if there are none.
+        chance: 1 / n.
     """
 
     mask_ratio: float
@@ -56,13 +54,13 @@ class PositionAccuracy:
 def predicted_places(
     runner: Inference, objective: Places, patches: Tensor, context: Tensor
 ) -> Tensor:
-    """Return the likeliest place of each patch, int64 `[b, n]`.
+    """Return the most likely position of each patch, int64 `[b, n]`.
 
     Args:
         runner: the model, on one process.
         objective: the paper.
         patches: `[b, n, d]`.
-        context: int64 `[b, c]`, those that are seen.
+        context: indices of the context patches, int64 `[b, c]`.
     """
     inputs = objective.inputs_with(patches, context)
     return objective.outputs(runner.predictions(inputs)).argmax(-1)
@@ -76,9 +74,9 @@ def position_accuracy(
     mask_ratio: float,
     num_images: int,
 ) -> PositionAccuracy:
-    """Measure at one η; the context is drawn for each image from the run's seed.
+    """Measure accuracy at one η; contexts are functions of the run's seed and the sample.
 
-    Patches whose place is given do not count.
+    Patches whose position is given are not counted.
     """
     right = torch.zeros(2, dtype=torch.float64)
     count = torch.zeros(2, dtype=torch.float64)
@@ -126,13 +124,13 @@ def draw_accuracy(scores: Sequence[PositionAccuracy], *, name: str, trained_at: 
 
 
 def applies(objective: Trainable) -> bool:
-    """Return whether the model names the place of every patch."""
+    """Return True if the model predicts positions; raise UserError otherwise."""
     objective.places()
     return True
 
 
 def draw_positions(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
-    """Measure at mask ratios from 0 to 0.9 and draw."""
+    """Measure accuracy at mask ratios from 0 to 0.9, and plot it."""
     objective = subject.objective.places()
     scores = [
         position_accuracy(
@@ -148,12 +146,12 @@ def draw_positions(subject: FigureInput, options: argparse.Namespace) -> Rendere
     return RenderedFigure(
         draw_accuracy(scores, name=subject.name, trained_at=objective.mask_ratio),
         [asdict(score) for score in scores],
-        [f"in their place by mask ratio (chance {scores[0].chance:.1%}): {words}"],
+        [f"accuracy by mask ratio (chance {scores[0].chance:.1%}): {words}"],
     )
 
 
 def draw_jigsaw(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
-    """Take held-out images apart and put them together."""
+    """Shuffle the patches of held-out images and reassemble them."""
     objective = subject.objective.places()
     rows: list[Any] = []
     accuracies = []
@@ -164,11 +162,11 @@ def draw_jigsaw(subject: FigureInput, options: argparse.Namespace) -> RenderedFi
         accuracies.append(found)
     means = [sum(column) / len(column) for column in zip(*accuracies, strict=True)]
     words = ", ".join(f"{r}: {mean:.1%}" for r, mean in zip(_RATIOS, means, strict=True))
-    return RenderedFigure(image_grid(rows), lines=[f"in their place by mask ratio: {words}"])
+    return RenderedFigure(image_grid(rows), lines=[f"accuracy by mask ratio: {words}"])
 
 
 def draw_mixture(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
-    """Mix the patches of pairs of held-out images and let the model sort them."""
+    """Mix the patches of pairs of held-out images and reassemble them."""
     objective = subject.objective.places()
     rows: list[Any] = []
     images = read_round_robin(subject.images, 2 * options.num_images).inputs
@@ -180,15 +178,15 @@ def draw_mixture(subject: FigureInput, options: argparse.Namespace) -> RenderedF
 
 
 def reassemble(patches: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Put each patch into its place and average those that fall on the same one.
+    """Move each patch to its position, averaging patches at the same one.
 
     Args:
         patches: float `[b, n, d]`.
-        places: int64 `[b, n]`.
+        places: positions int64 `[b, n]`.
 
     Returns:
-        Patches `[b, n, d]` in raster order, zeros where none fell, and bool `[b, n]`, whether one
-        did.
+        Patches `[b, n, d]` in raster order, zeros at empty positions, and the mask bool `[b, n]` of
+        occupied positions.
     """
     index = places[..., None].expand_as(patches)
     sums = torch.zeros_like(patches).scatter_add_(1, index, patches)
@@ -205,7 +203,7 @@ def show(objective: Places, patches: Tensor, filled: Tensor | None = None) -> np
 
 
 def outline(images: np.ndarray, chosen: Tensor) -> np.ndarray:
-    """Return images uint8 `[b, h, w, 3]` with the patches that `chosen` `[b, n]` names in green."""
+    """Outline the patches where `chosen`, bool `[b, n]`, is true, in uint8 `[b, h, w, 3]`."""
     side, rows = images.shape[1], round(chosen.shape[1] ** 0.5)
     patch = side // rows
     within = np.arange(side) % patch
@@ -217,18 +215,18 @@ def outline(images: np.ndarray, chosen: Tensor) -> np.ndarray:
 def jigsaw_rows(
     runner: Inference, objective: Places, image: Tensor, ratios: Iterable[float], *, seed: int = 0
 ) -> tuple[list[list[np.ndarray]], list[float]]:
-    """Take one image apart and let the model put it together.
+    """Shuffle the patches of one image and reassemble them from predicted positions.
 
     Args:
         runner: the model.
         objective: the paper.
         image: uint8 `[h, w, 3]`.
         ratios: η of each column.
-        seed: decides context and shuffling.
+        seed: seed of context and shuffling.
 
     Returns:
-        Three rows: context patches in their places, the shuffled patches with the context in
-        green, the patches where the model puts them; and the accuracy of each column.
+        Three rows: context patches at their positions, the shuffled patches with the context in
+        green, and patches at their predicted positions; and the accuracy of each column.
     """
     patches = objective.patches_of(image[None].to(runner.context.device))
     rows: list[list[np.ndarray]] = [[], [], []]
@@ -249,18 +247,18 @@ def jigsaw_rows(
 def mixture_rows(
     runner: Inference, objective: Places, pair: Tensor, ratios: Iterable[float], *, seed: int = 0
 ) -> list[list[np.ndarray]]:
-    """Shuffle the patches of two images together and let the model sort each half.
+    """Shuffle the patches of two images together and reassemble each half.
 
     Args:
         runner: the model.
         objective: the paper.
         pair: uint8 `[2, h, w, 3]`.
         ratios: η of each row.
-        seed: decides context and shuffling.
+        seed: seed of context and shuffling.
 
     Returns:
-        A row an η: both images, then for each half of the mixture its patches, context in green,
-        and where the model puts them.
+        One row per η: both images, then for each half of the mixture its patches, context in green,
+        and the patches at their predicted positions.
     """
     whole = objective.patches_of(pair.to(runner.context.device))
     count = whole.shape[1]
@@ -284,7 +282,7 @@ def _shuffled(count: int, seed: int) -> Tensor:
 
 
 def _by_pixel(flags: Tensor, side: int) -> np.ndarray:
-    """Spread flags `[b, n]` of patches over the pixels of images: bool `[b, side, side]`."""
+    """Expand a mask of patches `[b, n]` to pixels: bool `[b, side, side]`."""
     rows = round(flags.shape[1] ** 0.5)
     grid = flags.cpu().numpy().reshape(-1, rows, rows)
     return grid.repeat(side // rows, axis=1).repeat(side // rows, axis=2)

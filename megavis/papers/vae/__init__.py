@@ -1,1 +1,1 @@
-"""The VAE of GIVT's latents, in training."""
+"""Training of the VAE whose latents GIVT models."""

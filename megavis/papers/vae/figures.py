@@ -9,16 +9,16 @@ from megavis.config.figures import FigureSpec
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--draws", type=positive, default=3, help="of each image's latents")
+    parser.add_argument("--draws", type=positive, default=3, help="samples per image")
 
 
 FIGURES = (
     FigureSpec(
         "posterior",
-        help="images decoded from draws of the encoder's distribution (GIVT, Figure 12)",
-        description="Encode held-out images, draw their latents and decode them. Prints the PSNR of"
-        " the decoded means and of the draws. The picture shows the first eight: original, decoded"
-        " mean, one column per draw.",
+        help="images decoded from samples of the posterior (GIVT, Figure 12)",
+        description="Encode held-out images, sample their latents and decode them. Prints the PSNR"
+        " of the decoded means and samples. The figure shows the first eight images: original,"
+        " decoded mean, one column per sample.",
         num_images=64,
         draw="megavis.papers.vae.posterior_figure:draw_posterior",
         example="runs/givt_vae --draws 5",

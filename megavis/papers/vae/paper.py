@@ -1,9 +1,9 @@
 """Training of the β-VAE whose latents GIVT models.
 
 "GIVT: Generative Infinite-Vocabulary Transformers", section 3.1 and appendix C.2: squared error,
-perceptual and adversarial loss after MaskGIT, and β times the divergence from N(0, 1).
+perceptual and adversarial loss after MaskGIT, and β times the KL divergence from N(0, 1).
 
-Legend: b images, H and W pixels, h and w latents, d channels of a latent.
+Legend: b images, H and W pixels, h and w sides of the latent grid, d channels of a latent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megavis.tokenizers.vae import Posterior, VAENetwork
 
 
 class VAELayer(nn.Module):
-    """The VAE as the first layer: pixels and noise to pixels, reconstruction and posterior."""
+    """The VAE as the first layer."""
 
     def __init__(self, shape: VAEShape) -> None:
         super().__init__()
@@ -41,18 +41,18 @@ class VAELayer(nn.Module):
 
 
 class VAEObjective(AutoencoderObjective):
-    """Reconstruct images through latents that are close to N(0, 1)."""
+    """Reconstruct images from latents with a posterior close to N(0, 1)."""
 
     config_type = VAEConfig
 
     @property
     def paper(self) -> VAEConfig:
-        """The section of the config."""
+        """The `objective` section of the config."""
         assert isinstance(self.config.objective, VAEConfig)
         return self.config.objective
 
     def build_autoencoder(self) -> nn.Module:
-        """Return the VAE."""
+        """Build the VAE."""
         return VAELayer(self.paper.shape)
 
     def inputs_from(
@@ -61,10 +61,10 @@ class VAEObjective(AutoencoderObjective):
         """Return pixels and noise.
 
         Args:
-            inputs: images `[b, H, W, 3]`, uint8, or floats in [0, 1].
-            sample_index: int64 `[b]`, decides the noise; without it the noise is zero, so that
-                the mean is decoded.
-            **options: none.
+            inputs: images `[b, H, W, 3]`, uint8 or floats in [0, 1].
+            sample_index: int64 `[b]`, the samples, which determine the noise; None for zero noise,
+                which decodes the mean.
+            **options: none are supported.
         """
         self.check_options(options)
         pixels = self.pixels_from(inputs)
@@ -77,17 +77,17 @@ class VAEObjective(AutoencoderObjective):
         return pixels, noise.unflatten(1, shape)
 
     def own_terms(self, between: State) -> Mapping[str, Tensor]:
-        """Return the divergence of the posterior, given as mean and log-variance."""
+        """Return the KL divergence of the posterior, given its mean and log-variance."""
         kl = Posterior(*between).kl()
         sums = self.paper.kl_normalization == "sum"
         return {"kl": kl.flatten(1).sum(1).mean() if sums else kl.mean()}
 
     def own_loss(self, terms: Mapping[str, Tensor]) -> Tensor:
-        """Return β times the divergence."""
+        """Return β times the KL divergence."""
         return self.paper.beta * terms["kl"]
 
     def outputs(self, predictions: State) -> Tensor:
-        """Return the moments of the posterior, means then log-variances: `[b, 2 · d, h, w]`."""
+        """Return the posterior's means, then log-variances: `[b, 2 · d, h, w]`."""
         return torch.cat(predictions[2:4], dim=1)
 
     def plain_network(self, pixels: Tensor) -> Tensor:

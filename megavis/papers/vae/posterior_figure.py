@@ -1,6 +1,6 @@
-"""Images decoded from draws of the encoder's distribution ("GIVT", figure 12).
+"""Figure of images decoded from samples of the posterior ("GIVT", figure 12).
 
-Legend: b images, h and w pixels.
+Legend: b images, h and w height and width in pixels.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from megavis.sampling.grids import image_grid
 
 
 def applies(objective: Trainable) -> bool:
-    """Return whether it is a VAE."""
+    """Return whether the objective is a VAE."""
     return isinstance(objective, VAEObjective)
 
 
 def decoded(
     runner: Inference, objective: Trainable, batch: Batch, *, draws: int
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the decoded means of images, and the images decoded from draws.
+    """Return the decoded means of images, and images decoded from samples of the posterior.
 
     Args:
         runner: the VAE.
-        objective: what it was trained for.
-        batch: b images; their numbers decide the draws.
-        draws: how many of each image.
+        objective: its objective.
+        batch: b images, whose sample indices determine the draws.
+        draws: number of samples per image.
 
     Returns:
         uint8 `[b, h, w, 3]` each.
@@ -49,7 +49,7 @@ def decoded(
 
 
 def draw_posterior(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
-    """Decode, compare and draw the first eight images."""
+    """Decode means and samples, compute their PSNR, and draw the first eight images."""
     batch = read_round_robin(subject.images, options.num_images).to(subject.runner.context.device)
     mean, draws = decoded(subject.runner, subject.objective, batch, draws=options.draws)
     scores = {

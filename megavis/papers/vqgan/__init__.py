@@ -1,1 +1,1 @@
-"""A VQGAN, in training."""
+"""Training of VQGANs."""

@@ -1,4 +1,4 @@
-"""The keys of a VQGAN in training: sizes and the weights of its own losses."""
+"""Config keys of the VQGAN: sizes and loss weights."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from megavis.tokenizers.shapes import VQGANShape
 
 
 class VQGANConfig(AutoencoderConfig):
-    """The keys of the VQGAN: sizes and the weights of its own losses."""
+    """Config keys of the VQGAN."""
 
     name: Literal["vqgan"] = "vqgan"
     codebook_size: Annotated[int, Field(gt=1, le=65536)] = 16384
     """K, entries of the codebook; 1024 and 16384 in the released models."""
     code_size: Positive = 256
-    """d, numbers of an entry."""
+    """d, channels of a codebook entry."""
     latent_channels: Positive = 256
-    """Channels between the networks and the codebook's own; with `layers: taming`."""
+    """Channels of the encoder's output, with `layers: taming`."""
     layers: Literal["taming", "maskgit"] = "taming"
-    """Those of the released VQGAN, or of MaskGIT's tokenizer, which MAGE and GVP take: without
-    attention, and with nothing between networks and codebook."""
+    """Layers of the released VQGAN, or of MaskGIT's tokenizer, which MAGE and GVP use: without
+    attention, and without convolutions around the codebook."""
     codebook_weight: AtLeast0 = 1.0
-    """Of the squared distance that pulls entries to the vectors that chose them."""
+    """Weight of the squared distance that pulls entries towards the vectors assigned to them."""
     commitment_weight: AtLeast0 = 0.25
-    """β, of the same distance, pulling vectors to their entries."""
+    """β, weight of the same distance, pulling vectors towards their entries."""
     revival_weight: AtLeast0 = 1.0
-    """Of the squared distance that pulls entries that no vector of a process's micro-batch chose to
-    vectors of it, so that none is dead for good. Neither paper has it."""
+    """Weight of the squared distance that pulls entries unused in a process's micro-batch towards
+    its vectors, so that no entry stays dead. Not part of either paper."""
     codebook_learning_rate: Above0 | None = None
-    """Peak rate of the codebook; optimizer.learning_rate when absent."""
+    """Peak learning rate of the codebook; defaults to optimizer.learning_rate."""
 
     @property
     def shape(self) -> VQGANShape:
-        """The sizes of the network."""
+        """Sizes of the network."""
         return VQGANShape(
             codebook_size=self.codebook_size,
             code_size=self.code_size,

@@ -1,10 +1,10 @@
 """Training of the VQGAN whose ids GVP reads and predicts.
 
 "Taming Transformers for High-Resolution Image Synthesis" (2021), section 3.1: reconstruction,
-perceptual and adversarial loss (`autoencoder.py`), and the two terms of "Neural Discrete
-Representation Learning" (2017), equation 3, that bring vectors and codebook together.
+perceptual and adversarial loss (`autoencoder.py`), and the codebook and commitment losses of
+"Neural Discrete Representation Learning" (2017), equation 3.
 
-Legend: b images, H and W pixels, h and w of the grid of ids, d numbers of an entry, K entries.
+Legend: b images, H and W pixels, h and w sides of the grid of ids, K entries.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megavis.tokenizers.vqgan import Codebook, VQGANNetwork, usage
 
 
 class VQGANLayer(nn.Module):
-    """The VQGAN as the first layer: pixels to pixels, reconstruction and distances."""
+    """The VQGAN as the first layer."""
 
     def __init__(self, shape: VQGANShape) -> None:
         super().__init__()
@@ -34,8 +34,8 @@ class VQGANLayer(nn.Module):
         """Map pixels `[b, 3, H, W]` in [0, 1].
 
         Returns:
-            Pixels; reconstruction; squared distances `[]` that pull the codebook, the vectors and
-            the unused entries; ids int64 `[b, h, w]`.
+            Pixels; reconstruction; the scalar codebook, commitment and revival losses; ids int64
+            `[b, h, w]`.
         """
         (pixels,) = inputs
         pixels = pixels.to(self.network.quantize.embedding.weight.dtype)
@@ -50,10 +50,10 @@ class VQGANLayer(nn.Module):
 
 
 def _revival(book: Codebook, vectors: Tensor, ids: Tensor) -> Tensor:
-    """Return the mean over entries of the squared distance of the unused ones to some vector.
+    """Return the mean squared distance of unused entries to vectors, over all entries.
 
-    Each takes the vector at a place of its own, spread evenly over the batch; nothing is drawn,
-    and nothing waits for the device.
+    Each entry is paired with a vector, spread evenly over the batch: deterministic, and without
+    synchronizing with the device.
     """
     entries = book.embedding.weight.float()
     flat = vectors.permute(0, 2, 3, 1).flatten(0, 2)
@@ -63,18 +63,18 @@ def _revival(book: Codebook, vectors: Tensor, ids: Tensor) -> Tensor:
 
 
 class VQGANObjective(AutoencoderObjective):
-    """Reconstruct images through ids."""
+    """Reconstruct images from ids."""
 
     config_type = VQGANConfig
 
     @property
     def paper(self) -> VQGANConfig:
-        """The section of the config."""
+        """The `objective` section of the config."""
         assert isinstance(self.config.objective, VQGANConfig)
         return self.config.objective
 
     def build_autoencoder(self) -> nn.Module:
-        """Return the VQGAN, whose codebook may have its own rate."""
+        """Build the VQGAN, whose codebook may have its own learning rate."""
         layer, rate = VQGANLayer(self.paper.shape), self.paper.codebook_learning_rate
         if rate is not None:
             options = ParamGroupOptions(rate / self.config.optimizer.learning_rate)
@@ -89,10 +89,10 @@ class VQGANObjective(AutoencoderObjective):
         return (self.pixels_from(inputs),)
 
     def own_terms(self, between: State) -> Mapping[str, Tensor]:
-        """Return the three distances, and how much of the codebook this batch uses.
+        """Return the three losses, and usage statistics of the codebook.
 
-        `codebook_use` is the share of entries that some vector chose; `codebook_perplexity` is
-        exp(entropy) of the choices: K where all are chosen equally often.
+        `codebook_use` is the share of entries used by this batch; `codebook_perplexity` is
+        exp(entropy) of the assignments, K if all entries are used equally often.
         """
         codebook, commitment, revival, ids = between
         counts = usage(ids, self.paper.codebook_size)
@@ -107,7 +107,7 @@ class VQGANObjective(AutoencoderObjective):
         }
 
     def own_loss(self, terms: Mapping[str, Tensor]) -> Tensor:
-        """Return the weighted sum of the distances."""
+        """Return the weighted sum of the three losses."""
         return (
             self.paper.codebook_weight * terms["codebook"]
             + self.paper.commitment_weight * terms["commitment"]
@@ -119,6 +119,6 @@ class VQGANObjective(AutoencoderObjective):
         return predictions[5].flatten(1)
 
     def plain_network(self, pixels: Tensor) -> Tensor:
-        """Decode what was not quantized: looking up ids costs one product besides."""
+        """Run the network without quantization, which adds one matrix product."""
         network = VQGANNetwork(self.paper.shape)
         return network.decode(network.vectors(pixels))

@@ -61,8 +61,8 @@ def build(build_paper):
 @pytest.mark.parametrize(
     ("words", "more", "key", "said"),
     [
-        ([PATCHES, ONE_BY_ONE, MASK, ERROR], [], "asks.kind", "mask goes with schedule masked or"),
-        ([PATCHES, GROUPS, SHIFT, ERROR], [], "asks.kind", "shift goes with schedule one_by_one"),
+        ([PATCHES, ONE_BY_ONE, MASK, ERROR], [], "asks.kind", "mask needs schedule masked or"),
+        ([PATCHES, GROUPS, SHIFT, ERROR], [], "asks.kind", "shift needs schedule one_by_one"),
         (
             [PATCHES, RANDOM, SHIFT, ERROR],
             [],
@@ -81,7 +81,7 @@ def build(build_paper):
             [PATCHES, f"predicts: {IDS.replace('4', '8')}", ONE_BY_ONE, SHIFT, CATEGORICAL],
             [],
             "predicts",
-            "makes 2 × 2 tokens of an image where objective.reads makes 4 × 4",
+            "has 2 × 2 tokens per image, but objective.reads has 4 × 4",
         ),
         (
             [PATCHES, f"predicts: {IDS.replace(', tokenizer: run', '')}", ONE_BY_ONE]
@@ -94,7 +94,7 @@ def build(build_paper):
             [PALETTE, f"predicts: {IDS.replace('4', '1')}", ONE_BY_ONE, SHIFT, CATEGORICAL],
             [],
             "reads.kind",
-            "palette shards hold no images",
+            "palette shards contain no images",
         ),
         (
             [PATCHES, "schedule: {kind: one_by_one, prefix: 4}", SHIFT, ERROR],
@@ -127,15 +127,30 @@ def build(build_paper):
             "condition.kind",
             "asks is mask",
         ),
-        ([PATCHES, ONE_BY_ONE, ITSELF, PLACE], [], "asks.kind", "self goes with schedule context"),
-        ([PATCHES, CONTEXT, ITSELF, ERROR], [], "density.kind", "only who asks about itself"),
-        ([PATCHES, ONE_BY_ONE, SHIFT, PLACE], [], "density.kind", "only who asks about itself"),
-        ([PALETTE, CONTEXT, ITSELF, PLACE], [], "reads.kind", "palette are not put into places"),
+        ([PATCHES, ONE_BY_ONE, ITSELF, PLACE], [], "asks.kind", "self needs schedule context"),
+        (
+            [PATCHES, CONTEXT, ITSELF, ERROR],
+            [],
+            "density.kind",
+            "cannot be combined with asks self",
+        ),
+        (
+            [PATCHES, ONE_BY_ONE, SHIFT, PLACE],
+            [],
+            "density.kind",
+            "cannot be combined with asks shift",
+        ),
+        (
+            [PALETTE, CONTEXT, ITSELF, PLACE],
+            [],
+            "reads.kind",
+            "positions of palette cannot be predicted",
+        ),
         (
             [PATCHES, f"predicts: {IDS}", CONTEXT, ITSELF, PLACE],
             [],
             "predicts.kind",
-            "is not predicted where density is place",
+            "is not used with density place",
         ),
         (
             [PATCHES, CONTEXT, "asks: {kind: self, given_ratio: 0.5}", PLACE],
@@ -150,8 +165,13 @@ def build(build_paper):
             "learned reveals what the model has to predict",
         ),
         ([PATCHES, CONTEXT, ITSELF, PLACE, CLASSES], [], "condition.kind", "asks is self"),
-        ([PATCHES, CONTEXT, BRIDGE, DIFFUSION], [], "density.kind", "has no head above a bridge"),
-        ([PATCHES, ONE_BY_ONE, BRIDGE, ERROR], [], "asks.kind", "bridge goes with schedule contex"),
+        (
+            [PATCHES, CONTEXT, BRIDGE, DIFFUSION],
+            [],
+            "density.kind",
+            "is not supported with a bridge",
+        ),
+        ([PATCHES, ONE_BY_ONE, BRIDGE, ERROR], [], "asks.kind", "bridge needs schedule contex"),
         (
             [PATCHES, CONTEXT.replace("0.5", "0.01"), BRIDGE, ERROR],
             [],
@@ -165,8 +185,13 @@ def build(build_paper):
             "6 is not divisible by 4",
         ),
         ([PATCHES, CONTEXT, BRIDGE, ERROR], ["model.positions=rope_2d"], "", "not reach the decod"),
-        ([FRAMES, CONTEXT, ITSELF, PLACE], [], "reads.kind", "frames and data.frames belong"),
-        ([PATCHES, CONTEXT, ITSELF, PLACE], SPEECH, "reads.kind", "frames and data.frames belong"),
+        ([FRAMES, CONTEXT, ITSELF, PLACE], [], "reads.kind", "set both frames and data.frames"),
+        (
+            [PATCHES, CONTEXT, ITSELF, PLACE],
+            SPEECH,
+            "reads.kind",
+            "set both frames and data.frames",
+        ),
         (
             [FRAMES, "schedule: {kind: one_by_one, order: nested_raster}", SHIFT, ERROR],
             SPEECH,
@@ -177,17 +202,22 @@ def build(build_paper):
             [FRAMES, f"predicts: {IDS}", ONE_BY_ONE, SHIFT, CATEGORICAL],
             SPEECH,
             "predicts.kind",
-            "frames are predicted from themselves",
+            "frames can be predicted only from frames",
         ),
-        ([PATCHES, ONE_BY_ONE, SHIFT, ERROR, FEATURES], [], "condition.kind", "asks is shift"),
-        ([LATENTS, ONE_BY_ONE, QUERY, ERROR, FEATURES], [], "reads.kind", "latents hold none"),
+        (
+            [PATCHES, ONE_BY_ONE, SHIFT, ERROR, FEATURES],
+            [],
+            "condition.kind",
+            "of kind query, not shift",
+        ),
+        ([LATENTS, ONE_BY_ONE, QUERY, ERROR, FEATURES], [], "reads.kind", "latents shards lack"),
         (
             [PATCHES, GROUPS, QUERY, ERROR, FEATURES],
             ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],
             "",
             "33 rows are not divisible by tensor_model_parallel_size 2",
         ),
-        ([PATCHES, ONE_BY_ONE, SHIFT, MIXTURE, ADAPTER], [], "transform.kind", "is for latents"),
+        ([PATCHES, ONE_BY_ONE, SHIFT, MIXTURE, ADAPTER], [], "transform.kind", "needs latents"),
         ([LATENTS, ONE_BY_ONE, SHIFT, ERROR, ADAPTER], [], "transform.kind", "and density mixture"),
         ([LATENTS, RANDOM, BOTH, MIXTURE, ADAPTER], [], "transform.kind", "in raster order"),
         (
@@ -202,8 +232,13 @@ def build(build_paper):
             "transform.bottleneck",
             "must be divisible by 2",
         ),
-        ([PALETTE, ONE_BY_ONE, SHIFT, CATEGORICAL, MEMORY], [], "reads.kind", "palette hold none"),
-        ([FRAMES, ONE_BY_ONE, SHIFT, ERROR, MEMORY], SPEECH, "reads.kind", "frames hold none"),
+        (
+            [PALETTE, ONE_BY_ONE, SHIFT, CATEGORICAL, MEMORY],
+            [],
+            "reads.kind",
+            "palette shards lack",
+        ),
+        ([FRAMES, ONE_BY_ONE, SHIFT, ERROR, MEMORY], SPEECH, "reads.kind", "frames shards lack"),
         (
             [PATCHES, ONE_BY_ONE, SHIFT, ERROR, MEMORY.replace("8", "5")],
             [],
@@ -228,7 +263,12 @@ def build(build_paper):
         ([PATCHES, CONTEXT, BRIDGE, ERROR, MEMORY], [], "condition.kind", "above a bridge"),
         ([PATCHES, CONTEXT, ITSELF, PLACE, MEMORY], [], "condition.kind", "asks is self"),
         ([PATCHES.replace("4", "5"), ONE_BY_ONE, SHIFT, ERROR], [], "reads.patch_size", "5 does"),
-        ([PATCHES, GROUPS, QUERY, ERROR], ["model.positions=none"], "", "none has no positions"),
+        (
+            [PATCHES, GROUPS, QUERY, ERROR],
+            ["model.positions=none"],
+            "",
+            "none makes all tokens that query asks for",
+        ),
         ([PATCHES, RANDOM, BOTH, ERROR], ["model.positions=rope_2d"], "", "cannot add two places"),
         (
             [PALETTE.replace("32", "33"), ONE_BY_ONE, SHIFT, CATEGORICAL],
@@ -506,10 +546,14 @@ def test_classes_of_data_fit_the_table(build):
 @pytest.mark.parametrize(
     ("words", "more", "said"),
     [
-        ([PATCHES, "schedule: {kind: masked}", MASK, ERROR], (), "masked says not what is drawn"),
-        ([PATCHES, CONTEXT, ITSELF, PLACE], (), "context says not what is drawn when"),
-        ([FRAMES, ONE_BY_ONE, SHIFT, ERROR], SPEECH, "frames of a spectrogram are no images"),
-        ([PATCHES, GROUPS, QUERY, ERROR, FEATURES], (), "knows the whole image"),
+        (
+            [PATCHES, "schedule: {kind: masked}", MASK, ERROR],
+            (),
+            "masked has no order of generation",
+        ),
+        ([PATCHES, CONTEXT, ITSELF, PLACE], (), "context has no order of generation"),
+        ([FRAMES, ONE_BY_ONE, SHIFT, ERROR], SPEECH, "frames of a spectrogram cannot be shown"),
+        ([PATCHES, GROUPS, QUERY, ERROR, FEATURES], (), "is conditioned on the whole image"),
     ],
 )
 def test_what_cannot_be_drawn_says_so(build, words, more, said):

@@ -108,7 +108,7 @@ def test_a_run_knows_the_tokenizer_that_it_was_begun_with(build_paper, run_folde
     [
         (["objective.tokenizer=null"], "tokenizer: belongs to loss ids and .*: must be given"),
         (["objective.loss=mse"], "vocabulary_size: belongs to loss ids and .*: leave it out"),
-        (["objective.decoder=mlp"], "objective.decoder: mlp gives pixels"),
+        (["objective.decoder=mlp"], "objective.decoder: mlp predicts pixels"),
         (["objective.normalize_targets=true"], "belongs to loss mse; set it to false for ids"),
         (["parallel.tensor_model_parallel_size=8"], "12 is not divisible by"),
     ],
@@ -120,5 +120,5 @@ def test_keys_that_do_not_go_together(build_paper, run_folder, words, message):
 
 def test_no_picture_is_drawn_of_ids(build_paper, run_folder):
     objective, _ = build_paper(config(run_folder))
-    with pytest.raises(UserError, match="loss ids the model reads patches and names ids"):
+    with pytest.raises(UserError, match="loss ids the model reads patches and predicts ids"):
         objective.generation()

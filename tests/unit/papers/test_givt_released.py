@@ -113,7 +113,7 @@ def test_an_encoder_reads_images_of_its_size(tmp_path):
         UserError, match=r"shape \[3, 16, 32, 3\]; this run expects \[b, 32, 32, 3\]"
     ):
         run.outputs(tokens, image=torch.from_numpy(values["image"])[:, ::2])
-    with pytest.raises(UserError, match="give those that its encoder reads"):
+    with pytest.raises(UserError, match="give those for its encoder"):
         run.sample()
     folder = write_latent_shards(tmp_path / "s", shape=(8, 4, 4), num_classes=0, num_images=2)
     assert "without images" in "".join(run.objective.check_data(Manifest.read(folder)))
@@ -154,7 +154,7 @@ def test_vae_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "11 rows: say --num-classes 10, with a null label, or 11, without"),
+        ([], "11 rows: pass --num-classes 10, with a null label, or 11, without"),
         (
             ["--num-classes", "7"],
             "--num-classes 7 does not fit the file: the table of labels has 11 rows",

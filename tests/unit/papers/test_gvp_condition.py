@@ -86,5 +86,5 @@ def test_keys_that_do_not_go_together(build_gvp, words, message):
 def test_no_pictures_of_what_cannot_be_asked_for(build_gvp, run_folder, words):
     extra = [f"objective.tokenizer={run_folder}"] if len(words) == 1 else []
     objective, _ = build_gvp(*words, *extra)
-    with pytest.raises(UserError, match="pictures need one trained without"):
+    with pytest.raises(UserError, match="train without it to generate"):
         objective.generation()

@@ -60,10 +60,10 @@ def test_autoregressive_loss_is_that_of_the_chain_rule_in_any_order(build, tmp_p
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (np.arange(9), "objective.order: names 9 pixels; images of data.image_size 4 have 16"),
-        (np.arange(1, 17), "must hold a permutation: .*, not '.*order.npy'"),
-        (np.arange(16).reshape(4, 4), "must hold a permutation"),
-        (None, "objective.order: must be a file that numpy.save has written, not '.*order.npy'"),
+        (np.arange(9), "objective.order: lists 9 pixels; images of data.image_size 4 have 16"),
+        (np.arange(1, 17), "must contain a permutation: .*, not '.*order.npy'"),
+        (np.arange(16).reshape(4, 4), "must contain a permutation"),
+        (None, "objective.order: must be a file written by numpy.save, not '.*order.npy'"),
     ],
 )
 def test_a_file_that_holds_no_order_is_refused(build, tmp_path, content, said):

@@ -70,7 +70,7 @@ def test_an_allocation_without_several_tasks_is_one_process(environment):
 @pytest.mark.parametrize("missing", ["WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
 def test_a_missing_variable_is_named(missing):
     environment = {k: v for k, v in TORCHRUN.items() if k != missing}
-    with pytest.raises(UserError, match=f"has RANK but not {missing}; start with torchrun"):
+    with pytest.raises(UserError, match=f"RANK is set but not {missing}; start with torchrun"):
         read_launch(environment)
 
 

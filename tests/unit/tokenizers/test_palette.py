@@ -146,7 +146,7 @@ def test_fit_repeats_and_depends_on_the_seed():
 
 def test_fit_with_too_few_colours():
     pixels = np.tile(np.arange(7, dtype=np.uint8)[:, None], (10, 3))
-    with pytest.raises(UserError, match="7 distinct colours, fewer than the 8"):
+    with pytest.raises(UserError, match="7 distinct colours, fewer than the requested 8"):
         fit_palette(pixels, num_colors=8, seed=0)
     _, error = fit_palette(pixels, num_colors=7, seed=0)
     assert error < 1
