@@ -131,7 +131,7 @@ def spoil(folder, what):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("torn weights", "not a complete safetensors file"),
+        ("torn weights", "not a whole safetensors file"),
         ("torn config", "config.json: not a JSON file"),
         ("a tensor missing", "no transformer.h.1.mlp.c_fc.weight"),
         ("wrong colours", "preprocessor_config.json: clusters"),
