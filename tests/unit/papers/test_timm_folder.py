@@ -144,7 +144,7 @@ def test_a_folder_tells_its_sizes(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"blocks.0.ls1.gamma": torch.zeros(32)}, "blocks.0.ls1.gamma has no place"),
+        ({"blocks.0.ls1.gamma": torch.zeros(32)}, "blocks.0.ls1.gamma does not belong"),
         ({"cls_token": None}, "has no cls_token"),
         ({"blocks.1.mlp.fc2.bias": None}, "has no blocks.1.mlp.fc2.bias"),
         ({"pos_embed": torch.zeros(1, 9, 32)}, "8 positions after that of the class token"),
