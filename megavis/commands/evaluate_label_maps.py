@@ -104,7 +104,7 @@ def _reconstruct(opened: Run, inputs: Tensor, index: Tensor, args: argparse.Name
 def _predict(opened: Run, inputs: Tensor, index: Tensor, args: argparse.Namespace) -> Tensor:
     """Return what is predicted from the images; a draw follows from seed and image."""
     sampler = opened.sampler(seed=args.seed, spell=spelled, **chosen_options(args))
-    conditions = sampler.paper.condition.found_in(inputs)
+    conditions = sampler.paper.condition.from_samples(inputs)
     if "image" not in conditions:
         raise UserError("this run predicts no label maps from images")
     with torch.no_grad():

@@ -308,7 +308,7 @@ class SampleFID:
         collector = FeatureCollector(self._network, num_images=self._num_images, num_kept=0)
         digest = hashlib.sha256()
         for numbers in torch.arange(self._num_images).split(_BATCH_SIZE):
-            images = sampler.from_nothing(numbers).cpu()
+            images = sampler.balanced_images(numbers).cpu()
             digest.update(images.numpy().tobytes())
             collector.add(images)
         summary = collector.summary(

@@ -96,7 +96,7 @@ def _draw(opened: Run, args: argparse.Namespace) -> Any:
     paper = opened.objective.generation()
     names = paper.condition.names
     if paper.schedule.needs_given and args.npz is None and not args.moments:
-        args.prefix = args.prefix or paper.usual_share
+        args.prefix = args.prefix or paper.default_share
     _check_together(args, reads_images="image" in names)
     if args.npz is not None:
         return write_samples(opened, args)
@@ -109,7 +109,7 @@ def _draw(opened: Run, args: argparse.Namespace) -> Any:
     conditions, later, columns = _conditions(args, sampler.paper.condition.names)
     if args.show_rounds:
         count = args.num_images if conditions is None else len(conditions["labels"])
-        usual = sampler.paper.condition.usual(count, None)
+        usual = sampler.paper.condition.defaults(count, None)
         return picture_of_rounds(sampler, usual if conditions is None else conditions, count)
     return _picture(opened, args, options, conditions=conditions, later=later, num_columns=columns)
 
@@ -197,7 +197,7 @@ def write_samples(opened: Run, args: argparse.Namespace) -> None:
     sampler.paper.check_images(opened.folder)
     write_npz(
         args.npz,
-        sampler.from_nothing,
+        sampler.balanced_images,
         num_images=args.num_images,
         batch_size=args.batch_size,
         context=opened.context,

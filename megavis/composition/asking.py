@@ -176,7 +176,7 @@ class Shift(Asking):
             hidden = reader.add_positions(hidden, places, "positions")
         starts = own.shape[1] > places.shape[1]
         if starts:
-            hidden = reader.after_start(hidden, known)
+            hidden = reader.prepend_start(hidden, known)
         if self.by_groups:
             carried |= {"content_groups": own, "query_groups": own[:, :0]}
             own = F.pad(places, (1, 0), value=START) if starts else places
@@ -297,7 +297,7 @@ class Query(Asking):
         tokens, places, groups, asked, asked_groups = rows
         hidden = reader.add_positions(reader.embed_content(tokens), places, "positions")
         if self.starts:
-            hidden = reader.after_start(hidden, known)
+            hidden = reader.prepend_start(hidden, known)
             places = F.pad(places, (1, 0), value=START)
         query = reader.vector("query", hidden).expand(*asked.shape, -1)
         query = reader.add_positions(query, asked, "positions")

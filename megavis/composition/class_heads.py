@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from megavis.config.schema import FinetuneConfig
 from megavis.model.core import Core
 from megavis.model.declarations import set_start
-from megavis.model.embeddings import WholeLinear
+from megavis.model.embeddings import ReplicatedLinear
 from megavis.model.heads import Head
 from megavis.model.init import Fill, normal, zeros
 from megavis.model.layer_state import LayerState, PackedState
@@ -61,11 +61,11 @@ class Classifier(nn.Module):
         if settings.classifier_std is not None:
             deviation = settings.classifier_std
         fill: Fill = normal(deviation) if deviation else zeros
-        self.linear = WholeLinear(width, settings.num_classes, fill)
+        self.linear = ReplicatedLinear(width, settings.num_classes, fill)
         # The pretrained run has no classifier for these classes.
         set_start(self.parameters(), "fresh")
 
-    def described(self, features: Tensor) -> Tensor:
+    def pooled(self, features: Tensor) -> Tensor:
         """Pool this process's tokens `[s, b, h]`, or select one of them: `[b, h]`."""
         tokens = all_tokens(features, self.core.megatron, self.core.groups.tp)
         if self.read_out == "mean":
@@ -74,12 +74,12 @@ class Classifier(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Map this process's tokens `[s, b, h]` to float32 logits `[b, c]`."""
-        layers = [self.described(each) for each in (*self.below, features)]
+        layers = [self.pooled(each) for each in (*self.below, features)]
         self.below.clear()
-        described = torch.cat(layers, dim=1)
+        pooled = torch.cat(layers, dim=1)
         if self.standardize is not None:
-            described = self.standardize(described)
-        return self.linear(described).float()
+            pooled = self.standardize(pooled)
+        return self.linear(pooled).float()
 
 
 class ClassHead(Head):

@@ -54,7 +54,7 @@ class Classification(Trainable):
         super().__init__(paper.config, paper.context)
         assert paper.config.finetune is not None
         self.settings, self.processes = paper.config.finetune, paper.context.data.group
-        self.paper = paper.seeing_all() if self.settings.visibility == "full" else paper
+        self.paper = paper.with_full_attention() if self.settings.visibility == "full" else paper
 
     @property
     def backbone(self) -> Composition:

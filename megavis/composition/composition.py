@@ -32,7 +32,7 @@ from megavis.model.flops import Workload
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.parts import stacks_of
 from megavis.model.stack import LayerPlan
-from megavis.schedules.orders import take_places, to_raster
+from megavis.schedules.orders import gather_tokens, to_raster
 from megavis.schedules.schedule import Arrangement, Question
 from megavis.tokenizers.patches import to_grid
 
@@ -48,7 +48,7 @@ class Composition(Words):
         return 3 if self.condition.reads_images else 1
 
     @property
-    def usual_share(self) -> float:
+    def default_share(self) -> float:
         """Share of each image that is given in image grids of a run."""
         return 0.0 if self.condition.reads_images else 0.5
 
@@ -157,7 +157,7 @@ class Composition(Words):
         index = index.to(read.device)
         plan = self.schedule.chosen(index, choices, is_named=sample_index is not None)
         conditions = {name: choices[name] for name in self.condition.names if name in choices}
-        conditions = {**self.condition.found_in(inputs), **conditions}
+        conditions = {**self.condition.from_samples(inputs), **conditions}
         known = self.condition.given(conditions, len(read), read.device)
         extra: tuple[Tensor, ...] = ()
         if self.extra_tensors:
@@ -199,7 +199,7 @@ class Composition(Words):
         """Return the tokens at positions [start, stop) of a plan, given tokens in raster order."""
         if not self.asks.permutes:
             return tokens
-        return take_places(tokens, plan.order[:, start:stop])
+        return gather_tokens(tokens, plan.order[:, start:stop])
 
     def _weights(self, plan: Arrangement, count: int) -> tuple[Tensor, ...]:
         """Return loss weights of the asked positions, `[b, q]`, or nothing if all are 1."""
@@ -217,10 +217,10 @@ class Composition(Words):
         plan = self.schedule.for_features(index.to(read.device))
         rows = self.feature_rows(read, plan)
         known = self.condition.for_features(inputs)
-        return (*rows, *known, *self._nothing_more(rows))
+        return (*rows, *known, *self._blank_inputs(rows))
 
-    def _nothing_more(self, rows: AskedRows) -> tuple[Tensor, ...]:
-        return self.density.nothing_more(self.asks.shape_of(rows), rows[0].device)
+    def _blank_inputs(self, rows: AskedRows) -> tuple[Tensor, ...]:
+        return self.density.blank_inputs(self.asks.shape_of(rows), rows[0].device)
 
     def loss(self, predictions: Any, targets: tuple[Tensor, ...]) -> Tensor:
         """Return the loss per predicted token, averaged over each image and then over images.
@@ -245,7 +245,7 @@ class Composition(Words):
         """Return itself."""
         return self
 
-    def seeing_all(self) -> Self:
+    def with_full_attention(self) -> Self:
         """Return a new instance of the paper with full attention in its blocks."""
         return type(self)(self.config, self.context, visibility="full")
 
@@ -289,7 +289,7 @@ class Composition(Words):
             since: number of positions in the KV cache.
         """
         rows = self.asks.rows(tokens, question, since)
-        return (*rows, *known, *self._nothing_more(rows))
+        return (*rows, *known, *self._blank_inputs(rows))
 
     def prepare(self, known: Known, run_once: RunOnce) -> Known:
         """Compute the parts of a condition that all steps of generation share.

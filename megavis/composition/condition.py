@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megavis.composition.reader import Role, Rows
+from megavis.composition.reader import EmbeddingTable, Role
 from megavis.composition.tokens import Tokens
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import Manifest
@@ -91,11 +91,11 @@ class Condition:
                 raise UserError(f"this model is not conditioned on {name}")
         return ()
 
-    def found_in(self, samples: Tensor) -> Mapping[str, Tensor]:
+    def from_samples(self, samples: Tensor) -> Mapping[str, Tensor]:
         """Return the conditions contained in samples, by name."""
         return {}
 
-    def nothing(self, known: Known) -> Known:
+    def null(self, known: Known) -> Known:
         """Return the null condition in the form of `known`, for guidance.
 
         Raises:
@@ -110,7 +110,7 @@ class Condition:
         """Compute what all steps of generation share."""
         return known
 
-    def usual(self, num_images: int, examples: Batch | None) -> Mapping[str, Tensor]:
+    def defaults(self, num_images: int, examples: Batch | None) -> Mapping[str, Tensor]:
         """Return default conditions for a grid of `num_images` generated images.
 
         Args:
@@ -186,7 +186,7 @@ class Labels(Condition):
         """Build the table."""
         if role != self.roles[0]:
             return None
-        return Rows(self.num_rows, core.megatron.hidden_size, normal(self.deviation))
+        return EmbeddingTable(self.num_rows, core.megatron.hidden_size, normal(self.deviation))
 
     def training(self, batch: Batch) -> Known:
         """Return rows int64 `[b]` of the labels, with the null row for absent or dropped ones."""
@@ -227,10 +227,10 @@ class Labels(Condition):
     def _rows(self, labels: Tensor) -> Tensor:
         return torch.where(labels < 0, self.null_row, labels)
 
-    def nothing(self, known: Known) -> Known:
+    def null(self, known: Known) -> Known:
         """Return the null label's row for each image."""
         if not self.has_null_label:
-            return super().nothing(known)
+            return super().null(known)
         rows, *others = known
         return torch.full_like(rows, self.null_row), *others
 
@@ -238,7 +238,7 @@ class Labels(Condition):
         """Cycle through the classes."""
         return {"labels": numbers % self.num_classes} if self.num_classes else {}
 
-    def usual(self, num_images: int, examples: Batch | None) -> Mapping[str, Tensor]:
+    def defaults(self, num_images: int, examples: Batch | None) -> Mapping[str, Tensor]:
         """Return the classes of the examples, or evenly distributed ones in ascending order."""
         if not self.num_classes:
             return {}

@@ -99,14 +99,14 @@ class EncodedImage(Condition):
             raise UserError("this model is conditioned on images: give those for its encoder")
         return *known, self.encoder_input(values["image"].to(device))
 
-    def found_in(self, samples: Tensor) -> Mapping[str, Tensor]:
+    def from_samples(self, samples: Tensor) -> Mapping[str, Tensor]:
         """Return the images."""
         return {"image": images_and_targets(samples)[0]}
 
-    def nothing(self, known: Known) -> Known:
+    def null(self, known: Known) -> Known:
         """Return the same images with the null condition of the others."""
         *others, images = known
-        return *self.others.nothing(tuple(others)), images
+        return *self.others.null(tuple(others)), images
 
     def prepare(self, known: Known, encode: Encode) -> Known:
         """Replace the images by the encoder's output."""
@@ -119,11 +119,11 @@ class EncodedImage(Condition):
 
         return *others, encode(embed)
 
-    def usual(self, num_images: int, examples: Batch | None) -> Mapping[str, Tensor]:
+    def defaults(self, num_images: int, examples: Batch | None) -> Mapping[str, Tensor]:
         """Return the images and other conditions of the examples."""
         if examples is None:
             raise UserError("this model predicts from images: give data.validation")
-        return {**self.found_in(examples.inputs), **self.others.usual(num_images, examples)}
+        return {**self.from_samples(examples.inputs), **self.others.defaults(num_images, examples)}
 
     def balanced(self, numbers: Tensor) -> Mapping[str, Tensor]:
         """Raise UserError: every image is generated from another."""

@@ -19,7 +19,7 @@ from megavis.composition.tokens import check_images
 from megavis.config.errors import UserError
 from megavis.data.loading.batch import Batch
 from megavis.model.core import Core
-from megavis.model.embeddings import WholeLinear
+from megavis.model.embeddings import ReplicatedLinear
 
 if TYPE_CHECKING:
     from megavis.tokenizers.network_tokenizer import IdTokenizer
@@ -50,7 +50,7 @@ class PooledFeatures(Condition):
 
     def part(self, role: Role, core: Core) -> nn.Module | None:
         """Build the map from features to the first token."""
-        return WholeLinear(self.size, core.megatron.hidden_size) if role == "front" else None
+        return ReplicatedLinear(self.size, core.megatron.hidden_size) if role == "front" else None
 
     def training(self, batch: Batch) -> Known:
         """Return the features of a batch's images."""
@@ -65,7 +65,7 @@ class PooledFeatures(Condition):
         check_images(samples, self.image_size)
         return (self.tokenizer.to(samples.device).features(samples).mean(1),)
 
-    def found_in(self, samples: Tensor) -> Mapping[str, Tensor]:
+    def from_samples(self, samples: Tensor) -> Mapping[str, Tensor]:
         """Return the images."""
         return {"image": samples}
 

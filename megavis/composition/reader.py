@@ -49,7 +49,7 @@ class Slot:
     build: Callable[[], nn.Module | nn.Parameter]
 
 
-class Rows(nn.Module):
+class EmbeddingTable(nn.Module):
     """A table of learned vectors, replicated on every process."""
 
     def __init__(self, num_rows: int, hidden_size: int, fill: Fill) -> None:
@@ -109,7 +109,7 @@ class Reader(nn.Module):
         part: Tensor | None = self.part(role)
         return hidden.new_zeros(hidden.shape[-1]) if part is None else part.to(hidden.dtype)
 
-    def after_start(self, hidden: Tensor, known: Mapping[Role, Tensor]) -> Tensor:
+    def prepend_start(self, hidden: Tensor, known: Mapping[Role, Tensor]) -> Tensor:
         """Prepend the start token to `hidden`: `[b, 1 + m, h]`."""
         part = self.part("start")
         start: Tensor = part(known["start"])[:, None] if "start" in known else part

@@ -126,11 +126,11 @@ class Categorical(Density):
 
     def drawing(self, options: CategoricalOptions, *, scored: bool) -> Drawing:
         """Return a sampler of ids."""
-        return _DrawsIds(self, options, scored)
+        return _CategoricalSampling(self, options, scored)
 
 
 @dataclass(frozen=True)
-class _DrawsIds(Drawing):
+class _CategoricalSampling(Drawing):
     density: Categorical
     choice: CategoricalOptions
     scored: bool

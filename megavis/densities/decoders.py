@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from megavis.config.choices import DecoderKind
 from megavis.model.core import Block, Core, FeedForward
-from megavis.model.embeddings import LastNorm, WholeLinear
+from megavis.model.embeddings import LastNorm, ReplicatedLinear
 from megavis.model.flops import Workload
 from megavis.model.heads import Head
 from megavis.model.layer_state import LayerState, PackedState, from_bits
@@ -31,20 +31,20 @@ from megavis.model.stack import PlannedStack
 from megavis.model.visibility import AttentionContext, Visibility
 
 
-class NoisyEmbedding(WholeLinear):
+class NoisyEmbedding(ReplicatedLinear):
     """Linear embedding of noisy patches; γ may be appended to each pixel as an extra channel."""
 
     def __init__(
-        self, patch_width: int, hidden_size: int, *, tells_gamma: bool, channels: int
+        self, patch_width: int, hidden_size: int, *, appends_gamma: bool, channels: int
     ) -> None:
         num_pixels = patch_width // channels
-        super().__init__(patch_width + tells_gamma * num_pixels, hidden_size)
-        self.num_pixels, self.tells_gamma, self.channels = num_pixels, tells_gamma, channels
+        super().__init__(patch_width + appends_gamma * num_pixels, hidden_size)
+        self.num_pixels, self.appends_gamma, self.channels = num_pixels, appends_gamma, channels
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Embed noisy patches, each followed by its γ: `[b, s, d + 1]` to `[b, s, h]`."""
         noisy, gamma = inputs[..., :-1], inputs[..., -1:]
-        if self.tells_gamma:
+        if self.appends_gamma:
             channels = noisy.unflatten(-1, (self.num_pixels, self.channels))
             channel = gamma[..., None].expand(*channels.shape[:-1], 1)
             noisy = torch.cat([channels, channel], dim=-1).flatten(-2)
@@ -56,7 +56,7 @@ class ResidualLayer(nn.Module):
 
     def __init__(self, core: Core) -> None:
         super().__init__()
-        self.norm = whole_norm(core)
+        self.norm = full_width_norm(core)
         self.mlp = FeedForward(core.megatron, core)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -72,8 +72,8 @@ class SumDecoder(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(ResidualLayer(core) for _ in range(num_layers))
         # Without layers, the input has just passed the backbone's final norm.
-        self.norm = whole_norm(core) if num_layers else None
-        self.linear = WholeLinear(core.megatron.hidden_size, patch_width)
+        self.norm = full_width_norm(core) if num_layers else None
+        self.linear = ReplicatedLinear(core.megatron.hidden_size, patch_width)
 
     def forward(self, output: Tensor, noisy: Tensor | None) -> Tensor:
         """Decode outputs `[b, s, h]` and embedded patches `[b, s, h]` to `[b, s, d]`."""
@@ -89,8 +89,8 @@ class PairDecoder(nn.Module):
     def __init__(self, core: Core, num_layers: int, patch_width: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Block(core, i + 1) for i in range(num_layers))
-        self.norm = whole_norm(core)
-        self.linear = WholeLinear(core.megatron.hidden_size, patch_width)
+        self.norm = full_width_norm(core)
+        self.linear = ReplicatedLinear(core.megatron.hidden_size, patch_width)
 
     def forward(self, output: Tensor, noisy: Tensor | None) -> Tensor:
         """Decode outputs `[b, s, h]` and embedded patches `[b, s, h]` to `[b, s, d]`."""
@@ -112,7 +112,7 @@ class DecoderSpec:
         width: d.
         layers: number of layers of an `mlp` or `transformer`.
         denoises: whether the decoder takes noisy patches.
-        tells_gamma: whether γ is appended to each pixel as an extra channel.
+        appends_gamma: whether γ is appended to each pixel as an extra channel.
         channels: values of a patch per pixel.
     """
 
@@ -120,7 +120,7 @@ class DecoderSpec:
     width: int
     layers: int
     denoises: bool
-    tells_gamma: bool = False
+    appends_gamma: bool = False
     channels: int = 3
 
     @property
@@ -131,7 +131,7 @@ class DecoderSpec:
     @property
     def noisy_width(self) -> int:
         """Values of a noisy patch, including γ; 0 without noisy patches."""
-        return self.denoises * (self.width + self.tells_gamma * self.width // self.channels)
+        return self.denoises * (self.width + self.appends_gamma * self.width // self.channels)
 
     def work(self, core: Core) -> DecoderWork:
         """Return the work before the final linear layer, on the backbone of this core."""
@@ -180,7 +180,7 @@ class PatchHead(Head):
             self.noisy = NoisyEmbedding(
                 decoder.width,
                 core.megatron.hidden_size,
-                tells_gamma=decoder.tells_gamma,
+                appends_gamma=decoder.appends_gamma,
                 channels=decoder.channels,
             )
         network = PairDecoder if decoder.kind == "transformer" else SumDecoder
@@ -220,6 +220,6 @@ def core_of_decoder(core: Core, num_layers: int) -> Core:
     )
 
 
-def whole_norm(core: Core) -> Norm:
+def full_width_norm(core: Core) -> Norm:
     """Return a norm of the hidden size over unsplit sequences."""
     return Norm(core.megatron, core.megatron.hidden_size, core.megatron.layernorm_epsilon)

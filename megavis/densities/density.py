@@ -153,7 +153,7 @@ class Density(ABC):
         """
         return tokens, ()
 
-    def nothing_more(self, shape: tuple[int, int], device: torch.device) -> tuple[Tensor, ...]:
+    def blank_inputs(self, shape: tuple[int, int], device: torch.device) -> tuple[Tensor, ...]:
         """Return blank inputs of the head for passes without a loss; `shape` is images and rows."""
         return ()
 

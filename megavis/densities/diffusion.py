@@ -151,7 +151,7 @@ class Diffusion(Density):
                 raise UserError(f"gamma must be in [0, 1], not {chosen}")
         return self.target(tokens, noise), (self.noisy(tokens, noise, gamma),)
 
-    def nothing_more(self, shape: tuple[int, int], device: torch.device) -> tuple[Tensor, ...]:
+    def blank_inputs(self, shape: tuple[int, int], device: torch.device) -> tuple[Tensor, ...]:
         """Return zeros `[b, m, d + 1]`."""
         return (torch.zeros(*shape, self.num_outputs + 1, device=device),)
 
@@ -173,11 +173,13 @@ class Diffusion(Density):
             raise UserError("beam search needs likelihoods, which a diffusion decoder lacks")
         process = self.process
         temperature = process.temperature if options.temperature is None else options.temperature
-        return _TakesNoiseAway(self, options.sampling_steps or process.sampling_steps, temperature)
+        return _AncestralSampling(
+            self, options.sampling_steps or process.sampling_steps, temperature
+        )
 
 
 @dataclass(frozen=True)
-class _TakesNoiseAway(Drawing):
+class _AncestralSampling(Drawing):
     density: Diffusion
     num_steps: int
     temperature: float

@@ -143,8 +143,8 @@ class GaussianMixture(Gaussians):
     def drawing(self, options: MixtureOptions, *, scored: bool) -> Drawing:
         """Return a sampler of tokens, with or without guidance."""
         if options.guidance:
-            return _DrawsGuided(self, options)
-        return _DrawsTokens(self, options.temperature, options.probability, scored)
+            return _GuidedSampling(self, options)
+        return _GaussianSampling(self, options.temperature, options.probability, scored)
 
 
 class CorrelatedGaussian(Gaussians):
@@ -158,11 +158,11 @@ class CorrelatedGaussian(Gaussians):
 
     def drawing(self, options: GaussianOptions, *, scored: bool) -> Drawing:
         """Return a sampler of tokens."""
-        return _DrawsTokens(self, options.temperature, 1.0, scored)
+        return _GaussianSampling(self, options.temperature, 1.0, scored)
 
 
 @dataclass(frozen=True)
-class _DrawsTokens(Drawing):
+class _GaussianSampling(Drawing):
     density: Gaussians
     temperature: float
     probability: float
@@ -181,7 +181,7 @@ class _DrawsTokens(Drawing):
 
 
 @dataclass(frozen=True)
-class _DrawsGuided(Drawing):
+class _GuidedSampling(Drawing):
     """DB-CFG: the first half of the rows is conditional, the second half unconditional."""
 
     density: GaussianMixture

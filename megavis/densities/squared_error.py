@@ -78,11 +78,11 @@ class SquaredError(Density):
                 "patches predicted with objective.normalize_targets lack brightness and contrast,"
                 " so no images can be generated; train without it to generate"
             )
-        return _TakesMean()
+        return _MeanPrediction()
 
 
 @dataclass(frozen=True)
-class _TakesMean(Drawing):
+class _MeanPrediction(Drawing):
     def __call__(self, head: nn.Module, state: PackedState, draws: Draws) -> Drawn:
         predictions = head(state)[:, -draws.keys.shape[1] :].float()
         return Drawn(for_each_key(predictions, draws))

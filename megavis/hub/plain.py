@@ -111,7 +111,7 @@ class PlainForm:
         self.tokens = _random_tokens(paper)
         plan = paper.schedule.for_features(torch.zeros(1).long())
         asked = paper.feature_rows(self.tokens, plan)
-        extra = paper.density.nothing_more(paper.asks.shape_of(asked), self.tokens.device)
+        extra = paper.density.blank_inputs(paper.asks.shape_of(asked), self.tokens.device)
         inputs = (*asked, *paper.condition.for_features(self.tokens), *extra)
         reader.eval()
         rows, carried = _embedded(reader, inputs, fill=0.0)

@@ -127,18 +127,18 @@ def compared_vit(run: Run, vit: TimmViT) -> tuple[Tensor, Tensor]:
     They are the first token and the mean over all tokens of the final norm's output.
     """
     images = random_images(run.config.data.image_size)
-    tokens = (all_seeing_tokens(run, images), timm_features(vit, images))
+    tokens = (full_attention_tokens(run, images), timm_features(vit, images))
     ours, theirs = (torch.stack([each[:, 0], each.mean(1)]) for each in tokens)
     return ours, theirs
 
 
 @torch.no_grad()
-def all_seeing_tokens(run: Run, images: Tensor) -> Tensor:
+def full_attention_tokens(run: Run, images: Tensor) -> Tensor:
     """Return the final norm's output `[b, s, h]` on images uint8 `[b, H, W, 3]`, full attention."""
     paper, runner = run.objective.backbone, run.runner
     assert isinstance(paper, Composition)
     if run.config.finetune is None:
-        paper = paper.seeing_all()
+        paper = paper.with_full_attention()
         plans = paper.layer_plans()
         layers = LocalLayers(plans, list(LayerStack(plans, paper.loss).layers))
         assert run.checkpoint is not None

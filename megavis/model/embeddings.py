@@ -66,7 +66,7 @@ def to_stream(hidden: Tensor, core: Core) -> Tensor:
     return own_tokens(hidden.transpose(0, 1).contiguous(), core.megatron, core.groups.tp)
 
 
-class WholeLinear(nn.Linear):
+class ReplicatedLinear(nn.Linear):
     """A replicated linear layer, with zero initial bias, computed in the precision of its weights.
 
     It initialises its own weight, since ZeRO-3 partitions weights as soon as their module is built.
@@ -82,7 +82,7 @@ class WholeLinear(nn.Linear):
         return F.linear(inputs.to(self.weight.dtype), self.weight, self.bias)
 
 
-class PatchEmbedding(WholeLinear):
+class PatchEmbedding(ReplicatedLinear):
     """A linear embedding of patches, `[b, s, d]` to `[b, s, h]`."""
 
 
@@ -125,7 +125,7 @@ class TokenHead(Head):
         """
         super().__init__(core, LastNorm(core))
         self.num_skipped, self.hands_on = num_skipped, hands_on
-        self.linear = WholeLinear(core.megatron.hidden_size, num_outputs, fill)
+        self.linear = ReplicatedLinear(core.megatron.hidden_size, num_outputs, fill)
 
     def forward(self, state: PackedState) -> Any:
         """Map `[s, b, h]` to `[b, s - num_skipped, num_outputs]`, complete on every process.

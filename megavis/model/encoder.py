@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megavis.model.core import MEMORY, Core
 from megavis.model.declarations import ParamGroupOptions
-from megavis.model.embeddings import LastNorm, PatchEmbedding, WholeLinear, to_stream
+from megavis.model.embeddings import LastNorm, PatchEmbedding, ReplicatedLinear, to_stream
 from megavis.model.flops import Workload
 from megavis.model.init import Initialization, normal, truncated_normal, xavier_uniform
 from megavis.model.layer_state import LayerState, PackedState
@@ -173,7 +173,7 @@ class EncoderOutput(nn.Module):
         self.below, self.above = below, above
         self.norm = LastNorm(below)
         widths = below.model.hidden_size, above.model.hidden_size
-        self.linear = None if widths[0] == widths[1] else WholeLinear(*widths)
+        self.linear = None if widths[0] == widths[1] else ReplicatedLinear(*widths)
 
     def forward(self, state: PackedState) -> PackedState:
         """Map `[c, b, w]` to the rows `[m, b, h]`, which carry the memory `[c, b, h]`.

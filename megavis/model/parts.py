@@ -17,7 +17,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from megavis.model.core import Block, Core
-from megavis.model.embeddings import LastNorm, WholeLinear, to_stream
+from megavis.model.embeddings import LastNorm, ReplicatedLinear, to_stream
 from megavis.model.flops import Workload
 from megavis.model.init import Fill, xavier_uniform
 from megavis.model.layer_state import LayerState, PackedState
@@ -34,7 +34,7 @@ class Bridge(nn.Module):
         super().__init__()
         self.below, self.above = below, above
         self.norm = LastNorm(below)
-        self.linear = WholeLinear(below.model.hidden_size, above.model.hidden_size, fill)
+        self.linear = ReplicatedLinear(below.model.hidden_size, above.model.hidden_size, fill)
 
     @property
     def core(self) -> Core:

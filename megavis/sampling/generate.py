@@ -153,7 +153,7 @@ class _Lanes:
         known = tuple(part.repeat_interleave(self.settings.beams, dim=0) for part in known)
         if self.settings.drawing.num_lanes == 1:
             return known
-        return tuple(map(torch.cat, zip(known, paper.condition.nothing(known), strict=True)))
+        return tuple(map(torch.cat, zip(known, paper.condition.null(known), strict=True)))
 
     def spread_step(self, step: Step) -> Step:
         """Repeat a step's tensors for all rows."""

@@ -68,7 +68,7 @@ class Gallery:
         columns = objective.generation().schedule.columns
         samplers = [Sampler(runner, objective, self.folder, options) for options in columns]
         paper = samplers[0].paper
-        share = 0.0 if examples is None else paper.usual_share
+        share = 0.0 if examples is None else paper.default_share
         if examples is None and paper.schedule.needs_given:
             raise UserError("completions need images: give data.validation")
         return picture(samplers, examples, num_images=num_images, share=share)
@@ -107,7 +107,7 @@ def picture(
     paper = first.paper
     if conditions is None:
         is_used = share > 0 or "image" in paper.condition.names
-        conditions = paper.condition.usual(num_images, examples if is_used else None)
+        conditions = paper.condition.defaults(num_images, examples if is_used else None)
     shown = [] if examples is None else paper.condition.shown(examples)
     options: dict[str, Any] = {"conditions": conditions, "batch_size": batch_size}
     if not share and not shown:

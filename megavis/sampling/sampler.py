@@ -23,7 +23,7 @@ from megavis.config.errors import UserError
 from megavis.model.inference import Inference
 from megavis.parallel.context import Axis
 from megavis.sampling.generate import GenerationSettings, generate_in_steps
-from megavis.schedules.orders import take_places, to_raster
+from megavis.schedules.orders import gather_tokens, to_raster
 
 
 class Acceptance:
@@ -215,7 +215,7 @@ class Sampler:
             order = self.order_of(numbers if tokens is None else numbers % len(tokens))
             given = None
             if tokens is not None:
-                given = take_places(_in_turn(tokens, numbers), order[:, :num_given])
+                given = gather_tokens(_in_turn(tokens, numbers), order[:, :num_given])
             drawn = self.tokens(numbers, conditions=own, order=order, given=given)
             if later is not None:
                 own = {name: _in_turn(rows, numbers) for name, rows in later.items()}
@@ -223,9 +223,11 @@ class Sampler:
                 drawn = self.tokens(numbers, conditions=own, order=order, given=half)
             return self.from_order(drawn, order)
 
-        return share_out(draw, num_images, batch_size=batch_size, data=self.runner.context.data)
+        return distribute_batches(
+            draw, num_images, batch_size=batch_size, data=self.runner.context.data
+        )
 
-    def from_nothing(self, images: Tensor) -> Tensor:
+    def balanced_images(self, images: Tensor) -> Tensor:
         """Generate the images with indices int64 `[b]`, with evenly distributed conditions.
 
         Returns:
@@ -267,7 +269,7 @@ class Sampler:
             raise UserError("given tokens need the images that they are taken from")
 
 
-def share_out(
+def distribute_batches(
     draw: Callable[[Tensor], Tensor], num_images: int, *, batch_size: int, data: Axis
 ) -> Tensor:
     """Generate images in batches, distributed over the data-parallel processes.

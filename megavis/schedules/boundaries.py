@@ -13,7 +13,7 @@ Cut = Literal["fixed", "random", "mixed", "given"]
 """How a sequence is cut into groups: one of the paper's settings, or at given boundaries."""
 
 
-def most_groups(kind: Segmentation, num_tokens: int) -> int:
+def max_groups(kind: Segmentation, num_tokens: int) -> int:
     """Return the largest K: T with fixed length, where G_0 may be empty, else T - 1."""
     return num_tokens if kind == "fixed" else num_tokens - 1
 
@@ -27,7 +27,7 @@ def fixed_boundaries(num_tokens: int, num_groups: int) -> tuple[int, ...]:
     return tuple(place * num_tokens // (num_groups + 1) for place in range(1, num_groups + 1))
 
 
-def fault_of_boundaries(boundaries: Sequence[int], num_tokens: int) -> str | None:
+def boundaries_error(boundaries: Sequence[int], num_tokens: int) -> str | None:
     """Return an error message unless 0 ≤ n_0 < ... < n_{K-1} < T."""
     numbers = list(boundaries)
     if not numbers or numbers != sorted(set(numbers)):
@@ -39,7 +39,7 @@ def fault_of_boundaries(boundaries: Sequence[int], num_tokens: int) -> str | Non
     return None
 
 
-def bounds_of(
+def boundary_range(
     cut: Cut, num_tokens: int, num_groups: int, boundaries: Sequence[int] | None
 ) -> tuple[int, int]:
     """Return the smallest n_0 and the largest n_{K-1} over all images.

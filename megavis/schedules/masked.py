@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megavis.config.errors import UserError
 from megavis.parallel.random import uniform
-from megavis.schedules.orders import Orders, take_places
+from megavis.schedules.orders import Orders, gather_tokens
 from megavis.schedules.schedule import Arrangement, GenerationProgress, Schedule, Step
 
 
@@ -74,7 +74,7 @@ class Masked(Schedule):
     def hiding(self, hidden: Tensor) -> Arrangement:
         """Return the arrangement of a mask, bool `[b, n]` in raster order."""
         order = self.orders.shared(hidden.device)
-        groups = take_places(hidden.long(), order)
+        groups = gather_tokens(hidden.long(), order)
         return Arrangement(order, groups, num_content=order.shape[1])
 
     def for_features(self, index: Tensor) -> Arrangement:

@@ -30,7 +30,7 @@ class Orders:
             shared: int64 `[n]`, the order of all images; of features if each image has its own.
             seed: draws an order for each image; None if all share one.
         """
-        self._shared, self._seed = Constant(shared), seed
+        self._shared, self._seed = DeviceConstant(shared), seed
         self.num_positions = len(shared)
 
     @classmethod
@@ -146,7 +146,7 @@ def random_orders(sample_index: Tensor, num_cells: int, *, seed: int) -> Tensor:
     return draws.argsort(dim=1, stable=True)
 
 
-def take_places(values: Tensor, order: Tensor) -> Tensor:
+def gather_tokens(values: Tensor, order: Tensor) -> Tensor:
     """Gather `values` `[b, n, ...]` at the indices `order` `[m]` or `[b, m]`: `[b, m, ...]`."""
     index = order.expand(len(values), -1)
     index = index.reshape(*index.shape, *[1] * (values.ndim - 2))
@@ -154,11 +154,11 @@ def take_places(values: Tensor, order: Tensor) -> Tensor:
 
 
 def to_raster(ordered: Tensor, order: Tensor) -> Tensor:
-    """Invert `take_places`: return `ordered` `[b, n, ...]` in raster order."""
-    return take_places(ordered, order.argsort(dim=-1))
+    """Invert `gather_tokens`: return `ordered` `[b, n, ...]` in raster order."""
+    return gather_tokens(ordered, order.argsort(dim=-1))
 
 
-class Constant:
+class DeviceConstant:
     """A tensor that is copied to each device once, so that no step waits for the host."""
 
     def __init__(self, value: Tensor) -> None:

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from megavis.config.errors import UserError
 from megavis.parallel.random import uniform
-from megavis.schedules.boundaries import Cut, Segmentation, bounds_of, fault_of_boundaries
-from megavis.schedules.orders import Constant, check_order, random_orders
+from megavis.schedules.boundaries import Cut, Segmentation, boundaries_error, boundary_range
+from megavis.schedules.orders import DeviceConstant, check_order, random_orders
 from megavis.schedules.schedule import Arrangement, GenerationProgress, Schedule, Step
 
 
@@ -41,7 +41,7 @@ class GroupOptions:
             raise UserError(f"groups must be at least 1, not {self.groups}")
 
 
-def evenly(num_given: int, num_tokens: int, num_groups: int) -> tuple[int, ...]:
+def even_group_ends(num_given: int, num_tokens: int, num_groups: int) -> tuple[int, ...]:
     """Return the ends of the given tokens and of `num_groups` groups of about equal size.
 
     Raises:
@@ -89,7 +89,7 @@ class Groups(Schedule):
         Raises:
             UserError: nothing is given, or there are more groups than tokens left.
         """
-        ends = evenly(num_given, order.shape[1], options.groups)
+        ends = even_group_ends(num_given, order.shape[1], options.groups)
         plan = Arrangement(
             order, self._groups(order, ends), num_content=order.shape[1], num_given=ends[0]
         )
@@ -101,7 +101,7 @@ class Groups(Schedule):
         if step.asked.stop == count:
             return None
         start = step.asked.stop
-        stop = evenly(step.plan.num_given, count, options.groups)[number + 1]
+        stop = even_group_ends(step.plan.num_given, count, options.groups)[number + 1]
         return replace(
             step, known=start, asked=slice(start, stop), number=number, name=f"group/{number}"
         )
@@ -141,8 +141,8 @@ class Grouping(Groups):
         """
         self.cut, self.num_tokens, self.num_groups = cut, num_tokens, num_groups
         self.shuffled, self.seed = shuffled, seed
-        self.bounds = bounds_of(cut, num_tokens, num_groups, boundaries)
-        self._given = None if boundaries is None else Constant(torch.tensor(boundaries))
+        self.bounds = boundary_range(cut, num_tokens, num_groups, boundaries)
+        self._given = None if boundaries is None else DeviceConstant(torch.tensor(boundaries))
 
     @property
     def num_positions(self) -> int:
@@ -186,7 +186,7 @@ class Grouping(Groups):
             check_order(order, self.num_tokens)
             plan = replace(plan, order=order.to(index.device).expand(len(index), -1))
         if boundaries is not None:
-            fault = fault_of_boundaries(boundaries, self.num_tokens)
+            fault = boundaries_error(boundaries, self.num_tokens)
             if fault:
                 raise UserError(f"boundaries {fault}")
             ends = torch.as_tensor(boundaries, device=index.device).expand(len(index), -1)
@@ -231,7 +231,7 @@ def draw_boundaries(
         kind: one of the paper's three settings.
         sample_index: int64 `[b]`.
         num_tokens: T.
-        num_groups: K; at most `most_groups(kind, T)`.
+        num_groups: K; at most `max_groups(kind, T)`.
         seed: the run's seed.
     """
     if kind == "fixed":

@@ -17,7 +17,7 @@ from megavis.cli import main
 from megavis.commands.import_ import write_run
 from megavis.config.load import load_config
 from megavis.hub.plain import PlainForm
-from megavis.hub.vit import all_seeing_tokens
+from megavis.hub.vit import full_attention_tokens
 from megavis.tokenizers.patches import standardize
 
 pytest.importorskip("transformers", reason="pip install transformers, to open exported folders")
@@ -78,7 +78,10 @@ def inputs_and_outputs(name, run):
     if name == "mae":
         return {**pixels, **hidden_patches(run, images)}
     tuned = name.startswith("tuned")
-    return {**pixels, "expected": run.outputs(images) if tuned else all_seeing_tokens(run, images)}
+    return {
+        **pixels,
+        "expected": run.outputs(images) if tuned else full_attention_tokens(run, images),
+    }
 
 
 def hidden_patches(run, images):

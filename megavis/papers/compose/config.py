@@ -46,7 +46,7 @@ from megavis.papers.compose.words import (
     SelfAsking,
     ShiftAsking,
 )
-from megavis.schedules.boundaries import most_groups
+from megavis.schedules.boundaries import max_groups
 
 
 class ComposeConfig(ObjectiveConfig):
@@ -157,7 +157,7 @@ class ComposeConfig(ObjectiveConfig):
     def _check_schedule(self, rows: int, columns: int) -> Iterator[ConfigIssue]:
         schedule, count = self.schedule, rows * columns
         if isinstance(schedule, GroupsSchedule):
-            most = most_groups(schedule.length, count)
+            most = max_groups(schedule.length, count)
             if schedule.num_groups > most:
                 text = f"{schedule.num_groups} groups cannot be cut from {count} tokens"
                 yield "objective.schedule.num_groups", f"{text}; use at most {most}"

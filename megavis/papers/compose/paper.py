@@ -267,7 +267,7 @@ class Compose(Composition):
             width,
             keys.decoder_layers,
             denoises=True,
-            tells_gamma=keys.condition_on_gamma,
+            appends_gamma=keys.condition_on_gamma,
             channels=3 if are_pixels else width,
         )
         process = DiffusionProcess(

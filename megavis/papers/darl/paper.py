@@ -87,7 +87,7 @@ class DARL(Composition):
             predicts.width,
             paper.decoder_layers,
             denoises=paper.loss == "diffusion",
-            tells_gamma=paper.condition_on_gamma,
+            appends_gamma=paper.condition_on_gamma,
         )
         head, work = partial(PatchHead, self.core, decoder), decoder.work(self.core)
         if paper.loss == "mse":

@@ -247,7 +247,7 @@ class ReleasedModel:
         if classes is None:
             classes = {1: 0, _IMAGENET_CLASSES: 1000, _IMAGENET_CLASSES + 1: 1000}.get(rows)
         if classes is None or rows - max(1, classes) not in (0, 1 if classes else 0):
-            raise UserError(_say_classes(rows, classes))
+            raise UserError(_num_classes_error(rows, classes))
         return {"num_classes": classes, "label_dropout": 0.1 if rows > max(1, classes) else 0.0}
 
     def _adapter(self) -> dict[str, Any]:
@@ -278,7 +278,7 @@ class ReleasedModel:
         return np.asarray(self.arrays[name], dtype=np.float32)
 
 
-def _say_classes(rows: int, classes: int | None) -> str:
+def _num_classes_error(rows: int, classes: int | None) -> str:
     """Return an error message with the valid --num-classes for a table of `rows` rows."""
     given = "" if classes is None else f"--num-classes {classes} does not fit the file: "
     allowed = f"{rows - 1}, with a null label, or {rows}, without"

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from megavis.composition.shared_keys import check_patches, check_tokens, check_vocabulary
 from megavis.config.schema import ConfigIssue, NonNegative, ObjectiveConfig, Positive, RunConfig
-from megavis.schedules.boundaries import Cut, bounds_of, fault_of_boundaries, most_groups
+from megavis.schedules.boundaries import Cut, boundaries_error, boundary_range, max_groups
 
 
 class GVPConfig(ObjectiveConfig):
@@ -54,7 +54,7 @@ class GVPConfig(ObjectiveConfig):
     def bounds(self, config: RunConfig) -> tuple[int, int]:
         """Return the smallest n_0 and the largest n_{K-1} over all images."""
         count = self.num_patches(config)
-        return bounds_of(self.segmentation, count, self.num_groups, self.boundaries)
+        return boundary_range(self.segmentation, count, self.num_groups, self.boundaries)
 
     @property
     def no_images(self) -> str | None:
@@ -135,11 +135,11 @@ class GVPConfig(ObjectiveConfig):
                 "must be given if and only if segmentation is given",
             )
         elif self.boundaries is not None:
-            fault = fault_of_boundaries(self.boundaries, num_patches)
+            fault = boundaries_error(self.boundaries, num_patches)
             if fault:
                 yield "objective.boundaries", fault
         elif self.segmentation != "given":
-            most = most_groups(self.segmentation, num_patches)
+            most = max_groups(self.segmentation, num_patches)
             if self.num_groups > most:
                 yield (
                     "objective.num_groups",

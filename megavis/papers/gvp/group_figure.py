@@ -23,7 +23,7 @@ from megavis.parallel.random import derive_seed
 from megavis.sampling.grids import completion_grid
 from megavis.sampling.pictures import pixels_of
 from megavis.sampling.sampler import Sampler
-from megavis.schedules.orders import random_orders, take_places
+from megavis.schedules.orders import gather_tokens, random_orders
 
 _BATCH_SIZE = 64
 
@@ -65,7 +65,9 @@ def fill(
     given = sampler.given_part_of(order, num_given)
     total: Tensor | None = None
     for number in range(num_orders):
-        drawn = sampler.tokens(images, order=order, given=take_places(tokens, order[:, :num_given]))
+        drawn = sampler.tokens(
+            images, order=order, given=gather_tokens(tokens, order[:, :num_given])
+        )
         raster = sampler.from_order(drawn, order)
         total = raster if total is None else total + raster
         order = _shuffle_rest(order, num_given, seed=derive_seed(sampler.seed, "fill", number))
@@ -77,7 +79,7 @@ def _shuffle_rest(order: Tensor, num_given: int, *, seed: int) -> Tensor:
     """Return another order `[b, n]` that begins with the same cells."""
     rest = order[:, num_given:]
     index = torch.arange(len(order), device=order.device)
-    shuffled = take_places(rest, random_orders(index, rest.shape[1], seed=seed))
+    shuffled = gather_tokens(rest, random_orders(index, rest.shape[1], seed=seed))
     return torch.cat([order[:, :num_given], shuffled], dim=1)
 
 

@@ -39,7 +39,7 @@ class GVP(Composition):
     config_type = GVPConfig
     paper: GVPConfig
     default_positions = "sincos"  # as in MAE; not specified in the paper
-    usual_share = 0.25
+    default_share = 0.25
 
     @cached_property
     def reads(self) -> TokenIds | Patches:

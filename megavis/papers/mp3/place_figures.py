@@ -22,7 +22,7 @@ from megavis.data.loading.loader import evaluation_batches, read_round_robin
 from megavis.evaluation.figures import FigureInput, RenderedFigure, plain_axes
 from megavis.model.inference import Inference
 from megavis.sampling.grids import image_grid
-from megavis.schedules.orders import take_places
+from megavis.schedules.orders import gather_tokens
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -238,8 +238,8 @@ def jigsaw_rows(
         places = predicted_places(runner, objective, patches, context)
         accuracies.append(float((places.cpu() == torch.arange(len(order))).float().mean()))
         rows[0].append(show(objective, patches, seen)[0])
-        shuffled = show(objective, take_places(patches, order.to(patches.device)))
-        rows[1].append(outline(shuffled, take_places(seen, order))[0])
+        shuffled = show(objective, gather_tokens(patches, order.to(patches.device)))
+        rows[1].append(outline(shuffled, gather_tokens(seen, order))[0])
         rows[2].append(show(objective, *reassemble(patches, places))[0])
     return rows, accuracies
 

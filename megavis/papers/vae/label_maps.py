@@ -24,7 +24,13 @@ from megavis.data.codecs.label_maps import painted
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.batch import Batch
 from megavis.model.core import BLOCKS, Core, StackSpec
-from megavis.model.embeddings import LastNorm, TokenHead, WholeLinear, grid_positions, to_stream
+from megavis.model.embeddings import (
+    LastNorm,
+    ReplicatedLinear,
+    TokenHead,
+    grid_positions,
+    to_stream,
+)
 from megavis.model.flops import Workload
 from megavis.model.init import (
     Initialization,
@@ -85,9 +91,9 @@ class Bottleneck(nn.Module):
         width, grid = shape.hidden_size, (shape.grid, shape.grid)
         lecun = truncated_normal(width**-0.5)
         self.norm = LastNorm(below)
-        self.moments = WholeLinear(width, 2 * shape.latent_channels, lecun)
+        self.moments = ReplicatedLinear(width, 2 * shape.latent_channels, lecun)
         from_latents = truncated_normal(shape.latent_channels**-0.5)
-        self.linear = WholeLinear(shape.latent_channels, width, from_latents)
+        self.linear = ReplicatedLinear(shape.latent_channels, width, from_latents)
         self.positions = grid_positions(above, "learned", grid, fill=normal(width**-0.5))
 
     def forward(self, state: PackedState) -> PackedState:

@@ -6,7 +6,7 @@ from small_batches import photographs
 from tiny import tiny
 
 from megavis.config.errors import UserError
-from megavis.schedules.orders import take_places
+from megavis.schedules.orders import gather_tokens
 
 PATCHES = "patch_size: 4"
 LATENTS = "latent_channels: 4, downsampling: 4, num_classes: 3, num_components: 2"
@@ -141,7 +141,7 @@ def test_every_patch_has_a_query_whatever_the_groups(make, name):
     rows = objective.inputs_from(inputs, order=order, boundaries=(3, 5))
     patches, groups = objective.reads.of(inputs), torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2])
     front = int(name == "composed_groups")  # its start token
-    assert torch.equal(rows[0], take_places(patches, order))
+    assert torch.equal(rows[0], gather_tokens(patches, order))
     assert torch.equal(rows[1], order)
     assert torch.equal(rows[2][:, front:], groups.expand(4, -1))
     assert torch.equal(rows[3], order)

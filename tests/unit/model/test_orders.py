@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megavis.schedules.orders import fixed_order, random_orders, take_places, to_raster
+from megavis.schedules.orders import fixed_order, gather_tokens, random_orders, to_raster
 
 SIDE = 16
 
@@ -93,7 +93,7 @@ def test_values_go_into_an_order_and_back(trailing):
         fixed_order("round_robin", height=4, width=3, block=1),
         random_orders(torch.arange(3), 12, seed=0),
     ):
-        placed = take_places(values, order)
+        placed = gather_tokens(values, order)
         rows = order.expand(3, -1)
         for image in range(3):
             for place in range(12):

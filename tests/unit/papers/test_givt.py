@@ -290,8 +290,8 @@ def test_latents_of_a_batch_become_tokens_once(make, monkeypatch, words):
     """For rows and for targets alike; what an adapter scores itself is not gathered at all."""
     objective, _ = make(*words)
     turned, gathered = [], []
-    turn, take = latents.to_tokens, composition.take_places
+    turn, take = latents.to_tokens, composition.gather_tokens
     monkeypatch.setattr(latents, "to_tokens", lambda grid: turned.append(0) or turn(grid))
-    monkeypatch.setattr(composition, "take_places", lambda *v: gathered.append(0) or take(*v))
+    monkeypatch.setattr(composition, "gather_tokens", lambda *v: gathered.append(0) or take(*v))
     objective.sequence(objective.blank_batch(2, torch.device("cpu")))
     assert (len(turned), len(gathered)) == (1, 0 if words else 2)

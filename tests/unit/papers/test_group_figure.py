@@ -9,7 +9,7 @@ from megavis.papers.gvp.group_figure import fill
 from megavis.parallel.random import derive_seed
 from megavis.sampling.grids import patches_to_pixels
 from megavis.sampling.sampler import Sampler
-from megavis.schedules.orders import random_orders, take_places
+from megavis.schedules.orders import gather_tokens, random_orders
 
 NUM_GIVEN, IMAGES = 3, torch.arange(2)
 
@@ -71,7 +71,7 @@ def test_orders_are_averaged(sampler):
                 order=order,
                 boundaries=tuple(range(3, 9)),
             )
-            inputs = (take_places(patches, order), *inputs[1:])
+            inputs = (gather_tokens(patches, order), *inputs[1:])
             predicted = runner.predictions(inputs)[:, place]
             patches = patches.clone()
             for image in range(2):
@@ -90,7 +90,7 @@ def to_raster_images(objective, patches):
 
 def test_nothing_is_drawn_from_nothing(sampler):
     with pytest.raises(UserError, match="runs of gvp cannot generate images without given tokens"):
-        sampler().from_nothing(IMAGES)
+        sampler().balanced_images(IMAGES)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from megavis.parallel.random import normal
 from megavis.sampling.pictures import Gallery, pixels_of
 from megavis.sampling.sampler import Sampler
 from megavis.schedules.one_by_one import OneByOne
-from megavis.schedules.orders import take_places, to_raster
+from megavis.schedules.orders import gather_tokens, to_raster
 
 CONFIG = tiny(
     "{name: darl, patch_size: 4, noise_a: 1, sampling_steps: 3}",
@@ -49,7 +49,7 @@ def sequence_of(objective, patches, order):
     """Return the inputs of training for patches that are in the order already."""
     plan = OneByOne.along(order)
     rows = objective.asks.rows(patches, plan.question)
-    return (*rows, *objective.density.nothing_more(objective.asks.shape_of(rows), rows[0].device))
+    return (*rows, *objective.density.blank_inputs(objective.asks.shape_of(rows), rows[0].device))
 
 
 def drawn_by_whole_passes(runner, objective, order, prefix, numbers, seed):
@@ -79,7 +79,7 @@ def test_drawing_with_a_cache_equals_whole_passes(sampler, words, num_given):
     drawing, numbers = sampler(*words, seed=2), torch.arange(4, 7)
     objective = drawing.paper
     order = objective.schedule.draw(numbers).order.expand(len(numbers), -1)
-    prefix = take_places(objective.reads.of(photographs(3, 16)), order)[:, :num_given]
+    prefix = gather_tokens(objective.reads.of(photographs(3, 16)), order)[:, :num_given]
     drawn = drawing.tokens(numbers, given=prefix)
     expected = drawn_by_whole_passes(drawing.runner, objective, order, prefix, numbers, seed=2)
     torch.testing.assert_close(drawn, expected, rtol=1e-3, atol=1e-4)
@@ -168,5 +168,6 @@ def test_raster_and_back(build):
         objective.reads.of(photographs(3, 16)),
     )
     assert torch.equal(
-        objective.reads.to_images(to_raster(take_places(patches, order), order)), photographs(3, 16)
+        objective.reads.to_images(to_raster(gather_tokens(patches, order), order)),
+        photographs(3, 16),
     )

@@ -111,7 +111,7 @@ def test_predictions_want_images(make):
     with pytest.raises(UserError, match="give those for its encoder"):
         sampler.tokens(IMAGES)
     with pytest.raises(UserError, match="cannot generate images without one"):
-        sampler.from_nothing(IMAGES)
+        sampler.balanced_images(IMAGES)
 
 
 def _count_calls(monkeypatch, kind, name, counts):
@@ -210,7 +210,7 @@ def test_an_option_that_does_not_fit_is_refused(make, words, options, message):
 @pytest.mark.parametrize("words", [["objective.label_dropout=0.0"], ["objective.num_classes=0"]])
 def test_guidance_wants_a_null_label(make, words):
     with pytest.raises(UserError, match="label_dropout"):
-        make(*words, guidance=0.4).from_nothing(IMAGES)
+        make(*words, guidance=0.4).balanced_images(IMAGES)
 
 
 def test_what_cannot_be_given_is_refused(make):

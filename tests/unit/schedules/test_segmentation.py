@@ -8,7 +8,7 @@ import torch
 
 from megavis.config.errors import UserError
 from megavis.schedules import segmented
-from megavis.schedules.boundaries import fault_of_boundaries, fixed_boundaries
+from megavis.schedules.boundaries import boundaries_error, fixed_boundaries
 from megavis.schedules.orders import check_order, random_orders
 
 pytestmark = pytest.mark.once
@@ -63,7 +63,7 @@ def test_clamped_boundaries_are_still_legal(num_groups):
     for kind in ("random", "mixed"):
         for row in draw(kind, 16, num_groups, count=500).tolist():
             assert len(row) == num_groups
-            assert fault_of_boundaries(row, 16) is None
+            assert boundaries_error(row, 16) is None
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_draws_belong_to_the_sample():
 def test_typical_boundaries_are_legal(num_groups):
     for kind in ("fixed", "random", "mixed"):
         row = segmented.typical_boundaries(kind, 16, num_groups).tolist()
-        assert fault_of_boundaries(row, 16) is None
+        assert boundaries_error(row, 16) is None
     assert segmented.typical_boundaries("mixed", 196, 20)[-1] == 98
 
 
@@ -102,7 +102,7 @@ def test_groups_of_the_printed_example():
 
 @pytest.mark.parametrize("boundaries", [[], [3, 2], [2, 2], [-1, 2], [2, 5]])
 def test_boundaries_that_cut_no_groups_are_named(boundaries):
-    assert str(boundaries) in fault_of_boundaries(boundaries, 5)
+    assert str(boundaries) in boundaries_error(boundaries, 5)
 
 
 @pytest.mark.parametrize("order", [[[0, 1, 1]], [[0, 1]], [[1, 2, 3]], [0, 1, 2]])

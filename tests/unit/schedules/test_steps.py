@@ -9,7 +9,7 @@ from megavis.schedules.context import Context
 from megavis.schedules.one_by_one import OneByOne
 from megavis.schedules.orders import Orders, random_orders
 from megavis.schedules.schedule import GenerationProgress, NoOptions
-from megavis.schedules.segmented import GroupOptions, Groups, evenly
+from megavis.schedules.segmented import GroupOptions, Groups, even_group_ends
 
 NOTHING = GenerationProgress(None, torch.arange(2), 0)
 
@@ -59,7 +59,7 @@ def test_groups_follow_each_other_and_each_sees_those_before(num_given, groups):
     schedule, options, images = Plain(), GroupOptions(groups), torch.tensor([4, 9])
     order = schedule.order_of(images, options, seed=5)
     assert torch.equal(order, random_orders(images, 9, seed=5))
-    ends = evenly(num_given, 9, groups)
+    ends = even_group_ends(num_given, 9, groups)
     steps = list(steps_of(schedule, order, num_given, options))
     assert [(s.known, s.asked.stop) for s in steps] == list(zip(ends, ends[1:], strict=False))
     group = [sum(position >= end for end in ends[:-1]) for position in range(9)]
@@ -70,12 +70,12 @@ def test_groups_follow_each_other_and_each_sees_those_before(num_given, groups):
 
 
 def test_groups_are_of_about_one_size():
-    assert evenly(3, 9, 3) == (3, 5, 7, 9)
-    assert evenly(2, 9, 1) == (2, 9)
+    assert even_group_ends(3, 9, 3) == (3, 5, 7, 9)
+    assert even_group_ends(2, 9, 1) == (2, 9)
     with pytest.raises(UserError, match=r"9 tokens, 8 of them given, .* in 2 groups; use 1 to 1"):
-        evenly(8, 9, 2)
+        even_group_ends(8, 9, 2)
     with pytest.raises(UserError, match="give at least one token"):
-        evenly(0, 9, 2)
+        even_group_ends(0, 9, 2)
 
 
 def test_a_context_is_the_first_of_a_random_order():
