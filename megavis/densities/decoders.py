@@ -31,78 +31,6 @@ from megavis.model.stack import PlannedStack
 from megavis.model.visibility import AttentionContext, Visibility
 
 
-class NoisyEmbedding(ReplicatedLinear):
-    """Linear embedding of noisy patches; γ may be appended to each pixel as an extra channel."""
-
-    def __init__(
-        self, patch_width: int, hidden_size: int, *, appends_gamma: bool, channels: int
-    ) -> None:
-        num_pixels = patch_width // channels
-        super().__init__(patch_width + appends_gamma * num_pixels, hidden_size)
-        self.num_pixels, self.appends_gamma, self.channels = num_pixels, appends_gamma, channels
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Embed noisy patches, each followed by its γ: `[b, s, d + 1]` to `[b, s, h]`."""
-        noisy, gamma = inputs[..., :-1], inputs[..., -1:]
-        if self.appends_gamma:
-            channels = noisy.unflatten(-1, (self.num_pixels, self.channels))
-            channel = gamma[..., None].expand(*channels.shape[:-1], 1)
-            noisy = torch.cat([channels, channel], dim=-1).flatten(-2)
-        return super().forward(noisy)
-
-
-class ResidualLayer(nn.Module):
-    """A pre-norm residual MLP, split over the tensor group like that of a block."""
-
-    def __init__(self, core: Core) -> None:
-        super().__init__()
-        self.norm = full_width_norm(core)
-        self.mlp = FeedForward(core.megatron, core)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Map `[b, s, h]` to the same shape."""
-        mixed, bias = self.mlp(self.norm(hidden))
-        return hidden + mixed if bias is None else hidden + mixed + bias
-
-
-class SumDecoder(nn.Module):
-    """The `linear` and `mlp` decoders."""
-
-    def __init__(self, core: Core, num_layers: int, patch_width: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(ResidualLayer(core) for _ in range(num_layers))
-        # Without layers, the input has just passed the backbone's final norm.
-        self.norm = full_width_norm(core) if num_layers else None
-        self.linear = ReplicatedLinear(core.megatron.hidden_size, patch_width)
-
-    def forward(self, output: Tensor, noisy: Tensor | None) -> Tensor:
-        """Decode outputs `[b, s, h]` and embedded patches `[b, s, h]` to `[b, s, d]`."""
-        hidden = output if noisy is None else output + noisy
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return self.linear(hidden if self.norm is None else self.norm(hidden))
-
-
-class PairDecoder(nn.Module):
-    """The `transformer` decoder: blocks over pairs of output and noisy patch."""
-
-    def __init__(self, core: Core, num_layers: int, patch_width: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block(core, i + 1) for i in range(num_layers))
-        self.norm = full_width_norm(core)
-        self.linear = ReplicatedLinear(core.megatron.hidden_size, patch_width)
-
-    def forward(self, output: Tensor, noisy: Tensor | None) -> Tensor:
-        """Decode outputs `[b, s, h]` and embedded patches `[b, s, h]` to `[b, s, d]`."""
-        assert noisy is not None
-        pair = torch.stack([output.to(noisy.dtype), noisy]).flatten(1, 2)  # [2, b · s, h]
-        for i, layer in enumerate(self.layers):
-            assert isinstance(layer, Block)
-            query_start = 1 if i == len(self.layers) - 1 else 0
-            pair = layer.run(pair, AttentionContext(Visibility("full"), query_start=query_start))
-        return self.linear(self.norm(pair[-1])).unflatten(0, noisy.shape[:2])
-
-
 @dataclass(frozen=True)
 class DecoderSpec:
     """Specification of a decoder.
@@ -206,6 +134,78 @@ class PatchHead(Head):
         if self.noisy is None or noisy is None:
             return self.decoder(output, None)
         return self.decoder(output, self.noisy(noisy))
+
+
+class NoisyEmbedding(ReplicatedLinear):
+    """Linear embedding of noisy patches; γ may be appended to each pixel as an extra channel."""
+
+    def __init__(
+        self, patch_width: int, hidden_size: int, *, appends_gamma: bool, channels: int
+    ) -> None:
+        num_pixels = patch_width // channels
+        super().__init__(patch_width + appends_gamma * num_pixels, hidden_size)
+        self.num_pixels, self.appends_gamma, self.channels = num_pixels, appends_gamma, channels
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Embed noisy patches, each followed by its γ: `[b, s, d + 1]` to `[b, s, h]`."""
+        noisy, gamma = inputs[..., :-1], inputs[..., -1:]
+        if self.appends_gamma:
+            channels = noisy.unflatten(-1, (self.num_pixels, self.channels))
+            channel = gamma[..., None].expand(*channels.shape[:-1], 1)
+            noisy = torch.cat([channels, channel], dim=-1).flatten(-2)
+        return super().forward(noisy)
+
+
+class SumDecoder(nn.Module):
+    """The `linear` and `mlp` decoders."""
+
+    def __init__(self, core: Core, num_layers: int, patch_width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ResidualLayer(core) for _ in range(num_layers))
+        # Without layers, the input has just passed the backbone's final norm.
+        self.norm = full_width_norm(core) if num_layers else None
+        self.linear = ReplicatedLinear(core.megatron.hidden_size, patch_width)
+
+    def forward(self, output: Tensor, noisy: Tensor | None) -> Tensor:
+        """Decode outputs `[b, s, h]` and embedded patches `[b, s, h]` to `[b, s, d]`."""
+        hidden = output if noisy is None else output + noisy
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.linear(hidden if self.norm is None else self.norm(hidden))
+
+
+class PairDecoder(nn.Module):
+    """The `transformer` decoder: blocks over pairs of output and noisy patch."""
+
+    def __init__(self, core: Core, num_layers: int, patch_width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(core, i + 1) for i in range(num_layers))
+        self.norm = full_width_norm(core)
+        self.linear = ReplicatedLinear(core.megatron.hidden_size, patch_width)
+
+    def forward(self, output: Tensor, noisy: Tensor | None) -> Tensor:
+        """Decode outputs `[b, s, h]` and embedded patches `[b, s, h]` to `[b, s, d]`."""
+        assert noisy is not None
+        pair = torch.stack([output.to(noisy.dtype), noisy]).flatten(1, 2)  # [2, b · s, h]
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, Block)
+            query_start = 1 if i == len(self.layers) - 1 else 0
+            pair = layer.run(pair, AttentionContext(Visibility("full"), query_start=query_start))
+        return self.linear(self.norm(pair[-1])).unflatten(0, noisy.shape[:2])
+
+
+class ResidualLayer(nn.Module):
+    """A pre-norm residual MLP, split over the tensor group like that of a block."""
+
+    def __init__(self, core: Core) -> None:
+        super().__init__()
+        self.norm = full_width_norm(core)
+        self.mlp = FeedForward(core.megatron, core)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map `[b, s, h]` to the same shape."""
+        mixed, bias = self.mlp(self.norm(hidden))
+        return hidden + mixed if bias is None else hidden + mixed + bias
 
 
 def core_of_decoder(core: Core, num_layers: int) -> Core:

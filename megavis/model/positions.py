@@ -30,23 +30,14 @@ LEARNED = "embedding.positions.weight"
 
 START = -1
 """Place of a start token: one column to the left of the first cell."""
+
 NOWHERE = -2
 """Place of a token off the grid, such as a class token."""
 
+OFF_GRID = -1
+"""Row and column of a token off the grid, such as a class token."""
+
 _WAVELENGTH = 10_000.0
-
-
-def cell_coordinates(cells: Tensor, width: int) -> Tensor:
-    """Return row and column, int64 `[..., 2]`, of cells int64 `[...]` on a grid of this width."""
-    return torch.stack([cells // width, cells % width], dim=-1)
-
-
-def place_coordinates(places: Tensor, width: int) -> Tensor:
-    """Return row and column, int64 `[..., 2]`, of places, including `START` and `NOWHERE`."""
-    cells = cell_coordinates(places.clamp(min=0), width)
-    # The start token's clamped cell is in row 0 and column 0.
-    cells = torch.stack([cells[..., 0], cells[..., 1] - (places == START).long()], dim=-1)
-    return torch.where(places[..., None] == NOWHERE, OFF_GRID, cells)
 
 
 class Positions(nn.Module):
@@ -117,6 +108,53 @@ class Positions(nn.Module):
         if self.kind == "rope_1d":
             coordinates = coordinates[..., :1] * self.width + coordinates[..., 1:]
         return dict.fromkeys(names, coordinates.contiguous())
+
+
+class RelativeBias(nn.Module):
+    """A learned bias of attention scores for each head and relative position of key and query.
+
+    `weight` is float32 `[n, (2H - 1)(2W - 1) + 3]`, initially zero: one value for each offset in
+    rows and columns, then one for a query off the grid, one for a key off the grid, and one for
+    both. It is split over the tensor group by heads.
+
+    Args:
+        num_heads: n.
+        grid: H and W.
+    """
+
+    def __init__(self, num_heads: int, grid: tuple[int, int]) -> None:
+        super().__init__()
+        self.height, self.width = grid
+        self.num_offsets = (2 * self.height - 1) * (2 * self.width - 1)
+        self.weight = filled(num_heads, self.num_offsets + 3, fill=zeros)
+        set_start([self.weight], "saved or fresh")
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+
+    def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Return the bias `[b or 1, n, q, c]`.
+
+        Args:
+            queries: row and column of each query, or `OFF_GRID`, int64 `[b or 1, q, 2]`.
+            keys: row and column of each key, or `OFF_GRID`, int64 `[b or 1, c, 2]`.
+        """
+        rows, columns = (keys[:, None] - queries[:, :, None]).unbind(-1)
+        entries = (rows + self.height - 1) * (2 * self.width - 1) + columns + self.width - 1
+        outside = queries[:, :, None, 0].eq(OFF_GRID) + 2 * keys[:, None, :, 0].eq(OFF_GRID).long()
+        entries = torch.where(outside > 0, self.num_offsets - 1 + outside, entries)
+        return self.weight[:, entries].transpose(0, 1)
+
+
+def cell_coordinates(cells: Tensor, width: int) -> Tensor:
+    """Return row and column, int64 `[..., 2]`, of cells int64 `[...]` on a grid of this width."""
+    return torch.stack([cells // width, cells % width], dim=-1)
+
+
+def place_coordinates(places: Tensor, width: int) -> Tensor:
+    """Return row and column, int64 `[..., 2]`, of places, including `START` and `NOWHERE`."""
+    cells = cell_coordinates(places.clamp(min=0), width)
+    # The start token's clamped cell is in row 0 and column 0.
+    cells = torch.stack([cells[..., 0], cells[..., 1] - (places == START).long()], dim=-1)
+    return torch.where(places[..., None] == NOWHERE, OFF_GRID, cells)
 
 
 def is_grid(num_cells: int) -> bool:
@@ -212,41 +250,3 @@ def _frequencies(width: int, like: Tensor, dtype: torch.dtype = torch.float32) -
     """Return θ_i for i in 0 .. width / 2 - 1: `[width / 2]` of `dtype`."""
     steps = torch.arange(0, width, 2, device=like.device, dtype=dtype)
     return _WAVELENGTH ** (-steps / width)
-
-
-OFF_GRID = -1
-"""Row and column of a token off the grid, such as a class token."""
-
-
-class RelativeBias(nn.Module):
-    """A learned bias of attention scores for each head and relative position of key and query.
-
-    `weight` is float32 `[n, (2H - 1)(2W - 1) + 3]`, initially zero: one value for each offset in
-    rows and columns, then one for a query off the grid, one for a key off the grid, and one for
-    both. It is split over the tensor group by heads.
-
-    Args:
-        num_heads: n.
-        grid: H and W.
-    """
-
-    def __init__(self, num_heads: int, grid: tuple[int, int]) -> None:
-        super().__init__()
-        self.height, self.width = grid
-        self.num_offsets = (2 * self.height - 1) * (2 * self.width - 1)
-        self.weight = filled(num_heads, self.num_offsets + 3, fill=zeros)
-        set_start([self.weight], "saved or fresh")
-        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
-
-    def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Return the bias `[b or 1, n, q, c]`.
-
-        Args:
-            queries: row and column of each query, or `OFF_GRID`, int64 `[b or 1, q, 2]`.
-            keys: row and column of each key, or `OFF_GRID`, int64 `[b or 1, c, 2]`.
-        """
-        rows, columns = (keys[:, None] - queries[:, :, None]).unbind(-1)
-        entries = (rows + self.height - 1) * (2 * self.width - 1) + columns + self.width - 1
-        outside = queries[:, :, None, 0].eq(OFF_GRID) + 2 * keys[:, None, :, 0].eq(OFF_GRID).long()
-        entries = torch.where(outside > 0, self.num_offsets - 1 + outside, entries)
-        return self.weight[:, entries].transpose(0, 1)

@@ -26,49 +26,6 @@ from megavis.sampling.generate import GenerationSettings, generate_in_steps
 from megavis.schedules.orders import gather_tokens, to_raster
 
 
-class Acceptance:
-    """Acceptance statistics of guidance's rejection sampling, over all draws of this process."""
-
-    def __init__(self) -> None:
-        self.counts: Tensor | None = None
-
-    def add(self, counts: Tensor | None) -> None:
-        """Add the counts of a step, int64 `[3]`: values requested, accepted, and proposed."""
-        if counts is not None:
-            self.counts = counts if self.counts is None else self.counts + counts
-
-    @property
-    def rate(self) -> float:
-        """Share of the proposals that were accepted."""
-        _, found, proposed = self._numbers()
-        return found / max(1, proposed)
-
-    @property
-    def share_found(self) -> float:
-        """Share of the values for which a proposal was accepted; 0.999 in the paper."""
-        wanted, found, _ = self._numbers()
-        return found / max(1, wanted)
-
-    def _numbers(self) -> list[int]:
-        return [0, 0, 0] if self.counts is None else self.counts.tolist()
-
-
-class DrawOptions(TypedDict, total=False):
-    """Keyword arguments of `Sampler.tokens` and `Sampler.rounds`.
-
-    Attributes:
-        conditions: conditions by name, one row per image.
-        order: int64 `[b or 1, n]`; by default the schedule's.
-        given: the first tokens `[b, p, ...]` in the order, as the model predicts them.
-        cached: see `generate_in_steps`; True by default.
-    """
-
-    conditions: Mapping[str, Tensor] | None
-    order: Tensor | None
-    given: Tensor | None
-    cached: bool
-
-
 class Sampler:
     """Generates images with a run and one set of options.
 
@@ -267,6 +224,49 @@ class Sampler:
             )
         if originals is None and num_given:
             raise UserError("given tokens need the images that they are taken from")
+
+
+class DrawOptions(TypedDict, total=False):
+    """Keyword arguments of `Sampler.tokens` and `Sampler.rounds`.
+
+    Attributes:
+        conditions: conditions by name, one row per image.
+        order: int64 `[b or 1, n]`; by default the schedule's.
+        given: the first tokens `[b, p, ...]` in the order, as the model predicts them.
+        cached: see `generate_in_steps`; True by default.
+    """
+
+    conditions: Mapping[str, Tensor] | None
+    order: Tensor | None
+    given: Tensor | None
+    cached: bool
+
+
+class Acceptance:
+    """Acceptance statistics of guidance's rejection sampling, over all draws of this process."""
+
+    def __init__(self) -> None:
+        self.counts: Tensor | None = None
+
+    def add(self, counts: Tensor | None) -> None:
+        """Add the counts of a step, int64 `[3]`: values requested, accepted, and proposed."""
+        if counts is not None:
+            self.counts = counts if self.counts is None else self.counts + counts
+
+    @property
+    def rate(self) -> float:
+        """Share of the proposals that were accepted."""
+        _, found, proposed = self._numbers()
+        return found / max(1, proposed)
+
+    @property
+    def share_found(self) -> float:
+        """Share of the values for which a proposal was accepted; 0.999 in the paper."""
+        wanted, found, _ = self._numbers()
+        return found / max(1, wanted)
+
+    def _numbers(self) -> list[int]:
+        return [0, 0, 0] if self.counts is None else self.counts.tolist()
 
 
 def distribute_batches(

@@ -41,21 +41,6 @@ class GroupOptions:
             raise UserError(f"groups must be at least 1, not {self.groups}")
 
 
-def even_group_ends(num_given: int, num_tokens: int, num_groups: int) -> tuple[int, ...]:
-    """Return the ends of the given tokens and of `num_groups` groups of about equal size.
-
-    Raises:
-        UserError: there are fewer tokens than groups, or no token is given or left.
-    """
-    rest = num_tokens - num_given
-    if not 0 < num_given < num_tokens or not 0 < num_groups <= rest:
-        raise UserError(
-            f"{num_tokens} tokens, {num_given} of them given, cannot be predicted in"
-            f" {num_groups} groups; use 1 to {max(rest, 1)} groups and give at least one token"
-        )
-    return tuple(num_given + i * rest // num_groups for i in range(num_groups + 1))
-
-
 class Groups(Schedule):
     """Base class of schedules of groups: the steps of generation."""
 
@@ -216,6 +201,21 @@ class Grouping(Groups):
             num_groups=self.num_groups,
             seed=self.seed,
         )
+
+
+def even_group_ends(num_given: int, num_tokens: int, num_groups: int) -> tuple[int, ...]:
+    """Return the ends of the given tokens and of `num_groups` groups of about equal size.
+
+    Raises:
+        UserError: there are fewer tokens than groups, or no token is given or left.
+    """
+    rest = num_tokens - num_given
+    if not 0 < num_given < num_tokens or not 0 < num_groups <= rest:
+        raise UserError(
+            f"{num_tokens} tokens, {num_given} of them given, cannot be predicted in"
+            f" {num_groups} groups; use 1 to {max(rest, 1)} groups and give at least one token"
+        )
+    return tuple(num_given + i * rest // num_groups for i in range(num_groups + 1))
 
 
 MEAN_SHARE, SHARE_DEVIATION = 0.5, 0.1
