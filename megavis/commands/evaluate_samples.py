@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from megavis.config.errors import UserError
 from megavis.data.format.files import write_atomically
@@ -37,6 +36,7 @@ from megavis.evaluation.images.statistics_files import (
     write_statistics,
 )
 from megavis.parallel.device import choose_device, set_arithmetic
+from megavis.parallel.progress import shown
 from megavis.tokenizers.network_tokenizer import LatentTokenizer, open_tokenizer
 
 
@@ -73,10 +73,9 @@ def collect_features(
     """
     count = min(num_images or len(images), len(images))
     collector = FeatureCollector(network, num_images=count, num_kept=num_kept)
-    with tqdm(total=count, desc=images.path.name, unit="image", disable=None) as progress:
-        for batch in image_batches(images, num_images=count, batch_size=args.batch_size):
-            collector.add(batch)
-            progress.update(len(batch))
+    batches = image_batches(images, num_images=count, batch_size=args.batch_size)
+    for batch in shown(batches, images.path.name, total=count, size=len):
+        collector.add(batch)
     return collector.summary(source=str(images.path), sha256=images.sha256)
 
 

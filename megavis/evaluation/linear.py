@@ -24,6 +24,7 @@ from threadpoolctl import threadpool_limits
 
 from megavis.config.errors import UserError
 from megavis.evaluation.features import LabelledFeatures
+from megavis.parallel.progress import shown
 
 PENALTIES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 """Candidate weights of ½‖w‖² relative to the mean cross-entropy."""
@@ -167,7 +168,8 @@ def score_layers(
     workers = len(os.sched_getaffinity(0)) if x.nbytes <= SINGLE_THREAD_BYTES else 1
     # Outside the threads: these settings are global, and the first fit to end would reset them.
     with _settings_of_fits(x), ThreadPoolExecutor(workers) as pool:
-        return [*pool.map(lambda i: _score(i, train, validation, selection, recipe), chosen)]
+        scores = pool.map(lambda i: _score(i, train, validation, selection, recipe), chosen)
+        return [*shown(scores, "classifiers", total=len(chosen), unit="layer")]
 
 
 def best_layer(scores: Sequence[LayerScore]) -> LayerScore:

@@ -22,6 +22,7 @@ from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.model.inference import Inference
 from megavis.parallel.context import Axis
+from megavis.parallel.progress import shown
 from megavis.sampling.generate import GenerationSettings, generate_in_steps
 from megavis.schedules.orders import gather_tokens, to_raster
 
@@ -288,7 +289,10 @@ def distribute_batches(
     # forward pass gathers weights, which is collective.
     share = -(-num_images // data.size)
     numbers = torch.arange(data.rank * share, (data.rank + 1) * share)
-    parts = [draw(chunk) for chunk in numbers.split(batch_size)]
+    chunks = numbers.split(batch_size)
+    # What training draws is one batch.
+    bar = shown(chunks, "generating", total=share, size=len) if len(chunks) > 1 else chunks
+    parts = [draw(chunk) for chunk in bar]
     return _gather(torch.cat(parts), data)[:num_images]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megavis.checkpoint.format.manifest import CHECKSUMS, StoredFile, file_damage, read_manifest
 from megavis.config.errors import UserError
+from megavis.parallel.progress import shown
 
 _PIECE = 1 << 24
 _LENGTH_BYTES = 8
@@ -24,7 +25,15 @@ def damages(folder: Path) -> Iterator[str]:
     except UserError as error:
         yield str(error)
         return
-    for name, stored in sorted(manifest.files.items()):
+    total = sum(stored.size for stored in manifest.files.values())
+    files = shown(
+        sorted(manifest.files.items()),
+        f"verifying {folder.name}",
+        total=total,
+        unit="B",
+        size=lambda file: file[1].size,
+    )
+    for name, stored in files:
         damage = file_damage(folder / name, stored)
         if damage is not None:
             yield f"{damage}: {', '.join(_damaged_tensors(folder / name, stored))}"

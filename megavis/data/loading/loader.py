@@ -24,6 +24,7 @@ from megavis.data.loading.batch import Batch
 from megavis.data.loading.blended_dataset import Samples
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.order import Order, RepeatedOrder
+from megavis.parallel.progress import shown
 
 DEFAULT_THREADS = 4
 
@@ -172,12 +173,13 @@ def evaluation_batches(
     data_parallel_rank: int = 0,
     data_parallel_size: int = 1,
     limit: int | None = None,
+    label: str | None = "images",
 ) -> Iterator[Batch]:
     """Yield the first `limit` samples (default: all) once, in data set order.
 
     All ranks get the same number of batches with the same sizes: `batch_size`, then a smaller last
     batch. Only the last `count % data_parallel_size` samples are left out. `sample_index` is the
-    index in the data set.
+    index in the data set. `label` names the progress bar; None: no bar.
 
     Raises:
         ValueError: a size is below 1, or the rank is not below the size.
@@ -191,7 +193,10 @@ def evaluation_batches(
             f"{dataset.directory} has {available} samples to evaluate, fewer than one for each of"
             f" {data_parallel_size} data-parallel ranks"
         )
-    return _evaluate(dataset, count, batch_size, data_parallel_rank, data_parallel_size)
+    batches = _evaluate(dataset, count, batch_size, data_parallel_rank, data_parallel_size)
+    if label is None:
+        return batches
+    return shown(batches, label, total=count // data_parallel_size, size=len)
 
 
 def _evaluate(

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from megavis.data.loading.blended_dataset import Samples
 from megavis.model.flops import peak_flops
 from megavis.parallel.context import ParallelContext
+from megavis.parallel.progress import is_silent
 from megavis.training.callbacks.callback import StepState
 
 _VALIDATED = ("validation_loss", "validation_accuracy")
@@ -100,7 +101,7 @@ class ShowProgress:
             initial=first_step,
             unit="step",
             dynamic_ncols=True,
-            disable=not self._on_terminal,
+            disable=is_silent(),
         )
 
     def __call__(self, state: StepState) -> None:

@@ -89,6 +89,7 @@ class Validate:
             data_parallel_rank=engine.context.data.rank,
             data_parallel_size=engine.context.data.size,
             limit=min(self.num_images, len(self.dataset)),
+            label=None,
         )
         sums: dict[str, Tensor] = {}
         for batch in batches:

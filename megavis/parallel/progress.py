@@ -1,0 +1,47 @@
+"""Progress bars with the time left, for work that may take longer than ten seconds."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from tqdm import tqdm
+
+_SECONDS_UNTIL_SHOWN = 2.0
+
+_Part = TypeVar("_Part")
+
+
+def is_silent() -> bool:
+    """Return whether there is no bar: in a log, with `--quiet`, and on all processes but one."""
+    # tqdm itself reads the variable, which `--quiet` sets, only where `disable` is not given.
+    if not sys.stderr.isatty() or os.environ.get("TQDM_DISABLE"):
+        return True
+    return dist.is_initialized() and dist.get_rank() > 0
+
+
+def shown(
+    parts: Iterable[_Part],
+    label: str,
+    *,
+    total: int,
+    unit: str = "image",
+    size: Callable[[_Part], int] | None = None,
+) -> Iterator[_Part]:
+    """Yield parts of some work, with a bar on a terminal if it takes longer than two seconds.
+
+    Args:
+        parts: the work.
+        label: what is done.
+        total: number of units in all.
+        unit: of which `total` is the number.
+        size: units of a part; one each when absent.
+    """
+    options: dict[str, Any] = {"delay": _SECONDS_UNTIL_SHOWN, "leave": False, "dynamic_ncols": True}
+    with tqdm(total=total, desc=label, unit=unit, disable=is_silent(), **options) as bar:
+        for part in parts:
+            yield part
+            bar.update(1 if size is None else size(part))

@@ -1,0 +1,80 @@
+"""Bars of long work: on a terminal alone, with the time left, and never with `--quiet`."""
+
+import io
+import re
+import sys
+import time
+
+import pytest
+
+from megavis.commands.quiet import talk
+from megavis.parallel import progress
+from megavis.parallel.progress import is_silent, shown
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def open_terminal(monkeypatch):
+    """Called in a test: pytest sets standard error anew between a fixture and its test."""
+
+    def opened():
+        written = Terminal()
+        monkeypatch.setattr(sys, "stderr", written)
+        monkeypatch.setattr(progress, "_SECONDS_UNTIL_SHOWN", 0.0)
+        monkeypatch.delenv("TQDM_DISABLE", raising=False)
+        return written
+
+    return opened
+
+
+def work(parts=4):
+    for part in range(parts):
+        time.sleep(0.15)  # longer than tqdm waits between two drawings
+        yield [part] * 2
+
+
+def test_a_terminal_shows_how_far_and_how_long(open_terminal):
+    terminal = open_terminal()
+    assert list(shown(work(), "reading", total=8, size=len)) == [[k, k] for k in range(4)]
+    text = terminal.getvalue()
+    assert text.startswith("\rreading:")
+    done = [int(each) for each in re.findall(r"\| (\d)/8 \[", text)]
+    assert done == sorted(done)
+    assert {2, 4, 6} & set(done)
+    assert re.search(r"\[00:00<00:0\d, ", text)
+
+
+def test_short_work_shows_nothing(open_terminal, monkeypatch):
+    terminal = open_terminal()
+    monkeypatch.setattr(progress, "_SECONDS_UNTIL_SHOWN", 60.0)
+    list(shown(work(2), "reading", total=4, size=len))
+    assert "reading" not in terminal.getvalue()
+
+
+def test_nothing_in_a_log(monkeypatch):
+    written = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", written)
+    monkeypatch.setattr(progress, "_SECONDS_UNTIL_SHOWN", 0.0)
+    assert len(list(shown(work(2), "reading", total=4, size=len))) == 2
+    assert written.getvalue() == ""
+
+
+def test_quiet_silences_terminals(open_terminal, monkeypatch):
+    """tqdm takes `disable=False` over the variable that `--quiet` sets."""
+    from megavis.training.callbacks.progress import ShowProgress
+
+    terminal = open_terminal()
+    monkeypatch.setenv("TQDM_DISABLE", "")
+    monkeypatch.setenv("PYTHONWARNINGS", "")
+    assert not is_silent()
+    monkeypatch.setattr("warnings.simplefilter", lambda action: None)
+    monkeypatch.setattr("logging.disable", lambda level: None)
+    talk(quiet=True, verbose=False)
+    assert is_silent()
+    list(shown(work(2), "reading", total=4, size=len))
+    ShowProgress(0, 10)
+    assert terminal.getvalue() == ""
