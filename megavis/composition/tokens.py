@@ -119,7 +119,7 @@ class Tokens(ABC):
         """
 
     def shown(self, images: Tensor) -> Tensor:
-        """Return what `to_images` gives as pictures for people, uint8 `[b, h, w, 3]`."""
+        """Return outputs of `to_images` as they are displayed, uint8 `[b, h, w, 3]`."""
         return images
 
     def check_images(self, folder: Path) -> None:

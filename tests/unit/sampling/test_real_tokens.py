@@ -96,6 +96,8 @@ def test_predictions_stand_beside_image_and_target(make, monkeypatch):
         return torch.full((len(latents), 32, 32, 3), 7, dtype=torch.uint8)
 
     monkeypatch.setattr(sampler.paper.reads, "to_images", decode)
+    # The tokenizer, which does not exist, would say whether these are label maps.
+    monkeypatch.setattr(sampler.paper.reads, "shown", lambda images: images)
     grid = picture([sampler], examples, num_images=2, num_copies=2, batch_size=3)
     # Images of 32², enlarged four times, with lines of two pixels between them.
     assert grid.shape == (2 * 130 + 2, 4 * 130 + 2, 3)
