@@ -107,8 +107,8 @@ def test_moments_stand_beside_those_of_training(runs, tmp_path, capsys, monkeypa
         ("givt_causal", ["--moments", "--classes", "1"], "--classes does not apply to --moments"),
         ("givt_causal", ["--npz", "x.npz", "--classes", "1"], "--classes does not apply to --npz"),
         ("givt_causal", ["--classes", "1", "--num-images", "4"], "--num-images does not apply to"),
-        ("givt_causal", ["--classes", "1", "--show-rounds"], "draw many tokens at once"),
-        ("givt_maskgit", ["--classes", "1", "--then-classes", "2"], "nothing can be given"),
+        ("givt_causal", ["--classes", "1", "--show-rounds"], "generate many tokens at once"),
+        ("givt_maskgit", ["--classes", "1", "--then-classes", "2"], "none can be given"),
         ("givt_maskgit", ["--rounds", "0"], "1 or more"),
     ],
 )
