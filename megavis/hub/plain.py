@@ -74,8 +74,7 @@ def write_run(
     )
     write_atomically(partial / MANIFEST, manifest.model_dump_json().encode())
     publish(folder, run.step)
-    config = run.config.model_copy(update={"name": folder.name, "output": str(folder.parent)})
-    (folder / "config.yaml").write_text(dump_config(config))
+    (folder / "config.yaml").write_text(dump_config(run.config))
     if (run.folder / PALETTE_NAME).exists():
         run.palette.save(folder / PALETTE_NAME)
 

@@ -79,7 +79,7 @@ def test_the_rate_of_a_linear_evaluation_is_chosen_on_the_selection_images(confi
 
 def test_images_that_were_trained_on_do_not_judge(config, capsys, shard_folders):
     test = f"finetune.test={shard_folders}/train"
-    assert "its shard-000000.tar is the shard-000000.tar there" in refused(capsys, config, test)
+    assert "its shard-000000.tar has the SHA-256 of the other's" in refused(capsys, config, test)
     chooses = f"finetune.test={shard_folders}/validation"
     assert "cannot evaluate what was trained on" in refused(capsys, config, chooses)
 
