@@ -63,7 +63,7 @@ def measure(loaded: LoadedConfig, num_processes: int) -> ModelShape:
     config = loaded.config
     context = open_context(read_launch({}), device="cpu")
     try:
-        shape = shape_of(build_objective(config, context).backbone.composition(), {})
+        shape = shape_of(build_objective(config, context), {})
     finally:
         close_context()
     layouts = all_layouts(config, num_processes)

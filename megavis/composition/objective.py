@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, final
 
-import torch
 from torch import Tensor, nn
 
 from megavis.composition.second_stack import SecondStack
@@ -188,13 +187,6 @@ class Objective(Trainable, Backbone):
             sample_index: int64 `[b]`, which determines random draws; None unless
                 `has_random_features`.
         """
-
-    def blank_sequence(self, num_images: int, device: torch.device) -> SequenceBatch:
-        """Return such a batch's training sequence: `megavis plan` counts what it takes.
-
-        On the meta device, too, where tensors have shapes and no numbers.
-        """
-        return self.training_sequence(self.blank_batch(num_images, device))
 
     def training_sequence(self, batch: Batch) -> SequenceBatch:
         """Turn a batch into its training sequence, with sample indices if there is drop path."""

@@ -161,6 +161,13 @@ class Trainable(ABC):
         """Turn a batch into a sequence for training, by default the same as for evaluation."""
         return self.sequence(batch)
 
+    def blank_sequence(self, num_images: int, device: torch.device) -> SequenceBatch:
+        """Return such a batch's training sequence: `megavis plan` counts what it takes.
+
+        On the meta device, too, where tensors have shapes and no numbers.
+        """
+        return self.training_sequence(self.backbone.blank_batch(num_images, device))
+
     @abstractmethod
     def loss(self, predictions: Any, targets: tuple[Tensor, ...]) -> Tensor:
         """Return the mean loss over the images, a float32 scalar."""

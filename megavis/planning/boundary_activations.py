@@ -18,15 +18,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megavis.composition.objective import Objective
-from megavis.composition.trainable import SequenceBatch
+from megavis.composition.trainable import SequenceBatch, Trainable
 from megavis.config.schema import RunConfig
 from megavis.model.attention import Attention
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.parts import distinct_layers
 from megavis.model.stack import LayerPlan, PlannedStack, Predictions
 from megavis.papers import build_objective
-from megavis.parallel.context import ParallelContext, close_context, open_virtual_context
+from megavis.parallel.context import close_context, open_virtual_context
 from megavis.planning.layouts import LayoutKey, layout_key
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -76,17 +75,13 @@ def boundary_activations_of_layouts(
         try:
             for way, config in ways.items():
                 if way[0] == size:
-                    found[way] = boundary_activations_of(_objective(config, context))
+                    found[way] = boundary_activations_of(build_objective(config, context))
         finally:
             close_context()
     return found
 
 
-def _objective(config: RunConfig, context: ParallelContext) -> Objective:
-    return build_objective(config, context).backbone.composition()
-
-
-def boundary_activations_of(objective: Objective) -> BoundaryActivations:
+def boundary_activations_of(objective: Trainable) -> BoundaryActivations:
     """Measure the layers other than blocks, in the objective's own context."""
     dtype = DTYPES[objective.config.training.precision]
     first_plan, *between, last_plan = objective.layer_plans()
@@ -168,7 +163,7 @@ def _above(stack: PlannedStack, state: PackedState) -> PackedState:
 
 
 def _score(
-    objective: Objective, head: nn.Module, state: PackedState, sequence: SequenceBatch
+    objective: Trainable, head: nn.Module, state: PackedState, sequence: SequenceBatch
 ) -> Predictions:
     """Run the head and the loss; return the head's outputs."""
     outputs: Predictions = head(state)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megavis.composition.objective import Objective
+from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.config.schema import RunConfig
 from megavis.model.flops import Workload
@@ -146,7 +146,7 @@ class ModelShape:
         return [(stack, count) for stack, count in every if count]
 
 
-def shape_of(objective: Objective, ends: Mapping[LayoutKey, BoundaryActivations]) -> ModelShape:
+def shape_of(objective: Trainable, ends: Mapping[LayoutKey, BoundaryActivations]) -> ModelShape:
     """Return the shape of an objective's model without allocating it, in a single-process context.
 
     Args:

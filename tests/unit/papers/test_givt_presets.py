@@ -3,11 +3,13 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from megavis.config.load import load_config
 from megavis.model.declarations import options_of
 from megavis.papers import build_objective
 from megavis.planning.parameters import by_part, count_parameters
+from megavis.tokenizers.label_map_vae import LabelMapShape, LabelMapVAE
 
 pytestmark = pytest.mark.once
 
@@ -207,3 +209,17 @@ def test_the_encoder_learns_at_its_own_rate(context):
             is_encoder = f"{plan.name}.{name}".startswith("embedding.encoder.")
             expected = 0.1 if is_encoder else 1.0
             assert options_of(parameter).learning_rate_scale == expected, f"{plan.name}.{name}"
+
+
+@pytest.mark.parametrize(("name", "channels"), [("vae_coco_panoptic", 234), ("vae_nyu_depth", 256)])
+def test_presets_have_the_sizes_of_the_paper(context, name, channels):
+    config = read(name)
+    counted = sum(by_part(count_parameters(build_objective(config, context))).values())
+    with torch.device("meta"):
+        network = LabelMapVAE(LabelMapShape.from_config(config.model_dump()))
+    assert counted == sum(parameter.numel() for parameter in network.parameters())
+    width, latent, patch = 768, 16, 16 * 16 * channels
+    block = 4 * width * width + 4 * width + 2 * width * 3072 + 3072 + width + 4 * width
+    maps = (patch + 1) * width + (width + 1) * patch
+    between = (width + 1) * 2 * latent + (latent + 1) * width
+    assert counted == 18 * block + maps + between + 2 * 1024 * width + 2 * 2 * width

@@ -208,3 +208,12 @@ def test_blocks_that_the_tokenizer_does_not_know_are_refused(tmp_path):
     for word in ("model.activation=quick_gelu", "model.add_bias=false", "model.positions=sincos"):
         with pytest.raises(UserError, match="not for label maps"):
             load_config(path, [word])
+
+
+@pytest.mark.once
+def test_plan_knows_it(tmp_path, capsys):
+    path = write_label_map_config(tmp_path, "depth")
+    assert main(["plan", str(path), "--gpus", "2", "--json"]) == 0
+    out = capsys.readouterr().out
+    assert [stack["name"] for stack in json.loads(out)["stacks"]] == ["blocks", "decoder"]
+    assert "pp2" in out
