@@ -1,0 +1,268 @@
+"""Compositions from YAML: what they refuse."""
+
+import pytest
+from compositions import (
+    ADAPTER,
+    BOTH,
+    BRIDGE,
+    CATEGORICAL,
+    CLASSES,
+    CONTENT,
+    CONTEXT,
+    DIFFUSION,
+    ERROR,
+    FEATURES,
+    FRAMES,
+    GROUPS,
+    IDS,
+    ITSELF,
+    LATENTS,
+    MASK,
+    MEMORY,
+    MIXTURE,
+    ONE_BY_ONE,
+    PALETTE,
+    PATCHES,
+    PLACE,
+    QUERY,
+    RANDOM,
+    SHIFT,
+    SPEECH,
+)
+
+from megavis.config.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("words", "more", "key", "said"),
+    [
+        ([PATCHES, ONE_BY_ONE, MASK, ERROR], [], "asks.kind", "mask needs schedule masked or"),
+        ([PATCHES, GROUPS, SHIFT, ERROR], [], "asks.kind", "shift needs schedule one_by_one"),
+        (
+            [PATCHES, RANDOM, SHIFT, ERROR],
+            [],
+            "asks.place",
+            "asked does not encode the position of the held",
+        ),
+        (
+            [PATCHES, RANDOM, CONTENT, ERROR],
+            [],
+            "asks.place",
+            "content does not encode the position of the next",
+        ),
+        ([PALETTE, ONE_BY_ONE, SHIFT, ERROR], [], "density.kind", "squared_error cannot predict"),
+        ([PATCHES, ONE_BY_ONE, SHIFT, CATEGORICAL], [], "density.kind", "cannot predict patches"),
+        (
+            [PATCHES, f"predicts: {IDS.replace('4', '8')}", ONE_BY_ONE, SHIFT, CATEGORICAL],
+            [],
+            "predicts",
+            "has 2 × 2 tokens per image, but objective.reads has 4 × 4",
+        ),
+        (
+            [PATCHES, f"predicts: {IDS.replace(', tokenizer: run', '')}", ONE_BY_ONE]
+            + [SHIFT, CATEGORICAL],
+            [],
+            "predicts.tokenizer",
+            "must name the run folder",
+        ),
+        (
+            [PALETTE, f"predicts: {IDS.replace('4', '1')}", ONE_BY_ONE, SHIFT, CATEGORICAL],
+            [],
+            "reads.kind",
+            "palette shards contain no images",
+        ),
+        (
+            [PATCHES, "schedule: {kind: one_by_one, prefix: 4}", SHIFT, ERROR],
+            [],
+            "schedule.prefix",
+            "needs asks of kind shift with place content",
+        ),
+        (
+            [PATCHES, "schedule: {kind: one_by_one, prefix: 16}", CONTENT, ERROR],
+            [],
+            "schedule.prefix",
+            "16 leaves nothing to predict of 16 tokens",
+        ),
+        (
+            [PATCHES, "schedule: {kind: one_by_one, order: round_robin, order_block: 3}"]
+            + [SHIFT, ERROR],
+            [],
+            "schedule.order_block",
+            "3 does not divide a grid of 4 × 4",
+        ),
+        (
+            [PATCHES, "schedule: {kind: groups, num_groups: 16}", QUERY, ERROR],
+            [],
+            "schedule.num_groups",
+            "16 groups cannot be cut from 16 tokens; use at most 15",
+        ),
+        (
+            [PATCHES, "schedule: {kind: rounds}", MASK, ERROR, CLASSES],
+            [],
+            "condition.kind",
+            "asks is mask",
+        ),
+        ([PATCHES, ONE_BY_ONE, ITSELF, PLACE], [], "asks.kind", "self needs schedule context"),
+        (
+            [PATCHES, CONTEXT, ITSELF, ERROR],
+            [],
+            "density.kind",
+            "cannot be combined with asks self",
+        ),
+        (
+            [PATCHES, ONE_BY_ONE, SHIFT, PLACE],
+            [],
+            "density.kind",
+            "cannot be combined with asks shift",
+        ),
+        (
+            [PALETTE, CONTEXT, ITSELF, PLACE],
+            [],
+            "reads.kind",
+            "positions of palette cannot be predicted",
+        ),
+        (
+            [PATCHES, f"predicts: {IDS}", CONTEXT, ITSELF, PLACE],
+            [],
+            "predicts.kind",
+            "is not used with density place",
+        ),
+        (
+            [PATCHES, CONTEXT, "asks: {kind: self, given_ratio: 0.5}", PLACE],
+            ["model.positions=sincos"],
+            "asks.given_ratio",
+            "leaves no context token without its position; lower it, or objective.schedule.mask",
+        ),
+        (
+            [PATCHES, CONTEXT, ITSELF, PLACE],
+            ["model.positions=learned"],
+            "",
+            "learned reveals what the model has to predict",
+        ),
+        ([PATCHES, CONTEXT, ITSELF, PLACE, CLASSES], [], "condition.kind", "asks is self"),
+        (
+            [PATCHES, CONTEXT, BRIDGE, DIFFUSION],
+            [],
+            "density.kind",
+            "is not supported with a bridge",
+        ),
+        ([PATCHES, ONE_BY_ONE, BRIDGE, ERROR], [], "asks.kind", "bridge needs schedule contex"),
+        (
+            [PATCHES, CONTEXT.replace("0.5", "0.01"), BRIDGE, ERROR],
+            [],
+            "schedule.mask_ratio",
+            "0.01 of 16 patches hides none",
+        ),
+        (
+            [PATCHES, CONTEXT, BRIDGE.replace("8", "6"), ERROR],
+            [],
+            "asks.decoder.hidden_size",
+            "6 is not divisible by 4",
+        ),
+        ([PATCHES, CONTEXT, BRIDGE, ERROR], ["model.positions=rope_2d"], "", "not reach the decod"),
+        ([FRAMES, CONTEXT, ITSELF, PLACE], [], "reads.kind", "set both frames and data.frames"),
+        (
+            [PATCHES, CONTEXT, ITSELF, PLACE],
+            SPEECH,
+            "reads.kind",
+            "set both frames and data.frames",
+        ),
+        (
+            [FRAMES, "schedule: {kind: one_by_one, order: nested_raster}", SHIFT, ERROR],
+            SPEECH,
+            "schedule.order",
+            "nested_raster needs a square grid",
+        ),
+        (
+            [FRAMES, f"predicts: {IDS}", ONE_BY_ONE, SHIFT, CATEGORICAL],
+            SPEECH,
+            "predicts.kind",
+            "frames can be predicted only from frames",
+        ),
+        (
+            [PATCHES, ONE_BY_ONE, SHIFT, ERROR, FEATURES],
+            [],
+            "condition.kind",
+            "of kind query, not shift",
+        ),
+        ([LATENTS, ONE_BY_ONE, QUERY, ERROR, FEATURES], [], "reads.kind", "latents shards lack"),
+        (
+            [PATCHES, GROUPS, QUERY, ERROR, FEATURES],
+            ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],
+            "",
+            "33 rows are not divisible by tensor_model_parallel_size 2",
+        ),
+        ([PATCHES, ONE_BY_ONE, SHIFT, MIXTURE, ADAPTER], [], "transform.kind", "needs latents"),
+        ([LATENTS, ONE_BY_ONE, SHIFT, ERROR, ADAPTER], [], "transform.kind", "and density mixture"),
+        ([LATENTS, RANDOM, BOTH, MIXTURE, ADAPTER], [], "transform.kind", "in raster order"),
+        (
+            [LATENTS.replace("channels: 4", "channels: 3"), ONE_BY_ONE, SHIFT, MIXTURE, ADAPTER],
+            [],
+            "transform.blocks",
+            "3 channels are odd",
+        ),
+        (
+            [LATENTS, ONE_BY_ONE, SHIFT, MIXTURE, ADAPTER.replace("2}", "2, bottleneck: 2}")],
+            [],
+            "transform.bottleneck",
+            "must be divisible by 2",
+        ),
+        (
+            [PALETTE, ONE_BY_ONE, SHIFT, CATEGORICAL, MEMORY],
+            [],
+            "reads.kind",
+            "palette shards lack",
+        ),
+        ([FRAMES, ONE_BY_ONE, SHIFT, ERROR, MEMORY], SPEECH, "reads.kind", "frames shards lack"),
+        (
+            [PATCHES, ONE_BY_ONE, SHIFT, ERROR, MEMORY.replace("8", "5")],
+            [],
+            "condition.patch_size",
+            "5 does not divide data.image_size 16",
+        ),
+        (
+            [PATCHES, ONE_BY_ONE, SHIFT, ERROR, MEMORY.replace("}", ", hidden_size: 31}")],
+            [],
+            "condition.num_attention_heads",
+            "width 31 does not divide by 2 heads",
+        ),
+        (
+            [PATCHES, ONE_BY_ONE, SHIFT, ERROR, MEMORY.replace("8", "16")],
+            [
+                "parallel.tensor_model_parallel_size=2",
+                "parallel.sequence_parallel=true",
+            ],
+            "",
+            "1 patches of the encoder are not divisible",
+        ),
+        ([PATCHES, CONTEXT, BRIDGE, ERROR, MEMORY], [], "condition.kind", "above a bridge"),
+        ([PATCHES, CONTEXT, ITSELF, PLACE, MEMORY], [], "condition.kind", "asks is self"),
+        ([PATCHES.replace("4", "5"), ONE_BY_ONE, SHIFT, ERROR], [], "reads.patch_size", "5 does"),
+        (
+            [PATCHES, GROUPS, QUERY, ERROR],
+            ["model.positions=none"],
+            "",
+            "none makes all tokens that query asks for",
+        ),
+        ([PATCHES, RANDOM, BOTH, ERROR], ["model.positions=rope_2d"], "", "cannot add two places"),
+        (
+            [PALETTE.replace("32", "33"), ONE_BY_ONE, SHIFT, CATEGORICAL],
+            ["parallel.tensor_model_parallel_size=2"],
+            "reads.vocabulary_size",
+            "33 is not divisible by tensor_model_parallel_size 2",
+        ),
+        ([PATCHES, ONE_BY_ONE, SHIFT, "density: {kind: mixtur}"], [], "density.kind", "mixture'"),
+        ([PATCHES, ONE_BY_ONE, SHIFT, "density: {}"], [], "density.kind", "is missing"),
+        (
+            [PATCHES, ONE_BY_ONE, SHIFT, "density: {kind: mixture, componets: 3}"],
+            [],
+            "density.componets",
+            "did you mean 'num_components'",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_its_key(build_composition, words, more, key, said):
+    with pytest.raises(UserError, match=rf"{'objective.' if key else ''}{key}.*: ") as raised:
+        build_composition(*words, more=more)
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)
