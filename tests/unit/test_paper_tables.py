@@ -24,8 +24,13 @@ def tables():
 
 
 @pytest.fixture(scope="module")
-def claims(tables):
-    return tables.read_claims()
+def headers(tables):
+    return importlib.import_module("paper_claims")
+
+
+@pytest.fixture(scope="module")
+def claims(headers):
+    return headers.read_claims()
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +39,9 @@ def pages(tables, claims):
 
 
 @pytest.fixture(scope="module")
-def runs(tables, claims):
+def runs(headers, claims):
     """Configs by their run folder: the presets', and those of headers' lines with other keys."""
-    found = {folder: config for folder, (_, config) in tables.presets().items()}
+    found = {folder: config for folder, (_, config) in headers.presets().items()}
     for claim in claims:
         if claim.words:
             config = claim.config
@@ -52,9 +57,9 @@ def test_pages_are_what_the_command_writes(tables):
         assert text == written, "run python launch/paper_tables.py"
 
 
-def test_what_comes_before_a_config_is_of_the_same_model(tables, claims, runs):
+def test_what_comes_before_a_config_is_of_the_same_model(headers, claims, runs):
     for claim in claims:
-        for folder in () if claim.command else tables.runs_before(claim.config):
+        for folder in () if claim.command else headers.runs_before(claim.config):
             assert folder in runs, f"{claim.path}: {folder}"
         before = not claim.command and claim.config.finetune and claim.config.finetune.from_run
         if before:
@@ -112,7 +117,7 @@ def test_headers_that_contradict_the_paper_are_refused(changed, fields, text):
         changed(**fields)
 
 
-def test_a_preset_that_says_nothing_is_refused(tables, claims):
+def test_a_preset_that_says_nothing_is_refused(headers, claims):
     left = [claim for claim in claims if claim.path.stem != "vit_b_p2p_scratch"]
     with pytest.raises(ValueError, match="vit_b_p2p_scratch.yaml: list the rows"):
-        list(tables.presets_without_a_row("gvp", left))
+        list(headers.presets_without_a_row("gvp", left))
