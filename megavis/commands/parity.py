@@ -7,6 +7,8 @@ import json
 import sys
 from typing import Any
 
+from tqdm import tqdm
+
 from megavis.config.errors import UserError
 from megavis.config.schema import ParallelConfig
 from megavis.planning.layouts import layout_name, legal_layouts
@@ -63,9 +65,10 @@ def _print_comparison(comparison: ParityResult) -> None:
         "pass" if comparison.passed else "FAIL",
     )
     if comparison.error:
-        sys.stdout.write(comparison.error + "\n")
+        tqdm.write(comparison.error, sys.stdout)
 
 
 def _print_row(layout: str, loss: str, norm: str, tolerance: str, verdict: str) -> None:
-    sys.stdout.write(f"{layout:<30} {loss:>10} {norm:>10} {tolerance:>10}  {verdict}\n")
+    # Written above the progress bar, if there is one.
+    tqdm.write(f"{layout:<30} {loss:>10} {norm:>10} {tolerance:>10}  {verdict}", sys.stdout)
     sys.stdout.flush()

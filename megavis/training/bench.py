@@ -32,6 +32,7 @@ from megavis.data.loading.batch import Batch
 from megavis.model.flops import peak_flops
 from megavis.papers import build_objective
 from megavis.parallel.launch import Launch
+from megavis.parallel.progress import shown
 from megavis.planning.boundary_activations import DTYPES
 from megavis.planning.layouts import layout_name
 from megavis.training.engine import Engine
@@ -223,7 +224,7 @@ def _stepper(engine: Engine, device: torch.device) -> Callable[[], object]:
 
 
 def _repeat(step: Callable[[], object], count: int) -> None:
-    for _ in range(count):
+    for _ in shown(range(count), "steps", total=count, unit="step"):
         step()
 
 

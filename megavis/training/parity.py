@@ -17,6 +17,7 @@ from megavis.config.load import LoadedConfig
 from megavis.config.schema import ParallelConfig, RunConfig
 from megavis.config.yaml_tree import ConfigSource
 from megavis.parallel.launch import Launch
+from megavis.parallel.progress import shown
 from megavis.parallel.workers import WorkerError, WorkerPool
 from megavis.planning.layouts import layout_name
 from megavis.training.engine import Engine
@@ -83,7 +84,7 @@ def compare_layouts(
     try:
         reference = pool.run(train_briefly, 1, config, steps, device)[0]
         comparisons = []
-        for parallel in layouts:
+        for parallel in shown(layouts, "layouts", total=len(layouts), unit="layout"):
             candidate = config.model_copy(update={"parallel": parallel})
             try:
                 curves = pool.run(train_briefly, num_processes, candidate, steps, device)

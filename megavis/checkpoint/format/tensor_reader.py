@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megavis.checkpoint.format.manifest import LogicalTensor, TensorKind, read_manifest
 from megavis.config.errors import UserError
+from megavis.parallel.progress import shown
 
 
 class CheckpointReader:
@@ -121,8 +122,8 @@ def read_weights(checkpoint: Path, prefix: str = "") -> dict[str, Tensor]:
     """
     start = f"weight/{prefix}"
     with CheckpointReader(checkpoint) as reader:
+        keys = [key for key in reader.manifest.tensors if key.startswith(start)]
         return {
             key.removeprefix(start): reader.read(reader.weight_key(key.removeprefix("weight/")))
-            for key in reader.manifest.tensors
-            if key.startswith(start)
+            for key in shown(keys, "weights", total=len(keys), unit="tensor")
         }

@@ -24,6 +24,7 @@ from megavis.checkpoint.format.tensor_reader import CheckpointReader
 from megavis.checkpoint.state.save import write_tensors
 from megavis.config.errors import UserError
 from megavis.data.format.files import write_atomically
+from megavis.parallel.progress import shown
 
 
 def convert(source: Path, run_folder: Path, *, tensor_size: int, data_size: int) -> Path:
@@ -52,7 +53,7 @@ def convert(source: Path, run_folder: Path, *, tensor_size: int, data_size: int)
     with CheckpointReader(source) as reader:
         files = {
             name: write_tensors(partial / name, dict(_of_file(reader, entries, name)))
-            for name in names
+            for name in shown(names, "files", total=len(names), unit="file")
         }
     layout = {
         "tensor_model_parallel_size": tensor_size,
