@@ -34,15 +34,15 @@ step() {
     run_logged "${@:2}"
   else
     OMP_NUM_THREADS=1 run_logged "${@:2}"
-    wait_for_other
   fi
 }
 
-# beside WHAT COMMAND ...: announce and start a step that runs while the next one does, each on one
-# thread: two small trainings use two cores better than one after the other on both.
+# background WHAT COMMAND ...: announce a step and start it in the background. The steps until
+# `join_background` run at the same time, each on one thread: two small trainings in parallel use two
+# cores better than one after the other on both.
 other=
 trap 'test -z "$other" || kill "$other" 2>/dev/null || true' EXIT
-beside() {
+background() {
   number=$((number + 1))
   [ -z "$counting" ] || return 0
   printf '[%d/%d] %s, and meanwhile\n' "$number" "$total" "$1"
@@ -51,8 +51,9 @@ beside() {
   other=$!
 }
 
-wait_for_other() {
+join_background() {
   local code=0
+  [ -z "$counting" ] || return 0
   wait "$other" || code=$?
   other=
   cat "$log.other" >>"$log"
@@ -155,29 +156,32 @@ mp3() {
     megavis figure positions "$run" --images demo/validation_32
   step "put shuffled letters together" \
     megavis figure jigsaw "$run" --images demo/validation_32 --num-images 4
-  beside "fine-tune on which letter it is" \
+  background "fine-tune on which letter it is" \
     megavis finetune "$tune" $(seeded mp3_finetune_demo mp3_demo)
   step "the same from scratch" \
     megavis finetune "$tune" finetune.from_run=null "name=mp3_scratch_demo$tag" "seed=$seed"
+  join_background
   finish "$run" "runs/mp3_finetune_demo$tag" "runs/mp3_scratch_demo$tag"
 }
 
 darl() {
   local run=runs/darl_demo$tag mse=runs/darl_mse_demo$tag tune=yaml_configs/darl/finetune_demo.yaml
   letters_32
-  beside "train DARL to denoise patch after patch, 4 layers 128 wide, for 1,000 steps of 32 images" \
+  background "train DARL to denoise patch after patch, 4 layers 128 wide, for 1,000 steps of 32 images" \
     megavis train yaml_configs/darl/demo.yaml $(seeded darl_demo)
   step "train it to predict patches by squared error" \
     megavis train yaml_configs/darl/demo.yaml objective.loss=mse objective.decoder=null \
     "name=darl_mse_demo$tag" "seed=$seed"
-  beside "complete lower halves, patch after patch denoised" megavis figure completions "$run"
-  step "complete them by squared error" megavis figure completions "$mse" \
+  step "complete lower halves by squared error" megavis figure completions "$mse" \
     --completions 1 --draws 1
-  beside "fine-tune the first on which letter it is" \
-    megavis finetune "$tune" $(seeded darl_finetune_demo darl_demo)
-  step "the same from scratch" \
+  step "train a classifier of letters from scratch" \
     megavis finetune "$tune" finetune.from_run=null finetune.layer_decay=1.0 \
     "name=darl_scratch_demo$tag" "seed=$seed"
+  join_background
+  background "fine-tune the denoising network on which letter it is" \
+    megavis finetune "$tune" $(seeded darl_finetune_demo darl_demo)
+  step "complete lower halves, patch after patch denoised" megavis figure completions "$run"
+  join_background
   finish "$run" "$mse" "runs/darl_finetune_demo$tag" "runs/darl_scratch_demo$tag"
 }
 
@@ -243,11 +247,12 @@ mae() {
   probe "$run" 32
   step "predict three quarters of the patches from the others" \
     megavis figure reconstructions "$run" --images demo/validation_32
-  beside "fine-tune the encoder on which letter it is" \
+  background "fine-tune the encoder on which letter it is" \
     megavis finetune "$tune" $(seeded mae_finetune_demo mae_demo)
   step "the same from scratch" \
     megavis finetune "$tune" finetune.from_run=null finetune.layer_decay=1.0 \
     optimizer.learning_rate=0.001 "name=mae_scratch_demo$tag" "seed=$seed"
+  join_background
   finish "$run" "runs/mae_finetune_demo$tag" "runs/mae_scratch_demo$tag"
 }
 

@@ -100,11 +100,11 @@ def test_a_step_that_fails_ends_the_demo_with_the_end_of_its_log(demo):
     assert "took" not in process.stdout
 
 
-def test_a_step_that_fails_beside_another_ends_the_demo_too(demo):
-    process = demo("darl", fails_on="runs/darl_demo")
+def test_a_failing_background_step_ends_the_demo_too(demo):
+    process = demo("mp3", SEED="3", fails_on="name=mp3_finetune_demo_3")
     assert process.returncode == 3
-    command = "megavis figure completions runs/darl_demo"
-    assert f"ended with exit code 3; the end of demo/darl.log:\n$ {command}\n" in process.stderr
+    command = "megavis finetune yaml_configs/mp3/finetune_demo.yaml seed=3"
+    assert f"ended with exit code 3; the end of demo/mp3_3.log:\n$ {command} " in process.stderr
     assert process.stderr.splitlines()[-1] == "error: no disk"
     assert "took" not in process.stdout
 
