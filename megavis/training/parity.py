@@ -6,6 +6,7 @@ and gradient norm of every step are compared with those of one process.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -80,7 +81,10 @@ def compare_layouts(
         report: called with each comparison when it is done.
     """
     device = device_for(device, num_processes)
-    pool = WorkerPool(num_processes, quiet=True)
+    # Forks of a process that has imported everything start at once; CUDA does not survive a fork.
+    preload = () if device == "cuda" else ("megavis.training.trainer",)
+    new_pool = functools.partial(WorkerPool, num_processes, preload=preload, quiet=True)
+    pool = new_pool()
     try:
         reference = pool.run(train_briefly, 1, config, steps, device)[0]
         comparisons = []
@@ -93,7 +97,7 @@ def compare_layouts(
                 result = ParityResult(
                     layout_name(parallel), float("inf"), float("inf"), tolerance, str(error)
                 )
-                pool = WorkerPool(num_processes, quiet=True)
+                pool = new_pool()
             comparisons.append(result)
             report(result)
         return comparisons
