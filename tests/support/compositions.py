@@ -1,4 +1,4 @@
-"""Compositions from YAML for tests: their words, and the config of a tiny model."""
+"""Sections of `compose` in YAML, and the config of a tiny composition."""
 
 from tiny import VIT, tiny
 

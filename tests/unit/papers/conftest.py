@@ -1,4 +1,4 @@
-"""What the tests of papers share."""
+"""Fixtures of the papers' tests."""
 
 import pytest
 from compositions import config
@@ -6,7 +6,7 @@ from compositions import config
 
 @pytest.fixture
 def build_composition(build_paper):
-    """Build a composition of these words."""
+    """Build a composition from its sections."""
 
     def build(*words, more=()):
         objective = f"{{name: compose, {', '.join(words)}}}"

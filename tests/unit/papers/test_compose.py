@@ -1,4 +1,4 @@
-"""Compositions from YAML: what sees what, generation, evaluation."""
+"""Compositions from YAML: visibility, generation and evaluation."""
 
 import pytest
 import torch
@@ -35,11 +35,11 @@ from megavis.data.format.manifest import Manifest
 from megavis.model.encoder import EncoderInput
 from megavis.sampling.sampler import Sampler
 
-# What sees what.
+# Visibility.
 
 
-def seen_by_each(objective, runner):
-    """True where a change of the token at a position moves what is predicted at another."""
+def dependencies(objective, runner):
+    """Return `[b, n, n]`: whether the prediction at row i depends on the token at column j."""
     images = photographs(2, 16)
     order = objective.schedule.draw(torch.arange(2)).order.expand(2, -1)
     before = objective.outputs(runner.predictions(objective.inputs_from(images)))
@@ -54,16 +54,16 @@ def seen_by_each(objective, runner):
 
 
 @pytest.mark.parametrize("asks", [BOTH, QUERY])
-def test_in_random_order_a_token_is_predicted_from_those_before_it(build_composition, asks):
+def test_random_order_is_causal(build_composition, asks):
     objective, runner = build_composition(PATCHES, RANDOM, asks, MIXTURE)
-    moved = seen_by_each(objective, runner)
+    moved = dependencies(objective, runner)
     assert torch.equal(moved, torch.ones(16, 16, dtype=torch.bool).tril(-1).expand(2, -1, -1))
 
 
-def test_a_prefix_sees_itself_and_is_not_scored(build_composition):
+def test_prefix_is_bidirectional_and_not_scored(build_composition):
     words = [PATCHES, "schedule: {kind: one_by_one, prefix: 5}", CONTENT, ERROR]
     objective, runner = build_composition(*words)
-    moved = seen_by_each(objective, runner)
+    moved = dependencies(objective, runner)
     expected = torch.ones(16, 16, dtype=torch.bool).tril(-1)
     expected[1:6, :5] = True
     assert torch.equal(moved[:, 1:], expected[1:].expand(2, -1, -1))
@@ -75,7 +75,7 @@ def test_a_prefix_sees_itself_and_is_not_scored(build_composition):
 
 # Generation.
 
-DRAWABLE = {
+GENERATIVE = {
     "random mixture": [PATCHES, RANDOM, BOTH, MIXTURE],
     "queries": [PATCHES, RANDOM, QUERY, MIXTURE],
     "diffusion on latents": [LATENTS, ONE_BY_ONE, CONTENT, DIFFUSION],
@@ -87,10 +87,10 @@ DRAWABLE = {
 }
 
 
-@pytest.mark.parametrize("name", list(DRAWABLE))
-def test_tokens_are_drawn_from_those_that_are_known(build_composition, tmp_path, name):
-    """Each token drawn with a cache, or in groups, is the one that whole passes give."""
-    objective, runner = build_composition(*DRAWABLE[name])
+@pytest.mark.parametrize("name", list(GENERATIVE))
+def test_cached_sampling_equals_full_passes(build_composition, tmp_path, name):
+    """Sampling with a key-value cache, or in groups, gives the tokens of full forward passes."""
+    objective, runner = build_composition(*GENERATIVE[name])
     sampler = Sampler(runner, objective, tmp_path, seed=3)
     images = torch.arange(2)
     prefix = getattr(objective.schedule, "prefix", 0)
@@ -117,9 +117,7 @@ def test_tokens_are_drawn_from_those_that_are_known(build_composition, tmp_path,
         ([PATCHES, "schedule: {kind: rounds}", MASK, MIXTURE], MEMORY),
     ],
 )
-def test_an_image_is_encoded_once_and_decides_what_is_drawn(
-    build_composition, tmp_path, monkeypatch, words, memory
-):
+def test_memory_condition_is_encoded_once(build_composition, tmp_path, monkeypatch, words, memory):
     objective, runner = build_composition(*words, memory)
     sampler = Sampler(runner, objective, tmp_path, seed=3)
     forward, calls = EncoderInput.forward, []
@@ -130,25 +128,25 @@ def test_an_image_is_encoded_once_and_decides_what_is_drawn(
     whole = sampler.tokens(images, conditions={"image": seen}, cached=False)
     torch.testing.assert_close(drawn, whole, rtol=1e-4, atol=1e-4)
     other = sampler.tokens(images, conditions={"image": seen.flip(0)})
-    # The one in the middle sees the same image.
+    # flip(0) leaves the middle image where it is.
     torch.testing.assert_close(other[1], drawn[1], rtol=1e-4, atol=1e-4)
     assert not torch.isclose(other[0], drawn[0], rtol=0, atol=1e-2).all()
 
 
-def test_classes_of_data_fit_the_table(build_composition):
+def test_number_of_classes_is_checked(build_composition):
     objective, _ = build_composition(PATCHES, ONE_BY_ONE, SHIFT, ERROR, CLASSES)
-    for names, said in (
+    for names, message in (
         ((), "has no labels, and objective.condition.num_classes is 3; give labelled"),
         (tuple("abcd"), "has 4 classes; objective.condition.num_classes is 3"),
         (tuple("abc"), ""),
     ):
         manifest = Manifest.model_construct(kind="jpeg", class_names=names)
-        assert "".join(objective.check_data(manifest)).startswith(said)
-        assert bool(said) == bool([*objective.check_data(manifest)])
+        assert "".join(objective.check_data(manifest)).startswith(message)
+        assert bool(message) == bool([*objective.check_data(manifest)])
 
 
 @pytest.mark.parametrize(
-    ("words", "more", "said"),
+    ("words", "more", "message"),
     [
         (
             [PATCHES, "schedule: {kind: masked}", MASK, ERROR],
@@ -160,13 +158,13 @@ def test_classes_of_data_fit_the_table(build_composition):
         ([PATCHES, GROUPS, QUERY, ERROR, FEATURES], (), "is conditioned on the whole image"),
     ],
 )
-def test_what_cannot_be_drawn_says_so(build_composition, words, more, said):
+def test_generation_errors(build_composition, words, more, message):
     objective, _ = build_composition(*words, more=more)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         objective.generation()
 
 
-def test_a_composition_of_places_has_their_accuracies_and_figures(build_composition):
+def test_place_density_reports_accuracy(build_composition):
     objective, runner = build_composition(PATCHES, CONTEXT, ITSELF, PLACE)
     sequence = objective.sequence(batch_of(photographs(3, 16)))
     predictions = runner.predictions(sequence.inputs)
@@ -180,7 +178,7 @@ def test_a_composition_of_places_has_their_accuracies_and_figures(build_composit
         other.places()
 
 
-def test_features_of_classes_want_a_null_label(build_composition):
+def test_features_need_a_null_label(build_composition):
     without = CLASSES.replace("3}", "3, dropout: 0}")
     objective, _ = build_composition(PATCHES, ONE_BY_ONE, SHIFT, ERROR, without)
     with pytest.raises(UserError, match=r"objective\.condition\.dropout is 0"):
@@ -193,8 +191,8 @@ def test_features_of_classes_want_a_null_label(build_composition):
     assert runner.features(objective.feature_inputs(batch)).shape == (3, 2, 16)
 
 
-def test_a_gradient_reaches_every_parameter(build_composition):
-    for words in DRAWABLE.values():
+def test_every_parameter_has_a_gradient(build_composition):
+    for words in GENERATIVE.values():
         objective, runner = build_composition(*words)
         inputs = photographs(4, 16)
         if "latents" in words[0]:

@@ -1,4 +1,4 @@
-"""Compositions from YAML: what they refuse."""
+"""Errors of invalid compositions."""
 
 import pytest
 from compositions import (
@@ -34,7 +34,7 @@ from megavis.config.errors import UserError
 
 
 @pytest.mark.parametrize(
-    ("words", "more", "key", "said"),
+    ("words", "more", "key", "message"),
     [
         ([PATCHES, ONE_BY_ONE, MASK, ERROR], [], "asks.kind", "mask needs schedule masked or"),
         ([PATCHES, GROUPS, SHIFT, ERROR], [], "asks.kind", "shift needs schedule one_by_one"),
@@ -261,8 +261,8 @@ from megavis.config.errors import UserError
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_its_key(build_composition, words, more, key, said):
+def test_invalid_combinations(build_composition, words, more, key, message):
     with pytest.raises(UserError, match=rf"{'objective.' if key else ''}{key}.*: ") as raised:
         build_composition(*words, more=more)
-    assert said in str(raised.value)
+    assert message in str(raised.value)
     assert "\n" not in str(raised.value)

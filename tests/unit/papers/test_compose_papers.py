@@ -1,4 +1,4 @@
-"""Compositions from YAML: the papers that they contain."""
+"""Compositions that equal a paper."""
 
 import pytest
 import torch
@@ -99,7 +99,7 @@ OPTIONS = {
     **dict.fromkeys(("mae", "gvp_features"), ("model.positions=learned",)),
     **dict.fromkeys(("darl", "darl_random", "darl_diffusion"), ("model.positions=rope_2d",)),
 }
-ALWAYS = {"positions": "places", "start": "start_token", "query": "query_vector"}
+COMMON = {"positions": "places", "start": "start_token", "query": "query_vector"}
 
 
 def samples_of(name):
@@ -117,7 +117,7 @@ def samples_of(name):
 
 
 class Means:
-    """A VAE whose latents are the mean colours of patches of 4², without any spread."""
+    """A VAE stub: its latents are the mean colours of patches of 4², with zero deviation."""
 
     def to(self, device):
         return self
@@ -134,8 +134,8 @@ def vqgan(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", list(PAPERS))
-def test_a_papers_words_are_that_paper(build_paper, build_composition, name, vqgan):
-    """The same weights under the composition's names give the same loss."""
+def test_composition_equals_paper(build_paper, build_composition, name, vqgan):
+    """With the paper's weights under the composition's names the losses are bit-identical."""
     objective, words, renamed = PAPERS[name]
     objective = objective.replace("VQGAN", vqgan)
     words = [word.replace("VQGAN", vqgan) for word in words]
@@ -146,7 +146,7 @@ def test_a_papers_words_are_that_paper(build_paper, build_composition, name, vqg
     for key, value in list(weights.items()):
         layer, _, rest = key.partition(".")
         first, dot, last = rest.partition(".")
-        found = {**ALWAYS, **renamed}
+        found = {**COMMON, **renamed}
         new = f"{layer}.{found.get(rest) or found.get(first, first) + dot + last}"
         if layer != "embedding":
             new = key
@@ -157,7 +157,7 @@ def test_a_papers_words_are_that_paper(build_paper, build_composition, name, vqg
     assert set(own) == set(weights)
     with torch.no_grad():
         for key, parameter in own.items():
-            # The only label of all takes the place of a composition's start token.
+            # The paper's only label embedding is the composition's start token.
             parameter.copy_(weights[key].view_as(parameter))
     losses = []
     for each, run in ((paper, paper_runner), (composed, runner)):

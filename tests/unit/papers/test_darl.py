@@ -1,4 +1,4 @@
-"""DARL: who sees what in every order, decoders against plain formulas, noise against its limits."""
+"""DARL: visibility in every order, decoders against plain formulas, noise in its limits."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def build(build_paper):
     return lambda *words: build_paper(CONFIG, *words, std=0.3)
 
 
-# Who sees what.
+# Visibility.
 
 ORDERS = {
     "raster": (),
@@ -34,7 +34,7 @@ ORDERS = {
 
 @pytest.mark.parametrize("positions", ["none", "learned", "sincos", "rope_1d", "rope_2d"])
 @pytest.mark.parametrize("order", list(ORDERS))
-def test_a_patch_is_predicted_from_those_before_it_alone(build, order, positions):
+def test_predictions_are_causal(build, order, positions):
     objective, runner = build(*ORDERS[order], f"model.positions={positions}")
     tokens, *rest = objective.sequence(batch_of(photographs(2, SIDE))).inputs
     tokens.requires_grad_()
@@ -45,13 +45,13 @@ def test_a_patch_is_predicted_from_those_before_it_alone(build, order, positions
             (predictions[:, place] * weights).sum(), tokens, retain_graph=True
         )
         moved = gradient.abs().sum(-1) > 0
-        # The last patch is not read.
+        # The last patch is a target only, not an input.
         expected = torch.arange(PATCHES - 1) < place
         assert torch.equal(moved, expected.expand(2, -1)), place
 
 
 @pytest.mark.parametrize("decoder", ["linear", "mlp", "transformer"])
-def test_a_noisy_patch_touches_its_own_place_alone(build, decoder):
+def test_noisy_patch_affects_its_own_position_only(build, decoder):
     objective, runner = build(*DIFFUSION, f"objective.decoder={decoder}")
     *rest, noisy = objective.sequence(batch_of(photographs(2, SIDE))).inputs
     before = runner.predictions((*rest, noisy))
@@ -61,7 +61,7 @@ def test_a_noisy_patch_touches_its_own_place_alone(build, decoder):
 
 
 @pytest.mark.parametrize("order", list(ORDERS))
-def test_targets_and_inputs_stand_in_order(build, order):
+def test_inputs_and_targets_follow_the_order(build, order):
     objective, runner = build(*ORDERS[order], *DIFFUSION)
     images = photographs(2, SIDE)
     inputs = objective.sequence(batch_of(images)).inputs
@@ -91,7 +91,7 @@ def test_targets_and_inputs_stand_in_order(build, order):
 
 
 def plain_block(block, pair):
-    """One Transformer block on a pair `[2, h]`, from its weights alone, one head at a time."""
+    """Apply a Transformer block to a pair `[2, h]` with plain tensor operations, head by head."""
     attention, size = block.self_attention, 8
     norm = block.input_layernorm
     x = F.layer_norm(pair, (16,), norm.weight, norm.bias, 1e-6)
@@ -111,13 +111,13 @@ def plain_block(block, pair):
 
 
 def embedded(head, noisy, gamma):
-    """γ is the fourth channel of each pixel (section 4.1)."""
+    """Embed a noisy patch with γ as the fourth channel of each pixel (section 4.1)."""
     pixels = [[*pixel.tolist(), float(gamma)] for pixel in noisy.view(-1, 3)]
     return torch.tensor(pixels).flatten() @ head.noisy.weight.t() + head.noisy.bias
 
 
 @pytest.mark.parametrize("decoder", ["linear", "mlp", "transformer"])
-def test_decoders_by_plain_formulas(build, decoder):
+def test_decoders_match_plain_formulas(build, decoder):
     objective, runner = build(
         *DIFFUSION,
         f"objective.decoder={decoder}",
@@ -165,7 +165,7 @@ def test_noise_is_a_function_of_seed_and_sample(build):
 
 
 @pytest.mark.parametrize("predicts", ["clean", "noise"])
-def test_targets_and_noisy_patches_belong_together(build, predicts):
+def test_noisy_patches_match_targets(build, predicts):
     objective, _ = build(*DIFFUSION, f"objective.predicts={predicts}")
     sequence = objective.sequence(batch_of(photographs(2, SIDE)))
     noise, gamma = objective.density.draw_noise(torch.arange(2), PATCHES)
@@ -174,14 +174,14 @@ def test_targets_and_noisy_patches_belong_together(build, predicts):
     assert torch.equal(packed[..., -1:], gamma)
     torch.testing.assert_close(packed[..., :-1], gamma.sqrt() * clean + (1 - gamma).sqrt() * noise)
     assert torch.equal(sequence.targets[0], noise if predicts == "noise" else clean)
-    assert gamma.unique().numel() == 2 * PATCHES, "each patch has a γ of its own"
+    assert gamma.unique().numel() == 2 * PATCHES, "γ is drawn per patch"
 
 
-def test_pure_noise_trains_to_the_solution_of_squared_error(build):
-    """With γ = 0 the noisy patch is pure noise: the same prediction is best, with the same loss.
+def test_pure_noise_has_the_squared_error_solution(build):
+    """With γ = 0 the noisy patch carries no information, so the optimum is that of squared error.
 
-    The decoders are linear, so the best ones are least-squares solutions, on the same outputs of
-    the backbone with and without the noisy patch appended.
+    The decoders are linear, so the optima are least-squares solutions on the backbone's outputs,
+    with and without the noisy patch appended.
     """
     objective, runner = build(*DIFFUSION, "objective.decoder=linear")
     images = photographs(400, SIDE)
@@ -192,13 +192,13 @@ def test_pure_noise_trains_to_the_solution_of_squared_error(build):
         *before, head = runner.layers.modules
         output = head.outputs(run_layers(before, inputs)).flatten(0, 1)
     one = torch.ones(len(output), 1)
-    plain, beside = torch.cat([output, one], 1), torch.cat([output, one, noisy[:, :-1]], 1)
+    plain, extended = torch.cat([output, one], 1), torch.cat([output, one, noisy[:, :-1]], 1)
     goal = targets.flatten(0, 1)
     of_mse = torch.linalg.lstsq(plain, goal, driver="gelsd").solution
-    of_diffusion = torch.linalg.lstsq(beside, goal, driver="gelsd").solution
+    of_diffusion = torch.linalg.lstsq(extended, goal, driver="gelsd").solution
     error = (plain @ of_mse - goal).square().mean()
-    # 48 useless numbers among 6400 rows explain about 48 / 6400 of the error by chance.
-    assert 0.98 < (beside @ of_diffusion - goal).square().mean() / error <= 1.0
+    # 48 uninformative features on 6400 rows explain about 48 / 6400 of the error by chance.
+    assert 0.98 < (extended @ of_diffusion - goal).square().mean() / error <= 1.0
     assert of_diffusion[-WIDTH:].abs().max() < 0.08
 
 
@@ -244,6 +244,6 @@ def test_features_read_every_patch(build):
         ),
     ],
 )
-def test_keys_that_do_not_go_together(build, words, message):
+def test_incompatible_keys(build, words, message):
     with pytest.raises(UserError, match=message):
         build(*words)

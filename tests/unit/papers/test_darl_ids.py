@@ -1,4 +1,4 @@
-"""DARL that names the ids of a frozen tokenizer (table 16)."""
+"""DARL with the ids of a frozen tokenizer as inputs or targets (Table 16)."""
 
 from types import SimpleNamespace
 
@@ -24,7 +24,7 @@ def run_folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("words", [[], ["objective.order=random", "objective.two_streams=true"]])
-def test_each_id_is_scored_from_the_patches_before_it(build_paper, run_folder, words):
+def test_ids_are_predicted_from_earlier_patches(build_paper, run_folder, words):
     objective, runner = build_paper(config(run_folder), *words)
     images = torch.randint(256, (2, 16, 16, 3), dtype=torch.uint8)
     ids = open_tokenizer(run_folder).encode(images)
@@ -39,7 +39,7 @@ def test_each_id_is_scored_from_the_patches_before_it(build_paper, run_folder, w
     ]
     loss = objective.loss(predictions, sequence.targets)
     torch.testing.assert_close(loss, torch.stack(losses).mean())
-    # The last patch is read by nobody, the first by all but the first place.
+    # All predictions but the first depend on the first patch.
     tokens, *rest = sequence.inputs
     moved = tokens.clone()
     moved[:, 0] += 1.0
@@ -50,7 +50,7 @@ def test_each_id_is_scored_from_the_patches_before_it(build_paper, run_folder, w
 READS_IDS = ["objective.loss=mse", "objective.inputs=ids"]
 
 
-def test_patches_are_scored_by_the_ids_before_them(build_paper, run_folder):
+def test_patches_are_predicted_from_earlier_ids(build_paper, run_folder):
     """Table 16, "dVAE input + MSE"."""
     objective, runner = build_paper(config(run_folder), *READS_IDS)
     images = torch.randint(256, (2, 16, 16, 3), dtype=torch.uint8)
@@ -58,7 +58,7 @@ def test_patches_are_scored_by_the_ids_before_them(build_paper, run_folder):
     ids, *rest = sequence.inputs
     assert torch.equal(ids, open_tokenizer(run_folder).encode(images)[:, :-1])
     outputs = objective.outputs(runner.predictions(sequence.inputs))
-    # As timm standardises pixels, in patches of 4² in raster order.
+    # Pixels standardised with timm's constants, in patches of 4² in raster order.
     mean, deviation = torch.tensor(IMAGENET_DEFAULT_MEAN), torch.tensor(IMAGENET_DEFAULT_STD)
     pixels = (images / 255 - mean) / deviation
     errors = [
@@ -78,13 +78,13 @@ def test_patches_are_scored_by_the_ids_before_them(build_paper, run_folder):
         objective.generation()
 
 
-def test_ids_that_predict_ids_can_be_drawn(build_paper, run_folder):
+def test_ids_from_ids_can_be_generated(build_paper, run_folder):
     objective, _ = build_paper(config(run_folder), "objective.inputs=ids")
     assert objective.predicts is objective.reads
     assert objective.generation() is objective
 
 
-def test_pixels_cannot_be_predicted_of_shards_of_ids(build_paper, run_folder):
+def test_loss_mse_needs_image_shards(build_paper, run_folder):
     objective, _ = build_paper(config(run_folder), *READS_IDS)
     manifest = SimpleNamespace(
         kind="ids",
@@ -92,11 +92,11 @@ def test_pixels_cannot_be_predicted_of_shards_of_ids(build_paper, run_folder):
         vocabulary_size=12,
         identity=open_tokenizer(run_folder).identity(),
     )
-    (complaint,) = objective.check_data(manifest)
-    assert "loss mse predicts pixels: name jpeg shards" in complaint
+    (error,) = objective.check_data(manifest)
+    assert "loss mse predicts pixels: name jpeg shards" in error
 
 
-def test_a_run_knows_the_tokenizer_that_it_was_begun_with(build_paper, run_folder):
+def test_tokenizer_identity(build_paper, run_folder):
     objective, _ = build_paper(config(run_folder))
     assert objective.tokenizer_identity == open_tokenizer(run_folder).identity()
     pixels = ("objective.loss=mse", "objective.tokenizer=null", "objective.vocabulary_size=null")
@@ -113,12 +113,12 @@ def test_a_run_knows_the_tokenizer_that_it_was_begun_with(build_paper, run_folde
         (["parallel.tensor_model_parallel_size=8"], "12 is not divisible by"),
     ],
 )
-def test_keys_that_do_not_go_together(build_paper, run_folder, words, message):
+def test_incompatible_keys(build_paper, run_folder, words, message):
     with pytest.raises(UserError, match=message):
         build_paper(config(run_folder), *words)
 
 
-def test_no_picture_is_drawn_of_ids(build_paper, run_folder):
+def test_ids_from_patches_cannot_be_generated(build_paper, run_folder):
     objective, _ = build_paper(config(run_folder))
     with pytest.raises(UserError, match="loss ids the model reads patches and predicts ids"):
         objective.generation()

@@ -1,4 +1,4 @@
-"""GIVT's sequences, labels, masks and losses, against plain loops and equations."""
+"""GIVT's sequences, labels, masks and losses against plain loops and equations."""
 
 import math
 
@@ -33,7 +33,7 @@ def batch_of(count=6, label=1):
     return Batch(moments, torch.full((count,), label), torch.arange(count))
 
 
-def test_stacked_latents_stand_as_the_released_code_has_them():
+def test_stacked_latents_have_the_released_layout():
     latents = torch.randn(2, 3, 4, 6)
     stacked = stack(latents, 2)
     for c in range(3):
@@ -45,7 +45,7 @@ def test_stacked_latents_stand_as_the_released_code_has_them():
     torch.testing.assert_close(to_grid(tokens, height=4), stacked)
 
 
-def test_deviations_are_those_of_the_mixture(make):
+def test_predicted_deviations_match_the_mixture(make):
     """Figure 7: √variance by component, weighted, over the numbers of each token."""
     objective, runner = make("objective.label_dropout=0.1")
     assert applies(objective)
@@ -68,7 +68,7 @@ def test_deviations_are_those_of_the_mixture(make):
     assert not torch.allclose(found, none)
 
 
-def test_latents_are_drawn_afresh_and_follow_the_sample(make):
+def test_latents_are_sampled_by_sample_index(make):
     objective, _ = make()
     batch = batch_of()
     first = objective.reads.of(batch.inputs, batch.sample_index)
@@ -84,7 +84,7 @@ def test_latents_are_drawn_afresh_and_follow_the_sample(make):
 
 
 class FirstPixels:
-    """A VAE whose latents are the first numbers of an image, without any spread."""
+    """A VAE stub: its latents are the first 64 values of an image, with zero deviation."""
 
     def to(self, device):
         return self
@@ -94,7 +94,7 @@ class FirstPixels:
         return torch.stack([means, torch.zeros_like(means)], 1)
 
 
-def test_pairs_part_into_what_is_read_and_what_is_predicted(make):
+def test_pairs_split_into_inputs_and_targets(make):
     words = ["objective.encoder_layers=1", "objective.num_classes=0", "objective.tokenizer=vae"]
     objective, runner = make("objective.name=givt_encoder_decoder", *words)
     objective.reads.__dict__["tokenizer"] = FirstPixels()
@@ -105,7 +105,7 @@ def test_pairs_part_into_what_is_read_and_what_is_predicted(make):
     tokens, *_, seen = sequence.inputs
 
     def rows_of(images):
-        """The tokens of their latents, 16 places of 4 channels, but for the last."""
+        """Return the tokens of the latents, 16 positions of 4 channels, without the last."""
         latents = images.flatten(1)[:, :64].float().view(-1, 4, 16).transpose(1, 2)
         return latents[:, :-1]
 
@@ -133,7 +133,7 @@ def test_pairs_part_into_what_is_read_and_what_is_predicted(make):
         ("jpeg", ["objective.tokenizer=vae"], ""),
     ],
 )
-def test_which_shards_an_encoder_reads(make, kind, words, message):
+def test_shard_kinds_of_the_encoder_decoder(make, kind, words, message):
     options = ["objective.encoder_layers=1", "objective.num_classes=0", *words]
     objective, _ = make("objective.name=givt_encoder_decoder", *options)
     manifest = Manifest.model_construct(kind=kind, class_names=())
@@ -141,7 +141,7 @@ def test_which_shards_an_encoder_reads(make, kind, words, message):
 
 
 @pytest.mark.parametrize("words", [(), ("objective.adapter_blocks=2",)])
-def test_a_token_depends_on_those_before_it_and_on_the_label(make, words):
+def test_predictions_depend_on_earlier_tokens_and_label(make, words):
     objective, runner = make(*words)
     tokens = torch.randn(1, 16, 4)
     plain = runner.predictions(objective.inputs_from(tokens, labels=torch.tensor([1])))
@@ -155,7 +155,7 @@ def test_a_token_depends_on_those_before_it_and_on_the_label(make, words):
     assert not torch.isclose(first[0][:, 0], first[2][:, 0]).all()
 
 
-def test_the_loss_is_the_mean_of_the_mixture_s_likelihood(make):
+def test_loss_is_the_mixture_nll(make):
     objective, runner = make()
     sequence = objective.sequence(batch_of())
     predictions = runner.predictions(sequence.inputs)
@@ -178,20 +178,20 @@ def test_the_loss_is_the_mean_of_the_mixture_s_likelihood(make):
     assert math.isclose(float(loss), total / (6 * 16), rel_tol=1e-5)
 
 
-def test_an_adapter_s_tokens_are_scored_and_have_a_gradient(make):
+def test_adapter_has_a_gradient(make):
     objective, runner = make("objective.adapter_blocks=2")
     assert objective.carries_gradient
     sequence = objective.sequence(batch_of())
     assert sequence.targets == ()
     state = run_layers(runner.layers.modules, sequence.inputs)
-    # What the tokens are as targets, with the way through the blocks cut.
+    # Detach the predictions, so that the adapter's gradient comes from the targets alone.
     loss = objective.loss((state[0].detach(), state[1]), ())
     loss.backward()
     adapter = runner.layers.modules[0].adapter
     assert all(float(p.grad.abs().sum()) > 0 for p in adapter.parameters())
 
 
-def test_labels_are_dropped_as_often_as_asked(make):
+def test_label_dropout_rate(make):
     objective, _ = make("objective.label_dropout=0.25")
     index = torch.arange(20_000)
     batch = Batch(torch.empty(len(index)), torch.full((len(index),), 2), index)
@@ -200,7 +200,7 @@ def test_labels_are_dropped_as_often_as_asked(make):
     assert abs(float((rows == 3).float().mean()) - 0.25) < 0.01
 
 
-def test_hidden_tokens_are_not_seen_and_alone_are_scored(make):
+def test_masked_tokens_are_hidden_and_scored(make):
     objective, runner = make("objective.name=givt_maskgit")
     tokens, mask = torch.randn(2, 16, 4), torch.zeros(2, 16, dtype=torch.bool)
     mask[:, 3:9] = True
@@ -215,12 +215,12 @@ def test_hidden_tokens_are_not_seen_and_alone_are_scored(make):
     torch.testing.assert_close(objective.loss(plain, (tokens, mask)), expected)
 
 
-def test_the_share_of_hidden_tokens_follows_the_cosine(make):
+def test_mask_ratio_follows_the_cosine(make):
     objective, _ = make("objective.name=givt_maskgit", "objective.least_masking=0.3")
     mask = objective.schedule.draw(torch.arange(20_000)).is_predicted
     shares = mask.float().mean(1)
     assert shares.min() >= math.cos(math.pi / 2 * 0.7)
-    # The mean of cos(π u / 2) over u in [0, 0.7], and half a token more from rounding up.
+    # The mean of cos(π u / 2) over u in [0, 0.7], plus half a token for rounding up.
     mean = math.sin(math.pi / 2 * 0.7) / (math.pi / 2 * 0.7) + 0.5 / 16
     assert abs(float(shares.mean()) - mean) < 0.01
     assert float((mask.float().mean(0) - shares.mean()).abs().max()) < 0.02
@@ -230,7 +230,7 @@ def test_the_share_of_hidden_tokens_follows_the_cosine(make):
     ("words", "label", "message"),
     [((), 3, "0..2 or -1"), (("objective.label_dropout=0.0",), -1, "0..2, without")],
 )
-def test_a_label_out_of_range_is_named(make, words, label, message):
+def test_labels_out_of_range(make, words, label, message):
     objective, _ = make(*words)
     with pytest.raises(UserError, match=message):
         objective.inputs_from(torch.zeros(1, 16, 4), labels=torch.tensor([label]))
@@ -249,12 +249,12 @@ def test_a_label_out_of_range_is_named(make, words, label, message):
         ),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(make, words, message):
+def test_invalid_sizes(make, words, message):
     with pytest.raises(UserError, match=message):
         make(*words)
 
 
-def test_a_known_density_of_one_token_is_recovered(make):
+def test_training_recovers_a_known_density(make):
     objective, runner = make(
         *["data.image_size=8", "objective.num_classes=0", "objective.latent_channels=2"],
         *["model.num_layers=1", "objective.num_components=3"],
@@ -281,13 +281,13 @@ def test_a_known_density_of_one_token_is_recovered(make):
     held_out = truth.sample((20_000,))
     with torch.no_grad():
         divergence = nats_of(held_out) + truth.log_prob(held_out).mean()
-    # The loss is the entropy and the divergence from the truth, in nats.
+    # The loss is the entropy plus the KL divergence from the true density, in nats.
     assert -0.005 < float(divergence) < 0.01
 
 
 @pytest.mark.parametrize("words", [(), ("objective.adapter_blocks=1",)], ids=["plain", "adapter"])
-def test_latents_of_a_batch_become_tokens_once(make, monkeypatch, words):
-    """For rows and for targets alike; what an adapter scores itself is not gathered at all."""
+def test_batch_is_tokenized_once(make, monkeypatch, words):
+    """Inputs and targets share the tokens; with an adapter nothing is gathered."""
     objective, _ = make(*words)
     turned, gathered = [], []
     turn, take = latents.to_tokens, composition.gather_tokens

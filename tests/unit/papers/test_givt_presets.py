@@ -20,7 +20,7 @@ def read(name):
     return load_config(FOLDER / f"{name}.yaml").config
 
 
-# Table 5: size of the image, d, k, width, depth, width of the MLP, heads, tokens, dropout, β.
+# Table 5: image size, d, k, width, depth, MLP width, heads, tokens, dropout, β.
 SIZES = {
     "causal_base": (256, 16, 16, 768, 12, 3072, 12, 256, 0.1, 5e-5),
     "causal_default": (256, 16, 16, 1024, 24, 4096, 16, 256, 0.2, 5e-5),
@@ -38,7 +38,7 @@ SIZES |= {
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_sizes_are_those_of_table_5(name):
+def test_sizes_match_table_5(name):
     config = read(name)
     model, paper = config.model, config.objective
     latents = (config.data.image_size // paper.downsampling) ** 2
@@ -58,10 +58,11 @@ def test_sizes_are_those_of_table_5(name):
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_training_is_that_of_section_4_1(name):
-    """Adam, cosine over 500 epochs of which 50 warm up, 1e-3, weight decay 1e-4, batch 8192.
+def test_training_matches_section_4_1(name):
+    """Adam at 1e-3, cosine over 500 epochs with 50 of warm-up, weight decay 1e-4, batch 8192.
 
-    The released code adds the decay after the rate, clips at 1, and trains MaskGIT without decay.
+    The released code applies the decay after the learning rate, clips gradients at 1, and trains
+    MaskGIT without decay.
     """
     config = read(name)
     batch, images = 8192, 1_281_167
@@ -78,7 +79,7 @@ def test_training_is_that_of_section_4_1(name):
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_classes_adapters_and_null_labels_are_those_of_section_4_1(name):
+def test_classes_and_adapters_match_section_4_1(name):
     paper = read(name).objective
     free = name == "causal_unconditional"
     assert (paper.num_classes, paper.label_dropout) == ((0, 0.0) if free else (1000, 0.1))
@@ -89,8 +90,8 @@ def test_classes_adapters_and_null_labels_are_those_of_section_4_1(name):
 
 
 @pytest.mark.parametrize("name", ["vae", "vae_large"])
-def test_the_vae_is_that_of_section_4_1_and_the_released_code(name):
-    """Table 6 is an image; givt_imagenet2012.py has the numbers: config.vae.model."""
+def test_vae_matches_the_released_code(name):
+    """Table 6 is an image; the numbers are in givt_imagenet2012.py: config.vae.model."""
     paper = read(name).objective
     assert (paper.latent_channels, paper.filters, paper.blocks_per_level) == (16, 128, 2)
     assert paper.multipliers == (1, 1, 2, 2, 4)
@@ -111,7 +112,7 @@ def test_the_vae_is_that_of_section_4_1_and_the_released_code(name):
         ("maskgit_512", [], "304.800"),
     ],
 )
-def test_presets_have_the_published_parameters(context, name, words, millions):
+def test_parameter_counts(context, name, words, millions):
     path = FOLDER / f"{name}.yaml"
     config = load_config(path, words).config
     total = sum(by_part(count_parameters(build_objective(config, context))).values())
@@ -130,14 +131,14 @@ VAES = [
 
 
 @pytest.mark.parametrize(("name", "beta", "vae", "size"), VAES)
-def test_presets_take_the_vae_of_table_5(name, beta, vae, size):
+def test_presets_use_the_vae_of_table_5(name, beta, vae, size):
     config = read(name)
     assert config.objective.tokenizer_beta == beta == read(vae).objective.beta
     assert config.objective.tokenizer == read(vae).folder
     assert config.data.image_size == size
 
 
-def test_latents_of_another_vae_or_size_lie_in_another_folder():
+def test_each_vae_and_size_has_its_own_latents_folder():
     folders = {}
     for name, _, vae, size in VAES:
         folders.setdefault(read(name).data.train, set()).add((vae, size))
@@ -146,19 +147,19 @@ def test_latents_of_another_vae_or_size_lie_in_another_folder():
 
 
 @pytest.mark.parametrize("name", ["vae", "vae_large", "causal_default_crops"])
-def test_images_are_cut_as_the_released_code_does(name):
+def test_crops_match_the_released_code(name):
     """Appendix C.2; givt_imagenet2012.py: area_min=80, area_max=100, ratio_min=ratio_max=1.0."""
     data = read(name).data
     assert (data.crop, data.scale, data.aspect) == ("random_resized", (0.8, 1.0), (1, 1))
     assert data.flip
 
 
-def test_the_vae_keeps_an_average_of_its_weights():
+def test_vae_uses_ema():
     """givt_imagenet2012.py: config.vae.model_load.use_ema_params = True."""
     assert read("vae").optimizer.ema_decay == read("vae_large").optimizer.ema_decay == 0.9999
 
 
-def test_the_encoder_decoder_is_that_of_section_4_2():
+def test_encoder_decoder_matches_section_4_2():
     """Section 4.2, and givt_coco_panoptic.py of the released code."""
     config = read("encoder_decoder")
     model, paper = config.model, config.objective
@@ -182,7 +183,7 @@ def test_the_encoder_decoder_is_that_of_section_4_2():
         ("encoder_decoder_nyu_depth", 50 * 47_584 // 512, 50 * 47_584 // 512 // 10),
     ],
 )
-def test_dense_prediction_is_trained_as_the_released_code_does(name, steps, warmup):
+def test_dense_prediction_matches_the_released_code(name, steps, warmup):
     config = read(name)
     optimizer, paper, vae = config.optimizer, config.objective, read(f"vae_{name[16:]}")
     assert abs(config.training.steps - steps) <= 1
@@ -199,7 +200,7 @@ def test_dense_prediction_is_trained_as_the_released_code_does(name, steps, warm
     assert (vae.objective.latent_channels, vae.objective.downsampling) == (16, 32)
 
 
-def test_the_encoder_learns_at_its_own_rate(context):
+def test_encoder_learning_rate_scale(context):
     path = FOLDER / "encoder_decoder_coco_panoptic.yaml"
     words = ["model.num_layers=1", "objective.encoder_layers=1", "model.hidden_size=64"]
     config = load_config(path, words).config
@@ -212,7 +213,7 @@ def test_the_encoder_learns_at_its_own_rate(context):
 
 
 @pytest.mark.parametrize(("name", "channels"), [("vae_coco_panoptic", 234), ("vae_nyu_depth", 256)])
-def test_presets_have_the_sizes_of_the_paper(context, name, channels):
+def test_label_map_vae_parameter_count(context, name, channels):
     config = read(name)
     counted = sum(by_part(count_parameters(build_objective(config, context))).values())
     with torch.device("meta"):

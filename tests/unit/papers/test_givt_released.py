@@ -1,4 +1,4 @@
-"""GIVT against golden values of the released code, through imported runs."""
+"""Imported GIVT runs against golden values of the released code."""
 
 from pathlib import Path
 
@@ -47,7 +47,7 @@ def open_imported(folder, form, file, *options):
 
 
 def stacked(arrays):
-    """Stack the layers of released arrays on axis 1, as the large checkpoints are."""
+    """Stack the arrays of all layers on axis 1, as in the large checkpoints."""
     first = "params/decoder/EncDecBlock0/"
     inner = [name.removeprefix(first) for name in arrays if name.startswith(first)]
     together = {
@@ -60,7 +60,7 @@ def stacked(arrays):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_outputs_and_likelihood_are_the_released_codes(tmp_path, name):
+def test_outputs_and_nll_match_released_code(tmp_path, name):
     values, run = golden(name), open_golden(tmp_path, name)
     tokens = torch.from_numpy(values["tokens"])
     outputs = run.outputs(tokens, **conditions(values))
@@ -69,9 +69,9 @@ def test_outputs_and_likelihood_are_the_released_codes(tmp_path, name):
     torch.testing.assert_close(nats, torch.from_numpy(values["nll"]), rtol=0, atol=1e-3)
 
 
-def test_a_density_of_each_channel_is_read(tmp_path):
-    # As the models for dense prediction are released: d logits, which softmax over one component
-    # makes 1 whatever they are, d means, d scales.
+def test_per_channel_density_is_imported(tmp_path):
+    # The layout of the released models for dense prediction: d logits, without effect since softmax
+    # over one component is 1, then d means and d scales.
     values = golden("givt_encoder_decoder")
     arrays = {name: array for name, array in values.items() if name.startswith("params/")}
     random = np.random.default_rng(0)
@@ -93,7 +93,7 @@ def test_a_density_of_each_channel_is_read(tmp_path):
     torch.testing.assert_close(nats, torch.from_numpy(values["nll"]), rtol=0, atol=1e-3)
 
 
-def test_a_mixture_of_each_channel_is_refused(tmp_path, capsys):
+def test_per_channel_mixture_is_refused(tmp_path, capsys):
     arrays = golden("givt_encoder_decoder")
     for part in ("kernel", "bias"):
         name = f"params/decoder/LogitsDense/{part}"
@@ -105,7 +105,7 @@ def test_a_mixture_of_each_channel_is_refused(tmp_path, capsys):
     assert "2 components for each of the" in capsys.readouterr().err
 
 
-def test_an_encoder_reads_images_of_its_size(tmp_path):
+def test_encoder_checks_image_shape(tmp_path):
     values = golden("givt_encoder_decoder")
     run = open_imported(tmp_path, "givt", GOLDEN / "givt_encoder_decoder.npz")
     tokens = torch.from_numpy(values["tokens"])
@@ -119,7 +119,7 @@ def test_an_encoder_reads_images_of_its_size(tmp_path):
     assert "without images" in "".join(run.objective.check_data(Manifest.read(folder)))
 
 
-def test_stacked_layers_and_an_adapter_are_read(tmp_path):
+def test_stacked_layers_and_adapter_are_imported(tmp_path):
     arrays, adapter = causal_weights_of_16_numbers(), golden("adapter")
     names = [name for name in adapter if name.startswith("params/")]
     for name in names:
@@ -134,14 +134,14 @@ def test_stacked_layers_and_an_adapter_are_read(tmp_path):
         run = open_imported(tmp_path / file.stem, "givt", file, "--num-classes", "10")
         outputs.append(run.outputs(latents, labels=labels))
     torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=0)
-    # What the adapter gave follows the density's parameters.
+    # The adapter's outputs follow the density's parameters.
     expected = torch.from_numpy(adapter["y"]).flatten(1, 2)
     torch.testing.assert_close(outputs[0][..., -16:], expected, **TOLERANCE)
     back = run.objective.undo(run.runner.layers.modules[0], outputs[0][..., -16:])
     torch.testing.assert_close(back, latents, **TOLERANCE)
 
 
-def test_vae_is_read(tmp_path):
+def test_vae_matches_released_code(tmp_path):
     values, run = golden("vae"), open_golden(tmp_path, "vae")
     image = torch.from_numpy(values["image01"])
     moments = torch.from_numpy(values["moments"]).permute(0, 3, 1, 2)
@@ -161,7 +161,7 @@ def test_vae_is_read(tmp_path):
         ),
     ],
 )
-def test_what_a_file_does_not_tell_is_asked_for(tmp_path, capsys, options, message):
+def test_import_needs_the_number_of_classes(tmp_path, capsys, options, message):
     file = str(GOLDEN / "givt_causal.npz")
     assert main(["import", "givt", file, str(tmp_path / "run"), *options]) == 2
     assert message in capsys.readouterr().err
@@ -175,7 +175,7 @@ def test_what_a_file_does_not_tell_is_asked_for(tmp_path, capsys, options, messa
         ("decoder/EncDecBlock1/MLP/Dense_1/bias", "has no MLP/Dense_1/bias"),
     ],
 )
-def test_an_array_that_is_missing_is_named(tmp_path, capsys, name, message):
+def test_missing_array_is_named(tmp_path, capsys, name, message):
     arrays = golden("givt_causal")
     del arrays[f"params/{name}"]
     file = tmp_path / "part.npz"
@@ -186,7 +186,7 @@ def test_an_array_that_is_missing_is_named(tmp_path, capsys, name, message):
 
 @pytest.fixture(scope="module")
 def encoding(tmp_path_factory):
-    """An objective whose images a VAE encodes on their way, and that VAE."""
+    """An objective that encodes images with a VAE in training, and that VAE."""
     folder = tmp_path_factory.mktemp("encoding")
     path, vae = folder / "config.yaml", import_golden(folder, "vae")
     path.write_text(
@@ -201,7 +201,7 @@ def encoding(tmp_path_factory):
     return OBJECTIVES["givt"](config, context), open_tokenizer(vae)
 
 
-def test_images_are_encoded_on_their_way(encoding):
+def test_images_are_encoded_on_the_fly(encoding):
     objective, vae = encoding
     images = torch.randint(256, (3, 32, 32, 3), dtype=torch.uint8)
     mean, scale = vae.encode(images).unbind(1)
@@ -214,7 +214,7 @@ def test_images_are_encoded_on_their_way(encoding):
     assert objective.reads.to_images(mean).shape == images.shape
 
 
-def test_an_imported_vae_has_the_beta_that_is_given(tmp_path, capsys):
+def test_imported_vae_takes_beta_from_the_command(tmp_path, capsys):
     run = import_file(tmp_path, "givt-vae", GOLDEN / "vae.npz", "--beta", "1e-5")
     assert objective_section(Path(run))["beta"] == 1e-5
     words = ["import", "givt-vae", str(GOLDEN / "vae.npz"), str(tmp_path / "other")]
@@ -222,41 +222,41 @@ def test_an_imported_vae_has_the_beta_that_is_given(tmp_path, capsys):
     assert "'-1' is not a number of 0 or more" in capsys.readouterr().err
 
 
-def test_a_vae_of_another_beta_is_refused(encoding, tmp_path):
+def test_vae_beta_is_checked(encoding, tmp_path):
     objective, vae = encoding
     folder = write_latent_shards(
         tmp_path / "own", shape=(8, 8, 8), num_classes=2, num_images=4, identity=vae.identity()
     )
 
-    def complaints(beta):
+    def errors(beta):
         paper = objective.paper.model_copy(update={"tokenizer_beta": beta})
         config = objective.config.model_copy(update={"objective": paper})
         made = OBJECTIVES["givt"](config, current_context())
         return list(made.check_data(Manifest.read(folder)))
 
-    assert complaints(5e-5) == []
+    assert errors(5e-5) == []
     with pytest.raises(UserError, match="is a VAE with beta 5e-05; this config needs beta 1e-05"):
-        complaints(1e-5)
+        errors(1e-5)
 
 
-def test_latents_of_another_vae_and_labels_out_of_range_are_refused(encoding, tmp_path):
+def test_latent_shards_are_checked(encoding, tmp_path):
     objective, vae = encoding
     folder = write_latent_shards(
         tmp_path / "own", shape=(8, 8, 8), num_classes=2, num_images=4, identity=vae.identity()
     )
     assert list(objective.check_data(Manifest.read(folder))) == []
     folder = write_latent_shards(tmp_path / "other", shape=(8, 8, 8), num_classes=3, num_images=4)
-    complaints = " / ".join(objective.check_data(Manifest.read(folder)))
-    assert "was made by the VAE 111111111111" in complaints
-    assert "has 3 classes; objective.num_classes is 2" in complaints
+    errors = " / ".join(objective.check_data(Manifest.read(folder)))
+    assert "was made by the VAE 111111111111" in errors
+    assert "has 3 classes; objective.num_classes is 2" in errors
     folder = write_latent_shards(tmp_path / "small", shape=(8, 4, 4), num_classes=0, num_images=4)
-    complaints = " / ".join(objective.check_data(Manifest.read(folder)))
-    assert "holds latents of shape [8, 4, 4]" in complaints
-    assert "has no labels" in complaints
+    errors = " / ".join(objective.check_data(Manifest.read(folder)))
+    assert "holds latents of shape [8, 4, 4]" in errors
+    assert "has no labels" in errors
 
 
 @pytest.mark.once
-def test_unlabelled_samples_in_labelled_shards_want_a_null_label(encoding, tmp_path, monkeypatch):
+def test_unlabelled_samples_need_a_null_label(encoding, tmp_path, monkeypatch):
     objective, vae = encoding
     folder = write_latent_shards(
         tmp_path / "some", shape=(8, 8, 8), num_classes=2, num_images=4, identity=vae.identity()

@@ -1,4 +1,4 @@
-"""Filling in group by group, against forward passes made by hand."""
+"""Group-by-group prediction of hidden patches against explicit forward passes."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ NUM_GIVEN, IMAGES = 3, torch.arange(2)
 
 @pytest.fixture
 def sampler(build_gvp, tmp_path):
-    """Build a GVP with what draws from it."""
+    """Build a GVP and its sampler."""
 
     def sampler(*words, **options):
         objective, runner = build_gvp(*words)
@@ -29,7 +29,7 @@ def filled(sampler, originals, **options):
     return fill(sampler, originals, IMAGES, num_given=NUM_GIVEN, **options)
 
 
-def test_what_is_given_stays_and_the_rest_is_never_looked_at(sampler):
+def test_given_patches_stay_and_others_are_not_read(sampler):
     images, drawing = photographs(2, 12), sampler(groups=3)
     first = filled(drawing, images)
     assert first.given.sum(1).tolist() == [3, 3]
@@ -40,15 +40,15 @@ def test_what_is_given_stays_and_the_rest_is_never_looked_at(sampler):
     assert torch.equal(filled(drawing, other).images, first.images)
 
 
-def test_each_group_sees_what_was_predicted_before(sampler):
-    """All of z at once: g of a group sees h of the groups before, predicted patches among them."""
+def test_groups_condition_on_predicted_groups(sampler):
+    """Each group equals one pass over the whole order with the earlier predictions filled in."""
     drawing = sampler(groups=2)
     objective, runner = drawing.paper, drawing.runner
     images, order = photographs(2, 12), random_orders(IMAGES, 9, seed=0)
     drawn = filled(drawing, images)
     patches = objective.tokens_of(images)
     for stop in (6, 9):
-        # The paper's own form: every token in the order, all groups at once.
+        # The paper's form: all tokens in order, all groups in one pass.
         inputs = list(objective.inputs_from(images, order=order, boundaries=(3, 6)))
         content = inputs[1]
         inputs[0] = patches.gather(1, content[..., None].expand(-1, -1, 48))
@@ -59,7 +59,7 @@ def test_each_group_sees_what_was_predicted_before(sampler):
 
 
 def test_orders_are_averaged(sampler):
-    """Of one hidden patch a group, the second and later orders predict otherwise than the first."""
+    """The result is the mean over orders of single-patch groups."""
     drawing = sampler(groups=6)
     objective, runner, images = drawing.paper, drawing.runner, photographs(2, 12)
     order, sums = random_orders(IMAGES, 9, seed=0), 0.0
@@ -67,7 +67,7 @@ def test_orders_are_averaged(sampler):
         patches = objective.tokens_of(images)
         for place in range(3, 9):
             inputs = objective.inputs_from(
-                to_raster_images(objective, patches),
+                objective.reads.to_images(patches),
                 order=order,
                 boundaries=tuple(range(3, 9)),
             )
@@ -84,11 +84,7 @@ def test_orders_are_averaged(sampler):
     assert not torch.equal(filled(drawing, images).images, drawn.images)
 
 
-def to_raster_images(objective, patches):
-    return objective.reads.to_images(patches)
-
-
-def test_nothing_is_drawn_from_nothing(sampler):
+def test_unconditional_generation_is_refused(sampler):
     with pytest.raises(UserError, match="runs of gvp cannot generate images without given tokens"):
         sampler().balanced_images(IMAGES)
 
@@ -103,13 +99,13 @@ def test_nothing_is_drawn_from_nothing(sampler):
         ),
     ],
 )
-def test_what_makes_no_picture_is_refused(sampler, words, message):
+def test_unsupported_options_are_refused(sampler, words, message):
     with pytest.raises(UserError, match=message):
         sampler(*words)
 
 
-def test_ids_are_drawn_group_by_group(sampler):
-    """d2d: what is drawn in a group is read by the next; given ids stay."""
+def test_ids_are_sampled_group_by_group(sampler):
+    """In d2d each group reads the ids sampled before it, and given ids stay."""
     words = ("objective.variant=d2d", "objective.vocabulary_size=8")
     ids = torch.randint(8, (2, 9), generator=torch.Generator().manual_seed(0))
     drawing = sampler(*words, groups=3, temperature=0.9)

@@ -1,4 +1,4 @@
-"""GVP's two streams against the paper's equations, and against the models that it contains."""
+"""Visibility of GVP's two streams against the paper's equations."""
 
 import random
 
@@ -13,14 +13,11 @@ from megavis.schedules.segmented import groups_of
 SIDE, PATCHES = 3, 9
 
 
-# Who sees whom.
-
-
 def by_equations(num_tokens, condition, order, boundaries):
-    """M_h^z and M_g^z, true where 0: equations (9) to (12), one number after the other.
+    """Return M_h^z and M_g^z of equations (9) to (12), true where they are 0.
 
-    All is counted from 1 as in the paper: order z_1 .. z_T, boundaries n_0 .. n_{K-1}. In the last
-    line of (11) M_g compares f(j - S) with itself in print; f(i - S) is what is meant.
+    Indices count from 1 as in the paper: order z_1 .. z_T, boundaries n_0 .. n_{K-1}. The last line
+    of (11) prints f(j - S) on both sides for M_g; one of them is read as f(i - S).
     """
     size, first = condition + num_tokens, condition + boundaries[0]  # S + m - 1
 
@@ -45,7 +42,7 @@ def by_equations(num_tokens, condition, order, boundaries):
 
 
 def by_megavis(embedding, num_tokens, condition, order, boundaries):
-    """The same two masks from what the first layer hands to the blocks."""
+    """Return the same masks from the state that the first layer passes to the blocks."""
     z = torch.tensor([order]) - 1
     groups = groups_of(torch.tensor([boundaries]), num_tokens)
     patches = torch.zeros(1, num_tokens, 48)
@@ -66,7 +63,7 @@ def draw_case(source):
     return num_tokens, condition, order, boundaries
 
 
-def test_visibility_is_that_of_the_equations(build_gvp):
+def test_visibility_matches_equations(build_gvp):
     embeddings = {}
     for condition in range(4):
         words = [f"objective.num_condition_tokens={condition}", "model.positions=none"]
@@ -78,11 +75,11 @@ def test_visibility_is_that_of_the_equations(build_gvp):
         content, query = by_equations(*case)
         ours = by_megavis(embeddings[case[1]], *case)
         assert torch.equal(ours[0], content), case
-        # Of condition tokens no query is computed: no loss reads them.
+        # Condition tokens have no queries, since no loss reads them.
         assert torch.equal(ours[1], query[case[1] :]), case
 
 
-def test_the_masks_printed_in_appendix_a():
+def test_reference_masks_match_appendix_a():
     # S = 2, z = [2, 3, 4, 5, 1], G_0 = [x_2], G_1 = [x_3, x_4], G_2 = [x_5, x_1]: equation (19).
     content, query = by_equations(5, 2, [2, 3, 4, 5, 1], [1, 3])
     condition, middle, last = "1101000", "1101110", "1111111"
@@ -93,7 +90,7 @@ def test_the_masks_printed_in_appendix_a():
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_gradients_are_zero_exactly_where_nothing_is_seen(build_gvp, seed):
+def test_gradients_match_visibility(build_gvp, seed):
     source = random.Random(seed)
     num_tokens, condition, order, boundaries = draw_case(source)
     objective, runner = build_gvp(f"objective.num_condition_tokens={condition}")
@@ -113,7 +110,7 @@ def test_gradients_are_zero_exactly_where_nothing_is_seen(build_gvp, seed):
         state = block(state)
         out = LayerState.unpack(state, objective.carried_names).hidden
         first = condition + num_tokens if number == len(blocks) - 1 else 0
-        assert len(out) == len(hidden) - first, "the last block gives queries alone"
+        assert len(out) == len(hidden) - first, "the last block must return queries only"
         for row, token in [*enumerate(content), *enumerate(places + num_tokens, condition)]:
             if token < first:
                 continue

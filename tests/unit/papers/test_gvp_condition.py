@@ -1,4 +1,4 @@
-"""What GVP's first token can be, and what becomes of it without a query stream."""
+"""GVP conditioned on a tokenizer's features, and GVP with one stream."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def with_features(build_gvp, run_folder):
     return lambda size=4, *more: build_gvp(*words, f"objective.condition_size={size}", *more)
 
 
-def test_pooled_features_stand_in_for_the_class_token(with_features, run_folder):
+def test_pooled_features_replace_the_class_token(with_features, run_folder):
     objective, runner = with_features()
     embedding, batch = runner.layers.modules[0], batch_of(photographs(2, 16))
     network = open_tokenizer(run_folder).network
@@ -34,18 +34,18 @@ def test_pooled_features_stand_in_for_the_class_token(with_features, run_folder)
     for inputs in (objective.sequence(batch).inputs, objective.feature_inputs(batch)):
         stream = LayerState.unpack(embedding(inputs), objective.carried_names)
         torch.testing.assert_close(stream.hidden[0], wanted)
-        assert (stream.carried["content_groups"][:, 0] == 0).all(), "seen by all"
+        assert (stream.carried["content_groups"][:, 0] == 0).all(), "visible to all groups"
     assert objective.tokenizer_identity == open_tokenizer(run_folder).identity()
 
 
-def test_features_of_another_size_are_refused(with_features):
+def test_feature_size_is_checked(with_features):
     objective, _ = with_features(5)
     with pytest.raises(UserError, match="features of 4 channels; objective.condition_size is 5"):
         objective.sequence(batch_of(photographs(2, 16)))
 
 
-def test_one_stream_predicts_the_patch_after_each(build_gvp):
-    """Patch t + 1 from patches up to t: it moves with these, and with no later one."""
+def test_one_stream_predicts_the_next_patch(build_gvp):
+    """The prediction of patch t + 1 depends on patches up to t and no later one."""
     objective, runner = build_gvp(*ONE_STREAM, "objective.num_condition_tokens=2")
     batch = batch_of(photographs(1, 12))
     sequence = objective.sequence(batch)
@@ -77,13 +77,13 @@ def test_one_stream_predicts_the_patch_after_each(build_gvp):
         ),
     ],
 )
-def test_keys_that_do_not_go_together(build_gvp, words, message):
+def test_incompatible_keys(build_gvp, words, message):
     with pytest.raises(UserError, match=message):
         build_gvp(*words)
 
 
 @pytest.mark.parametrize("words", [ONE_STREAM, ["objective.condition_size=4"]])
-def test_no_pictures_of_what_cannot_be_asked_for(build_gvp, run_folder, words):
+def test_generation_errors(build_gvp, run_folder, words):
     extra = [f"objective.tokenizer={run_folder}"] if len(words) == 1 else []
     objective, _ = build_gvp(*words, *extra)
     with pytest.raises(UserError, match="train without it to generate"):

@@ -1,7 +1,7 @@
-"""What GVP's two streams turn into at the ends of their range: three models, each met elsewhere.
+"""Special cases of GVP (section 3.3): iGPT, XLNet and masked modelling.
 
-Section 3.3 of the paper: with a group for each token they are autoregressive models (in raster
-order iGPT, in any order XLNet), with one predicted group masked modelling.
+With one token per group GVP is autoregressive (iGPT in raster order, XLNet in any order); with one
+predicted group it is masked modelling.
 """
 
 import pytest
@@ -15,12 +15,12 @@ from megavis.schedules.segmented import groups_of
 
 PATCHES, WIDTH, HEADS = 9, 16, 2
 EACH_ITS_OWN = tuple(range(PATCHES))
-"""n_0 .. n_{K-1}: nothing is given, each token is a group."""
+"""n_0 .. n_{K-1} with no given tokens and one token per group."""
 
 
 @pytest.fixture
 def streams(build_gvp):
-    """Run both streams from random content: hidden states after the blocks, and before."""
+    """Run both streams on random patches; return hidden states before and after the blocks."""
     objective, runner = build_gvp("objective.num_condition_tokens=0", "model.positions=none")
     embedding, *blocks, _ = runner.layers.modules
 
@@ -39,7 +39,7 @@ def streams(build_gvp):
 
 
 def through(core, blocks, kind, hidden, **carried):
-    """Run the same weights under another visibility."""
+    """Run blocks of the same weights with another visibility."""
     other = core.with_stack(visibility_kind=kind, carried_names=tuple(carried))
     state = LayerState(hidden, carried).pack()
     for number, block in enumerate(blocks, start=1):
@@ -49,18 +49,18 @@ def through(core, blocks, kind, hidden, **carried):
     return LayerState.unpack(state, other.carried_names).hidden
 
 
-def test_raster_order_and_a_group_for_each_token_is_igpts_causal_model(streams):
+def test_one_token_groups_in_raster_order_equal_igpt(streams):
     core, blocks, run = streams
     before, after = run(range(PATCHES), EACH_ITS_OWN, asked=slice(0, 0))
     torch.testing.assert_close(after, through(core, blocks, "causal", before))
 
 
-def test_one_predicted_group_is_masked_modelling(streams):
-    """Given tokens see all given tokens; an asked token sees these and nothing else."""
+def test_one_predicted_group_equals_masked_modelling(streams):
+    """Given tokens see one another; a query sees the given tokens only."""
     core, blocks, run = streams
     order, given = [4, 0, 7, 2, 8, 1, 6, 3, 5], 4
     before, queries = run(order, (given,), seen=given, asked=slice(given, None))
-    # MP3's visibility: all tokens look at the context, which are the given ones.
+    # In MP3's visibility all tokens attend to the context, here the given tokens.
     context = torch.arange(given)[None]
     after = through(core, blocks, "context", before, context=context)
     torch.testing.assert_close(queries, after[given:])
@@ -68,11 +68,11 @@ def test_one_predicted_group_is_masked_modelling(streams):
     torch.testing.assert_close(content, through(core, blocks, "full", before))
 
 
-def test_any_order_and_a_group_for_each_token_is_xlnets_permutation_model(streams):
+def test_one_token_groups_in_any_order_equal_xlnet(streams):
     """g_{z_t} = Attention(g_{z_t}; h_{z_<t}) and h_{z_t} = Attention(h_{z_t}; h_{z_<=t}).
 
-    "XLNet: Generalized Autoregressive Pretraining for Language Understanding", section 2.3, one
-    token after the other, in the pre-norm block of this core.
+    "XLNet: Generalized Autoregressive Pretraining for Language Understanding", section 2.3, token
+    by token in a pre-norm block.
     """
     _, blocks, run = streams
     before, queries = run([4, 0, 7, 2, 8, 1, 6, 3, 5], EACH_ITS_OWN)
@@ -87,7 +87,7 @@ def test_any_order_and_a_group_for_each_token_is_xlnets_permutation_model(stream
 
 
 def token(weights, own, seen):
-    """One token `[h]` through one block that looks at `seen` `[c, h]`; nothing where c is 0."""
+    """Apply a block to one token `[h]` that attends to `seen` `[c, h]`; c may be 0."""
 
     def norm(x, name):
         return F.layer_norm(x, (WIDTH,), weights[f"{name}.weight"], weights[f"{name}.bias"], 1e-6)

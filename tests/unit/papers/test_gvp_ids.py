@@ -1,4 +1,4 @@
-"""GVP on ids: what is scored, what the model reads, and tokenizers that do not fit."""
+"""GVP on ids: losses, inputs and checks of the tokenizer."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def run_folder(tmp_path_factory):
     return write_untrained_run(tmp_path_factory.mktemp("vqgan"))
 
 
-def test_ids_in_and_out_are_scored_by_their_logits(build_gvp):
+def test_d2d_loss_is_the_cross_entropy_of_predicted_ids(build_gvp):
     objective, runner = build_gvp("objective.variant=d2d", *IDS)
     ids = torch.randint(12, (2, 9))
     sequence = objective.sequence(batch_of(ids))
@@ -34,13 +34,13 @@ def test_ids_in_and_out_are_scored_by_their_logits(build_gvp):
     torch.testing.assert_close(loss, torch.stack(losses).mean())
 
 
-def test_ids_beyond_the_codebook_are_refused(build_gvp):
+def test_ids_out_of_range(build_gvp):
     objective, _ = build_gvp("objective.variant=d2d", *IDS)
     with pytest.raises(UserError, match="range from 3 to 12; .* 12 allows 0 to 11"):
         objective.inputs_from(torch.tensor([[3, 4, 5, 6, 7, 8, 9, 10, 12]]))
 
 
-def test_patches_in_ids_out(build_gvp, run_folder):
+def test_p2d_reads_patches_and_predicts_ids(build_gvp, run_folder):
     words = ["objective.variant=p2d", f"objective.tokenizer={run_folder}", "data.image_size=16"]
     objective, runner = build_gvp(*words, *IDS)
     images = torch.randint(256, (2, 16, 16, 3), dtype=torch.uint8)
@@ -59,7 +59,7 @@ def test_patches_in_ids_out(build_gvp, run_folder):
         (["objective.patch_size=8", "objective.num_groups=2"], "as 16 ids"),
     ],
 )
-def test_another_tokenizer_is_refused(build_gvp, run_folder, words, message):
+def test_tokenizer_is_checked(build_gvp, run_folder, words, message):
     fixed = ["objective.variant=d2d", f"objective.tokenizer={run_folder}", "data.image_size=16"]
     objective, _ = build_gvp(*fixed, *IDS, *words)
     images = torch.zeros(1, 16, 16, 3, dtype=torch.uint8)
@@ -75,6 +75,6 @@ def test_another_tokenizer_is_refused(build_gvp, run_folder, words, message):
         (IDS, "objective.vocabulary_size: belongs to the variants p2d and d2d"),
     ],
 )
-def test_keys_that_do_not_fit_the_variant(build_gvp, words, message):
+def test_incompatible_keys(build_gvp, words, message):
     with pytest.raises(UserError, match=message):
         build_gvp(*words)

@@ -1,4 +1,4 @@
-"""A preset for every row of the paper's tables that is a model of its own."""
+"""GVP's presets against the paper's tables."""
 
 from pathlib import Path
 
@@ -51,15 +51,15 @@ def load():
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_rows_of_the_tables(load, table):
+def test_presets_match_table_rows(load, table):
     for name, row in TABLES[table].items():
         config = load(name)
-        said = config.objective.model_dump()
-        assert {key: said[key] for key in {**DEFAULT, **row}} == {**DEFAULT, **row}, name
+        keys = config.objective.model_dump()
+        assert {key: keys[key] for key in {**DEFAULT, **row}} == {**DEFAULT, **row}, name
         # Section 5: ViT-B for 200 epochs, batch 4096, 16² or 14² tokens.
         model = config.model
         assert (model.num_layers, model.hidden_size, model.num_attention_heads) == (12, 768, 12)
-        assert config.objective.num_patches(config) == (256 if said["variant"] == "d2d" else 196)
+        assert config.objective.num_patches(config) == (256 if keys["variant"] == "d2d" else 196)
         assert config.training.batch_size == 4096
         if table != "7":
             assert config.training.steps == round(200 * 1_281_167 / 4096)
@@ -69,7 +69,7 @@ PRE_TRAINED = sorted({name for rows in TABLES.values() for name in rows} - {"vit
 
 
 @pytest.mark.parametrize("name", [*PRE_TRAINED, "vit_b_p2p_800_epochs", "vit_b_p2d_800_epochs"])
-def test_pre_training_is_that_of_section_5(load, name):
+def test_pre_training_matches_section_5(load, name):
     config = load(name)
     data, optimizer = config.data, config.optimizer
     assert (data.crop, data.scale, data.flip) == ("random_resized", (0.2, 1.0), True)
@@ -87,11 +87,11 @@ def test_pre_training_is_that_of_section_5(load, name):
     assert (optimizer.gradient_clipping, config.model.drop_path) == (0.0, 0.0)
 
 
-def test_the_first_row_of_table_10_has_one_stream_without_causal_masks(load):
+def test_table_10_row_1_is_simmim(load):
     config = load("vit_b_p2p_masked_one_stream")
     words = config.objective
     assert (words.reads.kind, words.density.kind) == ("patches", "squared_error")
-    # SimMIM's numbers, and so its ratio; every patch is a row, hidden or not.
+    # The row cites SimMIM, whose mask ratio is 0.6; masked patches are input rows too.
     assert (words.schedule.kind, words.schedule.mask_ratio, words.asks.kind) == (
         "masked",
         0.6,
@@ -114,8 +114,8 @@ EVALUATED = {
 
 
 @pytest.mark.parametrize("name", EVALUATED)
-def test_fine_tuning_drops_the_mask_and_is_maes_recipe(load, name):
-    """MAE's table 9, and the authors' FINETUNE.md for rate and layer decay of ViT-B."""
+def test_fine_tuning_uses_maes_recipe_without_mask(load, name):
+    """MAE's Table 9; learning rate and layer decay of ViT-B are from the authors' FINETUNE.md."""
     config, before = load(f"vit_b_{name}_finetune"), load(EVALUATED[name])
     assert config.objective == before.objective
     assert config.finetune.visibility == "full"
@@ -131,8 +131,8 @@ def test_fine_tuning_drops_the_mask_and_is_maes_recipe(load, name):
 
 
 @pytest.mark.parametrize("name", EVALUATED)
-def test_linear_probing_keeps_the_mask_and_is_maes_recipe(load, name):
-    """MAE's table 10; "for linear probing, we keep the causal mask" (section 5)."""
+def test_linear_probing_uses_maes_recipe_with_mask(load, name):
+    """MAE's Table 10; "for linear probing, we keep the causal mask" (section 5)."""
     config, before = load(f"vit_b_{name}_linear"), load(EVALUATED[name])
     assert config.objective == before.objective
     assert (config.finetune.visibility, config.finetune.linear_evaluation) == ("kept", True)
@@ -144,7 +144,7 @@ def test_linear_probing_keeps_the_mask_and_is_maes_recipe(load, name):
     assert (config.data.scale, config.data.rand_augment) == ((0.08, 1.0), None)
 
 
-def test_linear_probing_of_table_7_is_on_imagenet_100(load):
+def test_table_7_probes_imagenet_100(load):
     config = load("vit_b_p2p_features_linear")
     assert config.objective == load("vit_b_p2p_features").objective
     assert config.finetune.num_classes == 100
@@ -152,5 +152,5 @@ def test_linear_probing_of_table_7_is_on_imagenet_100(load):
 
 
 @pytest.mark.parametrize("name", ["vit_b_p2p_scratch", "vit_b_d2d_scratch"])
-def test_scratch_starts_from_nothing(load, name):
+def test_scratch_has_no_source_run(load, name):
     assert load(name).finetune.from_run is None

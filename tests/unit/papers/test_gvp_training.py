@@ -1,4 +1,4 @@
-"""Runs of GVP: their tokenizer stays the same, and `megavis sample` completes held-out images."""
+"""Runs of GVP: a changed tokenizer is refused, and `megavis sample` completes held-out images."""
 
 import shutil
 
@@ -12,7 +12,7 @@ from megavis.config.errors import UserError
 from megavis.parallel.context import close_context
 
 
-def test_a_tokenizer_other_than_the_checkpoints_is_refused(image_shards, tmp_path, capsys):
+def test_changed_tokenizer_is_refused(image_shards, tmp_path, capsys):
     folder = tmp_path / "vqgan"
     folder.mkdir()
     write_untrained_run(folder)
@@ -43,7 +43,7 @@ def test_a_tokenizer_other_than_the_checkpoints_is_refused(image_shards, tmp_pat
         close_context()
 
 
-def test_samples_complete_a_quarter_of_held_out_images_by_default(image_shards, tmp_path):
+def test_sample_completes_a_quarter_by_default(image_shards, tmp_path):
     path = tmp_path / "p2p.yaml"
     path.write_text(
         tiny(

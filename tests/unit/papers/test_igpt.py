@@ -1,4 +1,4 @@
-"""iGPT's two losses against the paper's formulas, worked by loops."""
+"""iGPT's two losses against the paper's formulas in plain loops."""
 
 import math
 
@@ -18,12 +18,12 @@ def draw(batch_size=3, seed=0):
 
 
 def nats(logits, target):
-    """-log softmax(logits)[target], one exponential after the other."""
+    """Return -log softmax(logits)[target] in double precision."""
     values = [float(x) for x in logits.double()]
     return math.log(sum(math.exp(v) for v in values)) - values[int(target)]
 
 
-def test_autoregressive_loss_is_the_mean_negative_log_likelihood(build, tmp_path):
+def test_autoregressive_loss_is_the_mean_nll(build, tmp_path):
     objective, _ = build(tmp_path / "c.yaml")
     ids, predictions = draw()
     sequence = objective.sequence(batch_of(ids))
@@ -33,8 +33,8 @@ def test_autoregressive_loss_is_the_mean_negative_log_likelihood(build, tmp_path
 
 
 @pytest.mark.parametrize("order", ["nested_raster", "file"])
-def test_autoregressive_loss_is_that_of_the_chain_rule_in_any_order(build, tmp_path, order):
-    """Equation of section 2.1: p(x) = Π p(x_π(i) | x_π(1), ..., x_π(i-1)), one factor at a time."""
+def test_autoregressive_loss_follows_the_chain_rule(build, tmp_path, order):
+    """Section 2.1: p(x) = Π p(x_π(i) | x_π(1), ..., x_π(i-1)), factor by factor."""
     if order == "file":
         permutation = np.random.default_rng(0).permutation(16)
         np.save(tmp_path / "order.npy", permutation)
@@ -47,7 +47,7 @@ def test_autoregressive_loss_is_that_of_the_chain_rule_in_any_order(build, tmp_p
     total = 0.0
     for place, pixel in enumerate(permutation):
         hidden = ids.clone()
-        # What comes later in the order is unknown: any other colours must give the same factor.
+        # The factor must not depend on this pixel or later ones, so replace their colours.
         hidden[:, list(permutation[place:])] = 31 - hidden[:, list(permutation[place:])]
         logits = objective.outputs(runner.predictions(objective.inputs_from(hidden)))
         total += sum(nats(logits[b, place], ids[b, pixel]) for b in range(3))
@@ -58,7 +58,7 @@ def test_autoregressive_loss_is_that_of_the_chain_rule_in_any_order(build, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (np.arange(9), "objective.order: lists 9 pixels; images of data.image_size 4 have 16"),
         (np.arange(1, 17), "must contain a permutation: .*, not '.*order.npy'"),
@@ -66,14 +66,14 @@ def test_autoregressive_loss_is_that_of_the_chain_rule_in_any_order(build, tmp_p
         (None, "objective.order: must be a file written by numpy.save, not '.*order.npy'"),
     ],
 )
-def test_a_file_that_holds_no_order_is_refused(build, tmp_path, content, said):
+def test_invalid_order_file(build, tmp_path, content, message):
     if content is not None:
         np.save(tmp_path / "order.npy", content)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         build(tmp_path / "c.yaml", f"objective.order={tmp_path}/order.npy")
 
 
-def test_a_run_keeps_the_numbers_of_the_file(build, tmp_path):
+def test_run_config_contains_the_order(build, tmp_path):
     np.save(tmp_path / "order.npy", np.arange(16)[::-1])
     objective, _ = build(tmp_path / "c.yaml", f"objective.order={tmp_path}/order.npy")
     resolved = tmp_path / "resolved.yaml"
@@ -93,12 +93,12 @@ def test_bert_loss_averages_the_masked_pixels_of_each_image(build, tmp_path, rat
     images = []
     for b in range(3):
         hidden = [i for i in range(16) if mask[b, i]]
-        assert hidden, "pick another seed: an image without masked pixels says nothing"
+        assert hidden, "pick another seed: this image has no masked pixels"
         images.append(sum(nats(predictions[i, b], ids[b, i]) for i in hidden) / len(hidden))
     assert abs(float(objective.loss(predictions, sequence.targets)) - sum(images) / 3) < 1e-5
 
 
-def test_gradient_of_unmasked_pixels_is_exactly_zero(build, tmp_path):
+def test_unmasked_pixels_have_no_gradient(build, tmp_path):
     objective, _ = build(tmp_path / "c.yaml", "objective.mode=bert")
     ids, predictions = draw()
     predictions.requires_grad_()
@@ -108,7 +108,7 @@ def test_gradient_of_unmasked_pixels_is_exactly_zero(build, tmp_path):
     assert torch.equal(touched, sequence.targets[1])
 
 
-def test_mask_is_drawn_for_the_sample_not_for_its_place_in_a_batch(build, tmp_path):
+def test_mask_depends_on_the_sample_only(build, tmp_path):
     objective, _ = build(tmp_path / "c.yaml", "objective.mode=bert")
     ids, _ = draw(batch_size=6)
     whole = objective.sequence(batch_of(ids)).targets[1]
@@ -117,7 +117,7 @@ def test_mask_is_drawn_for_the_sample_not_for_its_place_in_a_batch(build, tmp_pa
     assert not torch.equal(whole[0], whole[1])
 
 
-def test_mask_ratio_is_that_of_the_config(build, tmp_path):
+def test_mask_ratio(build, tmp_path):
     for ratio in (0.15, 0.2):
         words = ["objective.mode=bert", f"objective.mask_ratio={ratio}"]
         objective, _ = build(tmp_path / "c.yaml", *words)
@@ -127,7 +127,7 @@ def test_mask_ratio_is_that_of_the_config(build, tmp_path):
         assert abs(share - ratio) < 5 * (ratio * (1 - ratio) / 64000) ** 0.5
 
 
-def test_random_order_permutes_pixels_with_their_places(build, tmp_path):
+def test_random_order_permutes_pixels_and_positions(build, tmp_path):
     objective, _ = build(tmp_path / "c.yaml", "objective.order=random")
     ids, _ = draw()
     sequence = objective.sequence(batch_of(ids))

@@ -1,4 +1,4 @@
-"""MAE against `ViTMAEForPreTraining` of `transformers`, with its weights and the same masks."""
+"""MAE against `transformers.ViTMAEForPreTraining` with the same weights and masks."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def make(build_paper):
 
 
 def reference(normalize=True):
-    """Return the model of `transformers`, every weight but the fixed positions random."""
+    """Return the `transformers` model with random weights and MAE's fixed positions."""
     config = ViTMAEConfig(
         hidden_size=WIDTH,
         num_hidden_layers=3,
@@ -55,7 +55,7 @@ def reference(normalize=True):
 
 
 def fixed_positions(width):
-    """Return those of MAE's released code, which has the column's half in front of the row's."""
+    """Return the positions of MAE's released code, whose first half encodes the column."""
     rows_first = build_2d_sinusoidal_position_embedding(4, 4, width, cls_token=True)
     return rows_first.roll(width // 2, dims=1)
 
@@ -77,7 +77,7 @@ NAMES = {
 
 
 def counterparts(name):
-    """Return the names of `transformers` for one of ours; keys and values are one matrix here."""
+    """Return the `transformers` names of a parameter: two for the fused keys and values."""
     if name.startswith("embedding.patches"):
         return [name.replace("embedding.patches", "vit.embeddings.patch_embeddings.projection")]
     name = name.replace("decoder.", "decoder.decoder_layers.").replace("blocks.", "vit.layers.")
@@ -89,16 +89,16 @@ def counterparts(name):
 
 
 def in_our_form(name, tensors):
-    """Return their weight, or its gradient, in the form that it has here."""
+    """Convert a weight or gradient of `transformers` to megavis' layout."""
     if len(tensors) == 2:
         return join_keys_values(*tensors, 4 if name.startswith("blocks") else 2)
     [tensor] = tensors
-    # A convolution has the channels first, a patch has them last.
+    # A convolution kernel is channels-first, a patch channels-last.
     return tensor.permute(0, 2, 3, 1) if tensor.ndim == 4 else tensor
 
 
 def paired(layers, theirs):
-    """Return our parameters, each with those of `transformers`, of which none is left out."""
+    """Pair each parameter with those of `transformers`; check that every one of them is used."""
     named = dict(theirs.named_parameters())
     pairs = {
         name: (parameter, [named.pop(other) for other in counterparts(name)])
@@ -109,16 +109,16 @@ def paired(layers, theirs):
 
 
 def copy_weights(layers, theirs):
-    """Give the weights of `transformers` to these layers."""
+    """Copy the weights of `transformers` to these layers."""
     with torch.no_grad():
         for name, (parameter, others) in paired(layers, theirs).items():
             parameter.copy_(in_our_form(name, others).reshape(parameter.shape))
 
 
 def run_both(objective, runner, theirs, batch):
-    """Return our loss and what `transformers` returns, of the same images and masks."""
+    """Return megavis' loss and the output of `transformers` for the same images and masks."""
     images = standardize(batch.inputs).permute(0, 3, 1, 2)
-    # Noise that `transformers` sorts into the order that is drawn here.
+    # `transformers` takes the argsort of the noise as its order.
     noise = objective.schedule.draw(batch.sample_index).order.argsort(1).float()
     sequence = objective.training_sequence(batch)
     predictions = run_layers(runner.layers.modules, sequence.inputs)
@@ -126,7 +126,7 @@ def run_both(objective, runner, theirs, batch):
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-def test_loss_and_gradient_are_those_of_transformers(make, normalize):
+def test_loss_and_gradient_match_transformers(make, normalize):
     objective, runner = make(f"objective.normalize_targets={str(normalize).lower()}")
     theirs = reference(normalize)
     copy_weights(runner.layers, theirs)
@@ -142,8 +142,7 @@ def test_loss_and_gradient_are_those_of_transformers(make, normalize):
         )
 
 
-def test_the_encoder_gives_what_that_of_transformers_gives(make):
-    """Of the visible patches, in the order in which both hold them."""
+def test_encoder_matches_transformers(make):
     objective, runner = make()
     theirs, batch = reference(), batch_of(photographs(3, 16), first=5)
     copy_weights(runner.layers, theirs)
@@ -156,7 +155,7 @@ def test_the_encoder_gives_what_that_of_transformers_gives(make):
     torch.testing.assert_close(seen["ours"].transpose(0, 1), seen["theirs"], rtol=1e-5, atol=1e-5)
 
 
-def test_features_are_those_of_transformers_without_masking(make):
+def test_features_match_unmasked_transformers(make):
     objective, runner = make()
     theirs, batch = reference(), batch_of(photographs(3, 16))
     copy_weights(runner.layers, theirs)
@@ -165,13 +164,13 @@ def test_features_are_those_of_transformers_without_masking(make):
         images = standardize(batch.inputs).permute(0, 3, 1, 2)
         expected = theirs.vit(images, noise=torch.arange(16.0).expand(3, -1)).last_hidden_state
     for layer in runner.layers.modules[5:]:
-        layer.register_forward_hook(lambda *_: pytest.fail("the decoder has no part in features"))
+        layer.register_forward_hook(lambda *_: pytest.fail("features must not run the decoder"))
     features = runner.features(objective.backbone.feature_inputs(batch))
     assert features.shape == (4, 3, WIDTH)
     torch.testing.assert_close(features[-1], expected.mean(1), rtol=1e-5, atol=1e-5)
 
 
-def test_fine_tuning_keeps_the_encoder_alone(make):
+def test_fine_tuning_drops_the_decoder(make):
     words = ["finetune.num_classes=3", "finetune.layer_decay=0.5", "finetune.read_out=first"]
     objective, runner = make(*words, "data.validation=shards", "training.validate_every=1")
     plans = objective.layer_plans()
@@ -195,19 +194,19 @@ def test_fine_tuning_keeps_the_encoder_alone(make):
     torch.testing.assert_close(logits, classifier(kept["out"][0]), rtol=1e-5, atol=1e-5)
 
 
-def test_operations_are_what_torch_counts(make):
+def test_flops_match_torch_counter(make):
     objective, runner = make()
     sequence = objective.sequence(batch_of(photographs(2, 16)))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         run_layers(runner.layers.modules, sequence.inputs)
-    # Patches are embedded by a linear map, which no paper's count holds.
+    # flops_per_image leaves out the patch embedding.
     embedded = 2 * 2 * 4 * 48 * WIDTH
     planned = 2 * objective.flops_per_image() / 3 + embedded
     assert planned == pytest.approx(counter.get_total_flops(), rel=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["objective.patch_size=5"], "5 does not divide data.image_size 16"),
         (["objective.mask_ratio=0.01"], "0.01 of 16 patches hides none"),
@@ -228,6 +227,6 @@ def test_operations_are_what_torch_counts(make):
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(make, words, said):
-    with pytest.raises(UserError, match=said):
+def test_incompatible_keys(make, words, message):
+    with pytest.raises(UserError, match=message):
         make(*words)

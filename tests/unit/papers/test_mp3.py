@@ -1,4 +1,4 @@
-"""MP3 against its definition: a set of patches, a few of them seen, a place named for each."""
+"""MP3 against its definition: predict the position of each patch from a visible subset."""
 
 import math
 
@@ -29,20 +29,20 @@ def draw_images(count=3):
 
 
 @pytest.mark.parametrize("class_token", [True, False])
-def test_permuting_patches_permutes_what_is_predicted(make, class_token):
+def test_predictions_are_permutation_equivariant(make, class_token):
     objective, runner = make(f"objective.class_token={str(class_token).lower()}")
     patches = objective.places().patches_of(draw_images())
     context = objective.places().context_of(torch.arange(3), 0.5)
     order = torch.randperm(PLACES, generator=torch.Generator().manual_seed(1))
     plain = objective.outputs(runner.predictions(objective.places().inputs_with(patches, context)))
-    # Patch order[i] is now at place i, so what was at p is at argsort(order)[p].
+    # Patch order[i] moves to position i, so the patch at p moves to argsort(order)[p].
     moved = objective.places().inputs_with(patches[:, order], order.argsort()[context])
     permuted = objective.outputs(runner.predictions(moved))
     torch.testing.assert_close(permuted, plain[:, order], rtol=1e-5, atol=1e-5)
     assert not torch.allclose(plain[:, 0], plain[:, 1], atol=1e-2)
 
 
-def test_without_masking_it_is_full_attention_without_positions(make):
+def test_no_masking_equals_full_attention(make):
     objective, runner = make("objective.mask_ratio=0.0")
     _, full = make("objective.mask_ratio=0.0", visibility="full")
     inputs = objective.sequence(batch_of(draw_images())).inputs
@@ -55,7 +55,7 @@ def test_without_masking_it_is_full_attention_without_positions(make):
     )
 
 
-def test_masked_patches_give_no_keys_and_values(make):
+def test_masked_patches_are_not_attended_to(make):
     objective, runner = make()
     patches = objective.places().patches_of(draw_images(1))
     context = objective.places().context_of(torch.arange(1), 0.5)
@@ -70,7 +70,7 @@ def test_masked_patches_give_no_keys_and_values(make):
     assert moved == sorted([watched, *seen])
 
 
-def test_keys_and_values_are_computed_for_the_context_alone(make):
+def test_keys_and_values_are_computed_for_context_only(make):
     objective, runner = make("objective.mask_ratio=0.75")
     counts = []
     for block in runner.layers.modules[1:-1]:
@@ -81,7 +81,7 @@ def test_keys_and_values_are_computed_for_the_context_alone(make):
     assert counts == [4 + 1] * 3
 
 
-def test_loss_and_accuracy_are_those_of_loops(make):
+def test_loss_and_accuracy_match_loops(make):
     objective, _ = make()
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(3, PLACES + 1, PLACES, generator=generator)
@@ -98,7 +98,7 @@ def test_loss_and_accuracy_are_those_of_loops(make):
     assert 0 < right < 48
 
 
-def test_context_is_drawn_for_the_sample_not_for_its_place_in_a_batch(make):
+def test_context_depends_on_the_sample_only(make):
     objective, _ = make()
     whole = objective.places().context_of(torch.arange(6), 0.5)
     assert torch.equal(objective.places().context_of(torch.arange(4, 6), 0.5), whole[4:])
@@ -106,7 +106,7 @@ def test_context_is_drawn_for_the_sample_not_for_its_place_in_a_batch(make):
     assert all(len(set(row.tolist())) == 8 for row in whole)
 
 
-def test_every_patch_is_context_equally_often(make):
+def test_context_is_uniform(make):
     objective, _ = make()
     context = objective.places().context_of(torch.arange(4000), 0.75)
     assert context.shape == (4000, 4)
@@ -115,7 +115,7 @@ def test_every_patch_is_context_equally_often(make):
     assert (shares - 0.25).abs().max() < 5 * (0.25 * 0.75 / 4000) ** 0.5
 
 
-def test_operations_fall_with_the_mask_ratio_as_the_count_says(make):
+def test_flops_depend_on_the_mask_ratio(make):
     objective, _ = make()
     model = objective.config.model.model_copy(update={"num_layers": 12, "hidden_size": 768})
     n, c, h = PLACES + 1, 8 + 1, 768
@@ -133,7 +133,7 @@ SPEECH = (
 )
 
 
-def test_frames_are_patches_and_some_are_told_where_they_stand(make):
+def test_speech_frames_with_given_positions(make):
     objective, runner = make(*SPEECH)
     frames = torch.randn(3, 20, 6, generator=torch.Generator().manual_seed(0)).half()
     batch = batch_of(frames)
@@ -164,12 +164,12 @@ def test_frames_are_patches_and_some_are_told_where_they_stand(make):
     ]
     assert len(nats) == 54
     assert float(objective.loss(logits, sequence.targets)) == pytest.approx(sum(nats) / 54)
-    # In features, as in fine-tuning, all positions are given.
+    # Features, as fine-tuning, are given all positions.
     assert objective.feature_inputs(batch)[2].tolist() == [list(range(20))] * 3
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["objective.patch_size=5"], "5 does not divide data.image_size 16"),
         (["model.positions=learned"], "learned reveals what the model has to predict"),
@@ -187,18 +187,18 @@ def test_frames_are_patches_and_some_are_told_where_they_stand(make):
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_by_key(make, words, said):
-    with pytest.raises(UserError, match=said):
+def test_incompatible_keys(make, words, message):
+    with pytest.raises(UserError, match=message):
         make(*words)
 
 
-def test_images_of_another_size_are_refused(make):
+def test_image_size_is_checked(make):
     objective, _ = make()
     with pytest.raises(UserError, match=r"expects uint8 \[b, 16, 16, 3\]"):
         objective.inputs_from(photographs(2, 12))
 
 
-def test_attention_read_from_projections_is_what_the_block_mixes_with(make):
+def test_attention_weights_match_the_block(make):
     from megavis.evaluation.attention_maps import attention_weights
 
     objective, runner = make()

@@ -1,4 +1,4 @@
-"""Errors by patch and completions, from an untrained run on photographs."""
+"""Figures of errors by patch, completions and reconstructions."""
 
 import csv
 import math
@@ -51,7 +51,7 @@ def test_signal_to_noise():
     assert signal_to_noise(made, true).tolist() == pytest.approx([0.0, 20 * math.log10(5)])
 
 
-def test_the_last_row_is_repeated():
+def test_repeat_last_row():
     images = torch.arange(4 * 4 * 3, dtype=torch.uint8).view(1, 4, 4, 3)
     repeated = repeat_last_row(images, 2)
     assert torch.equal(repeated[:, :2], images[:, :2])
@@ -59,14 +59,14 @@ def test_the_last_row_is_repeated():
     assert torch.equal(repeated[:, 3], images[:, 1])
 
 
-def test_an_order_without_rows_has_no_last_row():
+def test_completions_need_whole_rows():
     images = torch.zeros(1, 4, 4, 3, dtype=torch.uint8)
     given = torch.eye(4, dtype=torch.bool)[None]
     with pytest.raises(UserError, match="does not start with whole rows"):
         score_completions(images, images[None], given)
 
 
-def test_completions_and_their_mean_are_scored_apart():
+def test_completions_and_their_mean_are_scored_separately():
     originals = torch.full((2, 4, 4, 3), 100, dtype=torch.uint8)
     originals[:, 1] = 90
     above, below = originals.clone(), originals.clone()
@@ -93,7 +93,7 @@ def test_errors_by_patch(run_folder, capsys):
     assert "patches.png" in capsys.readouterr().out
     with (run_folder / "evaluation" / "patches.csv").open() as file:
         rows = list(csv.DictReader(file))
-    # The order of blocks of 2 x 2 on a grid of 4 x 4, written out.
+    # The order of blocks of 2 x 2 on a grid of 4 x 4.
     order = [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]
     by_cell = [float(row["cell_error"]) for row in rows]
     assert [float(row["error"]) for row in rows] == pytest.approx([by_cell[i] for i in order])

@@ -1,4 +1,4 @@
-"""Pictures and numbers of predicted places, against loops."""
+"""Figures and metrics of predicted positions against plain loops."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from megavis.evaluation.neighbors import neighbor_accuracy
 from megavis.papers.mp3 import place_figures
 
 
-def test_patches_on_the_same_place_are_averaged():
+def test_reassemble_averages_patches_at_one_position():
     torch.manual_seed(0)
     patches, places = torch.randn(2, 9, 5), torch.randint(9, (2, 9))
     image, filled = place_figures.reassemble(patches, places)
@@ -23,7 +23,7 @@ def test_patches_on_the_same_place_are_averaged():
     assert not filled.all()
 
 
-def test_patches_are_outlined_where_they_are_chosen():
+def test_outline():
     images = np.zeros((1, 8, 8, 3), np.uint8)
     chosen = torch.tensor([[False, True, False, False]])
     drawn = place_figures.outline(images, chosen)[0, :, :, 1]
@@ -33,8 +33,8 @@ def test_patches_are_outlined_where_they_are_chosen():
     assert np.array_equal(drawn, expected)
 
 
-class Names:
-    """Puts every patch where its first number says, and sees half of them."""
+class PositionsStub:
+    """Predicts the position in a patch's first value; half of the patches are context."""
 
     num_places = 4
     num_placed = 0
@@ -57,40 +57,42 @@ class Names:
         return predictions
 
 
-class Runs:
+class RunnerStub:
     context = type("Context", (), {"device": torch.device("cpu")})
 
     def predictions(self, inputs):
         return torch.nn.functional.one_hot(inputs[0][..., 0].long(), 4).float()
 
 
-def test_accuracy_is_told_of_context_and_masked_patches(monkeypatch):
+def test_position_accuracy(monkeypatch):
     from megavis.data.loading.batch import Batch
 
     batch = Batch(torch.zeros(3, 2, 2, 3), torch.zeros(3), torch.arange(3))
     monkeypatch.setattr(place_figures, "evaluation_batches", lambda *_, **__: [batch])
-    score = place_figures.position_accuracy(Runs(), Names(), [0] * 3, mask_ratio=0.5, num_images=3)
+    half = {"mask_ratio": 0.5, "num_images": 3}
+    score = place_figures.position_accuracy(RunnerStub(), PositionsStub(), [0] * 3, **half)
     assert (score.accuracy, score.of_context, score.of_masked) == (0.75, 1.0, 0.5)
     assert score.chance == 0.25
-    # Where positions are given, one more or less of the context makes no difference.
-    names = Names()
-    names.num_placed = 1
-    score = place_figures.position_accuracy(Runs(), names, [0] * 3, mask_ratio=0.5, num_images=3)
+    # A patch whose position is given is not scored.
+    places = PositionsStub()
+    places.num_placed = 1
+    score = place_figures.position_accuracy(RunnerStub(), places, [0] * 3, **half)
     assert (score.accuracy, score.of_context, score.of_masked) == (2 / 3, 1.0, 0.5)
 
 
-def test_a_jigsaw_and_a_mixture_show_what_they_say():
+def test_jigsaw_and_mixture_rows():
     image = torch.zeros(2, 2, 3, dtype=torch.uint8)
-    rows, accuracies = place_figures.jigsaw_rows(Runs(), Names(), image, (0.0, 0.5))
+    runner, places = RunnerStub(), PositionsStub()
+    rows, accuracies = place_figures.jigsaw_rows(runner, places, image, (0.0, 0.5))
     assert accuracies == [0.75, 0.75]
     assert [len(row) for row in rows] == [2, 2, 2]
-    # Nothing is put on the last place.
+    # No patch is placed at the last position.
     assert rows[2][0][:, :, 0].flatten().tolist() == [0, 1, 2, 127]
-    mixed = place_figures.mixture_rows(Runs(), Names(), image.expand(2, 2, 2, 3), (0.0, 0.25))
+    mixed = place_figures.mixture_rows(runner, places, image.expand(2, 2, 2, 3), (0.0, 0.25))
     assert [len(row) for row in mixed] == [6, 6]
 
 
-def test_relative_attention_is_the_mean_over_pairs_of_an_offset():
+def test_relative_map_averages_over_offsets():
     torch.manual_seed(0)
     weights = torch.rand(2, 10, 10).softmax(-1)
     maps = relative_map(weights)
@@ -106,7 +108,7 @@ def test_relative_attention_is_the_mean_over_pairs_of_an_offset():
             torch.testing.assert_close(maps[:, row + 2, column + 2], expected)
 
 
-def test_correlation_is_that_of_numpy():
+def test_correlation_matches_numpy():
     torch.manual_seed(0)
     first, second = torch.randn(3, 4, 7), torch.randn(3, 4, 7)
     expected = np.zeros((4, 4))
@@ -117,7 +119,7 @@ def test_correlation_is_that_of_numpy():
     np.testing.assert_allclose(correlation(first, second).numpy(), expected, atol=1e-6)
 
 
-def test_neighbours_vote_as_scikit_learn_says():
+def test_neighbor_accuracy_matches_scikit_learn():
     from sklearn.neighbors import KNeighborsClassifier
 
     random = np.random.default_rng(0)

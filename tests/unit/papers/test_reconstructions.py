@@ -1,4 +1,4 @@
-"""Reconstructions of hidden patches against what a perfect and a blind model would give."""
+"""Reconstructions of hidden patches by stubs with perfect and constant predictions."""
 
 import pytest
 import torch
@@ -14,18 +14,18 @@ DECODER = "{num_layers: 1, hidden_size: 16, num_attention_heads: 2}"
 MAE = f"{{name: mae, patch_size: 4, decoder: {DECODER}}}"
 
 
-class Predicts:
-    """In a runner's place: predicts what it is given, whatever it sees."""
+class RunnerStub:
+    """Returns fixed predictions."""
 
     def __init__(self, predictions):
-        self.answer = predictions
+        self.fixed = predictions
 
     def predictions(self, inputs):
-        return self.answer
+        return self.fixed
 
 
 def cells(images):
-    """Return the sixteen patches of images of 16² pixels, cut by loops: `[b, 16, 4, 4, 3]`."""
+    """Cut images `[b, 16, 16, 3]` into patches `[b, 16, 4, 4, 3]`."""
     cut = [
         images[:, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4]
         for row in range(4)
@@ -36,32 +36,32 @@ def cells(images):
 
 @pytest.fixture
 def paper(build_paper):
-    """A function that builds the paper with normalised targets, or without."""
+    """Build MAE with or without normalised targets."""
     return lambda normalize: build_paper(
         tiny(MAE), f"objective.normalize_targets={str(normalize).lower()}"
     )[0]
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-def test_what_scores_no_loss_is_the_original(paper, normalize, tmp_path):
+def test_zero_loss_reconstructs_the_original(paper, normalize, tmp_path):
     objective, batch = paper(normalize), batch_of(photographs(3, 16), first=4)
     [targets] = objective.sequence(batch).targets
     mean, deviation = targets.mean(-1, keepdim=True), targets.std(-1, keepdim=True)
     perfect = (targets - mean) / deviation if normalize else targets
     assert objective.loss(perfect, (targets,)) < 1e-6
-    found = reconstruct(Predicts(perfect), objective, batch, tmp_path)
+    found = reconstruct(RunnerStub(perfect), objective, batch, tmp_path)
     assert torch.equal(found.originals, batch.inputs)
     assert torch.equal(found.made, batch.inputs)
     assert found.hidden.sum(1).tolist() == [12, 12, 12]
 
 
-def test_visible_patches_stay_and_others_get_their_own_statistics(paper, tmp_path):
+def test_visible_patches_stay_and_hidden_are_denormalized(paper, tmp_path):
     objective, batch = paper(True), batch_of(photographs(2, 16))
     order = objective.schedule.draw(batch.sample_index).order
-    found = reconstruct(Predicts(torch.zeros(2, 12, 48)), objective, batch, tmp_path)
+    found = reconstruct(RunnerStub(torch.zeros(2, 12, 48)), objective, batch, tmp_path)
     true, made, flat = (cells(each).float() for each in (batch.inputs, found.made, found.flat))
-    # A patch is standardised over all its numbers; colours are before the mean of each channel
-    # was taken away, so that its mean is one of standardised numbers.
+    # Targets are normalised over all values of a patch, after standardising each channel: a
+    # prediction of zero is the patch's mean standardised value.
     centre, scale = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
     for image in range(2):
         visible = set(order[image, :4].tolist())
@@ -79,7 +79,7 @@ def test_visible_patches_stay_and_others_get_their_own_statistics(paper, tmp_pat
             torch.testing.assert_close(flat[image, place], expected, rtol=0, atol=0)
 
 
-def test_a_mixture_is_shown_by_its_mean(build_paper, tmp_path):
+def test_mixture_is_reconstructed_by_its_mean(build_paper, tmp_path):
     section = (
         "{name: compose, reads: {kind: patches, patch_size: 4}, schedule: {kind: context},"
         f" asks: {{kind: bridge, decoder: {DECODER}}},"
@@ -88,17 +88,17 @@ def test_a_mixture_is_shown_by_its_mean(build_paper, tmp_path):
     objective, _ = build_paper(tiny(section))
     batch = batch_of(photographs(2, 16))
     [targets] = objective.sequence(batch).targets
-    # Weights of three quarters and a quarter, means on both sides of the truth.
+    # Weights 3/4 and 1/4, with means whose weighted average is the target.
     logits = torch.tensor([3.0, 1.0]).log().expand(*targets.shape[:2], 2)
     scales = torch.zeros_like(targets)
     predictions = [logits, targets - 0.5, scales, targets + 1.5, scales]
-    found = reconstruct(Predicts(torch.cat(predictions, -1)), objective, batch, tmp_path)
+    found = reconstruct(RunnerStub(torch.cat(predictions, -1)), objective, batch, tmp_path)
     difference = found.made.int() - batch.inputs.int()
     assert difference.abs().max() <= 1
 
 
 @pytest.mark.parametrize(
-    ("section", "said"),
+    ("section", "message"),
     [
         ("{name: darl, patch_size: 4}", "runs of darl predict every token"),
         ("{name: mp3, patch_size: 4}", "runs of mp3 predict every token"),
@@ -108,8 +108,8 @@ def test_a_mixture_is_shown_by_its_mean(build_paper, tmp_path):
         ),
     ],
 )
-def test_what_has_no_reconstruction_is_refused(build_paper, section, said, tmp_path):
+def test_unsupported_papers_are_refused(build_paper, section, message, tmp_path):
     objective, runner = build_paper(tiny(section))
     batch = objective.blank_batch(1, torch.device("cpu"))
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         reconstruct(runner, objective, batch, tmp_path)

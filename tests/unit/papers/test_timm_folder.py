@@ -1,4 +1,4 @@
-"""A ViT of timm's, converted: the same features, by timm itself and by its formulas."""
+"""A converted timm ViT has the features of timm and of its formulas."""
 
 import json
 import sys
@@ -53,13 +53,13 @@ def random_tensors(*, classes=5):
 
 @pytest.fixture
 def features(build_paper):
-    """Run megavis's blocks, without the mask, on a converted network."""
+    """Compute features of a converted network with unmasked megavis blocks."""
 
     def features(model, images):
         objective, runner = build_paper(CONFIG, visibility="full")
         weights = from_timm(model)
         for name, parameter in runner.layers.named_parameters():
-            # The decoder of pixels is not timm's.
+            # timm has no pixel decoder.
             if not name.startswith("head.decoder."):
                 parameter.data.copy_(weights.pop(name))
         assert sorted(weights) == [f"head.classifier.linear.{kind}" for kind in ("bias", "weight")]
@@ -73,15 +73,15 @@ STATISTICS = [((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), ((0.5,) * 3, (0.5,
 
 
 @pytest.mark.parametrize(("mean", "deviation"), STATISTICS)
-def test_features_by_formulas(features, mean, deviation):
+def test_features_match_formulas(features, mean, deviation):
     model = TimmViT(random_tensors(), 4, mean, deviation)
     expected = timm_features(model, photographs(2, 24))
     assert expected.shape == (2, 10, 32)
     torch.testing.assert_close(features(model, photographs(2, 24)), expected, rtol=0, atol=1e-4)
 
 
-class StandIn:
-    """Finds any module of torchvision: timm imports it for its data, of which nothing is used."""
+class TorchvisionStub:
+    """Import hook that mocks torchvision, which timm imports for data pipelines not used here."""
 
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] == "torchvision":
@@ -97,19 +97,19 @@ class StandIn:
 
 @pytest.fixture
 def timm(monkeypatch):
-    """Import timm without torchvision, whose wheel not every torch can load."""
+    """Import timm without torchvision, whose wheel does not load with every torch."""
     pytest.importorskip("huggingface_hub", reason="timm imports it")
     before = set(sys.modules)
     if "torchvision" not in before:
-        monkeypatch.setattr(sys, "meta_path", [StandIn(), *sys.meta_path])
+        monkeypatch.setattr(sys, "meta_path", [TorchvisionStub(), *sys.meta_path])
     yield pytest.importorskip("timm", reason="pip install timm, to compare with it")
-    # Later imports find the real one.
+    # Later imports must find the real modules.
     for name in [n for n in sys.modules if n.partition(".")[0] in ("timm", "torchvision")]:
         if name not in before:
             del sys.modules[name]
 
 
-def test_features_by_timm(timm, features):
+def test_features_match_timm(timm, features):
     torch.manual_seed(0)
     network = timm.models.vision_transformer.VisionTransformer(num_classes=5, **SIZES).eval()
     for parameter in network.parameters():
@@ -132,9 +132,10 @@ def write_folder(folder, tensors, settings=None):
     return folder
 
 
-def test_a_folder_tells_its_sizes(tmp_path):
-    told = {"pretrained_cfg": {"mean": [0.5] * 3, "std": [0.25] * 3}}
-    model = read_timm_folder(write_folder(tmp_path / "vit", random_tensors(), told), num_heads=4)
+def test_sizes_are_read_from_the_folder(tmp_path):
+    settings = {"pretrained_cfg": {"mean": [0.5] * 3, "std": [0.25] * 3}}
+    folder = write_folder(tmp_path / "vit", random_tensors(), settings)
+    model = read_timm_folder(folder, num_heads=4)
     sizes = (model.num_layers, model.hidden_size, model.mlp_size, model.patch_size)
     assert sizes == (2, 32, 128, 8)
     assert (model.image_size, model.num_classes, model.num_heads) == (24, 5, 4)
@@ -150,7 +151,7 @@ def test_a_folder_tells_its_sizes(tmp_path):
         ({"pos_embed": torch.zeros(1, 9, 32)}, "8 positions after that of the class token"),
     ],
 )
-def test_other_networks_are_refused(tmp_path, change, message):
+def test_unsupported_networks_are_refused(tmp_path, change, message):
     tensors = {k: v for k, v in {**random_tensors(), **change}.items() if v is not None}
     with pytest.raises(UserError, match=message):
         read_timm_folder(write_folder(tmp_path / "vit", tensors))
@@ -168,7 +169,7 @@ def test_heads_must_divide(tmp_path):
 
 
 @pytest.mark.usefixtures("context")
-def test_the_command_writes_a_run_that_agrees(tmp_path, capsys):
+def test_import_command(tmp_path, capsys):
     import megavis
     from megavis.cli import main
 

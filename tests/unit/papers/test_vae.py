@@ -1,4 +1,4 @@
-"""Training a VAE: its losses against plain arithmetic, whose gradient is whose, and what falls."""
+"""Training a VAE: losses against plain arithmetic, gradients, optimizer options."""
 
 import numpy as np
 import pytest
@@ -29,8 +29,8 @@ def small(tmp_path, context):
     return objective, stack, batch_of(photographs(3, 16))
 
 
-def test_the_posterior_is_drawn_from(small, context):
-    """GIVT, figure 12: images decoded from mean + scale · noise, other noise each time."""
+def test_posterior_samples_are_decoded(small, context):
+    """GIVT, Figure 12: images decoded from mean + scale · noise, with new noise per draw."""
     objective, _, batch = small
     plans = objective.layer_plans()
     layers = LocalLayers(plans, list(LayerStack(plans, objective.loss).layers))
@@ -68,7 +68,7 @@ def test_loss_is_the_weighted_sum_of_its_terms(small):
     torch.testing.assert_close(stack(sequence.inputs, ()), expected)
 
 
-def test_each_side_learns_from_its_own_loss_alone(small):
+def test_generator_and_discriminator_losses_are_separate(small):
     objective, stack, batch = small
     inputs = objective.sequence(batch).inputs
     stack(inputs, ()).backward()
@@ -87,7 +87,7 @@ def test_each_side_learns_from_its_own_loss_alone(small):
         torch.testing.assert_close(gradient, together[name], msg=name)
 
 
-def test_squared_slope_is_that_of_finite_differences():
+def test_squared_slope_matches_finite_differences():
     torch.manual_seed(0)
     network = Discriminator(8, 4).double()
     pixels = torch.rand(1, 3, 8, 8, dtype=torch.float64)
@@ -113,12 +113,12 @@ def test_squared_slope_is_that_of_finite_differences():
         (["parallel.zero_stage=3"], "parallel.zero_stage"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(tmp_path, words, key):
+def test_incompatible_keys(tmp_path, words, key):
     with pytest.raises(UserError, match=key):
         load_config(write_config(tmp_path), words)
 
 
-def test_an_objective_with_blocks_wants_a_model_section(tmp_path):
+def test_model_section_is_required(tmp_path):
     path = tmp_path / "no_model.yaml"
     path.write_text(
         "name: x\nobjective: {name: igpt}\ndata: {train: t, image_size: 8}\n"
@@ -128,7 +128,7 @@ def test_an_objective_with_blocks_wants_a_model_section(tmp_path):
         load_config(path)
 
 
-def test_the_discriminator_has_its_own_rates(small):
+def test_discriminator_optimizer_options(small):
     from megavis.training.optimizer import build_optimizer
 
     objective, stack, _ = small
@@ -141,7 +141,7 @@ def test_the_discriminator_has_its_own_rates(small):
     assert (second["betas"], second["learning_rate_scale"]) == ((0.5, 0.9), pytest.approx(2.0))
 
 
-def test_posterior_noise_belongs_to_the_sample(small):
+def test_posterior_noise_depends_on_the_sample_only(small):
     objective, _, batch = small
     _, noise = objective.sequence(batch).inputs
     assert noise.shape == (3, 4, 4, 4)

@@ -1,4 +1,4 @@
-"""The VAE of label maps: its channels, loss and network against plain written-out forms."""
+"""The VAE of label maps: channels, loss and network against plain loops."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def random_maps(channels, *, count=2, side=8, seed=0):
     return torch.from_numpy(to_pixels(numbers))
 
 
-def test_depths_fall_into_bins_of_equal_width():
+def test_depth_bins_have_equal_width():
     metres = [0.0, 0.3, 0.5, 0.7499, 0.7501, 1.74, 2.99, 3.0, 9.0]
     numbers = np.array([[round(10_000 * metre) for metre in metres]])
     labels = DEPTH.labels(torch.from_numpy(to_pixels(numbers))[None])
@@ -53,7 +53,7 @@ def test_depths_fall_into_bins_of_equal_width():
     assert back[0].tolist() == pytest.approx([0.625] * 4 + [0.875, 1.625] + [2.875] * 3)
 
 
-def test_all_pixels_of_an_instance_have_its_likeliest_class():
+def test_instances_take_their_most_likely_class():
     torch.manual_seed(0)
     logits = torch.randn(2, 9, 6, 7)
     maps = PANOPTIC.maps(logits)
@@ -69,7 +69,7 @@ def test_all_pixels_of_an_instance_have_its_likeliest_class():
 
 
 @pytest.mark.parametrize("channels", [PANOPTIC, DEPTH], ids=["panoptic", "depth"])
-def test_loss_is_the_written_out_cross_entropy(channels):
+def test_loss_matches_cross_entropy_loops(channels):
     torch.manual_seed(1)
     labels = channels.labels(random_maps(channels))
     logits = torch.randn(2, channels.num_channels, 8, 8)
@@ -92,7 +92,7 @@ def test_loss_is_the_written_out_cross_entropy(channels):
 
 
 @pytest.mark.parametrize("channels", [PANOPTIC, DEPTH], ids=["panoptic", "depth"])
-def test_sums_of_rows_are_a_convolution_of_one_hot_channels(channels):
+def test_embed_labels_equals_a_convolution(channels):
     torch.manual_seed(2)
     labels = channels.labels(random_maps(channels))
     size, width = 4, 3
@@ -100,7 +100,7 @@ def test_sums_of_rows_are_a_convolution_of_one_hot_channels(channels):
     found = embed_labels(table, labels, channels, size)
     hot = []
     for group, count in enumerate(channels.sizes):
-        # Labels beyond the channels have none.
+        # Labels beyond the channels have no one-hot channel.
         hot.append(F.one_hot(labels[:, group], 6 if count < 6 else count)[..., :count])
     images = torch.cat(hot, dim=-1).permute(0, 3, 1, 2).float()
     kernel = table.view(size, size, channels.num_channels, width).permute(3, 2, 0, 1)
@@ -108,7 +108,7 @@ def test_sums_of_rows_are_a_convolution_of_one_hot_channels(channels):
     assert torch.allclose(found, expected, atol=1e-5)
 
 
-def test_patches_of_pixels_are_undone():
+def test_unpatch_inverts_patch():
     maps = torch.arange(2 * 3 * 8 * 8).view(2, 3, 8, 8)
     patches = patch_pixels(maps, 4)
     assert patches.shape == (2, 4, 16, 3)
@@ -116,8 +116,8 @@ def test_patches_of_pixels_are_undone():
     assert (unpatch_pixels(patches, 4, rows=2) == maps).all()
 
 
-def test_resizing_to_half_weighs_neighbours_by_their_distance():
-    """Jax's linear resize, which is antialiased: 1, 3, 3, 1 eighths, renormalised at borders."""
+def test_resize_tokens_matches_jax():
+    """JAX's antialiased linear resize weighs (1, 3, 3, 1) / 8, renormalised at borders."""
     tokens = torch.randn(1, 16, 2, dtype=torch.float32)
     matrix = torch.tensor(
         [[3 / 7, 3 / 7, 1 / 7, 0.0], [0.0, 1 / 7, 3 / 7, 3 / 7]], dtype=torch.float32
@@ -128,7 +128,7 @@ def test_resizing_to_half_weighs_neighbours_by_their_distance():
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Runs of both kinds of maps, trained for a few steps."""
+    """A folder with a short run of each kind of maps."""
     folder = write_scene_shards(tmp_path_factory.mktemp("label_maps"))
     for kind in ("panoptic", "depth"):
         path = write_label_map_config(folder, kind)
@@ -145,7 +145,7 @@ def _closed_job():
 
 @pytest.mark.once
 @pytest.mark.parametrize("kind", ["panoptic", "depth"])
-def test_the_tokenizer_computes_what_was_trained(trained, kind):
+def test_tokenizer_matches_the_run(trained, kind):
     run = Run.open(trained / "runs" / kind)
     tokenizer = open_tokenizer(trained / "runs" / kind)
     assert isinstance(tokenizer, LabelMapVAE)
@@ -159,13 +159,13 @@ def test_the_tokenizer_computes_what_was_trained(trained, kind):
     assert torch.allclose(found[:, 1], (0.5 * log_variance).exp(), atol=1e-5)
     predictions = run.runner.predictions(run.objective.inputs_from(pairs))
     expected = run.objective.logits(predictions)
-    assert expected.abs().max() > 0.1, "the head has not moved from zero"
+    assert expected.abs().max() > 0.1, "the zero-initialised head was not trained"
     assert torch.allclose(tokenizer.logits(found[:, 0]), expected, atol=1e-4)
     assert (tokenizer.decode(found[:, 0]) == run.objective.reconstructed_maps(predictions)).all()
 
 
 @pytest.mark.once
-def test_loss_adds_the_divergence_of_an_image(trained):
+def test_loss_includes_the_kl_divergence(trained):
     run = Run.open(trained / "runs" / "panoptic")
     dataset = ShardDataset(trained / "panoptic" / "train", Transform(32, crop="center"))
     pairs = torch.from_numpy(dataset.read(np.arange(3))[0])
@@ -182,7 +182,7 @@ def test_loss_adds_the_divergence_of_an_image(trained):
 
 
 @pytest.mark.once
-def test_training_learns_and_shows_maps(trained):
+def test_training_reduces_the_loss_and_saves_figures(trained):
     for kind in ("panoptic", "depth"):
         folder = trained / "runs" / kind
         lines = (folder / "metrics.jsonl").read_text().splitlines()
@@ -193,7 +193,7 @@ def test_training_learns_and_shows_maps(trained):
 
 
 @pytest.mark.once
-def test_shards_of_other_maps_are_refused(trained, capsys):
+def test_shards_are_checked(trained, capsys):
     path = write_label_map_config(trained, "panoptic")
     words = [f"data.train={trained}/depth/train", "name=other"]
     assert main(["train", str(path), *words, "--device", "cpu"]) == 2
@@ -203,7 +203,7 @@ def test_shards_of_other_maps_are_refused(trained, capsys):
     assert "holds 5 classes; with void they do not fit" in capsys.readouterr().err
 
 
-def test_blocks_that_the_tokenizer_does_not_know_are_refused(tmp_path):
+def test_unsupported_model_keys_are_refused(tmp_path):
     path = write_label_map_config(tmp_path, "panoptic")
     for word in ("model.activation=quick_gelu", "model.add_bias=false", "model.positions=sincos"):
         with pytest.raises(UserError, match="not for label maps"):
@@ -211,7 +211,7 @@ def test_blocks_that_the_tokenizer_does_not_know_are_refused(tmp_path):
 
 
 @pytest.mark.once
-def test_plan_knows_it(tmp_path, capsys):
+def test_plan(tmp_path, capsys):
     path = write_label_map_config(tmp_path, "depth")
     assert main(["plan", str(path), "--gpus", "2", "--json"]) == 0
     out = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""A VAE trained by the command, from jpeg shards to pictures and a resumed run."""
+"""Training a VAE with `megavis train`: metrics, figures and resuming."""
 
 import json
 
@@ -10,8 +10,7 @@ from megavis.cli import main
 pytestmark = pytest.mark.once
 
 
-def test_training_reconstructs_better_and_shows_it(tmp_path, image_shards):
-    """Also: two rates in one optimizer, the measures of validation, the picture, and a resume."""
+def test_train_and_resume(tmp_path, image_shards):
     path = write_config(tmp_path, image_shards)
     assert main(["train", str(path), "--device", "cpu"]) == 0
     lines = (tmp_path / "small" / "metrics.jsonl").read_text().splitlines()

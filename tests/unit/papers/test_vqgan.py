@@ -1,4 +1,4 @@
-"""Training a VQGAN: its terms against plain loops, whose gradient is whose, dead entries."""
+"""Training a VQGAN: loss terms against plain loops, gradients, revival of dead entries."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def small(tmp_path, context):
     return objective, stack, batch_of(photographs(3, 16))
 
 
-def test_terms_are_those_of_the_definitions(small):
+def test_terms_match_definitions(small):
     objective, stack, batch = small
     (pixels,) = objective.sequence(batch).inputs
     network = stack.layers[0].network
@@ -42,7 +42,7 @@ def test_terms_are_those_of_the_definitions(small):
     assert terms["codebook_perplexity"] == pytest.approx(float(entropy.exp()), rel=1e-5)
 
 
-def test_each_distance_pulls_one_side(small):
+def test_codebook_and_commitment_gradients(small):
     objective, stack, batch = small
     state = stack.layers[0](objective.sequence(batch).inputs)
     encoder = stack.layers[0].network.encoder.conv_in.weight
@@ -59,8 +59,8 @@ def test_each_distance_pulls_one_side(small):
 
 
 @pytest.mark.parametrize("weight", [0.0, 1.0])
-def test_dead_entries_come_back(small, weight):
-    """Entries far from all vectors are never chosen: without revival they stay where they are."""
+def test_dead_entries_are_revived(small, weight):
+    """Entries far from all vectors are never chosen, so only the revival term moves them."""
     objective, stack, batch = small
     network = stack.layers[0].network
     inputs = objective.sequence(batch).inputs

@@ -1,4 +1,4 @@
-"""A VQGAN trained by the command, from jpeg shards to a picture, and to ids and back."""
+"""Training a VQGAN with `megavis train`, and its use as a tokenizer."""
 
 import json
 
@@ -12,7 +12,7 @@ from megavis.tokenizers.network_tokenizer import IdTokenizer, open_tokenizer
 pytestmark = pytest.mark.once
 
 
-def test_a_run_reconstructs_better_and_is_a_tokenizer(tmp_path, image_shards):
+def test_trained_run_is_a_tokenizer(tmp_path, image_shards):
     path = write_config(tmp_path, image_shards)
     assert main(["train", str(path), "--device", "cpu"]) == 0
     lines = (tmp_path / "small" / "metrics.jsonl").read_text().splitlines()
