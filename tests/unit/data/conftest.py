@@ -1,4 +1,4 @@
-"""A small shard folder for the tests of the reading side."""
+"""A small shard folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shard_folder import write_folder
 
 @pytest.fixture
 def folder(tmp_path):
-    """37 samples of 16 tokens in four shards; the last is ragged."""
+    """37 samples of 16 tokens in four shards, the last one partial."""
     random = np.random.default_rng(0)
     tokens = random.integers(0, 512, (37, 16)).astype(np.uint16)
     labels = random.integers(-1, 3, 37)

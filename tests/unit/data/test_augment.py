@@ -1,4 +1,4 @@
-"""RandAugment against timm's, operation by operation, and as a part of a transform."""
+"""RandAugment against timm's, operation by operation, and as part of a transform."""
 
 import itertools
 
@@ -27,7 +27,7 @@ def photograph(size=48):
     return astronaut()[40 : 40 + size, 180 : 180 + size]
 
 
-def test_operations_are_timms(monkeypatch):
+def test_operations_match_timm(monkeypatch):
     timm = timm_module("data", "auto_augment")
     assert timm._RAND_INCREASING_TRANSFORMS == NAMES
     picture = Image.fromarray(photograph())
@@ -45,10 +45,10 @@ def test_operations_are_timms(monkeypatch):
     assert changed > 80
 
 
-def test_draws_decide_which_whether_how_strong_and_which_sign():
+def test_draws_select_operation_strength_and_sign():
     image = photograph()
     augment = RandAugment(9, 0.5)
-    # Invert (the third of fifteen), then rotation by 30 · 0.9 degrees; a skipped one does nothing.
+    # Invert (the third of fifteen) and a skipped operation; then a rotation by 30 · 0.9 degrees.
     inverted = 255 - image
     np.testing.assert_array_equal(
         augment(image, np.array([2.5 / 15, 0.4, 0.5, 0.5, 0.9, 0.5, 0.5, 0.5])), inverted
@@ -63,7 +63,7 @@ def test_draws_decide_which_whether_how_strong_and_which_sign():
 def test_strengths_are_normal_and_bounded():
     draws = (np.arange(20_000) + 0.5) / 20_000
     strengths = np.array([RandAugment(9, 0.5)._strength(draw) for draw in draws])
-    # Of N(9, 0.5²) what is above 10 becomes 10: the mean of min(x, 10), by its closed form.
+    # The closed form of E[min(x, 10)] for x ~ N(9, 0.5²).
     density, above = np.exp(-2) / np.sqrt(2 * np.pi), 0.022750131948
     mean = 9 + 0.5 * (2 * above - density)
     assert strengths.mean() == pytest.approx(mean / 10, abs=1e-4)
@@ -71,7 +71,7 @@ def test_strengths_are_normal_and_bounded():
     assert RandAugment(9, 0.5)._strength(0.0) >= 0.0
 
 
-def test_augmentation_comes_last_and_depends_on_the_position_alone(image_shards):
+def test_augmentation_is_applied_last_and_depends_on_position_only(image_shards):
     plain = {"image_size": 16, "crop": "shifted", "flip": True, "seed": 3}
     augment = RandAugment(9, 0.5)
     with_augment = ShardDataset(image_shards / "train", Transform(**plain, augment=augment))
@@ -87,7 +87,7 @@ def test_augmentation_comes_last_and_depends_on_the_position_alone(image_shards)
     np.testing.assert_array_equal(
         with_augment.read(np.arange(30, 40), positions=positions[30:])[0], images[30:]
     )
-    # Two operations of fifteen, each with probability one half: a quarter of the images stays.
+    # Two operations, each applied with probability 1/2, leave a quarter of the images unchanged.
     stay = (images == before).all(axis=(1, 2, 3)).mean()
     assert 0.1 < stay < 0.5
 

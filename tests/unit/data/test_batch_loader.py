@@ -1,4 +1,4 @@
-"""Batches: independent of the layout, resumable anywhere, honest about what goes wrong."""
+"""Batch loading: independence of the layout, resuming, threads and errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def take(dataset, steps, *, micro, ranks, accumulation, rank=0, start_step=0, se
         return list(itertools.islice(loader, steps * accumulation))
 
 
-def test_micro_batches_against_explicit_loops(folder):
+def test_micro_batches_match_explicit_loops(folder):
     path, tokens, labels = folder
     dataset = ShardDataset(path)
     micro, ranks, accumulation = 3, 2, 4
@@ -56,7 +56,7 @@ def test_micro_batches_against_explicit_loops(folder):
 @pytest.mark.parametrize(
     ("micro", "ranks", "accumulation"), [(12, 1, 1), (3, 2, 2), (1, 4, 3), (2, 6, 1), (4, 1, 3)]
 )
-def test_a_step_holds_the_same_samples_in_every_layout(folder, micro, ranks, accumulation):
+def test_steps_have_the_same_samples_in_every_layout(folder, micro, ranks, accumulation):
     dataset = ShardDataset(folder[0])
     seen = {}
     for rank in range(ranks):
@@ -82,7 +82,7 @@ def test_resume_in_the_middle_of_an_epoch(folder):
     assert far[0].sample_index[0] == 10**12 * 12 + 3
 
 
-def test_read_gives_any_batch(folder):
+def test_read_is_random_access(folder):
     dataset = ShardDataset(folder[0])
     loader = BatchLoader(
         dataset,
@@ -98,7 +98,7 @@ def test_read_gives_any_batch(folder):
 
 
 class Slow:
-    """A data set whose reads take the longer the earlier they are; one read may fail."""
+    """A data set whose later reads are faster than earlier ones; one read may fail."""
 
     directory = "slow"
 
@@ -140,8 +140,8 @@ def test_threads_do_not_change_the_order(threads):
     assert torch.equal(resumed[0].inputs, batches[15].inputs)
 
 
-def test_threads_read_at_once():
-    meeting = threading.Barrier(3, timeout=600)  # breaks unless three reads are under way
+def test_threads_read_concurrently():
+    meeting = threading.Barrier(3, timeout=600)  # breaks unless three reads run concurrently
 
     class Meets(Slow):
         def read(self, indices, *, positions):
@@ -156,7 +156,7 @@ def test_threads_read_at_once():
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_errors_of_a_thread_reach_the_consumer(threads):
+def test_reader_errors_propagate(threads):
     loader = open_loader(Slow(failing=2), threads)
     assert [len(next(loader)) for _ in range(2)] == [2, 2]
     with pytest.raises(UserError, match="vanished"):
@@ -169,7 +169,7 @@ def running():
     return [thread for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
 
 
-def test_close_ends_the_threads(folder):
+def test_close_stops_the_threads(folder):
     dataset = ShardDataset(folder[0])
     with open_loader(dataset) as loader:
         next(loader)
@@ -179,7 +179,7 @@ def test_close_ends_the_threads(folder):
     assert list(loader) == []
 
 
-def test_a_dropped_loader_leaves_no_thread(folder):
+def test_dropped_loader_stops_its_threads(folder):
     loader = open_loader(ShardDataset(folder[0]))
     next(loader)
     threads = running()
@@ -191,7 +191,7 @@ def test_a_dropped_loader_leaves_no_thread(folder):
         assert not thread.is_alive()
 
 
-def test_a_process_ends_that_reads_ahead():
+def test_process_exits_while_prefetching():
     script = """
 import itertools, sys, time
 from megavis.data.loading.loader import Prefetcher
@@ -215,7 +215,7 @@ sys.exit(3)
         {"threads": 0},
     ],
 )
-def test_bad_sizes(folder, wrong):
+def test_invalid_sizes(folder, wrong):
     sizes = {
         "seed": 0,
         "micro_batch_size": 1,
@@ -238,7 +238,7 @@ def test_bad_sizes(folder, wrong):
         (1, 3, 1000, 36),
     ],
 )
-def test_evaluation(folder, batch_size, ranks, limit, expected):
+def test_evaluation_batches(folder, batch_size, ranks, limit, expected):
     path, tokens, labels = folder
     dataset = ShardDataset(path)
     by_rank = [

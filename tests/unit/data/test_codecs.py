@@ -1,4 +1,4 @@
-"""JPEG, latents and ids: right numbers, refusals by name, and settings that do not fit."""
+"""Codecs of JPEG, latents, frames, pairs and ids: round trips, bad samples, invalid settings."""
 
 from __future__ import annotations
 
@@ -104,14 +104,14 @@ def test_latents_round_trip(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, 1e6, -1.0])
-def test_latents_that_cannot_be_stored(wrong):
+def test_invalid_latents(wrong):
     latents = np.ones((2, *SHAPE), np.float32)
     latents[1, 0, 1, 2] = wrong
     with pytest.raises(ValueError, match="finite|negative"):
         LatentsCodec(SHAPE).encode(latents)
 
 
-def test_latents_that_are_not_finite_are_replaced(tmp_path):
+def test_non_finite_latents_are_replaced(tmp_path):
     latents = np.arange(3, dtype=np.float16).repeat(2 * 24).reshape(3, 2, *SHAPE)
     latents[0, 1, 2, 1, 3] = np.inf
     write_latents(tmp_path, [one.tobytes() for one in latents])
@@ -125,7 +125,7 @@ def write_frames(folder, payloads, **fields):
     return write_payloads(folder, payloads, **kind, **fields)
 
 
-def test_frames_round_trip_and_those_that_are_not_finite_are_replaced(tmp_path):
+def test_frames_round_trip(tmp_path):
     frames = RANDOM.normal(size=(3, 4, 3)).astype(np.float16)
     payloads = [FramesCodec((4, 3)).encode(one) for one in frames]
     broken = np.full((4, 3), np.nan, np.float16).tobytes()
@@ -142,7 +142,7 @@ def test_frames_round_trip_and_those_that_are_not_finite_are_replaced(tmp_path):
             FramesCodec((4, 3)).encode(np.full((4, 3), wrong))
 
 
-def test_a_probe_is_given_raw_frames_too(tmp_path):
+def test_pixel_features_of_frames(tmp_path):
     frames = RANDOM.normal(size=(2, 4, 3)).astype(np.float16)
     payloads = [FramesCodec((4, 3)).encode(one) for one in frames]
     write_frames(tmp_path, payloads, labels=[0, 1], class_names=("a", "b"))
@@ -151,7 +151,7 @@ def test_a_probe_is_given_raw_frames_too(tmp_path):
     assert np.array_equal(features.layers[0], frames.reshape(2, -1))
 
 
-def test_flipped_latents_by_position(tmp_path):
+def test_latents_are_flipped_by_position(tmp_path):
     latents = np.zeros((4, 2, 2, *SHAPE), np.float32)
     latents[:, 1] = 1
     codec = LatentsCodec(SHAPE, flipped=True)
@@ -166,7 +166,7 @@ def test_flipped_latents_by_position(tmp_path):
     assert 430 < mirrored.sum() < 570
 
 
-def test_jpegs_as_they_are_stored(tmp_path):
+def test_jpegs_match_pillow(tmp_path):
     pictures = [encoded(RANDOM.integers(0, 256, (8, 8, 3)).astype(np.uint8)) for _ in range(11)]
     write_jpegs(tmp_path, pictures, 8)
     batch = batch_of(ShardDataset(tmp_path), 11)
@@ -174,11 +174,11 @@ def test_jpegs_as_they_are_stored(tmp_path):
     assert tuple(batch.inputs.shape) == (11, 8, 8, 3)
     for row, content in zip(batch.inputs.numpy(), pictures, strict=True):
         reference = np.asarray(Image.open(io.BytesIO(content))).astype(int)
-        # Another build of the same library: its inverse transform may round by one.
+        # Builds of libjpeg differ by one in the rounding of the inverse transform.
         assert np.abs(row - reference).max() <= 1
 
 
-def test_jpeg_and_what_passes_for_it(tmp_path):
+def test_decode_rgb(tmp_path):
     picture = Image.fromarray(RANDOM.integers(0, 256, (9, 12, 3)).astype(np.uint8))
     grey, cmyk = picture.convert("L"), picture.convert("CMYK")
     assert decode_rgb(encoded(grey)).shape == (9, 12, 3)
@@ -190,7 +190,7 @@ def test_jpeg_and_what_passes_for_it(tmp_path):
             decode_rgb(content)
 
 
-def test_bad_jpegs_are_replaced_counted_and_named(tmp_path):
+def test_bad_jpegs_are_replaced(tmp_path):
     good = [encoded(np.full((8, 8, 3), value, np.uint8)) for value in (0, 100, 200)]
     other = encoded(np.zeros((9, 8, 3), np.uint8))
     write_jpegs(tmp_path, [good[0], good[1][:300], other, good[2], b""], 8)
@@ -205,7 +205,7 @@ def write_pairs(folder, payloads):
     return write_payloads(folder, payloads, suffix="pair", kind="pairs", image_size=8)
 
 
-def test_bad_pairs_are_replaced_counted_and_named(tmp_path):
+def test_bad_pairs_are_replaced(tmp_path):
     image = RANDOM.integers(0, 256, (8, 8, 3)).astype(np.uint8)
     jpeg, png = encoded(image), encoded(image, "PNG")
     flipped = bytearray(png)
@@ -288,7 +288,7 @@ def test_random_crops_do_not_depend_on_ranks_or_resume(tmp_path):
         ("palette", Transform(image_size=4, crop="window"), "3x3 pixels: too small for .* 4"),
     ],
 )
-def test_settings_that_do_not_fit(tmp_path, kind, transform, message):
+def test_unsupported_transforms(tmp_path, kind, transform, message):
     if kind == "jpeg":
         write_jpegs(tmp_path, [encoded(np.zeros((8, 9, 3), np.uint8))], None)
     elif kind == "pairs":

@@ -1,4 +1,4 @@
-"""Random Erasing against timm's, Repeated Augmentation against its sampler, DeiT's shift."""
+"""Random Erasing and Repeated Augmentation against timm's, and DeiT's shift."""
 
 import random
 
@@ -22,7 +22,7 @@ IMAGE = np.full((224, 160, 3), 7, np.uint8)
 
 
 class Replay:
-    """Python's `random`, with numbers that are given; whole numbers as ours are made of them."""
+    """Python's `random` with given draws; integers are derived from them as in megavis."""
 
     def __init__(self, draws):
         self.draws = iter(draws)
@@ -41,7 +41,7 @@ def erased(before, after):
     return (np.asarray(before) != np.asarray(after)).any(axis=-1)
 
 
-def test_the_rectangle_is_timms(monkeypatch):
+def test_erased_rectangle_matches_timm(monkeypatch):
     timm = timm_module("data", "random_erasing")
     theirs = timm.RandomErasing(probability=0.25, mode="pixel", device="cpu")
     ours, found = RandomErasing(0.25), 0
@@ -59,25 +59,25 @@ def test_the_rectangle_is_timms(monkeypatch):
         picture = torch.zeros(3, 224, 160)
         expected = (theirs(picture) != 0).any(0).numpy()
         mask = erased(IMAGE, ours(IMAGE, draws))
-        # A byte of noise may be the image's own: rarely all three.
+        # Noise may equal the image in all three channels of a few pixels.
         assert not (mask & ~expected).any()
         assert mask.sum() == pytest.approx(expected.sum(), abs=3)
         found += expected.any()
     assert 40 < found < 110
 
 
-def test_noise_has_imagenets_means_and_deviations():
+def test_noise_has_imagenet_statistics():
     draws = np.array([0.0, 0.3, 0.99, 0.5, *RANDOM.random(NUM_ERASING_DRAWS - 4)])
     image = RandomErasing(1.0)(IMAGE, draws)
     noise = image[erased(IMAGE, image)]
     assert len(noise) == pytest.approx(224 * 160 * 0.33, rel=0.02)
-    # What is beyond 0 or 255 is cut off, 2 % on either side.
+    # Clipping to 0..255 affects 2 % on either side.
     np.testing.assert_allclose(noise.mean(0), 255 * np.array((0.485, 0.456, 0.406)), atol=2.5)
     np.testing.assert_allclose(noise.std(0), 255 * np.array((0.229, 0.224, 0.225)), atol=3.5)
     np.testing.assert_array_equal(RandomErasing(1.0)(IMAGE, draws), image)
 
 
-def test_erasing_comes_after_all_else_and_not_of_ids(image_shards, folder):
+def test_erasing_is_applied_last_and_refused_for_ids(image_shards, folder):
     plain = {"image_size": 16, "crop": "shifted", "flip": True, "seed": 3}
     erase = RandomErasing(1.0)
     some, _ = ShardDataset(image_shards / "train", Transform(**plain, erase=erase)).read(
@@ -95,8 +95,8 @@ def test_erasing_comes_after_all_else_and_not_of_ids(image_shards, folder):
         ShardDataset(folder[0], Transform(image_size=4, erase=erase))
 
 
-def test_deits_shift_pads_with_zeros():
-    """`RandomCrop(32, padding=4)`, by a loop."""
+def test_shift_pads_with_zeros():
+    """`RandomCrop(32, padding=4)` of torchvision, in a loop."""
     image = RANDOM.integers(1, 256, (32, 32, 3)).astype(np.uint8)
     for top, left in ((0, 0), (4, 4), (8, 3)):
         moved = shift(image, np.array([(top + 0.5) / 9, (left + 0.5) / 9]), border="zeros")
@@ -106,11 +106,11 @@ def test_deits_shift_pads_with_zeros():
             assert moved[row, column].tolist() == (image[y, x].tolist() if inside else [0, 0, 0])
 
 
-def test_every_image_comes_three_times_and_never_next_to_itself():
+def test_repeated_order():
     single, repeated = SampleOrder(960, 5), RepeatedOrder(SampleOrder(960, 5), 3)
     seen = repeated.dataset_index(np.arange(2880))
     assert np.bincount(seen).tolist() == [3] * 960
-    # A loop: 32 images, the same 32 again, and again.
+    # Blocks of 32 images, each three times.
     expected = []
     for start in range(0, 960, 32):
         expected += 3 * single.dataset_index(np.arange(start, start + 32)).tolist()
@@ -118,7 +118,7 @@ def test_every_image_comes_three_times_and_never_next_to_itself():
     assert (seen[::2] != seen[1::2]).all()
 
 
-def test_an_epoch_sees_a_third_of_the_images_as_deits_sampler_does(monkeypatch):
+def test_repeated_epoch_matches_deits_sampler(monkeypatch):
     monkeypatch.setattr(random, "seed", lambda *_: None)
     timm = timm_module("data", "distributed_sampler")
     sampler = timm.RepeatAugSampler(range(7680), num_replicas=4, rank=0, num_repeats=3)
@@ -132,7 +132,7 @@ def test_an_epoch_sees_a_third_of_the_images_as_deits_sampler_does(monkeypatch):
     assert len(distinct) == len(set(ours.tolist())) == 2560
 
 
-def test_copies_have_draws_of_their_own(image_shards):
+def test_repeats_have_independent_draws(image_shards):
     transform = Transform(image_size=8, crop="window", flip=True, seed=1)
     dataset = ShardDataset(image_shards / "train", transform)
     loader = BatchLoader(

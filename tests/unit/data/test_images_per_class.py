@@ -1,4 +1,4 @@
-"""Training on a few images of each class."""
+"""Training on a few images per class."""
 
 from collections import Counter
 
@@ -19,7 +19,7 @@ def dataset(image_shards):
     return ShardDataset(image_shards / "train", Transform(image_size=16))
 
 
-def test_so_many_of_each_class_are_trained_on_in_every_epoch(dataset):
+def test_subset_per_class(dataset):
     few = subset_per_class(dataset, 2, seed=3)
     counts = Counter(few.labels.tolist())
     assert counts == {label: 2 for label in set(dataset.labels.tolist())}
@@ -33,12 +33,12 @@ def test_so_many_of_each_class_are_trained_on_in_every_epoch(dataset):
         assert its_label[0] == label
 
 
-def test_the_seed_draws(dataset):
+def test_subset_depends_on_the_seed(dataset):
     draws = [tuple(subset_per_class(dataset, 2, seed=seed).indices) for seed in (0, 1, 0)]
     assert draws[0] == draws[2] != draws[1]
 
 
-def test_a_class_with_fewer_is_named(dataset):
+def test_class_with_too_few_images(dataset):
     most = max(Counter(dataset.labels.tolist()).values())
     with pytest.raises(UserError, match=rf"class \d+ has \d+ .*, fewer than {most + 1}"):
         subset_per_class(dataset, most + 1, seed=0)
@@ -54,7 +54,7 @@ def test_a_class_with_fewer_is_named(dataset):
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(tmp_path, words, message):
+def test_incompatible_keys(tmp_path, words, message):
     path = tmp_path / "c.yaml"
     path.write_text(tiny("{name: darl, patch_size: 4}"))
     with pytest.raises(UserError, match=message):

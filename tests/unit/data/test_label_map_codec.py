@@ -1,4 +1,4 @@
-"""Label maps as training reads them: cut with their images, never mixed, and numbered anew."""
+"""Label maps in training: cropped with their images, nearest-neighbour resized, renumbered."""
 
 import numpy as np
 import pytest
@@ -20,14 +20,14 @@ def folder(tmp_path_factory):
     return write_scene_shards(tmp_path_factory.mktemp("scenes"), size=48)
 
 
-def test_numbers_survive_three_bytes():
+def test_numbers_round_trip():
     numbers = np.array([[0, 1, 255, 256], [65535, 65536, 12345678, 2**24 - 1]])
     assert (to_numbers(to_pixels(numbers)) == numbers).all()
     assert to_pixels(np.array([[7 + 256 * 9 + 65536 * 11]])).tolist() == [[[7, 9, 11]]]
 
 
 @pytest.mark.parametrize(("height", "width"), [(7, 5), (48, 48), (20, 90), (1, 1)])
-def test_nearest_takes_the_pixel_at_the_centre(height, width):
+def test_nearest_matches_torch(height, width):
     pixels = np.random.default_rng(0).integers(0, 256, (30, 41, 3), dtype=np.uint8)
     batch = torch.from_numpy(pixels).permute(2, 0, 1)[None].float()
     theirs = F.interpolate(batch, size=(height, width), mode="nearest-exact")[0]
@@ -35,7 +35,7 @@ def test_nearest_takes_the_pixel_at_the_centre(height, width):
     assert (ours == theirs.permute(1, 2, 0).numpy()).all()
 
 
-def test_bilinear_mixes_the_four_nearest_pixels():
+def test_bilinear_resize_matches_loops():
     pixels = np.random.default_rng(1).integers(0, 256, (9, 13, 3), dtype=np.uint8)
     height, width = 5, 21
     resized = resize(pixels, height=height, width=width, smoothing="bilinear")
@@ -69,7 +69,7 @@ def test_segments_are_numbered_by_their_centres():
     assert (changed[..., [0, 2]] == pixels[..., [0, 2]]).all()
 
 
-def test_image_and_map_are_cut_alike(folder):
+def test_image_and_map_are_cropped_alike(folder):
     transform = Transform(
         image_size=24, crop="random_resized", scale=(0.05, 1.0), flip=True, seed=3
     )
@@ -96,16 +96,16 @@ def test_image_and_map_are_cut_alike(folder):
         assert (pairs[row, 1] == labels).all()
 
 
-def test_evaluation_squashes_whole_images(folder):
+def test_evaluation_resizes_whole_images(folder):
     dataset = ShardDataset(folder / "depth" / "validation", Transform(24, crop="center"))
     whole = ShardDataset(folder / "depth" / "validation", Transform(48, crop="center"))
     small, _ = dataset.read(np.arange(6))
     large, _ = whole.read(np.arange(6))
-    # The centre of a new pixel lies on the border of four, and belongs to the last.
+    # The centre of a new pixel is the corner of four; nearest rounds to the last.
     assert (small[:, 1] == large[:, 1, 1::2, 1::2]).all()
 
 
-def test_what_does_not_fit_label_maps_is_refused(folder):
+def test_unsupported_transforms(folder):
     path = folder / "panoptic" / "train"
     with pytest.raises(UserError, match="set data.crop to random_resized"):
         ShardDataset(path, Transform(image_size=48, crop="none"))
@@ -113,7 +113,7 @@ def test_what_does_not_fit_label_maps_is_refused(folder):
         ShardDataset(path)
 
 
-def test_void_is_black_and_segments_differ():
+def test_painted_colours():
     numbers = np.array([[0, 1 + 256, 1 + 512, 2 + 256 * 3]])
     colors = painted(to_pixels(numbers), "panoptic")[0]
     assert colors[0].tolist() == [0, 0, 0]

@@ -1,4 +1,4 @@
-"""Images that judge and were trained on: found by shard, by source and by sample, by any name."""
+"""Evaluation images that were trained on are found by shard, by source and by sample."""
 
 import shutil
 
@@ -18,12 +18,12 @@ def folders(shard_folders):
     return {name: find_shards(str(shard_folders / name)) for name in ("train", "validation")}
 
 
-def test_sets_of_other_images_may_judge(folders):
+def test_disjoint_sets(folders):
     assert check_no_overlap(folders["validation"], [folders["train"], folders["train"]]) == 0
 
 
-def test_a_shard_is_known_under_another_name(folders, tmp_path):
-    """A training set that includes the validation shard, renamed, besides its own."""
+def test_renamed_shard_is_found(folders, tmp_path):
+    """The training set includes the renamed validation shard."""
     train, validation = folders["train"], folders["validation"]
     [shard] = validation.manifest.shards
     renamed = shard.model_copy(update={"name": "shard-000007.tar"})
@@ -39,7 +39,7 @@ def test_a_shard_is_known_under_another_name(folders, tmp_path):
     )
 
 
-def test_the_same_files_are_known_in_another_form(folders, shard_folders, tmp_path):
+def test_same_source_files_are_found(folders, shard_folders, tmp_path):
     source = str(shard_folders / "images" / "validation")
     assert data_tools(["jpeg", source, "--out", str(tmp_path / "jpeg")]) == 0
     jpeg = find_shards(str(tmp_path / "jpeg"))
@@ -48,7 +48,7 @@ def test_the_same_files_are_known_in_another_form(folders, shard_folders, tmp_pa
     assert check_no_overlap(jpeg, [folders["train"]]) is None
 
 
-def test_samples_are_known_in_other_shards(folders, tmp_path, monkeypatch):
+def test_samples_are_found_in_other_shards(folders, tmp_path, monkeypatch):
     validation = folders["validation"]
     options = ["--samples-per-shard", "10", "--out", str(tmp_path / "small")]
     assert data_tools(["reshard", str(validation.directory), *options]) == 0
@@ -60,8 +60,8 @@ def test_samples_are_known_in_other_shards(folders, tmp_path, monkeypatch):
     assert check_no_overlap(validation, [small]) is None
 
 
-def test_a_few_equal_samples_are_counted(folders, monkeypatch):
-    # A sample that the other set has is one, however often it stands in either.
+def test_equal_samples_are_counted(folders, monkeypatch):
+    # Duplicates count once.
     others = [bytes(row) for row in np.eye(33)]
     digests = {"train": [b"a", b"b", b"b"], "validation": [b"b", b"b", b"b", *others]}
     by_folder = {folders[name].directory: hashes for name, hashes in digests.items()}

@@ -1,4 +1,4 @@
-"""Mixing: exact shares, the order of a plain loop, manifests that agree, and config keys."""
+"""Blended data sets: exact shares, order, manifests and classes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MIXTURES = [
 
 
 def plain_order(order, sizes, num_blocks):
-    """The stream as a loop that counts: in each block every source hands out its next samples."""
+    """Yield the order in a plain loop: each block has the next samples of every source."""
     own = [
         iter(SampleOrder(n, o.seed).dataset_index(np.arange(10**4)).tolist())
         for n, o in zip(sizes, order._orders, strict=True)
@@ -44,7 +44,7 @@ def plain_order(order, sizes, num_blocks):
 
 
 @pytest.mark.parametrize(("sizes", "weights", "counts"), MIXTURES)
-def test_shares_and_order_against_a_counting_loop(sizes, weights, counts):
+def test_shares_and_order_match_a_loop(sizes, weights, counts):
     order = BlendedOrder(sizes, weights, seed=11)
     assert order.counts == counts
     block = sum(counts)
@@ -55,14 +55,14 @@ def test_shares_and_order_against_a_counting_loop(sizes, weights, counts):
         assert ((source == number).sum(axis=1) == count).all()
 
 
-def test_every_source_runs_through_its_own_epochs():
+def test_sources_have_their_own_epochs():
     order = BlendedOrder([6, 4], [3, 2], seed=0)  # both end an epoch after two blocks
     stream = order.dataset_index(np.arange(100)).reshape(10, 10)
     assert (np.sort(stream, axis=1) == np.arange(10)).all()
     assert len({tuple(epoch) for epoch in stream.tolist()}) == 10
 
 
-def test_any_place_at_once():
+def test_order_is_random_access():
     order = BlendedOrder([1_281_167, 100_000_000], [0.3, 0.7], seed=3)
     far = 10**12 + np.arange(50)
     assert order.dataset_index(far)[17] == order.dataset_index(far[17:18])[0]
@@ -70,7 +70,7 @@ def test_any_place_at_once():
     assert near.tolist() == GOLDEN
 
 
-def test_weights_that_fit_no_short_block():
+def test_weights_without_a_short_block_are_approximated():
     counts = block_counts([1, np.pi, 1e-4])
     assert sum(counts) == 1 << 16
     shares = np.array([1, np.pi, 1e-4]) / (1 + np.pi + 1e-4)
@@ -78,14 +78,14 @@ def test_weights_that_fit_no_short_block():
 
 
 @pytest.mark.parametrize("weights", [[1, 0], [1, -1], [], [1, 1e-9], [1]])
-def test_weights_that_cannot_be(weights):
+def test_invalid_weights(weights):
     with pytest.raises(ValueError, match="weights"):
         BlendedOrder([5, 5], weights, seed=0)
 
 
 @pytest.fixture
 def mixed(tmp_path):
-    """37 samples of classes a, b, c, and 5 of c, d, whose tokens are 1, or without a class."""
+    """37 samples of classes a, b, c, and 5 of classes c, d with tokens 1; some are unlabelled."""
     random = np.random.default_rng(0)
     tokens = random.integers(2, 512, (37, 16))
     labels = random.integers(-1, 3, 37)
@@ -100,7 +100,7 @@ def mixed(tmp_path):
     return BlendedDataset(parts, [3, 1]), tokens, labels
 
 
-def test_reads_from_all_and_renumbers_classes(mixed):
+def test_read_renumbers_classes(mixed):
     dataset, tokens, labels = mixed
     indices = np.array([41, 0, 36, 37, 39, 5, 38])
     read, read_labels = dataset.read(indices, positions=np.arange(7))
@@ -137,7 +137,7 @@ def loaded(dataset, *, micro, ranks, start=0):
 
 
 @pytest.mark.parametrize(("micro", "ranks", "start"), [(2, 3, 0), (3, 2, 2)])
-def test_ranks_and_resume_do_not_change_a_mixture(mixed, micro, ranks, start):
+def test_mixture_does_not_depend_on_ranks_or_resume(mixed, micro, ranks, start):
     whole = loaded(mixed[0], micro=12, ranks=1)
     parts = loaded(mixed[0], micro=micro, ranks=ranks, start=start)
     assert sorted(parts) == list(range(12 * start, 60))
@@ -146,7 +146,7 @@ def test_ranks_and_resume_do_not_change_a_mixture(mixed, micro, ranks, start):
 
 
 @pytest.mark.parametrize("key", ["image_size", "tokenizer.sha256"])
-def test_manifests_that_do_not_agree(tmp_path, key):
+def test_incompatible_manifests(tmp_path, key):
     for name, tokens, colors in (("one", 16, 512), ("two", 16, 256), ("three", 64, 512)):
         write_folder(
             tmp_path / name,
@@ -163,7 +163,7 @@ def test_manifests_that_do_not_agree(tmp_path, key):
         BlendedDataset(parts, [1, 1])
 
 
-def test_replaced_samples_keep_their_folder(tmp_path):
+def test_replacements_come_from_the_same_folder(tmp_path):
     bad = np.zeros((3, 16), int)
     bad[1, 5] = 300
     for name, tokens in (("one", np.ones((2, 16), int)), ("two", bad)):

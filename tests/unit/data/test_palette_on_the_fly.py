@@ -1,4 +1,4 @@
-"""JPEG shards read as colours of a palette, with iGPT's augmentation (section 3.1)."""
+"""JPEG shards read as palette ids, with iGPT's augmentation (section 3.1)."""
 
 import io
 from collections import Counter
@@ -61,14 +61,14 @@ def shorter_side_to(image, length):
 
 
 def nearest(pixels):
-    """The lowest index of the nearest colour of each pixel, one pixel at a time."""
+    """Return the lowest index of the nearest colour, pixel by pixel."""
     centers = PALETTE.centers.astype(np.float64)
     points = pixels.reshape(-1, 3) / 127.5 - 1
     return [int(((centers - point) ** 2).sum(axis=1).argmin()) for point in points]
 
 
 @pytest.mark.parametrize("draws", [(0, 0, 0), (0.999, 0.999, 0.999), (0.4, 0.3, 0.8)])
-def test_the_augmentation_is_section_3_1_by_pillow(images, draws):
+def test_augmentation_matches_pillow(images, draws):
     transform = Transform(image_size=32, crop="scaled")
     for image in images:
         scaled = shorter_side_to(image, 256 + int(draws[0] * 129))
@@ -79,7 +79,7 @@ def test_the_augmentation_is_section_3_1_by_pillow(images, draws):
         assert np.abs(got.astype(int) - np.asarray(square)).max() <= 2
 
 
-def test_evaluation_is_the_middle_224_of_a_shorter_side_of_224(images):
+def test_evaluation_crop_matches_pillow(images):
     transform = evaluation_transform(CONFIG)
     for image in images:
         scaled = shorter_side_to(image, 224)
@@ -89,7 +89,7 @@ def test_evaluation_is_the_middle_224_of_a_shorter_side_of_224(images):
         assert np.abs(got.astype(int) - np.asarray(square)).max() <= 2
 
 
-def test_every_length_from_256_to_384_is_equally_likely():
+def test_short_side_is_uniform():
     square = np.zeros((10, 10, 3), np.uint8)
     lengths = Counter()
     for draw in (np.arange(12_900) + 0.5) / 12_900:
@@ -99,7 +99,7 @@ def test_every_length_from_256_to_384_is_equally_likely():
     assert sorted(lengths) == [*range(256, 385)]
 
 
-def test_ids_are_the_nearest_colours_of_the_pixels(folder):
+def test_ids_are_the_nearest_colours(folder):
     transform = training_transform(CONFIG, seed=3)
     pixels, _ = ShardDataset(folder, transform).read(POSITIONS % 4, positions=POSITIONS)
     ids, _ = ShardDataset(folder, transform, palette=PALETTE).read(
@@ -110,14 +110,14 @@ def test_ids_are_the_nearest_colours_of_the_pixels(folder):
     assert ids.ravel().tolist() == nearest(pixels)
 
 
-def test_samples_are_those_of_palette_shards(folder):
+def test_manifest_is_that_of_palette_shards(folder):
     dataset = ShardDataset(folder, training_transform(CONFIG, seed=3), palette=PALETTE)
     manifest = dataset.manifest
     assert (manifest.kind, manifest.image_size, manifest.num_tokens) == ("palette", 32, 1024)
     assert (manifest.identity, manifest.vocabulary_size) == (PALETTE.sha256, 40)
 
 
-def test_crops_depend_on_seed_and_position_alone(folder):
+def test_crops_depend_on_seed_and_position_only(folder):
     def read(*, seed=3, rank=0, ranks=1, step=0, threads=1):
         dataset = ShardDataset(folder, training_transform(CONFIG, seed=seed), palette=PALETTE)
         loader = BatchLoader(
@@ -140,7 +140,7 @@ def test_crops_depend_on_seed_and_position_alone(folder):
     assert not np.array_equal(read(seed=4), whole)
 
 
-def test_what_a_palette_cannot_read_is_refused(folder, tmp_path):
+def test_palette_needs_images(folder, tmp_path):
     write_payloads(
         tmp_path / "frames",
         [bytes(2 * 8)],

@@ -1,4 +1,4 @@
-"""Shard folders behind URLs: cached whole or not at all, checked, retried, shared."""
+"""Remote shard folders: caching, checks, retries and concurrent readers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def no_pauses(monkeypatch):
     monkeypatch.setattr(remote, "PAUSE_SECONDS", 0)
 
 
-def test_what_is_a_url():
+def test_urls():
     assert is_remote("pipe:cat /data")
     assert is_remote("s3://bucket/train")
     assert not is_remote("shards/train")
@@ -29,7 +29,7 @@ def test_what_is_a_url():
 
 
 @pytest.mark.parametrize("url", ["pipe:cat {}", "file://{}", "pipe:cat {}/{{file}} | cat"])
-def test_reads_what_was_written(url, folder, tmp_path):
+def test_read(url, folder, tmp_path):
     path, tokens, labels = folder
     cache = tmp_path / "cache"
     dataset = ShardDataset(url.format(path), cache=cache)
@@ -40,15 +40,15 @@ def test_reads_what_was_written(url, folder, tmp_path):
     assert (dataset.read(np.arange(37))[0] == tokens).all()
     assert dataset.verify() == []
     assert {file.name for file in dataset.directory.iterdir()} == {f.name for f in path.iterdir()}
-    # What is cached is read without the remote, but for its manifest.
+    # Cached files need nothing of the remote but its manifest.
     shutil.copy(path / "manifest.json", tmp_path)
-    (tmp_path / "palette.npy").write_bytes(b"not looked at")
+    (tmp_path / "palette.npy").write_bytes(b"not read")
     again = ShardDataset(f"file://{tmp_path}", cache=cache)
     assert (again.read(np.arange(37))[0] == tokens).all()
 
 
 def flaky(tmp_path, path, *, failures, ending):
-    """A command that gives half of a tar and ends as it is told, so many times a file."""
+    """Return the URL of a command that fails `failures` times per tar, after half of it."""
     script = tmp_path / "flaky.sh"
     script.write_text(
         f"""
@@ -64,7 +64,7 @@ fi
 
 
 @pytest.mark.parametrize("ending", ["exit 3", "exit 0", "kill -9 $$"])
-def test_a_remote_that_fails_in_the_middle_is_tried_again(ending, folder, tmp_path):
+def test_failed_downloads_are_retried(ending, folder, tmp_path):
     path, tokens, _ = folder
     url = flaky(tmp_path, path, failures=2, ending=ending)
     dataset = ShardDataset(url, cache=tmp_path / "cache")
@@ -75,7 +75,7 @@ def test_a_remote_that_fails_in_the_middle_is_tried_again(ending, folder, tmp_pa
 @pytest.mark.parametrize(
     ("ending", "reason"), [("exit 3", "exited with status 3"), ("exit 0", "its SHA-256 differs")]
 )
-def test_a_remote_that_goes_on_failing(ending, reason, folder, tmp_path):
+def test_permanent_failure(ending, reason, folder, tmp_path):
     url = flaky(tmp_path, folder[0], failures=99, ending=ending)
     dataset = ShardDataset(url, cache=tmp_path / "cache")
     with pytest.raises(UserError, match=rf"shard-000001\.tar cannot be fetched after 3 .*{reason}"):
@@ -84,7 +84,7 @@ def test_a_remote_that_goes_on_failing(ending, reason, folder, tmp_path):
     assert not list(dataset.directory.glob(".*"))
 
 
-def test_what_cannot_be_opened(folder, tmp_path, monkeypatch):
+def test_open_errors(folder, tmp_path, monkeypatch):
     path, _, _ = folder
     with pytest.raises(UserError, match=r"set data\.cache"):
         ShardDataset(f"file://{path}")
@@ -98,7 +98,7 @@ def test_what_cannot_be_opened(folder, tmp_path, monkeypatch):
         ShardDataset(f"file://{path}", cache=tmp_path)
 
 
-def test_another_version_is_another_folder(folder, tmp_path):
+def test_versions_have_their_own_cache(folder, tmp_path):
     path, _, _ = folder
     first = ShardDataset(f"file://{path}", cache=tmp_path / "cache")
     text = (path / "manifest.json").read_text()
@@ -107,7 +107,7 @@ def test_another_version_is_another_folder(folder, tmp_path):
     assert first.directory != second.directory
 
 
-def test_readers_fetch_a_shard_once(folder, tmp_path):
+def test_concurrent_readers_fetch_a_shard_once(folder, tmp_path):
     path, tokens, _ = folder
     url = flaky(tmp_path, path, failures=0, ending="")
     datasets = [ShardDataset(url, cache=tmp_path / "cache") for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Damaged samples do not end a run, and are reported."""
+"""Damaged samples are replaced and reported."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from megavis.training.callbacks.progress import ReportReplacedSamples
 pytestmark = pytest.mark.once
 
 
-def test_a_replaced_sample_is_named_once_and_counted(context, tmp_path, capsys):
+def test_replaced_samples_are_named_once_and_counted(context, tmp_path, capsys):
     tokens = np.ones((5, 16), int)
     tokens[[1, 3], 5] = 300
     write_folder(tmp_path, tokens=tokens, labels=[-1] * 5, vocabulary=200, class_names=[])

@@ -1,4 +1,4 @@
-"""Sample order: a bijection of every epoch, frozen, and without visible pattern."""
+"""Sample order: a bijection per epoch, golden values, uniformity."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_epoch_is_a_bijection(num_samples):
         assert sorted(order.dataset_index(positions)) == list(range(num_samples))
 
 
-def test_order_does_not_depend_on_how_positions_are_asked():
+def test_order_is_elementwise():
     order = SampleOrder(1000, seed=1)
     positions = np.arange(500, 3500)
     whole = order.dataset_index(positions)
@@ -65,30 +65,30 @@ def test_epochs_seeds_and_sizes_differ():
 
 
 def test_golden_values():
-    """A changed order would silently change every resumed run."""
+    """A changed order would silently change resumed runs."""
     order = SampleOrder(1_281_167, seed=1234)
     positions = np.array([0, 1, 2, 1_281_166, 1_281_167, 10**12])
     assert order.dataset_index(positions).tolist() == GOLDEN
     assert SampleOrder(10, seed=0).dataset_index(np.arange(20)).tolist() == GOLDEN_TEN
 
 
-def test_places_and_neighbours_are_uniform():
-    """Chi-square of the index at fixed places, and of the step from one index to the next."""
+def test_order_is_uniform():
+    """Chi-square of the index at fixed positions, and of the difference of neighbours."""
     size, epochs, bins = 100, 2000, 10
     order = SampleOrder(size, seed=5)
     grid = order.dataset_index(np.arange(size * epochs)).reshape(epochs, size)
     for values in (grid[:, 0], grid[:, 57], (grid[:, 11] - grid[:, 10]) % size):
         counts = np.bincount(values * bins // size, minlength=bins)
         expected = epochs / bins
-        # 99.99 % of chi-square with 9 degrees of freedom lies below 33.7; steps are never 0,
-        # which moves the first bin by one in ten.
+        # 99.99 % of chi-square with 9 degrees of freedom is below 33.7; differences are never 0,
+        # which lowers the first bin by a tenth.
         assert ((counts - expected) ** 2 / expected).sum() < 45
     mean = grid.mean(axis=0)
     assert np.abs(mean - (size - 1) / 2).max() < 5 * np.sqrt(size**2 / 12 / epochs)
 
 
-def test_batches_do_not_clump():
-    """Of 128 consecutive samples, as many fall in each tenth of the data set as by chance."""
+def test_batches_are_uniform():
+    """Counts of 128 consecutive samples per tenth of the data set have the binomial variance."""
     size = 12_800
     index = SampleOrder(size, seed=9).dataset_index(np.arange(size)).reshape(-1, 128)
     counts = np.stack([np.bincount(row * 10 // size, minlength=10) for row in index])
@@ -97,7 +97,7 @@ def test_batches_do_not_clump():
 
 
 @pytest.mark.parametrize(("size", "seed"), [(0, 0), (-1, 0), (5, -1), (5, 2**64)])
-def test_bad_arguments(size, seed):
+def test_invalid_arguments(size, seed):
     with pytest.raises(ValueError, match="must"):
         SampleOrder(size, seed)
 

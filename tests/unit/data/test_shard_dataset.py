@@ -1,4 +1,4 @@
-"""Reading a shard folder: right samples, cheap checks on opening, damage that is named."""
+"""Reading a shard folder: samples, checks on opening, damaged files and samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megavis.data.loading import dataset as dataset_module
 from megavis.data.loading.dataset import ShardDataset
 
 
-def test_reads_what_was_written(folder):
+def test_read(folder):
     path, tokens, labels = folder
     dataset = ShardDataset(path)
     order = np.random.default_rng(0).permutation(37)
@@ -36,7 +36,7 @@ def test_reads_what_was_written(folder):
         dataset.read(np.array([37]))[0]
 
 
-def test_few_open_maps_threads_and_pickle(folder, monkeypatch):
+def test_concurrent_reads_with_few_open_maps(folder, monkeypatch):
     path, tokens, _ = folder
     monkeypatch.setattr(dataset_module, "_MAX_OPEN_MAPS", 2)
     dataset = pickle.loads(pickle.dumps(ShardDataset(path)))
@@ -54,7 +54,7 @@ def test_few_open_maps_threads_and_pickle(folder, monkeypatch):
     assert wrong == []
 
 
-def test_a_shard_cut_in_half(folder):
+def test_truncated_shard(folder):
     path, _, _ = folder
     tar = path / "shard-000001.tar"
     size = tar.stat().st_size
@@ -70,7 +70,7 @@ def test_missing_files(folder):
         ShardDataset(path)
 
 
-def test_verify_names_a_flipped_bit(folder):
+def test_verify_finds_a_flipped_bit(folder):
     path, _, _ = folder
     content = bytearray((path / "shard-000002.tar").read_bytes())
     content[700] ^= 1
@@ -80,7 +80,7 @@ def test_verify_names_a_flipped_bit(folder):
     assert "shard-000002.tar" in problems[0]
 
 
-def test_another_palette(folder):
+def test_changed_palette(folder):
     path, _, _ = folder
     np.save(path / "palette.npy", np.zeros((512, 3), np.float32))
     with pytest.raises(UserError, match=r"palette\.npy is not the palette"):
@@ -90,7 +90,7 @@ def test_another_palette(folder):
         ShardDataset(path)
 
 
-def test_index_that_was_changed(folder):
+def test_changed_index(folder):
     path, _, _ = folder
     with index_path(path / "shard-000000.tar").open("ab") as file:
         file.write(b" ")
@@ -111,7 +111,7 @@ def test_labels_outside_the_classes(tmp_path):
 
 
 def edit_index(path, shard, **columns):
-    """Change columns of an index and make the manifest believe it."""
+    """Change columns of an index, and its SHA-256 in the manifest."""
     file = index_path(path / shard)
     index = json.loads(file.read_text())
     for column, values in columns.items():
@@ -124,7 +124,7 @@ def edit_index(path, shard, **columns):
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
-def test_wrong_lengths_are_replaced_and_named(folder):
+def test_wrong_lengths_are_replaced(folder):
     path, tokens, labels = folder
     edit_index(path, "shard-000001.tar", lengths={3: 17, 4: 0})
     edit_index(path, "shard-000003.tar", offsets={6: 10**9})  # sample 36, the last
@@ -137,7 +137,7 @@ def test_wrong_lengths_are_replaced_and_named(folder):
     assert dataset.skipped_names[0] == "shard-000001.tar:000000013: wrong length"
 
 
-def test_tokens_beyond_the_palette_are_replaced_and_named(tmp_path):
+def test_tokens_beyond_the_palette_are_replaced(tmp_path):
     tokens = np.arange(5)[:, None].repeat(16, 1).astype(np.uint16)
     tokens[[1, 2, 4], 5] = 300
     labels = np.arange(5)
@@ -150,7 +150,7 @@ def test_tokens_beyond_the_palette_are_replaced_and_named(tmp_path):
     assert dataset.skipped == {"token beyond the vocabulary": 3}
 
 
-def test_no_good_sample(tmp_path):
+def test_no_valid_sample(tmp_path):
     tokens = np.full((3, 16), 300, np.uint16)
     write_folder(tmp_path, tokens=tokens, labels=[-1] * 3, vocabulary=200, class_names=[])
     with pytest.raises(UserError, match="no valid sample; .*:000000001: token"):

@@ -1,4 +1,4 @@
-"""Shards: nine bits a token, plain webdataset tars, bytes that repeat, named errors."""
+"""Shard format: nine bits per token, webdataset tars, determinism, errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megavis.data.format.token_packing import pack_tokens, payload_bytes, unpack
 
 
 def unpack_slowly(payload, num_tokens):
-    """One token at a time, as the format is described."""
+    """Unpack token by token, as the format is specified."""
     tokens = []
     for i in range(num_tokens):
         high = payload[num_tokens + i // 8] >> (7 - i % 8) & 1
@@ -27,7 +27,7 @@ def unpack_slowly(payload, num_tokens):
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 8, 9, 1024, 2305])
-def test_nine_bits_a_token(num_tokens):
+def test_nine_bits_per_token(num_tokens):
     tokens = np.random.default_rng(1).integers(0, 512, (5, num_tokens)).astype(np.uint16)
     tokens[0] = 511
     packed = pack_tokens(tokens)
@@ -38,14 +38,14 @@ def test_nine_bits_a_token(num_tokens):
         assert packed.shape[1] * 8 == 9 * num_tokens
 
 
-def test_bits_refuse_what_does_not_fit():
+def test_token_packing_errors():
     with pytest.raises(ValueError, match="512"):
         pack_tokens(np.full((1, 8), 512))
     with pytest.raises(ValueError, match="9 bytes"):
         unpack_tokens(np.zeros((1, 8), np.uint8), num_tokens=8)
 
 
-def test_webdataset_gives_the_same_samples(folder):
+def test_webdataset_reads_the_same_samples(folder):
     path, tokens, _ = folder
     seen = {}
     for tar in sorted(path.glob("*.tar")):
@@ -55,7 +55,7 @@ def test_webdataset_gives_the_same_samples(folder):
     assert [seen[key] for key in sorted(seen)] == tokens.tolist()
 
 
-def test_index_agrees_with_tarfile_and_bytes_repeat(folder, tmp_path):
+def test_shards_match_tarfile_and_are_deterministic(folder, tmp_path):
     path, tokens, labels = folder
     reader = ShardReader(path / "shard-000001.tar")
     with tarfile.open(reader.path) as tar:
@@ -74,7 +74,7 @@ def test_index_agrees_with_tarfile_and_bytes_repeat(folder, tmp_path):
     assert again.read_bytes() == reader.path.read_bytes()
 
 
-def test_a_failed_shard_leaves_nothing(tmp_path):
+def test_failed_shard_leaves_no_file(tmp_path):
     def write(key, error):
         with open_shard(tmp_path / "a.tar", suffix="tok", job="x") as writer:
             writer.add(key, b"payload", label=0, source="0.png")
@@ -150,14 +150,14 @@ def test_manifest_round_trip(folder):
         ({"image_size": None}, "palette shards need image_size"),
     ],
 )
-def test_manifest_that_is_not_one(folder, values, message):
+def test_invalid_manifest(folder, values, message):
     path, _, _ = folder
     change(path, **values)
     with pytest.raises(UserError, match=message):
         Manifest.read(path)
 
 
-def test_manifest_missing_or_cut(folder, tmp_path):
+def test_missing_or_truncated_manifest(folder, tmp_path):
     path, _, _ = folder
     with pytest.raises(UserError, match="is missing"):
         Manifest.read(tmp_path)

@@ -1,4 +1,4 @@
-"""Crops: against Pillow, against the recipe written out in loops, and as a distribution."""
+"""Crops against Pillow, against the recipe in plain loops, and their distributions."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SCALE, RATIO = (0.2, 1.0), (3 / 4, 4 / 3)
 
 
 def picture(height, width):
-    """A smooth random picture: noise would be all edges."""
+    """Return a smooth random image, since resizing noise amplifies rounding."""
     small = RANDOM.integers(0, 256, (6, 7, 3)).astype(np.uint8)
     image = Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
     return np.array(image)
 
 
 def window_by_the_recipe(height, width, draws):
-    """The random resized crop as Masked Autoencoders' recipe describes it, one line a sentence."""
+    """Return the random resized crop of MAE's recipe; None if no attempt fits."""
     for attempt in range(10):
         area_draw, ratio_draw, top_draw, left_draw = draws[4 * attempt : 4 * attempt + 4]
         share = 0.2 + 0.8 * area_draw
@@ -43,7 +43,7 @@ def window_by_the_recipe(height, width, draws):
     return None
 
 
-def test_windows_against_the_recipe():
+def test_windows_match_the_recipe():
     found = 0
     for height, width in ((375, 500), (500, 375), (64, 64), (40, 200)):
         for draws in RANDOM.random((100, 40)):
@@ -64,13 +64,13 @@ def test_windows_against_the_recipe():
         (1, 99, (0, 49, 1, 1)),
     ],
 )
-def test_where_nothing_fits_the_middle_is_taken(height, width, expected):
+def test_fallback_is_the_centre(height, width, expected):
     window = random_window(height, width, np.full(40, 0.999), scale=SCALE, ratio=RATIO)
     assert (window.top, window.left, window.height, window.width) == expected
 
 
-def test_shares_and_places_are_uniform():
-    """For a wide image every attempt fits: shares uniform, places uniform in what is left."""
+def test_window_areas_and_positions_are_uniform():
+    """In a square image every attempt fits: areas are uniform, positions too."""
     windows = [
         random_window(400, 400, draws, scale=(0.2, 0.5), ratio=RATIO)
         for draws in RANDOM.random((2000, 40))
@@ -81,7 +81,7 @@ def test_shares_and_places_are_uniform():
     assert abs(places.mean() - 0.5) < 5 / math.sqrt(12 * 2000)
 
 
-def test_random_crop_against_pillow():
+def test_random_crop_matches_pillow():
     transform = Transform(image_size=24, crop="random_resized", flip=True, seed=9)
     image = picture(60, 90)
     positions = np.array([3, 10**12, 4, 5, 6])
@@ -97,7 +97,7 @@ def test_random_crop_against_pillow():
 
 
 @pytest.mark.parametrize(("height", "width", "side"), [(50, 77, 32), (91, 40, 24), (24, 24, 24)])
-def test_centre_crop_against_pillow(height, width, side):
+def test_centre_crop_matches_pillow(height, width, side):
     image = picture(height, width)
     transform = Transform(image_size=24, crop="center", short_side=side)
     scale = side / min(height, width)
@@ -118,7 +118,7 @@ def test_no_crop_changes_nothing():
         transform(picture(24, 25), np.zeros(1))
 
 
-def test_draws_depend_on_seed_and_position_alone():
+def test_draws_depend_on_seed_and_position_only():
     transform = Transform(image_size=24, crop="random_resized", flip=True, seed=9)
     positions = np.array([5, 17, 5])
     draws = transform.draws(positions)
@@ -128,7 +128,7 @@ def test_draws_depend_on_seed_and_position_alone():
     assert (other.draws(positions)[:, 1:] != draws[:, 1:]).mean() > 0.99
 
 
-def test_shifted_images_are_all_crops_of_the_padded_one_equally_often():
+def test_shifts_are_uniform():
     ids = np.arange(100, dtype=np.uint16)
     padded = np.pad(ids.reshape(10, 10), 4, mode="reflect")
     outcomes = {}
@@ -148,7 +148,7 @@ def test_shifted_images_are_all_crops_of_the_padded_one_equally_often():
     assert 161 - 5 * 18 < chi_squared < 161 + 5 * 18
 
 
-def test_pixels_are_shifted_as_ids_are():
+def test_pixels_and_ids_are_shifted_alike():
     transform = Transform(image_size=10, crop="shifted", flip=True, seed=3)
     ids = np.arange(100, dtype=np.uint8).reshape(10, 10)
     for draws in transform.draws(np.arange(20)):
@@ -159,7 +159,7 @@ def test_pixels_are_shifted_as_ids_are():
         transform(ids[1:], draws)
 
 
-def test_windows_of_a_larger_palette_image_lie_everywhere_equally_often():
+def test_palette_windows_are_uniform():
     ids = np.arange(99, 0, -1, dtype=np.uint16)[:81].reshape(9, 9)
     outcomes = {}
     for top in range(4):
@@ -179,7 +179,7 @@ def test_windows_of_a_larger_palette_image_lie_everywhere_equally_often():
     assert (again == squares[70:73]).all()
 
 
-def test_windows_of_pixels_and_the_middle():
+def test_pixel_windows():
     image = picture(7, 10)
     for draws in Transform(5, crop="window", seed=1).draws(np.arange(20)):
         top, left = int(draws[1] * 3), int(draws[2] * 6)
@@ -194,8 +194,8 @@ def test_windows_of_pixels_and_the_middle():
 
 
 @pytest.mark.parametrize("shape", [(300, 400), (20, 31), (24, 24), (7, 150)])
-def test_the_fast_layout_gives_the_bytes_of_the_plain_one(shape):
-    """A part of a larger picture, resized and mirrored with its channels last."""
+def test_resize_and_mirror_match_torch(shape):
+    """A view of a larger channels-last image."""
     height, width = shape
     image = RANDOM.integers(0, 256, (310, 410, 3)).astype(np.uint8)[5 : 5 + height, 3 : 3 + width]
     planes = torch.from_numpy(image.transpose(2, 0, 1).copy())[None]
@@ -206,8 +206,8 @@ def test_the_fast_layout_gives_the_bytes_of_the_plain_one(shape):
     assert (mirror(result) == result[:, ::-1]).all()
 
 
-def test_crops_of_aspect_1_are_squares():
-    """GIVT, appendix C.2, as its released code has it: 80 to 100 % of the area, as wide as high."""
+def test_aspect_1_crops_are_square():
+    """GIVT, appendix C.2, and its released code: square crops of 80 to 100 % of the area."""
     config = DataConfig(
         train="a", image_size=8, crop="random_resized", scale=(0.8, 1.0), aspect=(1, 1)
     )
