@@ -1,6 +1,6 @@
-"""Image sets with something wrong in them, in every layout, through every verb.
+"""Corrupt image sets in every layout, through every verb.
 
-Whatever is wrong is named in the report, and every good picture is there.
+All bad files are reported, and all good images are kept.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LATIN_1 = b"caf\xe9.JPEG".decode("utf-8", "surrogateescape")
 
 
 def huge_jpeg():
-    """A small JPEG whose header says 65,500 x 65,500 pixels."""
+    """A small JPEG whose header claims 65,500 x 65,500 pixels."""
     content = bytearray(small_jpeg(0))
     start = content.index(b"\xff\xc0")
     content[start + 5 : start + 9] = struct.pack(">HH", 65500, 65500)
@@ -53,7 +53,7 @@ def huge_jpeg():
 
 
 def huge_png():
-    """A small PNG whose header says 60,000 x 60,000 pixels: a decompression bomb."""
+    """A small PNG whose header claims 60,000 x 60,000 pixels: a decompression bomb."""
     content = bytearray(encoded(real_picture(), "PNG"))
     content[16:24] = struct.pack(">II", 60000, 60000)
     content[29:33] = struct.pack(">I", zlib.crc32(content[12:29]))
@@ -61,14 +61,14 @@ def huge_png():
 
 
 def rotated_jpeg():
-    """A JPEG with the EXIF tag of a camera that was held upright."""
+    """A JPEG with the EXIF orientation of a camera held upright."""
     exif = Image.Exif()
     exif[0x0112] = 6
     return encoded(real_picture(), "JPEG", exif=exif)
 
 
 def odd_files():
-    """Name -> (bytes, reason under which it is named; None: it is a good picture)."""
+    """Name -> (bytes, reported reason; None for a good image)."""
     picture, jpeg = real_picture(), encoded(real_picture(), "JPEG")
     grey16 = Image.fromarray(np.linspace(0, 65535, 64 * 48).astype(np.uint16).reshape(48, 64))
     frames = [picture.rotate(angle) for angle in (0, 90)]
@@ -98,7 +98,7 @@ def odd_files():
 
 
 def folder_layout(root):
-    """A training folder with them, and with what only a file system has."""
+    """A training folder of `odd_files` with a folder, a dangling link and a pipe."""
     odd = {f"{CLASS}/{name}": content for name, (content, _) in odd_files().items()}
     write_folder(root / "set", training_files(2) | odd)
     place = root / "set" / CLASS
@@ -112,7 +112,7 @@ def folder_layout(root):
 
 
 def tar_layout(root):
-    """The tar of tars with them, and with what only a tar has."""
+    """A tar of tars of `odd_files` with a folder, a link and a duplicate name."""
     odd = {f"{CLASS}/{name}": content for name, (content, _) in odd_files().items()}
     files = training_files(2) | odd
     tars = [(f"{name}.tar", class_tar(name, files)) for name in ("n01000000", "n03000000")]
@@ -133,7 +133,7 @@ def tar_layout(root):
 
 
 def web_layout(root):
-    """Webdataset tars with them, each a sample with its caption."""
+    """A webdataset tar of `odd_files`, each with a caption."""
     members = []
     for name, (content, _) in odd_files().items():
         members += [(f"{CLASS}/{name}", content), (f"{CLASS}/{name.split('.')[0]}.txt", b"words")]
@@ -149,7 +149,7 @@ PREFIXES = {"folder": "", "tar of tars": "", "webdataset": "00000.tar/"}
 
 @pytest.fixture(scope="module", params=sorted(LAYOUTS))
 def odd_set(request, tmp_path_factory):
-    """`(place, name -> reason of what is refused, number of good pictures)` of each layout."""
+    """`(place, [(name, reason)] of refused files, number of good images)` of each layout."""
     place, more = LAYOUTS[request.param](tmp_path_factory.mktemp("odd"))
     prefix, odd = PREFIXES[request.param], odd_files()
     refused = {f"{prefix}{CLASS}/{name}": why for name, (_, why) in odd.items() if why}
@@ -165,7 +165,7 @@ def palette_file(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
-    """Verb -> the run folder of a network with fresh weights: latents and ids."""
+    """Run folders of untrained tokenizers by verb: latents and ids."""
     folder = tmp_path_factory.mktemp("tokenizers")
     vae = VAE(
         VAEShape(latent_channels=2, filters=8, multipliers=(1, 1), blocks_per_level=1, groups=4)
@@ -184,7 +184,7 @@ def tokenizers(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def verb_words(palette_file, tokenizers):
-    """Return a function that gives the words of a verb."""
+    """Return a function that builds the command line of a verb."""
     network = ["--size", "16", "--batch-size", "4", "--tokenizer"]
     options = {
         "palette shards": ["--palette", str(palette_file), "--size", "16"],
@@ -202,13 +202,13 @@ def verb_words(palette_file, tokenizers):
 
 
 def reported(out):
-    """`(name, reason)` of everything in the report."""
+    """Return the sorted `(name, reason)` pairs of the report."""
     skipped = json.loads((out / "report.json").read_text())["skipped"]
     return sorted((name, reason) for reason, names in skipped.items() for name in names)
 
 
 @pytest.mark.parametrize("verb", ["palette shards", "jpeg", "jpeg --size", "latents", "ids"])
-def test_what_is_wrong_is_named_and_what_is_good_is_there(
+def test_bad_images_are_reported_and_good_ones_kept(
     verb, odd_set, verb_words, tokenizers, tmp_path
 ):
     place, refused, num_good = odd_set
@@ -227,7 +227,7 @@ def test_what_is_wrong_is_named_and_what_is_good_is_there(
     assert Manifest.read(both).num_samples == 2 * num_good
 
 
-def test_filter_and_fit_read_them_too(odd_set, verb_words, tmp_path):
+def test_filter_and_palette_fit(odd_set, verb_words, tmp_path):
     place, refused, num_good = odd_set
     out = tmp_path / "out"
     assert main(verb_words("filter", place, out)) == 0
@@ -240,7 +240,7 @@ def test_filter_and_fit_read_them_too(odd_set, verb_words, tmp_path):
     assert main([*fit, "--num-colors", "16", "--pixels", "4000"]) == 0
 
 
-def test_a_turned_camera_is_left_as_it_is(tmp_path):
+def test_exif_orientation_is_ignored(tmp_path):
     write_folder(tmp_path / "set", {"a.JPEG": rotated_jpeg()})
     words = ["jpeg", str(tmp_path / "set"), "--out", str(tmp_path / "out"), "--size", "32"]
     assert main([*words, "--quality", "100"]) == 0
@@ -250,7 +250,7 @@ def test_a_turned_camera_is_left_as_it_is(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may read every file")
-def test_a_file_without_permission_is_named(tmp_path):
+def test_unreadable_file_is_reported(tmp_path):
     root = write_folder(tmp_path / "set", {"a.JPEG": small_jpeg(0), "b.JPEG": small_jpeg(1)})
     (root / "a.JPEG").chmod(0)
     assert main(["jpeg", str(root), "--out", str(tmp_path / "out")]) == 0
@@ -258,9 +258,9 @@ def test_a_file_without_permission_is_named(tmp_path):
 
 
 def whole_tar(size=None):
-    """A tar of three pictures, and where the second member and its content begin.
+    """Return a tar of three images and the offset of its second member.
 
-    Of the second one the header says `size`, if that is given.
+    `size` overrides the size in the second member's header.
     """
     buffer = io.BytesIO()
     places = []
@@ -277,7 +277,7 @@ def whole_tar(size=None):
 
 
 def broken_tars():
-    """Case -> (bytes of a broken tar, why, how many of its three pictures are left)."""
+    """Case -> (bytes of a broken tar, reported reason, number of readable images of three)."""
     whole, second = whole_tar()
     return {
         "cut": (whole[: second + 900], CUT, 1),
@@ -293,7 +293,7 @@ def broken_tars():
 
 @pytest.mark.parametrize("case", sorted(broken_tars()))
 @pytest.mark.parametrize("layout", ["tar of tars", "webdataset"])
-def test_a_broken_tar_gives_what_stands_before_the_damage(layout, case, verb_words, tmp_path):
+def test_broken_tars_are_read_up_to_the_damage(layout, case, verb_words, tmp_path):
     broken, why, left = broken_tars()[case]
     good = training_files(2)
     if layout == "tar of tars":
@@ -321,7 +321,7 @@ def test_a_broken_tar_gives_what_stands_before_the_damage(layout, case, verb_wor
 
 
 @pytest.mark.parametrize("share", [0.4, 0.6])
-def test_the_train_tar_cut_anywhere(share, tmp_path):
+def test_truncated_train_tar(share, tmp_path):
     files = training_files(2)
     tars = [(f"{name}.tar", class_tar(name, files)) for name in ("n01000000", CLASS, "n03000000")]
     content = tar_bytes(tars)
@@ -333,7 +333,7 @@ def test_the_train_tar_cut_anywhere(share, tmp_path):
 
 
 @pytest.mark.parametrize("case", ["no member", "no bytes", "all broken"])
-def test_nothing_to_read_is_one_sentence(case, tmp_path, capsys):
+def test_no_valid_image_is_an_error(case, tmp_path, capsys):
     contents = {
         "no member": tar_bytes([]),
         "no bytes": b"",
@@ -349,7 +349,7 @@ def test_nothing_to_read_is_one_sentence(case, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("case", ["label", "stray", "key"])
-def test_verify_finds_what_hashes_do_not(case, tmp_path, capsys):
+def test_verify_checks_more_than_hashes(case, tmp_path, capsys):
     place = write_folder(tmp_path / "set", training_files(1))
     out = tmp_path / "out"
     assert main(["jpeg", str(place), "--out", str(out)]) == 0
@@ -367,9 +367,9 @@ def test_verify_finds_what_hashes_do_not(case, tmp_path, capsys):
 
 
 def rewrite_index(out, label):
-    """Give the first sample a label, or its key to all others; with hashes that fit."""
-    tar, beside = out / "shard-000000.tar", out / "shard-000000.index.json"
-    index = json.loads(beside.read_text())
+    """Change the first label, or give all samples one key if None; update all hashes."""
+    tar, index_file = out / "shard-000000.tar", out / "shard-000000.index.json"
+    index = json.loads(index_file.read_text())
     if label is not None:
         index["labels"][0] = label
     else:
@@ -378,10 +378,10 @@ def rewrite_index(out, label):
             for key in index["keys"]:
                 writer.add(key, small_jpeg(0), label=0, source="a")
         write_index(tar, writer.index)
-        index = json.loads(beside.read_text())
-    beside.write_text(json.dumps(index))
+        index = json.loads(index_file.read_text())
+    index_file.write_text(json.dumps(index))
     manifest = json.loads((out / "manifest.json").read_text())
     shard = manifest["shards"][0]
     shard["num_bytes"] = tar.stat().st_size
-    shard["sha256"], shard["index_sha256"] = sha256_of_file(tar), sha256_of_file(beside)
+    shard["sha256"], shard["index_sha256"] = sha256_of_file(tar), sha256_of_file(index_file)
     (out / "manifest.json").write_text(json.dumps(manifest))

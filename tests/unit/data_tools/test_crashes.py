@@ -1,4 +1,4 @@
-"""Disk full, killed workers, killed commands: what is finished stays, the rest is named."""
+"""Full disks, killed workers and killed commands: finished shards stay, others are reported."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ pytestmark = pytest.mark.once
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory):
-    """A command that writes twelve shards, and what an unbroken run writes."""
+    """A command that writes twelve shards, and the files of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("crashes")
     words = write_images(folder, count=96)
     assert main([*words, "--out", str(folder / "whole")]) == 0
     return words, tree(folder / "whole")
 
 
-def test_kills_at_random_moments(command, tmp_path):
+def test_kills_at_random_times(command, tmp_path):
     words, whole = command
     moments, kills = random.Random(0), 0
     for out in (tmp_path / "one", tmp_path / "two", tmp_path / "three"):
@@ -45,7 +45,7 @@ def test_kills_at_random_moments(command, tmp_path):
 
 @pytest.fixture
 def small_files():
-    """No file may grow beyond 8 KiB, less than a shard: the disk is full, but for small files."""
+    """Simulate a full disk: files are limited to 8 KiB, less than a shard."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 10, before[1]))
@@ -59,11 +59,11 @@ def report_of(out):
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
-def test_a_disk_that_takes_no_more(workers, command, tmp_path, request, capsys):
+def test_full_disk(workers, command, tmp_path, request, capsys):
     words, whole = command
     out = tmp_path / "out"
     assert main([*words, "--out", str(out), "--slice", "1/2"]) == 0
-    there = tree(out)
+    before = tree(out)
     request.getfixturevalue("small_files")
     assert main([*words, "--out", str(out), "--workers", workers]) == 1
     assert "not finished: File too large" in capsys.readouterr().out
@@ -71,17 +71,17 @@ def test_a_disk_that_takes_no_more(workers, command, tmp_path, request, capsys):
     assert report["unfinished"]["reason"].startswith("File too large")
     (failed,) = report["unfinished"]["shards"]  # of several workers any may be the first
     assert failed in whole
-    assert failed not in there
+    assert failed not in before
     assert report["finished"] == [f"shard-{number:06d}.tar" for number in range(0, 12, 2)]
     assert not list(out.glob(".*"))
     now = tree(out)
-    assert {name: now[name] for name in there if name.startswith("shard")}.items() <= whole.items()
+    assert {name: now[name] for name in before if name.startswith("shard")}.items() <= whole.items()
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
     assert main([*words, "--out", str(out)]) == 0
     assert tree(out) == whole
 
 
-def test_a_report_that_cannot_be_written_either(command, tmp_path, monkeypatch, capsys):
+def test_full_disk_without_a_report(command, tmp_path, monkeypatch, capsys):
     words, _ = command
 
     def full(*arguments, **options):
@@ -90,20 +90,20 @@ def test_a_report_that_cannot_be_written_either(command, tmp_path, monkeypatch, 
     monkeypatch.setattr("data_tools.shard_tasks.open_shard", full)
     monkeypatch.setattr("data_tools.job_report.write_atomically", full)
     assert main([*words, "--out", str(tmp_path / "out")]) == 1
-    said = capsys.readouterr().out
-    assert "not finished: No space left on device: x; " in said
-    assert "report.json cannot be written either: No space left on device" in said
+    out = capsys.readouterr().out
+    assert "not finished: No space left on device: x; " in out
+    assert "report.json cannot be written either: No space left on device" in out
 
 
 def wait_until(condition, seconds=600):
-    """Wait; a busy machine takes long, a hang forever."""
+    """Wait until a condition holds; the timeout allows for a busy machine."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
 
-def test_a_killed_worker_and_a_killed_parent(command, tmp_path):
+def test_killed_worker_and_parent(command, tmp_path):
     words, whole = command
     out = tmp_path / "out"
     full = [*words, "--out", str(out), "--workers", "2"]

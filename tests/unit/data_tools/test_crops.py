@@ -1,4 +1,4 @@
-"""Which squares of a picture are kept: the centre, iGPT's evaluation crop, its random crops."""
+"""Crops of an image: the centre, iGPT's evaluation crop and its random crops."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def squares(crop, picture, *sizes):
     return crop.squares(image, sizes=sizes, name="n01/a.JPEG")
 
 
-def test_evaluation_is_a_centre_crop_of_224(picture):
+def test_evaluation_crop(picture):
     large = picture.resize((299, 224), BICUBIC).crop((37, 0, 261, 224))
     found = squares(Crop("evaluation"), picture, 32, 64)
     for size, (square,) in zip((32, 64), found, strict=True):
         assert np.array_equal(square, np.asarray(large.resize((size, size), BICUBIC)))
 
 
-def test_random_crops_are_pillows(picture):
-    """Shorter side in [256, 384], then 224² of it; drawn from seed, number and name."""
+def test_random_crops_match_pillow(picture):
+    """A 224² crop of a shorter side in [256, 384], drawn from seed, number and name."""
     found = squares(Crop("random", count=3, seed=7), picture, 32, 48)
     for number in range(3):
         digest = hashlib.sha256(f"7\0{number}\0n01/a.JPEG".encode()).digest()
@@ -50,7 +50,7 @@ def test_random_crops_are_pillows(picture):
             assert np.array_equal(same[number], expected)
 
 
-def test_random_crops_differ_and_repeat(picture):
+def test_random_crops_depend_on_the_seed(picture):
     first = squares(Crop("random", count=2, seed=0), picture, 32)[0]
     again = squares(Crop("random", count=2, seed=0), picture, 32)[0]
     other = squares(Crop("random", count=2, seed=1), picture, 32)[0]
@@ -60,12 +60,12 @@ def test_random_crops_differ_and_repeat(picture):
 
 
 @pytest.mark.parametrize("kind", ["center", "evaluation", "random"])
-def test_thin_pictures_are_refused(kind):
+def test_extreme_aspect_ratios_are_refused(kind):
     with pytest.raises(RefusedImageError, match="aspect ratio above 64"):
         Crop(kind).squares(np.zeros((650, 10, 3), np.uint8), sizes=(8,), name="a")
 
 
-def test_small_pictures_are_enlarged():
+def test_small_images_are_upscaled():
     tiny = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 9, 3), dtype=np.uint8))
     for kind in ("center", "evaluation", "random"):
         assert squares(Crop(kind), tiny, 32)[0][0].shape == (32, 32, 3)

@@ -1,4 +1,4 @@
-"""Every kind of image becomes the right pixels, or is refused under a name."""
+"""Decoding and resizing of all image formats, and reasons for refused files."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from data_tools.resize import resize_and_crop
 pytestmark = pytest.mark.once
 
 
-def test_real_jpegs_equal_pillow():
+def test_jpegs_match_pillow():
     for path in real_jpegs()[:6]:
         expected = np.asarray(Image.open(path).convert("RGB"))
         assert (decode_image(path.read_bytes()) == expected).all()
 
 
 @pytest.mark.parametrize("without_simplejpeg", [False, True])
-def test_jpeg_of_every_colour_space(without_simplejpeg, monkeypatch):
+def test_jpeg_colour_spaces(without_simplejpeg, monkeypatch):
     if without_simplejpeg:
         monkeypatch.setattr(decode, "find_spec", lambda name: None)
     picture = real_picture()
@@ -73,7 +73,7 @@ def test_transparent_palette_colour_becomes_white():
     assert pixels[1, 1].tolist() == [200, 100, 50]
 
 
-def test_sixteen_bits_are_scaled():
+def test_16_bit_images_are_scaled():
     values = np.linspace(0, 65535, 64).round().astype(np.uint16).reshape(8, 8)
     for kind in ("PNG", "TIFF"):
         pixels = decode_image(encoded(Image.fromarray(values), kind))
@@ -92,7 +92,7 @@ def test_first_frame_of_an_animation():
 
 
 @pytest.mark.parametrize("name", bad_files())
-def test_bad_files_are_refused_by_name(name):
+def test_bad_files_are_refused_with_a_reason(name):
     content, reason = bad_files()[name]
     with pytest.raises(RefusedImageError) as caught:
         resize_and_crop(decode_image(content), size=8)
@@ -115,14 +115,14 @@ def test_too_many_pixels(monkeypatch):
             decode_image(encoded(real_picture(), kind))
 
 
-def test_no_program_is_started_for_postscript():
+def test_postscript_is_refused():
     with pytest.raises(RefusedImageError, match="not an image"):
         decode_image(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\nshowpage\n")
 
 
 @pytest.mark.parametrize(("width", "height"), [(96, 64), (64, 96), (64, 64), (20, 33), (500, 375)])
 @pytest.mark.parametrize("size", [32, 48])
-def test_resize_equals_pillow(width, height, size):
+def test_resize_matches_pillow(width, height, size):
     picture = Image.open(real_jpegs()[1]).convert("RGB").resize((width, height))
     shorter = min(width, height)
     resized = picture.resize(
@@ -133,5 +133,5 @@ def test_resize_equals_pillow(width, height, size):
     assert (resize_and_crop(np.asarray(picture), size=size) == expected).all()
 
 
-def test_versions_are_named():
+def test_decoder_versions():
     assert set(decoder_versions()) == {"pillow", "simplejpeg"}

@@ -1,4 +1,4 @@
-"""More than one machine: slices of a job, and a real local Ray, give the bytes of one process."""
+"""Slices of a job and a local Ray cluster write the bytes of one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from data_tools.jobs import JobSlice
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory):
-    """A command that writes seven shards, and what one process writes."""
+    """A command that writes seven shards, and the files of one process."""
     folder = tmp_path_factory.mktemp("engines")
     words = write_images(folder, count=52)
     assert main([*words, "--out", str(folder / "whole")]) == 0
@@ -23,7 +23,7 @@ def command(tmp_path_factory):
 
 
 @pytest.mark.parametrize("order", [[1, 2, 3], [3, 1, 2]])
-def test_the_slices_together_are_the_whole(order, command, tmp_path, capsys):
+def test_slices_equal_one_process(order, command, tmp_path, capsys):
     words, whole = command
     out = tmp_path / "out"
     for number in order:
@@ -34,16 +34,16 @@ def test_the_slices_together_are_the_whole(order, command, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("text", ["0/3", "4/3", "1", "a/b", "-1/3"])
-def test_what_is_no_slice(text):
+def test_invalid_slices(text):
     with pytest.raises(argparse.ArgumentTypeError, match="i/n"):
         JobSlice.parse(text)
 
 
 @pytest.mark.skipif(
     importlib.util.find_spec("ray") is None,
-    reason="Ray is not installed: pip install 'megavis[ray]' (240 MB, so not among the tests' own)",
+    reason="Ray is not installed: pip install 'megavis[ray]' (240 MB, not a test dependency)",
 )
-def test_a_local_ray(command, tmp_path, capsys):
+def test_local_ray(command, tmp_path, capsys):
     import ray
 
     words, whole = command

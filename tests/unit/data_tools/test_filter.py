@@ -1,4 +1,4 @@
-"""`filter`: every reason, what other verbs make of it, and what a rerun does."""
+"""`filter`: reasons, use of the selection by other verbs, reruns."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def jpeg(image, quality=90):
 
 
 def web_files():
-    """Name -> bytes: photographs, and one picture for each reason to drop it."""
+    """Name -> bytes: photographs, and an image for each reason to drop it."""
     files = {f"{number:09d}": jpeg(photograph(number)) for number in range(NUM_PHOTOGRAPHS)}
-    files["100000000"] = jpeg(photograph(3), quality=30)  # as large as 3, after it
-    files["100000001"] = jpeg(photograph(4, (240, 180)))  # larger than 4: 4 goes
+    files["100000000"] = jpeg(photograph(3), quality=30)  # dropped: as large as 3, but later
+    files["100000001"] = jpeg(photograph(4, (240, 180)))  # kept: larger than 4
     files["100000002"] = jpeg(photograph(16, (60, 40)))
     files["100000003"] = jpeg(photograph(17, (400, 90)))
     files["100000004"] = jpeg(photograph(18))  # in the evaluation set
@@ -54,7 +54,7 @@ def web_files():
 
 @pytest.fixture(scope="module")
 def web(tmp_path_factory):
-    """Two webdataset tars of them, an evaluation folder and a list of opt-outs."""
+    """Two webdataset tars of `web_files`, an evaluation folder and a list of opt-outs."""
     root = tmp_path_factory.mktemp("web")
     files = list(web_files().items())
     for number, part in enumerate((files[:12], files[12:])):
@@ -92,7 +92,7 @@ EXPECTED = {
 }
 
 
-def test_every_reason_and_what_other_verbs_read(web, tmp_path, capsys):
+def test_drop_reasons_and_selection(web, tmp_path, capsys):
     out, shards = tmp_path / "selection", tmp_path / "shards"
     assert main(filter_words(web, out)) == 0
     assert "14 of 22 pictures kept" in capsys.readouterr().out
@@ -116,7 +116,7 @@ def test_every_reason_and_what_other_verbs_read(web, tmp_path, capsys):
     assert "was made from other images" in capsys.readouterr().err
 
 
-def test_a_rerun_measures_nothing_again(web, tmp_path, monkeypatch):
+def test_reruns_reuse_measurements(web, tmp_path, monkeypatch):
     out, again = tmp_path / "out", tmp_path / "again"
     for part in ("2/2", "1/2"):
         assert main([*filter_words(web, out), "--slice", part]) == 0
@@ -133,7 +133,7 @@ def test_a_rerun_measures_nothing_again(web, tmp_path, monkeypatch):
 
 
 def texture(number):
-    """A crop of brick, grass or gravel: one kind of picture, unlike photographs of things."""
+    """Return a crop of a texture, unlike the photographs of objects."""
     name = ("brick", "grass", "gravel")[number % 3]
     picture = load_photograph(Photograph(name, "skimage", f"data/{name}.png", "right"))
     left, top = np.random.default_rng(number).integers(0, 380, 2).tolist()
@@ -145,12 +145,12 @@ def crops(numbers):
 
 
 def measure(content):
-    """The measurement of one file."""
+    """Return the measurement of a file."""
     (((payload,),),) = MeasurementEncoder().encode([SourceImage("key", "name", -1, content)])
     return np.frombuffer(payload, measurements.measurement())[0]
 
 
-def test_likeness_knows_pictures_that_it_has_not_seen():
+def test_likeness_generalizes():
     def numbers(pictures):
         return np.stack([measure(content)["features"] for content in pictures])
 
@@ -162,7 +162,7 @@ def test_likeness_knows_pictures_that_it_has_not_seen():
     assert (likeness(textures[40:]) < 0.5).all()
 
 
-def test_unlike_pictures_are_dropped(tmp_path, capsys):
+def test_unlike_images_are_dropped(tmp_path, capsys):
     write_folder(tmp_path / "wanted", crops(range(20)))
     found = {f"texture{n}.jpg": jpeg(texture(n)) for n in range(30)}
     write_folder(tmp_path / "found", found | crops(range(20, 25)))
@@ -181,7 +181,7 @@ def test_unlike_pictures_are_dropped(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def small_run(tiny_config, tmp_path_factory):
-    """A trained run of iGPT."""
+    """The folder of a short iGPT run."""
     folder = tmp_path_factory.mktemp("runs")
     options = [
         f"output={folder}",
@@ -197,14 +197,14 @@ def small_run(tiny_config, tmp_path_factory):
 
 @pytest.fixture
 def job_of_a_run():
-    """Leave the job that opening a run has made, and forget the run."""
+    """Close the job that opening a run has started, and clear the cache of runs."""
     yield
     run_features._opened.cache_clear()
     close_context()
 
 
 def test_features_of_a_run(tmp_path, small_run, capsys, job_of_a_run):
-    """Those that the notebook gives of the resized pictures; both sides of --like have them."""
+    """--features uses the features of `megavis.load` on resized images."""
     write_folder(tmp_path / "wanted", crops(range(10)))
     write_folder(tmp_path / "found", crops(range(10, 22)))
     out = tmp_path / "out"
@@ -221,7 +221,7 @@ def test_features_of_a_run(tmp_path, small_run, capsys, job_of_a_run):
         image = Image.open(tmp_path / "found" / name).convert("RGB")
         pixels = np.asarray(image.resize((side, side), Image.Resampling.BICUBIC))
         expected = run.features(pixels[None], layer=half)[0].numpy()
-        # simplejpeg's decoder may round another way than Pillow's: a few ids differ.
+        # simplejpeg and Pillow may round differently, which changes a few ids.
         assert np.corrcoef(vector.astype(float), expected)[0, 1] > 0.99
     assert RunFeatures.open(small_run).width == run.config.model.hidden_size
     assert main([*words, "--like", str(tmp_path / "wanted"), "--features", "nowhere"]) == 2
@@ -241,7 +241,7 @@ def test_measurement():
     assert features(stripes.transpose(1, 0, 2))[64 : 64 + 8].argmax() == 4
 
 
-def test_any_layout_serves_as_evaluation_set(tmp_path):
+def test_evaluation_set_in_any_layout(tmp_path):
     files = {"ILSVRC2012_val_00000001.JPEG": jpeg(photograph(1))}
     tar = write_tar(tmp_path / "val.tar", list(files.items()))
     folder = write_folder(tmp_path / "val", files)
@@ -257,7 +257,7 @@ def test_any_layout_serves_as_evaluation_set(tmp_path):
         (["--exclude", "nowhere"], "--exclude nowhere cannot be read"),
     ],
 )
-def test_mistakes_are_one_sentence(web, tmp_path, capsys, words, message):
+def test_errors_are_one_line(web, tmp_path, capsys, words, message):
     (tmp_path / "exclude.txt").write_text("\nabc\n")
     words = [str(tmp_path / "exclude.txt") if word == "EXCLUDE" else word for word in words]
     assert main(["filter", str(web / "tars"), "--out", str(tmp_path / "out"), *words]) == 2

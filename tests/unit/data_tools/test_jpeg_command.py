@@ -1,4 +1,4 @@
-"""`jpeg`: image folders to JPEG shards, and what training reads of them."""
+"""`jpeg`: image folders to JPEG shards, read back as in training."""
 
 import io
 
@@ -29,14 +29,14 @@ def images(tmp_path):
     return root
 
 
-def test_files_are_kept_byte_for_byte(images, tmp_path):
+def test_jpeg_files_are_stored_unchanged(images, tmp_path):
     out = tmp_path / "out"
     assert main(["jpeg", str(images), "--out", str(out)]) == 0
     originals = {path.read_bytes() for path in images.rglob("*.jpg")}
     stored = [
         s["jpg"] for s in webdataset.WebDataset(str(out / "shard-000000.tar"), shardshuffle=0)
     ]
-    # Six are JPEG and stay untouched; two PNGs were encoded, one of them thin.
+    # The six JPEGs are unchanged; two PNGs were encoded, one of them thin.
     kept = [content for content in stored if content in originals]
     assert len(kept) == 6
     others = [content for content in stored if content not in originals]
@@ -50,7 +50,7 @@ def test_files_are_kept_byte_for_byte(images, tmp_path):
     assert main(["verify", str(out)]) == 0
 
 
-def test_squares_are_pillows(images, tmp_path):
+def test_resized_images_match_pillow(images, tmp_path):
     out = tmp_path / "out"
     assert main(["jpeg", str(images), "--out", str(out), "--size", "20", "--quality", "100"]) == 0
     dataset = ShardDataset(out)
@@ -58,12 +58,12 @@ def test_squares_are_pillows(images, tmp_path):
     picture = Image.open(images / "cats" / "0.jpg").convert("RGB")
     resized = picture.resize((30, 20), Image.Resampling.BICUBIC).crop((5, 0, 25, 20))
     errors = [np.abs(image.astype(int) - np.asarray(resized)).mean() for image in pixels]
-    assert min(errors) < 2.0  # of 255; JPEG at its best quality
+    assert min(errors) < 2.0  # of 255, by JPEG of quality 100
     assert main(["verify", str(out)]) == 0
     assert main(["inspect", str(out), "--out", str(tmp_path / "sheet.png"), "--count", "4"]) == 0
 
 
-def test_several_sizes_are_those_of_single_runs(images, tmp_path):
+def test_several_sizes_equal_single_runs(images, tmp_path):
     out = tmp_path / "out"
     assert main(["jpeg", str(images), "--out", str(out), "--size", "16", "24"]) == 0
     for size in ("16", "24"):
@@ -74,7 +74,7 @@ def test_several_sizes_are_those_of_single_runs(images, tmp_path):
         assert Manifest.read(out / size).image_size == int(size)
 
 
-def test_a_second_run_changes_nothing(images, tmp_path):
+def test_rerun_restores_missing_shards(images, tmp_path):
     out = tmp_path / "out"
     words = ["jpeg", str(images), "--out", str(out), "--size", "16", "--samples-per-shard", "4"]
     assert main(words) == 0
@@ -88,6 +88,6 @@ def test_a_second_run_changes_nothing(images, tmp_path):
     ("words", "message"),
     [(["--size", "0"], "--size must be at least 1"), (["--quality", "0"], "--quality must lie in")],
 )
-def test_mistakes_are_one_sentence(images, tmp_path, capsys, words, message):
+def test_errors_are_one_line(images, tmp_path, capsys, words, message):
     assert main(["jpeg", str(images), "--out", str(tmp_path / "out"), *words]) == 2
     assert message in capsys.readouterr().err

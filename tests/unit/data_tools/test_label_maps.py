@@ -1,4 +1,4 @@
-"""Scenes, COCO's panoptic maps and NYU's depths to shards of pairs."""
+"""Shards of label maps from synthetic scenes, COCO panoptic and NYU depth."""
 
 import json
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.once
 
 
 def stored_maps(folder):
-    """Numbers of the stored maps by the name of their image."""
+    """Return the stored maps by the name of their image."""
     found = {}
     for shard in Manifest.read(folder).shards:
         reader = ShardReader(folder / shard.name)
@@ -29,7 +29,7 @@ def stored_maps(folder):
     return found
 
 
-def test_scenes_are_exact_and_follow_from_the_seed(tmp_path):
+def test_scenes_are_exact_and_deterministic(tmp_path):
     scenes = write_scenes(tmp_path / "one", images=24)
     again = write_scenes(tmp_path / "two", images=24)
     for path in sorted(scenes.rglob("*.png")):
@@ -50,7 +50,7 @@ def test_scenes_are_exact_and_follow_from_the_seed(tmp_path):
             assert (left, top) == (columns.min(), rows.min())
             assert (left + width, top + height) == (columns.max() + 1, rows.max() + 1)
             metres = depth[ids == each["id"]]
-            # All that is not the floor faces the camera.
+            # All objects but the floor face the camera, so their depth is constant.
             assert (len(np.unique(metres)) == 1) == (kinds[each["category_id"]] != "floor")
             if kinds[each["category_id"]] == "box":
                 hidden += each["area"] < width * height
@@ -76,7 +76,7 @@ def test_panoptic_maps_keep_class_and_segment(tmp_path):
         assert (stored[name] == expected).all()
 
 
-def test_depths_are_kept_to_a_tenth_of_a_millimetre(tmp_path):
+def test_depth_maps_are_stored_in_tenths_of_a_millimetre(tmp_path):
     folder = write_scene_shards(tmp_path)
     for name, numbers in stored_maps(folder / "depth" / "train").items():
         millimetres = np.array(Image.open(folder / "scenes/depth/train" / name)).astype(np.int64)
@@ -84,7 +84,7 @@ def test_depths_are_kept_to_a_tenth_of_a_millimetre(tmp_path):
 
 
 def broken_annotations(scenes):
-    """Break one map after the other; returns what each must be refused for."""
+    """Damage eight of the maps, each in another way; return the expected report."""
     path = scenes / "panoptic_train.json"
     listed = json.loads(path.read_text())
     notes = listed["annotations"]
@@ -113,10 +113,10 @@ def broken_annotations(scenes):
     }
 
 
-def test_bad_maps_are_refused_by_name(tmp_path):
+def test_bad_maps_are_reported(tmp_path):
     scenes = write_scenes(tmp_path)
     expected = broken_annotations(scenes)
-    # Two files of one name: the annotation without an image is another file.
+    # An annotation without an image has another file name.
     listed = json.loads((scenes / "panoptic_train.json").read_text())
     listed["annotations"][6]["file_name"] = "lost.png"
     expected["map without an image in the JSON file"] = ["lost.png"]
@@ -131,7 +131,7 @@ def test_bad_maps_are_refused_by_name(tmp_path):
     assert {int(number >> 16) for number in np.unique(stored["000007.png"])} == {0, 1}
 
 
-def test_a_category_that_is_not_listed_ends_the_command(tmp_path, capsys):
+def test_unknown_category_is_an_error(tmp_path, capsys):
     scenes = write_scenes(tmp_path)
     path = scenes / "panoptic_train.json"
     path.write_text(path.read_text().replace('"category_id": 101', '"category_id": 102'))
@@ -142,7 +142,7 @@ def test_a_category_that_is_not_listed_ends_the_command(tmp_path, capsys):
 
 @pytest.fixture
 def nyu(tmp_path):
-    """Five images of 480 x 640, as MATLAB writes them: its first dimension last."""
+    """Five images of 480 x 640 in MATLAB's order of dimensions."""
     random = np.random.default_rng(0)
     coarse = random.integers(0, 256, (5, 3, 20, 15), dtype=np.uint8)
     images = coarse.repeat(32, axis=2).repeat(32, axis=3)
@@ -157,7 +157,7 @@ def nyu(tmp_path):
     return path, images, depths
 
 
-def test_nyu_is_read_as_its_authors_publish_it(tmp_path, nyu):
+def test_nyu_depth(tmp_path, nyu):
     path, images, depths = nyu
     words = [str(path), str(path.parent / "splits.mat")]
     out = tmp_path / "train"
@@ -185,5 +185,5 @@ def test_nyu_is_read_as_its_authors_publish_it(tmp_path, nyu):
     assert source.num_samples == 2
     first = reader.index.sources[0]
     expected = images[int(first[-4:]) - 1].transpose(2, 1, 0)[54:480, 41:601].astype(int)
-    # The inside of the flat squares; JPEG blurs their borders.
+    # Compare the centres of the flat squares, since JPEG blurs their borders.
     assert np.abs(picture - expected)[15::32, 35::32].mean() < 12

@@ -1,4 +1,4 @@
-"""Labelled data sets, read from files of the same bytes as their authors hand out."""
+"""Labelled data sets in the file formats of their authors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def opened(root, *options):
 
 
 def pictures(source):
-    """All pictures in the order of the list, as another process would read them."""
+    """Return all images in the order of the list; pickle parts, as for a worker process."""
     refused = []
     found = [
         picture
@@ -61,19 +61,19 @@ def pictures(source):
 
 
 def looks(found):
-    """Label and pixels of each picture, comparable and sorted."""
+    """Return label and pixels of each image in a comparable, sorted form."""
     return sorted((label, pixels.shape, pixels.tobytes()) for label, pixels in found)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_each_split_has_its_pictures_labels_and_classes(name, tmp_path):
+def test_splits(name, tmp_path):
     expected = written(name, tmp_path)
     layout, class_names = LAYOUTS[name]
     assert find_layout(tmp_path) == layout
     banner = 20 if layout == "aircraft" else 0
     official = "validation" in expected
     for split in expected:
-        # Without an official validation set, `train` is what a hash leaves of the training set.
+        # Without an official validation set, `train` excludes the images held out by hash.
         source = opened(tmp_path, "--split", split if official or split != "train" else "all")
         found = [(p.label, decode_image(p.content)) for p in pictures(source)]
         wanted = [
@@ -82,13 +82,13 @@ def test_each_split_has_its_pictures_labels_and_classes(name, tmp_path):
         ]
         assert looks(found) == looks(wanted)
         assert list(source.class_names) == class_names
-        assert f"{len(found)} of " in source.description  # it is not the whole published set
+        assert f"{len(found)} of " in source.description  # incomplete against the published set
     trained = sum(len(expected[split]) for split in ("train", "validation") if split in expected)
     assert len(opened(tmp_path).files) == trained
     assert len(open_unlabelled(tmp_path).files) == len(expected["test"])
 
 
-def test_both_versions_of_cifar_are_one_data_set(tmp_path):
+def test_binary_and_python_cifar_are_equal(tmp_path):
     written("cifar10", tmp_path / "binary")
     written("cifar10_python", tmp_path / "python")
     both = [opened(tmp_path / version) for version in ("binary", "python")]
@@ -96,7 +96,7 @@ def test_both_versions_of_cifar_are_one_data_set(tmp_path):
     assert both[0].sha256 == both[1].sha256
 
 
-def test_a_training_set_without_validation_is_cut_by_hash(tmp_path):
+def test_validation_split_by_hash(tmp_path):
     written("cifar10", tmp_path)
     splits = ("train", "validation", "all", "test")
     names = {
@@ -112,7 +112,7 @@ def test_a_training_set_without_validation_is_cut_by_hash(tmp_path):
     assert not names["all"] & names["test"]
 
 
-def test_undivided_folders_are_divided_by_name(tmp_path):
+def test_undivided_sets_are_split_by_name(tmp_path):
     written("caltech", tmp_path / "caltech")
     written("eurosat", tmp_path / "eurosat")
     found = {
@@ -136,7 +136,7 @@ def test_undivided_folders_are_divided_by_name(tmp_path):
         file.name for key, source in found.items() if key[0] == "eurosat" for file in source.files
     ]
     assert len(set(names)) == 20
-    # Another machine must cut the same: what `sha256sum` puts first of the ten names.
+    # Golden: the six names with the lowest SHA-256.
     first = {file.name for file in found["eurosat", "train"].files if file.label == 0}
     assert first == {f"AnnualCrop/AnnualCrop_{number}.jpg" for number in (6, 7, 2, 9, 8, 5)}
 
@@ -152,8 +152,8 @@ def test_shards_of_a_test_set(tmp_path):
     assert sorted(index.labels) == sorted(label for label, _ in expected["test"])
 
 
-class Stranger:
-    """What a pickle of ill will asks for."""
+class MaliciousObject:
+    """Unpickling this calls a function."""
 
     def __reduce__(self):
         return print, ("called",)
@@ -180,7 +180,7 @@ ERRORS = {
     "names are missing": ("cifar100", lambda r: (r / "fine_label_names.txt").unlink(), "cannot be"),
     "a pickle that calls": (
         "cifar10_python",
-        lambda r: (r / "data_batch_4").write_bytes(pickle.dumps(Stranger(), protocol=2)),
+        lambda r: (r / "data_batch_4").write_bytes(pickle.dumps(MaliciousObject(), protocol=2)),
         "calls __builtin__.print.*binary version",
     ),
     "a cut pickle": ("cifar10_python", lambda r: cut(r / "data_batch_4"), "is damaged"),
@@ -226,7 +226,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("case", ERRORS)
-def test_what_is_wrong_is_said_in_one_sentence(case, tmp_path, capsys):
+def test_damaged_files_are_errors(case, tmp_path, capsys):
     name, spoil, message = ERRORS[case]
     written(name, tmp_path)
     spoil(tmp_path)
@@ -236,7 +236,7 @@ def test_what_is_wrong_is_said_in_one_sentence(case, tmp_path, capsys):
     assert "called" not in capsys.readouterr().out
 
 
-def test_splits_that_a_source_has_not(tmp_path):
+def test_unknown_splits(tmp_path):
     written("cifar10", tmp_path / "cifar")
     write_folder(tmp_path / "plain", {"a/1.jpg": b"x"})
     with pytest.raises(UserError, match="cifar-10 has no split 'extra', only train, test"):

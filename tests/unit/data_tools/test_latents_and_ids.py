@@ -1,4 +1,4 @@
-"""`latents` and `ids`: pictures through trained tokenizers, as training reads them."""
+"""`latents` and `ids`: images encoded by tokenizers, read back as in training."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.once
 
 @pytest.fixture(scope="module")
 def vae_run(tmp_path_factory, image_shards):
-    """The run folder of a small VAE, trained by the command."""
+    """The run folder of a small VAE."""
     folder = tmp_path_factory.mktemp("vae")
     options = ["objective.adversarial_weight=0", "training.steps=30", "--device", "cpu"]
     assert megavis(["train", str(write_config(folder, image_shards)), *options]) == 0
@@ -42,7 +42,7 @@ def vae_run(tmp_path_factory, image_shards):
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    """Eleven pictures in two classes, and three bad files."""
+    """Eleven images in two classes, and three bad files."""
     root = tmp_path_factory.mktemp("pictures")
     for number, path in enumerate(real_jpegs()[:11]):
         folder = root / ("cats", "dogs")[number % 2]
@@ -60,7 +60,7 @@ def latents(images, run, out, *options):
 
 
 def squares(out, images, size=16):
-    """The pictures behind the samples of a shard folder, in its order: uint8 `[n, s, s, 3]`."""
+    """Return the images of a shard folder's samples, in its order: uint8 `[n, s, s, 3]`."""
     names = []
     for path in sorted(out.glob("*.index.json")):
         names += json.loads(path.read_text())["sources"]
@@ -69,27 +69,27 @@ def squares(out, images, size=16):
 
 
 def members(out, suffix):
-    """What plain webdataset reads, in order."""
+    """Return the members with a suffix as webdataset reads them, in order."""
     tars = [str(path) for path in sorted(out.glob("*.tar"))]
     return [sample[suffix] for sample in webdataset.WebDataset(tars, shardshuffle=False)]
 
 
-def test_latents_are_those_of_the_run(vae_run, context, images, tmp_path):
-    """Against the run's own forward pass, which knows nothing of tokenizers."""
+def test_latents_match_the_run(vae_run, context, images, tmp_path):
+    """Compare with the run's forward pass, which does not use the tokenizer interface."""
     out = tmp_path / "out"
     assert latents(images, vae_run, out) == 0
     pixels = squares(out, images)
     stored = ShardDataset(out).read(np.arange(11))[0]
     assert len(pixels) == len(stored) == 11
     for content, first in zip(members(out, "lat"), stored, strict=True):
-        both = np.frombuffer(content, "<f2").reshape(2, *first.shape)  # and the mirror image
+        both = np.frombuffer(content, "<f2").reshape(2, *first.shape)  # second: flipped image
         assert np.array_equal(both[0], first)
     run = Run.open(vae_run, device="cpu")
     for flip, shown in ((False, pixels), (True, pixels[:, :, ::-1].copy())):
         mean, log_variance = run.outputs(torch.from_numpy(shown)).detach().chunk(2, dim=1)
         expected = torch.stack([mean, (0.5 * log_variance).exp()], dim=1).numpy()
         dataset = ShardDataset(out, Transform(image_size=16, flip=flip))
-        # Positions that are mirrored, or not: the stored flip is read as the transform says.
+        # Choose positions at which the transform flips, or does not.
         positions = np.arange(400)
         chosen = positions[Transform(16, flip=flip).flips(positions) == flip][:11]
         read, labels = dataset.read(np.arange(11), positions=chosen)
@@ -98,7 +98,7 @@ def test_latents_are_those_of_the_run(vae_run, context, images, tmp_path):
         assert set(labels.tolist()) == {0, 1}
 
 
-def test_the_manifest_names_the_vae(vae_run, images, tmp_path):
+def test_manifest_of_latents(vae_run, images, tmp_path):
     out = tmp_path / "out"
     assert latents(images, vae_run, out, "--no-flip") == 0
     manifest = Manifest.read(out)
@@ -109,8 +109,8 @@ def test_the_manifest_names_the_vae(vae_run, images, tmp_path):
     assert main(["verify", str(out)]) == 0
 
 
-def test_the_vae_reconstructs(vae_run, images, tmp_path):
-    """What was learned in thirty steps is in the shards: decoded means beat a fresh network's."""
+def test_stored_latents_are_decoded(vae_run, images, tmp_path):
+    """Decoded means are closer to the images than those of an untrained network."""
     out = tmp_path / "out"
     assert latents(images, vae_run, out) == 0
     pixels = squares(out, images).astype(int)
@@ -125,7 +125,7 @@ def test_the_vae_reconstructs(vae_run, images, tmp_path):
     assert np.array_equal(np.asarray(Image.open(sheet))[2:18, 2:18], decoded[0])
 
 
-def test_workers_and_reruns_give_the_same_bytes(vae_run, images, tmp_path):
+def test_workers_and_reruns_are_deterministic(vae_run, images, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     assert latents(images, vae_run, one) == 0
     assert latents(images, vae_run, two, "--workers", "1") == 0
@@ -136,7 +136,7 @@ def test_workers_and_reruns_give_the_same_bytes(vae_run, images, tmp_path):
     assert tree(one) == tree(two)
 
 
-def test_random_crops_are_samples_of_their_own(vae_run, images, tmp_path):
+def test_random_crops_are_separate_samples(vae_run, images, tmp_path):
     assert latents(images, vae_run, tmp_path / "out", "--crop", "area", "--crops", "2") == 0
     dataset = ShardDataset(tmp_path / "out")
     assert len(dataset) == 22
@@ -146,7 +146,7 @@ def test_random_crops_are_samples_of_their_own(vae_run, images, tmp_path):
     assert "2 times: random part of 80% to 100%" in dataset.manifest.preparation.crop
 
 
-def test_latents_that_are_not_finite_are_refused(vae_run, images, tmp_path, monkeypatch):
+def test_non_finite_latents_are_skipped(vae_run, images, tmp_path, monkeypatch):
     encode = VAE.encode
 
     def overflowing(self, pixels):
@@ -157,12 +157,12 @@ def test_latents_that_are_not_finite_are_refused(vae_run, images, tmp_path, monk
     monkeypatch.setattr(VAE, "encode", overflowing)
     assert latents(images, vae_run, tmp_path / "out") == 0
     manifest = Manifest.read(tmp_path / "out")
-    # The first picture of each of the four batches.
+    # The first image of each of the four batches.
     assert manifest.skipped["latents not finite in float16"] == 4
     assert manifest.num_samples == 7
 
 
-def test_shards_of_two_networks_do_not_mix(vae_run, images, tmp_path, capsys):
+def test_tokenizer_is_checked(vae_run, images, tmp_path, capsys):
     out, other = tmp_path / "out", tmp_path / "other"
     assert latents(images, vae_run, out) == 0
     other.mkdir()
@@ -185,7 +185,7 @@ def test_shards_of_two_networks_do_not_mix(vae_run, images, tmp_path, capsys):
         (["--tokenizer", "nowhere"], "nowhere is not a run folder"),
     ],
 )
-def test_mistakes_are_one_line(vae_run, images, tmp_path, capsys, options, message):
+def test_errors_are_one_line(vae_run, images, tmp_path, capsys, options, message):
     assert latents(images, vae_run, tmp_path / "out", *options) == 2
     error = capsys.readouterr().err
     assert message in error

@@ -1,4 +1,4 @@
-"""Letters: the same bytes every time, fonts disjoint, sizes and colours as stated, balanced."""
+"""Letters: determinism, disjoint fonts, sizes, colours and balance."""
 
 import itertools
 from collections import Counter
@@ -40,8 +40,8 @@ def images(made, *, part="train", count=60):
 
 
 @pytest.mark.parametrize("clutter", ["none", "photographs"])
-def test_equal_seeds_give_equal_bytes(tmp_path, capsys, clutter):
-    """In two runs, with other numbers of workers; a finished folder is kept, others refused."""
+def test_letters_are_deterministic(tmp_path, capsys, clutter):
+    """Also with other numbers of workers; a folder of other options is not overwritten."""
     options = [*SMALL, "--letters", "ABCDEFG", "--clutter", clutter]
     assert main(["letters", str(tmp_path / "a"), *options]) == 0
     made = read(tmp_path / "a")
@@ -57,7 +57,7 @@ def test_equal_seeds_give_equal_bytes(tmp_path, capsys, clutter):
     assert read(tmp_path / "c") != made
 
 
-def test_the_folder_is_balanced_and_names_fonts_and_licences(tmp_path, capsys):
+def test_classes_are_balanced_and_fonts_listed(tmp_path, capsys):
     assert main(["letters", str(tmp_path), *SMALL, "--letters", "GFEDCBA"]) == 0
     assert "60 train (14 fonts), 21 selection (3 fonts), 14 validation" in capsys.readouterr().out
     for part, count in COUNTS.items():
@@ -75,20 +75,20 @@ def test_the_folder_is_balanced_and_names_fonts_and_licences(tmp_path, capsys):
     assert Image.open(tmp_path / "sheet.png").size == (7 * 26 + 2, sum(rows) * 26 + 2)
 
 
-def test_no_two_parts_share_a_font():
+def test_splits_share_no_font():
     assert all(not set(a) & set(b) for a, b in itertools.combinations(FONTS.values(), 2))
     contents = [font_path(font).read_bytes() for font in itertools.chain(*FONTS.values())]
     assert len(set(contents)) == len(contents)
 
 
-def test_each_letter_is_drawn_in_every_font_in_turn():
+def test_fonts_take_turns():
     named = [letter_and_font(recipe(), "selection", number) for number in range(21)]
     assert Counter(named) == Counter(itertools.product("ABCDEFG", FONTS["selection"]))
 
 
 @pytest.mark.parametrize(("size", "glyph_range"), [(12, (85, 92)), (32, (60, 90)), (31, (50, 50))])
-def test_letters_have_the_stated_size(size, glyph_range):
-    """The larger side of what differs from the ground, to a pixel, and none leaves the image."""
+def test_glyph_size(size, glyph_range):
+    """Check the larger side of the glyph's bounding box, and its centre."""
     made = recipe(size=size, glyph=glyph_range, letters="EHIMX", colors="black-white")
     for image in images(made, count=140):
         ink = (
@@ -104,8 +104,8 @@ def test_letters_have_the_stated_size(size, glyph_range):
         assert all(abs(centre - size / 2) <= 1.5 for centre in centres)
 
 
-def test_a_pixel_is_the_mean_of_what_is_drawn_in_it():
-    """Against a plain loop in exact fractions: of the glyph, resized to the image's fine grid."""
+def test_pixels_are_area_averages():
+    """Compare with a loop in exact fractions over the glyph on the fine grid."""
     made = recipe(size=8, letters="R", glyph=(100, 100), colors="black-white")
     image = draw(made, "train", 0)
     random = np.random.default_rng([0, 0, 0])
@@ -115,7 +115,7 @@ def test_a_pixel_is_the_mean_of_what_is_drawn_in_it():
     rows, columns = source.shape
     assert columns * stretch < rows * 1000, "an R is taller than wide"
     width = 64 * stretch * columns // (1000 * rows)
-    random.integers(-4, 5)  # it is as tall as the image: no room to move
+    random.integers(-4, 5)  # unused: the glyph is as tall as the image
     left = min(max((64 - width) // 2 + int(random.integers(-4, 5)), 0), 64 - width)
     ground = COLORS["black-white"][int(random.integers(2))][0]
     ink = 255 - ground
@@ -133,10 +133,10 @@ def test_a_pixel_is_the_mean_of_what_is_drawn_in_it():
 
 
 @pytest.mark.parametrize("colors", ["eight", "black-white", "any"])
-def test_ink_and_ground_differ_in_luminance(colors):
+def test_contrast(colors):
     seen = set()
     for image in images(recipe(colors=colors, letters="I", size=64), count=84):
-        # An I has pixels of ink alone; corners are ground.
+        # The two most frequent colours of an I are ground and ink.
         flat, counts = np.unique(image.reshape(-1, 3), axis=0, return_counts=True)
         first, second = flat[np.argsort(-counts)[:2]].tolist()
         assert abs(luminance(first) - luminance(second)) >= LEAST_CONTRAST
@@ -147,13 +147,13 @@ def test_ink_and_ground_differ_in_luminance(colors):
         assert seen == set(COLORS[colors])
 
 
-def test_luminance_is_pillow_s():
+def test_luminance_matches_pillow():
     for color in itertools.chain(*COLORS.values(), [(1, 2, 3), (200, 201, 13)]):
         grey = Image.new("RGB", (1, 1), color).convert("L").getpixel((0, 0))
         assert abs(luminance(color) - grey) <= 1
 
 
-def test_clutter_lies_under_the_letter():
+def test_clutter_background():
     image = draw(recipe(clutter="photographs", size=32), "train", 0)
     plain = draw(recipe(size=32), "train", 0)
     border = np.ones((32, 32), bool)
@@ -174,7 +174,7 @@ def test_clutter_lies_under_the_letter():
         (["--size", "0"], "'0' is not a whole number of 1 or more"),
     ],
 )
-def test_wrong_options_are_refused(tmp_path, capsys, options, message):
+def test_invalid_options(tmp_path, capsys, options, message):
     assert main(["letters", str(tmp_path / "out"), *options]) == 2
     error = capsys.readouterr().err
     assert message in error
@@ -182,7 +182,7 @@ def test_wrong_options_are_refused(tmp_path, capsys, options, message):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_font_that_is_missing_is_named(monkeypatch, tmp_path):
+def test_missing_font_is_named(monkeypatch, tmp_path):
     from megavis.config.errors import UserError
 
     monkeypatch.setattr("matplotlib.get_data_path", lambda: str(tmp_path))

@@ -1,4 +1,4 @@
-"""How memory grew: the course of a report and its picture."""
+"""The figure of a job's memory use."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ MEBIBYTE = 2**20
 
 
 def outcome(peaks, *, images=1000):
-    """A job whose shards of so many images ended at these peaks, in MiB."""
+    """A job whose shards of `images` images ended at these memory peaks in MiB."""
     return JobOutcome([UnitResult(images, (), (), False, peak * MEBIBYTE) for peak in peaks])
 
 
-def test_the_course_is_a_running_maximum_of_what_this_run_made():
+def test_memory_course_is_a_running_maximum():
     job = outcome([20, 50, 40], images=10)
     job.results.insert(1, UnitResult(10, (), (), True, 90 * MEBIBYTE))
     assert job.memory_course() == [(10, 20 * MEBIBYTE), (20, 50 * MEBIBYTE), (30, 50 * MEBIBYTE)]
@@ -27,12 +27,12 @@ def test_the_course_is_a_running_maximum_of_what_this_run_made():
     assert thinned[-1] == (1_000_000, 1000 * MEBIBYTE)
 
 
-def test_a_long_job_leaves_a_picture(tmp_path):
+def test_long_jobs_have_a_figure(tmp_path):
     path = tmp_path / "memory.png"
     assert write_memory_figure(path, outcome([100] * 10))
     flat = np.asarray(Image.open(path).convert("RGB")).astype(int)
     assert min(flat.shape[:2]) > 300
-    # A flat course is one row of blue dots and the line through them.
+    # A flat course is a horizontal line of blue dots.
     blue = (np.abs(flat - [0x1F, 0x5F, 0xA8]).max(axis=2) < 8).any(axis=1)
     assert 0 < blue.sum() < 30
     assert write_memory_figure(path, outcome(range(1, 11)))
@@ -43,6 +43,6 @@ def test_a_long_job_leaves_a_picture(tmp_path):
 @pytest.mark.parametrize(
     "job", [outcome([]), outcome([100] * 4, images=20_000), outcome([100] * 9)]
 )
-def test_a_short_job_leaves_none(job, tmp_path):
+def test_short_jobs_have_no_figure(job, tmp_path):
     assert not write_memory_figure(tmp_path / "memory.png", job)
     assert not list(tmp_path.iterdir())

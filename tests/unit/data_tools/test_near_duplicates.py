@@ -1,4 +1,4 @@
-"""The search for close hashes, against loops over all pairs."""
+"""Search of near-duplicate hashes against loops over all pairs."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ pytestmark = pytest.mark.once
 
 
 def clustered_hashes(count, seed=0):
-    """Random hashes, half of them a few bits from another one, some equal."""
+    """Return random hashes, half of them within 13 bits of another one."""
     random = np.random.default_rng(seed)
     hashes = random.integers(0, 2**64, count, dtype=np.uint64)
     for place in range(count // 2, count):
@@ -24,7 +24,7 @@ def bits_apart(one, two):
 
 
 @pytest.mark.parametrize("distance", [0, 1, 4, 10])
-def test_pairs_are_those_of_all_comparisons(distance):
+def test_pairs_match_brute_force(distance):
     hashes = clustered_hashes(300)
     expected = [
         [i, j]
@@ -37,7 +37,7 @@ def test_pairs_are_those_of_all_comparisons(distance):
 
 
 @pytest.mark.parametrize("num_fixed", [0, 40])
-def test_kept_are_those_of_the_plain_rule(num_fixed):
+def test_duplicates_match_the_greedy_rule(num_fixed):
     hashes = clustered_hashes(300, seed=1)
     kept, expected = [], []
     for j in range(300):
@@ -55,7 +55,7 @@ def test_kept_are_those_of_the_plain_rule(num_fixed):
         assert (found[j] < num_fixed) == (expected[j] < num_fixed)
 
 
-def test_none_and_a_crowd():
+def test_empty_and_equal_hashes():
     assert find_duplicates(np.zeros(0, np.uint64), distance=4).tolist() == []
     crowd = np.zeros(50_000, np.uint64)
     assert find_duplicates(crowd, distance=4).tolist() == [-1] + [0] * 49_999

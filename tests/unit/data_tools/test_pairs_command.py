@@ -1,4 +1,4 @@
-"""`pairs`: two folders of files with equal names to shards, and what training reads of them."""
+"""`pairs`: shards from two folders of equal file names, read back as in training."""
 
 import json
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.once
 
 
 def labels_of(picture, step):
-    """A map of three labels, in stripes across the picture."""
+    """Return a map of three labels in vertical stripes."""
     width, height = picture.size
     colours = np.array([[255, 0, 0], [0, 255, 0], [0, 0, 255]], np.uint8)
     return Image.fromarray(colours[np.tile(np.arange(width) // step % 3, (height, 1))])
@@ -24,7 +24,7 @@ def labels_of(picture, step):
 
 @pytest.fixture
 def folders(tmp_path):
-    """Six good pairs in two classes, and one of each kind of mistake."""
+    """Six good pairs in two classes, and a bad pair of each kind."""
     images, targets = tmp_path / "images", tmp_path / "targets"
     for number in range(6):
         picture = real_picture().rotate(90 * number, expand=True)
@@ -56,7 +56,7 @@ def make(folders, out, *words):
     return main(["pairs", *map(str, folders), "--out", str(out), "--size", "24", *words])
 
 
-def test_pairs_are_prepared_alike_and_labels_stay_labels(folders, tmp_path):
+def test_pairs_match_pillow(folders, tmp_path):
     assert make(folders, tmp_path / "out", "--quality", "100") == 0
     manifest = Manifest.read(tmp_path / "out")
     assert (manifest.kind, manifest.image_size, manifest.num_samples) == ("pairs", 24, 6)
@@ -90,10 +90,10 @@ def test_pairs_are_prepared_alike_and_labels_stay_labels(folders, tmp_path):
         expected.append(pair)
     for pair in pairs:
         [alike] = [one for one in expected if np.array_equal(one[1], pair[1])]
-        assert np.abs(alike[0].astype(int) - pair[0]).mean() < 2.0  # of 255; JPEG at its best
+        assert np.abs(alike[0].astype(int) - pair[0]).mean() < 2.0  # of 255, by JPEG
 
 
-def test_workers_reruns_and_new_sizes_of_shards_change_no_byte(folders, tmp_path):
+def test_workers_reruns_and_reshard_are_deterministic(folders, tmp_path):
     words = ["--samples-per-shard", "4"]
     assert make(folders, tmp_path / "out", *words) == 0
     before = tree(tmp_path / "out")
@@ -108,11 +108,11 @@ def test_workers_reruns_and_new_sizes_of_shards_change_no_byte(folders, tmp_path
     assert np.array_equal(*read)
     sheet = tmp_path / "sheet.png"
     assert main(["inspect", str(tmp_path / "one"), "--out", str(sheet)]) == 0
-    # Two columns and three rows of 48 by 24 pixels, twice enlarged.
+    # Two columns and three rows of 48 by 24 pixels, enlarged twice.
     assert Image.open(sheet).size == (2 * 98 + 2, 3 * 50 + 2)
 
 
-def test_both_are_cut_and_mirrored_alike(folders, tmp_path):
+def test_pairs_are_cropped_and_flipped_alike(folders, tmp_path):
     images, _ = folders
     words = ["--quality", "100", "--target-resize", "bicubic"]
     assert make((images, images), tmp_path / "out", *words) == 0
@@ -121,7 +121,7 @@ def test_both_are_cut_and_mirrored_alike(folders, tmp_path):
     moved = Transform(image_size=16, crop="window", flip=True, seed=3)
     pairs, _ = ShardDataset(tmp_path / "out", moved).read(positions % 6, positions=positions)
     assert pairs.shape == (40, 2, 16, 16, 3)
-    # Once as JPEG and once without loss, the same picture: equal but for JPEG's errors.
+    # Image and target are the same file, stored as JPEG and lossless.
     assert np.abs(pairs[:, 0].astype(int) - pairs[:, 1]).mean() < 2.0
     whole, _ = plain.read(positions % 6)
     assert not np.array_equal(pairs[:6, 1], whole[:6, 1, 4:20, 4:20])
@@ -137,12 +137,12 @@ def test_both_are_cut_and_mirrored_alike(folders, tmp_path):
         (["--quality", "101"], "--quality must lie in"),
     ],
 )
-def test_wrong_options_are_one_sentence(folders, tmp_path, capsys, words, message):
+def test_invalid_options(folders, tmp_path, capsys, words, message):
     assert make(folders, tmp_path / "out", *words) == 2
     assert message in capsys.readouterr().err
 
 
-def test_folders_that_do_not_fit_are_one_sentence(folders, tmp_path, capsys):
+def test_invalid_folders(folders, tmp_path, capsys):
     images, targets = folders
     write(tmp_path / "other", "mouse.png", b"")
     assert make((images, tmp_path / "other"), tmp_path / "out") == 2

@@ -1,4 +1,4 @@
-"""`palette fit`, `palette shards`, `verify`, `inspect`: from image folders, good and bad."""
+"""`palette fit`, `palette shards`, `verify` and `inspect` on folders with good and bad images."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def images(tmp_path):
     return root
 
 
-def test_shards_hold_the_tokens_of_pillow(images, palette_file, tmp_path, capsys):
+def test_tokens_match_pillow(images, palette_file, tmp_path, capsys):
     out = tmp_path / "out"
     assert shards(images, palette_file, out) == 0
     dataset = ShardDataset(out)
@@ -89,7 +89,7 @@ def test_shards_hold_the_tokens_of_pillow(images, palette_file, tmp_path, capsys
     assert "15 samples" in capsys.readouterr().out
 
 
-def test_bad_files_are_counted_and_named(images, palette_file, tmp_path, capsys):
+def test_bad_files_are_reported(images, palette_file, tmp_path, capsys):
     out = tmp_path / "out"
     assert shards(images, palette_file, out) == 0
     report = json.loads((out / "report.json").read_text())
@@ -103,7 +103,7 @@ def test_bad_files_are_counted_and_named(images, palette_file, tmp_path, capsys)
     assert "skipped, zero bytes: 1 (the first: dogs/zero.jpg)" in capsys.readouterr().out
 
 
-def test_any_number_of_workers_gives_the_same_bytes(images, palette_file, tmp_path):
+def test_workers_are_deterministic(images, palette_file, tmp_path):
     assert shards(images, palette_file, tmp_path / "one") == 0
     assert shards(images, palette_file, tmp_path / "two", "--workers", "2") == 0
     assert tree(tmp_path / "one") == tree(tmp_path / "two")
@@ -112,7 +112,7 @@ def test_any_number_of_workers_gives_the_same_bytes(images, palette_file, tmp_pa
     assert tree(tmp_path / "one") != tree(tmp_path / "three")
 
 
-def test_a_rerun_does_only_what_is_missing(images, palette_file, tmp_path, monkeypatch):
+def test_rerun_makes_missing_shards_only(images, palette_file, tmp_path, monkeypatch):
     out = tmp_path / "out"
     assert shards(images, palette_file, out) == 0
     before = tree(out)
@@ -134,8 +134,8 @@ def test_a_rerun_does_only_what_is_missing(images, palette_file, tmp_path, monke
     assert tree(out) == before
 
 
-def test_killed_in_the_middle(images, palette_file, tmp_path, monkeypatch):
-    """An exception after the first shard simulates a kill; the result must be as unbroken."""
+def test_interrupted_job_resumes(images, palette_file, tmp_path, monkeypatch):
+    """An interrupted job finishes with the bytes of an uninterrupted one."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert shards(images, palette_file, whole) == 0
     decode_image = palette_shards.decode_image
@@ -171,7 +171,7 @@ def test_disk_full_is_one_line(images, palette_file, tmp_path, monkeypatch, caps
     assert "unfinished" not in json.loads((out / "report.json").read_text())
 
 
-def test_other_work_is_not_overwritten(images, palette_file, tmp_path, capsys):
+def test_existing_shards_of_other_jobs_are_kept(images, palette_file, tmp_path, capsys):
     out = tmp_path / "out"
     assert shards(images, palette_file, out) == 0
     before = tree(out)
@@ -186,7 +186,7 @@ def test_other_work_is_not_overwritten(images, palette_file, tmp_path, capsys):
     assert errors.count("error: ") == errors.count("\n") == 3
 
 
-def test_shared_class_numbers(images, palette_file, tmp_path, capsys):
+def test_classes_from(images, palette_file, tmp_path, capsys):
     out, small = tmp_path / "out", tmp_path / "small"
     assert shards(images, palette_file, out) == 0
     shutil.copytree(images / "dogs", small / "dogs")
@@ -200,7 +200,7 @@ def test_shared_class_numbers(images, palette_file, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("case", ["absent", "empty", "all bad", "inside", "no palette", "size"])
-def test_mistakes_are_one_line(case, images, palette_file, tmp_path, capsys):
+def test_errors_are_one_line(case, images, palette_file, tmp_path, capsys):
     root, out, options = images, tmp_path / "out", ()
     if case == "absent":
         root = tmp_path / "nowhere"
@@ -224,7 +224,7 @@ def test_mistakes_are_one_line(case, images, palette_file, tmp_path, capsys):
     assert not (out / "manifest.json").exists()
 
 
-def test_links_that_go_in_circles(images, palette_file, tmp_path):
+def test_symlink_cycles(images, palette_file, tmp_path):
     (images / "cats" / "again").symlink_to(images)
     (images / "dogs" / "broken").symlink_to(tmp_path / "gone")
     out = tmp_path / "out"
@@ -237,8 +237,7 @@ def test_fit_then_shards_then_inspect(images, tmp_path, capsys):
     palette = tmp_path / "made" / "palette.npy"
     fit = ["palette", "fit", str(images), "--out", str(palette), "--pixels", "5000"]
     assert main([*fit, "--num-colors", "64"]) == 0
-    said = capsys.readouterr().out
-    assert "palette.npy: 64 colours from" in said
+    assert "palette.npy: 64 colours from" in capsys.readouterr().out
     first = palette.read_bytes()
     assert main([*fit, "--num-colors", "64"]) == 0
     assert palette.read_bytes() == first
@@ -256,7 +255,7 @@ def test_fit_then_shards_then_inspect(images, tmp_path, capsys):
     assert (pixels[20:36, 20:36] == expected).all()
 
 
-def test_the_curve_over_the_number_of_colours(images, tmp_path, capsys):
+def test_palette_curve(images, tmp_path, capsys):
     out = tmp_path / "palette.npy"
     fit = ["palette", "fit", str(images), "--out", str(out), "--pixels", "4000"]
     assert main([*fit, "--num-colors", "16", "--curve", "64,4,16"]) == 0
@@ -265,9 +264,9 @@ def test_the_curve_over_the_number_of_colours(images, tmp_path, capsys):
     assert [int(count) for count, _ in rows[1:]] == [4, 16, 64]
     errors = [float(error) for _, error in rows[1:]]
     assert errors == sorted(errors, reverse=True)
-    said = capsys.readouterr().out
-    assert "palette.npy: 16 colours from" in said
-    assert f"mean squared error {errors[1]:.1f} (summed over" in said
+    output = capsys.readouterr().out
+    assert "palette.npy: 16 colours from" in output
+    assert f"mean squared error {errors[1]:.1f} (summed over" in output
     assert Image.open(tmp_path / "palette_curve.png").width > 300
     assert len(Palette.load(out)) == 16
     for wrong in ("a,b", "0,4", "600"):
@@ -275,8 +274,8 @@ def test_the_curve_over_the_number_of_colours(images, tmp_path, capsys):
     assert "is not a list of numbers in 1..512" in capsys.readouterr().err
 
 
-def test_the_released_form_of_a_palette(images, tmp_path):
-    """float32 `[512, 3]` in [-1, 1], as `kmeans_centers.npy`: read as it is, and written so."""
+def test_released_palette_format(images, tmp_path):
+    """`kmeans_centers.npy`, float32 `[512, 3]` in [-1, 1], is copied unchanged."""
     released = tmp_path / "kmeans_centers.npy"
     centers = np.random.default_rng(5).uniform(-1, 1, (512, 3)).astype(np.float32)
     np.save(released, centers)
@@ -312,15 +311,15 @@ def damage(out, case):
 
 
 @pytest.mark.parametrize("case", ["flipped bit", "cut", "missing", "index", "palette"])
-def test_verify_names_what_is_wrong(case, images, palette_file, tmp_path, capsys):
+def test_verify_reports_damage(case, images, palette_file, tmp_path, capsys):
     out = tmp_path / "out"
     assert shards(images, palette_file, out) == 0
     damage(out, case)
     capsys.readouterr()
     assert main(["verify", str(out)]) == 1
-    said = capsys.readouterr().out
-    assert said.startswith("wrong: ")
-    assert ("palette.npy" if case == "palette" else "shard-000001") in said
+    output = capsys.readouterr().out
+    assert output.startswith("wrong: ")
+    assert ("palette.npy" if case == "palette" else "shard-000001") in output
 
 
 def test_verify_without_manifest(tmp_path, capsys):
@@ -328,7 +327,7 @@ def test_verify_without_manifest(tmp_path, capsys):
     assert "manifest.json is missing" in capsys.readouterr().err
 
 
-def test_as_a_module_from_the_shell(tmp_path):
+def test_module_entry_point(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "data_tools", "verify", str(tmp_path)],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Options of `palette shards`: several sizes in one decode, crops, scaled decoding."""
+"""Options of `palette shards`: several sizes, crops, fast decoding."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def tokens_by_source(out):
 
 
 def brute_force(square, centers):
-    """The nearest colour of every pixel, by all distances in float64."""
+    """Return the nearest colour of every pixel by brute force in float64."""
     points = np.asarray(square).reshape(-1, 1, 3) / 127.5 - 1
     return ((points - centers.astype(np.float64)) ** 2).sum(-1).argmin(-1)
 
 
-def test_one_decode_serves_every_size(folder, tmp_path, monkeypatch):
+def test_several_sizes_share_one_decode(folder, tmp_path, monkeypatch):
     decoded = []
     decode = palette_shards.decode_image
     monkeypatch.setattr(
@@ -74,7 +74,7 @@ def test_one_decode_serves_every_size(folder, tmp_path, monkeypatch):
             assert np.array_equal(tokens, brute_force(square, centers))
 
 
-def test_several_random_crops_a_picture(folder, tmp_path):
+def test_several_random_crops_per_image(folder, tmp_path):
     options = ("--size", "32", "--crop", "random", "--crops", "3")
     assert shards(folder, tmp_path / "a", *options) == 0
     assert shards(folder, tmp_path / "b", *options) == 0
@@ -88,7 +88,7 @@ def test_several_random_crops_a_picture(folder, tmp_path):
     assert Manifest.read(tmp_path / "a").preparation.crop.startswith("3 times: shorter side to a")
 
 
-def test_fast_is_named_and_near(folder, tmp_path):
+def test_fast_decoding(folder, tmp_path):
     assert shards(folder, tmp_path / "exact", "--size", "32") == 0
     assert shards(folder, tmp_path / "fast", "--size", "32", "--fast") == 0
     assert Manifest.read(tmp_path / "fast").preparation.resize.endswith("at a smaller scale")
@@ -103,7 +103,7 @@ def test_fast_is_named_and_near(folder, tmp_path):
 
 
 @pytest.mark.parametrize("options", [("--crops", "0"), ("--crops", "2"), ("--crop", "evaluation")])
-def test_mistakes(folder, tmp_path, capsys, options):
+def test_invalid_crops(folder, tmp_path, capsys, options):
     if options[0] == "--crop":
         options = (*options, "--crops", "2")
     assert shards(folder, tmp_path / "out", "--size", "8", *options) == 2

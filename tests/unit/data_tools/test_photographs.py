@@ -1,4 +1,4 @@
-"""The demo's crops: repeatable, balanced, and disjoint between training and validation."""
+"""Crops of photographs: deterministic, balanced, disjoint between splits."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_regions_are_disjoint():
 
 
 @pytest.mark.parametrize("edge", ["left", "right", "bottom"])
-def test_no_pixel_of_one_split_reaches_the_other(edge):
-    """Paint all but a region red: none of its crops may show any of it."""
+def test_crops_stay_in_their_region(edge):
+    """Crops of a region show none of the red outside it."""
     photograph = next(p for p in photographs() if p.held_out == edge)
     for split in ("train", "selection", "validation"):
         image = Image.new("RGB", (300, 200), (255, 0, 0))
@@ -51,7 +51,7 @@ def test_no_pixel_of_one_split_reaches_the_other(edge):
         assert not np.asarray(cut_region(image, edge=edge, split=split)).any()
 
 
-def test_shares():
+def test_share():
     counts = [share(25, number=number, parts=10) for number in range(10)]
     assert sum(counts) == 25
     assert max(counts) - min(counts) == 1
@@ -61,7 +61,7 @@ def read(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.*")}
 
 
-def test_the_command(tmp_path, capsys):
+def test_photographs_command(tmp_path, capsys):
     options = ["--size", "24", "--crops", "25"]
     options += ["--selection-crops", "11", "--validation-crops", "12"]
     assert main(["photographs", str(tmp_path / "a"), *options]) == 0
@@ -89,8 +89,8 @@ def close_ups(image, *, sides=(5, 12), turned=False, count=20):
     return np.stack([np.asarray(crop, np.float64) for crop in cut])
 
 
-def test_close_ups_go_on_at_their_border():
-    """Of a slope every enlarged square is a slope of the one contrast, up to its last pixel."""
+def test_close_ups_use_pixels_beyond_their_border():
+    """Enlarged squares of a linear ramp are linear up to the last pixel."""
     slope = np.arange(240, dtype=np.float64)[None, :, None] * np.ones((200, 1, 3))
     rows = close_ups(Image.fromarray(slope.astype(np.uint8)), sides=(28, 40))[..., 1]
     # The deviation of a slope of 32 steps of height r is r · √((32² - 1) / 12).
@@ -99,8 +99,8 @@ def test_close_ups_go_on_at_their_border():
     assert np.abs(rows - expected).max() < 1.5 * rise
 
 
-def test_close_ups_have_one_mean_and_contrast_and_none_is_flat():
-    """All of a photograph but its striped half is flat: that half is what is drawn."""
+def test_close_ups_are_normalized_and_not_flat():
+    """Squares come from the striped half of an image that is flat elsewhere."""
     stripes = np.full((120, 120, 3), (200, 30, 90), np.uint8)
     stripes[:, :60] += np.where(np.arange(60) // 4 % 2, 10, -10).astype(np.uint8)[:, None]
     found = close_ups(Image.fromarray(stripes), turned=True)

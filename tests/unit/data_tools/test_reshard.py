@@ -1,4 +1,4 @@
-"""`merge` and `reshard`: order, labels and bytes are kept; what does not fit is refused."""
+"""`merge` and `reshard` keep order, labels and bytes, and refuse incompatible folders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megavis.data.loading.dataset import ShardDataset
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Twelve labelled pictures in shards of five, and four without a label and a damaged file."""
+    """Shards of twelve labelled images, and of four unlabelled ones and a damaged file."""
     root = tmp_path_factory.mktemp("folders")
     write_folder(root / "first", training_files())
     web = {f"{number}.jpg": small_jpeg(number + 30) for number in range(4)}
@@ -30,7 +30,7 @@ def folders(tmp_path_factory):
 
 
 def payloads(folder):
-    """Every payload, label and source, in order."""
+    """Return payload, label and source of all samples, in order."""
     found = []
     for shard in Manifest.read(folder).shards:
         tar = (folder / shard.name).read_bytes()
@@ -89,7 +89,7 @@ def test_merge_of_palette_shards(shards, tmp_path):
 
 
 @pytest.mark.parametrize("case", ["kind", "size", "classes", "unfinished", "inside"])
-def test_what_does_not_fit_is_refused(case, folders, shards, tmp_path, capsys):
+def test_incompatible_folders(case, folders, shards, tmp_path, capsys):
     other, out = tmp_path / "other_shards", tmp_path / "out"
     if case == "kind":
         other = shards / "train"
@@ -114,7 +114,7 @@ def test_what_does_not_fit_is_refused(case, folders, shards, tmp_path, capsys):
     assert not out.exists()
 
 
-def test_a_damaged_shard_is_named_and_what_is_finished_kept(folders, tmp_path, capsys):
+def test_damaged_shard_is_named(folders, tmp_path, capsys):
     damaged, out = tmp_path / "damaged", tmp_path / "out"
     damaged.mkdir()
     for path in folders[0].iterdir():

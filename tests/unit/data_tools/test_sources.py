@@ -1,4 +1,4 @@
-"""Every layout of images gives the same pictures, labels and bytes."""
+"""Sources of images: every layout gives the same images, labels and bytes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def labels_by_name(source):
 
 @pytest.fixture(scope="module")
 def layouts(tmp_path_factory):
-    """The same training and validation pictures in each layout."""
+    """The same training and validation images in each layout."""
     root = tmp_path_factory.mktemp("layouts")
     training, validation = training_files(), validation_files()
     write_folder(root / "train", training)
@@ -71,7 +71,7 @@ def layouts(tmp_path_factory):
     return root
 
 
-def test_tar_folder_kaggle_and_shards_give_the_same_bytes(layouts, tmp_path):
+def test_layouts_give_the_same_shards(layouts, tmp_path):
     trees, manifests = [], []
     for place in ("train", "ILSVRC2012_img_train.tar", "kaggle", "shards"):
         out = tmp_path / place
@@ -100,7 +100,7 @@ def test_tar_folder_kaggle_and_shards_give_the_same_bytes(layouts, tmp_path):
         ("kaggle/ILSVRC/Data/CLS-LOC/val", ()),
     ],
 )
-def test_validation_labels_are_those_of_the_training_folder(layouts, place, options):
+def test_validation_labels(layouts, place, options):
     truth = ("--ground-truth", layouts / options[0]) if options else ()
     source = opened(layouts / place, *truth)
     training = labels_by_name(opened(layouts / "train"))
@@ -112,7 +112,7 @@ def test_validation_labels_are_those_of_the_training_folder(layouts, place, opti
         assert label == expected[SYNSETS[number % 3]], name
 
 
-def test_validation_tar_and_folder_are_one_source(layouts):
+def test_validation_layouts_are_equal(layouts):
     folder, tar = opened(layouts / "flat/val"), opened(layouts / "flat/ILSVRC2012_img_val.tar")
     kaggle = opened(layouts / "kaggle", "--layout", "kaggle-validation")
     assert folder.sha256 == tar.sha256 == kaggle.sha256
@@ -136,7 +136,7 @@ def test_split_is_the_same_in_every_layout(layouts):
     assert len({source.sha256 for source in web}) == 2
 
 
-def test_split_holds_out_four_in_a_hundred(tmp_path):
+def test_default_validation_share(tmp_path):
     root = write_folder(tmp_path, {f"a/{number:05d}.jpg": b"x" for number in range(1000)})
     held = opened(root, "--split", "validation")
     assert isinstance(held, FileSource)
@@ -171,8 +171,8 @@ def test_palette_of_web_tars(layouts, tmp_path, capsys):
     assert "16 colours from 700 pixels" in capsys.readouterr().out
 
 
-def test_every_layout_gives_the_same_pixels_to_fit_on(layouts):
-    """They depend on names, contents and seed: not on where the files lie, nor on their order."""
+def test_palette_samples_are_the_same_in_every_layout(layouts):
+    """Samples depend on names, contents and seed, not on location or order of the files."""
     places = ("train", "ILSVRC2012_img_train.tar", "kaggle")
     options = {"num_pixels": 700, "size": 16}
     first, *others = (sample_pixels(opened(layouts / p), **options, seed=5) for p in places)
@@ -182,7 +182,7 @@ def test_every_layout_gives_the_same_pixels_to_fit_on(layouts):
     assert not np.array_equal(first, another)
 
 
-def test_layouts_are_found(layouts):
+def test_find_layout(layouts):
     expected = {
         "train": "folder",
         "ILSVRC2012_img_train.tar": "imagenet-train-tar",
@@ -197,14 +197,14 @@ def test_layouts_are_found(layouts):
     assert {place: find_layout(layouts / place) for place in expected} == expected
 
 
-def test_lists_of_urls_are_left_to_img2dataset(tmp_path):
+def test_url_lists_are_refused(tmp_path):
     for place in (tmp_path / "urls.parquet", tmp_path):
         (tmp_path / "urls.parquet").write_bytes(b"PAR1")
         with pytest.raises(UserError, match="--input_format parquet --url_col url"):
             find_layout(place)
 
 
-def test_mistakes_in_ground_truth(layouts, tmp_path):
+def test_ground_truth_errors(layouts, tmp_path):
     kit = write_kit(tmp_path / "kit", count=5)
     truth = kit / "data" / "ILSVRC2012_validation_ground_truth.txt"
     with pytest.raises(UserError, match="5 labels, but there is an image .*_00000006.JPEG"):
@@ -241,7 +241,7 @@ def test_mistakes_in_ground_truth(layouts, tmp_path):
         ("selection", "finish `python -m data_tools filter` first"),
     ],
 )
-def test_mistakes_are_one_sentence(case, message, tmp_path, capsys, request):
+def test_errors_are_one_line(case, message, tmp_path, capsys, request):
     place, options = tmp_path / "place", []
     if case == "text":
         place.write_text("no tar" * 200)
@@ -260,7 +260,7 @@ def test_mistakes_are_one_sentence(case, message, tmp_path, capsys, request):
     assert message in error
 
 
-def test_names_of_any_bytes(tmp_path):
+def test_non_utf8_names(tmp_path):
     root = tmp_path / "images"
     (root / "a").mkdir(parents=True)
     raw = b"caf\xe9.jpg".decode("utf-8", "surrogateescape")

@@ -1,4 +1,4 @@
-"""Speech: coefficients against their formulas, a synthesiser's words, and the parts of a folder."""
+"""Speech: cepstral coefficients against formulas, synthesised words, splits of a folder."""
 
 import io
 import json
@@ -28,7 +28,7 @@ def to_hertz(mel):
 
 
 def coefficients_by_the_formulas(samples, frame):
-    """Hann window, Fourier transform, triangles on the mel scale, logarithm, cosine transform."""
+    """Compute Hann window, FFT, triangular mel filters, logarithm and DCT in plain loops."""
     middle = 160 * frame + 80
     window = np.zeros(512)
     for i in range(480):
@@ -53,7 +53,7 @@ def coefficients_by_the_formulas(samples, frame):
     ]
 
 
-def test_coefficients_are_those_of_the_formulas():
+def test_cepstra_match_formulas():
     samples = (0.1 * RANDOM.standard_normal(16_000)).astype(np.float32)
     found = cepstra(samples)
     assert found.shape == (100, 40)
@@ -68,7 +68,7 @@ def wav(samples, rate=16_000):
     return file.getvalue()
 
 
-def test_only_whole_files_of_one_channel_at_16_khz_are_read():
+def test_read_wav():
     samples = RANDOM.integers(-32768, 32767, 20_000).astype(np.int16)
     read = read_wav(wav(samples))
     assert np.array_equal(read, samples / np.float32(32768))
@@ -84,11 +84,11 @@ def test_only_whole_files_of_one_channel_at_16_khz_are_read():
             read_wav(content)
 
 
-def test_held_out_voices_are_never_trained_on(tmp_path):
+def test_splits_share_no_voice(tmp_path):
     words, out = tmp_path / "words", tmp_path / "shards"
     options = ["--words", "yes,stop", "--voices", "2", "--held-out-voices", "1", "--takes", "2"]
     assert main(["words", str(words), *options]) == 0
-    assert main(["words", str(words), *options]) == 0  # there already
+    assert main(["words", str(words), *options]) == 0  # already finished
     assert main(["words", str(words), *options, "--seed", "1"]) == 2
     assert main(["speech", str(words), "--out", str(out)]) == 0
     voices = {}
@@ -99,14 +99,14 @@ def test_held_out_voices_are_never_trained_on(tmp_path):
         assert np.bincount(dataset.labels).tolist() == [2 * voice_count] * 2
         frames, _ = dataset.read(np.arange(len(dataset)))
         assert frames.shape == (len(dataset), 100, 40)
-        # Speech is somewhere in its second, and recordings differ.
+        # No coefficient is constant over time.
         assert frames.astype(np.float32).std(1).min() > 0
         names = json.loads((out / part / "shard-000000.index.json").read_text())["sources"]
         voices[part] = {name.split("/")[1].split("_")[0] for name in names}
     assert sum(map(len, voices.values())) == len(set.union(*voices.values())) == 4
 
 
-def test_other_words_and_noise_are_classes_of_their_own(tmp_path):
+def test_unknown_and_silence_classes(tmp_path):
     folder = tmp_path / "commands"
     for word, count in (("yes", 15), ("no", 15), ("cat", 9), ("dog", 9)):
         (folder / word).mkdir(parents=True)
@@ -117,7 +117,7 @@ def test_other_words_and_noise_are_classes_of_their_own(tmp_path):
     hum = RANDOM.integers(-90, 90, 40_000).astype(np.int16)
     (folder / "_background_noise_" / "hum.wav").write_bytes(wav(hum))
     command = ["speech", str(folder), "--out", str(tmp_path / "out"), "--words", "yes,no"]
-    assert main(command) == 2  # without its lists
+    assert main(command) == 2  # validation_list.txt and testing_list.txt are missing
     (folder / "validation_list.txt").write_text("yes/0.wav\nno/3.wav\ncat/1.wav\n")
     (folder / "testing_list.txt").write_text("\n".join(f"yes/{n}.wav" for n in range(1, 11)))
     assert main([*command[:-1], "yes,maybe"]) == 2
@@ -141,7 +141,7 @@ def test_other_words_and_noise_are_classes_of_their_own(tmp_path):
 
 
 class Replay:
-    """A generator with numbers that are given."""
+    """A random generator that returns given numbers."""
 
     def __init__(self, *numbers):
         self.numbers = iter(numbers)
@@ -157,8 +157,8 @@ class Replay:
 
 
 @pytest.mark.parametrize(("shift", "coin", "volume"), [(1600, 0.7, 0.08), (-900, 0.9, 0.0)])
-def test_a_variant_is_moved_and_mixed_as_tc_resnets_code_does(shift, coin, volume):
-    """Pad on one side, slice the second, add volume · noise, clip: by a loop over samples."""
+def test_variants_match_tc_resnet(shift, coin, volume):
+    """Shift, add volume · noise and clip, in a loop over samples."""
     second = RANDOM.uniform(-1, 1, 16_000).astype(np.float32)
     noise = RANDOM.uniform(-1, 1, 20_000).astype(np.float32)
     numbers = [shift, 0, 123, coin, *([volume] if coin < 0.8 else [])]

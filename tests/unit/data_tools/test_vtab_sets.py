@@ -1,4 +1,4 @@
-"""Data sets of VTAB, read from files of the same bytes as their authors hand out."""
+"""Data sets of VTAB in the file formats of their authors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megavis.config.errors import UserError
 pytestmark = pytest.mark.once
 
 ROOT = Path(__file__).parents[3]
-# Writer and what it returns of it, whether the folder alone says which, and the classes.
+# Writer, task, whether the layout is detected without --layout, number of classes.
 LAYOUTS = {
     "clevr-count": ("clevr", "count", False, 8),
     "clevr-distance": ("clevr", "distance", False, 6),
@@ -36,7 +36,7 @@ LAYOUTS = {
     "resisc45": ("resisc", None, True, 2),
 }
 WHOLE = {"sun397": 397, "resisc45": 45}
-"""Classes of the data sets whose small versions have fewer."""
+"""Published number of classes where the test files have fewer."""
 
 
 def written(layout, root):
@@ -57,14 +57,14 @@ def looks(found):
 
 
 def shown(source):
-    """Label and pixels of each picture, as another process would read them."""
+    """Return label and pixels of each image; pickle parts, as for a worker process."""
     parts = pickle.loads(pickle.dumps(source.parts(files_per_part=2, seed=0)))
     pictures = [picture for part in parts for picture in part.pictures(pytest.fail)]
     return [(picture.label, decode_image(picture.content)) for picture in pictures]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_split_has_its_pictures_and_labels(layout, tmp_path):
+def test_splits(layout, tmp_path):
     expected = written(layout, tmp_path)
     _, _, is_found, num_classes = LAYOUTS[layout]
     if is_found:
@@ -82,7 +82,7 @@ def test_each_split_has_its_pictures_and_labels(layout, tmp_path):
     assert len(opened(tmp_path, layout).files) == trained
 
 
-def test_caltech_has_a_class_of_clutter_where_vtab_is_asked_for(tmp_path):
+def test_caltech_102_has_a_background_class(tmp_path):
     for name in ("BACKGROUND_Google", "accordion", "yin_yang"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "image_0001.jpg").write_bytes(b"not read")
@@ -91,20 +91,20 @@ def test_caltech_has_a_class_of_clutter_where_vtab_is_asked_for(tmp_path):
     assert len(opened(tmp_path, "caltech-102").class_names) == 3
 
 
-def test_retinopathy_is_labelled_by_the_leader_boards_and_loses_its_local_average(tmp_path):
+def test_retinopathy(tmp_path):
     expected = vtab_files.write_retinopathy(tmp_path)
     assert find_layout(tmp_path) == "retinopathy"
     for split, labels in expected.items():
         found = shown(opened(tmp_path, "retinopathy", "--split", split))
         assert sorted(label for label, _ in found) == sorted(labels)
         for _, pixels in found:
-            # A disc of radius 300 is cut at 270, and inside it is of one colour.
+            # A disc of radius 300 is cropped to 270; its inside is uniform.
             assert pixels.shape == (540, 540, 3)
             assert abs(pixels[170:370, 170:370].astype(int) - 128).max() <= 8
 
 
-def test_an_eye_is_prepared_as_plain_loops_do():
-    """Radius kept: what is left is the blur, 4 (x − local mean) + 128, and the disc of 90 %."""
+def test_prepare_eye_matches_loops():
+    """At the given radius: 4 (x − local mean) + 128 inside a disc of 90 %."""
     rng, radius = np.random.default_rng(0), 30
     pixels = np.zeros((70, 70, 3), np.uint8)
     pixels[:, 5:65] = rng.integers(60, 200, (70, 60, 3))
@@ -121,7 +121,7 @@ def test_an_eye_is_prepared_as_plain_loops_do():
     assert (found[0, 0] == 128).all()
 
 
-def test_presets_of_vtab_have_as_many_classes_as_the_data_sets():
+def test_vtab_preset_has_the_number_of_classes():
     text = (ROOT / "yaml_configs/darl/vit_l16_diff_vtab.yaml").read_text()
     named = re.findall(r"shards/(\w+)/train.*?num_classes=(\d+)", text.replace("\n", " "))
     asked = {folder: int(count) for folder, count in named}
@@ -180,7 +180,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("case", ERRORS)
-def test_what_is_wrong_is_said_in_one_sentence(case, tmp_path):
+def test_damaged_files_are_errors(case, tmp_path):
     layout, spoil, message = ERRORS[case]
     written(layout, tmp_path)
     spoil(tmp_path)
