@@ -156,21 +156,6 @@ def test_interrupted_job_resumes(images, palette_file, tmp_path, monkeypatch):
     assert tree(broken) == tree(whole)
 
 
-def test_disk_full_is_one_line(images, palette_file, tmp_path, monkeypatch, capsys):
-    def full(*arguments, **options):
-        raise OSError(28, "No space left on device", "shard-000000.tar")
-
-    out = tmp_path / "out"
-    monkeypatch.setattr(units, "open_shard", full)
-    assert shards(images, palette_file, out) == 1
-    assert "not finished: No space left on device: shard-000000.tar" in capsys.readouterr().out
-    unfinished = json.loads((out / "report.json").read_text())["unfinished"]
-    assert unfinished["shards"] == ["shard-000000.tar"]
-    monkeypatch.undo()
-    assert shards(images, palette_file, out) == 0
-    assert "unfinished" not in json.loads((out / "report.json").read_text())
-
-
 def test_existing_shards_of_other_jobs_are_kept(images, palette_file, tmp_path, capsys):
     out = tmp_path / "out"
     assert shards(images, palette_file, out) == 0
