@@ -1,6 +1,6 @@
-"""Live worker processes, shared by all distributed tests: importing torch takes ten seconds.
+"""Worker processes shared by all distributed tests, since importing torch takes ten seconds.
 
-They are forks of one server that has imported everything.
+They are forked from one server that has imported everything.
 """
 
 import multiprocessing
@@ -16,20 +16,20 @@ from launched_runs import long_words
 from megavis.parallel.workers import WorkerPool
 
 HANGS_AFTER = 1200.0
-"""Seconds: far above what a job takes on a busy machine, below the time limit of a test."""
+"""Timeout of a job in seconds: generous for a busy machine, below pytest's own timeout."""
 
 PRELOADED = ("megavis.training.trainer",)
 
 multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
-# The server of a worker of xdist imports while the worker imports the tests. It is started here,
-# where pytest captures what it and its processes print. Otherwise the first job starts it.
+# Under xdist the server imports while the worker imports the tests. Starting it here lets pytest
+# capture the output of its processes. Otherwise the first job starts it.
 if "PYTEST_XDIST_WORKER" in os.environ:
     forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session")
 def run_job() -> Iterator[Callable[..., list[Any]]]:
-    """Run a job on the first N of four workers; the pool is renewed after a failure."""
+    """Run a job on the first N of four workers; a failure replaces the pool."""
     pools: list[WorkerPool] = []
 
     def run(job: Callable[..., Any], num_processes: int, *args: Any) -> list[Any]:
@@ -50,7 +50,7 @@ def run_job() -> Iterator[Callable[..., list[Any]]]:
 def long_run(
     run_job: Callable[..., list[Any]], tiny_config: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """The folder of a run of `long_words` that two processes finished without a break."""
+    """The folder of an uninterrupted run of `long_words` on two processes."""
     from run_jobs import train_run
 
     folder = tmp_path_factory.mktemp("long")

@@ -1,4 +1,4 @@
-"""Adafactor at every ZeRO stage: means over rows and columns add up over the parts of a matrix."""
+"""Adafactor at every ZeRO stage: row and column means are reduced over the parts of a matrix."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +33,7 @@ def reference(run_job: Any, tiny_config: Path) -> Any:
     ],
     ids=str,
 )
-def test_layout_gives_the_curve_of_one_process(
+def test_layouts_match_one_process(
     run_job: Callable[..., Any],
     reference: Any,
     tiny_config: Path,

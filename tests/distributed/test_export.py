@@ -1,4 +1,4 @@
-"""What a run is exported as does not depend on the layout that saved it."""
+"""An export does not depend on the layout that saved the run."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ SPLIT = ["parallel.tensor_model_parallel_size=2", "parallel.zero_stage=3"]
 
 
 def export(launch, run_folder, form, out):
-    """Do what `megavis export` does, in a worker process."""
+    """Run `megavis export` in a worker process."""
     try:
         assert main(["export", run_folder, "--to", form, out]) == 0
     finally:
@@ -20,7 +20,7 @@ def export(launch, run_folder, form, out):
 
 
 @pytest.mark.parametrize("form", ["safetensors", "huggingface"])
-def test_export_equals_that_of_one_process(run_job, runs, tmp_path, form):
+def test_export_matches_one_process(run_job, runs, tmp_path, form):
     exported = []
     for name in ("one", "split"):
         out = tmp_path / name
@@ -36,8 +36,9 @@ def test_export_equals_that_of_one_process(run_job, runs, tmp_path, form):
 def runs(run_job, tiny_config, tmp_path_factory):
     """The same three steps on one process, and on four as TP 2 x ZeRO-3.
 
-    Adam's first steps are as long as the learning rate whichever way rounding turns a gradient
-    that is almost zero; a tiny rate leaves what a wrong join would change by 1e-2.
+    Adam's first steps have the length of the learning rate, even for gradients whose sign is
+    rounding error. With a tiny learning rate these stay within tolerance, while wrongly merged
+    weights would differ by 1e-2.
     """
     output = tmp_path_factory.mktemp("exported")
     for name, processes, layout in (("one", 1, []), ("split", 4, SPLIT)):

@@ -1,4 +1,4 @@
-"""Signals, a process that dies, one that hangs, a disk that is full: nothing is lost or silent."""
+"""Faults in training: signals, killed and hung processes, bad gradients, full disks."""
 
 import errno
 import gc
@@ -30,20 +30,20 @@ from megavis.training.metrics import read_metrics
 pytestmark = pytest.mark.once
 
 HANGS_AFTER = 600.0
-"""Seconds."""
+"""Timeout in seconds."""
 
 
 def run_command(launch: Launch, words: list[str], log: Path) -> None:
-    """Be one process of `megavis train`, as a launcher would start it."""
+    """Run one process of `megavis train`, as a launcher would start it."""
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
     torch.set_num_threads(1)
-    gc.freeze()  # not to collect among all that was imported
+    gc.freeze()  # keep the collector from scanning imported modules
     os.environ.update(launch.environment())
     sys.exit(main(["train", *words, "--device", "cpu"]))
 
 
 class Job:
-    """Two processes of one training, and what they write."""
+    """Two processes of a training run, and their logs."""
 
     def __init__(self, server: Any, words: list[str], folder: Path) -> None:
         port = free_port()
@@ -70,7 +70,7 @@ class Job:
 
 @pytest.fixture
 def start(tiny_config: Path, tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    """Start a training of two processes; what is left of them is ended."""
+    """Start training on two processes; kill them after the test."""
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["megavis.training.trainer"])
     jobs: list[Job] = []
@@ -89,7 +89,7 @@ def start(tiny_config: Path, tmp_path: Path) -> Iterator[Callable[..., Job]]:
 def wait_for_step(run_folder: Path, step: int) -> None:
     end = time.monotonic() + HANGS_AFTER
     while all(line["step"] < step for line in read_metrics(run_folder)):
-        assert time.monotonic() < end, f"the run did not come to step {step}"
+        assert time.monotonic() < end, f"the run did not reach step {step}"
         time.sleep(0.01)
 
 
@@ -103,7 +103,7 @@ def wait_for_line(path: Path, count: int) -> None:
 LONG = ("training.steps=40", "checkpoint.every=0", "name=run")
 
 
-def test_a_signal_to_one_process_saves_and_stops_all(
+def test_signal_to_one_process_checkpoints_and_stops_all(
     start: Callable[..., Job], tmp_path: Path
 ) -> None:
     unbroken = start(*LONG, "name=unbroken")
@@ -123,10 +123,10 @@ def test_a_signal_to_one_process_saves_and_stops_all(
     assert ours == theirs
 
 
-def test_a_process_that_is_killed_is_named(start: Callable[..., Job], tmp_path: Path) -> None:
+def test_killed_process_is_named(start: Callable[..., Job], tmp_path: Path) -> None:
     job = start(*LONG, "training.steps=100000")
     wait_for_step(tmp_path / "run", 3)
-    time.sleep(1.5)  # the first word of each process
+    time.sleep(1.5)  # until each process has sent its first heartbeat
     job.send(1, signal.SIGKILL)
     assert job.wait(0) == 1
     named = re.findall(r"megavis: (rank \d) on \S+ does not answer.* heard of in (.*)", job.log(0))
@@ -134,9 +134,7 @@ def test_a_process_that_is_killed_is_named(start: Callable[..., Job], tmp_path: 
     assert re.fullmatch(r"(what follows )?step \d+", named[0][1])
 
 
-def test_a_second_job_in_the_run_folder_is_refused(
-    start: Callable[..., Job], tmp_path: Path
-) -> None:
+def test_second_job_in_a_run_folder_is_refused(start: Callable[..., Job], tmp_path: Path) -> None:
     words = (*LONG, "training.steps=100000")
     first = start(*words)
     wait_for_step(tmp_path / "run", 3)
@@ -156,10 +154,10 @@ def test_a_second_job_in_the_run_folder_is_refused(
 
 
 @pytest.mark.parametrize("hung", [0, 1])
-def test_a_process_that_hangs_is_found_and_all_stacks_are_shown(
+def test_hung_process_is_reported_with_stacks(
     start: Callable[..., Job], tmp_path: Path, hung: int
 ) -> None:
-    """The first one keeps the store that all others ask, and takes the answers with it."""
+    """Rank 0 hosts the store, so the others lose their answers when it hangs."""
     other = 1 - hung
     job = start(*LONG, "training.steps=100000", "training.hang_timeout=2")
     wait_for_step(tmp_path / "run", 3)
@@ -171,13 +169,13 @@ def test_a_process_that_hangs_is_found_and_all_stacks_are_shown(
     assert re.search(waited, log)
     assert "in train_step" in log or "in _after_step" in log or "in exchange" in log
     assert re.search(rf"megavis: rank {hung} on \S+ .*does not answer: it is dead or hangs", log)
-    # Once it continues it finds the others gone and ends by itself.
+    # Once continued, the process finds the others gone and exits.
     job.send(hung, signal.SIGCONT)
     assert job.wait(hung) not in (None, 0)
 
 
 def train_with_bad_steps(launch: Launch, path: str, words: list[str], bad: tuple) -> None:
-    """Train; what the second process sees at some steps has no finite loss."""
+    """Train; the loss of rank 1 is NaN at the steps `bad`."""
     step = Engine.train_step
 
     def with_bad_loss(engine: Engine, batches: Any, number: int) -> torch.Tensor:
@@ -189,12 +187,12 @@ def train_with_bad_steps(launch: Launch, path: str, words: list[str], bad: tuple
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "train_step", with_bad_loss)
-        patch.setattr(watchdog, "_BEAT_SECONDS", 0.1)  # four before a failure is passed on
+        patch.setattr(watchdog, "_BEAT_SECONDS", 0.1)  # a failure is reported after four
         train_run(launch, path, words)
 
 
 @pytest.mark.parametrize("layout", [("zero_stage=0",), ("zero_stage=1", "bf16"), ("zero_stage=3",)])
-def test_a_step_without_finite_gradients_changes_nothing(
+def test_steps_with_non_finite_gradients_are_skipped(
     run_job: Callable[..., list[Any]], tiny_config: Path, tmp_path: Path, layout: tuple[str, ...]
 ) -> None:
     words = [
@@ -224,7 +222,7 @@ def test_a_step_without_finite_gradients_changes_nothing(
 
 
 def train_on_a_full_disk(launch: Launch, path: str, words: list[str], full: tuple) -> None:
-    """Train; the second process cannot write the checkpoints of some steps."""
+    """Train; rank 1 cannot write the checkpoints of the steps `full`."""
     write = save.write_tensors
 
     def fail(path: Path, tensors: Any) -> Any:
@@ -242,7 +240,7 @@ def train_on_a_full_disk(launch: Launch, path: str, words: list[str], full: tupl
 
 
 @pytest.mark.parametrize(("full", "saved"), [((8,), [4, 12]), ((12,), [4, 8])])
-def test_a_full_disk_leaves_the_checkpoint_before_and_training_goes_on(
+def test_training_continues_after_a_full_disk(
     run_job: Callable[..., list[Any]],
     tiny_config: Path,
     tmp_path: Path,
@@ -259,5 +257,5 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_training_goes_on(
     assert not list((folder / "checkpoints").glob(".*.partial"))
     lines = deterministic_metrics(folder)
     assert [line["step"] for line in lines] == list(range(13))[1:]
-    told = [line["checkpoints_not_saved"] for line in lines if "checkpoints_not_saved" in line]
-    assert set(told) == ({1.0} if 8 in full else set())
+    counts = {line["checkpoints_not_saved"] for line in lines if "checkpoints_not_saved" in line}
+    assert counts == ({1.0} if 8 in full else set())

@@ -1,4 +1,4 @@
-"""Features and accuracies of a run do not depend on the layout that saved it or that reads it."""
+"""Features and probes do not depend on the layout that saved or reads a run."""
 
 import json
 import os
@@ -18,21 +18,19 @@ SPLIT = ["parallel.tensor_model_parallel_size=2", "parallel.zero_stage=3"]
 
 
 def probe(launch: Launch, run_folder: str, tensor_size: int) -> None:
-    """Do what `megavis probe` does under a launcher, after which all features are to be known."""
+    """Run `megavis probe` as under a launcher; it caches all features."""
     os.environ.update(launch.environment())
     words = ["--untrained-networks", "1", "--train-images", "150"]
     words += ["--device", "cpu", "--tensor-parallel", str(tensor_size)]
     assert main(["probe", run_folder, *words]) == 0
 
 
-def test_the_probe_of_a_split_run_is_the_same_in_every_layout(
-    run_job: Any, tiny_config: Path, tmp_path: Path
-) -> None:
+def test_probe_is_the_same_in_every_layout(run_job: Any, tiny_config: Path, tmp_path: Path) -> None:
     words = [f"output={tmp_path}", "parallel.sequence_parallel=true", *SPLIT]
     run_job(train_run, 4, str(tiny_config), words)
     folder = tmp_path / "tiny"
     found, layers = [], []
-    # From one process, from data-parallel ones, and from the layout that saved it.
+    # One process, data parallelism, and tensor parallelism.
     for processes, tensor_size in ((1, 1), (2, 1), (4, 2)):
         run_job(probe, processes, str(folder), tensor_size)
         found.append(json.loads((folder / "evaluation" / "probe.json").read_text()))
@@ -40,7 +38,7 @@ def test_the_probe_of_a_split_run_is_the_same_in_every_layout(
     alone, *others = found
     assert len(alone["trained"]) == 4
     for name, features in layers[0].items():
-        # Whole batches are the same wherever they are computed.
+        # Data parallelism does not change batches, so features are bit-identical.
         np.testing.assert_array_equal(layers[1][name], features)
         np.testing.assert_allclose(layers[2][name], features, rtol=1e-4, atol=1e-5)
     for other in others:
@@ -49,7 +47,7 @@ def test_the_probe_of_a_split_run_is_the_same_in_every_layout(
 
 
 def read_features(folder: Path) -> dict[str, np.ndarray]:
-    """Return what a run folder keeps, by file, and empty it."""
+    """Return the cached features of a run by file name, and delete the files."""
     from safetensors.numpy import load_file
 
     found = {file.path.name: load_file(file.path)["layers"] for file in cached_features(folder)}

@@ -1,4 +1,4 @@
-"""Fine-tuning in every kind of layout: the curve of one process, early stopping, the best kept."""
+"""Fine-tuning in every kind of layout: curves, early stopping, linear evaluation."""
 
 import json
 from pathlib import Path
@@ -46,12 +46,12 @@ def words(path: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.parametrize("options", [(JOINT,), CLASSES], ids=["joint", "classes"])
-def test_layouts_give_the_curve_of_one_process(
+def test_layouts_match_one_process(
     run_job: Any, config_path: Path, options: tuple[str, ...]
 ) -> None:
     config = make_config(config_path, *words(config_path, *options))
     reference = run_job(train_briefly, 1, config, STEPS)[0]
-    # ln 10 of a classifier at zero, and of its source what it had come to.
+    # A zero classifier has the loss ln 10; the generative loss continues that of the source.
     generative = deterministic_metrics(config_path.parent / "source")[-1]["loss"]
     own = 0.5 * generative if JOINT in options else 0.0
     assert reference[0][0] == pytest.approx(2.302585 + own, rel=0.05 if own else 1e-5)
@@ -67,10 +67,8 @@ def accuracies_of(folder: Path) -> dict[int, float]:
 
 
 @pytest.mark.once
-def test_a_run_stops_early_keeps_its_best_and_resumes_in_another_layout(
-    run_job: Any, config_path: Path
-) -> None:
-    # A rate of nearly nothing: only the direction of the class head changes, and soon no more.
+def test_early_stopping_and_resuming_in_another_layout(run_job: Any, config_path: Path) -> None:
+    # With a tiny learning rate accuracy soon stops improving.
     settings = ["optimizer.learning_rate=1e-9", "finetune.patience=2", "training.steps=30"]
     settings += ["checkpoint.every=4", "checkpoint.keep_last=1"]
     run_job(train_run, 1, str(config_path), words(config_path, *settings, "name=whole"))
@@ -84,7 +82,7 @@ def test_a_run_stops_early_keeps_its_best_and_resumes_in_another_layout(
     assert (result["step"], result["num_images"]) == (best, 20)
     assert sum(map(sum, result["confusion"])) == 20
 
-    # Interrupted after its best step, which was saved, it resumes in another layout.
+    # Interrupted after its best step, the run resumes in another layout.
     broken = words(config_path, *settings, "name=broken")
     other = config_path.parent / "broken"
     rewind(folder, other, best)
@@ -96,7 +94,7 @@ def test_a_run_stops_early_keeps_its_best_and_resumes_in_another_layout(
     again = json.loads((other / "evaluation" / "finetune_test.json").read_text())
     assert again["confusion"] == result["confusion"]
 
-    # Over is over: started once more, it does nothing.
+    # Starting a finished run does nothing.
     before = (other / "metrics.jsonl").read_text()
     run_job(train_run, 1, str(config_path), broken)
     assert (other / "metrics.jsonl").read_text() == before
@@ -111,15 +109,13 @@ LINEAR = (
 
 
 @pytest.mark.once
-def test_linear_evaluation_trains_the_classifier_alone_in_every_layout(
-    run_job: Any, config_path: Path
-) -> None:
+def test_linear_evaluation_trains_the_classifier_only(run_job: Any, config_path: Path) -> None:
     config = make_config(config_path, *words(config_path, *LINEAR))
     reference = run_job(train_briefly, 1, config, STEPS)[0]
     for processes, layout in [(2, {"zero_stage": 2}), (4, LAYOUTS[1][1] | {"zero_stage": 3})]:
         curves = run_job(train_briefly, processes, with_layout(config, **layout), STEPS)
         assert largest_difference(curves, reference) <= TOLERANCE, layout
-    # What is frozen comes out as it went in, and the running statistics are kept.
+    # Frozen weights are unchanged, and running statistics are saved.
     settings = words(
         config_path, *LINEAR, "name=linear", "training.steps=4", "parallel.zero_stage=3"
     )

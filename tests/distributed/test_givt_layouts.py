@@ -1,4 +1,4 @@
-"""GIVT in several layouts: causal, masked, and with an adapter whose output has a gradient."""
+"""GIVT in several layouts: causal, masked, with an adapter, and encoder-decoder."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -81,19 +81,19 @@ training: {{steps: {STEPS}, batch_size: 8, micro_batch_size: 2}}
 
 
 @pytest.mark.parametrize("name", list(OBJECTIVES))
-def test_layouts_give_the_curve_of_one_process(run_job: Any, latent_config: Any, name: str) -> None:
+def test_layouts_match_one_process(run_job: Any, latent_config: Any, name: str) -> None:
     config = make_config(latent_config(name))
     reference = run_job(train_briefly, 1, config, STEPS)[0]
-    assert reference[-1][0] < reference[0][0], "nothing was learned"
+    assert reference[-1][0] < reference[0][0], "the loss does not fall"
     for processes, layout in LAYOUTS:
-        # The masked model's 16 tokens and the label are odd.
+        # The masked model's 16 tokens and label cannot be split in two.
         if name != "masked" or "sequence_parallel" not in layout:
             curves = run_job(train_briefly, processes, with_layout(config, **layout), STEPS)
             assert largest_difference(curves, reference) <= TOLERANCE, layout
 
 
 def dropped(launch: Launch, config: RunConfig) -> dict[str, np.ndarray]:
-    """Take a step; return what the last forward pass dropped and handed on."""
+    """Take a step; return activations of the first block in the last forward pass."""
     context = open_context(
         launch,
         tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
@@ -125,9 +125,7 @@ def dropped(launch: Launch, config: RunConfig) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_dropout_agrees_on_what_is_shared_and_differs_on_what_is_split(
-    run_job: Any, latent_config: Any, recompute: str
-) -> None:
+def test_dropout_under_tensor_parallelism(run_job: Any, latent_config: Any, recompute: str) -> None:
     path = latent_config("causal", dropout=0.5)
     config = with_layout(
         load_config(path).config,
@@ -146,7 +144,7 @@ def test_dropout_agrees_on_what_is_shared_and_differs_on_what_is_split(
 def conditioned_config(
     shards: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., RunConfig]:
-    """A config on pairs, of which the released code's small VAE makes latents of the targets."""
+    """A config on pairs whose targets the golden VAE encodes as latents."""
     folder = tmp_path_factory.mktemp("conditioned")
     crops = str(shards / "crops" / "validation")
     options = ["--size", "16", "--target-resize", "bicubic"]
@@ -174,11 +172,11 @@ training: {{steps: 3, batch_size: 4, micro_batch_size: 1}}
     return lambda **layout: with_layout(make_config(path), **layout)
 
 
-def test_an_encoder_is_trained_alike_in_all_layouts(
+def test_encoder_layouts_match_one_process(
     run_job: Any, conditioned_config: Callable[..., RunConfig]
 ) -> None:
     reference = run_job(train_briefly, 1, conditioned_config(), 3)[0]
-    assert reference[-1][0] < reference[0][0], "nothing was learned"
+    assert reference[-1][0] < reference[0][0], "the loss does not fall"
     split = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     layouts = (
         (2, {"zero_stage": 3, "activation_checkpointing": "full"}),
@@ -192,7 +190,7 @@ def test_an_encoder_is_trained_alike_in_all_layouts(
 def split_outputs(
     launch: Launch, run_folder: str, inputs: np.ndarray, given: dict[str, torch.Tensor]
 ) -> np.ndarray:
-    """Return the outputs of an imported run whose layers all processes share."""
+    """Return the outputs of an imported run under tensor parallelism of all processes."""
     open_context(launch, tensor_model_parallel_size=launch.world_size, device="cpu")
     try:
         run = Run.open(run_folder, device="cpu")
@@ -202,15 +200,15 @@ def split_outputs(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_golden_values_hold_in_tensor_groups(run_job: Any, tmp_path: Path, name: str) -> None:
+def test_golden_values_under_tensor_parallelism(run_job: Any, tmp_path: Path, name: str) -> None:
     run, values = import_golden(tmp_path, name), golden(name)
-    # All sizes that the four heads can be shared out to; alone, tests/unit has them.
+    # All sizes that divide four heads; tests/unit covers one process.
     for size in (2, 4):
         for outputs in run_job(split_outputs, size, run, values["tokens"], conditions(values)):
             np.testing.assert_allclose(outputs, values["logits"], rtol=0, atol=1e-4)
 
 
-def test_the_golden_vae_holds_on_two_processes(run_job: Any, tmp_path: Path) -> None:
+def test_golden_vae_on_two_processes(run_job: Any, tmp_path: Path) -> None:
     run, values = import_golden(tmp_path, "vae"), golden("vae")
     for outputs in run_job(split_outputs, 2, run, values["image01"], {}):
         made = np.moveaxis(outputs, 1, -1)
@@ -219,17 +217,17 @@ def test_the_golden_vae_holds_on_two_processes(run_job: Any, tmp_path: Path) -> 
 
 @pytest.fixture
 def adapted_run(tmp_path: Path) -> str:
-    """A run of the golden adapter, before a Transformer of the causal one's widths."""
+    """A run with the golden adapter and a Transformer of the causal model's sizes."""
     file = tmp_path / "plain.npz"
     np.savez(file, **causal_weights_of_16_numbers())
     words = ["--adapter", str(GOLDEN / "adapter.npz"), "--num-classes", "10"]
     return import_file(tmp_path, "givt", file, *words)
 
 
-def test_the_golden_adapter_holds_on_two_processes(run_job: Any, adapted_run: str) -> None:
+def test_golden_adapter_on_two_processes(run_job: Any, adapted_run: str) -> None:
     values = golden("adapter")
     latents, expected = np.moveaxis(values["z"], -1, 1).copy(), values["y"]
     for outputs in run_job(split_outputs, 2, adapted_run, latents, {}):
-        # What the adapter gave follows the density's parameters.
+        # The adapter's outputs follow the density's parameters.
         adapted = outputs[..., -16:].reshape(expected.shape)
         np.testing.assert_allclose(adapted, expected, rtol=0, atol=1e-4)

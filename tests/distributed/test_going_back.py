@@ -1,4 +1,4 @@
-"""Data on which the loss spikes is left out, as if it had never been there."""
+"""Rollback after loss spikes skips the bad batches, as if they were not in the data."""
 
 import json
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from megavis.training.faults import watchdog
 pytestmark = pytest.mark.once
 
 BATCH = 8
-# Steps 14 to 16; the checkpoint that is two steps older than 14 is that of step 8.
+# Steps 14 to 16; the newest checkpoint at least two steps before 14 is that of step 8.
 BAD = range(13 * BATCH, 16 * BATCH)
 BACK_AT, BEYOND = 8, 18
 WORDS = [
@@ -36,9 +36,9 @@ WORDS = [
 
 
 def train_on_bad_data(launch: Launch, path: str, words: list[str], crash_at: int) -> None:
-    """Train; the loss of images at bad positions is far too large.
+    """Train; the loss of images at bad positions is 50 times too large.
 
-    Ends in a step that it comes to for the second time, which is after going back.
+    Crashes the second time that step `crash_at` is run, which is after the rollback.
     """
     step, following = Engine.train_step, BatchLoader.__next__
     seen: list[torch.Tensor] = []
@@ -72,7 +72,7 @@ def train_on_bad_data(launch: Launch, path: str, words: list[str], crash_at: int
 
 
 def train_without_it(launch: Launch, path: str, words: list[str]) -> None:
-    """Train on data that lacks what follows step 8 up to two batches after the bad images."""
+    """Train on data without the batches from step 9 to two steps after the bad images."""
     index = SampleOrder.dataset_index
 
     def shorter(order: SampleOrder, positions: np.ndarray) -> np.ndarray:
@@ -99,7 +99,7 @@ def reference(run_job: Any, tiny_config: Path, tmp_path_factory: Any) -> list[di
         ("zero_stage=0", "", False),
     ],
 )
-def test_the_run_is_that_of_data_without_the_bad_images(
+def test_rollback_equals_training_without_bad_batches(
     run_job: Callable[..., Any],
     tiny_config: Path,
     tmp_path: Path,
@@ -111,7 +111,7 @@ def test_the_run_is_that_of_data_without_the_bad_images(
     words = [*WORDS, f"output={tmp_path}"]
     job = (str(tiny_config), [*words, f"parallel.{layout}"])
     if resumed:
-        # Before the first checkpoint after going back: it is the old one that must know.
+        # Crash before the first new checkpoint: the old one must record the rollback.
         with pytest.raises(WorkerError, match="a crash"):
             run_job(train_on_bad_data, 2, *job, BACK_AT + 2)
         job = (str(tiny_config), [*words, f"parallel.{resumed}"])
@@ -135,12 +135,12 @@ def test_the_run_is_that_of_data_without_the_bad_images(
     latest = latest_checkpoint(tmp_path / "tiny")
     assert latest is not None
     assert read_manifest(latest).batches_skipped == BEYOND - BACK_AT
-    # Those of the spike are out of the way, but there.
+    # The checkpoints of the spike are kept under another name.
     assert saved_steps(tmp_path / "tiny") == [4, 8, 12, 16, 20, 24]
     assert list((tmp_path / "tiny" / "checkpoints").glob("*.set-aside"))
 
 
-def test_a_spike_is_counted_and_named(
+def test_loss_spikes_are_counted(
     run_job: Callable[..., Any], tiny_config: Path, tmp_path: Path
 ) -> None:
     words = [*WORDS, f"output={tmp_path}", "training.max_bad_steps=0", "training.max_rollbacks=0"]

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu_check --device cpu`: every stage, whole, on tiny sizes."""
+"""`python -m benchmarks.gpu_check --device cpu`: every stage at tiny sizes."""
 
 import functools
 import json
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.once
 ROOT = Path(__file__).parents[2]
 
 
-def test_all_stages_run_small_on_a_cpu(tmp_path, monkeypatch):
-    # Processes are forks of a server that has imported everything.
+def test_all_stages_run_on_cpu(tmp_path, monkeypatch):
+    # Fork processes from a server that has imported everything.
     forks = functools.partial(WorkerPool, preload=("megavis.training.trainer",))
     monkeypatch.setattr(driver, "WorkerPool", forks)
     monkeypatch.chdir(tmp_path)
@@ -32,14 +32,14 @@ def test_all_stages_run_small_on_a_cpu(tmp_path, monkeypatch):
         row["what"]: row for s in stages for part in s["parts"].values() for row in part["rows"]
     }
     assert all(row["passed"] is not False for row in rows.values())
-    # What means something on a GPU alone says so instead of a number.
+    # Rows for GPUs only have a note instead of a value.
     for what in ("GVP-B, ZeRO-1: MFU", "igpt/demo.yaml: forward and backward wait for the device"):
         assert rows[what]["value"] is None
         assert "GPU" in rows[what]["note"]
     report = (tmp_path / "report.md").read_text()
     assert "| SDPA: causal, bfloat16 | flash_attention_for_cpu |" in report
     assert report.count("\n## ") == 8
-    # The second call measures nothing.
+    # A second call measures nothing.
     process = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu_check", *words],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

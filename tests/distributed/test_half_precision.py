@@ -1,6 +1,6 @@
-"""bf16 and fp16 keep master weights and gradients in float32, in every kind of layout.
+"""bf16 and fp16 with float32 master weights and gradients, in every kind of layout.
 
-A CPU computes in fp16, slowly; DeepSpeed refuses it there unless configured to, as these jobs are.
+fp16 is slow on a CPU, and DeepSpeed refuses it there; these jobs override that check.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ from megavis.training.parity import Curve, parity_config, train_briefly
 pytestmark = pytest.mark.once
 
 STEPS = 8
-# Bits of the significand: the loss is computed in float32 from the logits on.
+# Rounding errors of the formats; the loss is computed from the logits in float32.
 RELATIVE_ERROR = {"bf16": 2**-8, "fp16": 2**-11}
 LAYOUTS: list[tuple[str, int, list[str]]] = [
     ("bf16", 2, ["zero_stage=1"]),
@@ -30,19 +30,20 @@ LAYOUTS: list[tuple[str, int, list[str]]] = [
     ("fp16", 2, ["tensor_model_parallel_size=2", "zero_stage=2"]),
     ("fp16", 4, ["tensor_model_parallel_size=2", "sequence_parallel=true", "zero_stage=3"]),
 ]
-# Two steps too high for the first gradients of the tiny model: one overflow is forgiven.
+# Two halvings too high for the first gradients of the tiny model; the first overflow does not lower
+# the scale.
 OVERFLOWING_SCALE_POWER = 24
 
 
 def allow_half() -> None:
-    """Let DeepSpeed compute in fp16 on this process's CPU."""
+    """Make DeepSpeed accept fp16 on a CPU."""
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().is_fp16_supported = lambda: True
 
 
 def short_curve(launch: Launch, path: str, overrides: list[str]) -> Curve:
-    """Train a few steps with float32's dropout-free config of parity."""
+    """Train a few steps with `parity_config`."""
     allow_half()
     loaded = load_config(path, overrides)
     return train_briefly(launch, parity_config(loaded.config), STEPS)
@@ -70,7 +71,7 @@ def reference(run_job: Any, tiny_config: Path) -> Curve:
 
 
 @pytest.mark.parametrize(("precision", "processes", "layout"), LAYOUTS, ids=str)
-def test_the_loss_follows_float32_within_its_own_error(
+def test_loss_matches_float32_within_rounding(
     run_job: Any,
     reference: Curve,
     tiny_config: Path,
@@ -85,7 +86,7 @@ def test_the_loss_follows_float32_within_its_own_error(
     assert any(mine != one for mine, one in losses), f"{precision} was not used"
 
 
-def test_fp16_skips_steps_that_overflow_and_resumes_bit_for_bit(
+def test_fp16_skips_overflowing_steps_and_resumes_exactly(
     run_job: Any, tiny_config: Path, tmp_path: Path
 ) -> None:
     words = ["parallel.zero_stage=3", f"output={tmp_path}"]

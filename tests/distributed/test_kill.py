@@ -1,4 +1,4 @@
-"""`kill -9` at random moments, while training and while saving, loses nothing that was saved."""
+"""`kill -9` at random times, while training and while saving, loses no saved checkpoint."""
 
 import gc
 import math
@@ -24,13 +24,13 @@ pytestmark = pytest.mark.once
 
 KILLS = 10
 HANGS_AFTER = 600
-"""Seconds."""
+"""Timeout in seconds."""
 
 
 def train_alone(path: str, overrides: list[str], stop_at: float) -> None:
-    """Train; at a step wait to be killed, so that no run ends before it is."""
+    """Train; sleep from step `stop_at` on, so that the run cannot end before it is killed."""
     torch.set_num_threads(1)
-    gc.freeze()  # not to collect among all that was imported
+    gc.freeze()  # keep the collector from scanning imported modules
     step = Engine.train_step
 
     def train_step(engine: Engine, batches: Any, number: int) -> torch.Tensor:
@@ -44,7 +44,7 @@ def train_alone(path: str, overrides: list[str], stop_at: float) -> None:
 
 @pytest.fixture(scope="module")
 def start() -> Any:
-    """Start trainings from a server that has imported everything, so that each begins at once."""
+    """Start training in forks of a server that has imported everything."""
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["megavis.training.trainer"])
 
@@ -56,7 +56,7 @@ def start() -> Any:
     return begin
 
 
-def assert_everything_listed_is_whole(run_folder: Path) -> None:
+def assert_checkpoints_are_intact(run_folder: Path) -> None:
     for step in saved_steps(run_folder):
         folder = run_folder / "checkpoints" / f"step-{step:08d}"
         for name, stored in read_manifest(folder).files.items():
@@ -64,17 +64,15 @@ def assert_everything_listed_is_whole(run_folder: Path) -> None:
 
 
 def wait_for_step(process: Any, run_folder: Path, step: int) -> None:
-    """Wait until the run has saved so many steps, or has ended."""
+    """Wait until the run has saved step `step`, or has ended."""
     end = time.monotonic() + HANGS_AFTER
     while process.is_alive() and max([0, *saved_steps(run_folder)]) < step:
-        assert time.monotonic() < end, f"the run did not come to step {step}"
+        assert time.monotonic() < end, f"the run did not reach step {step}"
         time.sleep(0.005)
 
 
-def test_ten_kills_leave_the_unbroken_runs_metrics(
-    start: Any, tiny_config: Path, tmp_path: Path
-) -> None:
-    # A checkpoint a step: about half of the time goes into saving, so kills hit both.
+def test_killed_run_equals_uninterrupted_run(start: Any, tiny_config: Path, tmp_path: Path) -> None:
+    # With a checkpoint per step, saving takes about half of the time, so kills hit both.
     words = [f"output={tmp_path}", "checkpoint.every=1", "checkpoint.keep_last=2"]
     words += ["training.steps=60", "training.validate_every=20", "training.validation_images=16"]
     unbroken = start(tiny_config, [*words, "name=unbroken"])
@@ -86,7 +84,7 @@ def test_ten_kills_leave_the_unbroken_runs_metrics(
     seen = []
     for _ in range(KILLS):
         step = (seen[-1] if seen else 0) + draw.randint(1, 4)
-        # Room for the kill to hit a later step or save, however late it comes.
+        # Leave room for the kill to hit a later step or save.
         process = start(tiny_config, [*words, "name=killed"], step + 2)
         wait_for_step(process, run_folder, step)
         time.sleep(draw.uniform(0.0, 0.05))
@@ -95,8 +93,8 @@ def test_ten_kills_leave_the_unbroken_runs_metrics(
         process.join()
         latest = latest_checkpoint(run_folder)
         seen.append(read_manifest(latest).step if latest else 0)
-        assert_everything_listed_is_whole(run_folder)
-    assert seen == sorted(seen), "a kill took away a checkpoint that had been there"
+        assert_checkpoints_are_intact(run_folder)
+    assert seen == sorted(seen), "a kill removed a checkpoint"
     final = start(tiny_config, [*words, "name=killed"])
     final.join(HANGS_AFTER)
     assert final.exitcode == 0

@@ -1,4 +1,4 @@
-"""The VAE of label maps in several layouts: noise and moments travel, and the moments' gradient."""
+"""The VAE of label maps in several layouts; stages exchange noise, moments and their gradient."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -32,12 +32,12 @@ def reference(run_job: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     folder = write_scene_shards(tmp_path_factory.mktemp("scenes"), images=24)
     path = write_label_map_config(folder, "panoptic")
     curve = run_job(train_briefly, 1, make_config(path), STEPS)[0]
-    assert curve[-1][0] < curve[0][0], "nothing was learned"
+    assert curve[-1][0] < curve[0][0], "the loss does not fall"
     return path, curve
 
 
 @pytest.mark.parametrize(("processes", "layout"), LAYOUTS)
-def test_layouts_give_the_curve_of_one_process(
+def test_layouts_match_one_process(
     run_job: Callable[..., Any], reference: Any, processes: int, layout: dict[str, Any]
 ) -> None:
     path, curve = reference

@@ -1,7 +1,7 @@
-"""`torchrun`, `deepspeed` and `srun`'s environment start the same run as one process alone.
+"""Runs started by `torchrun`, `deepspeed` and the environment of `srun` match one process.
 
-`torchrun` starts real processes. Those of the others are forks of a server that has imported
-everything, with the words and the environment that their launcher gives.
+`torchrun` starts new processes. For the other launchers, processes with the launcher's arguments
+and environment are forked from a server that has imported everything.
 """
 
 import gc
@@ -30,7 +30,7 @@ BIN = Path(sys.executable).parent
 
 
 def start(words: list[str], **environment: str) -> subprocess.Popen[str]:
-    """Start a command with this environment's programs first, one thread a process."""
+    """Start a command with this environment first in PATH and one thread per process."""
     path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
     return subprocess.Popen(
         words,
@@ -43,7 +43,7 @@ def start(words: list[str], **environment: str) -> subprocess.Popen[str]:
 
 
 def free_port() -> int:
-    """Return a port that nobody uses, among those that a SLURM job's number maps to."""
+    """Return an unused port in the range that SLURM job numbers map to."""
     while True:
         port = random.randrange(20000, 32768)
         with socket.socket() as probe:
@@ -56,25 +56,25 @@ def finish(process: subprocess.Popen[str]) -> None:
         output, _ = process.communicate(timeout=1200)
     finally:
         if process.poll() is None:
-            # A launcher that is asked to stop ends its workers, which are in other groups.
+            # Terminate the launcher, which ends its workers in other process groups.
             process.terminate()
             process.communicate(timeout=600)
     assert process.returncode == 0, output[-3000:]
 
 
 def run_megavis(words: list[str], environment: dict[str, str]) -> None:
-    """Be a process of `megavis`, as one that a launcher has started."""
+    """Run a process of `megavis`, as started by a launcher."""
     import torch
 
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
-    gc.freeze()  # not to collect among all that was imported
+    gc.freeze()  # keep the collector from scanning imported modules
     sys.exit(main(words))
 
 
 def run_all(processes: list[tuple[list[str], dict[str, str]]]) -> None:
-    """Run `megavis` with these words and environments at the same time."""
+    """Run concurrent processes of `megavis` with these arguments and environments."""
     server = multiprocessing.get_context("forkserver")
     started = [server.Process(target=run_megavis, args=each) for each in processes]
     for process in started:
@@ -111,7 +111,7 @@ def test_torchrun(tiny_config: Path, tmp_path: Path, one_process: list) -> None:
     same_losses(tmp_path / "two", one_process)
 
 
-# Writes a process's arguments and environment to its own folder.
+# Writes the arguments and environment of its process to the script's folder.
 STARTED = """\
 import json, os, sys
 with open(f"{os.path.dirname(__file__)}/rank-{os.environ['RANK']}.json", "w") as file:
@@ -131,7 +131,7 @@ def test_deepspeed(tiny_config: Path, tmp_path: Path, one_process: list) -> None
 
 
 def test_srun(tiny_config: Path, tmp_path: Path, one_process: list) -> None:
-    """Two tasks with the variables that srun sets, where there is no SLURM to set them."""
+    """Two tasks with the environment variables of srun, on machines without SLURM."""
     if not missing_programs():
         pytest.skip("test_slurm.py starts a real srun here")
     words = ["train", str(tiny_config), "--device", "cpu", f"output={tmp_path}", "name=two"]
@@ -142,9 +142,9 @@ def test_srun(tiny_config: Path, tmp_path: Path, one_process: list) -> None:
     same_losses(tmp_path / "two", one_process)
 
 
-def test_a_typo_stops_all_processes_with_one_line_each(tiny_config: Path) -> None:
+def test_config_error_exit_code(tiny_config: Path) -> None:
     words = [str(tiny_config), "--device", "cpu", "training.stepps=3"]
     process = start(["bash", str(ROOT / "launch/torchrun.sh"), *words], PROCESSES="2")
     output, _ = process.communicate(timeout=1200)
-    assert process.returncode == 2, "torchrun's own would be 1"
+    assert process.returncode == 2, "torchrun alone would return 1"
     assert "training.stepps: unknown key; did you mean 'steps'?" in output

@@ -1,4 +1,4 @@
-"""Every kind of layout against one process, on real gloo processes."""
+"""Every kind of layout against one process, with gloo."""
 
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ STEPS = 5
 
 
 def by_deepspeed(processes: int, layout: dict[str, Any]) -> Any:
-    """Return a layout that Megatron-Core, whose versions may differ, has no part in."""
+    """Return a layout that does not depend on the version of Megatron-Core."""
     return pytest.param(processes, layout, marks=pytest.mark.once)
 
 
-# Processes, then what differs from one process at ZeRO-0.
+# Number of processes, and keys that differ from one process at ZeRO-0.
 LAYOUTS: list[Any] = [
     by_deepspeed(1, {"zero_stage": 3}),
     by_deepspeed(2, {"zero_stage": 1}),
@@ -46,7 +46,7 @@ LAYOUTS: list[Any] = [
 
 @pytest.fixture(scope="module")
 def reference(run_job: Any, tiny_config: Path) -> Any:
-    """Curves of one process at ZeRO-0 by objective mode; three processes need a batch of 12."""
+    """Curves of one process at ZeRO-0 by overrides, each trained once."""
     curves: dict[tuple[str, ...], Any] = {}
 
     def curve(*overrides: str) -> Any:
@@ -59,7 +59,7 @@ def reference(run_job: Any, tiny_config: Path) -> Any:
 
 
 @pytest.mark.parametrize(("processes", "layout"), LAYOUTS, ids=lambda v: str(v)[:90])
-def test_layout_gives_the_curve_of_one_process(
+def test_layouts_match_one_process(
     run_job: Any, reference: Any, tiny_config: Path, processes: int, layout: dict[str, Any]
 ) -> None:
     config = with_layout(make_config(tiny_config), **layout)
@@ -81,7 +81,7 @@ def test_layout_gives_the_curve_of_one_process(
         ),
     ],
 )
-def test_bert_draws_the_same_masks_in_every_layout(
+def test_bert_masks_are_the_same_in_every_layout(
     run_job: Any, reference: Any, tiny_config: Path, processes: int, layout: dict[str, Any]
 ) -> None:
     config = with_layout(make_config(tiny_config, "objective.mode=bert"), **layout)
@@ -90,7 +90,7 @@ def test_bert_draws_the_same_masks_in_every_layout(
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_what_is_carried_travels_between_stages(
+def test_extra_tensors_are_sent_between_stages(
     run_job: Any, reference: Any, tiny_config: Path, sequence_parallel: bool
 ) -> None:
     layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
@@ -103,11 +103,11 @@ def test_what_is_carried_travels_between_stages(
     assert reference(rotary) != reference()
 
 
-def test_legal_layouts_are_those_that_the_checks_accept(tiny_config: Path) -> None:
+def test_legal_layouts(tiny_config: Path) -> None:
     config = make_config(tiny_config)
     layouts = list(legal_layouts(config, 4))
     sizes = {(p.tensor_model_parallel_size, p.pipeline_model_parallel_size) for p in layouts}
-    # Four stages are more than three layers.
+    # Three layers do not fill four stages.
     assert sizes == {(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)}
     assert all(p.zero_stage <= 1 for p in layouts if p.pipeline_model_parallel_size > 1)
     assert all(not p.sequence_parallel for p in layouts if p.tensor_model_parallel_size == 1)

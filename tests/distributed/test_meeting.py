@@ -1,4 +1,4 @@
-"""Where the processes of one machine meet, no other machine can listen in."""
+"""The rendezvous of processes on one machine is not reachable from other machines."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +11,11 @@ from megavis.parallel.launch import Launch
 
 pytestmark = pytest.mark.once
 
-_LISTENING = "0A"  # of the kernel's table of sockets
+_LISTENING = "0A"  # TCP_LISTEN in /proc/net/tcp
 
 
 def listening_addresses(launch: Launch) -> list[str]:
-    """Return the addresses, as the kernel writes them, on which the job's port is open."""
+    """Return the addresses in /proc/net/tcp on which the job's port is open."""
     open_context(launch, device="cpu")
     rows = [
         line.split()
@@ -28,7 +28,7 @@ def listening_addresses(launch: Launch) -> list[str]:
 
 
 @pytest.mark.parametrize(("processes", "addresses"), [(1, []), (2, ["0100007F"])])
-def test_processes_of_one_machine_meet_on_it(
+def test_single_machine_rendezvous_is_local(
     run_job: Callable[..., list[Any]], processes: int, addresses: list[str]
 ) -> None:
     assert run_job(listening_addresses, processes) == [addresses] * processes

@@ -1,4 +1,4 @@
-"""Papers on patches in several layouts: what they carry, see and read must travel and add up."""
+"""Papers on patches in several layouts match one process."""
 
 import functools
 import itertools
@@ -26,7 +26,7 @@ from megavis.training.trainer import Trainer
 STEPS = 6
 NAMES = [name for name, small in SMALL.items() if small.data == "images"]
 SPLIT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
-# What Megatron-Core splits may differ between its versions.
+# Tensor parallelism depends on the version of Megatron-Core, ZeRO-3 does not.
 LAYOUTS = [
     pytest.param(2, {"zero_stage": 3}, marks=pytest.mark.once, id="zero3"),
     pytest.param(4, {**SPLIT, "sequence_parallel": True}, id="tp2-pp2-sp"),
@@ -35,7 +35,7 @@ LAYOUTS = [
 
 @pytest.fixture(scope="module")
 def patch_config(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A config on JPEG shards of the same photographs."""
+    """Configs on JPEG shards of photographs, by name."""
     from data_tools.__main__ import main
 
     folder = tmp_path_factory.mktemp("patches")
@@ -76,12 +76,12 @@ training: {{steps: {STEPS}, batch_size: 8, micro_batch_size: 2, validate_every: 
 
 @pytest.fixture(scope="module")
 def reference(run_job: Any, patch_config: Any) -> Callable[[str], Curve]:
-    """Curves of one process by the config's name, each trained once."""
+    """Curves of one process by config name, each trained once."""
 
     @functools.cache
     def curve(name: str) -> Curve:
         found = run_job(train_briefly, 1, make_config(patch_config(name)), STEPS)[0]
-        assert found[-1][0] < found[0][0], "nothing was learned"
+        assert found[-1][0] < found[0][0], "the loss does not fall"
         return found
 
     return curve
@@ -89,7 +89,7 @@ def reference(run_job: Any, patch_config: Any) -> Callable[[str], Curve]:
 
 @pytest.mark.parametrize(("processes", "layout"), LAYOUTS)
 @pytest.mark.parametrize("name", NAMES)
-def test_layouts_give_the_curve_of_one_process(
+def test_layouts_match_one_process(
     run_job: Any,
     patch_config: Any,
     reference: Callable[[str], Curve],
@@ -98,7 +98,7 @@ def test_layouts_give_the_curve_of_one_process(
     layout: dict[str, Any],
 ) -> None:
     config = with_layout(make_config(patch_config(name)), **layout)
-    # Sequence parallelism splits rows, which a condition in front can make odd.
+    # Sequence parallelism splits rows, of which a condition token can make the number odd.
     if not is_legal(config, processes):
         assert name == "compose_features"
         config = with_layout(config, **SPLIT, sequence_parallel=False)
@@ -107,7 +107,7 @@ def test_layouts_give_the_curve_of_one_process(
 
 
 def encoder_passes(launch: Launch, config: RunConfig) -> tuple[int, int]:
-    """Return how often an encoder's last norm gets a gradient in a step, and its micro-batches."""
+    """Return the backward passes of an encoder's last norm in a step, and the micro-batches."""
     loaded, counts = LoadedConfig(config, ConfigSource("test")), []
     with open_job(loaded, launch, device="cpu") as context:
         run = Trainer.open(loaded, context)
@@ -123,9 +123,7 @@ def encoder_passes(launch: Launch, config: RunConfig) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-def test_what_a_stage_sends_is_run_backward_once(
-    run_job: Any, patch_config: Any, zero: int
-) -> None:
+def test_stage_inputs_have_one_backward_pass(run_job: Any, patch_config: Any, zero: int) -> None:
     layout = {"pipeline_model_parallel_size": 2, "zero_stage": zero}
     config = with_layout(make_config(patch_config("compose_memory")), **layout)
     first, _ = run_job(encoder_passes, 2, config)
@@ -146,7 +144,7 @@ def last_of_first_stage(launch: Launch, config: RunConfig) -> str:
     ("name", "words", "last"),
     [
         ("mae", ["objective.decoder.num_layers=3", "objective.decoder.hidden_size=32"], "decoder."),
-        # Of the first blocks too, whose input the rows of the others travel past.
+        # The cut inside the encoder: rows for later blocks are passed along.
         (
             "compose_memory",
             [
@@ -156,11 +154,11 @@ def last_of_first_stage(launch: Launch, config: RunConfig) -> str:
             ],
             "embedding.encoder.blocks.",
         ),
-        # The decoder is part of the head: the stage of the head has it, and one block.
+        # The decoder belongs to the head, so the last stage has it and one block.
         ("darl", ["model.num_layers=3"], "blocks."),
     ],
 )
-def test_a_second_stack_is_split_and_cut(
+def test_second_stack_layouts_match_one_process(
     run_job: Any, patch_config: Any, name: str, words: list[str], last: str
 ) -> None:
     config = make_config(patch_config(name), *words)
@@ -179,11 +177,11 @@ def test_a_second_stack_is_split_and_cut(
 
 
 @pytest.mark.parametrize("name", ["mae", "compose_memory"])
-def test_a_stage_for_each_block_of_both_stacks(
+def test_stages_in_both_stacks_match_one_process(
     run_job: Any, patch_config: Any, reference: Callable[[str], Curve], name: str
 ) -> None:
     config = with_layout(make_config(patch_config(name)), pipeline_model_parallel_size=3)
-    assert config.model.num_layers == 2, "three stages need blocks of both"
+    assert config.model.num_layers == 2, "three stages must need blocks of both stacks"
     assert is_legal(config, 3)
     curves = run_job(train_briefly, 3, config, STEPS)
     assert largest_difference(curves, reference(name)) <= TOLERANCE

@@ -1,4 +1,4 @@
-"""What `megavis plan` says of memory, against what engines of real processes hold."""
+"""Memory planned by `megavis plan` against the memory that engines allocate."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ ZERO, AVERAGE = "parallel.zero_stage=", "optimizer.ema_decay=0.9"
         ("mp3", 1, [HALF, ZERO + "1", "parallel.activation_checkpointing=selective"]),
     ],
 )
-def test_an_engine_holds_what_was_planned(
+def test_planned_states_and_activations(
     run_job: Any, name: str, num_processes: int, words: list[str]
 ) -> None:
     path, words = str(PRESETS / name / "demo.yaml"), [*SMALL, *words]
@@ -41,7 +41,7 @@ def test_an_engine_holds_what_was_planned(
         shape.layers, layout, 0, precision=shape.precision, keeps_average=shape.keeps_average
     )
     for found_states, found_saved in run_job(found_memory, num_processes, path, words):
-        # Between two passes nothing is gathered.
+        # Between passes no parameters are gathered.
         assert states.total - states.gathered == pytest.approx(found_states, rel=0.1)
         planned = activation_memory(shape, layout)
         assert planned.saved == pytest.approx(found_saved, rel=0.1)
@@ -54,9 +54,7 @@ def test_an_engine_holds_what_was_planned(
         ("igpt", ["parallel.pipeline_model_parallel_size=2"]),
     ],
 )
-def test_a_step_holds_no_more_at_once_than_was_planned(
-    run_job: Any, name: str, words: list[str]
-) -> None:
+def test_planned_peak_memory(run_job: Any, name: str, words: list[str]) -> None:
     path, words = str(PRESETS / name / "demo.yaml"), [*SMALL, ZERO + "0", *words]
     (shape,) = run_job(measure_shape, 1, path, words)
     layout = Layout.of(read(path, words), 2)
@@ -65,8 +63,8 @@ def test_a_step_holds_no_more_at_once_than_was_planned(
         assert activation_memory(shape, layout, stage).total == pytest.approx(found, rel=0.1)
 
 
-# Second stacks, at sizes where images outweigh weights: inside the head, behind a bridge, an
-# encoder.
+# Models with a second stack (in the head, behind a bridge, an encoder), at sizes where activations
+# outweigh weights.
 STACKS = {
     "darl": ["objective.decoder=transformer"],
     "darl_mse": ["objective.loss=mse", "objective.decoder=mlp"],
@@ -122,7 +120,7 @@ SPLIT, STAGES = "parallel.sequence_parallel=true", "parallel.pipeline_model_para
         ("givt_encoder_decoder", 2, [ZERO + "0", STAGES, FULL]),
     ],
 )
-def test_second_stacks_take_what_was_planned(
+def test_planned_memory_of_second_stacks(
     run_job: Any, name: str, num_processes: int, words: list[str]
 ) -> None:
     path = str(PRESETS / f"{FILES[name]}.yaml")
@@ -135,7 +133,7 @@ def test_second_stacks_take_what_was_planned(
             assert states.total - states.gathered == pytest.approx(found_states, rel=0.1)
             assert activation_memory(shape, layout).saved == pytest.approx(found_saved, rel=0.1)
     if layout.zero_stage == 3:
-        return  # What is gathered when is DeepSpeed's choice.
+        return  # DeepSpeed decides when parameters are gathered.
     for rank, found in enumerate(run_job(found_live, num_processes, path, words)):
         stage = rank if layout.pipeline > 1 else 0
         assert activation_memory(shape, layout, stage).total == pytest.approx(found, rel=0.1)

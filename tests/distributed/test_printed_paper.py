@@ -1,4 +1,4 @@
-"""The worked example of docs/add-a-paper.md is a paper of the checkout and runs as printed."""
+"""The worked example of docs/add-a-paper.md matches the checkout and trains as printed."""
 
 import re
 from pathlib import Path
@@ -18,18 +18,18 @@ def blocks(language):
     return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def test_the_files_are_printed_as_they_stand():
+def test_printed_files_match_the_checkout():
     printed = [*blocks("python"), blocks("yaml")[0]]
     for name, block in zip([*PAPER, "yaml_configs/mae/tiny.yaml"], printed, strict=True):
         assert block == (ROOT / name).read_text(encoding="utf-8"), name
 
 
-def test_the_model_takes_no_more_than_200_lines():
+def test_model_has_at_most_200_lines():
     assert len(blocks("python")[1].splitlines()) <= 200
 
 
 def train_printed(launch, path, words):
-    """Train the printed paper on this process's part; runs in a worker."""
+    """Train the printed paper; runs in a worker."""
     from megavis.config.load import load_config
     from megavis.training.parity import train_briefly
 
@@ -37,13 +37,13 @@ def train_printed(launch, path, words):
     return train_briefly(launch, config, STEPS)
 
 
-def test_the_printed_paper_trains_alike_in_every_layout(run_job, image_shards, tmp_path):
+def test_printed_paper_layouts_match_one_process(run_job, image_shards, tmp_path):
     path, data = tmp_path / "tiny.yaml", f"data.train={image_shards}/train"
     path.write_text(blocks("yaml")[0], encoding="utf-8")
     layouts = ["tensor_model_parallel_size=2", "pipeline_model_parallel_size=2", "zero_stage=3"]
     alone = run_job(train_printed, 1, path, [data])[0]
     split = [run_job(train_printed, 2, path, [data, f"parallel.{w}"]) for w in layouts]
-    assert alone[-1][0] < alone[0][0], "the loss falls"
+    assert alone[-1][0] < alone[0][0], "the loss does not fall"
     for curves in split:
         for curve in curves:
             for step, expected in zip(curve, alone, strict=True):

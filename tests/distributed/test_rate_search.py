@@ -1,4 +1,4 @@
-"""Several processes search together and agree on what to give up and when to stop."""
+"""Learning rate search on several processes."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ def search(launch: Launch, path: str, overrides: list[str]) -> list[TrialResult]
 
 
 @pytest.mark.parametrize("layout", ["pipeline_model_parallel_size=2"])
-def test_two_processes_search_as_one(
+def test_two_processes_match_one(
     run_job: Any, tiny_config: Path, tmp_path: Path, layout: str
 ) -> None:
     words = [f"output={tmp_path}", "training.steps=8", "schedule.warmup_steps=0"]

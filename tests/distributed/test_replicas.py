@@ -1,4 +1,4 @@
-"""A bit that flips in one process's memory, and one that computes wrongly, are found and named."""
+"""Checks of replicas find a flipped bit and a process that computes wrongly."""
 
 import re
 from collections.abc import Callable
@@ -22,22 +22,22 @@ NORM = "blocks.1.input_layernorm.weight"
 
 
 def train_with_fault(launch: Launch, path: str, words: list[str], fault: str, at: int) -> None:
-    """Train; after one step something goes wrong on the second process, and says nothing."""
+    """Train; inject a silent fault on rank 1 after step `at`."""
     step = Engine.train_step
 
     def with_fault(engine: Engine, batches: Any, number: int) -> torch.Tensor:
         loss = step(engine, batches, number)
         if launch.rank == 1 and number + 1 == at:
-            do_harm(engine, fault)
+            inject(engine, fault)
         return loss
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "train_step", with_fault)
-        patch.setattr(watchdog, "_BEAT_SECONDS", 0.1)  # four before a failure is passed on
+        patch.setattr(watchdog, "_BEAT_SECONDS", 0.1)  # a failure is reported after four
         train_run(launch, path, words)
 
 
-def do_harm(engine: Engine, fault: str) -> None:
+def inject(engine: Engine, fault: str) -> None:
     if fault == "bit":
         weight = dict(engine.layers.named_parameters())[NORM]
         bits = getattr(weight, "ds_tensor", weight).data.view(torch.int32)
@@ -54,29 +54,29 @@ def do_harm(engine: Engine, fault: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "fault", "at", "told"),
+    ("layout", "fault", "at", "message"),
     [
-        # Under ZeRO 1 and 2 the next step would overwrite it; here it stays until it is found.
+        # ZeRO 1 and 2 would overwrite the weight in the next step; ZeRO 0 keeps it.
         ("zero_stage=0", "bit", 5, rf"after step 6, {NORM} differs between rank 0 on \S+, rank 1"),
         ("zero_stage=1", "loss", 8, "after step 8, the loss in part 0 of the model differs"),
         ("zero_stage=1", "two losses", 8, r"after step 8, two passes .* give two losses on rank 1"),
     ],
 )
-def test_what_differs_is_named_and_not_saved(
+def test_corruption_is_reported_and_not_saved(
     run_job: Callable[..., Any],
     tiny_config: Path,
     tmp_path: Path,
     layout: str,
     fault: str,
     at: int,
-    told: str,
+    message: str,
 ) -> None:
     words = [f"output={tmp_path}", f"parallel.{layout}", "training.check_replicas_every=3"]
-    with pytest.raises(WorkerError, match=told):
+    with pytest.raises(WorkerError, match=message):
         run_job(train_with_fault, 2, str(tiny_config), words, fault, at)
     (fault,) = read_faults(tmp_path / "tiny")
-    assert re.search(told, f"after step {fault['step']}, {fault['what']}")
-    # That of step 4 may still have been on its way.
+    assert re.search(message, f"after step {fault['step']}, {fault['what']}")
+    # The checkpoint of step 4 may not have been finished.
     assert set(saved_steps(tmp_path / "tiny")) <= {4}
 
 
@@ -87,7 +87,7 @@ def test_what_differs_is_named_and_not_saved(
         (2, ("pipeline_model_parallel_size=2",)),
     ],
 )
-def test_processes_that_agree_go_on(
+def test_agreeing_processes_continue(
     run_job: Callable[..., Any],
     tiny_config: Path,
     tmp_path: Path,

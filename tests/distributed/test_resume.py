@@ -1,4 +1,4 @@
-"""A run saved in one layout resumes in another as if nothing had happened."""
+"""A run saved in one layout resumes in another with the same losses."""
 
 import os
 from pathlib import Path
@@ -35,8 +35,8 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     ),
 }
 NAMES = list(LAYOUTS)
-# A ring through five layouts; `make test-layouts` has every pair of eight. What begins with tensor
-# parallelism says most about another version of Megatron-Core.
+# A ring through five layouts; `make test-layouts` tests every pair of eight. Pairs that save with
+# tensor parallelism are run for every version of Megatron-Core.
 PAIRS = [
     pytest.param(a, NAMES[(i + 1) % len(NAMES)], marks=() if "tp2" in a else pytest.mark.once)
     for i, a in enumerate(NAMES)
@@ -45,7 +45,7 @@ PAIRS = [
 
 @pytest.fixture(scope="module")
 def unbroken(run_job: Any, tiny_config: Path, tmp_path_factory: Any) -> Any:
-    """Run folders of whole runs by layout, each trained once."""
+    """Folders of uninterrupted runs by layout, each trained once."""
     output = tmp_path_factory.mktemp("unbroken")
     done: dict[str, Path] = {}
 
@@ -60,7 +60,7 @@ def unbroken(run_job: Any, tiny_config: Path, tmp_path_factory: Any) -> Any:
     return folder
 
 
-def go_on(run_job: Any, tiny_config: Path, source: Path, layout: str, output: Path) -> Path:
+def resume_copy(run_job: Any, tiny_config: Path, source: Path, layout: str, output: Path) -> Path:
     """Resume a copy of a run from its checkpoint of step 8 in another layout."""
     processes, overrides = LAYOUTS[layout]
     rewind(source, output / "resumed", 8)
@@ -70,11 +70,11 @@ def go_on(run_job: Any, tiny_config: Path, source: Path, layout: str, output: Pa
 
 
 @pytest.mark.parametrize(("saved", "resumed"), PAIRS)
-def test_another_layout_continues_the_loss(
+def test_resume_in_another_layout(
     run_job: Any, tiny_config: Path, unbroken: Any, tmp_path: Path, saved: str, resumed: str
 ) -> None:
     whole = deterministic_metrics(unbroken(saved))
-    folder = go_on(run_job, tiny_config, unbroken(saved), resumed, tmp_path)
+    folder = resume_copy(run_job, tiny_config, unbroken(saved), resumed, tmp_path)
     continued = deterministic_metrics(folder)
     assert [line["step"] for line in continued] == [line["step"] for line in whole]
     for ours, theirs in zip(continued, whole, strict=True):
@@ -85,9 +85,7 @@ def test_another_layout_continues_the_loss(
     os.environ.get("MEGAVIS_TEST_NVME") != "1",
     reason="compiles DeepSpeed's libaio module for minutes; set MEGAVIS_TEST_NVME=1 to run it",
 )
-def test_nvme_offload_trains_saves_and_resumes(
-    run_job: Any, tiny_config: Path, unbroken: Any, tmp_path: Path
-) -> None:
+def test_nvme_offload(run_job: Any, tiny_config: Path, unbroken: Any, tmp_path: Path) -> None:
     layout = ["zero_stage=3", "offload_optimizer=nvme", "offload_parameters=nvme"]
     words = [f"parallel.{word}" for word in [*layout, f"nvme_path={tmp_path}/swap"]]
     words += [f"output={tmp_path}", "name=resumed"]
@@ -101,15 +99,15 @@ def test_nvme_offload_trains_saves_and_resumes(
 @pytest.mark.parametrize(
     "layout", ["pp2-zero0", "dp2-zero3-offload", "tp2-dp2-zero3", "tp2-pp2-sp"]
 )
-def test_the_same_layout_continues_bit_for_bit(
+def test_resume_in_the_same_layout_is_exact(
     run_job: Any, tiny_config: Path, unbroken: Any, tmp_path: Path, layout: str
 ) -> None:
-    folder = go_on(run_job, tiny_config, unbroken(layout), layout, tmp_path)
+    folder = resume_copy(run_job, tiny_config, unbroken(layout), layout, tmp_path)
     assert deterministic_metrics(folder) == deterministic_metrics(unbroken(layout))
     assert tensors_of(folder, 12) == tensors_of(unbroken(layout), 12)
 
 
-def test_all_layouts_save_the_same_tensors(unbroken: Any) -> None:
+def test_layouts_save_the_same_tensors(unbroken: Any) -> None:
     from megavis.checkpoint.format.tensor_reader import CheckpointReader
 
     one = unbroken("one") / "checkpoints" / "step-00000012"
@@ -120,7 +118,7 @@ def test_all_layouts_save_the_same_tensors(unbroken: Any) -> None:
             for key in ours.manifest.tensors:
                 mine, yours = ours.read(key), theirs.read(key)
                 assert mine.shape == yours.shape, key
-                # After 12 steps Adam has amplified rounding; a wrong join would be off by 1e-1.
+                # Adam amplifies rounding in 12 steps; wrongly merged tensors would differ by 1e-1.
                 assert (mine - yours).abs().max() < 1e-4, key
 
 

@@ -1,4 +1,4 @@
-"""Samples are the same in every layout, from an engine in training and from a saved run."""
+"""Samples of an engine in training and of a saved run are the same in every layout."""
 
 from pathlib import Path
 
@@ -15,11 +15,11 @@ from megavis.parallel.context import close_context, open_context
 from megavis.sampling.sampler import Sampler
 from megavis.training.engine import Engine
 
-# What a second version of Megatron-Core may change is covered by the tests of training.
+# Other versions of Megatron-Core are covered by the tests of training.
 pytestmark = pytest.mark.once
 STEPS = 4
 LAYOUTS = [
-    # processes, overrides
+    # Number of processes, overrides.
     (
         2,
         [
@@ -34,7 +34,7 @@ LAYOUTS = [
 
 
 def sample_after_training(launch, path, overrides):
-    """Train for a few steps, draw 5 images and complete 5; go on, to see that nothing broke."""
+    """Train a few steps, sample 5 images, complete 5, and train another step."""
     config = load_config(path, overrides).config
     context = open_context(
         launch,
@@ -67,7 +67,7 @@ def sample_after_training(launch, path, overrides):
 
 
 def sample_saved(launch, run_folder, tensor_size):
-    """Open a run inside a job and draw 5 images."""
+    """Open a run inside a job and sample 5 images."""
     open_context(launch, tensor_model_parallel_size=tensor_size, device="cpu")
     try:
         return Run.open(run_folder).sample(5, seed=3, top_p=0.9, tokens=True).tolist()
@@ -83,7 +83,7 @@ def path(tiny_config):
 FAST = ["optimizer.learning_rate=3e-2", "schedule.warmup_steps=0"]
 
 
-def test_every_layout_draws_what_one_process_draws(run_job, path):
+def test_samples_are_the_same_in_every_layout(run_job, path):
     words = [*FAST, "parallel.zero_stage=0"]
     [(expected, losses)] = run_job(sample_after_training, 1, path, words)
     assert len({tuple(row) for row in expected}) == 10
@@ -95,7 +95,7 @@ def test_every_layout_draws_what_one_process_draws(run_job, path):
             assert other_losses == pytest.approx(losses, rel=1e-4), layout
 
 
-def test_a_saved_run_is_sampled_on_several_ranks(run_job, path, tmp_path):
+def test_saved_run_is_sampled_on_several_ranks(run_job, path, tmp_path):
     from run_jobs import train_run
 
     words = [*FAST, f"output={tmp_path}", "parallel.zero_stage=1"]

@@ -1,4 +1,4 @@
-"""`launch/slurm.sh` and `sweep.sh` in a real SLURM: queued again where there is more to do."""
+"""`launch/slurm.sh` and `sweep.sh` in a real SLURM: requeuing of unfinished jobs."""
 
 import re
 import time
@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.once, pytest.mark.cluster]
 
 TWO_TASKS = ("--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1")
 
-# Stands in for megavis: ends with codes given as "first,second task;…" of each turn, by the index
-# in an array. `slow 2`: a second later than the other. `asked 75`: once it gets SLURM's warning.
+# Stub of megavis. It exits with codes by array index, "first task,second task;…" for each attempt.
+# `slow 2`: a second later than the other. `asked 75`: on SLURM's warning.
 PYTHON = """\
 #!/bin/bash
 declare -A codes=({codes})
@@ -53,7 +53,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_tasks_of_an_array_are_queued_again_one_by_one(slurm: Slurm, checkout: Path) -> None:
+def test_array_tasks_are_requeued_individually(slurm: Slurm, checkout: Path) -> None:
     codes = {0: "2,slow 2", 1: "asked 75,asked 75;0,0", 2: "75,slow 75;0,0"}
     python = checkout / "bin" / "python"
     python.parent.mkdir()
@@ -65,7 +65,7 @@ def test_tasks_of_an_array_are_queued_again_one_by_one(slurm: Slurm, checkout: P
     job = slurm.submit(checkout, *words, PATH=f"{python.parent}:{PATH}")
     logs = [checkout / f"megavis-sweep-{job}-{index}.log" for index in codes]
     wait_until(lambda: logs[1].exists() and logs[1].read_text().count("turn 0 task") == 2)
-    # What SLURM does itself when the time limit is near, by `--signal=B:USR1@300`.
+    # SLURM sends this signal near the time limit, by `--signal=B:USR1@300`.
     slurm.ask("scancel", "--batch", "--signal=USR1", f"{job}_1")
 
     assert slurm.wait_for(job) == {"0": "FAILED", "1": "COMPLETED", "2": "COMPLETED"}
@@ -77,7 +77,7 @@ def test_tasks_of_an_array_are_queued_again_one_by_one(slurm: Slurm, checkout: P
     assert not list(checkout.glob(".slurm-*"))
 
 
-def test_a_preempted_run_goes_on_bit_for_bit(
+def test_preempted_run_resumes_exactly(
     slurm: Slurm, checkout: Path, tiny_config: Path, long_run: Path
 ) -> None:
     run = checkout / "run"
@@ -98,6 +98,6 @@ def test_a_preempted_run_goes_on_bit_for_bit(
 def wait_until(is_true: Callable[[], object], log: Path | None = None) -> None:
     end = time.monotonic() + 240
     while not is_true():
-        told = log.read_text() if log and log.exists() else "nothing"
-        assert time.monotonic() < end, f"waited in vain; the log has {told}"
+        text = log.read_text() if log and log.exists() else "no log"
+        assert time.monotonic() < end, f"timed out:\n{text}"
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""`launch/deepspeed.sh` with a hostfile: two hosts, reached by ssh."""
+"""`launch/deepspeed.sh` with a hostfile of two hosts, over ssh."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.once, pytest.mark.cluster]
 
 @pytest.fixture
 def hosts() -> Iterator[TwoHosts]:
-    """Two hosts that know one another by ssh."""
+    """Two hosts connected by ssh."""
     reason = why_not()
     if reason:
         pytest.skip(f"no two hosts: {reason}")
@@ -23,12 +23,12 @@ def hosts() -> Iterator[TwoHosts]:
         yield running
 
 
-def test_two_hosts_give_the_run_of_one(
+def test_two_hosts_match_one(
     hosts: TwoHosts, tiny_config: Path, tmp_path: Path, long_run: Path
 ) -> None:
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("".join(f"{address} slots=1\n" for address in ADDRESSES))
-    # What docs/scaling.md says of hosts whose own name is not the address that others know.
+    # docs/scaling.md: needed where a host's name does not resolve to its address.
     (tmp_path / ".deepspeed_env").write_text(f"GLOO_SOCKET_IFNAME={INTERFACE}\n")
     words = [str(tiny_config), "--device", "cpu", *long_words(tmp_path, "run")]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""A second stack behind a bridge trains alike in every layout, cut into stages by work."""
+"""A paper with a second stack behind a bridge matches one process in every layout."""
 
 from pathlib import Path
 
@@ -23,12 +23,12 @@ LAYOUTS = [
 
 
 def train_two_stacks(launch, path, words):
-    """Train on this process's part; runs in a worker."""
+    """Train the paper of tests/two_stacks; runs in a worker."""
     from megavis import papers
     from megavis.config.load import load_config
     from megavis.training.parity import train_briefly
 
-    # As if the folder lay in `megavis/papers`.
+    # Make the folder a subpackage of `megavis.papers`.
     if str(FOLDER) not in papers.__path__:
         papers.__path__.append(str(FOLDER))
     words = ["objective.name=two_stacks", "parallel.zero_stage=0", *words]
@@ -39,12 +39,12 @@ def train_two_stacks(launch, path, words):
 @pytest.fixture(scope="module")
 def alone(run_job, tiny_config):
     [curve] = run_job(train_two_stacks, 1, str(tiny_config), [])
-    assert curve[-1][0] < curve[0][0], "the loss falls"
+    assert curve[-1][0] < curve[0][0], "the loss does not fall"
     return curve
 
 
 @pytest.mark.parametrize(("num_processes", "layout"), LAYOUTS)
-def test_two_stacks_train_alike_in_every_layout(run_job, tiny_config, alone, num_processes, layout):
+def test_layouts_match_one_process(run_job, tiny_config, alone, num_processes, layout):
     words = [f"parallel.{word}" for word in layout]
     for curve in run_job(train_two_stacks, num_processes, str(tiny_config), words):
         for step, expected in zip(curve, alone, strict=True):

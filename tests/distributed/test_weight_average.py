@@ -1,4 +1,4 @@
-"""The moving average of the weights in every kind of layout: by the formula, evaluated, resumed."""
+"""The moving average of weights (EMA) in every kind of layout: formula, validation, resuming."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ LAYOUTS = [
 
 
 def parts_of(folder: Path, step: int, kind: str) -> dict[str, Any]:
-    """Return the logical tensors of a kind."""
+    """Return the checkpoint's tensors of a kind, such as `weight` or `average`."""
     with CheckpointReader(step_folder(folder, step)) as reader:
         keys = [key for key in reader.manifest.tensors if key.startswith(f"{kind}/")]
         return {key.partition("/")[2]: reader.read(key) for key in keys}
@@ -31,7 +31,7 @@ def parts_of(folder: Path, step: int, kind: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def reference(run_job: Any, tiny_config: Path, tmp_path_factory: Any) -> Path:
-    """A run on one process under ZeRO-0 that saves every step."""
+    """A run on one process at ZeRO-0 that saves every step."""
     root = tmp_path_factory.mktemp("average")
     words = [*WORDS, f"output={root}", "name=one", "parallel.zero_stage=0", "checkpoint.every=1"]
     run_job(train_run, 1, str(tiny_config), words)
@@ -39,7 +39,7 @@ def reference(run_job: Any, tiny_config: Path, tmp_path_factory: Any) -> Path:
 
 
 def check_by_formula(folder: Path) -> None:
-    """Compare the average after four steps with that of the weights after each of them."""
+    """Compare the average after four steps with the formula on the weights of each step."""
     weights = [parts_of(folder, step, "weight") for step in range(1, 5)]
     averages = parts_of(folder, 4, "average")
     assert averages.keys() == weights[0].keys()
@@ -48,7 +48,7 @@ def check_by_formula(folder: Path) -> None:
         for later in weights[1:]:
             expected = 0.5 * expected + 0.5 * later[name]
         assert (average - expected).abs().max() <= 1e-6, name
-    # Who opens the run reads the average.
+    # Opening the run reads the average.
     opened = read_weights(step_folder(folder, 4))
     assert all((opened[name] == average).all() for name, average in averages.items())
 
@@ -58,17 +58,17 @@ def validation_losses(folder: Path) -> list[float]:
     return [line[name] for line in lines if name in line]
 
 
-def test_the_average_is_that_of_the_formula(reference: Path) -> None:
+def test_ema_matches_formula(reference: Path) -> None:
     check_by_formula(reference)
 
 
 @pytest.mark.parametrize(("processes", "layout"), LAYOUTS)
-def test_layouts_average_evaluate_and_resume_alike(
+def test_ema_in_every_layout(
     run_job: Any, tiny_config: Path, reference: Path, processes: int, layout: dict[str, Any]
 ) -> None:
     name = f"layout-{processes}-{layout['zero_stage']}"
     words = [*WORDS, f"output={reference.parent}", f"name={name}", "checkpoint.every=1"]
-    # The first half in the layout, the second on one process under ZeRO-2.
+    # The first half runs in the layout, the second on one process at ZeRO-2.
     there = [f"parallel.{key}={value}" for key, value in layout.items()]
     run_job(train_run, processes, str(tiny_config), [*words, *there, "training.steps=2"])
     run_job(train_run, 1, str(tiny_config), [*words, "parallel.zero_stage=2"])
@@ -77,9 +77,7 @@ def test_layouts_average_evaluate_and_resume_alike(
     assert losses == pytest.approx(validation_losses(reference), rel=1e-5)
 
 
-def test_validation_looks_at_the_average_and_training_at_the_weights(
-    run_job: Any, tiny_config: Path, reference: Path
-) -> None:
+def test_validation_uses_ema_weights(run_job: Any, tiny_config: Path, reference: Path) -> None:
     words = [*WORDS[1:], f"output={reference.parent}"]
     plain = [*words, "name=plain", "parallel.zero_stage=0"]
     run_job(train_run, 1, str(tiny_config), plain)

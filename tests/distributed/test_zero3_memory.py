@@ -1,4 +1,4 @@
-"""Under ZeRO-3 a model is built without any process ever holding all of it."""
+"""Under ZeRO-3 no process holds the whole model while it is built."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ WORDS = ["model.num_layers=12", "model.hidden_size=256", "model.num_attention_he
 
 @pytest.mark.once
 @pytest.mark.parametrize("stage", [1, 3])
-def test_peak_memory_while_a_model_is_built(run_job: Any, stage: int) -> None:
+def test_peak_memory_of_model_construction(run_job: Any, stage: int) -> None:
     results = run_job(growth, 4, [*WORDS, f"parallel.zero_stage={stage}"], False)
     whole = results[0].model
     assert whole > 30e6
     for result in results:
         if stage == 1:
-            assert result.peak > 0.9 * whole, "the measure does not see a model that is held whole"
+            assert result.peak > 0.9 * whole, "the measurement misses a model held as a whole"
         else:
             assert result.peak < whole / 2 + result.largest_layer
