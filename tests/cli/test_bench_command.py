@@ -1,4 +1,4 @@
-"""`megavis bench`: what it prints, as lines and as JSON."""
+"""`megavis bench`: output as text and as JSON."""
 
 import json
 
@@ -7,16 +7,16 @@ from megavis.cli import main
 SMALL = ["--steps", "2", "--device", "cpu"]
 
 
-def test_lines_say_what_a_step_takes(small_config, capsys):
+def test_text_output(small_config, capsys):
     assert main(["bench", str(small_config), *SMALL, "data.train=none"]) == 0
     out = capsys.readouterr().out
     assert "tp1-pp1-zero1, float32, batch 8, micro-batch 8" in out
     for word in ("images/s", "tokens/s", "of a matrix product's", "GB at most", "attention"):
         assert word in out
-    assert "MFU" not in out, "the peak of a CPU is not known"
+    assert "MFU" not in out, "the peak FLOP/s of a CPU are not known"
 
 
-def test_json_holds_the_same(small_config, capsys):
+def test_json_output(small_config, capsys):
     assert main(["bench", str(small_config), *SMALL, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["batch_size"], result["num_processes"], result["layout"]) == (

@@ -1,4 +1,4 @@
-"""The command line as a newcomer meets it: help, examples, defaults, mistakes."""
+"""The command line: help, examples, defaults and errors."""
 
 import argparse
 import re
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.once
 
 
 def commands(parser):
-    """Yield the parsers that do something: those without further words."""
+    """Yield the parsers of commands: those without subcommands."""
     parser.fill()
     inner = [each for each in parser._actions if isinstance(each, argparse._SubParsersAction)]
     if not inner:
@@ -28,7 +28,7 @@ COMMANDS = [*commands(build_parser()), *commands(build_data_tools())]
 
 
 def read(line):
-    """Read a command line as its program does, without doing anything."""
+    """Parse a command line as its program does."""
     words = shlex.split(line)
     if words[0] == "megavis":
         return read_arguments(words[1:])
@@ -37,7 +37,7 @@ def read(line):
 
 
 @pytest.mark.parametrize("parser", COMMANDS, ids=lambda parser: parser.prog)
-def test_every_command_says_what_it_does_and_shows_an_example_that_can_be_read(parser):
+def test_every_command_has_a_description_and_a_valid_example(parser):
     assert parser.description
     help_text = parser.format_help()
     examples = re.findall(rf"^(?:example: | +)({parser.prog} .*)$", help_text, re.MULTILINE)
@@ -46,14 +46,14 @@ def test_every_command_says_what_it_does_and_shows_an_example_that_can_be_read(p
         assert read(example).run == parser.get_default("run")
 
 
-def test_the_work_of_every_command_is_there():
-    """Options name it in a string, which no type checker reads."""
+def test_every_command_resolves():
+    """Parsers name their functions in strings, which type checkers do not see."""
     for parser in commands(build_parser()):
         assert callable(_import_work(parser.get_default("run")))
 
 
 @pytest.mark.parametrize("parser", COMMANDS, ids=lambda parser: parser.prog)
-def test_every_option_is_explained_with_its_default(parser):
+def test_every_option_has_help_with_its_default(parser):
     formatter = parser._get_formatter()
     for option in parser._actions:
         if option.help == argparse.SUPPRESS:
@@ -63,8 +63,8 @@ def test_every_option_is_explained_with_its_default(parser):
         number = isinstance(option.default, int | float) and not isinstance(option.default, bool)
         if number and option.option_strings:
             assert text.count("default:") == 1
-            told = re.findall(r"default: ([\d.e-]+)", text)
-            assert [float(each) for each in told] in ([option.default], []), (option.dest, text)
+            found = re.findall(r"default: ([\d.e-]+)", text)
+            assert [float(each) for each in found] in ([option.default], []), (option.dest, text)
         assert "None" not in text
 
 
@@ -82,7 +82,7 @@ def test_every_option_is_explained_with_its_default(parser):
         (data_tools, ["jpeg", "nowhere", "--out", "x"], "nowhere does not exist: give a folder"),
     ],
 )
-def test_a_mistake_is_one_sentence_and_exit_code_2(capsys, program, words, message):
+def test_errors_are_one_line_with_exit_code_2(capsys, program, words, message):
     assert program(words) == 2
     error = capsys.readouterr().err
     assert message in error
@@ -90,7 +90,7 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(capsys, program, words, messa
     assert error.count("\n") == 1
 
 
-def test_the_version_is_told(capsys):
+def test_version(capsys):
     with pytest.raises(SystemExit) as end:
         main(["--version"])
     assert end.value.code == 0

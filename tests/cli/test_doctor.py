@@ -1,4 +1,4 @@
-"""What `megavis doctor` says of this machine, and of packages that only look right."""
+"""`megavis doctor` on this machine, and with missing, broken or unrelated packages."""
 
 import importlib
 import json
@@ -12,7 +12,7 @@ from megavis.commands import doctor
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """Write a package that is imported before any that is installed."""
+    """Write a package that shadows installed ones."""
 
     def write(name, files, version):
         for path, text in files.items():
@@ -31,7 +31,7 @@ def package(tmp_path, monkeypatch):
         del sys.modules[module]
 
 
-def test_this_machine_can_train_and_says_with_what(capsys):
+def test_this_machine_can_train(capsys):
     assert main(["doctor", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["can_train"] is True
@@ -45,7 +45,7 @@ def test_this_machine_can_train_and_says_with_what(capsys):
     assert found["process group"]["detail"] == "gloo, an all-reduce on cpu"
 
 
-def test_a_backend_that_adds_up_wrongly_is_found(monkeypatch):
+def test_wrong_all_reduce_is_reported(monkeypatch):
     from torch import distributed
 
     monkeypatch.setattr(distributed, "all_reduce", lambda numbers: numbers.zero_())
@@ -54,7 +54,7 @@ def test_a_backend_that_adds_up_wrongly_is_found(monkeypatch):
     assert finding.detail == "RuntimeError: gloo computes wrong sums on cpu"
 
 
-def test_the_unrelated_apex_of_pypi_is_told_from_nvidia_s(package):
+def test_unrelated_apex_package_is_reported(package):
     package("apex", {"__init__.py": "", "amp.py": ""}, "0.9.10.dev0")
     finding = doctor.apex()
     assert not finding.found
@@ -62,22 +62,22 @@ def test_the_unrelated_apex_of_pypi_is_told_from_nvidia_s(package):
     assert finding.purpose == "training.kernels: apex"
 
 
-def test_nvidia_apex_is_known_by_its_optimizers(package):
+def test_nvidia_apex_is_recognized(package):
     package("apex", {"__init__.py": "", "optimizers/__init__.py": "class FusedAdam: ..."}, "0.1")
     assert doctor.apex().found
 
 
-def test_apex_that_cannot_be_imported_does_not_stop_the_doctor(package):
+def test_apex_import_error_is_reported(package):
     package("apex", {"__init__.py": "raise RuntimeError('built for another torch')"}, "0.1")
     assert not doctor.apex().found
 
 
-def test_transformer_engine_without_its_torch_half_is_not_enough(package):
+def test_transformer_engine_without_its_pytorch_module(package):
     package("transformer_engine", {"__init__.py": ""}, "2.0")
     assert not doctor.transformer_engine().found
 
 
-def test_transformer_engine_that_is_broken_says_why(package):
+def test_transformer_engine_import_error_is_reported(package):
     files = {"__init__.py": "", "pytorch/__init__.py": "raise OSError('libcublas.so is missing')"}
     package("transformer_engine", files, "2.0")
     finding = doctor.transformer_engine()
@@ -85,7 +85,7 @@ def test_transformer_engine_that_is_broken_says_why(package):
     assert finding.detail == "OSError: libcublas.so is missing"
 
 
-def test_what_is_missing_is_required_or_not(monkeypatch, capsys):
+def test_missing_requirements_set_the_exit_code(monkeypatch, capsys):
     missing = doctor.SystemCheck("torch", False, "not installed", "everything", required=True)
     optional = doctor.SystemCheck("libaio", False, "not installed", "offload to NVMe")
     monkeypatch.setattr(doctor, "examine", lambda: iter([optional]))

@@ -1,4 +1,4 @@
-"""`megavis evaluate`, from images to the numbers, with a small network."""
+"""`megavis evaluate` with a small feature network."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def network(monkeypatch):
     return network
 
 
-def test_samples_of_a_run_beside_held_out_images(network, shards, tmp_path, capsys):
+def test_evaluate_samples(network, shards, tmp_path, capsys):
     run, reference = tmp_path / "run", tmp_path / "reference.npz"
     npz = run / "samples" / "images.npz"
     npz.parent.mkdir(parents=True)
@@ -50,11 +50,11 @@ def test_samples_of_a_run_beside_held_out_images(network, shards, tmp_path, caps
     assert main(["evaluate", "statistics", str(shards / "validation"), *made]) == 0
     capsys.readouterr()
     assert main(["evaluate", *words]) == 0
-    said = capsys.readouterr()
-    assert "Fréchet distance (features of small), not FID: " in said.out
+    printed = capsys.readouterr()
+    assert "Fréchet distance (features of small), not FID: " in printed.out
     for part in (f"N 10 of {npz}", f"{sha256_of_file(reference)[:8]} (N 30)", "resize none"):
-        assert part in said.out
-    assert "published results use 50,000 samples, these are 10: compare" in said.err
+        assert part in printed.out
+    assert "published results use 50,000 samples, these are 10: compare" in printed.err
     record = json.loads((run / "evaluation" / "samples.json").read_text())
     assert not {"fid", "sfid", "inception_score"} & record.keys()
     features = network(images).features
@@ -69,9 +69,9 @@ def test_samples_of_a_run_beside_held_out_images(network, shards, tmp_path, caps
 
 
 def distance(first, second):
-    """Equation 6 of Heusel et al. by the vectors alone, without any covariance.
+    """Compute equation 6 of Heusel et al. without covariance matrices.
 
-    Of centred vectors A, B in rows, Tr (AᵀA BᵀB)^½ is the sum of the singular values of ABᵀ.
+    For centred row vectors A and B, Tr (AᵀA BᵀB)^½ is the sum of the singular values of ABᵀ.
     """
     means = [part.double().mean(0) for part in (first, second)]
     a, b = (
@@ -83,8 +83,8 @@ def distance(first, second):
     return ((means[0] - means[1]).square().sum() + spread - 2 * overlap).item()
 
 
-def test_adm_s_files_hold_statistics_and_some_images(network, tmp_path, capsys):
-    """Statistics of all images count for the distance, the images for precision and recall."""
+def test_adm_reference_files(network, tmp_path, capsys):
+    """Distances use the statistics in the file, precision and recall its images."""
     network.about = NetworkName("small", "ab" * 32, "none", is_published=True)
     np.savez(tmp_path / "samples.npz", random_images(20, 8, seed=1).numpy())
     statistics = {"mu": np.full(9, 0.5), "sigma": 0.1 * np.eye(9)}
@@ -93,15 +93,15 @@ def test_adm_s_files_hold_statistics_and_some_images(network, tmp_path, capsys):
     np.savez(tmp_path / "adm.npz", arr_0=images.numpy(), **statistics, **spatial)
     words = ["samples", str(tmp_path / "samples.npz"), *CPU, "--reference"]
     assert main(["evaluate", *words, str(tmp_path / "adm.npz")]) == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for part in ("FID: ", "sFID ", "inception score (mean of 10 splits) ", "precision "):
-        assert part in said
-    assert "of another tool, N unknown" in said
+        assert part in printed
+    assert "of another tool, N unknown" in printed
     record = json.loads((tmp_path / "samples.npz.evaluation.json").read_text())
     ours = network(random_images(20, 8, seed=1)).features
     expected = precision_and_recall(ours, network(images).features)
     assert (record["precision"], record["recall"]) == pytest.approx(expected)
-    np.savez(tmp_path / "theirs.npz", **statistics)  # as pytorch-fid writes them
+    np.savez(tmp_path / "theirs.npz", **statistics)  # the format of pytorch-fid
     assert main(["evaluate", *words, str(tmp_path / "theirs.npz")]) == 0
     assert "precision" not in capsys.readouterr().out
     np.savez(tmp_path / "theirs.npz", mu=np.zeros(2048), sigma=np.eye(2048))
@@ -109,8 +109,8 @@ def test_adm_s_files_hold_statistics_and_some_images(network, tmp_path, capsys):
     assert "has 2048 features, small abababab has 9" in capsys.readouterr().err
 
 
-def test_the_network_of_the_extra_knows_imagenet_classes():
-    """Its pixels are prepared as it was trained: it names photographs of ImageNet."""
+def test_efficientnet_classifies_imagenet_images():
+    """The preprocessing matches the network: photographs of ImageNet get their class."""
     files = sorted((Path(foolbox.__file__).parent / "data").glob("imagenet_*.jpg"))[:6]
     # `imagenet_03_366.jpg`: the last number is the class.
     network = EfficientNetFeatures(torch.device("cpu"))
@@ -126,18 +126,18 @@ def test_the_network_of_the_extra_knows_imagenet_classes():
     assert not network.about.is_published
 
 
-def test_reconstructions_of_a_tokenizer(network, image_shards, tmp_path, capsys):
+def test_evaluate_reconstruction(network, image_shards, tmp_path, capsys):
     run = write_untrained_run(tmp_path)
     config = run / "config.yaml"
-    # Its checkpoint has no discriminator.
+    # The run's checkpoint has no discriminator.
     config.write_text(
         config.read_text().replace("adversarial_weight: 0.1", "adversarial_weight: 0")
     )
     words = ["--images", str(image_shards / "train"), "--num-images", "70", *CPU]
     assert main(["evaluate", "reconstruction", str(run), *words, "--network", NAME]) == 0
-    said = capsys.readouterr()
-    assert f"N 70 of {image_shards}/train, step 0" in said.out
-    assert f"train through {run}, network small" in said.out
+    printed = capsys.readouterr().out
+    assert f"N 70 of {image_shards}/train, step 0" in printed
+    assert f"train through {run}, network small" in printed
     record = json.loads((run / "evaluation" / "reconstruction.json").read_text())
     tokenizer = open_tokenizer(run)
     images = torch.from_numpy(open_images(image_shards / "train").read(np.arange(70)))

@@ -34,7 +34,7 @@ training: {{steps: 3, batch_size: 4, sample_every: 3, sample_images: 2}}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Originals of 48 pixels, of which runs read 32; a VAE and a second stage of each kind."""
+    """Scenes of 48² pixels, and runs at 32²: a VAE and a second stage of each kind of maps."""
     folder = write_scene_shards(tmp_path_factory.mktemp("maps"), size=48)
     for kind in ("panoptic", "depth"):
         assert main(["train", str(write_label_map_config(folder, kind)), "--device", "cpu"]) == 0
@@ -51,7 +51,7 @@ def evaluate(kind, run, *words):
 
 
 @pytest.mark.parametrize("kind", ["panoptic", "depth"])
-def test_reconstructions_are_compared_with_originals(folder, kind):
+def test_reconstruction_metrics_match_a_loop(folder, kind):
     result = evaluate(kind, folder / "runs" / kind)
     tokenizer = open_tokenizer(folder / "runs" / kind)
     dataset = ShardDataset(folder / kind / "validation", Transform(32, crop="center"))
@@ -68,7 +68,7 @@ def test_reconstructions_are_compared_with_originals(folder, kind):
 
 
 @pytest.mark.parametrize("kind", ["panoptic", "depth"])
-def test_predictions_follow_from_seed_and_image(folder, kind):
+def test_predictions_are_deterministic(folder, kind):
     run = folder / "runs" / f"{kind}_from_images"
     first = evaluate(kind, run, "--beams", "2", "--fans", "2", "--temperature", "0.9")
     again = evaluate(
@@ -80,7 +80,7 @@ def test_predictions_follow_from_seed_and_image(folder, kind):
     assert other["all"] != first["all"]
 
 
-def test_maps_of_another_kind_are_refused(folder, capsys):
+def test_other_kinds_of_maps_are_refused(folder, capsys):
     words = ["evaluate", "depth", str(folder / "runs" / "panoptic"), "--device", "cpu"]
     assert main(words) == 2
     assert "holds no depth maps" in capsys.readouterr().err

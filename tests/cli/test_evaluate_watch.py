@@ -1,4 +1,4 @@
-"""Checkpoints are measured as they appear, by a separate watch or alongside training."""
+"""Evaluation of checkpoints as they appear, by `megavis evaluate watch` or alongside training."""
 
 import csv
 import json
@@ -38,11 +38,11 @@ def measured(folder):
     return read_json_lines(folder / "evaluation" / "watch.jsonl")
 
 
-def test_each_checkpoint_is_measured_once(run_folder, copied, capsys):
+def test_checkpoints_are_evaluated_once(run_folder, copied, capsys):
     what = ["--what", "loss,probe,neighbors,samples"]
     assert main(["evaluate", "watch", str(copied), *what, *FEW, "--every", "5"]) == 0
     (last,) = measured(copied)
-    assert last["step"] == 12, "the last one, whatever its number"
+    assert last["step"] == 12, "the last checkpoint is evaluated regardless of --every"
     logged = {line["step"]: line for line in read_json_lines(run_folder / "metrics.jsonl")}
     assert last["validation_loss"] == pytest.approx(logged[12]["validation_loss"], rel=1e-6)
     assert 0 <= last["neighbors_accuracy"] <= 1
@@ -55,7 +55,7 @@ def test_each_checkpoint_is_measured_once(run_folder, copied, capsys):
     assert "step 4: validation_loss" in capsys.readouterr().out
 
 
-def test_the_distance_is_that_of_evaluate_samples(copied, shards, tmp_path, monkeypatch, capsys):
+def test_frechet_distance_matches_evaluate_samples(copied, shards, tmp_path, monkeypatch, capsys):
     for command in (evaluate_watch, evaluate_samples):
         monkeypatch.setattr(command, "open_network", lambda *_: Small())
     reference, npz, out = (tmp_path / name for name in ("reference.npz", "drawn.npz", "out.json"))
@@ -71,12 +71,12 @@ def test_the_distance_is_that_of_evaluate_samples(copied, shards, tmp_path, monk
     (line,) = measured(copied)
     expected = json.loads(out.read_text())["frechet_distance"]
     assert line["frechet_distance"] == pytest.approx(expected, rel=1e-5)
-    said = f"N 5 of watched at step 12, seed 3, network small abababab, reference {reference}"
-    assert line["distance_of"].startswith(said)
-    assert f" | {said}" in capsys.readouterr().out
+    settings = f"N 5 of watched at step 12, seed 3, network small abababab, reference {reference}"
+    assert line["distance_of"].startswith(settings)
+    assert f" | {settings}" in capsys.readouterr().out
 
 
-def test_the_probe_is_that_of_the_likelihood_figure(copied):
+def test_probe_matches_the_likelihood_figure(copied):
     for step in (4, 8):
         shutil.rmtree(step_folder(copied, step))
     assert main(["evaluate", "watch", str(copied), "--what", "probe", *FEW]) == 0
@@ -89,7 +89,7 @@ def test_the_probe_is_that_of_the_likelihood_figure(copied):
     assert int(row["layer"]) == line["probe_layer"]
 
 
-def test_a_checkpoint_that_is_pruned_while_it_is_read_is_told(copied, monkeypatch, capsys):
+def test_pruned_checkpoint_is_skipped(copied, monkeypatch, capsys):
     from megavis.checkpoint.format import tensor_reader
 
     opened = tensor_reader.CheckpointReader.__init__
@@ -105,33 +105,33 @@ def test_a_checkpoint_that_is_pruned_while_it_is_read_is_told(copied, monkeypatc
     assert [line["step"] for line in measured(copied)] == [8, 12]
 
 
-def test_a_damaged_checkpoint_is_not_taken_for_a_pruned_one(copied, capsys):
+def test_damaged_checkpoint_is_an_error(copied, capsys):
     (step_folder(copied, 4) / "manifest.json").unlink()
     assert main(["evaluate", "watch", str(copied), "--what", "loss", *FEW]) == 2
     assert "manifest.json: missing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("words", "complaint"),
+    ("words", "message"),
     [
         (["--every", "0"], "argument --every: '0' is not a whole number of 1 or more"),
         (["--validation", "nowhere"], "nowhere"),
         (["--what", "frechet"], "--what frechet needs --reference FILE"),
     ],
 )
-def test_mistakes_are_one_sentence(copied, capsys, words, complaint):
+def test_errors(copied, capsys, words, message):
     assert main(["evaluate", "watch", str(copied), *words]) == 2
-    assert complaint in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_no_run_and_no_such_measure(tmp_path, capsys):
+def test_invalid_run_and_metric(tmp_path, capsys):
     assert main(["evaluate", "watch", str(tmp_path)]) == 2
     assert "is not a run folder" in capsys.readouterr().err
     assert main(["evaluate", "watch", str(tmp_path), "--what", "beauty"]) == 2
     assert "'beauty' is not one of loss, probe" in capsys.readouterr().err
 
 
-def test_what_training_starts_ends_when_its_input_does(copied, monkeypatch):
+def test_watch_ends_with_its_stdin(copied, monkeypatch):
     settings = EvaluationConfig(what=("loss",), every=12)
     command = eval_worker.watch_command(copied, settings, seed=5)
     assert "--reference" not in command
@@ -166,7 +166,7 @@ CHILDREN = {
         ("lasts", 0.5, "not done 0.5 s after the end"),
     ],
 )
-def test_the_end_of_training(watched_config, monkeypatch, capsys, child, finish_within, warning):
+def test_end_of_training(watched_config, monkeypatch, capsys, child, finish_within, warning):
     settings = watched_config.evaluation.model_copy(update={"finish_within": finish_within})
     config = watched_config.model_copy(update={"evaluation": settings})
     command = [sys.executable, "-S", "-c", CHILDREN[child]]
@@ -178,7 +178,7 @@ def test_the_end_of_training(watched_config, monkeypatch, capsys, child, finish_
     assert bool(stderr) == bool(warning)
 
 
-def test_an_error_of_training_ends_it_at_once(watched_config, monkeypatch):
+def test_training_errors_kill_the_watch(watched_config, monkeypatch):
     monkeypatch.setattr(eval_worker, "watch_command", lambda *_, **__: ["sleep", "60"])
     started = []
     popen = eval_worker.subprocess.Popen
@@ -197,7 +197,7 @@ def test_an_error_of_training_ends_it_at_once(watched_config, monkeypatch):
     assert started[0].returncode == -9
 
 
-def test_it_wants_images_to_measure_on(tiny_config, tmp_path, capsys):
+def test_evaluation_section_needs_images(tiny_config, tmp_path, capsys):
     path = tmp_path / "blind.yaml"
     path.write_text(f"{tiny_config.read_text()}evaluation: {{}}\n")
     assert main(["train", str(path), "data.validation="]) == 2
@@ -209,7 +209,7 @@ def test_it_wants_images_to_measure_on(tiny_config, tmp_path, capsys):
     assert "which needs one network: evaluation.inception or evaluation.network" in stderr
 
 
-def test_the_report_draws_them(copied):
+def test_report_shows_watched_metrics(copied):
     from megavis.reports.page import render
     from megavis.reports.run_record import RunRecord
 

@@ -1,4 +1,4 @@
-"""Commands on one run share its features; what they print and refuse."""
+"""Commands on a run share its cached features."""
 
 import json
 
@@ -13,7 +13,7 @@ from megavis.parallel.context import close_context
 pytestmark = pytest.mark.once
 
 
-def test_a_second_command_computes_nothing(shard_folders, small_config, tmp_path, capsys):
+def test_features_are_cached_across_commands(shard_folders, small_config, tmp_path, capsys):
     path = tmp_path / "small.yaml"
     path.write_text(
         f"""\
@@ -29,7 +29,7 @@ checkpoint: {{every: 1}}
     probing = ["probe", *words, "--untrained-networks", "1", "--masks", "2"]
     assert main(probing) == 0
     first = json.loads((run / "evaluation" / "probe.json").read_text())
-    # Two networks, one mask of the training and two of the validation images.
+    # Two networks, with one mask of the training images and two of the validation images.
     assert "features: 6 sets computed" in capsys.readouterr().out
     assert main(probing) == 0
     assert "features: 0 sets computed in 0.0 s, 6 read" in capsys.readouterr().out
@@ -63,7 +63,7 @@ checkpoint: {{every: 1}}
     )
 
 
-def test_nats_and_bits_are_those_of_each_token(shard_folders, small_config, tmp_path, capsys):
+def test_likelihood_matches_a_loop(shard_folders, small_config, tmp_path, capsys):
     path = tmp_path / "small.yaml"
     path.write_text(
         f"""\

@@ -1,4 +1,4 @@
-"""Figures of a real run of three checkpoints."""
+"""`megavis figure` on a run with three checkpoints."""
 
 import csv
 import importlib
@@ -35,7 +35,7 @@ checkpoint: {{every: 3, keep_last: 9}}
     return root / "runs" / "small"
 
 
-def test_both_figures_of_a_real_run(run, capsys):
+def test_depth_and_likelihood_figures(run, capsys):
     words = ["--device", "cpu", "--untrained-networks", "1"]
     assert main(["figure", "depth", str(run), *words]) == 0
     assert main(["figure", "likelihood", str(run), "--device", "cpu"]) == 0
@@ -59,18 +59,18 @@ def test_both_figures_of_a_real_run(run, capsys):
     with open(run / "evaluation" / "likelihood.csv") as file:
         rows = list(csv.DictReader(file))
     assert [row["step"] for row in rows] == ["3", "6", "9"]
-    # What training wrote down of its last step, on the same images.
+    # The validation loss that training logged at its last step.
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert float(rows[-1]["validation_loss"]) == pytest.approx(last["validation_loss"], rel=1e-5)
 
 
-def test_a_run_without_checkpoints_has_no_likelihood_figure(run, tmp_path, capsys):
+def test_likelihood_figure_needs_checkpoints(run, tmp_path, capsys):
     shutil.copy(run / "config.yaml", tmp_path)
     assert main(["figure", "likelihood", str(tmp_path)]) == 2
     assert "has no checkpoint yet" in capsys.readouterr().err
 
 
-def test_a_figure_that_does_not_apply_is_refused_with_those_that_do(run, capsys):
+def test_inapplicable_figure_lists_the_applicable_ones(run, capsys):
     assert main(["figure", "jigsaw", str(run), "--device", "cpu"]) == 2
     assert capsys.readouterr().err == (
         "error: jigsaw: igpt does not predict the positions of patches; figures of this run are:"
@@ -78,7 +78,7 @@ def test_a_figure_that_does_not_apply_is_refused_with_those_that_do(run, capsys)
     )
 
 
-def test_what_draws_a_declared_figure_is_there():
+def test_declared_figures_resolve():
     declared = {spec.name: spec for spec in paper_figures()}
     names = {"patches", "reconstructions", "groups", "positions", "jigsaw", "mixture"}
     names |= {"posterior", "deviations"}

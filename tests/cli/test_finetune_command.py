@@ -1,4 +1,4 @@
-"""Fine-tuning as a command: what it writes, and what it refuses with one message, exit code 2."""
+"""`megavis finetune`: results and errors."""
 
 import csv
 import json
@@ -32,7 +32,7 @@ training: {{steps: 2, log_every: 1, validate_every: 1}}
 
 
 def refused(capsys, path, *words):
-    """Run fine-tuning, expect refusal, and return the message."""
+    """Run fine-tuning, expect exit code 2, and return the error message."""
     assert main(["finetune", str(path), "--device", "cpu", *words]) == 2
     message = capsys.readouterr().err
     assert message.startswith("error: ")
@@ -41,11 +41,9 @@ def refused(capsys, path, *words):
 
 
 @pytest.mark.parametrize("two_folders", [True, False])
-def test_colours_that_tell_the_class_are_learned(
-    config, capsys, tmp_path, shard_folders, two_folders
-):
+def test_finetune_learns_colour_classes(config, capsys, tmp_path, shard_folders, two_folders):
     words = [f"output={tmp_path}", "training.steps=30", "training.validate_every=10"]
-    # What drop path leaves out is no part of evaluation, which looks at an image once.
+    # Drop path is off in evaluation, which uses one view per image.
     words += ["finetune.patience=1", "finetune.generative_weight=1", "finetune.drop_path=0.1"]
     words += [f"finetune.test={shard_folders}/selection"] * two_folders
     assert main(["finetune", str(config), "--device", "cpu", *words]) == 0
@@ -63,7 +61,7 @@ def test_colours_that_tell_the_class_are_learned(
 
 
 @pytest.mark.once
-def test_the_rate_of_a_linear_evaluation_is_chosen_on_the_selection_images(config, tmp_path):
+def test_search_lr_of_a_linear_evaluation(config, tmp_path):
     words = [f"output={tmp_path}", "finetune.linear_evaluation=true", "optimizer.algorithm=lars"]
     words += ["training.steps=20", "training.validate_every=10", "--rates", "1,0.01"]
     assert main(["search-lr", str(config), "--device", "cpu", *words]) == 0
@@ -72,23 +70,23 @@ def test_the_rate_of_a_linear_evaluation_is_chosen_on_the_selection_images(confi
             row["learning_rate"]: float(row["validation_loss"]) for row in csv.DictReader(file)
         }
     assert losses["1"] < losses["0.01"]
-    judged = json.loads((tmp_path / "tuned-lr-1" / "evaluation" / "finetune_test.json").read_text())
-    assert judged["finetune"]["linear_evaluation"]
-    assert (judged["seed"], judged["num_train"], judged["num_images"]) == (0, 120, 18)
+    tested = json.loads((tmp_path / "tuned-lr-1" / "evaluation" / "finetune_test.json").read_text())
+    assert tested["finetune"]["linear_evaluation"]
+    assert (tested["seed"], tested["num_train"], tested["num_images"]) == (0, 120, 18)
 
 
-def test_images_that_were_trained_on_do_not_judge(config, capsys, shard_folders):
+def test_test_images_must_not_overlap_training(config, capsys, shard_folders):
     test = f"finetune.test={shard_folders}/train"
     assert "its shard-000000.tar has the SHA-256 of the other's" in refused(capsys, config, test)
     chooses = f"finetune.test={shard_folders}/validation"
     assert "cannot evaluate what was trained on" in refused(capsys, config, chooses)
 
 
-def test_from_scratch_the_classifier_alone_starts_at_zero(config, tmp_path):
+def test_classifier_starts_at_zero_from_scratch(config, tmp_path):
     words = [f"output={tmp_path}", "finetune.from_run=null", "optimizer.learning_rate=1e-9"]
     assert main(["finetune", str(config), "--device", "cpu", *words]) == 0
     lines = (tmp_path / "tuned" / "metrics.jsonl").read_text().splitlines()
-    # ln 3 of three classes, before anything was learned.
+    # ln 3 for three classes, before any update.
     assert json.loads(lines[1])["loss"] == pytest.approx(1.0986123, rel=1e-6)
 
 
@@ -114,11 +112,11 @@ def test_from_scratch_the_classifier_alone_starts_at_zero(config, tmp_path):
         ),
     ],
 )
-def test_what_does_not_fit(config, capsys, words, expected):
+def test_invalid_configs(config, capsys, words, expected):
     assert expected in refused(capsys, config, *words)
 
 
-def test_images_without_labels(config, capsys, shard_folders, tmp_path):
+def test_unlabelled_images_are_refused(config, capsys, shard_folders, tmp_path):
     from data_tools.__main__ import main as data_tools
 
     flat = tmp_path / "flat"
@@ -132,7 +130,7 @@ def test_images_without_labels(config, capsys, shard_folders, tmp_path):
     assert "36 images without a label, of 36 in all" in message
 
 
-def test_another_palette_than_the_source_s(config, capsys, tmp_path):
+def test_palette_of_the_source_is_checked(config, capsys, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(config.parent / "runs" / "source", source)
     manifest = source / "checkpoints" / "step-00000002" / "manifest.json"
@@ -144,7 +142,7 @@ def test_another_palette_than_the_source_s(config, capsys, tmp_path):
     assert "was trained on other tokens than those of" in message
 
 
-def test_a_random_order_needs_the_seed_that_it_was_learned_with(config, capsys, tmp_path):
+def test_random_order_needs_the_seed_of_the_source(config, capsys, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(config.parent / "runs" / "source", source)
     tree = yaml.safe_load((source / "config.yaml").read_text())
@@ -167,8 +165,8 @@ OBJECTIVES = {
 
 
 @pytest.fixture(scope="module", params=OBJECTIVES)
-def drawn_by_diffusion(request, image_shards, tmp_path_factory):
-    """A fine-tuning config whose source draws with the default options, and their section."""
+def diffusion_config(request, image_shards, tmp_path_factory):
+    """A fine-tuning config whose source samples by diffusion, and the section of its options."""
     root = tmp_path_factory.mktemp("diffusion")
     parts = ("train", "validation")
     tree = {
@@ -189,10 +187,8 @@ def drawn_by_diffusion(request, image_shards, tmp_path_factory):
     return root / "tuned.yaml", "objective.density" * (request.param == "compose") or "objective"
 
 
-def test_how_images_are_drawn_does_not_keep_a_run_from_being_fine_tuned(
-    drawn_by_diffusion, capsys, tmp_path
-):
-    path, section = drawn_by_diffusion
+def test_sampling_options_may_differ_from_the_source(diffusion_config, capsys, tmp_path):
+    path, section = diffusion_config
     words = [f"{section}.sampling_temperature=0.7", f"{section}.sampling_steps=5"]
     message = refused(capsys, path, *words, f"{section}.noise_b=2.0")
     assert f"was trained with {section}.noise_b 1.0, and this config has 2.0" in message

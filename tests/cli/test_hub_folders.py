@@ -1,4 +1,4 @@
-"""Exported folders in a process that cannot import megavis: the same outputs; and back again."""
+"""Exported folders: outputs in a process without megavis, and re-import."""
 
 import json
 import os
@@ -56,7 +56,7 @@ CASES = {
 
 
 def make_run(folder, text, build_paper):
-    """Write a run of random weights."""
+    """Write a run with random weights and load it."""
     objective, runner = build_paper(text, std=0.2)
     named = {**dict(runner.layers.named_parameters()), **dict(runner.layers.named_buffers())}
     path = folder.with_suffix(".yaml")
@@ -66,7 +66,7 @@ def make_run(folder, text, build_paper):
 
 
 def inputs_and_outputs(name, run):
-    """Return what `opens_alone.py` compares, by the run itself."""
+    """Return inputs and expected outputs for `open_exports.py`."""
     if name.endswith("_own"):
         form = PlainForm(run)
         return {"inputs": form.tokens, "expected": form.expected}
@@ -85,10 +85,10 @@ def inputs_and_outputs(name, run):
 
 
 def hidden_patches(run, images):
-    """Theirs are predictions for all patches, ours for the hidden ones: look at these alone."""
+    """Return the run's predictions, of hidden patches only, and the order of patches."""
     index = torch.arange(len(images))
     order = run.objective.schedule.draw(index).order
-    noise = order.argsort(1).float()  # theirs sorts by it
+    noise = order.argsort(1).float()  # transformers takes its argsort as the order
     return {"noise": noise, "expected": run.outputs(images, sample_index=index), "order": order}
 
 
@@ -97,9 +97,9 @@ def folders(tmp_path_factory):
     return tmp_path_factory.mktemp("hub")
 
 
-# Its imports of transformers and timm take seconds, and are the same under every Python.
+# Importing transformers and timm takes seconds, and does not depend on the version of Python.
 @pytest.mark.once
-def test_outputs_are_equal_where_megavis_is_not_installed(folders, build_paper, capsys):
+def test_exports_match_without_megavis(folders, build_paper, capsys):
     for name, text in CASES.items():
         run = make_run(folders / f"{name}-run", text, build_paper)
         form = "timm" if name.endswith("_timm") else "huggingface"
@@ -108,7 +108,7 @@ def test_outputs_are_equal_where_megavis_is_not_installed(folders, build_paper, 
         assert ("megavis.load" in capsys.readouterr().out) == name.endswith("_own"), name
         case = {key: t.contiguous() for key, t in inputs_and_outputs(name, run).items()}
         save_file(case, folder.with_suffix(".safetensors"))
-    script = Path(__file__).parents[1] / "support" / "opens_alone.py"
+    script = Path(__file__).parents[1] / "support" / "open_exports.py"
     command = [sys.executable, "-W", "ignore", script, folders]
     settings = {**os.environ, "HF_HUB_OFFLINE": "1"}
     settings.pop("PYTHONPATH", None)
@@ -120,8 +120,7 @@ def test_outputs_are_equal_where_megavis_is_not_installed(folders, build_paper, 
 
 
 @pytest.mark.parametrize("name", ["igpt", "mae", "darl", "gvp", "tuned", "mp3_timm", "givt_own"])
-def test_folders_come_back(folders, build_paper, name, capsys):
-    """What the folder was exported from and the run that is imported from it agree."""
+def test_export_import_round_trip(folders, build_paper, name, capsys):
     run = make_run(folders / f"{name}-first", CASES[name], build_paper)
     out, back = folders / f"{name}-out", folders / f"{name}-back"
     form = "timm" if name.endswith("_timm") else "huggingface"
@@ -137,7 +136,7 @@ def test_folders_come_back(folders, build_paper, name, capsys):
         assert "agree" in capsys.readouterr().out
 
 
-def test_the_card_says_what_the_run_holds(folders, build_paper):
+def test_model_card(folders, build_paper):
     run = make_run(folders / "card-run", CASES["rotary_own"], build_paper)
     (run.folder / "metrics.jsonl").write_text('{"step": 0, "loss": 1.5}\n')
     assert main(["export", str(run.folder), "--to", "huggingface", str(folders / "card")]) == 0
@@ -157,14 +156,14 @@ def test_the_card_says_what_the_run_holds(folders, build_paper):
         ("rotary_own", "model.positions is rope_2d"),
     ],
 )
-def test_other_runs_are_no_vit(folders, build_paper, capsys, name, message):
+def test_timm_export_needs_a_vit(folders, build_paper, capsys, name, message):
     run = make_run(folders / f"{name}-other", CASES[name], build_paper)
     assert main(["export", str(run.folder), "--to", "timm", str(folders / f"{name}-no")]) == 2
     assert message in capsys.readouterr().err
     assert not (folders / f"{name}-no").exists()
 
 
-def test_an_unknown_folder_is_refused(tmp_path, capsys):
+def test_unknown_model_type_is_refused(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     assert main(["import", "huggingface", str(tmp_path), str(tmp_path / "run")]) == 2
     assert "model_type is 'bert'" in capsys.readouterr().err

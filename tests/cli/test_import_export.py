@@ -1,4 +1,4 @@
-"""Released weights against the ImageGPT of `transformers`, both ways."""
+"""Import and export of ImageGPT weights against `transformers`."""
 
 import json
 import re
@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 
 def make_folder(folder, *, biased, heads=3, width=24, layers=2, pixels=16, colors=20):
-    """Save a random ImageGPT; its biases are zero unless asked for."""
+    """Save an ImageGPT with random weights, and random biases if `biased`."""
     torch.manual_seed(0)
     settings = transformers.ImageGPTConfig(
         vocab_size=colors + 1, n_positions=pixels, n_embd=width, n_layer=layers, n_head=heads
@@ -45,7 +45,7 @@ def leave_job():
 @pytest.mark.usefixtures("leave_job")
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("heads", "width"), [(3, 24), (1, 7), (4, 64)])
-def test_imported_logits_are_those_of_transformers(tmp_path, biased, heads, width):
+def test_imported_logits_match_transformers(tmp_path, biased, heads, width):
     model = make_folder(tmp_path / "released", biased=biased, heads=heads, width=width)
     assert main(["import", "imagegpt", str(tmp_path / "released"), str(tmp_path / "run")]) == 0
     run = megavis.load(tmp_path / "run", device="cpu")
@@ -70,7 +70,7 @@ def test_exported_folder_opens_in_transformers(tmp_path, biased):
 
 
 @pytest.mark.usefixtures("leave_job")
-def test_palette_of_the_folder_comes_along(tmp_path):
+def test_import_copies_the_palette(tmp_path):
     make_folder(tmp_path / "released", biased=False)
     centers = np.random.default_rng(0).uniform(-1, 1, (20, 3)).astype(np.float32)
     np.save(tmp_path / "kmeans_centers.npy", centers)
@@ -84,9 +84,9 @@ def test_palette_of_the_folder_comes_along(tmp_path):
 
 
 @pytest.mark.usefixtures("leave_job")
-def test_exported_colours_open_in_transformers_and_come_back(tmp_path):
+def test_palette_round_trip(tmp_path):
     make_folder(tmp_path / "released", biased=False)
-    # Whole levels of 0..255 lie far from where two colours are equally near.
+    # Integer levels in 0..255 avoid ties between nearest colours.
     levels = np.random.default_rng(0).choice(64, (20, 3)) * 4
     centers = (levels / 127.5 - 1).astype(np.float32)
     np.save(tmp_path / "released" / "kmeans_centers.npy", centers)
@@ -97,7 +97,7 @@ def test_exported_colours_open_in_transformers_and_come_back(tmp_path):
     assert np.array_equal(np.load(out / "kmeans_centers.npy"), centers)
     processor = transformers.AutoImageProcessor.from_pretrained(out)
     images = np.random.default_rng(1).integers(0, 256, (3, 4, 4, 3), dtype=np.uint8)
-    # Sides of 4 pixels could be channels too.
+    # Sides of 4 pixels would be ambiguous with channels.
     options = {"return_tensors": "pt", "input_data_format": "channels_last"}
     theirs = processor(list(images), **options).input_ids
     assert torch.equal(theirs, megavis.load(run, device="cpu").to_ids(images))
@@ -108,7 +108,7 @@ def test_exported_colours_open_in_transformers_and_come_back(tmp_path):
 
 
 def spoil(folder, what):
-    """Make a whole folder wrong in one way."""
+    """Damage a folder in one way."""
     settings = json.loads((folder / "config.json").read_text())
     weights = folder / "model.safetensors"
     if what == "torn weights":
@@ -143,7 +143,7 @@ def spoil(folder, what):
         ({"activation_function": "relu"}, "activation_function is 'relu'"),
     ],
 )
-def test_a_folder_that_is_not_whole_is_refused(tmp_path, capsys, what, message):
+def test_damaged_folders_are_refused(tmp_path, capsys, what, message):
     folder = tmp_path / "released"
     make_folder(folder, biased=False)
     spoil(folder, what)
@@ -152,7 +152,7 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path, capsys, what, message):
     assert not (tmp_path / "run").exists()
 
 
-def test_what_is_no_imagegpt_folder_is_refused(tmp_path, capsys):
+def test_missing_config_is_an_error(tmp_path, capsys):
     (tmp_path / "released").mkdir()
     words = ["import", "imagegpt", str(tmp_path / "released"), str(tmp_path / "run")]
     assert main(words) == 2

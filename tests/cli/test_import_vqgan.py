@@ -1,4 +1,4 @@
-"""A released VQGAN becomes a run that is a tokenizer; what is none is refused."""
+"""`megavis import vqgan`: released checkpoints become tokenizers."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def released():
     return {**tensors, "loss.discriminator.main.0.weight": torch.zeros(3)}
 
 
-def test_a_checkpoint_becomes_a_tokenizer(released, tmp_path, capsys):
+def test_import_checkpoint(released, tmp_path, capsys):
     torch.save({"state_dict": released}, tmp_path / "last.ckpt")
     assert main(["import", "vqgan", str(tmp_path / "last.ckpt"), str(tmp_path / "run")]) == 0
     tokenizer = open_tokenizer(tmp_path / "run")
@@ -33,7 +33,7 @@ def test_a_checkpoint_becomes_a_tokenizer(released, tmp_path, capsys):
 
 
 def plain_block(tensors, name, x):
-    """A residual block of MAGE's network, by its names."""
+    """Apply a residual block of MAGE's network."""
     hidden = x
     for number in (1, 2):
         norm = f"{name}.norm{number}"
@@ -52,7 +52,7 @@ def plain_end(tensors, name, x):
 
 
 def plain_mage(tensors, pixels):
-    """Ids and reconstruction of MAGE's VQGAN, layer by layer from the names in its file."""
+    """Return ids and reconstruction of MAGE's VQGAN, layer by layer from its tensors."""
     x = F.conv2d(pixels, tensors["encoder.conv_in.weight"], padding=1)
     for level in range(2):
         for block in range(2):
@@ -78,7 +78,7 @@ def plain_mage(tensors, pixels):
 
 
 def mage_tensors():
-    """A file of MAGE's with 32 and 64 channels, 20 entries of 6 numbers."""
+    """Return random tensors in MAGE's format: 32 and 64 channels, 20 entries of size 6."""
     shapes = {"encoder.conv_in.weight": (32, 3, 3, 3), "quantize.embedding.weight": (20, 6)}
 
     def block(name, inputs, outputs):
@@ -111,7 +111,7 @@ def mage_tensors():
     return {name: torch.randn(shape, generator=generator) / 8 for name, shape in shapes.items()}
 
 
-def test_mage_s_file_becomes_a_tokenizer(tmp_path):
+def test_import_mage_checkpoint(tmp_path):
     tensors = mage_tensors()
     torch.save(tensors, tmp_path / "vqgan_jax_strongaug.ckpt")
     source, run = str(tmp_path / "vqgan_jax_strongaug.ckpt"), str(tmp_path / "run")
@@ -137,7 +137,7 @@ def test_mage_s_file_becomes_a_tokenizer(tmp_path):
         (lambda tensors: tensors.pop("quant_conv.weight"), "lacks tensors of a VQGAN"),
     ],
 )
-def test_what_is_no_vqgan(released, tmp_path, capsys, spoil, message):
+def test_invalid_checkpoints(released, tmp_path, capsys, spoil, message):
     spoil(released)
     save_file(released, tmp_path / "a.safetensors")
     assert main(["import", "vqgan", str(tmp_path / "a.safetensors"), str(tmp_path / "run")]) == 2
@@ -145,7 +145,7 @@ def test_what_is_no_vqgan(released, tmp_path, capsys, spoil, message):
     assert not (tmp_path / "run").exists()
 
 
-def test_what_would_have_to_be_unpickled(tmp_path, capsys):
+def test_pickled_objects_are_refused(tmp_path, capsys):
     torch.save({"state_dict": {}, "callbacks": VQGANShape}, tmp_path / "last.ckpt")
     assert main(["import", "vqgan", str(tmp_path / "last.ckpt"), str(tmp_path / "run")]) == 2
     assert "contains more than tensors" in capsys.readouterr().err

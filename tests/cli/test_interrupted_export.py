@@ -1,4 +1,4 @@
-"""An export that is interrupted leaves nothing that looks finished."""
+"""An interrupted export leaves no folder that looks finished."""
 
 import signal
 import subprocess
@@ -16,7 +16,7 @@ from megavis.hub import folders
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("context")]
 
-# The weights are written, the model card is not.
+# Kills the process after the weights are written, before the model card.
 KILLED = """
 import os, signal, sys
 from megavis.cli import main
@@ -30,7 +30,7 @@ MAE = tiny(f"{{name: mae, patch_size: 4, mask_ratio: 0.7, {DECODER}}}", model=VI
 
 @pytest.fixture
 def run(tmp_path, build_paper):
-    """The folder of a small MAE with weights of step 0."""
+    """The folder of a small MAE with random weights."""
     path = tmp_path / "mae.yaml"
     path.write_text(MAE)
     _, runner = build_paper(MAE)
@@ -39,7 +39,7 @@ def run(tmp_path, build_paper):
     return tmp_path / "run"
 
 
-def test_a_killed_export_leaves_no_folder_and_the_next_one_succeeds(run, tmp_path):
+def test_killed_export_leaves_no_folder(run, tmp_path):
     out = tmp_path / "exported" / "mae"
     command = [sys.executable, "-c", KILLED, str(run), str(out)]
     killed = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True)
@@ -53,7 +53,7 @@ def test_a_killed_export_leaves_no_folder_and_the_next_one_succeeds(run, tmp_pat
     assert (out / "README.md").exists()
 
 
-def test_an_error_and_ctrl_c_leave_nothing(run, tmp_path, monkeypatch):
+def test_interrupted_export_leaves_nothing(run, tmp_path, monkeypatch):
     def interrupt(*args, **options):
         assert [path.name for path in (tmp_path / "out").iterdir()] == [".mae.partial"]
         raise KeyboardInterrupt
@@ -64,7 +64,7 @@ def test_an_error_and_ctrl_c_leave_nothing(run, tmp_path, monkeypatch):
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_one_file_is_renamed_too(run, tmp_path):
+def test_single_file_export_is_atomic(run, tmp_path):
     out = tmp_path / "mae.safetensors"
     assert main(["export", str(run), "--to", "safetensors", str(out)]) == 0
     assert load_file(out)

@@ -1,4 +1,4 @@
-"""`megavis likelihood` of a GIVT, against a sum of densities over latents and places."""
+"""`megavis likelihood` of a GIVT against a sum of densities over latents and positions."""
 
 import json
 import math
@@ -19,7 +19,7 @@ SHAPE, NUM_IMAGES = (4, 4, 4), 70
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory):
-    """A run of a few steps, labels never dropped; latents have no spread, so that none is drawn."""
+    """A short run without label dropout on latents of zero deviation."""
     folder = tmp_path_factory.mktemp("givt")
     sizes = {"shape": SHAPE, "num_classes": 3, "scale": 0.0}
     write_latent_shards(folder / "train", num_images=60, **sizes)
@@ -41,7 +41,7 @@ training: {{steps: 5, batch_size: 8}}
 
 
 def nats_of(run, dataset):
-    """Sum -log p over images, places and numbers, from the head's raw outputs (equation 2)."""
+    """Sum -log p over images, positions and channels from the head's raw outputs (equation 2)."""
     inputs, labels = dataset.read(range(NUM_IMAGES))
     latents = torch.from_numpy(inputs[:, 0]).double()
     outputs = run.outputs(latents.float(), labels=torch.from_numpy(labels)).double()
@@ -60,9 +60,9 @@ def nats_of(run, dataset):
     return total
 
 
-def test_it_is_the_sum_of_all_densities(run_folder, capsys):
+def test_likelihood_matches_the_density(run_folder, capsys):
     assert main(["likelihood", str(run_folder), "--device", "cpu"]) == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     result = json.loads((run_folder / "evaluation" / "likelihood.json").read_text())
     dataset = ShardDataset(str(run_folder.parents[1] / "validation"))
     with job_closed():
@@ -72,11 +72,10 @@ def test_it_is_the_sum_of_all_densities(run_folder, capsys):
     assert result["bits_per_dimension"] == pytest.approx(expected / math.log(2), rel=1e-5)
     assert result["nats_per_image"] == pytest.approx(nats / NUM_IMAGES, rel=1e-5)
     assert (result["num_images"], result["dimensions_per_image"]) == (NUM_IMAGES, 64)
-    assert "number of the VAE's latents; 64 per image, given the class" in said
+    assert "number of the VAE's latents; 64 per image, given the class" in printed
 
 
-def test_the_run_remembers_who_measured_it(run_folder):
-    """Once, however many processes; those of a launcher are distinguished by rank."""
+def test_command_is_recorded(run_folder):
     before = len(read_commands(run_folder))
     assert main(["features", str(run_folder)]) == 0
     assert [line["command"] for line in read_commands(run_folder)[before:]] == [
@@ -84,7 +83,7 @@ def test_the_run_remembers_who_measured_it(run_folder):
     ]
 
 
-def test_only_the_first_process_remembers(run_folder, monkeypatch):
+def test_only_rank_0_records_the_command(run_folder, monkeypatch):
     places = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "1"}
     for name, value in {**places, "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)

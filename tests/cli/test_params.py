@@ -1,4 +1,4 @@
-"""Parameter counts: against arithmetic, the headers of the presets, and the paper."""
+"""Parameter counts against arithmetic, the headers of presets, and the paper."""
 
 import json
 import resource
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.once
 PRESETS = Path(__file__).parents[2] / "yaml_configs/igpt"
 # Generative Pretraining from Pixels, section 3.3 and Table 2.
 PUBLISHED = {"s": 76e6, "m": 455e6, "l": 1362e6, "xl": 6801e6}
-# Table 5: learning rates of what the paper trains.
+# Table 5: learning rates of the models that the paper trains.
 RATES = {
     "s_32": 0.003,
     "m_32": 0.003,
@@ -29,7 +29,7 @@ RATES = {
     "m_32_bert": 0.003,
     "l_32_bert": 0.001,
 }
-# What it does not train takes the rate of what it does.
+# Models that the paper does not train, and the model whose learning rate they take.
 UNPUBLISHED = {
     "s_48": "s_32",
     "s_64": "s_32",
@@ -47,7 +47,7 @@ def read(name):
 
 
 def count_presets(launch, names):
-    """Count in a process of its own; also return the most memory that it ever had, in bytes."""
+    """Return the counts, and the growth of this process's peak memory in bytes."""
     context = open_context(launch, device="cpu")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     counts = {name: count_parameters(build_objective(read(name), context)) for name in names}
@@ -63,7 +63,7 @@ def counted():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_preset_has_the_parameters_that_its_header_derives(counted, name):
+def test_counts_match_preset_headers(counted, name):
     config, parts = read(name), by_part(counted[0][name])
     width, layers = config.model.hidden_size, config.model.num_layers
     colours, pixels = config.objective.vocabulary_size, config.data.image_size**2
@@ -79,7 +79,7 @@ def test_a_preset_has_the_parameters_that_its_header_derives(counted, name):
 
 
 @pytest.mark.parametrize("name", RATES)
-def test_a_preset_is_as_large_as_the_paper_says(counted, name):
+def test_counts_match_the_paper(counted, name):
     total = sum(matrix.parameters for matrix in counted[0][name])
     assert total == pytest.approx(PUBLISHED[name.partition("_")[0]], rel=0.01)
 
@@ -89,8 +89,8 @@ def test_counting_allocates_no_weights(counted):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_preset_trains_as_the_paper_says(name):
-    """Table 5, section 3.4: rates, batches, steps; warm-up over 96 % of 1,281,167 images."""
+def test_presets_match_table_5(name):
+    """Table 5 and section 3.4; the warm-up takes 96 % of 1,281,167 images."""
     config = read(name)
     xl = name.startswith("xl")
     assert config.optimizer.learning_rate == RATES[UNPUBLISHED.get(name, name)]
@@ -105,7 +105,7 @@ def test_a_preset_trains_as_the_paper_says(name):
     assert config.name == f"igpt_{name}"
 
 
-def test_the_command_writes_json_and_a_table(capsys):
+def test_params_command(capsys):
     path = str(PRESETS / "s_32.yaml")
     assert main(["params", path, "model.num_layers=2", "--json"]) == 0
     tree = json.loads(capsys.readouterr().out)
@@ -122,9 +122,9 @@ def test_the_command_writes_json_and_a_table(capsys):
     assert len(table) == 1 + 3 + len(tree["matrices"])
 
 
-def test_parts_are_listed_by_name_where_there_are_several_stacks(capsys):
+def test_several_stacks_are_listed(capsys):
     folder = PRESETS.parent
-    # By hand: 12 d² + 13 d of a block; all maps and scores of the tokens, and the map above them.
+    # Expected FLOPs: linear layers and attention of each block, and the linear layer above a stack.
     path = str(folder / "mae/vit_b16.yaml")
     assert main(["params", path, "--json"]) == 0
     tree = json.loads(capsys.readouterr().out)
@@ -150,7 +150,7 @@ def test_parts_are_listed_by_name_where_there_are_several_stacks(capsys):
         ("darl/demo", "head.decoder", ["step", "step"]),
     ],
 )
-def test_a_stack_besides_the_blocks_has_a_row_of_its_own(capsys, name, inside, phases):
+def test_nested_stacks_are_listed(capsys, name, inside, phases):
     assert main(["params", str(PRESETS.parent / f"{name}.yaml"), "--json"]) == 0
     tree = json.loads(capsys.readouterr().out)
     own = sum(m["parameters"] for m in tree["matrices"] if m["name"].startswith(f"{inside}."))
@@ -160,14 +160,14 @@ def test_a_stack_besides_the_blocks_has_a_row_of_its_own(capsys, name, inside, p
     assert inside in [stack["name"] for stack in tree["stacks"]]
 
 
-def test_memory_a_process_is_the_arithmetic_of_the_layout(capsys):
+def test_memory_per_process(capsys):
     path = str(PRESETS / "xl_64.yaml")
 
     def memory(*words):
         assert main(["params", path, "--processes", "16", "--json", *words]) == 0
         return json.loads(capsys.readouterr().out)["bytes_a_process"]
 
-    # bf16 under ZeRO-3: 2 + 4 + 12 bytes of each parameter, shared out, and one block in bf16.
+    # bf16 under ZeRO-3: 2 + 4 + 12 bytes per parameter, sharded, plus one gathered block in bf16.
     shared = memory()
     own, block = 6_810_875_904 / 16, 12 * 3072**2 + 2 * 3072
     assert shared["weights"] == pytest.approx(2 * own)
@@ -175,8 +175,8 @@ def test_memory_a_process_is_the_arithmetic_of_the_layout(capsys):
     assert shared["optimizer"] == pytest.approx(12 * own)
     assert shared["gathered"] == 2 * block
     assert shared["total"] == pytest.approx(18 * own + 2 * block)
-    # Tensor size 8 and two processes of data: ZeRO-1 splits the optimizer alone, and keeps bf16
-    # gradients besides. Norms, positions and the start token are whole everywhere.
+    # Tensor parallel size 8, data parallel size 2: ZeRO-1 shards the optimizer only, and keeps bf16
+    # gradients too. Norms, positions and the start token are replicated.
     whole = 60 * 2 * 3072 + 3072 + (4096 + 1) * 3072
     own = (6_810_875_904 - whole) / 8 + whole
     split = memory("parallel.zero_stage=1", "parallel.tensor_model_parallel_size=8")

@@ -1,4 +1,4 @@
-"""What a command imports says nothing, and what held before holds after it."""
+"""`quietly` suppresses the output of imports and restores all state."""
 
 import gc
 import logging
@@ -25,7 +25,7 @@ def fail_aloud():
 
 
 @pytest.mark.once
-def test_nothing_is_said_and_no_garbage_collected_inside(capsys, caplog):
+def test_quietly_suppresses_output_and_gc(capsys, caplog):
     with pytest.raises(ImportError, match="passes"):
         fail_aloud()
     assert gc.isenabled()
@@ -36,14 +36,14 @@ def test_nothing_is_said_and_no_garbage_collected_inside(capsys, caplog):
 
 
 @pytest.mark.once
-def test_commands_write_nothing_but_their_own_to_standard_error(small_config, tmp_path):
-    """A toolkit without a GPU, of which torch logs, is what CUDA_HOME says.
+def test_commands_leave_stderr_empty(small_config, tmp_path):
+    """CUDA_HOME without a GPU, which torch logs, is set too.
 
-    tests/unit/test_house.py has training, and the schema.
+    tests/unit/test_house.py covers `train` and `schema`.
     """
     preset = str(Path(__file__).parents[2] / "yaml_configs" / "igpt" / "s_32.yaml")
     assert main(["train", str(small_config), f"output={tmp_path}", "--device", "cpu"]) == 0
-    # Evaluation first: it imports most, and what is imported first warns.
+    # Evaluation comes first: it imports most, and only first imports warn.
     commands = [
         ["likelihood", str(tmp_path / "small"), "--device", "cpu"],
         ["params", preset],

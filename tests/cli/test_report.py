@@ -1,4 +1,4 @@
-"""The summary of a run, from files written by hand."""
+"""The summary of a run by `megavis report`."""
 
 import json
 import math
@@ -23,11 +23,11 @@ def folder(tmp_path):
     return run
 
 
-def test_nine_bits_a_token_are_three_bits_a_dimension():
+def test_bits_per_dimension():
     assert bits_per_dimension(math.log(512)) == pytest.approx(3.0)
 
 
-def test_losses_probe_and_pictures_are_summed_up(folder, capsys):
+def test_summary_of_losses_probe_and_images(folder, capsys):
     (folder / "evaluation").mkdir()
     probe = {
         "best_layer": {"layer": 3, "accuracy": 0.75},
@@ -59,7 +59,7 @@ def test_losses_probe_and_pictures_are_summed_up(folder, capsys):
     assert f"tensorboard --logdir {folder / 'tensorboard'}" in printed
 
 
-def test_reconstructions_and_samples_named_by_a_classifier_are_summed_up(folder, capsys):
+def test_summary_of_reconstructions_and_classes(folder, capsys):
     (folder / "evaluation").mkdir()
     lost = json.dumps({"psnr": 18.25, "ssim": 0.625})
     (folder / "evaluation" / "reconstruction.json").write_text(lost)
@@ -68,7 +68,7 @@ def test_reconstructions_and_samples_named_by_a_classifier_are_summed_up(folder,
     assert main(["report", str(folder)]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     start = lines.index(["reconstruction", "PSNR", "18.25", "dB"])
-    # The VAE's own part is there where --tokenizer was given.
+    # Without --tokenizer there is no row for the VAE.
     assert lines[start + 1 : start + 4] == [
         ["SSIM", "0.62"],
         ["named", "right", "samples", "62.5%", "of", "40"],
@@ -76,12 +76,12 @@ def test_reconstructions_and_samples_named_by_a_classifier_are_summed_up(folder,
     ]
 
 
-def test_what_the_figures_of_a_paper_found_is_summed_up(folder, capsys):
+def test_summary_of_paper_figures(folder, capsys):
     (folder / "evaluation").mkdir()
     tables = {
         "positions": "mask_ratio,accuracy,of_context,of_masked,chance\n"
         "0.0,0.8125,0.8125,nan,0.0625\n0.5,0.5,0.5,0.5,0.0625\n",
-        # Of all pixels, not of images: errors of 0.1 and 0.001 have a mean of 0.0505, 12.97 dB.
+        # Errors are averaged before the logarithm: the mean of 0.1 and 0.001 is 12.97 dB.
         "completions": "image,psnr_completed,psnr_mean_of_completions,psnr_last_row_repeated\n"
         "0,10.0,20.0,5.0\n1,30.0,20.0,5.0\n",
         "groups": "groups,psnr,psnr_of_images\n1,17.5,18.0\n12,16.25,18.0\n",
@@ -105,7 +105,7 @@ def test_what_the_figures_of_a_paper_found_is_summed_up(folder, capsys):
     ]
 
 
-def test_a_run_without_held_out_images_shows_its_training_loss(folder, capsys):
+def test_summary_without_validation(folder, capsys):
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 6.0}\n{"step": 2, "loss": 5.0}\n')
     (folder / "samples" / "step-00000002.png").touch()
     assert main(["report", str(folder)]) == 0
@@ -115,7 +115,7 @@ def test_a_run_without_held_out_images_shows_its_training_loss(folder, capsys):
     assert "probe" not in printed
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path, folder, capsys):
+def test_invalid_run_folders(tmp_path, folder, capsys):
     assert main(["report", str(tmp_path)]) == 2
     assert "not a run folder" in capsys.readouterr().err
     (folder / "metrics.jsonl").write_text("")

@@ -1,4 +1,4 @@
-"""`megavis runs`, `config show`, `config diff`, completion, and how much is said."""
+"""`megavis runs`, `config show`, `config diff`, `--quiet`, `--verbose` and shell completion."""
 
 import json
 import os
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def write(tmp_path):
-    """Write a run folder: its config, its metrics, the steps of its checkpoints."""
+    """Write a run folder with metrics and the folders of checkpoints."""
 
     def write(name, metrics=(), checkpoints=()):
         folder = tmp_path / name
@@ -34,7 +34,7 @@ def write(tmp_path):
     return write
 
 
-def test_runs_are_listed_with_their_state(tmp_path, write, capsys):
+def test_runs_command(tmp_path, write, capsys):
     write("ended", [{"step": 0, "validation_loss": 3.5}, {"step": 3, "loss": 2.25}])
     write("stopped", [{"step": 1, "loss": 4.0}])
     write("sweeps/imported", checkpoints=[7])
@@ -57,7 +57,7 @@ def test_runs_are_listed_with_their_state(tmp_path, write, capsys):
     )
 
 
-def test_a_folder_without_runs_is_refused(tmp_path, capsys):
+def test_folder_without_runs(tmp_path, capsys):
     assert main(["runs", str(tmp_path)]) == 2
     assert main(["runs", str(tmp_path / "nowhere")]) == 2
     assert "holds no run" in capsys.readouterr().err
@@ -65,14 +65,14 @@ def test_a_folder_without_runs_is_refused(tmp_path, capsys):
 
 @pytest.fixture
 def based(tmp_path):
-    """Two files, one based on the other."""
+    """A config that is based on another one."""
     (tmp_path / "below.yaml").write_text(tiny("{name: igpt}"))
     above = tmp_path / "above.yaml"
     above.write_text("based_on: below.yaml\nname: above\noptimizer: {learning_rate: 5e-4}\n")
     return above
 
 
-def test_each_value_is_shown_with_its_place(based, capsys):
+def test_config_show(based, capsys):
     words = ["config", "show", str(based), "training.steps=7"]
     assert main(words) == 0
     shown = capsys.readouterr().out
@@ -86,13 +86,13 @@ def test_each_value_is_shown_with_its_place(based, capsys):
     assert places["learning_rate: 0.0005"] == f"{based}:3"
     assert places["steps: 7"] == "command line"
     assert places["seed: 0"] == "default"
-    # It is the config, as YAML.
+    # The output is a valid config.
     again = based.with_name("again.yaml")
     again.write_text(shown)
     assert load_config(again).config == load_config(based, ["training.steps=7"]).config
 
 
-def test_two_configs_are_compared(based, capsys):
+def test_config_diff(based, capsys):
     below = str(based.with_name("below.yaml"))
     assert main(["config", "diff", below, below]) == 0
     assert capsys.readouterr().out == ""
@@ -109,8 +109,8 @@ def test_quiet_and_verbose_exclude_each_other(based, capsys):
 
 
 @pytest.mark.parametrize(("option", "says"), [("--quiet", False), ("--verbose", True)])
-def test_options_reach_what_is_started(option, says):
-    """In a process of its own: they change the environment."""
+def test_quiet_and_verbose(option, says):
+    """Run in a subprocess, since the options change the environment."""
     code = f"""
 import sys, warnings
 from megavis.cli import main
@@ -129,7 +129,7 @@ with quietly(): print("what a library says")
     assert "error: nowhere.yaml: no such config file" in process.stderr
 
 
-def test_a_shell_completes_commands_and_options():
+def test_shell_completion():
     pytest.importorskip("argcomplete", reason="pip install argcomplete, to complete in a shell")
     found = {}
     for line in ("megavis check", "megavis runs --j", "megavis checkpoint ver"):

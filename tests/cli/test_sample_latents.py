@@ -1,4 +1,4 @@
-"""`megavis sample` for GIVT, from the golden files' models."""
+"""`megavis sample` for GIVT, with the golden models."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ GOLDEN = Path(__file__).parents[1] / "data" / "givt"
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Runs of a VAE and of two models of its latents."""
+    """Runs of a VAE and of three models of its latents."""
     folder = tmp_path_factory.mktemp("runs")
     assert main(["import", "givt-vae", str(GOLDEN / "vae.npz"), str(folder / "vae")]) == 0
     for name in ("givt_causal", "givt_maskgit", "givt_full_covariance"):
@@ -40,16 +40,16 @@ def sample(runs, name, *words):
         ("givt_maskgit", ["--classes", "7", "--rounds", "3", "--show-rounds"], (8, 4)),
     ],
 )
-def test_a_grid_is_drawn(runs, tmp_path, capsys, name, words, tiles):
+def test_sample_grids(runs, tmp_path, capsys, name, words, tiles):
     out = tmp_path / "grid.png"
     assert sample(runs, name, *words, "--out", str(out)) == 0
     pixels = np.asarray(Image.open(out))
-    # Images of 16², enlarged eight times, with lines of two pixels between them.
+    # Images of 16² pixels, enlarged eight times, with lines of two pixels between them.
     assert pixels.shape == (tiles[0] * 130 + 2, tiles[1] * 130 + 2, 3)
     assert ("of the proposals accepted" in capsys.readouterr().out) == ("--guidance" in words)
 
 
-def test_an_npz_of_all_classes_goes_on_where_it_was_cut_off(runs, tmp_path, capsys):
+def test_npz_of_other_settings_is_refused(runs, tmp_path, capsys):
     whole, broken = tmp_path / "whole.npz", tmp_path / "broken.npz"
     words = ["--num-images", "20", "--batch-size", "8", "--npz"]
     assert sample(runs, "givt_causal", *words, str(whole)) == 0
@@ -59,7 +59,7 @@ def test_an_npz_of_all_classes_goes_on_where_it_was_cut_off(runs, tmp_path, caps
         images = archive["arr_0"]
     assert images.shape == (20, 16, 16, 3)
     assert images.dtype == np.uint8
-    # As a run leaves it that was killed after its first batch.
+    # Parts of an interrupted command with other settings.
     settings = {"step": 0, "seed": 0}
     parts.mkdir()
     broken.unlink()
@@ -68,8 +68,8 @@ def test_an_npz_of_all_classes_goes_on_where_it_was_cut_off(runs, tmp_path, caps
     assert "other settings" in capsys.readouterr().err
 
 
-def test_moments_stand_beside_those_of_training(runs, tmp_path, capsys, monkeypatch):
-    # What an imported run says that it was trained on, relative to where it is used.
+def test_moments(runs, tmp_path, capsys, monkeypatch):
+    # The training data of an imported run is a relative path.
     monkeypatch.chdir(tmp_path)
     vae = open_tokenizer(str(runs / "vae"))
     options = {"shape": vae.latent_shape(16), "identity": vae.identity()}
@@ -81,7 +81,7 @@ def test_moments_stand_beside_those_of_training(runs, tmp_path, capsys, monkeypa
     path, _, drawn, trained = capsys.readouterr().out.splitlines()
     result = json.loads(Path(path).read_text())
     assert result["num_drawn"] == result["num_held_out"] == 20
-    # Both folders hold draws of one distribution; the golden model was trained on nothing.
+    # Both folders have the same distribution; the golden model was not trained on it.
     for moment, difference in result["training_difference"].items():
         assert difference < 0.5
         assert f"{moment} {difference:.3f}" in trained
@@ -112,6 +112,6 @@ def test_moments_stand_beside_those_of_training(runs, tmp_path, capsys, monkeypa
         ("givt_maskgit", ["--rounds", "0"], "1 or more"),
     ],
 )
-def test_what_cannot_be_is_one_sentence(runs, capsys, name, words, message):
+def test_inapplicable_options(runs, capsys, name, words, message):
     assert sample(runs, name, *words) == 2
     assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`megavis sample --npz` of runs that draw ids or patches: the images that they draw anyway."""
+"""`megavis sample --npz` writes the sampler's images, for ids and for patches."""
 
 from argparse import Namespace
 from functools import partial
@@ -31,7 +31,7 @@ OF_PATCHES = {"temperature": 0.9, "top_k": None, "top_p": None, "sampling_steps"
 
 @pytest.fixture
 def write(context, tmp_path):
-    """Write five images of a model in batches of two; returns them, and those drawn at once."""
+    """Write five samples in batches of two; return them and samples of a single batch."""
 
     def write(objective, runner, options, *, prefix=0.0):
         def sampler(*, seed, spell=str, **chosen):
@@ -49,7 +49,7 @@ def write(context, tmp_path):
     return write
 
 
-def test_images_drawn_id_by_id(build, write, tmp_path):
+def test_npz_of_ids(build, write, tmp_path):
     palette = Palette(np.random.default_rng(0).uniform(-1, 1, (32, 3)).astype(np.float32))
     palette.save(tmp_path / PALETTE_NAME)
     written, drawn = write(*build(None, "objective.order=random"), OF_IDS)
@@ -57,12 +57,12 @@ def test_images_drawn_id_by_id(build, write, tmp_path):
     assert written.shape == (5, 4, 4, 3)
 
 
-def test_images_drawn_patch_by_patch(build_paper, write):
+def test_npz_of_patches(build_paper, write):
     written, drawn = write(*build_paper(DARL), OF_PATCHES)
     assert np.array_equal(written, drawn)
 
 
-def test_what_draws_nothing_is_refused(build_gvp, build, write, tmp_path):
+def test_errors(build_gvp, build, write, tmp_path):
     with pytest.raises(UserError, match="runs of gvp cannot generate images without given tokens"):
         write(*build_gvp(), NONE | dict.fromkeys(OF_IDS))
     with pytest.raises(UserError, match="omit --prefix"):

@@ -1,4 +1,4 @@
-"""The schema that editors read is that of the code, and the presets point at it."""
+"""The JSON schema of configs, and the presets' references to it."""
 
 import json
 from pathlib import Path
@@ -12,14 +12,14 @@ from megavis.papers import OBJECTIVES
 CONFIGS = Path(__file__).parents[2] / "yaml_configs"
 
 
-def test_the_committed_schema_is_up_to_date():
+def test_committed_schema_is_up_to_date():
     committed = json.loads((CONFIGS / "schema.json").read_text(encoding="utf-8"))
     assert committed == json.loads(schema.schema_text()), (
         "run `megavis schema --out yaml_configs/schema.json`"
     )
 
 
-def test_every_section_forbids_unknown_keys_and_explains_its_own():
+def test_sections_forbid_unknown_keys_and_describe_theirs():
     tree = json.loads(schema.schema_text())
     sections = [tree, *tree["$defs"].values()]
     assert set(tree["properties"]) == {*RunConfig.model_fields, "based_on"}
@@ -27,18 +27,18 @@ def test_every_section_forbids_unknown_keys_and_explains_its_own():
     for section in sections:
         assert section["additionalProperties"] is False
         for name, key in section["properties"].items():
-            told = "description" in key or "$ref" in key or "const" in key
-            assert told, f"{section['title']}.{name} has no description"
+            described = "description" in key or "$ref" in key or "const" in key
+            assert described, f"{section['title']}.{name} has no description"
 
 
-def test_every_reference_leads_somewhere():
+def test_references_resolve():
     text = schema.schema_text()
     tree = json.loads(text)
     for part in text.split('"$ref": "#/$defs/')[1:]:
         assert part.partition('"')[0] in tree["$defs"]
 
 
-def test_a_paper_must_name_itself():
+def test_paper_name_is_required():
     tree = json.loads(schema.schema_text())
     igpt = tree["$defs"]["IGPTConfig"]
     assert igpt["properties"]["name"] == {"const": "igpt", "type": "string"}
@@ -46,7 +46,7 @@ def test_a_paper_must_name_itself():
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*/*.yaml")), ids=lambda path: path.name)
-def test_every_preset_points_editors_at_the_schema(path):
+def test_presets_reference_the_schema(path):
     pointers = [
         line.partition("$schema=")[2]
         for line in path.read_text(encoding="utf-8").splitlines()
@@ -56,7 +56,7 @@ def test_every_preset_points_editors_at_the_schema(path):
     assert (path.parent / pointers[0]).resolve() == CONFIGS / "schema.json"
 
 
-def test_the_command_writes_a_file_or_says_why_not(tmp_path, capsys):
+def test_schema_command(tmp_path, capsys):
     from megavis.config.errors import UserError
 
     out = tmp_path / "schema.json"

@@ -1,4 +1,4 @@
-"""From a labelled data set's own files to the table of a run: shards, features, probes."""
+"""`megavis transfer`: tables of linear probes on labelled data sets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.once
 
 @pytest.fixture(scope="module")
 def run(small_config, tmp_path_factory):
-    """A run of two steps on other images."""
+    """A short run on other images."""
     root = tmp_path_factory.mktemp("transfer")
     path = root / "small.yaml"
     path.write_text(
@@ -34,7 +34,7 @@ data: {{validation: null}}
 
 @pytest.fixture(scope="module")
 def cifar(shard_folders, tmp_path_factory):
-    """CIFAR-10's files with three classes that differ in colour, and shards of its splits."""
+    """Files in CIFAR-10's format with three classes of different colours, and their shards."""
     root = tmp_path_factory.mktemp("cifar")
     files = root / "files"
     files.mkdir()
@@ -42,7 +42,7 @@ def cifar(shard_folders, tmp_path_factory):
     names = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
     for name in names:
         labels = np.arange(30, dtype=np.uint8) % 3
-        # As coarse as the shards, in which finer ones would be averaged away, and images equal.
+        # Pixels as coarse as those of the shards, which would average finer ones away.
         planes = random.integers(0, 150, (30, 3, 4, 4), np.uint8)
         planes[np.arange(30), labels] += 100
         pixels = planes.repeat(8, axis=2).repeat(8, axis=3).reshape(30, -1)
@@ -69,13 +69,13 @@ def table(folder):
         return list(csv.DictReader(file))
 
 
-def test_a_table_of_several_data_sets(run, cifar, capsys):
+def test_table(run, cifar, capsys):
     words = ["--layer", "0", "--images-per-class", "4", "--draws", "2", "--device", "cpu"]
     assert main(["transfer", str(run), "--data-sets", f"{cifar}/list.yaml", *words]) == 0
     printed = capsys.readouterr().out
     assert (run / "evaluation" / "transfer.md").read_text() in printed
     rows = table(run / "evaluation")
-    # Pixels have one layer, so that none can be asked for.
+    # Raw pixels have one layer, so --layer adds no row for them.
     assert [(row["features"], row["labels"]) for row in rows[:8]] == [
         *[("trained", labels) for labels in ("all", "all", "4 a class")],
         *[("untrained, seed 0", labels) for labels in ("all", "all", "4 a class")],
@@ -85,7 +85,7 @@ def test_a_table_of_several_data_sets(run, cifar, capsys):
     parted, whole, pixels = rows[0], rows[8], rows[14]
     assert min(float(row["accuracy"]) for row in (parted, whole, pixels)) > 0.8
     assert parted["num_test"] == "30"
-    # The official training set is one set, whether its held-out part lies in a folder or not.
+    # With a validation folder, the training set includes it for the final fit.
     held_out = int(parted["num_held_out"])
     assert int(parted["num_train"]) == 150
     assert int(whole["num_train"]) == int(pixels["num_train"]) == 150 - held_out
@@ -94,8 +94,8 @@ def test_a_table_of_several_data_sets(run, cifar, capsys):
     assert parted["test"].startswith("cifar-10, test set")
 
 
-def test_baselines_are_those_of_probe(run, cifar, tmp_path):
-    """`megavis probe` on the same shards gives the same numbers, features by features."""
+def test_baselines_match_probe(run, cifar, tmp_path):
+    """`megavis probe` on the same shards gives the same accuracies."""
     folders = {part: f"{cifar}/shards/{part}" for part in ("train", "validation", "test")}
     words = ["--device", "cpu", "--untrained-networks", "1"]
     data = ["--train", folders["train"], "--selection", folders["validation"]]
@@ -110,7 +110,7 @@ def test_baselines_are_those_of_probe(run, cifar, tmp_path):
     assert pixels == probed["pixels"]["accuracy"]
 
 
-def test_few_examples_are_the_first(run, cifar, tmp_path):
+def test_examples_option(run, cifar, tmp_path):
     words = [f"a:{cifar}/shards", "--examples", "50", "--device", "cpu", "--out", str(tmp_path)]
     words += ["--untrained-networks", "0", "--no-pixels"]
     assert main(["transfer", str(run), "--data-sets", *words]) == 0
@@ -130,7 +130,7 @@ def test_few_examples_are_the_first(run, cifar, tmp_path):
         ("{cifar}/nowhere.yaml", [], "{cifar}/nowhere.yaml: no such config file"),
     ],
 )
-def test_mistakes_are_one_sentence(run, cifar, capsys, data_sets, options, message):
+def test_errors_are_one_line(run, cifar, capsys, data_sets, options, message):
     words = ["--data-sets", data_sets.format(cifar=cifar), *options, "--device", "cpu"]
     assert main(["transfer", str(run), *words]) == 2
     error = capsys.readouterr().err
@@ -153,7 +153,7 @@ def test_mistakes_are_one_sentence(run, cifar, capsys, data_sets, options, messa
         ("{}", " names no data set; one is, for example, cifar10: {path: FOLDER}"),
     ],
 )
-def test_mistakes_in_a_file_are_named_with_their_line(tmp_path, text, message):
+def test_errors_in_a_file_have_line_numbers(tmp_path, text, message):
     path = tmp_path / "list.yaml"
     path.write_text(text)
     with pytest.raises(UserError) as raised:
@@ -161,7 +161,7 @@ def test_mistakes_in_a_file_are_named_with_their_line(tmp_path, text, message):
     assert str(raised.value).startswith(f"{path}{message}")
 
 
-def test_a_file_names_splits(tmp_path):
+def test_splits_in_a_file(tmp_path):
     (tmp_path / "a" / "validation").mkdir(parents=True)
     path = tmp_path / "list.yml"
     path.write_text(
