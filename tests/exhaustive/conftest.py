@@ -1,4 +1,4 @@
-"""Configs of every small model, on shards of each kind."""
+"""Configs of all small models, with shards of each kind."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ from small_vqgan import write_untrained_run
 def write_config(
     shards: Path, image_shards: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
-    """Write the config of a small model, of two blocks of 32 channels; returns its file."""
+    """Write the config of a small model with two blocks of 32 channels; return its path."""
     folder = tmp_path_factory.mktemp("small")
     latents = folder / "latents"
     write_latent_shards(latents, shape=(4, 4, 4), num_classes=3, num_images=60)

@@ -1,4 +1,4 @@
-"""Jobs for worker processes: save in one layout, resume in another from all that were saved."""
+"""Jobs for worker processes: save in one layout, resume in another from every saved layout."""
 
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ SAVED_STEP = 2
 STEPS = 3
 
 
-def save_and_go_on(launch: Launch, path: str, words: list[str], folder: Path) -> list[float]:
-    """Train, save after `SAVED_STEP`, train on; return the losses of the steps after it."""
+def save_and_continue(launch: Launch, path: str, words: list[str], folder: Path) -> list[float]:
+    """Train, save after `SAVED_STEP`, continue; return the losses of later steps."""
     loaded = read(path, words)
     with open_job(loaded, launch, device="cpu") as context:
         run = Trainer.open(loaded, context)
@@ -28,10 +28,10 @@ def save_and_go_on(launch: Launch, path: str, words: list[str], folder: Path) ->
         return take_steps(run, engine, range(SAVED_STEP, STEPS))
 
 
-def go_on_from_each(
+def resume_from_each(
     launch: Launch, path: str, words: list[str], saved: dict[str, Path], output: Path
 ) -> dict[str, list[float]]:
-    """Load each run into an engine of its own, save what it holds, go on; return the losses."""
+    """Load each run into a new engine, save it again, continue; return the losses by run."""
     loaded = read(path, words)
     losses = {}
     with open_job(loaded, launch, device="cpu") as context:
@@ -53,7 +53,7 @@ def read(path: str, words: list[str]) -> LoadedConfig:
 
 
 def take_steps(run: Trainer, engine: Engine, steps: range) -> list[float]:
-    """Take these steps on the images that belong to them."""
+    """Train for the given steps; return their losses."""
     loader = run.loader(engine, steps.start)
     with loader:
         return [engine.mean_over_data(engine.train_step(loader, step)) for step in steps]

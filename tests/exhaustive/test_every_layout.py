@@ -1,7 +1,7 @@
 """Every legal layout of four processes against one, for every small model of `small_configs.py`.
 
-What `megavis parity CONFIG --layouts everything` does with one config. Takes too long for each
-change: `make test-layouts`.
+The test of `megavis parity CONFIG --layouts everything`. It takes hours, so it is run by
+`make test-layouts` only.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def show(comparison: ParityResult) -> None:
 @pytest.mark.parametrize("name", list(SMALL))
 def test_every_layout(write_config: Callable[[str], Path], name: str) -> None:
     loaded = load_config(write_config(name)).config
-    # A step that four, two and one data-parallel processes share, in micro-batches of any size.
+    # A batch that one, two and four data-parallel processes can split into micro-batches.
     training = loaded.training.model_copy(update={"batch_size": 8, "micro_batch_size": 2})
     config = parity_config(loaded.model_copy(update={"training": training}))
     layouts = [*legal_layouts(config, PROCESSES)]

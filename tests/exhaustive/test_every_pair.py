@@ -1,6 +1,6 @@
-"""Every ordered pair of eight layouts, for every paper: the same tensors, and the loss continues.
+"""Every ordered pair of eight layouts, for every paper: equal tensors, and equal losses after it.
 
-Takes too long for each change: `make test-layouts`. The table in docs/reliability.md is its output.
+It takes hours, so it is run by `make test-layouts` only. Its output is in docs/reliability.md.
 """
 
 import math
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pair_jobs import go_on_from_each, save_and_go_on
+from pair_jobs import resume_from_each, save_and_continue
 from small_configs import SMALL
 
 from megavis.checkpoint.format.folder import latest_checkpoint
@@ -18,7 +18,7 @@ from megavis.parallel.workers import WorkerPool
 
 TOLERANCE = 1e-5
 
-# Processes, then what differs from one process at ZeRO-0.
+# Number of processes, overrides.
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one-zero0": (1, ["parallel.zero_stage=0"]),
     "dp2-zero1": (2, ["parallel.zero_stage=1"]),
@@ -38,7 +38,7 @@ NAMES = [name for name, small in SMALL.items() if small.in_every_pair]
 
 @pytest.fixture(scope="module")
 def run_job() -> Iterator[Callable[..., list[Any]]]:
-    """Run a job on the first N of four workers, which are replaced often: engines leave threads."""
+    """Run a job on the first N of four workers, replaced every two jobs as engines leak threads."""
     with WorkerPool(4, max_jobs=2, preload=("megavis.training.trainer",), quiet=True) as pool:
         yield lambda job, processes, *words: pool.run(job, processes, *words, timeout=600)
 
@@ -49,13 +49,13 @@ def test_every_pair(run_job: Any, write_config: Any, tmp_path: Path, name: str) 
     config = write_config(name)
     saved = {layout: tmp_path / "saved" / layout for layout in LAYOUTS}
     unbroken = {
-        layout: run_job(save_and_go_on, processes, str(config), words, saved[layout])[0]
+        layout: run_job(save_and_continue, processes, str(config), words, saved[layout])[0]
         for layout, (processes, words) in LAYOUTS.items()
     }
     tensors = worst = 0
     for layout, (processes, words) in LAYOUTS.items():
         output = tmp_path / "loaded" / layout
-        results = run_job(go_on_from_each, processes, str(config), words, saved, output)
+        results = run_job(resume_from_each, processes, str(config), words, saved, output)
         for source in LAYOUTS:
             tensors += count_equal_tensors(saved[source], output / source)
             for losses in (result[source] for result in results):
@@ -66,7 +66,7 @@ def test_every_pair(run_job: Any, write_config: Any, tmp_path: Path, name: str) 
 
 
 def count_equal_tensors(saved: Path, loaded: Path) -> int:
-    """Compare two checkpoints bit for bit; return how many tensors each has."""
+    """Compare two checkpoints bit for bit; return their number of tensors."""
     one, other = latest_checkpoint(saved), latest_checkpoint(loaded)
     assert one is not None
     assert other is not None

@@ -1,4 +1,4 @@
-"""One training of one to four processes, as a launcher would start it, to do harm to."""
+"""A training job of one to four processes, as started by a launcher."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "tp2-dp2-zero3": (4, ("tensor_model_parallel_size=2", "zero_stage=3")),
     "tp2-pp2-zero1": (4, ("tensor_model_parallel_size=2", "pipeline_model_parallel_size=2")),
 }
-"""Processes, and what their `parallel` section says."""
+"""Number of processes, and keys of `parallel`."""
 
 
 def be_one_process(launch: Launch, words: list[str], log: Path) -> None:
-    """Train as `megavis train WORDS` does."""
+    """Run a process of `megavis train WORDS`."""
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
     import torch
 
@@ -43,7 +43,7 @@ def be_one_process(launch: Launch, words: list[str], log: Path) -> None:
 
 
 class Job:
-    """The processes of one start of a run, and what they say."""
+    """The processes of one start of a run, and their logs."""
 
     starts = 0
 
@@ -73,11 +73,11 @@ class Job:
         return len(self.processes)
 
     def has_begun(self) -> bool:
-        """Say whether this start trains already: it has then cut the metrics to its checkpoint."""
+        """Return whether this start trains: it has then truncated the metrics to its checkpoint."""
         return _identity(self.run_folder / "metrics.jsonl") != self._metrics_before
 
     def send(self, rank: int, number: signal.Signals) -> None:
-        """Send a signal to a process that may have ended already."""
+        """Send a signal to a process unless it has exited."""
         if self.processes[rank].is_alive():
             os.kill(self.processes[rank].pid, number)
 
@@ -85,7 +85,7 @@ class Job:
         return all(process.exitcode is not None for process in self.processes)
 
     def wait(self, ranks: Sequence[int] | None = None, *, seconds: float) -> list[int | None]:
-        """Wait until processes end; return their exit codes, None of those that do not."""
+        """Wait until processes exit; return their exit codes, None for those still running."""
         end = time.monotonic() + seconds
         chosen = self.processes if ranks is None else [self.processes[rank] for rank in ranks]
         for process in chosen:
@@ -96,7 +96,7 @@ class Job:
         return "".join(log.read_text(errors="replace") for log in self.logs if log.exists())
 
     def wait_for(self, reached: Any, *, seconds: float) -> bool:
-        """Wait until `reached()` or the job is over; return whether either came in time."""
+        """Wait until `reached()` or the end of the job; return whether either came in time."""
         end = time.monotonic() + seconds
         while not reached() and not self.is_over():
             if time.monotonic() > end:
@@ -105,7 +105,7 @@ class Job:
         return True
 
     def kill(self) -> None:
-        """End what is left."""
+        """Kill all processes."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -117,5 +117,5 @@ def _identity(path: Path) -> int:
 
 
 def newest_step(run_folder: Path) -> int:
-    """Return the newest step that is saved, 0 where none is."""
+    """Return the newest saved step; 0 if there is none."""
     return max([0, *saved_steps(run_folder)])

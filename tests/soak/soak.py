@@ -1,13 +1,12 @@
-"""Half an hour of faults, after which a run must have the loss curve of the unbroken one.
+"""Train through half an hour of faults; the loss curve must equal that of an uninterrupted run.
 
     PYTHONPATH=. python tests/soak/soak.py --minutes 30 --seed 0 --folder /tmp/soak
 
-Trains a small iGPT again and again, on one to four processes, while faults drawn from the seed hit
-it (faults.py). In odd rounds every start has the layout of the first: the metrics of the run must
-then be those of an unbroken run of that layout bit for bit, and so must the weights. In even rounds
-each start draws another layout: the metrics must then agree to within the largest difference that
-unbroken runs of these layouts have among themselves, times `_SLACK`. Ends with code 1 where
-anything that megavis promises was not true; the last lines are the summary.
+Trains a small iGPT repeatedly on one to four processes while injecting random faults (faults.py).
+In odd rounds all starts have one layout: metrics and weights must equal those of an uninterrupted
+run bit for bit. In even rounds each start draws a layout: metrics must agree within `_SLACK` times
+the largest difference between uninterrupted runs of these layouts. Prints a summary; the exit code
+is 1 if any guarantee was violated.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from faults import AT_ANY_TIME, FAULTS, PATIENCE, BrokenPromiseError, expect, leftovers
+from faults import AT_ANY_TIME, FAULTS, PATIENCE, ViolationError, expect, leftovers
 from job import LAYOUTS, Job, newest_step
 
 from megavis.checkpoint.format.folder import latest_checkpoint
@@ -30,20 +29,20 @@ from megavis.training.metrics import read_metrics
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 
-from run_jobs import deterministic_metrics  # noqa: E402 - it lies there
+from run_jobs import deterministic_metrics  # noqa: E402 - in tests/support
 
 STEPS = 120
 _SLACK = 3.0
 _AT_START = 0.1
-"""Share of faults that hit a start whenever, before the first step too."""
+"""Share of faults at any time, also before the first step."""
 _COUNTS = ("checkpoints_not_saved",)
-"""What faults by right leave in the metrics."""
+"""Metrics that faults may change."""
 
 Curve = list[dict[str, float]]
 
 
 class Soak:
-    """Runs in one folder, and what has been seen so far."""
+    """Runs in one folder, and statistics so far."""
 
     def __init__(self, folder: Path, seed: int, layouts: list[str]) -> None:
         self.folder, self.draw, self.layouts = folder, random.Random(seed), layouts
@@ -59,11 +58,11 @@ class Soak:
         self.unbroken: dict[str, Path] = {}
         self.tolerance = 0.0
 
-    def tell(self, text: str) -> None:
+    def log(self, text: str) -> None:
         print(f"[{time.monotonic() - self.began:7.1f} s] {text}", flush=True)
 
     def train_unbroken(self) -> None:
-        """Train once in every layout, undisturbed; measure how far they differ by rounding."""
+        """Train once in every layout without faults; measure their differences by rounding."""
         for layout in self.layouts:
             run_folder = self.folder / "unbroken" / layout
             self.unbroken[layout] = run_folder
@@ -73,15 +72,15 @@ class Soak:
             codes = job.wait(seconds=300)
             if set(codes) != {0}:
                 sys.exit(f"the unbroken run of {layout} ended with {codes}:\n{job.log()[-2000:]}")
-            self.tell(f"unbroken {layout}: last loss {curve(run_folder)[-1]['loss']:.9f}")
+            self.log(f"unbroken {layout}: last loss {curve(run_folder)[-1]['loss']:.9f}")
         pairs = itertools.combinations(map(curve, self.unbroken.values()), 2)
         measured = max((largest_difference(ours, theirs) for ours, theirs in pairs), default=0.0)
         self.tolerance = _SLACK * measured
-        self.tell(f"layouts differ by rounding: {measured:.2e}; tolerance {self.tolerance:.2e}")
+        self.log(f"layouts differ by rounding: {measured:.2e}; tolerance {self.tolerance:.2e}")
         self.began = time.monotonic()
 
     def round(self, number: int, until: float) -> None:
-        """Train one run through faults to its end, and compare."""
+        """Train a run through faults to its end, and compare it."""
         fixed = self.draw.choice(self.layouts) if number % 2 else None
         run_folder = self.rounds_folder / f"round-{number:03d}"
         finished = False
@@ -90,14 +89,14 @@ class Soak:
             job = Job(self.config, run_folder, layout, self.rounds_folder)
             try:
                 self.disturb(job, quiet=time.monotonic() > until)
-            except BrokenPromiseError as violation:
+            except ViolationError as violation:
                 self.violate(f"round {number}, start {Job.starts}, {layout}: {violation}", job)
             job.kill()
             finished = all(process.exitcode == 0 for process in job.processes)
         self.compare(run_folder, fixed)
 
     def disturb(self, job: Job, *, quiet: bool) -> None:
-        """Let faults hit a job until it has ended."""
+        """Inject faults into a job until it ends."""
         first = newest_step(job.run_folder)
         while not job.is_over():
             names = list(FAULTS)
@@ -115,25 +114,23 @@ class Soak:
             before = last_step(job.run_folder)
             FAULTS[name](job, self.draw)
             self.faults[name] += 1
-            self.tell(f"{job.layout}, step {before}: {name}")
+            self.log(f"{job.layout}, step {before}: {name}")
             first = last_step(job.run_folder)
-        self.look_at_end(job)
+        self.check_end(job)
 
-    def look_at_end(self, job: Job) -> None:
+    def check_end(self, job: Job) -> None:
         log = job.log()
         self.set_aside += log.count("WARNING: resuming from")
-        expect(
-            2 not in job.wait(seconds=0), f"no start ends as if the user had erred: {log[-500:]}"
-        )
+        expect(2 not in job.wait(seconds=0), f"no start exits with a user error: {log[-500:]}")
         lost = last_step(job.run_folder) - newest_step(job.run_folder)
         self.steps_again += max(0, lost)
 
     def compare(self, run_folder: Path, fixed: str | None) -> None:
-        """Compare a run that has come to its end with the unbroken one."""
+        """Compare a finished run with the uninterrupted one."""
         self.rounds["one layout" if fixed else "changing layouts"] += 1
         theirs = self.unbroken[fixed or self.layouts[0]]
         difference = largest_difference(curve(run_folder), curve(theirs))
-        self.tell(f"{run_folder.name}, {fixed or 'changing layouts'}: differs by {difference:.2e}")
+        self.log(f"{run_folder.name}, {fixed or 'changing layouts'}: differs by {difference:.2e}")
         try:
             if fixed is not None:
                 expect(curve(run_folder) == curve(theirs), f"{run_folder.name}: metrics are equal")
@@ -142,27 +139,28 @@ class Soak:
                 )
             self.worst = max(self.worst, difference)
             expect(difference <= self.tolerance, f"{run_folder.name}: {difference:.2e} is rounding")
-            expect(not leftovers(run_folder), f"{run_folder.name} leaves {leftovers(run_folder)}")
+            left = leftovers(run_folder)
+            expect(not left, f"{run_folder.name} leaves no temporary files, but has {left}")
             latest = latest_checkpoint(run_folder)
             assert latest is not None
             expect(not list(damages(latest)), f"{run_folder.name}: the last checkpoint is whole")
-        except BrokenPromiseError as violation:
+        except ViolationError as violation:
             self.violate(str(violation))
 
     def violate(self, text: str, job: Job | None = None) -> None:
         self.violations.append(text)
-        self.tell(f"VIOLATION: {text}")
+        self.log(f"VIOLATION: {text}")
         if job is not None:
             for log in job.logs:
-                self.tell(log.read_text(errors="replace")[-4000:] if log.exists() else "no log")
+                self.log(log.read_text(errors="replace")[-4000:] if log.exists() else "no log")
 
     def summary(self) -> str:
         minutes = (time.monotonic() - self.began) / 60
         lines = [f"{minutes:.0f} minutes, {sum(self.faults.values())} faults, {Job.starts} starts"]
         lines += [f"{count:5d}  {name}" for name, count in sorted(self.faults.items())]
         lines += [
-            f"{self.set_aside:5d}  times on from the checkpoint before a damaged one",
-            f"{self.steps_again:5d}  steps taken again",
+            f"{self.set_aside:5d}  resumes from the checkpoint before a damaged one",
+            f"{self.steps_again:5d}  repeated steps",
             *(f"{count:5d}  runs of {name}" for name, count in sorted(self.rounds.items())),
             f"largest difference {self.worst:.2e}, tolerance {self.tolerance:.2e}",
             f"{len(self.violations)} violations",
@@ -172,7 +170,7 @@ class Soak:
 
 
 def make_config(folder: Path) -> Path:
-    """Write shards of photographs and a config that trains on them in seconds, unless there are."""
+    """Write a config that trains in seconds, and its shards, unless they exist."""
     from data_tools.__main__ import main
 
     path = folder / "soak.yaml"
@@ -209,13 +207,13 @@ checkpoint: {{every: 7, keep_last: 3}}
 
 
 def curve(run_folder: Path) -> Curve:
-    """Return the metrics without the speeds, and without what faults add by right."""
+    """Return the metrics without speeds and `_COUNTS`."""
     lines = deterministic_metrics(run_folder)
     return [{k: v for k, v in line.items() if k not in _COUNTS} for line in lines]
 
 
 def largest_difference(ours: Curve, theirs: Curve) -> float:
-    """Return the largest relative difference of two runs' metrics; infinite where lines differ."""
+    """Return the largest relative difference of two runs' metrics; infinite if keys differ."""
     if [sorted(line) for line in ours] != [sorted(line) for line in theirs]:
         return float("inf")
     return max(
@@ -233,24 +231,24 @@ def hashes(run_folder: Path) -> dict[str, str]:
 
 
 def last_step(run_folder: Path) -> int:
-    """Return the newest step that was logged, 0 before the first."""
+    """Return the newest logged step; 0 before the first."""
     return max([0, *(int(line["step"]) for line in read_metrics(run_folder))])
 
 
 def reached(job: Job, step: int) -> bool:
-    """Say whether a job has logged a step."""
+    """Return whether a job has logged a step."""
     return job.has_begun() and last_step(job.run_folder) >= min(step, STEPS)
 
 
 def main() -> int:
-    """Soak for so many minutes; returns 1 where a promise was broken."""
+    """Run for `--minutes`; return 1 if a guarantee was violated."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--folder", type=Path, required=True, help="of this code alone: unbroken runs are kept"
+        "--folder", type=Path, required=True, help="uninterrupted runs are reused by this code"
     )
-    parser.add_argument("--layouts", default=",".join(LAYOUTS), help="these alone")
+    parser.add_argument("--layouts", default=",".join(LAYOUTS), help="separated by commas")
     args = parser.parse_args()
     soak = Soak(args.folder, args.seed, args.layouts.split(","))
     soak.train_unbroken()
