@@ -10,7 +10,7 @@ import torch
 from golden_givt import (
     GOLDEN,
     MODELS,
-    causal_weights_of_16_numbers,
+    causal_weights_of_width_16,
     conditions,
     golden,
     import_file,
@@ -219,7 +219,7 @@ def test_golden_vae_on_two_processes(run_job: Any, tmp_path: Path) -> None:
 def adapted_run(tmp_path: Path) -> str:
     """A run with the golden adapter and a Transformer of the causal model's sizes."""
     file = tmp_path / "plain.npz"
-    np.savez(file, **causal_weights_of_16_numbers())
+    np.savez(file, **causal_weights_of_width_16())
     words = ["--adapter", str(GOLDEN / "adapter.npz"), "--num-classes", "10"]
     return import_file(tmp_path, "givt", file, *words)
 

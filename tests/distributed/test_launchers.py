@@ -20,7 +20,7 @@ import pytest
 from launched_runs import ROOT
 from run_jobs import deterministic_metrics, train_run
 from slurm import missing_programs
-from two_hosts import why_not
+from two_hosts import unavailable_reason
 
 from megavis.cli import main
 
@@ -120,7 +120,7 @@ with open(f"{os.path.dirname(__file__)}/rank-{os.environ['RANK']}.json", "w") as
 
 
 def test_deepspeed(tiny_config: Path, tmp_path: Path, one_process: list) -> None:
-    if not why_not():
+    if not unavailable_reason():
         pytest.skip("test_two_hosts.py starts deepspeed here, over ssh")
     (tmp_path / "started.py").write_text(STARTED)
     words = ["train", str(tiny_config), "--device", "cpu", f"output={tmp_path}", "name=two"]

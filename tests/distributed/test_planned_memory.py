@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from memory_jobs import found_live, found_memory, measure_shape, read
+from memory_jobs import allocated_memory, measure_shape, peak_memory, read
 
 from megavis.planning.activation_memory import activation_memory
 from megavis.planning.layouts import Layout
@@ -40,7 +40,7 @@ def test_planned_states_and_activations(
     states = states_of(
         shape.layers, layout, 0, precision=shape.precision, keeps_average=shape.keeps_average
     )
-    for found_states, found_saved in run_job(found_memory, num_processes, path, words):
+    for found_states, found_saved in run_job(allocated_memory, num_processes, path, words):
         # Between passes no parameters are gathered.
         assert states.total - states.gathered == pytest.approx(found_states, rel=0.1)
         planned = activation_memory(shape, layout)
@@ -58,7 +58,7 @@ def test_planned_peak_memory(run_job: Any, name: str, words: list[str]) -> None:
     path, words = str(PRESETS / name / "demo.yaml"), [*SMALL, ZERO + "0", *words]
     (shape,) = run_job(measure_shape, 1, path, words)
     layout = Layout.of(read(path, words), 2)
-    for rank, found in enumerate(run_job(found_live, 2, path, words)):
+    for rank, found in enumerate(run_job(peak_memory, 2, path, words)):
         stage = rank if layout.pipeline > 1 else 0
         assert activation_memory(shape, layout, stage).total == pytest.approx(found, rel=0.1)
 
@@ -128,12 +128,12 @@ def test_planned_memory_of_second_stacks(
     (shape,) = run_job(measure_shape, 1, path, words)
     layout = Layout.of(read(path, words), num_processes)
     if layout.pipeline == 1:
-        for found_states, found_saved in run_job(found_memory, num_processes, path, words):
+        for found_states, found_saved in run_job(allocated_memory, num_processes, path, words):
             states = states_of(shape.layers, layout, 0, precision="float32", keeps_average=False)
             assert states.total - states.gathered == pytest.approx(found_states, rel=0.1)
             assert activation_memory(shape, layout).saved == pytest.approx(found_saved, rel=0.1)
     if layout.zero_stage == 3:
         return  # DeepSpeed decides when parameters are gathered.
-    for rank, found in enumerate(run_job(found_live, num_processes, path, words)):
+    for rank, found in enumerate(run_job(peak_memory, num_processes, path, words)):
         stage = rank if layout.pipeline > 1 else 0
         assert activation_memory(shape, layout, stage).total == pytest.approx(found, rel=0.1)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from launched_runs import ENVIRONMENT, ROOT, long_words
 from run_jobs import deterministic_metrics
-from two_hosts import ADDRESSES, INTERFACE, TwoHosts, why_not
+from two_hosts import ADDRESSES, INTERFACE, TwoHosts, unavailable_reason
 
 pytestmark = [pytest.mark.once, pytest.mark.cluster]
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.once, pytest.mark.cluster]
 @pytest.fixture
 def hosts() -> Iterator[TwoHosts]:
     """Two hosts connected by ssh."""
-    reason = why_not()
+    reason = unavailable_reason()
     if reason:
         pytest.skip(f"no two hosts: {reason}")
     with TwoHosts() as running:

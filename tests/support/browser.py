@@ -1,4 +1,4 @@
-"""A headless Chromium, spoken to through its debugging pipe: no library, no port."""
+"""A headless Chromium controlled through its debugging pipe, without a library or a port."""
 
 import contextlib
 import json
@@ -11,12 +11,12 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 
 
 def find_browser():
-    """Return the path of a Chromium; None where the machine has none."""
+    """Return the path of an installed Chromium, or None."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 class Browser:
-    """One page in one browser; `messages` are all events since it was opened."""
+    """A page in a browser; `messages` are all events since it was opened."""
 
     def __init__(self, commands, events, process):
         self.commands, self.events, self.process = commands, events, process
@@ -38,8 +38,8 @@ class Browser:
         assert "error" not in answer, answer
         return answer["result"]
 
-    def wait(self, is_it, timeout=30.0):
-        """Read messages until the awaited one."""
+    def wait(self, matches, timeout=30.0):
+        """Read messages until one matches, and return it."""
         end = time.monotonic() + timeout
         while time.monotonic() < end:
             while b"\0" not in self.buffer:
@@ -49,12 +49,12 @@ class Browser:
             line, self.buffer = self.buffer.split(b"\0", 1)
             message = json.loads(line)
             self.messages.append(message)
-            if is_it(message):
+            if matches(message):
                 return message
         raise TimeoutError
 
     def open(self, url):
-        """Go to a page and wait until everything on it is loaded."""
+        """Open a page and wait until it is loaded."""
         self.messages.clear()
         self.call("Page.navigate", url=url)
         if not any(message.get("method") == "Page.loadEventFired" for message in self.messages):
@@ -66,14 +66,14 @@ class Browser:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
-    def told(self, method):
-        """Return the parameters of all events of one kind."""
+    def events_of(self, method):
+        """Return the parameters of all events of a kind."""
         return [message["params"] for message in self.messages if message.get("method") == method]
 
 
 @contextlib.contextmanager
 def open_browser(path, profile):
-    """Start a browser and end it again."""
+    """Start a browser; close it at the end of the context."""
     command_read, command_write = os.pipe()
     event_read, event_write = os.pipe()
     options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe"]

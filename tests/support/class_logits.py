@@ -1,4 +1,4 @@
-"""Words of a config for classes, and their logits by loops."""
+"""Config overrides for class heads, and class logits in plain loops."""
 
 import torch
 
@@ -12,7 +12,7 @@ PATCHES = ("model.normalization=layer_norm", "model.add_bias=true")
 
 @torch.no_grad()
 def class_logits(runner, inputs, read_out):
-    """Class logits `[b, c]`, by loops from the head's norm on."""
+    """Return class logits `[b, c]`, in plain loops from the head's norm on."""
     embedding, *blocks, head = runner.layers.modules
     state = embedding(inputs)
     for block in blocks:

@@ -1,4 +1,4 @@
-"""Golden values of GIVT's released code: small models of random weights, and what they gave."""
+"""Golden values of GIVT's released code: small models with random weights and their outputs."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ def golden(name: str) -> dict[str, np.ndarray]:
 
 
 def conditions(values: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    """Return what a model takes besides the tokens."""
+    """Return the inputs of a model other than tokens."""
     names = ("labels", "mask", "image")
     return {name: torch.from_numpy(values[name]) for name in names if name in values}
 
 
 def import_file(folder: Path, form: str, file: Path, *words: str) -> str:
-    """Import a released file; returns the run folder."""
+    """Import a released file; return the run folder."""
     run = str(folder / "run")
     assert main(["import", form, str(file), run, *words]) == 0
     return run
 
 
 def import_golden(folder: Path, name: str) -> str:
-    """Import the weights of a golden model, or of the VAE; returns the run folder."""
+    """Import the weights of a golden model or the golden VAE; return the run folder."""
     form = "givt-vae" if name == "vae" else "givt"
     words = ["--num-classes", "10"] if "labels" in golden(name) else []
     return import_file(folder, form, GOLDEN / f"{name}.npz", *words)
 
 
-def causal_weights_of_16_numbers() -> dict[str, np.ndarray]:
-    """Return the causal model's weights, its first and last layer of the adapter's width."""
+def causal_weights_of_width_16() -> dict[str, np.ndarray]:
+    """Return the causal model's weights with random input and output layers of 16 channels."""
     arrays = {name: array for name, array in golden("givt_causal").items() if "/" in name}
     random = np.random.default_rng(0)
     for name, shape in {

@@ -1,4 +1,4 @@
-"""Image files of every sort, good and bad, made with Pillow from real JPEGs."""
+"""Image files of many formats, valid and damaged, made with Pillow from real JPEGs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from PIL import Image
 
 
 def real_jpegs():
-    """Paths of the real JPEGs that foolbox ships."""
-    # Not imported: only its files are wanted.
+    """Return the paths of the JPEGs that foolbox ships."""
+    # Locate foolbox without importing it.
     spec = find_spec("foolbox")
     assert spec is not None
     assert spec.origin is not None
@@ -23,19 +23,19 @@ def real_jpegs():
 
 
 def real_picture():
-    """One of them as a 96x64 Pillow image."""
+    """Return a photograph as a 96x64 Pillow image."""
     return Image.open(real_jpegs()[0]).convert("RGB").resize((96, 64))
 
 
 def encoded(image, kind, **options):
-    """Bytes of an image file."""
+    """Return the bytes of an image file."""
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()
 
 
 def sixteen_bit_rgb_png(values):
-    """A PNG of 16 bits a channel, which Pillow cannot write: uint16 `[h, w, 3]`."""
+    """Return a PNG of uint16 `[h, w, 3]`, which Pillow cannot write."""
 
     def chunk(kind, content):
         body = kind + content
@@ -53,7 +53,7 @@ def sixteen_bit_rgb_png(values):
 
 
 def bad_files():
-    """Name -> (bytes, reason under which it must be counted)."""
+    """Name -> (bytes, reported reason; None if it depends on the version of Pillow)."""
     picture = real_picture()
     jpeg, png = encoded(picture, "JPEG", quality=90), encoded(picture, "PNG")
     gif = encoded(picture, "GIF")
@@ -64,7 +64,7 @@ def bad_files():
     floats = encoded(Image.fromarray(np.ones((8, 8), np.float32)), "TIFF")
     return {
         "zero.jpg": (b"", "zero bytes"),
-        "text.jpg": (b"this is no image, whatever its name says", "not an image"),
+        "text.jpg": (b"text in spite of its name", "not an image"),
         "zeros.png": (bytes(1000), "not an image"),
         "half.jpg": (jpeg[: len(jpeg) // 2], "truncated"),
         "last.jpg": (jpeg[:-40], "truncated"),
@@ -83,7 +83,7 @@ def bad_files():
 
 
 def tree(folder):
-    """Name -> bytes of the files of a folder, without what a report measured."""
+    """Name -> bytes of the files of a folder, without the measurements in its report."""
     files = {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
     if "report.json" in files:
         report = json.loads(files["report.json"])

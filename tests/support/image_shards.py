@@ -1,4 +1,4 @@
-"""Writes crops of photographs as one small jpeg shard."""
+"""Write crops of photographs as a small jpeg shard."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megavis.data.format.manifest import Preparation
 
 
 def write_image_shards(crops: Path, folder: Path) -> Path:
-    """Write the images below `crops`, a class a folder, as one jpeg shard."""
+    """Write the images below `crops`, one folder per class, as a jpeg shard."""
     files = sorted(crops.rglob("*.png"))
     names = sorted({file.parent.name for file in files})
-    # Classes take turns, so that the first samples are of all of them.
+    # Interleave classes, so that the first samples cover all of them.
     files.sort(key=lambda file: (file.stem, file.parent.name))
     images = [np.asarray(Image.open(file).convert("RGB")) for file in files]
     write_payloads(

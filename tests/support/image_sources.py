@@ -1,4 +1,4 @@
-"""Small image collections in the layouts that people have, made of real photographs."""
+"""Small image collections in common layouts, made of real photographs."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from image_files import encoded, real_jpegs
 from PIL import Image
 from scipy.io import savemat
 
-# In this order the development kit numbers them; sorted names number them in another.
+# In the order of the development kit, which differs from that of sorted names.
 SYNSETS = ("n03000000", "n01000000", "n02000000")
 
 
 def small_jpeg(number):
-    """Bytes of a real photograph at about 40x30 pixels, each number another one."""
+    """Return the bytes of a photograph of about 40x30 pixels, different for each number."""
     path = real_jpegs()[number % len(real_jpegs())]
     picture = Image.open(path).convert("RGB").resize((40 + number, 30))
     return encoded(picture, "JPEG", quality=90)
 
 
 def write_tar(path, members):
-    """Write `(name, bytes)` pairs as a plain tar; returns its path."""
+    """Write `(name, bytes)` pairs as an uncompressed tar; return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(tar_bytes(members))
     return path
 
 
 def tar_bytes(members):
-    """The bytes of a plain tar."""
+    """Return `(name, bytes)` pairs as an uncompressed tar."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as tar:
         for name, content in members:
@@ -40,7 +40,7 @@ def tar_bytes(members):
 
 
 def training_files(each=4):
-    """Name -> bytes of a training set: `n0.../n0..._7.JPEG`, classes in the kit's order."""
+    """Name -> bytes of a training set with names such as `n0.../n0..._7.JPEG`."""
     return {
         f"{synset}/{synset}_{number}.JPEG": small_jpeg(number * len(SYNSETS) + label)
         for label, synset in enumerate(SYNSETS)
@@ -49,7 +49,7 @@ def training_files(each=4):
 
 
 def write_folder(root, files):
-    """Write name -> bytes as files; returns the folder."""
+    """Write name -> bytes as files; return the folder."""
     for name, content in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,26 +58,26 @@ def write_folder(root, files):
 
 
 def write_train_tar(path, files):
-    """Write a training set as the tar of one tar a class; returns its path."""
+    """Write a training set as a tar with one tar per class; return its path."""
     classes = sorted({name.split("/")[0] for name in files})
     return write_tar(path, [(f"{name}.tar", class_tar(name, files)) for name in classes])
 
 
 def class_tar(name, files):
-    """The bytes of the tar of one class."""
+    """Return the tar of one class."""
     members = [(key.split("/")[1], files[key]) for key in files if key.startswith(f"{name}/")]
     return tar_bytes(members)
 
 
 def validation_files(count=6):
-    """Name -> bytes of the flat validation set; picture i has the class SYNSETS[i % 3]."""
+    """Name -> bytes of the flat validation set; image i has the class SYNSETS[i % 3]."""
     return {
         f"ILSVRC2012_val_{number + 1:08d}.JPEG": small_jpeg(number + 20) for number in range(count)
     }
 
 
 def write_kit(folder, count=6):
-    """Write a development kit of the classes and an inner node; returns the folder."""
+    """Write a development kit with the classes and an inner node; return the folder."""
     data = folder / "data"
     data.mkdir(parents=True)
     rows = [(number, name, 0) for number, name in enumerate(SYNSETS, 1)]
@@ -91,7 +91,7 @@ def write_kit(folder, count=6):
 
 
 def write_kaggle(root, training, validation):
-    """Write Kaggle's tree with its tables; returns the root."""
+    """Write Kaggle's folders and tables; return the root."""
     tree = root / "ILSVRC" / "Data" / "CLS-LOC"
     write_folder(tree / "train", training)
     write_folder(tree / "val", validation)
@@ -105,7 +105,7 @@ def write_kaggle(root, training, validation):
 
 
 def web_members(numbers, *, labels=False):
-    """Members of a tar as img2dataset writes it: jpg, json and txt of each key."""
+    """Return members of a tar in img2dataset's format: jpg, json and txt per key."""
     members = []
     for number in numbers:
         key = f"{number:09d}"

@@ -1,4 +1,4 @@
-"""Random weights for the Inception network, the same under every numpy and torch."""
+"""Random weights for the Inception network, the same for all versions of numpy and torch."""
 
 import zlib
 
@@ -9,7 +9,7 @@ from megavis.evaluation.images.inception import Inception
 
 
 def random_weights():
-    """Tensors by torch-fidelity's names; features of their size neither vanish nor grow."""
+    """Return tensors by torch-fidelity's names, scaled so that features neither vanish nor grow."""
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in Inception().state_dict().items()}
     return {name: _fill(name, shape) for name, shape in shapes.items()}
@@ -18,7 +18,7 @@ def random_weights():
 def _fill(name, shape):
     if name.endswith("num_batches_tracked"):
         return torch.tensor(0)
-    # numpy has frozen what this generator draws.
+    # numpy guarantees the stream of RandomState.
     draws = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape)
     if len(shape) > 1:
         draws *= (2.0 / np.prod(shape[1:])) ** 0.5
@@ -30,7 +30,7 @@ def _fill(name, shape):
 
 
 def random_images(count, size, *, seed=0):
-    """Images uint8 `[count, size, size, 3]`, smooth enough that resizing matters."""
+    """Return images uint8 `[count, size, size, 3]`, waves plus noise."""
     random = np.random.RandomState(seed)
     waves = random.uniform(-3, 3, (count, 3, 3))
     rows, columns = np.meshgrid(*[np.arange(size) / size] * 2, indexing="ij")
@@ -41,7 +41,7 @@ def random_images(count, size, *, seed=0):
 
 
 def random_features():
-    """Features float32 `[230, 24]` and `[170, 24]` that overlap, and logits `[230, 9]`."""
+    """Return overlapping features float32 `[230, 24]` and `[170, 24]`, and logits `[230, 9]`."""
     random = np.random.RandomState(7)
     mixing = random.standard_normal((24, 24)) / 5
     first = random.standard_normal((230, 24)) @ mixing

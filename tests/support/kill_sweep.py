@@ -1,6 +1,6 @@
-"""Kills `palette shards` at random moments until it ends, and compares with an unbroken run.
+"""Kill `palette shards` at random times until it finishes; compare with an uninterrupted run.
 
-As a script, a long sweep with worker processes (the test kills a few times, without them):
+As a script this runs a long sweep with worker processes; the test is short and has none:
 
     PYTHONPATH=.:tests/support python tests/support/kill_sweep.py --kills 200
 """
@@ -30,11 +30,11 @@ from data_tools.job_report import say
 from megavis.tokenizers.palette import Palette
 
 _MOST_SHARDS, _LONGEST_WAIT = 6, 0.05
-"""A kill comes when a run has made fewer shards than this, and so many seconds later at most."""
+"""A kill comes at most this many shards into a run, plus at most this many seconds."""
 
 
 def write_images(folder: Path, *, count: int) -> list[str]:
-    """Write `count` small JPEGs and a palette; return the command that makes shards of them."""
+    """Write `count` small JPEGs and a palette; return the command that converts them to shards."""
     (folder / "images").mkdir(parents=True)
     files = real_jpegs()
     for number in range(count):
@@ -47,14 +47,14 @@ def write_images(folder: Path, *, count: int) -> list[str]:
 
 
 def killed_after(words: list[str], seconds: float) -> int:
-    """Run the command in a copy of this process for so many seconds of CPU; return its exit code.
+    """Run the command in a fork that is killed after `seconds` of CPU time; return its exit code.
 
-    The timer's signal ends a process at once, as SIGKILL does, and counts CPU time, so that a busy
-    machine changes nothing. The code of a killed run is negative.
+    SIGPROF ends a process at once, as SIGKILL does. Its timer counts CPU time, so that the load of
+    the machine does not matter. The exit code of a killed run is negative.
     """
     child = os.fork()
     if child == 0:
-        # What other tests have left belongs to threads that a copy of the process has not.
+        # Objects of other tests may belong to threads, which a fork does not have.
         gc.disable()
         silence = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silence, 1)
@@ -66,7 +66,7 @@ def killed_after(words: list[str], seconds: float) -> int:
 
 
 def spawned(words: list[str]) -> int:
-    """Start the command from nothing, in a group of its own; return its number."""
+    """Start the command in a new process group; return its process id."""
     return subprocess.Popen(
         [sys.executable, "-m", "data_tools", *words],
         stdout=subprocess.DEVNULL,
@@ -83,17 +83,17 @@ def sweep(
     victim: Callable[[int], int] = lambda number: number,
     seed: int = 0,
 ) -> tuple[int, int]:
-    """Run the command again and again, killing it at random moments.
+    """Run the command repeatedly, killing it at random times.
 
     Args:
-        start: starts the command, returns the number of its process.
+        start: starts the command and returns its process id.
         out: its shard folder.
-        kills: after so many it may end.
-        victim: which process to kill, of the number of the one started.
-        seed: of the moments.
+        kills: number of kills, after which it may finish.
+        victim: maps the id of the started process to that of the process to kill.
+        seed: of the times.
 
     Returns:
-        How many runs were killed, and how many of them left a finished shard more.
+        The number of killed runs, and how many of them finished at least one shard.
     """
     moments = random.Random(seed)
     killed = progress = 0
@@ -117,9 +117,9 @@ def finished(out: Path) -> int:
 
 
 def wait_for_work(out: Path, child: int, *, shards: int) -> None:
-    """Wait until the command has begun a file and finished so many shards more, or has ended."""
+    """Wait until the command has created a file and finished `shards` shards, or has exited."""
     files, goal = state(out), finished(out) + shards
-    # Not any change: what a killed run left is removed long before the next shard is begun.
+    # New files, not any change: leftovers of a killed run are removed long before the next shard.
     while state(out) <= files or finished(out) < goal:
         if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             return
@@ -127,18 +127,18 @@ def wait_for_work(out: Path, child: int, *, shards: int) -> None:
 
 
 def state(out: Path) -> set[str]:
-    """Return the names of the files that come and go."""
+    """Return the names of the files in the folder."""
     return set(os.listdir(out)) if out.exists() else set()
 
 
 def stop(process: int) -> None:
-    """Kill a process, if it is still there."""
+    """Kill a process unless it has exited."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(process, signal.SIGKILL)
 
 
 def children(process: int) -> list[int]:
-    """Return the numbers of the processes that a process has started."""
+    """Return the ids of a process's children."""
     try:
         text = Path(f"/proc/{process}/task/{process}/children").read_text()
     except OSError:
@@ -147,18 +147,18 @@ def children(process: int) -> list[int]:
 
 
 def workers_of(process: int) -> list[int]:
-    """Return the worker processes of a command, without the one that cleans up after them."""
+    """Return the worker processes of a command, without the resource tracker."""
     return children(process)[1:]
 
 
 def long_sweep(kills: int, count: int, *, workers: Sequence[int], seed: int) -> None:
-    """Sweep round after round, killing now the command, now one of its workers.
+    """Sweep in rounds, killing the command or one of its workers at random.
 
     Args:
-        kills: how many in all.
-        count: images of a round.
-        workers: the numbers of worker processes that the rounds take in turn; 0: the command alone.
-        seed: of the moments, and of who is killed.
+        kills: total number of kills.
+        count: images per round.
+        workers: numbers of worker processes, for the rounds in turn.
+        seed: of times and victims.
     """
     choice = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
@@ -184,7 +184,7 @@ def long_sweep(kills: int, count: int, *, workers: Sequence[int], seed: int) -> 
             total, rounds, again = total + killed, rounds + 1, again + progress
         say(
             f"{total} kills in {rounds} rounds of {finished(whole)} shards; {again} of them after "
-            "a shard more was finished; every round ended byte-identical"
+            "another shard was finished; every round ended byte-identical"
         )
 
 

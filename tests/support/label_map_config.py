@@ -1,4 +1,4 @@
-"""A VAE of label maps that trains in seconds."""
+"""The config of a VAE of label maps that trains in seconds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ training: {{steps: 30, batch_size: 12, log_every: 10, validate_every: 15, valida
 
 
 def write_label_map_config(folder: Path, kind: str) -> Path:
-    """Write the config of maps of a kind, which lie below `folder`; returns its file."""
+    """Write the config for the shards of a kind of maps below `folder`; return its path."""
     objective = OBJECTIVE.format(kind=kind, patch=4, latent=8)
     path = folder / f"{kind}.yaml"
     path.write_text(SMALL.format(kind=kind, folder=folder, objective=objective))

@@ -1,7 +1,7 @@
-"""Small labelled data sets, byte for byte in the layouts of their authors' archives.
+"""Small labelled data sets in the exact file formats of their authors.
 
-Each writer returns, split by split, the label of every picture and what it looks like: pixels uint8
-`[h, w, 3]`, or the bytes of its file.
+Each writer returns, by split, the label and content of every image: pixels uint8 `[h, w, 3]`, or
+the bytes of its file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CIFAR100_NAMES = [f"thing_{number:02d}" for number in range(100)]
 
 
 def images(count, side, *, seed=0):
-    """Pixels uint8 `[count, side, side, 3]`."""
+    """Return random pixels uint8 `[count, side, side, 3]`."""
     return np.random.default_rng(seed).integers(0, 256, (count, side, side, 3), np.uint8)
 
 
@@ -41,7 +41,7 @@ def expected(batches):
 
 
 def planes(pixels):
-    """CIFAR's rows of a picture: all reds, then all greens, then all blues."""
+    """Return CIFAR's rows, one per image: red, green and blue planes."""
     return pixels.transpose(0, 3, 1, 2).reshape(len(pixels), -1)
 
 
@@ -87,7 +87,7 @@ def write_cifar100_python(root):
 
 
 def python2_pickle(value):
-    """The bytes that Python 2's cPickle writes at protocol 2, whose strings are bytes."""
+    """Return the bytes that Python 2's cPickle writes at protocol 2, with strings as bytes."""
     return b"\x80\x02" + _opcodes(value) + b"."
 
 
@@ -114,7 +114,7 @@ def write_stl10(root):
     found = {}
     for seed, split in enumerate(("train", "test", "unlabeled")):
         pixels, labels = images(3, 96, seed=seed), [9, 0, seed]
-        # A picture is three planes, each column after column.
+        # An image is three planes in column-major order.
         (root / f"{split}_X.bin").write_bytes(pixels.transpose(0, 3, 2, 1).tobytes())
         if split != "unlabeled":
             (root / f"{split}_y.bin").write_bytes(bytes(label + 1 for label in labels))

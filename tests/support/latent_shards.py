@@ -1,4 +1,4 @@
-"""Writes random latents as one small shard."""
+"""Write random latents as a small shard."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def write_latent_shards(
     scale: float = 0.1,
     seed: int = 0,
 ) -> Path:
-    """Write latents of classes that differ in their means, as one shard; 0: without labels.
+    """Write latents as a shard, with a different mean per class; without labels for 0 classes.
 
-    Another seed gives other images, from other files.
+    Another seed gives other latents and another source.
     """
     random, codec = np.random.default_rng(seed), LatentsCodec(shape)
     labels = [number % num_classes if num_classes else -1 for number in range(num_images)]

@@ -1,4 +1,4 @@
-"""A run that launchers of whole jobs start: its words, its environment, and what it must give."""
+"""A run for tests of launchers: its overrides and environment."""
 
 import os
 import sys
@@ -7,16 +7,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 STEPS = 150
-"""Enough for a scheduler to do something while the run is under way."""
+"""Enough for a scheduler to act while the run trains."""
 
 ENVIRONMENT = {
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     "PYTHONPATH": str(ROOT),
     "OMP_NUM_THREADS": "1",
 }
-"""What a shell has in which this checkout is installed."""
+"""Environment variables of a shell with this checkout installed."""
 
 
 def long_words(output: Path, name: str) -> list[str]:
-    """Keys of a run that saves only where it is asked to stop."""
+    """Return the overrides of a run that saves only when asked to stop."""
     return [f"output={output}", f"name={name}", f"training.steps={STEPS}", "checkpoint.every=0"]

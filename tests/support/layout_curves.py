@@ -1,4 +1,4 @@
-"""A config in another layout, and how far two layouts' curves lie apart."""
+"""Configs in other layouts, and the difference of training curves."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What an engine really allocates, for comparison with what `megavis plan` says."""
+"""Memory that an engine allocates, for comparison with `megavis plan`."""
 
 import contextlib
 import gc
@@ -28,7 +28,7 @@ from megavis.training.engine import Engine
 
 
 def measure_shape(launch: Launch, path: str, overrides: list[str]):
-    """Return the shape of a model, on one process, for the config's own layout."""
+    """Return the shape of a model for the config's layout, computed on one process."""
     config = read(path, overrides)
     ends, context = boundary_activations_of_layouts([config]), open_context(launch, device="cpu")
     try:
@@ -38,13 +38,13 @@ def measure_shape(launch: Launch, path: str, overrides: list[str]):
 
 
 def read(path: str, overrides: list[str]):
-    """Return a config without dropout, for which a CPU has no kernel that keeps no scores."""
+    """Return a config without dropout, with which CPU attention would store its scores."""
     config = load_config(path, overrides).config
     return config.model_copy(update={"model": config.model.without_dropout()})
 
 
-def found_memory(launch: Launch, path: str, overrides: list[str]) -> tuple[int, int]:
-    """Return the bytes of all states after a backward pass, and what a micro-batch saves."""
+def allocated_memory(launch: Launch, path: str, overrides: list[str]) -> tuple[int, int]:
+    """Return the bytes of all states after a backward pass, and of a micro-batch's activations."""
     before = live_storages()
     with _engine(launch, read(path, overrides)) as engine:
         batch = _batch(engine)
@@ -53,8 +53,8 @@ def found_memory(launch: Launch, path: str, overrides: list[str]) -> tuple[int, 
         return live_storages(before), saved
 
 
-def found_live(launch: Launch, path: str, overrides: list[str]) -> int:
-    """Return the most bytes that a step makes and holds at once, its gradients left out."""
+def peak_memory(launch: Launch, path: str, overrides: list[str]) -> int:
+    """Return the peak bytes allocated in a step, without gradients of parameters."""
     with _engine(launch, read(path, overrides)) as engine:
         batches = itertools.repeat(_batch(engine))
         engine.train_step(batches, 0)
@@ -64,7 +64,7 @@ def found_live(launch: Launch, path: str, overrides: list[str]) -> int:
 
 
 def _receiving(engine) -> int:
-    """Return the bytes that a pipeline's engine keeps from the first step on for what it gets."""
+    """Return the bytes of a pipeline engine's receive buffers, allocated in the first step."""
     buffers = (getattr(engine, name, None) for name in ("pipe_recv_buf", "grad_layer"))
     return sum(buffer.nbytes for buffer in tree_leaves([*buffers]) if buffer is not None)
 
@@ -81,7 +81,7 @@ def _engine(launch: Launch, config: RunConfig) -> Iterator[Engine]:
     try:
         objective = build_objective(config, context)
         if config.objective.name == "givt_encoder_decoder":
-            # Latents are there: plans count no frozen VAE, and it keeps nothing.
+            # Plans do not count the frozen VAE, so return latents without it.
             shape = objective.reads.shape
             objective.reads.of = lambda samples, index=None: torch.zeros(len(samples), *shape)
         yield Engine(config, objective, context)
@@ -94,7 +94,7 @@ def _batch(engine: Engine) -> Batch:
 
 
 def _backward_of_one(engine: Engine, batch: Batch) -> int:
-    """Run both passes of a micro-batch that is not the last of its step; return what was saved."""
+    """Run a micro-batch that is not the last of its step; return the bytes of saved tensors."""
     sequence = engine.objective.sequence(batch)
     saved, loss = saved_tensors(
         lambda: engine.deepspeed(sequence.inputs, sequence.targets), engine.layers.modules
@@ -106,25 +106,25 @@ def _backward_of_one(engine: Engine, batch: Batch) -> int:
 
 
 class Live(LiveStorages):
-    """All but the gradients of parameters, which are states."""
+    """Live storages without the gradients of parameters, which count as states."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
         super().__init__()
         self._parameters = parameters
 
     def counted(self) -> int:
-        """Return the bytes of those alive but gradients."""
+        """Return the bytes of live storages without gradients."""
         gradients = (parameter.grad for parameter in self._parameters)
         places = (storage_of(gradient)._cdata for gradient in gradients if gradient is not None)
         return self.num_bytes - sum(self.sizes.get(place, 0) for place in places)
 
 
 def live_storages(before=None):
-    """Return the storages that Python can reach, or the bytes of those that are new."""
+    """Return the storages of all reachable tensors, or the bytes of those not in `before`."""
     gc.collect()
-    # By type(), since isinstance() asks objects that warn when they are asked.
+    # type() instead of isinstance(), which some objects answer with a warning.
     tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
-    # A gradient is no object of Python until someone looks at it.
+    # Gradients become Python objects on first access only.
     tensors += [leaf.grad for leaf in tensors if leaf.is_leaf and leaf.grad is not None]
     found = {}
     for tensor in tensors:
@@ -132,6 +132,6 @@ def live_storages(before=None):
         found[storage.data_ptr()] = storage.nbytes()
     if before is None:
         return frozenset(found)
-    # DeepSpeed's bucket is allocated whole and hardly touched: `buffers` of the plan.
+    # DeepSpeed's reduction bucket is `buffers` in the plan.
     buckets = {BUCKET * 2, BUCKET * 4}
     return sum(n for place, n in found.items() if place not in before and n not in buckets)

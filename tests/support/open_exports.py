@@ -1,7 +1,7 @@
-"""Run as a script where megavis cannot be imported: open exported folders, compare outputs.
+"""A script that opens exported folders without megavis and compares outputs.
 
-argv: a folder with, for each case, `NAME/` as exported and `NAME.safetensors`: `inputs`,
-`expected`, and for MAE `noise`. Prints `NAME DIFFERENCE`, a line each.
+Its argument is a folder with, for each case, the exported `NAME/` and `NAME.safetensors` with
+`inputs`, `expected` and, for MAE, `noise`. It prints a line `NAME DIFFERENCE` per case.
 """
 
 import json
@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-sys.modules["megavis"] = None  # Whoever imports it gets an ImportError.
+sys.modules["megavis"] = None  # Importing megavis raises ImportError.
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
@@ -28,7 +28,7 @@ def by_transformers(folder, case):
         return model(input_ids=torch.cat([start, case["inputs"][:, :-1]], dim=1)).logits
     if kind is transformers.ViTMAEForPreTraining:
         logits = model.eval()(case["inputs"], noise=case["noise"]).logits
-        # Ours are those of the hidden patches alone, which come last.
+        # The expected outputs are those of the hidden patches, which are last in the order.
         hidden = case["order"][:, -case["expected"].shape[1] :]
         return logits.take_along_dim(hidden[..., None], 1)
     outputs = model.eval()(case["inputs"])

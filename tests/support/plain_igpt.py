@@ -1,4 +1,4 @@
-"""iGPT as plain loops over images and heads: what the real layers are compared with."""
+"""Reference implementation of iGPT in plain loops over images and heads."""
 
 import math
 
@@ -10,12 +10,12 @@ def rms_norm(x, gain, epsilon):
 
 
 def attend(x, weights, num_heads, sees):
-    """Attend `[n, h]`, one head and one query after the other; `sees(i, j)` is the mask."""
+    """Attend `[n, h]` head by head and query by query; `sees(i, j)` is the mask."""
     num_tokens, width = x.shape
     size = width // num_heads
     mixed = torch.zeros_like(x)
     for head in range(num_heads):
-        # Rows of the query matrix go head by head; keys and values of a head are neighbours.
+        # Query rows are grouped by head; a head's keys are followed by its values.
         query = x @ weights["linear_q.weight"][head * size : (head + 1) * size].T
         pair = weights["linear_kv.weight"][2 * head * size : 2 * (head + 1) * size]
         key, value = x @ pair[:size].T, x @ pair[size:].T
@@ -30,7 +30,7 @@ def attend(x, weights, num_heads, sees):
 
 
 def logits(parameters, ids, *, num_layers, num_heads, causal, mask=None, epsilon=1e-5):
-    """Return `[n, v]` for one image's ids `[n]`; `mask` zeroes embeddings, as BERT does."""
+    """Return logits `[n, v]` for an image's ids `[n]`; `mask` zeroes embeddings, as in BERT."""
 
     def part(prefix):
         return {k.removeprefix(prefix): v for k, v in parameters.items() if k.startswith(prefix)}

@@ -1,4 +1,4 @@
-"""Jobs for worker processes, and what the tests read from the runs they leave."""
+"""Training jobs for worker processes, and readers of their run folders."""
 
 import json
 import os
@@ -18,7 +18,7 @@ def train_run(launch: Launch, path: str, overrides: list[str]) -> None:
 
 
 def deterministic_metrics(run_folder: Path) -> list[dict[str, float]]:
-    """Return the lines of `metrics.jsonl` without the speeds, which differ by right."""
+    """Return the lines of `metrics.jsonl` without speeds, which vary between runs."""
     lines = (run_folder / "metrics.jsonl").read_text().splitlines()
     speeds = ("samples_per_s", "tokens_per_s", "mfu", "save_stall_s", "forward_s")
     speeds += ("slowest_forward_s", "slowest_rank")
@@ -26,7 +26,7 @@ def deterministic_metrics(run_folder: Path) -> list[dict[str, float]]:
 
 
 def rewind(source: Path, target: Path, step: int) -> None:
-    """Copy a run as it was when the checkpoint of `step` was its latest."""
+    """Copy a run, truncated to the checkpoint of `step` as its latest."""
     shutil.copytree(source, target)
     for folder in (target / "checkpoints").glob("step-*"):
         if int(folder.name.removeprefix("step-")) > step:

@@ -1,4 +1,4 @@
-"""A few scenes, and shards of their panoptic maps and depths."""
+"""Synthetic scenes, and shards of their panoptic and depth maps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from data_tools.__main__ import main
 
 
 def write_scenes(folder: Path, *, size: int = 32, images: int = 12) -> Path:
-    """Write scenes below `folder / "scenes"`, half as many for validation; returns that folder."""
+    """Write scenes, half as many for validation, to `folder / "scenes"`; return that folder."""
     scenes = folder / "scenes"
     words = ["--size", str(size), "--images", str(images), "--validation-images", str(images // 2)]
     assert main(["scenes", str(scenes), *words]) == 0
@@ -16,7 +16,7 @@ def write_scenes(folder: Path, *, size: int = 32, images: int = 12) -> Path:
 
 
 def write_scene_shards(folder: Path, *, size: int = 32, images: int = 12) -> Path:
-    """Write `panoptic` and `depth` below `folder`, with `train` and `validation` in each."""
+    """Write shards `panoptic` and `depth` below `folder`, each with `train` and `validation`."""
     scenes = write_scenes(folder, size=size, images=images)
     for part in ("train", "validation"):
         pictures, out = str(scenes / "images" / part), str(folder / "{}" / part)

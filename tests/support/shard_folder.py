@@ -1,4 +1,4 @@
-"""Writes small palette shards."""
+"""Write small palette shards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megavis.data.format.manifest import TokenizerIdentity
 
 
 def write_folder(folder, *, tokens, labels, samples_per_shard=10, vocabulary=512, class_names):
-    """Write tokens `[N, n]` and labels `[N]` as palette shards; returns the manifest."""
+    """Write tokens `[N, n]` and labels `[N]` as palette shards; return the manifest."""
     folder.mkdir(parents=True, exist_ok=True)
     centers = np.linspace(-1, 1, 3 * vocabulary, dtype=np.float32).reshape(-1, 3)
     np.save(folder / "palette.npy", centers)

@@ -1,4 +1,4 @@
-"""A throw-away SLURM on this machine: its own folder, ports, key and sockets; no system service."""
+"""A temporary SLURM on this machine, with its own folder, ports, key and sockets."""
 
 import os
 import pwd
@@ -14,12 +14,12 @@ import time
 from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
-# Daemons lie where only root's PATH looks.
+# Daemons are in folders that only root's PATH includes.
 PATH = f"{os.environ['PATH']}{os.pathsep}/usr/sbin{os.pathsep}/sbin"
 USER = pwd.getpwuid(os.getuid()).pw_name
 
-# One node of 8 processors, with 8 files in place of GPUs. cred_expire, at its least, is also how
-# long a job waits before it starts again; GraceTime is what a preempted job is given.
+# One node of 8 processors, with 8 files as GPUs. cred_expire is minimal, since a requeued job waits
+# as long before it starts; GraceTime is the time that a preempted job has left.
 CONFIG = """\
 ClusterName=test
 SlurmctldHost=localhost(127.0.0.1)
@@ -54,15 +54,15 @@ PartitionName=urgent Nodes=localhost PriorityTier=2 PreemptMode=OFF
 
 
 def missing_programs() -> list[str]:
-    """Return what SLURM would need and is not installed."""
+    """Return the programs of SLURM that are not installed."""
     return [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
 
 
 class Slurm:
-    """The daemons while the context is open; commands find them by `environment`."""
+    """SLURM's daemons, running while the context is open; commands need `environment`."""
 
     def __enter__(self) -> "Slurm":
-        # munged refuses a socket that other users could not reach, as in pytest's folders.
+        # munged requires a socket that other users can reach, unlike those in pytest's folders.
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))
         self.folder.chmod(0o755)
         self.environment = {"PATH": PATH, "SLURM_CONF": str(self.folder / "slurm.conf")}
@@ -101,8 +101,8 @@ class Slurm:
             (folder / f"gpu{number}").touch()
         gpus = f"NodeName=localhost Name=gpu File={folder}/gpu[0-7]\n"
         (folder / "gres.conf").write_text(gpus)
-        # No cgroup of the machine is touched. Older ones have no plugin that does nothing, but
-        # take a mount point that is not there.
+        # Do not use the machine's cgroups. Older versions have no `disabled` plugin, but accept a
+        # mount point that does not exist.
         version = subprocess.run(
             ["slurmd", "-V"], env={"PATH": PATH}, capture_output=True, text=True
         )
@@ -122,12 +122,12 @@ class Slurm:
         self._wait(lambda: self.ask("sinfo", "-h", "-o", "%T") == "idle", "the node is not idle")
 
     def _end_jobs(self) -> None:
-        """End what a test has left, by force: a job would outlive the daemons."""
+        """Kill jobs that a test has left, since they would outlive the daemons."""
         for environment in Path("/proc").glob("[0-9]*/environ"):
             try:
                 is_ours = str(self.folder).encode() in environment.read_bytes()
             except OSError:
-                continue  # it has ended, or is another user's
+                continue  # it has exited, or belongs to another user
             if is_ours and environment.parent.name != str(os.getpid()):
                 os.kill(int(environment.parent.name), signal.SIGKILL)
 
@@ -138,27 +138,27 @@ class Slurm:
                 subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT)
             )
 
-    def _wait(self, is_true, complaint: str, seconds: float = 20) -> None:
+    def _wait(self, is_true, message: str, seconds: float = 20) -> None:
         end = time.monotonic() + seconds
         while not is_true():
             dead = [daemon.args[0] for daemon in self._daemons if daemon.poll() is not None]
             if dead or time.monotonic() > end:
-                raise OSError(f"{complaint}; ended: {dead}\n{self.logs()}")
+                raise OSError(f"{message}; exited: {dead}\n{self.logs()}")
             time.sleep(0.1)
 
     def logs(self) -> str:
-        """Return the end of what each daemon wrote."""
+        """Return the end of each daemon's log."""
         logs = sorted(self.folder.glob("*.log"))
         return "\n".join(f"== {log.name}\n{log.read_text()[-1500:]}" for log in logs)
 
     def ask(self, *words: str) -> str:
-        """Run one of SLURM's commands and return what it prints; empty where it fails."""
+        """Run a SLURM command and return its output; empty if it fails."""
         environment = {**os.environ, **self.environment}
         done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=30)
         return done.stdout.strip()
 
     def submit(self, folder: Path, *words: str, **variables: str) -> str:
-        """Queue a job from this folder; return its number."""
+        """Submit a job from this folder; return its id."""
         environment = {**os.environ, **self.environment, **variables}
         command = ["sbatch", "--parsable", *words]
         done = subprocess.run(
@@ -169,14 +169,14 @@ class Slurm:
         return number
 
     def wait_for(self, job: str, seconds: float = 240) -> dict[str, str]:
-        """Wait until all of a job has ended for good; return its states by array index."""
+        """Wait until all tasks of a job have a final state; return the states by array index."""
         end = time.monotonic() + seconds
         while True:
-            told = self.ask("scontrol", "show", "job", job)
-            states = re.findall(r"(?:ArrayTaskId=(\d+).*\n(?:.*\n)*?)? *JobState=(\w+)", told)
+            shown = self.ask("scontrol", "show", "job", job)
+            states = re.findall(r"(?:ArrayTaskId=(\d+).*\n(?:.*\n)*?)? *JobState=(\w+)", shown)
             if states and all(state in FINAL for _, state in states):
                 return dict(states)
-            assert time.monotonic() < end, f"{job} did not end:\n{told}\n{self.logs()}"
+            assert time.monotonic() < end, f"{job} did not end:\n{shown}\n{self.logs()}"
             time.sleep(0.1)
 
 
@@ -184,7 +184,7 @@ FINAL = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
 def two_free_ports() -> tuple[int, int]:
-    """Return two neighbouring ports that nobody listens on."""
+    """Return two consecutive unused ports."""
     while True:
         port = random.randrange(20000, 32000)
         with socket.socket() as one, socket.socket() as other:

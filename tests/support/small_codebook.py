@@ -1,4 +1,4 @@
-"""A tiny discrete tokenizer of the interface: patches become the nearest of k mean patches."""
+"""A tiny discrete tokenizer: k-means of patches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PATCH = 4
 
 
 class SmallCodebook(IdTokenizer):
-    """k-means over patches."""
+    """Encodes each patch as the nearest of k mean patches."""
 
     kind = "small_codebook"
     prefix = "codebook."
@@ -58,7 +58,7 @@ class SmallCodebook(IdTokenizer):
 
     @torch.no_grad()
     def fit(self, images, steps=5):
-        """Lloyd's k-means, from patches spread over the images."""
+        """Run Lloyd's k-means, initialised with evenly spaced patches."""
         patches = self.patches(images).flatten(0, 1)
         places = torch.linspace(0, len(patches) - 1, len(self.codes)).long()
         self.codes.copy_(patches[places])
@@ -69,12 +69,12 @@ class SmallCodebook(IdTokenizer):
         return self
 
     def save_run(self, folder):
-        """Write what `megavis train` would leave of it."""
+        """Write a run folder as `megavis train` does."""
         return write_run(folder, self, {"name": "small_codebook", **self.settings})
 
 
 def write_run(folder, tokenizer, section, **sections):
-    """Write what `megavis train` would leave of a tokenizer; returns the folder."""
+    """Write a tokenizer's run folder as `megavis train` does; return the folder."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump({"objective": section, **sections}))
     weights = {f"{tokenizer.prefix}{name}": value for name, value in tokenizer.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Small configs, one line each, that the tests of layouts train: a new paper adds its line here."""
+"""Small configs for the tests of layouts; a new paper adds an entry."""
 
 from dataclasses import dataclass
 
@@ -8,12 +8,12 @@ class SmallConfig:
     """A model of two blocks of 32 channels.
 
     Attributes:
-        objective: the section, with `TOKENIZER` for a frozen one's run.
-        data: `images`, `palette`, `latents`, `encoded`, images of which `VAE` makes latents, or
-            `label_maps`, scenes with panoptic maps.
-        model: keys of the model besides its size.
+        objective: the section, with `TOKENIZER` in place of a frozen tokenizer's run.
+        data: `images`, `palette`, `latents`, `encoded` (images that `VAE` encodes) or `label_maps`
+            (scenes with panoptic maps).
+        model: keys of the model other than its size.
         rest: further sections.
-        in_every_pair: checkpoints go from each layout to each other.
+        in_every_pair: test checkpoints from each layout to each other.
     """
 
     objective: str
@@ -28,7 +28,7 @@ MAE = (
     " decoder: {num_layers: 2, hidden_size: 16, num_attention_heads: 4}}"
 )
 
-# Those of every pair draw something at random in every step, or in every image: masks, noise,
+# Configs with `in_every_pair` draw random numbers in each step or for each image: masks, noise,
 # orders, crops.
 SMALL = {
     "igpt": SmallConfig(
@@ -60,7 +60,7 @@ SMALL = {
     "mp3": SmallConfig(
         "{name: mp3, patch_size: 4, mask_ratio: 0.5, class_token: false}", in_every_pair=True
     ),
-    # Biases of heads that other processes hold, learned together with the classes.
+    # Relative biases split over heads, with a class head.
     "mp3_relative": SmallConfig(
         "{name: mp3, patch_size: 4, class_token: false}",
         model="positions: relative_2d",
@@ -76,7 +76,7 @@ SMALL = {
         " num_condition_tokens: 2, tokenizer: TOKENIZER}"
     ),
     "mae": SmallConfig(MAE, in_every_pair=True),
-    # Its encoder alone, with stochastic depth and another rate for each layer.
+    # The encoder with drop path and layer-wise learning rates.
     "mae_classes": SmallConfig(
         MAE, rest="finetune: {num_classes: 10, layer_decay: 0.7, drop_path: 0.3}"
     ),

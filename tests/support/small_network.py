@@ -1,10 +1,10 @@
-"""A network that looks at images, as those of Fréchet distances do, in no time."""
+"""A trivial feature network for Fréchet distances."""
 
 from megavis.evaluation.images.feature_networks import Activations, NetworkName
 
 
 class Small:
-    """Mean colours of three rows as nine features, of which three are also logits."""
+    """Features are the mean colours of three rows; the first three are also logits."""
 
     def __init__(self, is_published=False):
         self.about = NetworkName("small", "ab" * 32, "none", is_published)

@@ -1,4 +1,4 @@
-"""A VQGAN of 12 ids that trains in seconds; an id represents 4² pixels."""
+"""A VQGAN with 12 ids of 4² pixels each that trains in seconds."""
 
 import torch
 
@@ -28,7 +28,7 @@ def write_config(folder, shards="nowhere"):
 
 
 def write_untrained_run(folder, seed=0):
-    """Write what `megavis train` would leave after no step; returns the run folder."""
+    """Write the run folder of an untrained VQGAN; return the folder."""
     config = load_config(write_config(folder)).config
     (folder / "config.yaml").write_text(dump_config(config))
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Single modules of timm: the package imports torchvision, whose wheel may not load."""
+"""Import single modules of timm, since the package imports torchvision, which may fail to load."""
 
 import importlib
 import importlib.util
@@ -10,7 +10,7 @@ import pytest
 
 
 def timm_module(folder, name):
-    """Import timm/<folder>/<name>.py alone; skips where timm is not installed."""
+    """Import timm/<folder>/<name>.py alone; skip the test if timm is not installed."""
     found = importlib.util.find_spec("timm")
     if found is None:
         pytest.skip("pip install timm, to compare with it")

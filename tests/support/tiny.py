@@ -1,4 +1,4 @@
-"""The text of a tiny config, for tests that build or train a model in a second."""
+"""Tiny configs for tests that build or train a model in a second."""
 
 import yaml
 
@@ -12,18 +12,18 @@ optimizer: {{learning_rate: 1e-2}}
 training: {{steps: 3, batch_size: 8}}
 """
 VIT = {"normalization": "layer_norm", "norm_epsilon": 1e-6, "activation": "gelu", "add_bias": True}
-"""Keys of `model` with which a block is that of a Vision Transformer."""
+"""Keys of `model` for Vision Transformer blocks."""
 
 
 def tiny(objective, *, shards="shards", validates=False, **sections):
-    """Return a config as text.
+    """Return a config as YAML.
 
     Args:
         objective: the section in YAML.
         shards: folder of `train` and `validation`.
-        validates: name `validation` too.
-        sections: keys that a section has besides those above or in place of them; a section that is
-            no mapping, and None for a section that is left out.
+        validates: set `data.validation` too.
+        sections: keys to add to or replace in a section; or a value that is no mapping, and None to
+            omit the section.
     """
     tree = yaml.safe_load(TREE.format(objective=objective, shards=shards))
     if validates:

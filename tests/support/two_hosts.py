@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces with a cable between them, and an sshd in each."""
+"""Two hosts on one machine: network namespaces connected by a veth pair, with an sshd in each."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ from pathlib import Path
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 INTERFACE = "cable"
 SSHD_FOLDER = Path("/run/sshd")
-# Daemons lie where only root's PATH looks.
+# Daemons are in folders that only root's PATH includes.
 PATH = f"{os.environ['PATH']}{os.pathsep}/usr/sbin{os.pathsep}/sbin"
 
 SSHD_CONFIG = """\
@@ -34,8 +34,8 @@ Host *
 """
 
 
-def why_not() -> str:
-    """Say why there can be no two hosts here; empty where there can."""
+def unavailable_reason() -> str:
+    """Return why this machine cannot have two hosts; empty if it can."""
     programs = ("ip", "sshd", "ssh", "ssh-keygen", "pdsh")
     missing = [name for name in programs if shutil.which(name, path=PATH) is None]
     if missing:
@@ -49,7 +49,7 @@ def why_not() -> str:
 
 
 class TwoHosts:
-    """The hosts while the context is open. They share files and programs, and nothing else."""
+    """Two hosts, running while the context is open; they share the file system."""
 
     def __enter__(self) -> "TwoHosts":
         self.folder = Path(tempfile.mkdtemp(prefix="hosts-"))
@@ -58,7 +58,7 @@ class TwoHosts:
         self._made_sshd_folder = False
         try:
             self._connect()
-            self._open_doors()
+            self._start_sshd()
         except BaseException:
             self.__exit__()
             raise
@@ -69,20 +69,20 @@ class TwoHosts:
             daemon.terminate()
             daemon.wait(20)
         for name in self.names:
-            # What a session of sshd has left behind.
+            # Kill processes that an ssh session has left.
             left = subprocess.run(
                 ["ip", "netns", "pids", name], env={"PATH": PATH}, capture_output=True
             )
             for process in map(int, left.stdout.split()):
                 os.kill(process, signal.SIGKILL)
-            # With it goes its end of the cable, and with that the other end.
+            # Deleting a namespace deletes its end of the veth pair, and thereby the other end.
             subprocess.run(["ip", "netns", "del", name], env={"PATH": PATH}, capture_output=True)
         if self._made_sshd_folder:
             SSHD_FOLDER.rmdir()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def command(self, host: int, *words: str) -> list[str]:
-        """Return the words that run a command on a host."""
+        """Return the command line that runs a command on a host."""
         return ["ip", "netns", "exec", self.names[host], *words]
 
     def _connect(self) -> None:
@@ -96,7 +96,7 @@ class TwoHosts:
             run(*f"{inside} link set {INTERFACE} up".split())
             run(*f"{inside} link set lo up".split())
 
-    def _open_doors(self) -> None:
+    def _start_sshd(self) -> None:
         folder = self.folder
         for key in ("host_key", "user_key"):
             run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key))
@@ -111,7 +111,7 @@ class TwoHosts:
             with (folder / f"sshd_{host}.log").open("w") as log:
                 words = self.command(host, sshd, "-D", "-e", "-f", str(config))
                 self._daemons.append(subprocess.Popen(words, env={"PATH": PATH}, stderr=log))
-        # ssh takes no home folder from the environment: only an option names a config.
+        # ssh ignores HOME, so its config must be given as an option.
         (folder / "ssh_config").write_text(SSH_CONFIG.format(folder=folder))
         (folder / "bin").mkdir()
         ssh = folder / "bin" / "ssh"

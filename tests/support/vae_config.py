@@ -1,4 +1,4 @@
-"""A VAE that trains in seconds."""
+"""The config of a VAE that trains in seconds."""
 
 SMALL = """\
 name: small

@@ -1,6 +1,6 @@
-"""Small data sets of VTAB, byte for byte in the layouts of their authors' files.
+"""Small data sets of VTAB in the exact file formats of their authors.
 
-Each writer returns, split by split, the label of every picture and its pixels uint8 `[h, w, 3]`.
+Each writer returns, by split, the label and the pixels uint8 `[h, w, 3]` of every image.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def save_png(path, pixels):
     Image.fromarray(pixels).save(path)
 
 
-# Count and nearest distance of each picture; a distance on a limit belongs to the class below.
+# Number of objects and nearest distance of each image; a distance on a limit is in the class below.
 CLEVR = {
     "train": [(3, 7.99), (10, 8.0), (4, 8.001), (5, 9.3)],
     "val": [(6, 9.7), (3, 42.0), (7, 8.6)],
@@ -64,7 +64,7 @@ def kitti_line(kind, depth):
 
 
 def write_kitti(root):
-    """Twenty videos of one picture each, so that two test and two validate."""
+    """Write twenty videos of one image each, of which two are for test and two for validation."""
     cases = [
         (["Car 7.5", "Tram 1.0"], 0),
         (["Van 8.0", "Truck 30"], 0),
@@ -78,7 +78,7 @@ def write_kitti(root):
     (root / "mapping/train_mapping.txt").write_text("".join(lines))
     order = np.random.default_rng(0).permutation(20)
     (root / "mapping/train_rand.txt").write_text(",".join(str(line + 1) for line in order))
-    # As TensorFlow Datasets cuts KITTI 3.1.0.
+    # The split of KITTI 3.1.0 in TensorFlow Datasets.
     state = np.random.get_state()
     np.random.seed(123)
     tests = set(np.random.choice(sorted(videos), 2, replace=False))
@@ -98,7 +98,7 @@ def write_kitti(root):
 
 
 def write_dsprites(root):
-    """Ten sprites, of which eight train: those whose numbers hash lowest."""
+    """Write ten sprites; the eight with the lowest hashes are for training."""
     latents = np.zeros((10, 6), np.int64)
     latents[:, 3] = [0, 2, 3, 39, 20, 7, 8, 37, 38, 5]
     latents[:, 4] = [0, 1, 2, 31, 16, 30, 3, 4, 5, 6]
@@ -161,7 +161,7 @@ def write_camelyon(root):
 
 
 def field(number, content):
-    """A field of bytes in protocol buffers' wire format."""
+    """Return a length-delimited field in the wire format of protocol buffers."""
     return bytes([number << 3 | 2]) + varint(len(content)) + content
 
 
@@ -215,7 +215,7 @@ def write_sun(root):
 
 
 def write_resisc(root):
-    """Five pictures a class: three train, one validates, one tests."""
+    """Write five images per class: three for training, one for validation, one for test."""
     found = {"train": [], "validation": [], "test": []}
     for label, name in enumerate(("baseball_diamond", "thermal_power_station")):
         files = {f"{name}/{name}_{n:03d}.jpg": small_jpeg(10 * label + n) for n in range(5)}
@@ -229,7 +229,7 @@ def write_resisc(root):
 
 
 def write_retinopathy(root):
-    """Pictures of a disc of one colour: what is left of them is grey."""
+    """Write images of a uniform disc, which preprocessing turns grey."""
     rows = np.arange(60) - 30
     disc = rows[:, None] ** 2 + (np.arange(80) - 40) ** 2 < 25**2
     eye = np.where(disc[..., None], np.array([200, 120, 60]), 0).astype(np.uint8)

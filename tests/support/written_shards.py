@@ -1,4 +1,4 @@
-"""Writes small shards of any kind, with the format's own writer."""
+"""Write small shards of any kind with the format's writer."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def write_payloads(
     samples_per_shard: int = 10,
     **fields: Any,
 ) -> Manifest:
-    """Write payloads as shards, without labels where none are given.
+    """Write payloads as shards, unlabelled by default; return the manifest.
 
-    `fields` are the manifest's, in place of the values here.
+    `fields` override fields of the manifest.
     """
     folder.mkdir(parents=True, exist_ok=True)
     names = sources or [f"{number}.png" for number in range(len(payloads))]

@@ -182,6 +182,6 @@ def test_search_finds_a_key_on_pages_opened_from_the_disk(site, tmp_path):
         while not (found := browser.evaluate(links)) and time.monotonic() < end:
             time.sleep(0.1)
         assert any("/config/index.html" in url for url in found)
-        asked = [each["request"]["url"] for each in browser.told("Network.requestWillBeSent")]
+        asked = [each["request"]["url"] for each in browser.events_of("Network.requestWillBeSent")]
         assert asked
         assert all(url.startswith(("file:", "data:")) for url in asked)

@@ -80,7 +80,7 @@ def odd_files():
         "half.JPEG": (jpeg[: len(jpeg) // 2], "truncated"),
         "zero.JPEG": (b"", "zero bytes"),
         "hole.JPEG": bad_files()["hole.jpg"],
-        "text.jpg": (b"no picture, whatever its name says", "not an image"),
+        "text.jpg": (b"text in spite of its name", "not an image"),
         "page.jpg": (b"<html><body>404</body></html>", "not an image"),
         "huge.JPEG": (huge_jpeg(), "too large"),
         "bomb.png": (huge_png(), "too large"),

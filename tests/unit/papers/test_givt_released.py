@@ -8,7 +8,7 @@ import torch
 from golden_givt import (
     GOLDEN,
     MODELS,
-    causal_weights_of_16_numbers,
+    causal_weights_of_width_16,
     conditions,
     golden,
     import_file,
@@ -120,7 +120,7 @@ def test_encoder_checks_image_shape(tmp_path):
 
 
 def test_stacked_layers_and_adapter_are_imported(tmp_path):
-    arrays, adapter = causal_weights_of_16_numbers(), golden("adapter")
+    arrays, adapter = causal_weights_of_width_16(), golden("adapter")
     names = [name for name in adapter if name.startswith("params/")]
     for name in names:
         arrays[name.replace("params/", "params/params_adaptor/")] = adapter[name]

@@ -39,11 +39,11 @@ def page(page_of_two, tmp_path_factory):
 def test_the_page_is_whole_and_asks_for_nothing(browser, page):
     browser.open(page.as_uri())
 
-    asked = {event["request"]["url"] for event in browser.told("Network.requestWillBeSent")}
+    asked = {event["request"]["url"] for event in browser.events_of("Network.requestWillBeSent")}
     assert {url for url in asked if not url.startswith("data:")} == {page.as_uri()}
-    assert browser.told("Log.entryAdded") == []
-    assert browser.told("Runtime.consoleAPICalled") == []
-    assert browser.told("Runtime.exceptionThrown") == []
+    assert browser.events_of("Log.entryAdded") == []
+    assert browser.events_of("Runtime.consoleAPICalled") == []
+    assert browser.events_of("Runtime.exceptionThrown") == []
     widths = browser.evaluate(PICTURES)
     assert widths == [60] * 4, "two runs, each with a sample grid and a figure"
     assert browser.evaluate("document.querySelectorAll('svg').length") >= 5
