@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Check dist/: the metadata, what the wheel and the sdist hold, and that the wheel works in an
-# environment of its own. WHOLE=1 installs all it depends on (GBs) and trains on letters.
-# Usage: check_wheel.sh PYTHON, with build and twine installed there.
+# Check dist/: the metadata, the contents of wheel and sdist, and that the wheel works in a new
+# environment. WHOLE=1 installs all dependencies (GBs) and trains on letters.
+# Usage: check_wheel.sh PYTHON; PYTHON needs the packages build and twine.
 set -euo pipefail
 python=$1
 folder=$(mktemp -d "${TMPDIR:-/tmp}/megavis-wheel-XXXXXX")
@@ -25,11 +25,11 @@ bin=$folder/venv/bin checkout=$PWD
 if [ -n "${WHOLE:-}" ]; then
   "$bin/pip" install --quiet --constraint constraints.txt "$wheel"
 else
-  # What commands without torch need.
+  # The dependencies of commands that do not import torch.
   "$bin/pip" install --quiet --constraint constraints.txt numpy pydantic PyYAML
   "$bin/pip" install --quiet --no-deps "$wheel"
 fi
-# Not from the checkout, whose modules Python would find first.
+# Leave the checkout, whose modules would shadow those of the wheel.
 cd "$folder"
 "$bin/megavis" --version
 "$bin/megavis" schema --out schema.json
@@ -38,7 +38,7 @@ cmp schema.json "$checkout/yaml_configs/schema.json"
 "$bin/megavis" train --help >/dev/null
 "$bin/megavis-data" --help >/dev/null
 if [ -n "${WHOLE:-}" ]; then
-  # The three lines of docs/getting-started.md, in small.
+  # The quick start of docs/getting-started.md at a small size.
   "$bin/megavis-data" letters letters --size 32 --images 640
   "$bin/megavis-data" jpeg letters/train --out letters/shards --size 32
   "$bin/megavis" train yaml_configs/compose/random_patches.yaml data.train=letters/shards \

@@ -1,7 +1,7 @@
-"""The reference of all config keys, as pages of the site: from the schema, when the site is built.
+"""Generate the reference of all config keys, as pages of the site, from the schema.
 
-Of every key: its type and range, its default, what it means, and the line of code that declares
-it. Keys of sections are on one page; the keys of `objective` are on a page per paper.
+For each key it lists type and range, default, meaning, and the line of code that declares it. Keys
+of sections are on one page; the keys of `objective` are on a page per paper.
 """
 
 from __future__ import annotations
@@ -25,20 +25,19 @@ HEAD = """# Config keys
 
 A config is a YAML file of the sections below. Each key can be given on the command line too, as
 `section.key=value`. `megavis config show CONFIG` lists the values of a config and the line that
-each comes from. Unknown keys are errors. A key without a default is required, in the file or in the
-one that it is `based_on`.
+each comes from. Unknown keys are errors. A key without a default is required, in the file or in a
+file that it is `based_on`.
 
 The section `objective` has the keys of a paper: {papers}.
 
-This page is made from the schema of `megavis schema`. The last column is the line that declares the
-key.
+This page is generated from `megavis schema`. The last column is the line that declares the key.
 """
 TABLE = "| key | type | default | meaning | declared in |\n|---|---|---|---|---|"
 RANGES = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
 def config_pages() -> Iterator[tuple[str, str]]:
-    """Yield the place in the site and the text of each page."""
+    """Yield the path in the site and the text of each page."""
     schema = json_schema()
     definitions = schema["$defs"]
     schema["properties"][BASED_ON]["default"] = None
@@ -46,20 +45,20 @@ def config_pages() -> Iterator[tuple[str, str]]:
         for reference in _references(entry)[:1]:
             entry.setdefault("description", definitions[reference]["description"])
     papers = {name: type_.__module__.split(".")[2] for name, type_ in PAPER_CONFIGS.items()}
-    rooms = sorted(set(papers.values()))
-    links = ", ".join(f"[{room}]({room}.md)" for room in rooms)
+    folders = sorted(set(papers.values()))
+    links = ", ".join(f"[{folder}]({folder}.md)" for folder in folders)
     parts = [HEAD.format(papers=links), "## Outside sections", "", _table(schema, RunConfig, "")]
     for name, entry in schema["properties"].items():
         for reference in [] if name == "objective" else _references(entry):
             parts += _section(name, definitions, reference, 2)
     yield "config/index.md", "\n".join(parts)
-    for room in rooms:
-        yield f"config/{room}.md", _paper_page(room, papers, definitions)
+    for folder in folders:
+        yield f"config/{folder}.md", _paper_page(folder, papers, definitions)
 
 
-def _paper_page(room: str, papers: Mapping[str, str], definitions: Mapping[str, Any]) -> str:
-    parts = [f"# Keys of objective: {room}", "", "All others are on [this page](index.md).", ""]
-    for name in (name for name, folder in papers.items() if folder == room):
+def _paper_page(folder: str, papers: Mapping[str, str], definitions: Mapping[str, Any]) -> str:
+    parts = [f"# Keys of objective: {folder}", "", "All others are on [this page](index.md).", ""]
+    for name in (name for name, other in papers.items() if other == folder):
         parts += [f"## name: {name}", ""]
         parts += _section(f"objective ({name})", definitions, PAPER_CONFIGS[name].__name__, 3)
     return "\n".join(parts)
@@ -68,7 +67,7 @@ def _paper_page(room: str, papers: Mapping[str, str], definitions: Mapping[str, 
 def _section(
     name: str, definitions: Mapping[str, Any], reference: str, level: int
 ) -> Iterator[str]:
-    """Yield the lines of a section and of those inside it."""
+    """Yield the lines of a section and of its nested sections."""
     section, declared = definitions[reference], _class(reference)
     yield f"{'#' * level} {name}"
     yield ""
@@ -84,7 +83,7 @@ def _section(
 
 
 def _references(entry: Any) -> list[str]:
-    """Return the sections that a value may be, each once."""
+    """Return the names of the sections that a value may be, without duplicates."""
     if isinstance(entry, list):
         found = [name for each in entry for name in _references(each)]
     elif isinstance(entry, dict):
@@ -97,7 +96,7 @@ def _references(entry: Any) -> list[str]:
 
 
 def _table(section: Mapping[str, Any], declared: type[Section], anchor: str) -> str:
-    """Return the table of a section's own keys."""
+    """Return the table of a section's keys."""
     rows = [TABLE]
     for key, entry in section["properties"].items():
         meaning = _one_line(entry.get("description", "Selects these keys."))
@@ -119,12 +118,12 @@ def _default(entry: Mapping[str, Any]) -> str:
     if entry["default"] is None:
         return "absent"
     if isinstance(entry["default"], dict) and set(entry["default"]) != {"kind"}:
-        return "its keys' own"
+        return "defaults of its keys"
     return f"`{json.dumps(entry['default'], ensure_ascii=False)}`"
 
 
 def _type(entry: Mapping[str, Any]) -> str:
-    """Return a type as words: `integer > 0 or absent`."""
+    """Return a type as text, such as `integer > 0 or absent`."""
     if "$ref" in entry:
         return "section"
     for word in ("anyOf", "oneOf"):
@@ -161,7 +160,7 @@ def _class(name: str) -> type[Section]:
 
 
 def _place(declared: type[Section], key: str) -> str:
-    """Return file and line of a key: of its class, of a base, or of the section's shorthand."""
+    """Return file and line that declare a key, in the class, a base or the section's shorthand."""
     if key == BASED_ON:
         return "`config/yaml_tree.py`"
     shorthand = _classes().get(declared.__name__.replace("Config", "Shorthand"))

@@ -3,12 +3,12 @@
 #
 #   bash launch/deepspeed.sh CONFIG [key=value ...]                       this node, all its GPUs
 #   HOSTFILE=launch/hostfile bash launch/deepspeed.sh CONFIG [...]        the nodes of the file
-#   PROCESSES=2 bash launch/deepspeed.sh CONFIG [...]                     2 processes, here
+#   PROCESSES=2 bash launch/deepspeed.sh CONFIG [...]                     2 processes, this node
 #
 # A hostfile names nodes and their GPUs (hostfile.example). ssh must work between them without a
-# password, and the checkout and its environment must lie at the same place on all of them.
-# Variables for the other nodes go into ~/.deepspeed_env, one NAME=value a line: ssh takes none
-# along but those that begin with NCCL, PYTHON, UCX or MV2.
+# password, and the checkout and its environment must have the same path on all of them.
+# Variables for the other nodes go into ~/.deepspeed_env, one NAME=value per line: the launcher
+# forwards only those that begin with NCCL, PYTHON, UCX or MV2.
 set -euo pipefail
 
 if (($# == 0)); then
@@ -27,8 +27,8 @@ fi
 if [[ -n ${PROCESSES:-} ]]; then
   options+=(--num_accelerators "$PROCESSES")
 fi
-# megavis reads LOCAL_RANK from the environment, so the launcher need not add an argument. `env`,
-# because ssh takes these to no node: each process there would use all processors.
+# megavis reads LOCAL_RANK from the environment, so the launcher need not add an argument. `env` sets
+# variables that are not forwarded over ssh; without them each process would use all processors.
 exec deepspeed ${options[@]+"${options[@]}"} --no_local_rank --no_python \
   env "OMP_NUM_THREADS=$OMP_NUM_THREADS" "PYTORCH_CUDA_ALLOC_CONF=$PYTORCH_CUDA_ALLOC_CONF" \
   "TORCH_FR_BUFFER_SIZE=$TORCH_FR_BUFFER_SIZE" "TORCH_FR_DUMP_TEMP_FILE=$TORCH_FR_DUMP_TEMP_FILE" \

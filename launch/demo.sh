@@ -6,26 +6,26 @@
 #   make demos             all of them, and docs/gallery.md
 #   SEED=1 make demo       other weights and another order of images; its runs end in _1
 #
-# A step is a line on the screen; its command and what it says are in demo/PAPER.log. Run again, a
-# demo resumes; after `rm -r demo runs/*_demo*` it starts over.
+# Each step prints a line; its command and output are in demo/PAPER.log. Run again, a demo resumes;
+# after `rm -r demo runs/*_demo*` it starts over.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-# Threads that wait sleep. If they spin, as they do by default, and a core is busy with other work, the
-# demo takes five times the CPU time (docs/evaluation.md).
+# Let waiting threads sleep. If they spin, as by default, while a core is busy with other work, the demo
+# takes five times the CPU time (docs/evaluation.md).
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 
 seed=${SEED:-0}
 tag=
 [ "$seed" = 0 ] || tag=_$seed
 
-# seeded NAME [FROM_RUN]: the keys that make run NAME one of another seed, after FROM_RUN's such run.
+# seeded NAME [FROM_RUN]: overrides for run NAME with $seed, starting from FROM_RUN with that seed.
 seeded() {
   [ -n "$tag" ] || return 0
   echo "seed=$seed name=$1$tag" ${2:+"finetune.from_run=runs/$2$tag"}
 }
 
-# step WHAT COMMAND ...: announce and do a step, or count it where `counting` is set.
+# step WHAT COMMAND ...: announce and run a step, or only count it if `counting` is set.
 step() {
   number=$((number + 1))
   [ -z "$counting" ] || return 0
@@ -38,8 +38,8 @@ step() {
 }
 
 # background WHAT COMMAND ...: announce a step and start it in the background. The steps until
-# `join_background` run at the same time, each on one thread: two small trainings in parallel use two
-# cores better than one after the other on both.
+# `join_background` run concurrently, each on one thread. Two small concurrent runs use two cores better
+# than consecutive runs on both.
 other=
 trap 'test -z "$other" || kill "$other" 2>/dev/null || true' EXIT
 background() {
@@ -61,7 +61,7 @@ join_background() {
   rm "$log.other"
 }
 
-# Progress bars are on standard error, and only where that is a terminal.
+# Progress bars are written to standard error, and only to a terminal.
 run_logged() {
   local code=0
   printf '\n$ %s\n' "$*" >>"$log"
@@ -80,14 +80,14 @@ fail() {
   exit "$1"
 }
 
-# finish RUN ...: print what the runs have come to, and write their page.
+# finish RUN ...: print a summary of the runs, and write their page.
 finish() {
   [ -z "$counting" ] || return 0
   printf '\n'
   megavis report "$@" | tee -a "$log"
 }
 
-# letters_12: the data of iGPT, which sees pixels.
+# letters_12: the data of iGPT, which reads pixels.
 letters_12() {
   local split
   step "draw letters of 12² pixels: 14 fonts to train on, 3 to select by, 5 to validate" \
@@ -105,7 +105,7 @@ letters_12() {
   done
 }
 
-# probe RUN [SIZE]: read letters off each layer of a run on letters_12, or on letters_SIZE.
+# probe RUN [SIZE]: linear probe of each layer of a run on letters_12, or on letters_SIZE.
 probe() {
   local tail=${2:+_$2}
   step "probe each layer: does a linear classifier of its features name the letter?" \
@@ -119,7 +119,7 @@ igpt() {
   step "train iGPT, 4 layers 160 wide, for 1,600 steps of 8 images" \
     megavis train yaml_configs/igpt/demo.yaml $(seeded igpt_demo)
   probe "$run"
-  step "draw letters from nothing" megavis sample "$run" --num-images 48
+  step "sample letters unconditionally" megavis sample "$run" --num-images 48
   step "complete the lower halves of eight letters, six times each" \
     megavis sample "$run" --num-images 8 --completions 6 --top-p 0.9 --prefix half
   finish "$run"
@@ -128,7 +128,7 @@ igpt() {
 igpt-bert() {
   local run=runs/igpt_demo_bert$tag
   letters_12
-  step "train iGPT by BERT's objective, 4 layers 160 wide, for 2,400 steps of 8 images" \
+  step "train iGPT with BERT's objective, 4 layers 160 wide, for 2,400 steps of 8 images" \
     megavis train yaml_configs/igpt/demo_bert.yaml $(seeded igpt_demo_bert)
   probe "$run"
   step "draw accuracy over depth" \
@@ -136,7 +136,7 @@ igpt-bert() {
   finish "$run"
 }
 
-# letters_32: the data of the papers that see patches.
+# letters_32: the data of the papers that read patches.
 letters_32() {
   local part
   step "draw letters of 32² pixels: 14 fonts to train on, 3 to select by, 5 to validate" \
@@ -152,11 +152,11 @@ mp3() {
   letters_32
   step "train MP3, 4 layers 128 wide, for 1,200 steps of 64 images" \
     megavis train yaml_configs/mp3/demo.yaml $(seeded mp3_demo)
-  step "count the patches that are put in their place" \
+  step "measure the accuracy of predicted positions" \
     megavis figure positions "$run" --images demo/validation_32
-  step "put shuffled letters together" \
+  step "reassemble shuffled letters" \
     megavis figure jigsaw "$run" --images demo/validation_32 --num-images 4
-  background "fine-tune on which letter it is" \
+  background "fine-tune to classify letters" \
     megavis finetune "$tune" $(seeded mp3_finetune_demo mp3_demo)
   step "the same from scratch" \
     megavis finetune "$tune" finetune.from_run=null "name=mp3_scratch_demo$tag" "seed=$seed"
@@ -167,7 +167,7 @@ mp3() {
 darl() {
   local run=runs/darl_demo$tag mse=runs/darl_mse_demo$tag tune=yaml_configs/darl/finetune_demo.yaml
   letters_32
-  background "train DARL to denoise patch after patch, 4 layers 128 wide, for 1,000 steps of 32 images" \
+  background "train DARL to denoise patch by patch, 4 layers 128 wide, for 1,000 steps of 32 images" \
     megavis train yaml_configs/darl/demo.yaml $(seeded darl_demo)
   step "train it to predict patches by squared error" \
     megavis train yaml_configs/darl/demo.yaml objective.loss=mse objective.decoder=null \
@@ -178,9 +178,9 @@ darl() {
     megavis finetune "$tune" finetune.from_run=null finetune.layer_decay=1.0 \
     "name=darl_scratch_demo$tag" "seed=$seed"
   join_background
-  background "fine-tune the denoising network on which letter it is" \
+  background "fine-tune the denoising network to classify letters" \
     megavis finetune "$tune" $(seeded darl_finetune_demo darl_demo)
-  step "complete lower halves, patch after patch denoised" megavis figure completions "$run"
+  step "complete lower halves by denoising patch by patch" megavis figure completions "$run"
   join_background
   finish "$run" "$mse" "runs/darl_finetune_demo$tag" "runs/darl_scratch_demo$tag"
 }
@@ -206,11 +206,11 @@ givt() {
   done
   step "train GIVT, 4 layers 192 wide, for 2,000 steps of 32 images" \
     megavis train yaml_configs/givt/demo.yaml $(seeded givt_demo)
-  step "draw eight images of each letter, with guidance" \
+  step "sample eight images of each letter, with guidance" \
     megavis sample "$run" --classes 0,1,2,3,4,5,6,7,8,9 --per-class 8 --temperature 0.9 --guidance 0.4
-  step "draw 1,000 images, letters in turns" \
+  step "sample 1,000 images, letters in turn" \
     megavis sample "$run" --num-images 1000 --npz "$npz" --temperature 0.9 --guidance 0.4
-  step "ask a classifier of real letters which letters they are" \
+  step "classify the samples with a classifier of real letters" \
     megavis evaluate classes "$run" --train demo/train_ten --images demo/validation_ten \
     --tokenizer "$vae"
   finish "$run" "$vae"
@@ -234,7 +234,7 @@ gvp() {
   done
   step "train GVP from ids to ids (d2d), for 300 steps of 64 images" \
     megavis train yaml_configs/gvp/demo_d2d.yaml $(seeded gvp_demo_d2d)
-  step "draw hidden ids, all at once and in groups" \
+  step "sample hidden ids, all at once and in groups" \
     megavis figure groups "$ids" --images demo/ids_validation
   finish "$run" "$ids" "$vqgan"
 }
@@ -247,7 +247,7 @@ mae() {
   probe "$run" 32
   step "predict three quarters of the patches from the others" \
     megavis figure reconstructions "$run" --images demo/validation_32
-  background "fine-tune the encoder on which letter it is" \
+  background "fine-tune the encoder to classify letters" \
     megavis finetune "$tune" $(seeded mae_finetune_demo mae_demo)
   step "the same from scratch" \
     megavis finetune "$tune" finetune.from_run=null finetune.layer_decay=1.0 \
@@ -265,7 +265,7 @@ demo() {
   number=0 counting=yes
   "$1"
   total=$number number=0 counting=
-  printf '%s: what each step runs and says is in %s\n' "$1" "$log"
+  printf '%s: commands and output of each step are in %s\n' "$1" "$log"
   "$1"
   printf '  %-18s%d min %02d s\n' "took" $(((SECONDS - began) / 60)) $(((SECONDS - began) % 60))
 }

@@ -1,6 +1,6 @@
-"""torchrun that ends with the code of the process that failed first, where torchrun says 1.
+"""Run torchrun, but exit with the code of the process that failed first instead of 1.
 
-So a launcher can distinguish a user's mistake (2) from a run to be resumed (75).
+This lets a launcher distinguish a user's mistake (2) from a run to be resumed (75).
 """
 
 import sys
@@ -13,16 +13,16 @@ STOPPED = 75
 
 
 def run() -> int:
-    """Run torchrun with this program's words; return its exit code."""
+    """Run torchrun with this program's arguments; return the exit code."""
     try:
         main()
     except ChildFailedError as error:
         sys.stderr.write(f"{error}\n")
         _, failure = error.get_first_failure()
-        # A signal's number comes negative; a shell adds 128.
+        # Signals are negative numbers here, and 128 + number in a shell.
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException:
-        # It has passed the signal on, and the processes have saved if there was time.
+        # torchrun has forwarded the signal, and the processes have saved if there was time.
         return STOPPED
     return 0
 

@@ -45,7 +45,7 @@ class Demo:
 DEMOS = (
     Demo(
         paper="igpt",
-        title="iGPT: pixel after pixel",
+        title="iGPT: pixel by pixel",
         runs=("igpt_demo",),
         pictures=(
             (
@@ -57,7 +57,7 @@ DEMOS = (
     ),
     Demo(
         paper="igpt-bert",
-        title="iGPT by BERT's objective: masked pixels",
+        title="iGPT with BERT's objective: masked pixels",
         runs=("igpt_demo_bert",),
         pictures=(
             (
@@ -68,7 +68,7 @@ DEMOS = (
     ),
     Demo(
         paper="darl",
-        title="DARL: patch after patch, denoised",
+        title="DARL: patch by patch, denoised",
         runs=(
             "darl_demo",
             "darl_mse_demo",
@@ -88,7 +88,7 @@ DEMOS = (
     ),
     Demo(
         paper="mp3",
-        title="MP3: patches back into their places",
+        title="MP3: patches back to their positions",
         runs=("mp3_demo", "mp3_finetune_demo", "mp3_scratch_demo"),
         pictures=(
             (

@@ -1,14 +1,14 @@
-"""Pages of the site that are made when it is built; a hook of mkdocs.yml.
+"""Generate pages of the site; a hook of mkdocs.yml.
 
 - the documents of the checkout's root: README.md is the first page;
 - `config/`: every key of a config, by section (launch/config_reference.py);
 - `presets/`: the files of `yaml_configs/`, a page per paper;
 - `notebooks/`: the notebooks of `docs/notebooks`, as text;
 - `api/`: public modules, a page per package, from their docstrings;
-- on top of `docs/papers/PAPER.md`, what the paper's module says it does.
+- the introduction of `docs/papers/PAPER.md`, from the paper's module.
 
-Links between documents are those of the checkout. Where they lead out of `docs/`, they are
-rewritten for the site; one that leads to no page is left as it is, and the strict build fails.
+Documents link to files of the checkout. Links out of `docs/` are rewritten for the site; a link
+without a page is kept, so that the strict build fails.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?(?=\))")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Fill in the generated pages of each folder that the navigation names."""
+    """List the generated pages of each folder in the navigation."""
     config.nav = _filled(config.nav)
     return config
 
@@ -97,8 +97,8 @@ def rewritten(markdown: str, source: str) -> str:
     """Return a document with the links of the site.
 
     Args:
-        markdown: its text; links are relative to its place in the checkout.
-        source: its place in the site.
+        markdown: its text; links are relative to its path in the checkout.
+        source: its path in the site.
     """
     places = {site: checkout for checkout, site in DOCUMENTS.items()}
     folder = posixpath.dirname(places.get(source, f"docs/{source}"))
@@ -130,7 +130,7 @@ def _place(target: str, anchor: str) -> tuple[str, str]:
 
 @functools.cache
 def pages() -> Mapping[str, str]:
-    """Return the text of each generated page by its place in the site."""
+    """Return the text of each generated page by its path in the site."""
     return dict(_pages())
 
 
@@ -149,7 +149,7 @@ def _pages() -> Iterator[tuple[str, str]]:
 
 
 def _notebook_page(path: Path) -> str:
-    """Return the cells of a notebook: text as it is, code in blocks."""
+    """Return the cells of a notebook as Markdown."""
     parts = []
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         text = "".join(cell["source"])
@@ -183,7 +183,7 @@ def _docstring(path: Path) -> str:
 
 
 def _public(package: str) -> Iterator[str]:
-    """Yield the modules of a package, subpackages included, that hold something public."""
+    """Yield the modules of a package and its subpackages that have public names."""
     path = ROOT / "megavis" / package
     sources = [path.with_suffix(".py")] if not path.is_dir() else sorted(path.rglob("*.py"))
     for source in sources:
@@ -214,7 +214,7 @@ def _api_index() -> str:
 
 
 def _introduced(markdown: str, paper: str) -> str:
-    """Return a paper's page with what its module and its demo say, and links to the rest."""
+    """Return a paper's page with an introduction from its module and its demo, and links."""
     head, title, rest = markdown.partition("\n\n*")
     name = PAPERS[paper]
     about = _docstring(ROOT / "megavis" / "papers" / paper / "paper.py")

@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
-# Start megavis under SLURM: one task a GPU. megavis reads rank, size and node list from SLURM_*.
+# Start megavis under SLURM: one task per GPU. megavis reads rank, size and node list from SLURM_*.
 #
 #   sbatch --nodes 4 launch/slurm.sh CONFIG [key=value ...]
 #
-# Call it in the checkout. Partition, account and time are the cluster's: give them to sbatch, or add
-# them here. A node with another number of GPUs: --ntasks-per-node and --gpus-per-node, both. In a
-# container: CONTAINER=image.sif sbatch … (slurm_step.sh says more).
+# Run it in the checkout. Give partition, account and time to sbatch, or add them here. For another
+# number of GPUs per node set both --ntasks-per-node and --gpus-per-node. To run in a container:
+# CONTAINER=image.sif sbatch … (see slurm_step.sh).
 #SBATCH --job-name=megavis
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=8
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=8
 #SBATCH --exclusive
-# %x is the job's name, %j its number. A requeued job writes on into the same file.
+# %x is the job's name, %j its id. A requeued job appends to the same file.
 #SBATCH --output=%x-%j.log
 #SBATCH --open-mode=append
-# A job that is preempted, or loses a node, is requeued and resumes from its newest checkpoint.
+# A job that is preempted or loses a node is requeued and resumes from its newest checkpoint.
 #SBATCH --requeue
-# Five minutes before the time limit this script gets USR1: the run saves, stops and is queued again.
+# Five minutes before the time limit this script gets USR1: the run saves, stops and is requeued.
 #SBATCH --signal=B:USR1@300
 set -euo pipefail
 
@@ -26,7 +26,7 @@ if (($# == 0)); then
   exit 2
 fi
 
-# sbatch runs a copy of this file from its spool folder: the checkout is where sbatch was called.
+# sbatch runs a copy of this file from its spool folder; the checkout is where sbatch was called.
 cd "${SLURM_SUBMIT_DIR:-.}"
-# In this process, which is the one that gets the signal.
+# exec, since this process receives the signal.
 exec bash launch/slurm_step.sh train "$@"

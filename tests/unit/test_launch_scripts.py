@@ -124,7 +124,7 @@ def test_torchrun_on_several_nodes_wants_to_know_which(start, programs):
     process = start("torchrun.sh", "a.yaml", NUM_NODES="4")
     _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode != 0
-    assert "NODE_RANK: say which of the nodes this is" in errors
+    assert "NODE_RANK: set it to the index of this node" in errors
 
 
 def test_deepspeed_takes_a_hostfile(start, programs, tmp_path):

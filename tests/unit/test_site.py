@@ -158,7 +158,7 @@ def is_default(shown, field):
     if field.default is None:
         return shown == "absent"
     if isinstance(field.default, Section):
-        return shown == "its keys' own" or "kind" in json.loads(shown)
+        return shown == "defaults of its keys" or "kind" in json.loads(shown)
     value = list(field.default) if isinstance(field.default, tuple) else field.default
     try:
         return json.loads(shown) == value
