@@ -27,8 +27,9 @@ def real_picture():
     return Image.open(real_jpegs()[0]).convert("RGB").resize((96, 64))
 
 
-def encoded(image, kind, **options):
-    """Return the bytes of an image file."""
+def encoded(image, kind="JPEG", **options):
+    """Return the bytes of an image file of a Pillow image or of pixels uint8 `[h, w, 3]`."""
+    image = Image.fromarray(image) if isinstance(image, np.ndarray) else image
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 import webdataset
+from image_files import encoded
+from loading import inputs_by_position
 from PIL import Image
 from shard_folder import identity, write_folder
 from written_shards import write_payloads
@@ -19,18 +21,11 @@ from megavis.data.codecs.codec import IdsCodec
 from megavis.data.codecs.jpeg import DamagedImageError, decode_rgb, join
 from megavis.data.codecs.transforms import Transform
 from megavis.data.loading.dataset import ShardDataset
-from megavis.data.loading.loader import BatchLoader, evaluation_batches
+from megavis.data.loading.loader import evaluation_batches
 from megavis.evaluation.features import pixel_features
 
 RANDOM = np.random.default_rng(0)
 SHAPE = (3, 2, 4)
-
-
-def encoded(pixels, kind="JPEG", **options):
-    buffer = io.BytesIO()
-    image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
 
 
 def write_jpegs(folder, payloads, image_size):
@@ -227,35 +222,16 @@ def test_bad_pairs_are_replaced(tmp_path):
     assert dataset.skipped == {"damaged": 3, "not 8x8 pixels": 1}
 
 
-def loaded_pixels(dataset, *, micro, ranks, start=0, steps=4):
-    """Pixels by position, of steps of 12 images read by so many ranks."""
-    seen = {}
-    for rank in range(ranks):
-        loader = BatchLoader(
-            dataset,
-            seed=5,
-            micro_batch_size=micro,
-            data_parallel_rank=rank,
-            data_parallel_size=ranks,
-            accumulation_steps=12 // (micro * ranks),
-            start_step=start,
-        )
-        with loader:
-            for _ in range(steps * loader.accumulation_steps):
-                batch = next(loader)
-                seen.update(zip(batch.sample_index.tolist(), batch.inputs, strict=True))
-    return seen
-
-
 def test_random_crops_do_not_depend_on_ranks_or_resume(tmp_path):
     pictures = [
         encoded(RANDOM.integers(0, 256, (20 + i, 30, 3)).astype(np.uint8)) for i in range(7)
     ]
     write_jpegs(tmp_path, pictures, None)
     transform = Transform(image_size=8, crop="random_resized", flip=True, seed=5)
-    whole = loaded_pixels(ShardDataset(tmp_path, transform), micro=12, ranks=1)
-    parts = loaded_pixels(ShardDataset(tmp_path, transform), micro=2, ranks=3)
-    resumed = loaded_pixels(ShardDataset(tmp_path, transform), micro=3, ranks=2, start=2, steps=2)
+    dataset = ShardDataset(tmp_path, transform)
+    whole = inputs_by_position(dataset, micro=12, ranks=1, stop=4)
+    parts = inputs_by_position(dataset, micro=2, ranks=3, stop=4)
+    resumed = inputs_by_position(dataset, micro=3, ranks=2, start=2, stop=4)
     assert sorted(whole) == sorted(parts) == list(range(48))
     assert sorted(resumed) == list(range(24, 48))
     for position, pixels in whole.items():

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
+from loading import inputs_by_position
 from shard_folder import write_folder
 
 from megavis.config.errors import UserError
 from megavis.data.loading.blended_dataset import BlendedDataset
 from megavis.data.loading.dataset import ShardDataset
-from megavis.data.loading.loader import BatchLoader
 from megavis.data.loading.order import BlendedOrder, SampleOrder, block_counts
 
 GOLDEN = [5, 13, 16, 3, 2, 12, 7, 9, 8, 11, 0, 1, 14, 6, 10]
@@ -116,30 +114,10 @@ def test_read_renumbers_classes(mixed):
         dataset.read(np.array([42]))
 
 
-def loaded(dataset, *, micro, ranks, start=0):
-    """Inputs by position, of steps of 12 samples up to the fifth."""
-    seen = {}
-    for rank in range(ranks):
-        accumulation = 12 // (micro * ranks)
-        loader = BatchLoader(
-            dataset,
-            seed=5,
-            micro_batch_size=micro,
-            data_parallel_rank=rank,
-            data_parallel_size=ranks,
-            accumulation_steps=accumulation,
-            start_step=start,
-        )
-        with loader:
-            for batch in itertools.islice(loader, (5 - start) * accumulation):
-                seen.update(zip(batch.sample_index.tolist(), batch.inputs, strict=True))
-    return seen
-
-
 @pytest.mark.parametrize(("micro", "ranks", "start"), [(2, 3, 0), (3, 2, 2)])
 def test_mixture_does_not_depend_on_ranks_or_resume(mixed, micro, ranks, start):
-    whole = loaded(mixed[0], micro=12, ranks=1)
-    parts = loaded(mixed[0], micro=micro, ranks=ranks, start=start)
+    whole = inputs_by_position(mixed[0], micro=12, ranks=1, stop=5)
+    parts = inputs_by_position(mixed[0], micro=micro, ranks=ranks, start=start, stop=5)
     assert sorted(parts) == list(range(12 * start, 60))
     assert all(torch.equal(row, whole[position]) for position, row in parts.items())
     assert sum(int((row == 1).all()) for row in whole.values()) == 15
