@@ -14,12 +14,12 @@ from megavis.cli import main
 from megavis.commands.quiet import quietly
 
 
-def fail_aloud():
+def fail_with_output():
     with quietly():
-        print("what a library says")
-        warnings.warn("what it warns of", stacklevel=1)
-        logging.getLogger("library").warning("what it logs")
-        logging.getLogger("library").error("what it fails in")
+        print("output of a library")
+        warnings.warn("a warning", stacklevel=1)
+        logging.getLogger("library").warning("a log record")
+        logging.getLogger("library").error("an error")
         assert not gc.isenabled()
         raise ImportError("passes")
 
@@ -27,12 +27,12 @@ def fail_aloud():
 @pytest.mark.once
 def test_quietly_suppresses_output_and_gc(capsys, caplog):
     with pytest.raises(ImportError, match="passes"):
-        fail_aloud()
+        fail_with_output()
     assert gc.isenabled()
     assert capsys.readouterr().out == ""
-    assert [record.message for record in caplog.records] == ["what it fails in"]
-    logging.getLogger("library").warning("what it logs afterwards")
-    assert caplog.records[-1].message == "what it logs afterwards"
+    assert [record.message for record in caplog.records] == ["an error"]
+    logging.getLogger("library").warning("a later record")
+    assert caplog.records[-1].message == "a later record"
 
 
 @pytest.mark.once
