@@ -1,4 +1,4 @@
-"""MaskGIT's rounds against the schedule written out, what stays in them, and what is hidden."""
+"""MaskGIT rounds: the cosine schedule, which tokens stay hidden, and the training mask."""
 
 import math
 
@@ -14,7 +14,7 @@ NUM_TOKENS = 16
 
 
 @pytest.mark.parametrize(("rounds", "num_tokens"), [(16, 256), (16, 1024), (4, 3), (8, 16)])
-def test_schedule_is_the_cosine_with_one_token_a_round(rounds, num_tokens):
+def test_cosine_schedule_reveals_at_least_one_token_per_round(rounds, num_tokens):
     options = RoundOptions(rounds)
     hidden = num_tokens
     for step in range(rounds):
@@ -29,7 +29,7 @@ def schedule(**options):
 
 
 def hidden_by_step(temperature, rounds=4, seed=0):
-    """What is hidden in each round where the likelihood of a token is its place."""
+    """Return the hidden tokens of each round when a token's score is its position."""
     options, images = RoundOptions(rounds, temperature), torch.tensor([5, 9])
     rule = schedule()
     step = rule.first(
@@ -45,7 +45,7 @@ def hidden_by_step(temperature, rounds=4, seed=0):
     return found, options
 
 
-def test_the_likeliest_tokens_stay():
+def test_likeliest_tokens_are_kept():
     found, options = hidden_by_step(temperature=0.0)
     assert len(found) == 4
     for step, hidden in enumerate(found):
@@ -59,7 +59,7 @@ def test_known_tokens_are_never_hidden_again():
         assert not (after & ~before).any()
 
 
-def test_chance_follows_seed_and_image():
+def test_hidden_tokens_depend_on_seed_and_image():
     first, again, other = (
         torch.stack(hidden_by_step(temperature=50.0, seed=seed)[0]) for seed in (0, 0, 1)
     )
@@ -68,18 +68,18 @@ def test_chance_follows_seed_and_image():
     assert not torch.equal(first[:, 0], first[:, 1])
 
 
-def test_lowest_marks_the_lowest():
+def test_lowest_marks_the_smallest_values():
     confidence = torch.tensor([[3.0, float("inf"), -1.0, 0.5]])
     assert lowest(confidence, 2).tolist() == [[False, False, True, True]]
 
 
 @pytest.mark.parametrize(("rounds", "temperature"), [(0, 1.0), (4, -1.0), (4, float("nan"))])
-def test_values_out_of_range_are_refused(rounds, temperature):
+def test_out_of_range_options_raise(rounds, temperature):
     with pytest.raises(UserError, match="must be"):
         RoundOptions(rounds, temperature)
 
 
-def test_a_share_is_hidden_in_any_order_of_the_tokens():
+def test_masked_share_is_independent_of_token_order():
     order = torch.tensor([2, 0, 3, 1])
     plain, permuted = (
         MaskedShare(Orders(each), share=0.3, seed=4) for each in (torch.arange(4), order)
@@ -90,6 +90,6 @@ def test_a_share_is_hidden_in_any_order_of_the_tokens():
     assert torch.equal(permuted.draw(index).groups, hidden[:, order])
     assert plain.is_random
     features = plain.for_features(index)
-    assert torch.equal(features.groups, hidden), "hidden for features too"
+    assert torch.equal(features.groups, hidden), "features use the same mask"
     rounds = Rounds(Orders(order), least_masking=0.3, seed=4)
     assert not rounds.for_features(index).groups.any()

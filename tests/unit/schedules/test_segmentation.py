@@ -1,4 +1,4 @@
-"""Orders and groups against the code of the paper's appendix B, and against its own examples."""
+"""Orders and groups against the pseudocode of the paper's appendix B and its examples."""
 
 import itertools
 import statistics
@@ -24,7 +24,7 @@ def draw(kind, num_tokens, num_groups, count=SAMPLES, first=0):
 
 
 def assert_equally_often(rows, expected):
-    """All of `expected` come, and nothing else, each within five deviations of its share."""
+    """Check that exactly `expected` occurs, each within five standard deviations of its share."""
     counts = dict.fromkeys(expected, 0)
     for row in rows:
         counts[tuple(row)] += 1
@@ -38,17 +38,17 @@ def test_orders_are_uniform_permutations():
     assert_equally_often(order.tolist(), itertools.permutations(range(4)))
 
 
-def test_random_length_takes_every_choice_of_boundaries_equally_often():
+def test_random_length_boundaries_are_uniform():
     rows = draw("random", 6, 3).tolist()
     assert_equally_often(rows, itertools.combinations(range(1, 6), 3))
 
 
-def test_mixed_length_ends_the_condition_of_the_last_group_at_a_normal_share():
+def test_mixed_length_draws_last_boundary_from_clamped_normal():
     num_tokens, num_groups = 16, 4
     rows = draw("mixed", num_tokens, num_groups).tolist()
     share = statistics.NormalDist(0.5, 0.1)
     for last in range(num_groups, num_tokens):
-        # All that would round to less than K is clamped to it, all above T - 1 likewise.
+        # Values that round below K are clamped to K, those above T - 1 to T - 1.
         low = 0.0 if last == num_groups else share.cdf((last - 0.5) / num_tokens)
         high = 1.0 if last == num_tokens - 1 else share.cdf((last + 0.5) / num_tokens)
         expected = SAMPLES * (high - low)
@@ -59,7 +59,7 @@ def test_mixed_length_ends_the_condition_of_the_last_group_at_a_normal_share():
 
 
 @pytest.mark.parametrize("num_groups", [1, 5, 14, 15])
-def test_clamped_boundaries_are_still_legal(num_groups):
+def test_clamped_boundaries_are_valid(num_groups):
     for kind in ("random", "mixed"):
         for row in draw(kind, 16, num_groups, count=500).tolist():
             assert len(row) == num_groups
@@ -75,37 +75,37 @@ def test_clamped_boundaries_are_still_legal(num_groups):
         (196, 196, list(range(196))),
     ],
 )
-def test_fixed_length_is_the_formula(num_tokens, num_groups, expected):
+def test_fixed_length_boundaries_follow_the_formula(num_tokens, num_groups, expected):
     rows = draw("fixed", num_tokens, num_groups, count=2)
     assert rows.tolist() == [expected, expected]
     assert fixed_boundaries(num_tokens, num_groups) == tuple(expected)
 
 
-def test_draws_belong_to_the_sample():
+def test_draws_depend_only_on_the_sample_index():
     for kind in ("random", "mixed"):
         assert torch.equal(draw(kind, 16, 5, count=9)[4:], draw(kind, 16, 5, count=5, first=4))
 
 
 @pytest.mark.parametrize("num_groups", [1, 4, 15])
-def test_typical_boundaries_are_legal(num_groups):
+def test_typical_boundaries_are_valid(num_groups):
     for kind in ("fixed", "random", "mixed"):
         row = segmented.typical_boundaries(kind, 16, num_groups).tolist()
         assert boundaries_error(row, 16) is None
     assert segmented.typical_boundaries("mixed", 196, 20)[-1] == 98
 
 
-def test_groups_of_the_printed_example():
+def test_groups_match_the_example_of_appendix_a():
     # Appendix A: G_0 = [1], G_1 = [2, 3], G_2 = [4, 5].
     assert segmented.groups_of(torch.tensor([[1, 3]]), 5).tolist() == [[0, 1, 1, 2, 2]]
     assert segmented.groups_of(torch.tensor([[0, 1, 2]]), 3).tolist() == [[1, 2, 3]]
 
 
 @pytest.mark.parametrize("boundaries", [[], [3, 2], [2, 2], [-1, 2], [2, 5]])
-def test_boundaries_that_cut_no_groups_are_named(boundaries):
+def test_invalid_boundaries_are_reported(boundaries):
     assert str(boundaries) in boundaries_error(boundaries, 5)
 
 
 @pytest.mark.parametrize("order", [[[0, 1, 1]], [[0, 1]], [[1, 2, 3]], [0, 1, 2]])
-def test_what_is_no_permutation_is_refused(order):
+def test_order_that_is_not_a_permutation_raises(order):
     with pytest.raises(UserError, match="permutation of the 3 tokens"):
         check_order(torch.tensor(order), 3)

@@ -1,4 +1,4 @@
-"""The steps of generation against plain loops, and arrangements of training and features."""
+"""Generation steps against plain loops, and the arrangements used by training and features."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def steps_of(schedule, order, num_given, options):
 
 
 @pytest.mark.parametrize("num_given", [0, 1, 4, 5])
-def test_one_position_after_the_other(num_given):
+def test_one_by_one_generates_positions_in_order(num_given):
     schedule = OneByOne(Orders(torch.tensor([3, 1, 0, 2, 4])), name="at {}")
     order = schedule.order_of(torch.arange(2), NoOptions(), seed=7)
     assert order.tolist() == [[3, 1, 0, 2, 4]]
@@ -33,7 +33,7 @@ def test_one_position_after_the_other(num_given):
     ]
 
 
-def test_orders_are_shared_or_drawn_for_each_image():
+def test_orders_are_shared_or_drawn_per_image():
     index = torch.tensor([4, 9])
     drawn = OneByOne(Orders(torch.arange(6), seed=3))
     assert drawn.is_random
@@ -55,7 +55,7 @@ class Plain(Groups):
 
 
 @pytest.mark.parametrize(("num_given", "groups"), [(3, 3), (2, 1), (1, 8), (4, 2)])
-def test_groups_follow_each_other_and_each_sees_those_before(num_given, groups):
+def test_each_group_sees_all_earlier_groups(num_given, groups):
     schedule, options, images = Plain(), GroupOptions(groups), torch.tensor([4, 9])
     order = schedule.order_of(images, options, seed=5)
     assert torch.equal(order, random_orders(images, 9, seed=5))
@@ -69,7 +69,7 @@ def test_groups_follow_each_other_and_each_sees_those_before(num_given, groups):
         assert max(group[: step.known]) == number
 
 
-def test_groups_are_of_about_one_size():
+def test_even_group_ends_split_the_remaining_tokens():
     assert even_group_ends(3, 9, 3) == (3, 5, 7, 9)
     assert even_group_ends(2, 9, 1) == (2, 9)
     with pytest.raises(UserError, match=r"9 tokens, 8 of them given, .* in 2 groups; use 1 to 1"):
@@ -78,7 +78,7 @@ def test_groups_are_of_about_one_size():
         even_group_ends(0, 9, 2)
 
 
-def test_a_context_is_the_first_of_a_random_order():
+def test_context_is_the_prefix_of_a_random_order():
     schedule, index = Context(8, mask_ratio=0.75, placed_ratio=0.125, seed=2), torch.arange(3)
     plan = schedule.draw(index)
     draws = uniform(index, 8, seed=2, purpose="context")
