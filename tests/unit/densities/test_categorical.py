@@ -1,4 +1,4 @@
-"""Temperature, top-k and top-p against plain loops over lists."""
+"""Temperature, top-k and top-p against a reference in plain Python."""
 
 import math
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.once
 
 
 def reference(logits, *, temperature=1.0, top_k=None, top_p=None):
-    """Filter one row of logits with nothing but lists; returns a probability for each id."""
+    """Return the filtered probability of each id for one row of logits."""
     if temperature == 0:
         return [float(i == logits.index(max(logits))) for i in range(len(logits))]
     weights = [math.exp((x - max(logits)) / temperature) for x in logits]
@@ -34,7 +34,7 @@ def reference(logits, *, temperature=1.0, top_k=None, top_p=None):
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.5])
 @pytest.mark.parametrize("top_k", [None, 1, 3, 100])
 @pytest.mark.parametrize("top_p", [None, 0.05, 0.5, 0.9])
-def test_probabilities_equal_those_of_the_loops(temperature, top_k, top_p):
+def test_probabilities_match_reference(temperature, top_k, top_p):
     torch.manual_seed(1)
     logits = torch.randn(6, 11) * 2
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
@@ -45,12 +45,12 @@ def test_probabilities_equal_those_of_the_loops(temperature, top_k, top_p):
     np.testing.assert_allclose(got.numpy(), expected, atol=1e-12)
 
 
-def test_of_equal_logits_the_lower_ids_are_kept():
+def test_top_k_breaks_ties_by_lower_id():
     got = CategoricalOptions(top_k=2).probabilities(torch.zeros(1, 5))
     np.testing.assert_allclose(got.numpy(), [[0.5, 0.5, 0, 0, 0]])
 
 
-def test_a_draw_inverts_the_cumulative_distribution():
+def test_draw_inverts_the_cumulative_distribution():
     torch.manual_seed(2)
     logits, uniforms = torch.randn(200, 7), torch.rand(200)
 
@@ -63,13 +63,13 @@ def test_a_draw_inverts_the_cumulative_distribution():
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1.0 - 2.0**-24])
-def test_the_outermost_draws_never_take_an_id_that_was_filtered_out(uniform):
+def test_extreme_uniforms_never_draw_a_filtered_id(uniform):
     logits = torch.tensor([[-50.0, 1.0, 0.5, 1.0, -50.0]])
     got = CategoricalOptions(top_k=3).draw(logits, torch.tensor([uniform]))
     assert got.item() in (1, 2, 3)
 
 
-def test_a_tiny_temperature_is_greedy():
+def test_tiny_temperature_is_greedy():
     torch.manual_seed(3)
     logits = torch.randn(50, 9)
     for temperature in (0.0, 1e-6):
@@ -87,6 +87,6 @@ def test_a_tiny_temperature_is_greedy():
         {"top_p": 1.1},
     ],
 )
-def test_a_value_out_of_range_is_refused(settings):
+def test_out_of_range_options_raise(settings):
     with pytest.raises(UserError, match="must"):
         CategoricalOptions(**settings)

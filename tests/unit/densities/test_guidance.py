@@ -1,4 +1,4 @@
-"""Guided draws against the density that the paper's sampler has, found by plain numeric sums."""
+"""Density-based guidance against the density of the paper's sampler, integrated numerically."""
 
 import math
 
@@ -18,7 +18,7 @@ CASES = [(0.3, 0.5, 0.0, 1.0, 0.4), (-1.0, 1.0, 0.5, 1.2, 2.0), (0.0, 0.1, 3.0, 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bound_is_the_largest_over_the_papers_points(case):
+def test_bound_is_the_maximum_over_the_papers_grid(case):
     density = guided(*case)
     points = density.mean + torch.linspace(-10, 10, 1001)
     highest = density.log_density(points).max()
@@ -26,7 +26,7 @@ def test_bound_is_the_largest_over_the_papers_points(case):
     torch.testing.assert_close(density.log_bound()[0], highest - proposal, rtol=1e-4, atol=1e-4)
 
 
-def test_bound_of_a_density_without_a_top_is_at_an_end():
+def test_bound_of_an_unbounded_density_is_at_the_grids_end():
     density = guided(0.0, 1.0, 0.5, 0.4, 2.0)
     points = torch.linspace(-10, 10, 1001)
     proposal = Normal(0.0, 2.0).log_prob(torch.tensor(0.0))
@@ -35,8 +35,8 @@ def test_bound_of_a_density_without_a_top_is_at_an_end():
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_draws_have_the_samplers_density(case):
-    """The paper's bound holds at the proposal's mode alone; elsewhere the ceiling cuts."""
+def test_draws_follow_the_samplers_density(case):
+    """The paper's bound holds only at the proposal's mode; elsewhere it truncates the density."""
     count, density = 40_000, guided(*case)
     many = Guided(*(t.expand(count) for t in _tensors(density)), density.weight)
     draws, counts = draw_guided(many, torch.arange(count), seed=0, purpose="test")
@@ -62,7 +62,7 @@ def _tensors(density):
     return density.mean, density.log_scale, density.other_mean, density.other_log_scale
 
 
-def test_no_weight_leaves_the_conditional_gaussian():
+def test_zero_weight_draws_the_conditional_gaussian():
     count = 40_000
     columns = [torch.full((count,), v) for v in (1.0, math.log(0.5), 7.0, 0.0)]
     draws, _ = draw_guided(Guided(*columns, 0.0), torch.arange(count), seed=1, purpose="t")
@@ -70,8 +70,8 @@ def test_no_weight_leaves_the_conditional_gaussian():
     assert float(draws.std()) == pytest.approx(0.5, rel=0.02)
 
 
-def test_where_nothing_is_accepted_the_conditional_gaussian_is_drawn():
-    # The bound is at the end of the reach, far above the density near the mean.
+def test_rejected_draws_fall_back_to_the_conditional_gaussian():
+    # The bound is attained at the grid's end, far above the density near the mean.
     count = 1000
     columns = [torch.full((count,), v) for v in (0.0, 0.0, 0.5, math.log(0.3))]
     draws, counts = draw_guided(Guided(*columns, 2.0), torch.arange(count), seed=0, purpose="t")
@@ -79,19 +79,19 @@ def test_where_nothing_is_accepted_the_conditional_gaussian_is_drawn():
     assert float(draws.std()) == pytest.approx(1.0, rel=0.15)
 
 
-def test_a_draw_depends_on_its_key_alone():
+def test_draw_depends_only_on_its_key():
     density = guided(*CASES[0])
     many = Guided(*(t.expand(10) for t in _tensors(density)), density.weight)
     whole, _ = draw_guided(many, torch.arange(10), seed=3, purpose="t")
     some = many.select(torch.tensor([7, 2]))
     keys = torch.tensor([7, 2])
     again, _ = draw_guided(some, keys, seed=3, purpose="t")
-    # Two numbers may take another way through a vector unit than ten.
+    # A vector unit may round 2 values differently from 10.
     torch.testing.assert_close(whole[keys], again)
 
 
-def test_draws_for_all_are_those_for_the_ones_that_wait(monkeypatch):
-    """A GPU draws without knowing which numbers have a proposal; values and counts are the same."""
+def test_gpu_draws_match_cpu_draws(monkeypatch):
+    """The GPU path proposes for all values, the CPU path only for those not yet accepted."""
     count = 500
     one = guided(0.0, 0.1, 3.0, 0.3, 0.8)
     many = Guided(*(t.expand(count) for t in _tensors(one)), one.weight)
@@ -100,5 +100,5 @@ def test_draws_for_all_are_those_for_the_ones_that_wait(monkeypatch):
     found = draw_guided(many, torch.arange(count), seed=3, purpose="test")
     assert torch.equal(found[0], wanted[0])
     assert found[1].tolist() == wanted[1].tolist()
-    # Some wait for the last round, and some for more than the first.
+    # Some values need more than one round of proposals.
     assert wanted[1][2] > 16 * count / 10

@@ -1,4 +1,4 @@
-"""Tokenizers open from their run folders, and nothing else passes for them."""
+"""Loading a tokenizer from its run folder, and the errors for anything else."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megavis.tokenizers.network_tokenizer import open_tokenizer
 
 
 @pytest.fixture(autouse=True)
-def _known(monkeypatch):
+def _register_small_codebook(monkeypatch):
     monkeypatch.setitem(
         network_tokenizer.TOKENIZERS, "small_codebook", "small_codebook:SmallCodebook"
     )
@@ -23,7 +23,7 @@ def images():
     return torch.randint(0, 256, (3, 8, 8, 3), generator=torch.Generator().manual_seed(0)).byte()
 
 
-def test_the_same_network_comes_back(tmp_path, images):
+def test_open_tokenizer_restores_the_network(tmp_path, images):
     codebook = SmallCodebook(7).fit(images)
     opened = open_tokenizer(codebook.save_run(tmp_path / "run"))
     ids = opened.encode(images)
@@ -35,7 +35,7 @@ def test_the_same_network_comes_back(tmp_path, images):
     assert not any(parameter.requires_grad for parameter in opened.parameters())
 
 
-def test_identity_knows_weights_and_settings(images):
+def test_identity_depends_on_weights_and_settings(images):
     one, other = SmallCodebook(3).fit(images), SmallCodebook(3).fit(images)
     assert one.identity() == other.identity()
     with torch.no_grad():
@@ -55,7 +55,7 @@ def test_identity_knows_weights_and_settings(images):
         ("damaged", "SHA-256 differs from the manifest"),
     ],
 )
-def test_what_is_no_tokenizer(tmp_path, images, case, message):
+def test_invalid_tokenizer_folders_raise(tmp_path, images, case, message):
     run = SmallCodebook(3).fit(images).save_run(tmp_path / "run")
     config = run / "config.yaml"
     if case == "empty":

@@ -1,4 +1,4 @@
-"""Palette: exact against brute force in float64, released file form, errors of bad palettes."""
+"""Palette: exact against brute force in float64, the released file format, and errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.once
 
 
 def brute_force(pixels, centers):
-    """One pixel at a time, in float64; argmin takes the lowest index of a tie."""
+    """Encode one pixel at a time in float64; argmin breaks ties by the lowest index."""
     tokens = []
     for pixel in pixels.reshape(-1, 3):
         unit = pixel.astype(np.float64) / 127.5 - 1
@@ -28,7 +28,7 @@ def palette():
     return Palette(random.uniform(-1, 1, (512, 3)).astype(np.float32))
 
 
-def test_tokens_equal_brute_force(palette):
+def test_encode_matches_brute_force(palette):
     images = np.random.default_rng(1).integers(0, 256, (3, 20, 20, 3), dtype=np.uint8)
     tokens = palette.encode(images)
     assert tokens.dtype == np.uint16
@@ -37,7 +37,7 @@ def test_tokens_equal_brute_force(palette):
 
 @pytest.mark.parametrize("num_colors", [1, 2, 3, 64])
 def test_ties_take_the_lowest_index(num_colors):
-    """Centres on a coarse grid, many of them doubled: most pixels are tied."""
+    """With centers repeated on a coarse grid, most pixels are tied."""
     grid = np.array([-1.0, 0.0, 1.0])
     centers = np.stack(np.meshgrid(grid, grid, grid), -1).reshape(-1, 3)
     centers = np.tile(centers, (3, 1))[::-1][:num_colors].astype(np.float32)
@@ -46,7 +46,7 @@ def test_ties_take_the_lowest_index(num_colors):
     assert (Palette(centers).encode(pixels) == brute_force(pixels, centers)).all()
 
 
-def test_remembered_colours_equal_fresh_ones(palette):
+def test_cached_colours_match_uncached(palette):
     images = np.random.default_rng(2).integers(100, 130, (20, 1000, 3), dtype=np.uint8)
     expected = Palette(palette.centers).encode(images)
     warm = Palette(palette.centers)
@@ -55,7 +55,7 @@ def test_remembered_colours_equal_fresh_ones(palette):
     assert (expected[7] == brute_force(images[7], palette.centers)).all()
 
 
-def test_decode(palette):
+def test_decode_rounds_centers_and_checks_range(palette):
     tokens = np.arange(512).reshape(16, 32)
     colors = palette.decode(tokens)
     assert colors.shape == (16, 32, 3)
@@ -67,20 +67,20 @@ def test_decode(palette):
             palette.decode(np.array([wrong]))
 
 
-def test_colours_of_the_palette_come_back():
+def test_palette_colours_survive_a_round_trip():
     random = np.random.default_rng(3)
     colors = np.unique(random.integers(0, 256, (100, 3)), axis=0).astype(np.uint8)
     palette = Palette((colors / 127.5 - 1).astype(np.float32))
     assert (palette.decode(palette.encode(colors)) == colors).all()
 
 
-def test_encode_refuses_other_arrays(palette):
+def test_encode_requires_uint8_rgb(palette):
     for wrong in (np.zeros((4, 4), np.uint8), np.zeros((4, 3), np.float32)):
         with pytest.raises(ValueError, match="uint8"):
             palette.encode(wrong)
 
 
-def test_released_file_form(palette, tmp_path):
+def test_save_writes_the_released_format(palette, tmp_path):
     path = tmp_path / "kmeans_centers.npy"
     palette.save(path)
     array = np.load(path, allow_pickle=False)
@@ -104,14 +104,14 @@ def test_released_file_form(palette, tmp_path):
         (np.array([{}], object), "not a .npy file of numbers"),
     ],
 )
-def test_files_that_are_not_palettes(tmp_path, array, message):
+def test_invalid_palette_files_raise(tmp_path, array, message):
     path = tmp_path / "palette.npy"
     np.save(path, array, allow_pickle=True)
     with pytest.raises(UserError, match=message):
         Palette.load(path)
 
 
-def test_missing_and_damaged_files(tmp_path, palette):
+def test_missing_and_damaged_files_raise(tmp_path, palette):
     path = tmp_path / "palette.npy"
     with pytest.raises(UserError, match="does not exist"):
         Palette.load(path)
@@ -123,7 +123,7 @@ def test_missing_and_damaged_files(tmp_path, palette):
             Palette.load(path)
 
 
-def test_fit_finds_planted_colours():
+def test_fit_recovers_planted_colours():
     random = np.random.default_rng(4)
     planted = np.array([[10, 20, 30], [200, 30, 40], [90, 220, 100], [250, 250, 250]])
     pixels = (planted[random.integers(0, 4, 5000)] + random.integers(-3, 4, (5000, 3))).clip(0, 255)
@@ -136,7 +136,7 @@ def test_fit_finds_planted_colours():
     assert error == pytest.approx(expected, rel=1e-9)
 
 
-def test_fit_repeats_and_depends_on_the_seed():
+def test_fit_is_deterministic_per_seed():
     pixels = np.random.default_rng(5).integers(0, 256, (5000, 3), dtype=np.uint8)
     first, _ = fit_palette(pixels, num_colors=32, seed=1)
     again, _ = fit_palette(pixels, num_colors=32, seed=1)
@@ -144,7 +144,7 @@ def test_fit_repeats_and_depends_on_the_seed():
     assert first.sha256 == again.sha256 != other.sha256
 
 
-def test_fit_with_too_few_colours():
+def test_fit_with_too_few_colours_raises():
     pixels = np.tile(np.arange(7, dtype=np.uint8)[:, None], (10, 3))
     with pytest.raises(UserError, match="7 distinct colours, fewer than the requested 8"):
         fit_palette(pixels, num_colors=8, seed=0)

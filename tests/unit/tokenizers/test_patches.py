@@ -1,4 +1,4 @@
-"""Patches by plain loops, and their statistics against numpy's."""
+"""Patchify against plain loops, and patch statistics against NumPy."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def draw(*shape):
     return torch.from_numpy(random.integers(0, 256, shape, dtype=np.uint8))
 
 
-def test_patches_are_what_loops_cut():
+def test_patchify_matches_plain_loops():
     images = draw(2, 6, 9, 3)
     patches = patchify(images, 3)
     assert patches.shape == (2, 6, 27)
@@ -35,14 +35,14 @@ def test_patches_are_what_loops_cut():
     assert torch.equal(unpatchify(patches, 3, rows=2), images)
 
 
-def test_what_does_not_divide_is_refused():
+def test_indivisible_sizes_raise():
     with pytest.raises(ValueError, match="patches of 4 do not divide images of 6 × 8"):
         patchify(draw(1, 6, 8, 3), 4)
     with pytest.raises(ValueError, match="6 patches do not make 4 rows"):
         unpatchify(torch.zeros(1, 6, 12), 2, rows=4)
 
 
-def test_standardizing_can_be_undone_to_the_byte():
+def test_standardize_round_trips_to_uint8():
     images = draw(3, 8, 8, 3)
     standard = standardize(images)
     expected = (images[0, 0, 0].numpy() / 255 - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
@@ -50,12 +50,12 @@ def test_standardizing_can_be_undone_to_the_byte():
     assert torch.equal(to_uint8(standard), images)
 
 
-def test_normalized_patches_have_the_statistics_of_numpy():
+def test_normalize_patches_matches_numpy():
     patches = patchify(standardize(draw(2, 8, 8, 3)), 4)
     normal, plain = normalize_patches(patches), patches.double().numpy()
     expected = (plain - plain.mean(-1, keepdims=True)) / np.sqrt(
         plain.var(-1, ddof=1, keepdims=True) + 1e-6
     )
     np.testing.assert_allclose(normal, expected, rtol=1e-4, atol=1e-5)
-    # A patch of one colour has no variance, and stays finite.
+    # A constant patch has zero variance and must stay finite.
     assert normalize_patches(torch.ones(1, 1, 12)).abs().max() == 0

@@ -1,4 +1,4 @@
-"""The VAE's layers: the released values, the paper's size, and other image sizes."""
+"""VAE network: released activations, parameter counts, and other image sizes."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from megavis.tokenizers.vae import Posterior, VAENetwork
 pytestmark = pytest.mark.once
 
 
-def test_released_weights_give_the_released_values():
+def test_released_weights_reproduce_released_activations():
     arrays = read_arrays(GOLDEN / "vae.npz")
     shape = vae_shape(arrays)
     assert shape == VAEShape(latent_channels=8, filters=32, multipliers=(1, 2, 2))
@@ -29,7 +29,7 @@ def test_released_weights_give_the_released_values():
     torch.testing.assert_close(network.decoder(posterior.mean), output, rtol=0, atol=1e-4)
 
 
-def test_network_has_the_papers_size():
+def test_parameter_counts_match_the_paper():
     with torch.device("meta"):
         network = VAENetwork(VAEShape())
     counts = [sum(p.numel() for p in m.parameters()) for m in (network.encoder, network.decoder)]
@@ -38,7 +38,7 @@ def test_network_has_the_papers_size():
 
 
 @pytest.mark.parametrize(("side", "latents"), [(256, 16), (512, 32), (250, 16)])
-def test_any_image_size_goes_through(side, latents):
+def test_latent_shape_for_any_image_size(side, latents):
     with torch.device("meta"):
         network = VAENetwork(VAEShape())
         posterior = network.posterior(torch.empty(1, 3, side, side))
@@ -46,7 +46,7 @@ def test_any_image_size_goes_through(side, latents):
         assert network.decoder(posterior.mean).shape[-1] == 16 * latents
 
 
-def test_kl_is_that_of_torch_distributions():
+def test_kl_matches_torch_distributions():
     mean, log_variance = torch.randn(2, 3, 4, 4), torch.randn(2, 3, 4, 4)
     normals = torch.distributions.Normal(mean, (0.5 * log_variance).exp())
     expected = torch.distributions.kl_divergence(normals, torch.distributions.Normal(0.0, 1.0))

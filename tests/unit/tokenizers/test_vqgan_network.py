@@ -1,4 +1,4 @@
-"""The VQGAN against Janus's, which transformers implements with the released network's layers."""
+"""VQGAN against Janus's VQ-VAE in transformers, which has the released network's layers."""
 
 import pytest
 import torch
@@ -44,14 +44,14 @@ def networks():
 
 
 def released_name(name):
-    """Janus numbers the decoder's levels from the coarsest, the released VQGAN from the finest."""
+    """Map Janus's decoder levels (coarsest first) to the released VQGAN's (finest first)."""
     if not name.startswith("decoder.up."):
         return name
     _, _, level, rest = name.split(".", 3)
     return f"decoder.up.{len(SHAPE.multipliers) - 1 - int(level)}.{rest}"
 
 
-def test_encoder_and_decoder(networks):
+def test_encoder_and_decoder_match_janus(networks):
     ours, theirs = networks
     pixels = torch.rand(2, 3, 16, 16)
     vectors = ours.vectors(pixels)
@@ -62,7 +62,7 @@ def test_encoder_and_decoder(networks):
     torch.testing.assert_close(ours.decode(codes), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_the_nearest_entry_is_chosen():
+def test_quantization_chooses_the_nearest_entry():
     torch.manual_seed(1)
     book = Codebook(50, 3)
     nn.init.normal_(book.embedding.weight)
@@ -71,14 +71,14 @@ def test_the_nearest_entry_is_chosen():
     for b in range(2):
         for i in range(4):
             for j in range(5):
-                away = (book.embedding.weight - vectors[b, :, i, j]).norm(dim=1)
-                assert quantized.ids[b, i, j] == away.argmin()
-                entry = book.embedding.weight[away.argmin()]
+                distance = (book.embedding.weight - vectors[b, :, i, j]).norm(dim=1)
+                assert quantized.ids[b, i, j] == distance.argmin()
+                entry = book.embedding.weight[distance.argmin()]
                 assert torch.equal(quantized.codes[b, :, i, j], entry)
 
 
-def test_the_gradient_passes_the_codebook(networks):
-    """Straight through: the encoder gets the gradient that the decoder has at the codes."""
+def test_gradient_is_straight_through(networks):
+    """The encoder receives the decoder's gradient at the codes; the codebook receives none."""
     ours, _ = networks
     pixels = torch.rand(1, 3, 16, 16)
     out, vectors, quantized = ours(pixels)
