@@ -1,4 +1,4 @@
-"""GIVT's adapter: the released values, the inverse, and the volume that it keeps."""
+"""GIVT's adapter: released activations, invertibility and volume preservation."""
 
 import copy
 
@@ -19,11 +19,11 @@ def released():
     return adapter.requires_grad_(False), *values
 
 
-def test_adapter_has_the_papers_size():
+def test_parameter_count_matches_the_paper():
     assert sum(p.numel() for p in Adapter(16).parameters()) == 111_728
 
 
-def test_adapter_gives_the_released_values(released):
+def test_released_weights_reproduce_released_activations(released):
     adapter, latents, adapted = released
     torch.testing.assert_close(adapter(latents), adapted, rtol=0, atol=1e-4)
 
@@ -34,7 +34,7 @@ def test_inverse_is_exact(released):
 
 
 def test_inverse_is_exact_with_weights_in_bf16(released):
-    """The halves are added in float32, so what is added is taken away again."""
+    """The coupling adds in float32, so the inverse subtracts exactly what was added."""
     adapter, latents, _ = released
     rounded = copy.deepcopy(adapter).bfloat16()
     adapted = rounded(latents)
@@ -42,13 +42,13 @@ def test_inverse_is_exact_with_weights_in_bf16(released):
     assert not torch.equal(adapted, adapter(latents))
 
 
-def test_adapter_keeps_volume():
+def test_adapter_preserves_volume():
     adapter = Adapter(4, num_blocks=3, bottleneck=8).double()
     latents = torch.randn(1, 4, 2, 2, dtype=torch.float64)
     jacobian = torch.autograd.functional.jacobian(adapter, latents).reshape(16, 16)
     assert float(torch.linalg.det(jacobian).abs()) == pytest.approx(1.0, abs=1e-9)
 
 
-def test_channels_that_do_not_divide_are_refused():
+def test_odd_number_of_channels_raises():
     with pytest.raises(ValueError, match="do not divide"):
         Adapter(5)

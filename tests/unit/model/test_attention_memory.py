@@ -1,4 +1,4 @@
-"""No attention matrix of tokens × tokens is made, forward or backward."""
+"""No tokens × tokens attention matrix is materialized in the forward or backward pass."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ NUM_TOKENS = IMAGE_SIZE**2
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the largest tensor that any operation gave, also inside the backward pass."""
+    """Record the largest tensor that any operation returns, including in the backward pass."""
 
     def __init__(self):
         super().__init__()
@@ -26,24 +26,24 @@ class LargestTensor(TorchDispatchMode):
 
 
 def step_of(objective, runner):
-    """Run the layers forward and backward for one image."""
+    """Run one image forward and backward."""
     ids = torch.randint(32, (1, NUM_TOKENS))
     inputs = objective.inputs_from(ids, sample_index=torch.arange(1))
     run_layers(runner.layers.modules, inputs).sum().backward()
 
 
 @pytest.mark.parametrize("mode", ["autoregressive", "bert"])
-def test_no_tensor_holds_a_number_for_each_pair_of_tokens(build, tmp_path, mode):
+def test_no_tensor_is_quadratic_in_tokens(build, tmp_path, mode):
     words = [f"data.image_size={IMAGE_SIZE}", f"objective.mode={mode}"]
     objective, runner = build(tmp_path / "c.yaml", *words)
     with LargestTensor() as largest:
         step_of(objective, runner)
-    # The widest tensor that is allowed has four hidden sizes a token, or a logit a colour.
+    # The largest legitimate tensor holds 4 · hidden_size values per token, or one logit per colour.
     assert largest.size >= 4 * NUM_TOKENS * 64
     assert largest.size < NUM_TOKENS**2, f"{largest.operation}: {largest.size} bytes"
 
 
-def test_the_measure_sees_an_attention_matrix():
+def test_largest_tensor_detects_an_attention_matrix():
     query = torch.randn(1, 2, NUM_TOKENS, 8, requires_grad=True)
     with LargestTensor() as largest:
         (query @ query.transpose(2, 3)).softmax(-1).sum().backward()

@@ -1,11 +1,11 @@
-"""Batch standardisation against torch's BatchNorm without gain and bias."""
+"""BatchNorm without affine parameters against torch.nn.BatchNorm1d."""
 
 import torch
 
 from megavis.model.norms import BatchNorm
 
 
-def test_like_batch_norm_without_affine(context):
+def test_matches_torch_batch_norm(context):
     ours = BatchNorm(5, context.data.group)
     theirs = torch.nn.BatchNorm1d(5, affine=False, eps=1e-6)
     generator = torch.Generator().manual_seed(0)
@@ -19,7 +19,7 @@ def test_like_batch_norm_without_affine(context):
     torch.testing.assert_close(ours.eval()(features), theirs.eval()(features))
 
 
-def test_statistics_are_kept_in_float32_in_any_precision(context):
+def test_statistics_stay_in_float32(context):
     ours = BatchNorm(3, context.data.group).bfloat16()
     ours(torch.randn(8, 3).bfloat16())
     assert (ours.mean.dtype, ours.variance.dtype) == (torch.float32, torch.float32)

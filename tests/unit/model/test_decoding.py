@@ -1,4 +1,4 @@
-"""Tokens one at a time without the blocks' modules, against whole passes through the modules."""
+"""Incremental decoding, which bypasses the blocks' modules, against full forward passes."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from megavis.schedules.schedule import Question
 
 LAYER_NORM = "model.normalization=layer_norm"
 SHAPES = [
-    # words of the config, tokens given at once, images
+    # config overrides, number of given tokens, number of images
     ([], 1, 1),
     (["model.num_attention_heads=4", "model.positions=rope_2d"], 3, 2),
     ([LAYER_NORM, "model.add_bias=true", "model.activation=gelu"], 1, 3),
@@ -19,13 +19,13 @@ SHAPES = [
 
 
 def inputs_at(objective, ids, start, stop):
-    """Return the inputs of the places [start, stop)."""
+    """Return the inputs at positions [start, stop)."""
     plan = OneByOne.along(torch.arange(objective.num_tokens)[None])
     return objective.rows(ids, Question(plan, stop - 1, slice(stop - 1, stop)), (), start)
 
 
 def logits_piece_by_piece(runner, objective, cache, ids, num_given):
-    """Return logits `[b, n, v]`: the first `num_given` places in one pass, then one at a time."""
+    """Return logits `[b, n, v]`: `num_given` positions in one pass, then one at a time."""
     parts, stops = [], [num_given, *range(num_given + 1, ids.shape[1] + 1)]
     for stop in stops:
         inputs = inputs_at(objective, ids, cache.length, stop)
@@ -34,7 +34,7 @@ def logits_piece_by_piece(runner, objective, cache, ids, num_given):
 
 
 @pytest.mark.parametrize(("words", "num_given", "num_images"), SHAPES)
-def test_single_tokens_give_what_the_whole_sequence_gives(
+def test_incremental_decoding_matches_full_pass(
     build, tmp_path, words, num_given, num_images, monkeypatch
 ):
     objective, runner = build(tmp_path / "c.yaml", *words)
@@ -46,10 +46,10 @@ def test_single_tokens_give_what_the_whole_sequence_gives(
     assert isinstance(cache, IncrementalDecoder)
     pieces = logits_piece_by_piece(runner, objective, cache, ids, num_given)
     torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-5 * float(whole.abs().max()))
-    assert len(called) == 2, "modules run for the given tokens alone, once for each block"
+    assert len(called) == 2, "modules must run once per block, only for the given tokens"
 
 
-def test_sequences_are_exchanged_in_the_cache(build, tmp_path):
+def test_cache_select_reorders_sequences(build, tmp_path):
     objective, runner = build(tmp_path / "c.yaml")
     ids = torch.randint(32, (3, 16), generator=torch.Generator().manual_seed(0))
     order = torch.tensor([2, 0, 0])
@@ -62,7 +62,7 @@ def test_sequences_are_exchanged_in_the_cache(build, tmp_path):
     torch.testing.assert_close(logits[:, 0], whole[:, 9], rtol=1e-5, atol=1e-4)
 
 
-def test_half_precision_keeps_its_type(build, tmp_path):
+def test_bf16_decoding_returns_bf16(build, tmp_path):
     objective, runner = build(tmp_path / "c.yaml", "model.positions=rope_2d")
     for layer in runner.layers.modules:
         layer.to(torch.bfloat16)
@@ -75,10 +75,10 @@ def test_half_precision_keeps_its_type(build, tmp_path):
     assert error < 0.03
 
 
-def test_weights_that_are_elsewhere_leave_it_to_the_modules(build, tmp_path):
+def test_partitioned_weights_fall_back_to_the_modules(build, tmp_path):
     _, runner = build(tmp_path / "c.yaml")
     block = runner.layers.modules[1]
-    # As ZeRO-3 leaves a weight while its module does not run.
+    # ZeRO-3 leaves an empty weight while its module is not running.
     block.mlp.linear_fc1.weight.data = torch.empty(0)
     assert not isinstance(runner.cache(16), IncrementalDecoder)
 

@@ -1,4 +1,4 @@
-"""Noise on patches against scipy, Bayes' rule and Gaussian data whose answer is known."""
+"""Patch diffusion against SciPy, Bayes' rule and Gaussian data with a closed-form solution."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def test_gammas_are_beta_distributed(a, b):
     np.testing.assert_allclose(below, stats.beta.cdf(places, a, b), atol=0.012)
 
 
-def test_schedule_is_uniform_for_a_uniform_gamma_and_leaves_empty_steps_out():
+def test_schedule_is_uniform_for_uniform_gamma_and_drops_empty_steps():
     torch.testing.assert_close(
         BetaNoise(1, 1, CPU).schedule(4), torch.tensor([0, 0.25, 0.5, 0.75, 1]), atol=1e-6, rtol=0
     )
@@ -48,19 +48,19 @@ def test_schedule_is_uniform_for_a_uniform_gamma_and_leaves_empty_steps_out():
     assert (steep[0], steep[-1]) == (0, 1)
 
 
-def test_posterior_is_that_of_bayes_rule():
+def test_posterior_matches_bayes_rule():
     clean, noisy = draw(50, 3), draw(50, 3, seed=1)
     before = torch.linspace(0.02, 0.98, 50, dtype=torch.float64)[:, None]
     alpha = torch.linspace(0.95, 0.05, 50, dtype=torch.float64)[:, None]
     mean, variance = posterior(noisy, clean, before * alpha, before)
-    # q(x' | x⁰) = N(√γ' x⁰, 1 - γ') times q(x | x') = N(√α x', 1 - α), as products of Gaussians go.
+    # Product of q(x' | x⁰) = N(√γ' x⁰, 1 - γ') and q(x | x') = N(√α x', 1 - α).
     precision = 1 / (1 - before) + alpha / (1 - alpha)
     expected = before.sqrt() * clean / (1 - before) + alpha.sqrt() * noisy / (1 - alpha)
     torch.testing.assert_close(mean, expected / precision)
     torch.testing.assert_close(variance, 1 / precision)
 
 
-def test_predicting_noise_gives_the_mean_of_equation_2():
+def test_noise_prediction_gives_the_mean_of_equation_2():
     clean, noise = draw(20, 3), draw(20, 3, seed=1)
     before = torch.linspace(0.1, 0.9, 20, dtype=torch.float64)[:, None]
     alpha = torch.full_like(before, 0.8)
@@ -72,10 +72,10 @@ def test_predicting_noise_gives_the_mean_of_equation_2():
 
 
 def test_loss_weights_of_a_uniform_gamma():
-    """The bound weighs γ by ½ dγ / (1 - γ)²; L_SIMP under Beta(1, 1) counts every γ alike.
+    """The bound weights γ by ½ dγ / (1 - γ)²; L_SIMP under Beta(1, 1) weights all γ equally.
 
-    Appendix E: each term is KL(q(x' | x, x⁰) || p(x' | x)); with signal-to-noise ratio γ / (1 - γ)
-    it comes to half the ratio's difference times the squared error.
+    Appendix E: each term is KL(q(x' | x, x⁰) || p(x' | x)), which equals half the difference in
+    signal-to-noise ratio γ / (1 - γ) times the squared error.
     """
     steps = 1000
     gammas = torch.arange(1, steps, dtype=torch.float64)[:, None] / steps
@@ -93,7 +93,7 @@ def test_loss_weights_of_a_uniform_gamma():
     torch.testing.assert_close(
         density[inside], (0.5 / (1 - middle) ** 2)[inside], rtol=1e-3, atol=0
     )
-    # ... of which Beta(1, 1) makes one: its density is 1 everywhere.
+    # Beta(1, 1) has density 1 everywhere.
     draws = BetaNoise(1, 1, CPU).quantile(middle.float())
     torch.testing.assert_close(draws.double(), middle, atol=1e-5, rtol=0)
 
@@ -104,7 +104,7 @@ def gain_of(gamma, deviation):
 
 
 def deviation_after(gammas, deviation, temperature=1.0):
-    """The deviation that the steps must end with: each is linear in x, plus its own noise."""
+    """Return the final standard deviation: each step is linear in x plus independent noise."""
     variance = torch.full_like(deviation, temperature**2)
     for gamma, before in zip(gammas, gammas[1:], strict=False):
         alpha = gamma / before
@@ -116,7 +116,7 @@ def deviation_after(gammas, deviation, temperature=1.0):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0])
-def test_gaussian_data_keeps_its_mean_and_as_much_variance_as_noise_is_added(temperature):
+def test_reverse_process_of_gaussian_data_has_analytic_moments(temperature):
     mean, deviation = torch.tensor([1.5, -0.5, 0.0]), torch.tensor([0.3, 1.0, 2.0])
     generator = torch.Generator().manual_seed(0)
     gammas = BetaNoise(1, 1, CPU).schedule(300)
@@ -131,14 +131,14 @@ def test_gaussian_data_keeps_its_mean_and_as_much_variance_as_noise_is_added(tem
     torch.testing.assert_close(drawn.std(0), expected, rtol=0.02, atol=1e-6)
 
 
-def test_many_steps_give_gaussian_data_its_deviation():
+def test_many_steps_recover_the_data_deviation():
     deviation = torch.tensor([0.3, 1.0, 2.0], dtype=torch.float64)
-    # Few steps make it too narrow; with more of them it becomes that of the data.
+    # Few steps give too small a deviation; it converges to the data's.
     many = torch.linspace(0, 1, 20_001, dtype=torch.float64)
     torch.testing.assert_close(deviation_after(many, deviation), deviation, rtol=2e-3, atol=0)
 
 
-def test_one_step_and_no_temperature_give_the_mean():
+def test_one_step_at_zero_temperature_gives_the_mean():
     still = reverse_process(
         lambda noisy, gamma: torch.full_like(noisy, 0.7) + noisy,
         lambda _: draw(4, 3).float(),

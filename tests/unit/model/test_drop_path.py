@@ -1,4 +1,4 @@
-"""Stochastic depth: images leave out parts of blocks as often as the linear rule says."""
+"""Stochastic depth: residual branches are dropped per image at the linear rule's rates."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from megavis.model.layer_state import LayerState
 
 COUNT = 2000
 PIXELS = 3
-"""On a side, of the images of an iGPT."""
+"""Side of an iGPT image."""
 GIVT = "latent_channels: 4, downsampling: 4, num_components: 2"
 OBJECTIVES = {
     "igpt": "{name: igpt, vocabulary_size: 12}",
@@ -32,7 +32,7 @@ FINETUNE = (
 
 @pytest.fixture
 def make(build_paper):
-    """Build a model of four blocks of one of the papers."""
+    """Build a four-block model of the named paper."""
 
     def make(name, *words):
         model = {"num_layers": 4, "hidden_size": 8, "add_bias": True}
@@ -44,7 +44,7 @@ def make(build_paper):
 
 
 class Latents:
-    """A VAE of nothing but zeros."""
+    """A VAE whose latents are all zero."""
 
     def to(self, device):
         return self
@@ -64,7 +64,7 @@ def samples_of(objective, name, count=COUNT):
 
 
 def add_constants(block):
-    """Let attention add 1 to every number of the hidden states, the MLP 10, cross-attention 100."""
+    """Make attention add 1 to all hidden states, the MLP 10 and cross-attention 100."""
     layers = {"self_attention.linear_proj": 1, "mlp.linear_fc2": 10}
     if block.core.has_memory:
         layers["cross_attention.linear_proj"] = 100
@@ -76,10 +76,10 @@ def add_constants(block):
 
 @torch.no_grad()
 def kept_parts(objective, runner, batch, rates):
-    """Run the blocks in training; return for each which images keep which part: bool `[b, p]`."""
+    """Run the blocks in training mode; return which images keep which branch: bool `[b, p]`."""
     embedding, *blocks, _ = runner.layers.of_phase("step")
     state = embedding.train()(objective.training_sequence(batch).inputs)
-    for layer in runner.layers.of_phase("once"):  # an encoder leaves out nothing
+    for layer in runner.layers.of_phase("once"):  # an encoder has no drop path
         state = layer.train()(state)
     kept = []
     for block, rate in zip(blocks, rates, strict=True):
@@ -89,7 +89,7 @@ def kept_parts(objective, runner, batch, rates):
         )
         state = block.train()(state)
         after = LayerState.unpack(state, block.core.carried_names).hidden
-        # What is kept is divided by the share of the images that keep it.
+        # Kept branches are scaled by 1 / (1 - rate).
         added = (after - before[-len(after) :]) * (1 - rate)
         digits = added[0, :, 0].round().long()
         torch.testing.assert_close(
@@ -100,7 +100,7 @@ def kept_parts(objective, runner, batch, rates):
 
 
 def linear_rule(rate, num_layers):
-    """Return 1 - p_l = l / L · (1 - p_L), where the first block counts as l = 0 (timm, MAE)."""
+    """Return 1 - p_l = l / L · (1 - p_L), with l = 0 for the first block (timm, MAE)."""
     return torch.linspace(0, rate, num_layers).tolist()
 
 
@@ -116,13 +116,13 @@ def linear_rule(rate, num_layers):
     ids=["pretraining", "inherited", "own", "replaced", "none"],
 )
 @pytest.mark.parametrize("name", list(OBJECTIVES))
-def test_each_block_leaves_out_the_share_of_the_linear_rule(make, name, words, rate):
+def test_drop_rates_follow_the_linear_rule(make, name, words, rate):
     objective, runner = make(name, *words)
     rates = linear_rule(rate, 4)
     for share, kept in zip(
         rates, kept_parts(objective, runner, samples_of(objective, name), rates), strict=True
     ):
-        # Five deviations of a mean of so many draws; parts are drawn apart from each other.
+        # Five standard deviations of the mean; branches are dropped independently.
         near = 5 * (share * (1 - share) / COUNT) ** 0.5
         assert ((~kept).float().mean(0) - share).abs().max() <= near
         both = (~kept[:, 0] & ~kept[:, 1]).float().mean().item()
@@ -130,7 +130,7 @@ def test_each_block_leaves_out_the_share_of_the_linear_rule(make, name, words, r
     assert [drop_path_of(number, 4, rate) for number in (1, 2, 3, 4)] == pytest.approx(rates)
 
 
-def test_nothing_is_left_out_in_evaluation_and_samples_decide_in_training(make):
+def test_no_drop_in_evaluation_and_per_sample_drop_in_training(make):
     objective, runner = make("igpt", "model.drop_path=0.5")
     plain, same = make("igpt")
     batch = batch_of(torch.arange(PIXELS**2).expand(6, -1) % 12)
@@ -145,7 +145,7 @@ def test_nothing_is_left_out_in_evaluation_and_samples_decide_in_training(make):
     torch.testing.assert_close(whole[:, 4:], part)
 
 
-def test_linear_evaluation_wants_none(make):
+def test_linear_evaluation_requires_zero_drop_path(make):
     words = (*FINETUNE, "finetune.linear_evaluation=true", "model.drop_path=0.1")
     with pytest.raises(UserError, match=r"finetune\.drop_path: must be 0, not 0\.1"):
         make("igpt", *words)

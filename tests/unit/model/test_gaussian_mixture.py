@@ -1,4 +1,4 @@
-"""GIVT's distributions against torch.distributions, the released values, and extreme inputs."""
+"""GIVT's distributions against torch.distributions, released values and extreme inputs."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def draw(*shape, seed=0):
 
 
 def reference_mixture(outputs, k, scale):
-    """The head's outputs as plain torch.distributions, in float64."""
+    """Return the head's outputs as a torch.distributions mixture in float64."""
     wide = outputs.double()
     parts = wide[..., k:].unflatten(-1, (k, 2, -1))
     components = distributions.Normal(parts[..., 0, :], scale(parts[..., 1, :]))
@@ -34,7 +34,7 @@ SCALES = {
 
 @pytest.mark.parametrize("activation", ["squareplus", "softplus"])
 @pytest.mark.parametrize(("k", "d"), [(1, 4), (3, 8), (32, 32)])
-def test_mixture_is_that_of_torch_distributions(activation, k, d):
+def test_mixture_matches_torch_distributions(activation, k, d):
     outputs, tokens = draw(5, 7, k + 2 * k * d), draw(5, 7, d, seed=1)
     mixture = Mixture.from_outputs(outputs, k, ScaleForm(activation))
     reference = reference_mixture(outputs, k, SCALES[activation])
@@ -42,7 +42,7 @@ def test_mixture_is_that_of_torch_distributions(activation, k, d):
     torch.testing.assert_close(mixture.log_prob(tokens), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_full_gaussian_is_that_of_torch_distributions():
+def test_full_gaussian_matches_torch_distributions():
     outputs, tokens = draw(5, 7, 20), draw(5, 7, 4, seed=1)
     factor = SCALES["squareplus"](outputs[..., :16].double()).unflatten(-1, (4, 4)).tril()
     reference = distributions.MultivariateNormal(outputs[..., 16:].double(), scale_tril=factor)
@@ -54,7 +54,7 @@ def test_full_gaussian_is_that_of_torch_distributions():
 @pytest.mark.parametrize(
     ("name", "k"), [("causal", 3), ("maskgit", 3), ("encoder_decoder", 1), ("full_covariance", 0)]
 )
-def test_likelihoods_are_the_released_ones(name, k):
+def test_likelihoods_match_released_values(name, k):
     values = golden(f"givt_{name}")
     outputs, tokens = torch.tensor(values["logits"]), torch.tensor(values["tokens"])
     if k:
@@ -87,7 +87,7 @@ def test_full_gaussian_is_finite_for_every_finite_input():
     assert FullGaussian.from_outputs(outputs, ScaleForm()).log_prob(tokens).isfinite().all()
 
 
-def test_squareplus_keeps_its_digits_and_its_slope():
+def test_squareplus_is_accurate_for_large_negative_inputs():
     raw = torch.tensor([-1e5, -300.0, 0.0, 300.0], requires_grad=True)
     scale = ScaleForm(floor=1e-12).log_scale(raw).exp()
     wide = raw.detach().double()
@@ -99,7 +99,7 @@ def test_squareplus_keeps_its_digits_and_its_slope():
     torch.testing.assert_close(raw.grad, slope.float(), rtol=1e-4, atol=1e-9)
 
 
-def test_floor_holds():
+def test_scale_is_bounded_by_the_floor():
     for activation, floor in (("squareplus", 1e-6), ("softplus", 1e-5)):
         log_scale = ScaleForm(activation, floor).log_scale(torch.tensor([-1e9]))
         assert float(log_scale.exp()) == pytest.approx(floor, rel=1e-5)
@@ -130,7 +130,7 @@ def test_draws_have_the_moments_of_the_tempered_mixture(scale):
     torch.testing.assert_close(draws.var(0), variance, rtol=0.02, atol=0.02)
 
 
-def test_full_gaussian_draws_have_its_covariance():
+def test_full_gaussian_draws_have_the_right_covariance():
     gaussian = FullGaussian.from_outputs(draw(12), ScaleForm())
     normals = torch.randn(200_000, 3, generator=torch.Generator().manual_seed(0))
     draws = gaussian.draw(torch.zeros(200_000), normals)

@@ -1,4 +1,4 @@
-"""The layers that training runs, against plain loops, and what may depend on what."""
+"""iGPT's training layers: logits against plain loops, causality, initialization and FLOPs."""
 
 import plain_igpt
 import pytest
@@ -21,7 +21,7 @@ def draw_ids(batch_size=2, num_tokens=16, vocabulary=32):
 
 
 @pytest.mark.parametrize("mode", ["autoregressive", "bert"])
-def test_logits_are_those_of_plain_loops(build, tmp_path, mode):
+def test_logits_match_plain_loops(build, tmp_path, mode):
     objective, runner = build(tmp_path / "c.yaml", f"objective.mode={mode}")
     ids = draw_ids()
     mask = torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)) < 0.3
@@ -39,7 +39,7 @@ def test_logits_are_those_of_plain_loops(build, tmp_path, mode):
         torch.testing.assert_close(ours[image].double(), plain, rtol=1e-4, atol=1e-4)
 
 
-def test_a_prediction_depends_on_earlier_pixels_alone(build, tmp_path):
+def test_predictions_depend_only_on_earlier_pixels(build, tmp_path):
     objective, runner = build(tmp_path / "c.yaml")
     ids = draw_ids(batch_size=1)
     embedding = runner.layers.modules[0]
@@ -53,11 +53,11 @@ def test_a_prediction_depends_on_earlier_pixels_alone(build, tmp_path):
         seen[0].grad = None
         logits[place, 0].sum().backward(retain_graph=True)
         moved = seen[0].grad[0].abs().sum(-1) != 0
-        # The start vector enters at the first place, no pixel; the last pixel is not read.
+        # The first position reads the start vector, not a pixel; the last pixel is never read.
         assert moved.tolist() == [other < place for other in range(15)]
 
 
-def test_all_pixels_see_all_in_bert(build, tmp_path):
+def test_bert_attention_is_bidirectional(build, tmp_path):
     objective, runner = build(tmp_path / "c.yaml", "objective.mode=bert")
     ids = draw_ids(batch_size=1)
     nothing = torch.zeros_like(ids, dtype=torch.bool)
@@ -70,12 +70,12 @@ def test_all_pixels_see_all_in_bert(build, tmp_path):
     for place in range(16):
         seen[0].grad = None
         logits[place, 0].sum().backward(retain_graph=True)
-        # A gradient is not lost in the last bit of an output, however small it is.
+        # Gradients show a dependence that an output's rounding would hide.
         assert (seen[0].grad[0].abs().sum(-1) > 0).all()
 
 
 @pytest.mark.parametrize("num_new", [1, 3, 16])
-def test_a_cache_gives_what_the_whole_sequence_gives(build, tmp_path, num_new):
+def test_block_with_cache_matches_full_pass(build, tmp_path, num_new):
     _, runner = build(tmp_path / "c.yaml")
     block = runner.layers.modules[1]
     hidden = torch.randn(16, 2, 16, generator=torch.Generator().manual_seed(0))
@@ -89,8 +89,8 @@ def test_a_cache_gives_what_the_whole_sequence_gives(build, tmp_path, num_new):
     torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-5, atol=1e-5)
 
 
-def test_two_stacks_that_both_count_from_one_share_a_cache(build, tmp_path):
-    """Each block keeps its own keys and values, whatever its number."""
+def test_stacks_with_equal_layer_numbers_share_a_cache(build, tmp_path):
+    """Keys and values are cached per block, not per layer number."""
     objective, _ = build(tmp_path / "c.yaml")
     torch.manual_seed(0)
     blocks = [Block(objective.core, number) for number in (1, 2, 1, 2)]
@@ -109,7 +109,7 @@ def test_two_stacks_that_both_count_from_one_share_a_cache(build, tmp_path):
     torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-5, atol=1e-5)
 
 
-def test_layers_start_the_same_in_whatever_order_they_are_built(build, tmp_path):
+def test_initial_weights_are_independent_of_build_order(build, tmp_path):
     objective, _ = build(tmp_path / "c.yaml")
     plans = objective.layer_plans()
     forward = [plan.build() for plan in plans]
@@ -118,10 +118,10 @@ def test_layers_start_the_same_in_whatever_order_they_are_built(build, tmp_path)
         for mine, yours in zip(one.parameters(), other.parameters(), strict=True):
             assert torch.equal(mine, yours)
     first, second = (layer.self_attention.linear_q.weight for layer in forward[1:3])
-    assert not torch.equal(first, second), "two blocks were drawn alike"
+    assert not torch.equal(first, second), "two blocks have the same initial weights"
 
 
-def test_weights_start_as_the_released_code_draws_them(build, tmp_path):
+def test_initial_weights_match_the_released_code(build, tmp_path):
     words = ["model.hidden_size=128", "model.num_layers=4", "model.num_attention_heads=4"]
     objective, _ = build(tmp_path / "c.yaml", *words)
     embedding, block, *_, head = [plan.build() for plan in objective.layer_plans()]
@@ -135,7 +135,7 @@ def test_weights_start_as_the_released_code_draws_them(build, tmp_path):
         block.mlp.linear_fc2.weight: 0.02,
     }
     for weight, std in expected.items():
-        # Five standard errors of a standard deviation's estimate.
+        # Five standard errors of the estimated standard deviation.
         assert abs(weight.std().item() / std - 1) < 5 / (2 * weight.numel()) ** 0.5
     assert head.linear.weight.abs().max() == 0
     drawn = build(tmp_path / "c.yaml", *words, "objective.logits_std=0.02")[0]
@@ -143,12 +143,12 @@ def test_weights_start_as_the_released_code_draws_them(build, tmp_path):
     assert abs(weight.std().item() / 0.02 - 1) < 5 / (2 * weight.numel()) ** 0.5
 
 
-def test_flops_are_what_torch_counts(build, tmp_path):
+def test_flops_match_torch_flop_counter(build, tmp_path):
     objective, runner = build(tmp_path / "c.yaml", "objective.mode=bert")
     ids = draw_ids(batch_size=3)
     inputs = objective.inputs_from(ids, mask=torch.zeros_like(ids, dtype=torch.bool))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         runner.predictions(inputs)
     ours = training_flops(objective.config.model, objective.workload())
-    # A training step of one image counts as three forward passes, and here are three images.
+    # A training step costs three forward passes per image; this is one pass over three images.
     assert counter.get_total_flops() == ours

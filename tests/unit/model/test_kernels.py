@@ -1,6 +1,6 @@
-"""The kernels of a GPU against the plain forms, as far as a CPU can compute them.
+"""GPU kernels against plain PyTorch, as far as a CPU can run them.
 
-A CPU passes for a GPU here: `is_cuda` says yes, and what would be compiled runs as it is.
+`is_cuda` is patched to True, and functions that would be compiled run eagerly.
 """
 
 import sys
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.once
 
 @pytest.fixture
 def as_on_gpu(monkeypatch):
-    """Take the fused forms, without torch's compiler."""
+    """Use the fused kernels without torch.compile."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(kernels, "compiled", lambda function: function)
     yield
@@ -42,7 +42,7 @@ def groups_of(num, highest, *, batch, seed):
 @pytest.mark.parametrize(
     ("queries", "keys", "batch"), [(300, 200, 2), (256, 128, 1), (130, 393, 2)]
 )
-def test_blocks_are_those_of_the_whole_mask(queries, keys, batch):
+def test_block_mask_matches_create_block_mask(queries, keys, batch):
     groups = groups_of(keys, 9, batch=batch, seed=1)
     reach = torch.cat([groups[:, : keys // 2] + 1, groups_of(queries, 9, batch=batch, seed=2)], 1)
     reach = reach[:, -queries:]
@@ -59,7 +59,7 @@ def test_blocks_are_those_of_the_whole_mask(queries, keys, batch):
 
 
 class Largest(TorchDispatchMode):
-    """Remembers the most numbers that an operation gave."""
+    """Record the largest number of elements that any operation returns."""
 
     def __init__(self):
         super().__init__()
@@ -73,7 +73,7 @@ class Largest(TorchDispatchMode):
         return given
 
 
-def test_no_number_for_each_pair_of_tokens_is_written():
+def test_group_blocks_is_not_quadratic_in_tokens():
     groups, reach = (groups_of(n, 9, batch=2, seed=n) for n in (1024, 2048))
     with Largest() as largest:
         kernels.group_blocks(groups, reach)
@@ -81,12 +81,12 @@ def test_no_number_for_each_pair_of_tokens_is_written():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_two_streams_are_a_masked_softmax_and_have_its_gradient(as_on_gpu, monkeypatch, dtype):
-    # A CPU is refused the gradient, though the plain form has one.
+def test_two_stream_attention_matches_masked_softmax(as_on_gpu, monkeypatch, dtype):
+    # FlexAttention refuses gradients on a CPU although its eager form supports them.
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
     groups = groups_of(140, 5, batch=2, seed=1)
     reach = groups_of(160, 6, batch=2, seed=2)
-    reach[1, :3] = 0  # These see nothing.
+    reach[1, :3] = 0  # Rows that see no keys.
     inputs = [draw(2, 2, n, 16, seed=n).to(dtype) for n in (160, 140, 141)]
     inputs[2] = inputs[2][:, :, :140]
     slope = draw(2, 2, 160, 16, seed=9).to(dtype)
@@ -114,7 +114,7 @@ def test_two_streams_are_a_masked_softmax_and_have_its_gradient(as_on_gpu, monke
 
 
 def both(function, plain, *inputs):
-    """Return value and gradients of both functions."""
+    """Return pairs of values and gradients of both functions."""
     results = []
     for compute in (function, plain):
         own = [t.clone().requires_grad_(t.is_floating_point()) for t in inputs]
@@ -125,13 +125,13 @@ def both(function, plain, *inputs):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fused_norms_are_the_plain_ones(as_on_gpu, dtype):
+def test_fused_norms_match_plain_norms(as_on_gpu, dtype):
     x, gain, shift = (
         draw(6, 3, 32).to(dtype),
         draw(32, seed=1).to(dtype),
         draw(32, seed=2).to(dtype),
     )
-    # The gradients of gain and shift are sums of 18 rows, each rounded once to bf16 on a CPU.
+    # Gradients of gain and shift sum 18 rows, each rounded to bf16 on a CPU.
     tolerance = 1e-5 if dtype == torch.float32 else 18 * 2**-8
     pairs = [
         *both(
@@ -150,7 +150,7 @@ def test_fused_norms_are_the_plain_ones(as_on_gpu, dtype):
         torch.testing.assert_close(found.float(), wanted.float(), atol=tolerance, rtol=tolerance)
 
 
-def test_fused_quick_gelu_is_the_plain_one(as_on_gpu, monkeypatch):
+def test_fused_quick_gelu_matches_plain(as_on_gpu, monkeypatch):
     x = draw(64, seed=3)
     fused = [*both(quick_gelu, quick_gelu, x)]
     monkeypatch.setattr(torch.Tensor, "is_cuda", False)
@@ -158,7 +158,7 @@ def test_fused_quick_gelu_is_the_plain_one(as_on_gpu, monkeypatch):
         torch.testing.assert_close(found, wanted)
 
 
-def test_a_compiled_region_has_the_plain_form_s_numbers():
+def test_compiled_rotation_matches_eager():
     angles = draw(1, 1, 6, 4, seed=1)
     cos, sin = angles.cos(), angles.sin()
     plain = kernels.turn.__wrapped__
@@ -171,9 +171,9 @@ def test_a_compiled_region_has_the_plain_form_s_numbers():
             torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
 
 
-def test_the_library_is_chosen_for_the_process(monkeypatch):
+def test_choose_kernels_applies_to_the_process(monkeypatch):
     x = torch.ones(1)
-    assert not kernels.is_fused(x), "a CPU computes the plain forms"
+    assert not kernels.is_fused(x), "CPU tensors use the plain kernels"
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     assert kernels.is_fused(x)
     try:
@@ -183,7 +183,7 @@ def test_the_library_is_chosen_for_the_process(monkeypatch):
         kernels.choose_kernels("auto")
 
 
-def test_apex_gives_the_norms_where_it_is_installed(as_on_gpu, monkeypatch):
+def test_apex_norms_are_used_where_installed(as_on_gpu, monkeypatch):
     monkeypatch.setitem(sys.modules, "apex.normalization", None)
     with pytest.raises(UserError, match="training.kernels: apex needs NVIDIA Apex"):
         kernels.choose_kernels("apex")
@@ -202,7 +202,7 @@ def test_apex_gives_the_norms_where_it_is_installed(as_on_gpu, monkeypatch):
     assert torch.equal(kernels.layer_norm(x, gain, None, 1e-3), x * gain)
 
 
-def test_what_is_made_once_is_made_anew_of_other_tensors():
+def test_once_per_step_recomputes_for_other_tensors():
     once, made = OncePerStep(), []
     first, second = torch.zeros(2), torch.zeros(2)
 

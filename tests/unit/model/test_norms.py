@@ -1,4 +1,4 @@
-"""Norms against their formulas, in float32 whatever comes in."""
+"""Norms against their formulas; statistics are computed in float32 for any input dtype."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def make(kind, width=8):
 
 @pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norm_is_its_formula(kind, dtype):
+def test_norm_matches_formula(kind, dtype):
     norm = make(kind)
     x = torch.randn(5, 3, 8, generator=torch.Generator().manual_seed(2)).to(dtype)
     wide = x.double()
@@ -35,7 +35,7 @@ def test_norm_is_its_formula(kind, dtype):
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_rms_norm_has_the_gradient_of_its_formula():
+def test_rms_norm_gradient():
     x, gain = torch.randn(4, 2, 6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
     inputs = (x.requires_grad_(), gain.requires_grad_())
     assert torch.autograd.gradcheck(lambda x, gain: rms_norm(x, gain, 1e-2), inputs)

@@ -1,4 +1,4 @@
-"""Orders of generation, against loops that read as the paper's sentences do."""
+"""Generation orders against loops that follow the paper's text."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ SIDE = 16
 
 
 def blocks_in_raster_order(side, block):
-    """Cut the grid into blocks; each is the list of its cells in raster order."""
+    """Yield the cells of each block in raster order."""
     for top in range(0, side, block):
         for left in range(0, side, block):
             yield [
@@ -37,17 +37,17 @@ def round_robin(side, block):
 @pytest.mark.parametrize(
     ("kind", "loop"), [("nested_raster", nested_raster), ("round_robin", round_robin)]
 )
-def test_a_fixed_order_is_that_of_the_loop(kind, loop, block):
+def test_fixed_orders_match_plain_loops(kind, loop, block):
     order = fixed_order(kind, height=SIDE, width=SIDE, block=block)
     assert order.tolist() == loop(SIDE, block)
     assert sorted(order.tolist()) == list(range(SIDE * SIDE))
 
 
-def test_raster_is_raster():
+def test_raster_order_is_the_identity():
     assert fixed_order("raster", height=3, width=5).tolist() == list(range(15))
 
 
-def test_a_grid_need_not_be_square():
+def test_fixed_orders_on_a_rectangular_grid():
     assert fixed_order("nested_raster", height=2, width=4, block=2).tolist() == [
         0,
         1,
@@ -70,24 +70,24 @@ def test_a_grid_need_not_be_square():
     ]
 
 
-def test_a_block_must_divide():
+def test_indivisible_block_raises():
     with pytest.raises(ValueError, match="do not divide"):
         fixed_order("round_robin", height=14, width=14, block=4)
 
 
-def test_random_orders_are_permutations_of_their_own_that_the_sample_decides():
+def test_random_orders_are_distinct_permutations_per_sample():
     index = torch.arange(200)
     orders = random_orders(index, 36, seed=3)
     assert torch.equal(orders.sort(dim=1).values, torch.arange(36).expand(200, -1))
     assert len({tuple(order) for order in orders.tolist()}) == 200
     assert torch.equal(random_orders(index[7:9], 36, seed=3), orders[7:9])
-    # Each cell is at each place equally often: 200 draws in 36 cells, 5.6 each on average.
+    # The first cell is uniform: 200 draws over 36 cells, 5.6 each on average.
     counts = torch.bincount(orders[:, 0], minlength=36)
     assert counts.max() < 18
 
 
 @pytest.mark.parametrize("trailing", [(), (5,)])
-def test_values_go_into_an_order_and_back(trailing):
+def test_to_raster_inverts_gather_tokens(trailing):
     values = torch.randn(3, 12, *trailing, generator=torch.Generator().manual_seed(0))
     for order in (
         fixed_order("round_robin", height=4, width=3, block=1),

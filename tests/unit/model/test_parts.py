@@ -1,4 +1,4 @@
-"""Two stacks of blocks in one list of layers: what is counted, cut and read off follows from it."""
+"""A model of two stacks: parameters, FLOPs, memory, features and pipeline cuts."""
 
 from pathlib import Path
 
@@ -13,8 +13,8 @@ FOLDER = Path(__file__).parents[2] / "two_stacks"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _found():
-    """As if the folder lay in `megavis/papers`."""
+def _register_two_stacks():
+    """Make the folder importable as a subpackage of `megavis.papers`."""
     from megavis import papers
 
     papers.__path__.append(str(FOLDER))
@@ -24,7 +24,7 @@ def _found():
 
 @pytest.fixture
 def two_stacks_of(build, tmp_path):
-    """Return the objective and its runner; 16 pixels, two blocks of 16 and two of 8."""
+    """Build the objective and its runner: 16 pixels, two blocks of width 16 and two of 8."""
 
     def make(*words):
         names = ("objective.name=two_stacks", "objective.upper_size=8")
@@ -35,12 +35,12 @@ def two_stacks_of(build, tmp_path):
 
 @pytest.fixture
 def two_stacks(two_stacks_of):
-    """The same as it is."""
+    """The model without overrides."""
     return two_stacks_of()
 
 
-def test_a_query_sees_the_pixels_before_its_own(two_stacks):
-    """By the gradient: through the lower stack, the bridge and the upper stack."""
+def test_queries_depend_only_on_earlier_pixels(two_stacks):
+    """Gradients flow through the lower stack, the bridge and the upper stack."""
     objective, runner = two_stacks
     ids = torch.randint(32, (1, 16), generator=torch.Generator().manual_seed(0))
     seen = []
@@ -60,14 +60,14 @@ def test_a_query_sees_the_pixels_before_its_own(two_stacks):
         assert reached.tolist() == [other < place for other in range(15)]
 
 
-def test_operations_are_what_torch_counts(two_stacks):
+def test_flops_match_torch_flop_counter(two_stacks):
     objective, runner = two_stacks
     ids = torch.zeros(2, 16, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         state = objective.inputs_from(ids)
         for layer in runner.layers.modules:
             state = layer(state)
-    # torch counts scores that causal attention leaves out as well.
+    # torch also counts the scores that causal attention skips.
     left_out = 2 * 4 * 16 * (16 - 17 / 2) * 16
     planned = objective.flops_per_image() / 3 + left_out
     assert planned == pytest.approx(counter.get_total_flops() / 2, rel=1e-6)
@@ -84,8 +84,8 @@ def test_parameters_are_counted_by_stack(two_stacks):
     assert counted == found
 
 
-def test_features_are_those_of_the_lower_stack(two_stacks):
-    """From the first block's norm to the bridge's, averaged over tokens by hand."""
+def test_features_come_from_the_lower_stack(two_stacks):
+    """Features are token means of each norm's output, from the first block to the bridge."""
     objective, runner = two_stacks
     ids = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(0))
     embedding, first, second, bridge, *_ = runner.layers.modules
@@ -102,8 +102,8 @@ def test_features_are_those_of_the_lower_stack(two_stacks):
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_plans_count_what_autograd_saves(two_stacks_of, checkpointing):
-    """Of both stacks, the bridge and both ends, whole and cut into two stages."""
+def test_planned_activations_match_autograd(two_stacks_of, checkpointing):
+    """Both stacks, the bridge, embedding and head, on one stage and on two."""
     from megavis.planning.activation_memory import activation_memory
     from megavis.planning.boundary_activations import (
         boundary_activations_of,
@@ -135,13 +135,13 @@ def test_plans_count_what_autograd_saves(two_stacks_of, checkpointing):
     assert sum(stages) == pytest.approx(planned.saved)
     held = [shape.layers.held(stage, 1) for stage in shape.layers.stages(2)]
     numbers = [sum(p.numel() for p in layer.parameters()) for layer in layers]
-    # Five layers of the lower stack and the bridge are split after the third block.
+    # The cut falls after the third block of the lower stack.
     bound = 1 + shape.layers.stages(2)[0].blocks[0]
     assert held == [sum(numbers[:bound]), sum(numbers[bound:])]
 
 
 def test_generation_runs_both_stacks_over_all_tokens(two_stacks, tmp_path):
-    """The upper stack's queries cannot be cached: greedy ids are those of a loop over all."""
+    """The upper stack's queries cannot be cached: greedy ids match full forward passes."""
     from megavis.sampling.sampler import Sampler
 
     objective, runner = two_stacks
@@ -154,8 +154,8 @@ def test_generation_runs_both_stacks_over_all_tokens(two_stacks, tmp_path):
     assert torch.equal(drawn, ids.expand(3, -1))
 
 
-def test_stacks_leave_out_other_images_by_drop_path(two_stacks):
-    """Both stacks count their blocks from one; their draws are apart."""
+def test_stacks_draw_drop_path_independently(two_stacks):
+    """Blocks with the same number in different stacks drop different images."""
     objective, _ = two_stacks
     samples = torch.arange(200)
     lower, upper = (
@@ -166,31 +166,31 @@ def test_stacks_leave_out_other_images_by_drop_path(two_stacks):
     assert not torch.equal(lower, upper)
 
 
-def test_depths_count_all_layers(two_stacks):
+def test_layer_depths_and_names(two_stacks):
     plans = two_stacks[0].layer_plans()
     assert [plan.depth for plan in plans] == [*range(7)]
     names = ["embedding", "blocks.0", "blocks.1", "bridge", "upper.0", "upper.1", "head"]
     assert [plan.name for plan in plans] == names
 
 
-def test_stages_are_cut_by_work(two_stacks, build, tmp_path):
+def test_stages_balance_work(two_stacks, build, tmp_path):
     from megavis.model.parts import block_weights
     from megavis.planning.stages import stage_bounds
 
     plans = two_stacks[0].layer_plans()
     places, weights = block_weights(plans)
     assert places == [1, 2, 4, 5]
-    # By hand, 16 pixels: matrix products and scores of a token that is read, then keys and values.
+    # By hand for 16 pixels: matrix products and scores of read tokens, then keys and values.
     lower = [16 * (2 * 16**2 + 2 * 16 * 64 + 2 * 16 * 8.5) + 16 * 2 * 16**2] * 2
     own = 2 * 8**2 + 2 * 8 * 24 + 2 * 8 * 16
     upper = [(32 + 16) / 2 * own + 16 * 2 * 8**2] * 2
     assert weights == pytest.approx([cost / lower[0] for cost in (*lower, *upper)])
-    # Both narrow blocks together are less than one wide one.
+    # Both narrow blocks together cost less than one wide block.
     assert stage_bounds(plans, 2) == [0, 2, 7]
     assert stage_bounds(plans, 3) == [0, 2, 4, 7]
 
 
-def test_the_largest_stage_is_as_small_as_any_cut_makes_it():
+def test_balanced_bounds_minimize_the_largest_stage():
     from itertools import combinations, pairwise
 
     from megavis.planning.stages import balanced_bounds
@@ -206,7 +206,7 @@ def test_the_largest_stage_is_as_small_as_any_cut_makes_it():
 
 
 @pytest.mark.parametrize(("num_blocks", "num_stages"), [(3, 2), (24, 8), (7, 3), (12, 5)])
-def test_equal_blocks_are_cut_as_deepspeed_cuts_them(build, tmp_path, num_blocks, num_stages):
+def test_stage_bounds_of_equal_blocks_match_deepspeed(build, tmp_path, num_blocks, num_stages):
     from deepspeed.runtime.utils import partition_balanced
 
     from megavis.planning.stages import stage_bounds

@@ -1,4 +1,4 @@
-"""Perceptual distance and LPIPS against torch's own layers, one after the other."""
+"""Perceptual distance and LPIPS against a layer-by-layer reference in PyTorch."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.once
 
 WIDTHS = {"vgg": (64, 128, 256, 512, 512), "alex": (64, 192, 384, 256, 256)}
 ENDS = {"vgg": (3, 8, 15, 22, 29), "alex": (1, 4, 7, 9, 11)}
-"""The ReLUs whose features are compared, by their number among all layers."""
+"""Indices of the ReLU layers whose features are compared."""
 
 
 def vgg():
@@ -37,7 +37,7 @@ def alex():
 
 @pytest.fixture(params=["vgg", "alex"])
 def network(request, tmp_path):
-    """Name, random layers, the files of their weights and of random w."""
+    """Return the network's name, random layers, linear weights, and the folder of their files."""
     torch.manual_seed(0)
     name = request.param
     features = nn.Sequential(*{"vgg": vgg, "alex": alex}[name]())
@@ -50,7 +50,7 @@ def network(request, tmp_path):
 
 @torch.no_grad()
 def plainly(name, features, linear, first, second):
-    """Equation 1, place by place."""
+    """Evaluate equation 1 position by position."""
     mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
     pair = [((x - mean[:, None, None]) / std[:, None, None])[None] for x in (first, second)]
     distance, level = 0.0, 0
@@ -69,7 +69,7 @@ def plainly(name, features, linear, first, second):
     return distance
 
 
-def test_lpips_is_equation_one(network):
+def test_lpips_matches_equation_1(network):
     name, features, linear, folder = network
     first, second = torch.rand(2, 2, 3, 40, 33).unbind(0)
     distance = PerceptualDistance.load(folder / "backbone.safetensors", folder / "lin.pth")
@@ -78,7 +78,7 @@ def test_lpips_is_equation_one(network):
     assert distance(first, first).tolist() == [0.0, 0.0]
 
 
-def test_without_linear_weights_all_are_one(network):
+def test_linear_weights_default_to_one(network):
     name, features, linear, folder = network
     first, second = torch.rand(2, 3, 32, 32).unbind(0)
     ones = [torch.ones_like(w) for w in linear]
@@ -87,7 +87,7 @@ def test_without_linear_weights_all_are_one(network):
     assert found.item() == pytest.approx(expected, rel=1e-4)
 
 
-def test_linear_weights_of_the_other_network_are_refused(network):
+def test_linear_weights_of_another_network_raise(network):
     name, *_, folder = network
     other = WIDTHS["alex" if name == "vgg" else "vgg"]
     weights = {f"lin{n}.model.1.weight": torch.ones(1, w, 1, 1) for n, w in enumerate(other)}
@@ -96,14 +96,14 @@ def test_linear_weights_of_the_other_network_are_refused(network):
         PerceptualDistance.load(folder / "backbone.safetensors", folder / "other.safetensors")
 
 
-def test_images_in_which_it_sees_nothing_are_refused(network):
+def test_images_smaller_than_the_receptive_field_raise(network):
     distance = PerceptualDistance.load(network[-1] / "backbone.safetensors")
     images = torch.rand(1, 3, 15, 64)
     with pytest.raises(UserError, match="pixels on each side, not 15×64"):
         distance(images, images)
 
 
-def test_other_files_are_refused(tmp_path):
+def test_files_without_network_weights_raise(tmp_path):
     save_file({"other": torch.zeros(1)}, tmp_path / "other.safetensors")
     with pytest.raises(UserError, match=r"no features\.0\.weight"):
         PerceptualDistance.load(tmp_path / "other.safetensors")

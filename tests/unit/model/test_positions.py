@@ -1,4 +1,4 @@
-"""Positions against independent formulas: complex numbers, and MAE's sines and cosines by loops."""
+"""Position embeddings against complex-number rotations and MAE's sine-cosine embedding."""
 
 import math
 
@@ -24,7 +24,7 @@ def rotate(heads, coordinates, scale=1.0):
 
 
 def rotate_with_complex_numbers(head, coordinates):
-    """Appendix D of the DARL paper for one vector `[d]`: z · e^(i m θ), axis after axis."""
+    """Rotate one vector `[d]` by z · e^(i m θ) per axis (DARL, appendix D)."""
     turned, width = [], len(head) // len(coordinates)
     for axis, place in enumerate(coordinates):
         part = head[axis * width : (axis + 1) * width]
@@ -36,7 +36,7 @@ def rotate_with_complex_numbers(head, coordinates):
 
 
 @pytest.mark.parametrize("axes", [1, 2])
-def test_rotation_is_a_product_of_complex_numbers(axes):
+def test_rotation_matches_complex_multiplication(axes):
     heads, coordinates = draw(2, 3, 5, 16), torch.randint(0, 20, (2, 5, axes))
     turned = rotate(heads, coordinates)
     for b in range(2):
@@ -48,7 +48,7 @@ def test_rotation_is_a_product_of_complex_numbers(axes):
                 torch.testing.assert_close(turned[b, n, s], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_scores_depend_on_differences_of_coordinates_alone():
+def test_rotary_scores_depend_only_on_relative_coordinates():
     query, key = draw(1, 1, 4, 16), draw(1, 1, 4, 16).flip(2)
     here = torch.tensor([[[0, 3], [5, 1], [2, 2], [7, 0]]])
     moved = here + torch.tensor([11, 4])
@@ -60,12 +60,12 @@ def test_scores_depend_on_differences_of_coordinates_alone():
     assert not torch.allclose(scores(here), query @ key.transpose(2, 3))
 
 
-def test_half_the_scale_is_half_the_coordinate():
+def test_rotary_scale_multiplies_coordinates():
     heads, places = draw(1, 2, 3, 8), torch.tensor([[[2], [6], [4]]])
     torch.testing.assert_close(rotate(heads, places, scale=0.5), rotate(heads, places // 2))
 
 
-def test_half_the_scale_interpolates_sines_and_cosines():
+def test_sincos_scale_interpolates_coordinates():
     fine, coarse = (
         Positions("sincos", height=n, width=n, hidden_size=16, fill=normal(0), scale=3 / n)
         for n in (6, 3)
@@ -78,13 +78,13 @@ def test_half_the_scale_interpolates_sines_and_cosines():
 
 
 def added(side, hidden_size):
-    """What sin-cos positions add to each cell of a square grid, `[side², hidden_size]`."""
+    """Return the sine-cosine embedding of each cell of a square grid, `[side², hidden_size]`."""
     kind = Positions("sincos", height=side, width=side, hidden_size=hidden_size, fill=normal(0))
     return kind(torch.zeros(1, side**2, hidden_size), cells(side, side))[0]
 
 
 @pytest.mark.parametrize(("side", "hidden_size"), [(3, 16), (14, 768), (24, 1024)])
-def test_sines_and_cosines_by_loops(side, hidden_size):
+def test_sincos_matches_plain_loops(side, hidden_size):
     # MAE's released get_2d_sincos_pos_embed: "here w goes first".
     expected = np.empty((side**2, hidden_size))
     quarter = hidden_size // 4
@@ -98,12 +98,12 @@ def test_sines_and_cosines_by_loops(side, hidden_size):
     np.testing.assert_allclose(added(side, hidden_size), expected, rtol=0, atol=1e-6)
 
 
-def test_sines_and_cosines_are_those_of_transformers_mae():
+def test_sincos_matches_transformers_mae():
     from transformers.models.vit_mae.modeling_vit_mae import ViTMAEConfig, ViTMAEEmbeddings
 
     embeddings = ViTMAEEmbeddings(ViTMAEConfig(hidden_size=768, image_size=224, patch_size=16))
     embeddings.initialize_weights()
-    # Row 0 is the class token's, which has no place.
+    # Row 0 belongs to the class token, which has no position.
     expected = embeddings.position_embeddings[0, 1:].detach()
     np.testing.assert_allclose(added(14, 768), expected, rtol=0, atol=1e-6)
 
@@ -118,26 +118,26 @@ def test_sines_and_cosines_are_those_of_transformers_mae():
         ("rope_2d", 0, {"coordinates": 2}, False),
     ],
 )
-def test_each_kind_adds_or_carries(kind, parameters, carried, adds):
+def test_each_kind_adds_embeddings_or_carries_coordinates(kind, parameters, carried, adds):
     positions = Positions(kind, height=3, width=4, hidden_size=16, fill=normal(0.5))
     places, hidden = cells(3, 4), draw(2, 12, 16)
     assert sum(p.numel() for p in positions.parameters()) == parameters
     assert {k: v.shape[-1] for k, v in positions.carried(places).items()} == carried
     assert torch.equal(positions(hidden, places), hidden) != adds
-    # A permuted sequence is the same tokens with permuted coordinates.
+    # Permuting tokens and positions together permutes the result.
     order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(
         positions(hidden[:, order], places[:, order]), positions(hidden, places)[:, order]
     )
 
 
-def test_one_axis_numbers_the_cells():
+def test_rope_1d_coordinates_are_raster_indices():
     positions = Positions("rope_1d", height=3, width=4, hidden_size=16, fill=normal(0.5))
     assert positions.carried(cells(3, 4))["coordinates"].flatten().tolist() == list(range(12))
 
 
 @pytest.mark.parametrize("kind", ["rope_2d", "relative_2d"])
-def test_what_stands_on_no_cell(kind):
+def test_coordinates_of_tokens_without_a_cell(kind):
     positions = Positions(kind, height=3, width=4, hidden_size=16, fill=normal(0.5))
     places = torch.tensor([[NOWHERE, START, 0, 6]])
     assert positions.carried(places)["coordinates"].tolist() == [

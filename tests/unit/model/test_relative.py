@@ -1,4 +1,4 @@
-"""Relative positions: the bias of each offset against loops, and what attention makes of it."""
+"""Relative position bias: its entry for each offset, and its effect on attention."""
 
 import math
 
@@ -22,13 +22,13 @@ def config(objective="{name: mp3, patch_size: 4, mask_ratio: 0.5}"):
     )
 
 
-def test_a_pair_gets_the_entry_of_its_offset():
+def test_bias_is_indexed_by_offset():
     bias = RelativeBias(2, (2, 3))
     torch.nn.init.normal_(bias.weight)
     cells = place_coordinates(torch.tensor([[NOWHERE, *range(6)]]), 3)
     found = bias(cells, cells)
     assert found.shape == (1, 2, 7, 7)
-    # Rows from -1 to 1, in each columns from -2 to 2; then the three entries off the grid.
+    # Row offsets -1 to 1, column offsets -2 to 2 within each; then three entries off the grid.
     order = [(row, column) for row in (-1, 0, 1) for column in (-2, -1, 0, 1, 2)]
     for query in range(7):
         for key in range(7):
@@ -43,7 +43,7 @@ def test_a_pair_gets_the_entry_of_its_offset():
 
 
 @pytest.mark.parametrize("visibility", ["kept", "full"])
-def test_attention_adds_it_to_its_logits(build_paper, visibility):
+def test_attention_adds_bias_to_logits(build_paper, visibility):
     objective, runner = build_paper(config(), f"finetune.visibility={visibility}")
     attention = runner.layers.modules[1].self_attention
     seen = {}
@@ -73,7 +73,7 @@ def test_attention_adds_it_to_its_logits(build_paper, visibility):
                 torch.testing.assert_close(mixed, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_at_the_start_it_is_as_without_positions(build_paper):
+def test_zero_bias_is_equivalent_to_no_positions(build_paper):
     objective, runner = build_paper(config())
     _, without = build_paper(config(), "model.positions=none")
     for block in runner.layers.modules[1:-1]:
@@ -87,7 +87,7 @@ def test_at_the_start_it_is_as_without_positions(build_paper):
 
 
 @pytest.mark.parametrize("paper", ["{name: igpt}", "{name: darl, patch_size: 4}"])
-def test_other_papers_refuse_it(build_paper, paper):
+def test_unsupported_papers_raise(build_paper, paper):
     text = config(paper)
     with pytest.raises(UserError, match="has no relative_2d positions"):
         build_paper(text)

@@ -1,4 +1,4 @@
-"""Whole tokens are a value of a forward pass: nothing that layers share changes."""
+"""`whole_tokens` disables sequence parallelism for a forward pass without mutating configs."""
 
 import dataclasses
 
@@ -13,8 +13,8 @@ class Settings:
 
 
 @pytest.mark.parametrize("flag", [True, False])
-def test_tokens_are_whole_inside_the_block_alone(flag):
-    settings = Settings(flag)  # Frozen: a write would raise.
+def test_whole_tokens_applies_only_inside_the_context(flag):
+    settings = Settings(flag)  # frozen: assignment would raise
     assert splits_tokens(settings) is flag
     with whole_tokens():
         with whole_tokens():
@@ -23,8 +23,8 @@ def test_tokens_are_whole_inside_the_block_alone(flag):
     assert splits_tokens(settings) is flag
 
 
-def test_a_pass_over_whole_tokens_ends_between_the_steps_of_generation(build, tmp_path):
-    """A picture that is drawn step by step must not reach into what its caller runs between."""
+def test_whole_tokens_does_not_leak_from_predictions(build, tmp_path):
+    """Code that runs between generation steps must see the original setting."""
     _, runner = build(tmp_path / "c.yaml")
     seen = []
 

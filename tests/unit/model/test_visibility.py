@@ -1,4 +1,4 @@
-"""Every visibility against its definition, and attention against a plain masked softmax."""
+"""Visibility masks against their definition, and attention against a masked softmax."""
 
 import math
 
@@ -30,7 +30,7 @@ def visibilities():
 
 
 def sees(visibility, image, i, j):
-    """The table in the module's docstring, one pair of tokens at a time."""
+    """Evaluate the table in the module's docstring for one pair of tokens."""
     if visibility.kind == "causal":
         return j <= i
     if visibility.kind == "full":
@@ -55,7 +55,7 @@ def by_definition(visibility):
 
 
 @pytest.mark.parametrize("kind", list(visibilities()))
-def test_dense_mask_is_the_definition(kind):
+def test_dense_mask_matches_definition(kind):
     visibility = visibilities()[kind]
     mask = visibility.dense_mask(TOKENS).expand(IMAGES, -1, -1)
     assert torch.equal(mask, by_definition(visibility))
@@ -63,13 +63,13 @@ def test_dense_mask_is_the_definition(kind):
 
 @pytest.fixture
 def attention(build, tmp_path):
-    """Attention of any visibility kind, from one seed."""
+    """Build attention of any visibility kind with the same weights."""
     objective, _ = build(tmp_path / "c.yaml")
     config = megatron_config(objective.config, objective.core.groups, objective.core.stack)
 
     def make(kind):
         torch.manual_seed(0)
-        # Entries of q and k near 1: with larger ones a softmax passes its rounding on to gradients.
+        # Keep q and k near 1: larger values amplify softmax rounding in the gradients.
         fill = normal(0.25)
         initialization = Initialization(fill, fill, fill, fill, fill)
         return Attention(config, objective.core.groups, initialization, kind)
@@ -78,7 +78,7 @@ def attention(build, tmp_path):
 
 
 def turned(heads, coordinates):
-    """Channels as complex numbers z, half of them for each axis: z · e^(i m θ)."""
+    """Rotate channels as complex numbers, z · e^(i m θ), half of them per axis."""
     frequencies = 10_000.0 ** (-torch.arange(0, 4, 2, dtype=torch.float64) / 4)
     angles = (coordinates[..., None] * frequencies).flatten(-2)[:, None]
     z = torch.view_as_complex(heads.unflatten(-1, (-1, 2)).contiguous())
@@ -86,7 +86,7 @@ def turned(heads, coordinates):
 
 
 def plain_attention(module, hidden, mask, coordinates=None):
-    """softmax(q · k / √d) over what `mask` `[b, s, s]` shows, in float64; zeros for nothing."""
+    """softmax(q · k / √d) under `mask` `[b, s, s]` in float64; zeros for fully masked rows."""
     size = WIDTH // HEADS
     q, kv, proj = (
         layer.weight.double() for layer in (module.linear_q, module.linear_kv, module.linear_proj)
@@ -98,7 +98,7 @@ def plain_attention(module, hidden, mask, coordinates=None):
     if coordinates is not None:
         query, key = turned(query, coordinates), turned(key, coordinates)
     scores = query @ key.transpose(2, 3) / math.sqrt(size)
-    # A row that sees nothing has no softmax: it takes any finite score, and its sum is left out.
+    # A fully masked row has no softmax: unmask it here and zero its shares below.
     shown = mask[:, None] | ~mask.any(-1)[:, None, :, None]
     shares = scores.masked_fill(~shown, -math.inf).softmax(-1) * mask[:, None]
     return (shares @ value).transpose(1, 2).flatten(2).transpose(0, 1) @ proj.T
@@ -106,7 +106,7 @@ def plain_attention(module, hidden, mask, coordinates=None):
 
 @pytest.mark.parametrize("rotary", [False, True])
 @pytest.mark.parametrize("kind", list(visibilities()))
-def test_attention_and_its_gradient_are_those_of_a_masked_softmax(attention, kind, rotary):
+def test_attention_and_gradient_match_masked_softmax(attention, kind, rotary):
     module, visibility = attention(kind), visibilities()[kind]
     coordinates = torch.randint(0, 9, (IMAGES, TOKENS, 2)) if rotary else None
     results = []
@@ -125,7 +125,7 @@ def test_attention_and_its_gradient_are_those_of_a_masked_softmax(attention, kin
         torch.testing.assert_close(ours.double(), plain, rtol=1e-5, atol=1e-5)
 
 
-def test_only_what_is_read_and_seen_is_computed(attention):
+def test_query_start_skips_unused_projections(attention):
     module, visibility = attention("two_stream"), visibilities()["two_stream"]
     hidden, widths = draw(TOKENS, IMAGES, WIDTH), {}
     for name in ("linear_q", "linear_kv"):
@@ -139,7 +139,7 @@ def test_only_what_is_read_and_seen_is_computed(attention):
     torch.testing.assert_close(part, whole[4:])
 
 
-def test_a_masked_out_token_gets_no_gradient(attention):
+def test_masked_tokens_get_zero_gradient(attention):
     module, visibility = attention("two_stream"), visibilities()["two_stream"]
     expected = by_definition(visibility)
     for i in range(TOKENS):
@@ -148,7 +148,7 @@ def test_a_masked_out_token_gets_no_gradient(attention):
         moved = hidden.grad.abs().sum(-1).t() > 0
         for image in range(IMAGES):
             seen = expected[image, i].clone()
-            # Its own query reaches the output wherever there is a choice between keys.
+            # A token's own query affects the output only if it sees more than one key.
             seen[i] |= seen.sum() > 1
             if seen.sum() == 1:
                 continue
@@ -156,7 +156,7 @@ def test_a_masked_out_token_gets_no_gradient(attention):
 
 
 @pytest.mark.parametrize("num_new", [1, 3])
-def test_a_cache_gives_what_the_whole_sequence_gives(attention, num_new):
+def test_attention_with_cache_matches_full_pass(attention, num_new):
     module, coordinates = attention("causal"), torch.arange(TOKENS)[None, :, None]
     hidden, cache, parts = draw(TOKENS, IMAGES, WIDTH), KeyValueCache(TOKENS), []
     whole = module(hidden, AttentionContext(Visibility("causal"), coordinates))[0]
