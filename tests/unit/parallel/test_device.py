@@ -1,4 +1,4 @@
-"""Which device a process takes, on machines with GPUs that this one has not."""
+"""Device selection and GPU arithmetic settings, with simulated GPUs."""
 
 import os
 
@@ -20,7 +20,7 @@ from megavis.training.parity import device_for
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Let torch see GPUs, on which nothing works; returns the devices that were made current."""
+    """Make torch report GPUs that fail on use; return the devices passed to `set_device`."""
     chosen = []
 
     def fail(*_args, **_options):
@@ -49,30 +49,30 @@ def gpus(monkeypatch):
         ("cuda", 7, 1, "cuda:0"),
     ],
 )
-def test_a_process_takes_the_gpu_of_its_place(gpus, name, local_rank, visible, device):
+def test_choose_device_uses_the_local_rank(gpus, name, local_rank, visible, device):
     gpus(visible)
     assert choose_device(name, local_rank=local_rank) == torch.device(device)
 
 
 @pytest.mark.parametrize(
-    ("name", "local_rank", "visible", "told"),
+    ("name", "local_rank", "visible", "message"),
     [
         ("cuda", 0, 0, "--device cuda: torch finds no GPU here; use --device cpu"),
         (None, 2, 2, "local rank 2 has no GPU: 2 are visible"),
     ],
 )
-def test_a_process_without_a_gpu_is_told_so(gpus, name, local_rank, visible, told):
+def test_missing_gpu_raises(gpus, name, local_rank, visible, message):
     gpus(visible)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         choose_device(name, local_rank=local_rank)
 
 
 @pytest.mark.parametrize(("visible", "index"), [(1, 0), (4, 3)])
-def test_deepspeed_is_handed_the_index_of_the_gpu(gpus, monkeypatch, visible, index):
+def test_deepspeed_gets_the_gpu_index_as_local_rank(gpus, monkeypatch, visible, index):
     chosen = gpus(visible)
     joined = {}
 
-    class Joined(Exception):  # noqa: N818 - ends what a GPU would be needed for
+    class Joined(Exception):  # noqa: N818 - stops before a GPU is needed
         pass
 
     def join(backend, **_options):
@@ -91,7 +91,7 @@ def test_deepspeed_is_handed_the_index_of_the_gpu(gpus, monkeypatch, visible, in
     assert os.environ["RANK"] == "0"
 
 
-def test_the_cpu_of_a_machine_with_gpus_computes_without_them(gpus, shards):
+def test_cpu_device_does_not_touch_gpus(gpus, shards):
     from deepspeed import accelerator
     from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
     from deepspeed.runtime.utils import PartitionedTensor
@@ -99,7 +99,7 @@ def test_the_cpu_of_a_machine_with_gpus_computes_without_them(gpus, shards):
     from megavis.data.loading.dataset import ShardDataset
 
     chosen = gpus(8)
-    # As DeepSpeed chose when it was imported.
+    # DeepSpeed chooses this at import on a machine with GPUs.
     accelerator.set_accelerator(CUDA_Accelerator())
     context = open_context(Launch(0, 1, 0, "127.0.0.1", 1), device="cpu")
     try:
@@ -124,19 +124,19 @@ def test_the_cpu_of_a_machine_with_gpus_computes_without_them(gpus, shards):
 @pytest.mark.parametrize(
     ("name", "visible", "device"), [(None, 4, "cuda"), (None, 3, "cpu"), ("cpu", 8, "cpu")]
 )
-def test_parity_takes_gpus_where_each_process_has_one(gpus, name, visible, device):
+def test_parity_uses_gpus_if_there_is_one_per_process(gpus, name, visible, device):
     gpus(visible)
     assert device_for(name, 4) == device
 
 
-def test_parity_refuses_more_processes_than_gpus(gpus):
+def test_parity_with_more_processes_than_gpus_raises(gpus):
     gpus(3)
     with pytest.raises(UserError, match="4 processes need a GPU each, and 3 are visible"):
         device_for("cuda", 4)
 
 
 def switches():
-    """What decides how exactly a GPU computes."""
+    """Return torch's settings of GPU precision and determinism."""
     return {
         "products": torch.backends.cuda.matmul.allow_tf32,
         "convolutions": torch.backends.cudnn.allow_tf32,
@@ -155,7 +155,7 @@ PLAIN = {
 }
 
 
-def test_arithmetic_is_chosen_by_two_keys(monkeypatch):
+def test_set_arithmetic_controls_tf32_and_determinism(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.delenv("NCCL_ALGO", raising=False)
     try:
@@ -179,7 +179,7 @@ TOKENIZERS = [
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=lambda tokenizer: tokenizer.kind)
-def test_tokenizers_encode_exactly_whatever_a_run_chose(tokenizer):
+def test_tokenizers_encode_in_full_float32(tokenizer):
     seen = []
     first = next(m for m in tokenizer.modules() if isinstance(m, torch.nn.Conv2d))
     hook = first.register_forward_hook(lambda *_: seen.append(switches()))
@@ -193,7 +193,7 @@ def test_tokenizers_encode_exactly_whatever_a_run_chose(tokenizer):
     assert seen == [PLAIN | {"repeats convolutions": True}]
 
 
-def test_full_float32_leaves_a_run_s_choice_behind_it():
+def test_full_float32_restores_the_previous_settings():
     set_arithmetic(tf32=True, deterministic=False)
     try:
         with full_float32():

@@ -1,4 +1,4 @@
-"""The place of a process, from the variables that each launcher sets."""
+"""Rank, world size and rendezvous from each launcher's environment variables."""
 
 import pytest
 
@@ -21,35 +21,35 @@ SLURM = {
 }
 
 
-def test_plain_python_is_one_process():
+def test_without_launcher_there_is_one_process():
     launch = read_launch({"PATH": "/bin"})
     assert (launch.rank, launch.world_size, launch.local_rank) == (0, 1, 0)
     assert launch.master_address == "127.0.0.1"
     assert 1024 < launch.master_port < 65536
 
 
-def test_torchrun_and_deepspeed_set_the_same_variables():
+def test_torchrun_variables():
     assert read_launch(TORCHRUN) == Launch(5, 8, 1, "node0", 29500)
 
 
-def test_what_is_read_is_what_torch_reads():
+def test_environment_round_trips():
     assert read_launch(TORCHRUN).environment() == TORCHRUN
 
 
-def test_torchrun_wins_inside_a_slurm_allocation():
+def test_torchrun_takes_precedence_over_slurm():
     assert read_launch({**SLURM, **TORCHRUN}) == Launch(5, 8, 1, "node0", 29500)
 
 
-def test_srun_gives_rank_size_and_meeting_place():
+def test_srun_variables():
     assert read_launch(SLURM) == Launch(5, 8, 1, "gpu03", 20000 + 70123 % 12768)
 
 
-def test_srun_meets_where_the_user_says():
+def test_master_variables_override_srun():
     launch = read_launch({**SLURM, "MASTER_ADDR": "ib-gpu03", "MASTER_PORT": "4000"})
     assert (launch.master_address, launch.master_port) == ("ib-gpu03", 4000)
 
 
-def test_the_nodes_of_the_job_serve_where_those_of_the_step_are_absent():
+def test_job_node_list_is_the_fallback_for_the_step():
     nodes = {k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"}
     assert read_launch({**nodes, "SLURM_JOB_NODELIST": "a1,a2"}).master_address == "a1"
 
@@ -63,18 +63,18 @@ def test_the_nodes_of_the_job_serve_where_those_of_the_step_are_absent():
     ],
     ids=["sbatch without srun", "srun of one task", "no task count"],
 )
-def test_an_allocation_without_several_tasks_is_one_process(environment):
+def test_single_task_slurm_allocation_is_one_process(environment):
     assert read_launch(environment).world_size == 1
 
 
 @pytest.mark.parametrize("missing", ["WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
-def test_a_missing_variable_is_named(missing):
+def test_missing_torchrun_variable_raises(missing):
     environment = {k: v for k, v in TORCHRUN.items() if k != missing}
     with pytest.raises(UserError, match=f"RANK is set but not {missing}; start with torchrun"):
         read_launch(environment)
 
 
-def test_srun_without_nodes_says_what_to_set():
+def test_srun_without_node_list_raises():
     environment = {k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"}
     with pytest.raises(UserError, match="set MASTER_ADDR"):
         read_launch(environment)
@@ -97,11 +97,11 @@ def test_srun_without_nodes_says_what_to_set():
         ("login,gpu[1-2]", "login"),
     ],
 )
-def test_the_first_host_of_a_slurm_list(nodes, host):
+def test_first_host_of_a_slurm_node_list(nodes, host):
     assert first_host(nodes) == host
 
 
 @pytest.mark.parametrize("nodes", ["", ",a", "gpu[1-2", "gpu[]", "gpu[a-b]", "gpu]1"])
-def test_what_is_no_node_list_is_refused(nodes):
+def test_invalid_node_list_raises(nodes):
     with pytest.raises(UserError, match="set MASTER_ADDR"):
         first_host(nodes)

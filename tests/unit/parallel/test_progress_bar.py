@@ -1,4 +1,4 @@
-"""Bars of long work: on a terminal alone, with the time left, and never with `--quiet`."""
+"""Progress bars: only on terminals, only for long work, and never with `--quiet`."""
 
 import io
 import re
@@ -19,7 +19,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def open_terminal(monkeypatch):
-    """Called in a test: pytest sets standard error anew between a fixture and its test."""
+    """Return a function to call in the test: pytest replaces stderr after fixtures run."""
 
     def opened():
         written = Terminal()
@@ -33,11 +33,11 @@ def open_terminal(monkeypatch):
 
 def work(parts=4):
     for part in range(parts):
-        time.sleep(0.15)  # longer than tqdm waits between two drawings
+        time.sleep(0.15)  # longer than tqdm's refresh interval
         yield [part] * 2
 
 
-def test_a_terminal_shows_how_far_and_how_long(open_terminal):
+def test_bar_shows_progress_and_remaining_time(open_terminal):
     terminal = open_terminal()
     assert list(shown(work(), "reading", total=8, size=len)) == [[k, k] for k in range(4)]
     text = terminal.getvalue()
@@ -48,14 +48,14 @@ def test_a_terminal_shows_how_far_and_how_long(open_terminal):
     assert re.search(r"\[00:00<00:0\d, ", text)
 
 
-def test_short_work_shows_nothing(open_terminal, monkeypatch):
+def test_short_work_shows_no_bar(open_terminal, monkeypatch):
     terminal = open_terminal()
     monkeypatch.setattr(progress, "_SECONDS_UNTIL_SHOWN", 60.0)
     list(shown(work(2), "reading", total=4, size=len))
     assert "reading" not in terminal.getvalue()
 
 
-def test_nothing_in_a_log(monkeypatch):
+def test_log_shows_no_bar(monkeypatch):
     written = io.StringIO()
     monkeypatch.setattr(sys, "stderr", written)
     monkeypatch.setattr(progress, "_SECONDS_UNTIL_SHOWN", 0.0)
@@ -63,8 +63,8 @@ def test_nothing_in_a_log(monkeypatch):
     assert written.getvalue() == ""
 
 
-def test_quiet_silences_terminals(open_terminal, monkeypatch):
-    """tqdm takes `disable=False` over the variable that `--quiet` sets."""
+def test_quiet_disables_bars(open_terminal, monkeypatch):
+    """An explicit `disable=False` overrides TQDM_DISABLE, which `--quiet` sets."""
     from megavis.training.callbacks.progress import ShowProgress
 
     terminal = open_terminal()

@@ -1,4 +1,4 @@
-"""Random numbers as a function of seed, purpose and sample."""
+"""Counter-based random numbers as a function of seed, purpose and sample."""
 
 import hashlib
 
@@ -18,7 +18,7 @@ FROZEN_SEED = 4821714105096466594
 
 
 def mix(bits):
-    """SplitMix64's finaliser on Python's own integers."""
+    """SplitMix64's finalizer on Python integers."""
     bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & MASK
     return bits ^ (bits >> 31)
@@ -32,20 +32,20 @@ def plain_uniform(index, count, seed, purpose):
 
 @pytest.mark.parametrize("index", [0, 1, 12345, 2**40 + 7])
 @pytest.mark.parametrize(("seed", "purpose"), [(0, "bert-mask"), (123456789, "noise")])
-def test_numbers_equal_a_plain_loop(index, seed, purpose):
+def test_uniform_matches_plain_loop(index, seed, purpose):
     draws = uniform(torch.tensor([index]), 20, seed=seed, purpose=purpose)
     assert draws.dtype == torch.float32
     assert draws[0].tolist() == plain_uniform(index, 20, seed, purpose)
 
 
-def test_numbers_never_change():
-    """A frozen run has these masks: a change here changes every trained model's data."""
+def test_numbers_match_frozen_values():
+    """Existing runs depend on these values: a change would alter their masks on resume."""
     draws = uniform(torch.tensor([0, 1, 1000000]), 4, seed=1, purpose="bert-mask")
     assert (draws * 2**24).to(torch.int64).tolist() == FROZEN
     assert derive_seed(1, "weights", "blocks.0") == FROZEN_SEED
 
 
-def test_a_sample_has_its_numbers_in_every_batch():
+def test_numbers_are_independent_of_the_batch():
     index = torch.arange(64)
     whole = uniform(index, 33, seed=3, purpose="mask")
     for sizes in ([1] * 64, [32, 32], [5, 59], [16] * 4):
@@ -56,7 +56,7 @@ def test_a_sample_has_its_numbers_in_every_batch():
     assert torch.equal(uniform(index, 7, seed=3, purpose="mask"), whole[:, :7])
 
 
-def test_numbers_do_not_touch_torch_generators():
+def test_uniform_does_not_advance_torch_generators():
     torch.manual_seed(5)
     before = torch.get_rng_state()
     uniform(torch.arange(4), 4, seed=0, purpose="x")
@@ -70,7 +70,7 @@ def test_numbers_are_uniform():
     counts = torch.histc(draws, bins=256, min=0, max=1)
     expected = len(draws) / 256
     chi_squared = float(((counts - expected) ** 2 / expected).sum())
-    # 255 degrees of freedom: mean 255, standard deviation 22.6; five of them either way.
+    # 255 degrees of freedom: mean 255, standard deviation 22.6; allow five of them.
     assert 255 - 113 < chi_squared < 255 + 113
 
 
@@ -85,7 +85,7 @@ def test_numbers_are_uniform():
     ids=["seed", "purpose", "sample", "place"],
 )
 def test_streams_are_independent(other):
-    """Neighbours in seed, purpose, sample and place correlate no more than chance."""
+    """Neighbouring seeds, purposes, samples and positions are uncorrelated."""
     index = torch.arange(2000) + other.pop("shift", 0)
     roll = other.pop("roll", 0)
     one = uniform(torch.arange(2000), 500, seed=0, purpose="a")
@@ -96,13 +96,13 @@ def test_streams_are_independent(other):
     assert float((one == two).double().mean()) < 1e-5
 
 
-def test_derived_seeds_differ_by_every_name():
+def test_derived_seeds_are_distinct():
     seeds = {derive_seed(s, *names) for s in (0, 1) for names in ((), ("a",), ("a", "b"), ("ab",))}
     assert len(seeds) == 8
     assert all(-(2**63) <= seed < 2**63 for seed in seeds)
 
 
-def test_seeded_decides_what_is_drawn_and_restores_the_generator():
+def test_seeded_sets_and_restores_the_generator():
     torch.manual_seed(0)
     expected_after = torch.rand(3)
     torch.manual_seed(0)
@@ -116,13 +116,13 @@ def test_seeded_decides_what_is_drawn_and_restores_the_generator():
         assert not torch.equal(torch.randn(4), first)
 
 
-def test_normals_are_standard_and_belong_to_their_sample():
+def test_normals_are_standard_and_independent_of_the_batch():
     index = torch.arange(2000)
     draws = normal(index, 50, seed=0, purpose="noise")
     probability = torch.distributions.Normal(0.0, 1.0).cdf(draws.flatten().double())
     ordered = probability.sort().values
     expected = (torch.arange(len(ordered)) + 0.5) / len(ordered)
-    # Kolmogorov's distance; 1.95 / sqrt(n) has a chance of 0.1 %.
+    # Kolmogorov-Smirnov distance: p = 0.001 at 1.95 / sqrt(n).
     assert float((ordered - expected).abs().max()) < 1.95 / len(ordered) ** 0.5
     assert draws.isfinite().all()
     assert torch.equal(normal(index[7:9], 50, seed=0, purpose="noise"), draws[7:9])

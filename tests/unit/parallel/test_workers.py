@@ -1,4 +1,4 @@
-"""The pool of local processes: results by rank, and what a failing worker looks like."""
+"""WorkerPool: results by rank, worker reuse, and failing workers."""
 
 import os
 import time
@@ -13,10 +13,10 @@ pytestmark = pytest.mark.once
 
 
 PRELOADED = ("megavis.training.trainer",)
-"""As in tests/distributed: forks start at once where a server has imported this already."""
+"""As in tests/distributed: forks of a server that has imported this start immediately."""
 
 LONGER_THAN_A_TEST_MAY_TAKE = 3600
-"""Seconds: pytest ends a test that waits for such a worker, on a busy machine too."""
+"""Seconds; a test that waited for such a worker would exceed pytest's timeout."""
 
 
 def describe(launch, *words):
@@ -40,7 +40,7 @@ def sleep_on_rank_0(launch):
         time.sleep(LONGER_THAN_A_TEST_MAY_TAKE)
 
 
-def give_what_cannot_travel(launch):
+def return_unpicklable(launch):
     return lambda: launch
 
 
@@ -54,29 +54,29 @@ def count_threads(launch):
     return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
 
 
-def test_results_come_by_rank_from_processes_that_stay_alive():
+def test_results_are_ordered_by_rank_and_workers_are_reused():
     with WorkerPool(2) as pool:
         first = pool.run(describe, 2, "a", 1)
         second = pool.run(describe, 2)
         alone = pool.run(describe, 1)
         assert pool.run(count_threads, 2) == [(1, "1")] * 2
         with pytest.raises(WorkerError, match=r"rank 0 raised:\n(.*\n)*.*[Pp]ickle"):
-            pool.run(give_what_cannot_travel, 1)
+            pool.run(return_unpicklable, 1)
     assert [r[:2] for r in first] == [(0, 2), (1, 2)]
-    assert first[0][2] == first[1][2], "the workers meet at one port"
+    assert first[0][2] == first[1][2], "the workers must share one port"
     assert [r[4] for r in first] == [("a", 1)] * 2
     assert [r[3] for r in first] == [r[3] for r in second]
     assert alone[0][:2] == (0, 1)
     assert alone[0][3] == first[0][3]
 
 
-def test_preloaded_workers_are_forks_of_one_server_and_are_replaced():
+def test_preloaded_workers_fork_from_one_server_and_are_replaced():
     with WorkerPool(2, max_jobs=1, preload=PRELOADED) as pool:
         parents = {parent for _ in range(2) for parent in pool.run(name_parent, 2)}
         processes = {pool.run(describe, 1)[0][3] for _ in range(2)}
     assert len(parents) == 1
-    assert parents != {os.getpid()}, "the server is a process of its own"
-    assert len(processes) == 2, "a worker serves so many jobs and no more"
+    assert parents != {os.getpid()}, "the server must be a separate process"
+    assert len(processes) == 2, "a worker must be replaced after max_jobs"
 
 
 @pytest.mark.parametrize(
@@ -86,16 +86,16 @@ def test_preloaded_workers_are_forks_of_one_server_and_are_replaced():
         (die_on_rank_1, "rank 1 died"),
     ],
 )
-def test_one_failing_worker_ends_the_job_of_all(job, message):
+def test_failing_worker_terminates_the_job(job, message):
     with WorkerPool(2, preload=PRELOADED) as pool:
         with pytest.raises(WorkerError, match=message):
             pool.run(job, 2)  # without waiting for rank 0
         assert not any(process.is_alive() for process in pool._processes)
 
 
-def test_a_worker_that_does_not_answer_is_named(monkeypatch):
+def test_unresponsive_worker_is_reported(monkeypatch):
     def wait_for_one(pipes, timeout):
-        # The clock runs from the answer of rank 1 on, however long that takes.
+        # Start the timeout only after rank 1 has answered.
         return wait(pipes, timeout if len(pipes) == 1 else None)
 
     monkeypatch.setattr(workers, "wait", wait_for_one)

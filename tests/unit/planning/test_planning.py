@@ -1,4 +1,4 @@
-"""Formulas of planning against what torch counts, what autograd saves, and arithmetic by hand."""
+"""Planning formulas against torch's FLOP counter, autograd's saved tensors and hand arithmetic."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ PRESETS = Path(__file__).parents[3] / "yaml_configs"
 IMAGES = 2
 HALF = ["training.precision=bf16", "parallel.zero_stage=1"]
 FULL = "parallel.activation_checkpointing=full"
-# 64 patches of an image, to which 64 tokens attend.
+# 64 tokens attend to the 64 patches of an image.
 ENCODER = [
     "data.image_size=32",
     "objective.encoder_patch_size=4",
@@ -40,12 +40,12 @@ NARROW = ["objective.encoder_hidden_size=48", "objective.encoder_num_attention_h
 
 
 def build(context, name, *words):
-    """Return the objective of a preset without dropout: a CPU then keeps matrices of scores."""
+    """Build a preset without dropout, which on a CPU would save attention matrices."""
     config = load_config(PRESETS / f"{name}.yaml", words).config
     config = config.model_copy(update={"model": config.model.without_dropout()})
     objective = build_objective(config, context)
     if "memory" in objective.condition.roles:
-        # Latents are there: plans count no frozen VAE.
+        # Read latents directly: plans do not count the frozen VAE.
         shape = objective.reads.shape
         objective.reads.of = lambda samples, index=None: samples.new_zeros(
             len(samples), *shape, dtype=torch.float32
@@ -54,7 +54,7 @@ def build(context, name, *words):
 
 
 def measured(objective):
-    """Return its shape, for the layout of its config on one process."""
+    """Return the objective's shape for its config's layout on one process."""
     return shape_of(
         objective, {layout_key(objective.config.parallel): boundary_activations_of(objective)}
     )
@@ -70,7 +70,7 @@ def measured(objective):
         ("gvp/demo", ["parallel.activation_checkpointing=selective"]),
         ("mp3/demo", []),
         ("givt/demo", [FULL]),
-        # Decoders inside the head, a second stack, and an encoder, also of another width.
+        # Decoders in the head, a second stack, and encoders of equal and different width.
         ("darl/demo", []),
         ("darl/demo", [FULL]),
         ("darl/demo", [*HALF, "objective.loss=mse", "objective.decoder=mlp"]),
@@ -82,7 +82,7 @@ def measured(objective):
         ("givt/encoder_decoder", [*ENCODER, "training.precision=float32", *NARROW]),
     ],
 )
-def test_activations_are_what_autograd_saves(context, name, words):
+def test_planned_activations_match_autograd(context, name, words):
     objective = build(context, name, "model.num_layers=3", *words)
     shape, dtype = measured(objective), torch.float32
     if objective.config.training.precision == "bf16":
@@ -117,7 +117,7 @@ def test_activations_are_what_autograd_saves(context, name, words):
         "givt/encoder_decoder",
     ],
 )
-def test_operations_are_what_torch_counts(context, name):
+def test_flops_match_torch_flop_counter(context, name):
     objective = build(context, name, "model.num_layers=12")
     meta, plans = torch.device("meta"), objective.layer_plans()
     with meta:
@@ -127,7 +127,7 @@ def test_operations_are_what_torch_counts(context, name):
         for layer in layers:
             state = layer(state)
     work, model = objective.workload(), objective.config.model
-    # torch counts scores that causal attention leaves out as well.
+    # torch also counts the scores that causal attention skips.
     queries = (model.num_layers - 1) * work.num_tokens + work.num_read
     left_out = 4 * model.hidden_size * (work.num_visible - work.mean_visible) * queries
     planned = objective.flops_per_image() / 3 + left_out
@@ -152,7 +152,7 @@ def test_tensor_and_sequence_parallelism_divide_activations(shape):
     assert split.norms == whole.norms
 
 
-def test_a_stage_keeps_as_many_micro_batches_as_stages_follow(shape):
+def test_stage_holds_one_micro_batch_per_remaining_stage(shape):
     layout = layout_of(accumulation=8, pipeline_model_parallel_size=4)
     assert [activation_memory(shape, layout, stage).in_flight for stage in range(4)] == [4, 3, 2, 1]
     few = replace(layout, accumulation_steps=2)
@@ -161,8 +161,8 @@ def test_a_stage_keeps_as_many_micro_batches_as_stages_follow(shape):
     assert bubble_fraction(4, 8) == 3 / 8
 
 
-def test_bytes_of_an_all_reduce_by_link():
-    # One node of 8: 2 · 7/8 of the tensor. Two nodes: a process carries an eighth between them.
+def test_all_reduce_bytes_by_link():
+    # One node of 8: 2 · 7/8 of the tensor. Two nodes: each process sends 1/8 across nodes.
     assert Group(8, 8).sent(800.0, 2.0) == (1400.0, 0.0)
     assert Group(16, 8).sent(800.0, 2.0) == (1400.0, 100.0)
     assert Group(4, 1).sent(800.0, 1.0) == (0.0, 600.0)
@@ -170,7 +170,7 @@ def test_bytes_of_an_all_reduce_by_link():
     assert data_group(layout, 8) == Group(16, 2)
 
 
-def test_traffic_of_data_parallelism(shape):
+def test_data_parallel_communication_by_zero_stage(shape):
     number = shape.layers.total
 
     def sent(**keys):
@@ -182,12 +182,12 @@ def test_traffic_of_data_parallelism(shape):
     gather = "ZeRO: all-gather of weights"
     assert sent(zero_stage=1) == pytest.approx({"gradients: all-reduce": 8, gather: 4})
     assert sent(zero_stage=2) == pytest.approx({"gradients: all-reduce": 32, gather: 4})
-    # 455 M parameters stay whole from the forward to the backward pass: one gather of each.
+    # 455 M parameters stay gathered from forward to backward: one gather each.
     assert sent(zero_stage=3) == pytest.approx({gather: 16, "ZeRO: reduce-scatter": 16})
 
 
 @pytest.mark.parametrize("gradient_size", [2, 4])
-def test_gradients_of_bf16_travel_as_they_are_averaged(shape, gradient_size):
+def test_bf16_gradient_bytes_follow_the_reduction_dtype(shape, gradient_size):
     half = replace(shape, precision="bf16", gradient_size=gradient_size)
     number = 2 * half.layers.total * 7 / 8
     for zero_stage, kind, factor in (
@@ -199,8 +199,8 @@ def test_gradients_of_bf16_travel_as_they_are_averaged(shape, gradient_size):
         assert sent == pytest.approx(number * gradient_size * factor)
 
 
-def test_a_perfect_device_would_reach_its_peak(shape):
-    """More of everything that is waited for costs time, and the parts sum up."""
+def test_step_time_mfu_and_slower_network(shape):
+    """MFU follows from the total time; a slower network only adds communication."""
     cluster = Cluster(open_device("h100"), 8, 8)
     plan = plan_layout(shape, layout_of(data=8, micro=16), cluster, steps=86_400)
     time = plan.time
@@ -213,8 +213,8 @@ def test_a_perfect_device_would_reach_its_peak(shape):
     assert other.products == time.products
 
 
-def test_the_host_bounds_short_steps(shape):
-    """Gathering weights for a single image takes longer than computing with them."""
+def test_short_steps_are_host_bound(shape):
+    """For a single image, launching ZeRO-3's gathers takes longer than the computation."""
     cluster = Cluster(open_device("h100"), 8, 8)
 
     def time_of(**keys):

@@ -1,4 +1,4 @@
-"""Shipped layouts: `megavis plan` still recommends them, by the command in their header."""
+"""`megavis plan`, run as in their header, still recommends the shipped layouts."""
 
 import re
 import shlex
@@ -18,17 +18,17 @@ SHIPPED = [
     for path in sorted((ROOT / "yaml_configs").glob("*/*.yaml"))
     if COMMAND.search(path.read_text())
 ]
-# Those whose model is measured fast; one for each paper.
+# The fastest to plan; one per paper.
 CHOSEN = ["xl_64_4x8_h100", "causal_large_4x8_h100", "vit_h14_mse_1x8_h100"]
 
 
-def test_layouts_are_shipped_for_what_needs_several_nodes():
+def test_shipped_layouts_are_found():
     assert len(SHIPPED) == 9
     assert {path.stem for path in SHIPPED} > set(CHOSEN)
 
 
 @pytest.mark.parametrize("name", CHOSEN)
-def test_a_shipped_layout_is_what_plan_recommends(name, tmp_path, monkeypatch, capsys):
+def test_plan_recommends_the_shipped_layout(name, tmp_path, monkeypatch, capsys):
     (path,) = (path for path in SHIPPED if path.stem == name)
     monkeypatch.chdir(ROOT)
     _, *words = shlex.split(COMMAND.search(path.read_text()).group(1))
@@ -38,6 +38,6 @@ def test_a_shipped_layout_is_what_plan_recommends(name, tmp_path, monkeypatch, c
     assert main(words) == 0
     shipped, again = (load_config(file).config for file in (path, written))
     assert again == shipped
-    # The figures of the header, too.
+    # The header's figures must match as well.
     assert written.read_text().splitlines()[2:5] == path.read_text().splitlines()[2:5]
     assert "Recommended" in capsys.readouterr().out
