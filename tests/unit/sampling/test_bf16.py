@@ -1,4 +1,4 @@
-"""Generation in bf16: draws are made in float32, and follow those of a float32 network."""
+"""Generation in bf16 draws in float32 and stays close to a float32 network."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ NUMBERS = {
 
 
 def draw_both(build_paper, tmp_path, text, **options):
-    """Return the tokens of eight images, drawn by a float32 and by a bf16 network."""
+    """Return the tokens of eight images from a float32 and from a bf16 network."""
     objective, runner = build_paper(text, std=0.1)
     drawn = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -29,22 +29,22 @@ def draw_both(build_paper, tmp_path, text, **options):
     return drawn
 
 
-def test_ids(build_paper, tmp_path):
+def test_bf16_ids_start_like_float32(build_paper, tmp_path):
     expected, got = draw_both(build_paper, tmp_path, IDS)
     assert got.dtype == expected.dtype == torch.int64
-    # An id that falls on the other side of a boundary changes what comes after it.
+    # Later ids may differ: one rounding across a boundary changes all that follow.
     assert (got[:, 0] == expected[:, 0]).all()
     assert len(got.unique()) > 8
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_numbers(build_paper, tmp_path, name):
+def test_bf16_tokens_are_close_to_float32(build_paper, tmp_path, name):
     expected, got = draw_both(build_paper, tmp_path, NUMBERS[name])
     assert got.dtype == expected.dtype == torch.float32
     error = (got[:, 0] - expected[:, 0]).pow(2).mean().sqrt()
     assert 0 < error < 0.05 * expected[:, 0].std()
 
 
-def test_a_cpu_draws_in_float32():
+def test_default_precision_by_device():
     assert default_precision(torch.device("cpu")) == "float32"
     assert default_precision(torch.device("cuda")) == "bf16"

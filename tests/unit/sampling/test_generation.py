@@ -1,4 +1,4 @@
-"""Generation with a cache against whole forward passes."""
+"""Generation with a key-value cache against full forward passes."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from megavis.sampling.sampler import Sampler
 from megavis.schedules.orders import to_raster
 
 SHAPES = [
-    # words of the config, pixels given
+    # config overrides, number of given pixels
     ([], 0),
     ([], 1),
     (["data.image_size=3", "model.num_layers=3", "objective.order=random"], 4),
@@ -22,7 +22,7 @@ SHAPES = [
 
 @pytest.fixture
 def sampler(build, tmp_path):
-    """Build an iGPT and what draws from it."""
+    """Build a sampler of an iGPT."""
 
     def sampler(*words, seed=0, **options):
         objective, runner = build(tmp_path / "c.yaml", *words)
@@ -32,7 +32,7 @@ def sampler(build, tmp_path):
 
 
 def generate_without_cache(runner, objective, prefix, choose):
-    """Run the whole sequence anew for each place; what follows the place is filled with zeros."""
+    """Run a full pass for each position, with zeros after it."""
     ids = torch.zeros(len(prefix), objective.num_tokens, dtype=torch.int64)
     ids[:, : prefix.shape[1]] = prefix
     for place in range(prefix.shape[1], objective.num_tokens):
@@ -51,7 +51,7 @@ def random_prefix(objective, num_given, batch_size=3):
 
 
 @pytest.mark.parametrize(("words", "num_given"), SHAPES)
-def test_greedy_generation_with_a_cache_equals_whole_passes(sampler, words, num_given):
+def test_greedy_generation_matches_full_passes(sampler, words, num_given):
     greedy = sampler(*words, temperature=0.0)
     prefix = random_prefix(greedy.paper, num_given)
 
@@ -64,7 +64,7 @@ def test_greedy_generation_with_a_cache_equals_whole_passes(sampler, words, num_
 
 
 @pytest.mark.parametrize(("words", "num_given"), SHAPES)
-def test_sampling_with_a_cache_equals_whole_passes(sampler, words, num_given):
+def test_sampling_matches_full_passes(sampler, words, num_given):
     warm = sampler(*words, temperature=0.8, seed=5)
     objective = warm.paper
     prefix = random_prefix(objective, num_given)
@@ -81,7 +81,7 @@ def test_sampling_with_a_cache_equals_whole_passes(sampler, words, num_given):
     assert torch.equal(got, generate_without_cache(warm.runner, objective, prefix, choose))
 
 
-def test_a_beam_search_finds_likelier_images(sampler):
+def test_beam_search_finds_likelier_images(sampler):
     def log_likelihood(ids, each):
         inputs = each.paper.inputs_from(ids)
         nats = each.paper.density.per_token_loss(each.runner.predictions(inputs), ids)
@@ -92,7 +92,7 @@ def test_a_beam_search_finds_likelier_images(sampler):
     assert bool((found > drawn).all())
 
 
-def test_images_do_not_depend_on_the_batch_they_are_drawn_in(sampler):
+def test_samples_are_independent_of_batch_size(sampler):
     drawing = sampler("objective.order=random", seed=1)
     originals = torch.randint(32, (7, 16))
     given = {"originals": originals, "num_given": 5}
@@ -104,25 +104,25 @@ def test_images_do_not_depend_on_the_batch_they_are_drawn_in(sampler):
     assert (kept.sum(1) == 5).all()
     assert torch.equal(at_once[kept], originals[kept])
     assert not torch.equal(at_once, originals)
-    # A second round of the same originals has draws of its own.
+    # A second completion of the same originals uses different draws.
     twice = drawing.draw(14, **given)
     assert torch.equal(twice[:7], at_once)
     assert not torch.equal(twice[7:], at_once)
     assert torch.equal(twice[7:][kept], originals[kept])
 
 
-def test_seeds_and_images_draw_differently(sampler):
+def test_samples_differ_by_seed_and_image(sampler):
     first, second = (sampler(seed=seed).draw(4) for seed in (0, 1))
     assert len({tuple(row) for row in torch.cat([first, second]).tolist()}) == 8
 
 
-def test_a_bert_model_cannot_be_sampled(sampler):
+def test_sampling_bert_raises(sampler):
     with pytest.raises(UserError, match="bert cannot be sampled"):
         sampler("objective.mode=bert")
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("arguments", "message"),
     [
         ({"num_images": 0}, "at least 1"),
         ({"num_images": 1, "num_given": 3}, "need the images"),
@@ -131,9 +131,9 @@ def test_a_bert_model_cannot_be_sampled(sampler):
         ({"num_images": 1, "conditions": {"labels": torch.zeros(1)}}, "not conditioned on labels"),
     ],
 )
-def test_wrong_numbers_are_refused(sampler, wrong, message):
+def test_invalid_arguments_raise(sampler, arguments, message):
     with pytest.raises(UserError, match=message):
-        sampler().draw(**wrong)
+        sampler().draw(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -148,6 +148,6 @@ def test_wrong_numbers_are_refused(sampler, wrong, message):
         ({"beams": 0}, "at least 1"),
     ],
 )
-def test_an_option_that_does_not_apply_is_refused_by_name(sampler, options, message):
+def test_inapplicable_options_raise(sampler, options, message):
     with pytest.raises(UserError, match=message):
         sampler(**options)

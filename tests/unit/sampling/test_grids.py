@@ -1,4 +1,4 @@
-"""Where each pixel of a grid comes from."""
+"""Image grids: layout, enlargement and the source of each pixel."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def images(count, side=4, seed=0):
     return np.random.default_rng(seed).integers(0, 255, (count, side, side, 3)).astype(np.uint8)
 
 
-def test_each_pixel_is_a_block_at_its_place():
+def test_grid_enlarges_each_pixel_to_a_block():
     cells = images(6)
     grid = image_grid([list(cells[:3]), list(cells[3:])], factor=5)
 
@@ -31,12 +31,12 @@ def test_each_pixel_is_a_block_at_its_place():
                 assert (grid[top + y, left + x] == cell[y // 5, x // 5]).all()
 
 
-def test_small_images_are_enlarged_to_a_visible_size():
+def test_small_images_are_enlarged():
     assert image_grid([[images(1, 16)[0]]]).shape == (132, 132, 3)
     assert image_grid([[images(1, 300)[0]]]).shape == (304, 304, 3)
 
 
-def test_completions_stand_beside_the_original_and_what_was_given():
+def test_completion_grid_shows_original_input_and_completions():
     originals, completed = images(2), images(2, seed=1)
     given = np.arange(16).reshape(4, 4) < 8
 
@@ -49,25 +49,25 @@ def test_completions_stand_beside_the_original_and_what_was_given():
     np.testing.assert_array_equal(hide(originals, given)[1], half)
 
 
-def test_left_over_places_are_white():
+def test_empty_cells_are_white():
     grid = sample_grid(images(3), num_columns=2)
     assert grid.shape == (262, 262, 3)
     assert (grid[132:, 132:] == 255).all()
     assert sample_grid(images(1)).shape == (132, 132, 3)
 
 
-def test_ragged_rows_are_refused():
+def test_ragged_rows_raise():
     with pytest.raises(ValueError, match="same length"):
         image_grid([[images(1)[0]], []])
 
 
-def test_a_png_gives_the_pixels_back(tmp_path):
+def test_png_round_trips(tmp_path):
     pixels = images(1, 20)[0]
     save_png(tmp_path / "samples" / "grid.png", pixels)
     np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / "samples/grid.png")), pixels)
 
 
-def test_ids_become_the_colours_of_the_palette(build, tmp_path):
+def test_to_images_decodes_ids_with_the_palette(build, tmp_path):
     objective, _ = build(None, "data.image_size=2")
     Palette(np.array([[-1, -1, -1], [1, 0, -1]], np.float32)).save(tmp_path / PALETTE_NAME)
     pixels = objective.to_images(torch.tensor([[0, 1, 1, 7]]), tmp_path)
@@ -75,7 +75,7 @@ def test_ids_become_the_colours_of_the_palette(build, tmp_path):
     assert pixels.tolist() == [[[black, orange], [orange, orange]]]
 
 
-def test_pictures_of_a_model(build, tmp_path):
+def test_picture_of_samples_and_completions(build, tmp_path):
     objective, runner = build(tmp_path / "c.yaml")
     centers = np.random.default_rng(0).uniform(-1, 1, (32, 3)).astype(np.float32)
     Palette(centers).save(tmp_path / PALETTE_NAME)
@@ -90,5 +90,5 @@ def test_pictures_of_a_model(build, tmp_path):
     for cell in cells[1:]:
         np.testing.assert_array_equal(cell[:64], cells[0][:64])
     assert (cells[1][64:] == 127).all()
-    # Each completion has draws of its own.
+    # Completions of one image use different draws.
     assert (cells[2] != cells[3]).any()

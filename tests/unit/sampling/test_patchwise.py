@@ -1,4 +1,4 @@
-"""Patches drawn with a cache against whole passes, and what decides the draws."""
+"""Patch sampling with a cache against full passes, and its dependence on seed and options."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ CONFIG = tiny(
 )
 PIXELS = (-0.485 / 0.229, (1 - 0.406) / 0.225)
 SHAPES = [
-    # words of the config, patches given
+    # config overrides, number of given patches
     (["objective.loss=diffusion"], 0),
     (["objective.loss=diffusion", "objective.order=nested_raster"], 8),
     (["objective.loss=diffusion", "objective.order=random", "objective.two_streams=true"], 5),
@@ -30,13 +30,13 @@ SHAPES = [
 
 @pytest.fixture
 def build(build_paper):
-    """Build a DARL of sixteen patches."""
+    """Build a DARL model of sixteen patches."""
     return lambda *words: build_paper(CONFIG, *words, std=0.2)
 
 
 @pytest.fixture
 def sampler(build, tmp_path):
-    """Build it with what draws from it."""
+    """Build a sampler of that model."""
 
     def sampler(*words, seed=0, **options):
         objective, runner = build(*words)
@@ -46,14 +46,14 @@ def sampler(build, tmp_path):
 
 
 def sequence_of(objective, patches, order):
-    """Return the inputs of training for patches that are in the order already."""
+    """Return training inputs for patches that are already in generation order."""
     plan = OneByOne.along(order)
     rows = objective.asks.rows(patches, plan.question)
     return (*rows, *objective.density.blank_inputs(objective.asks.shape_of(rows), rows[0].device))
 
 
-def drawn_by_whole_passes(runner, objective, order, prefix, numbers, seed):
-    """Each patch after a whole training pass, whose other places are not looked at."""
+def sample_by_full_passes(runner, objective, order, prefix, numbers, seed):
+    """Run a full training pass for each patch and keep only that patch's output."""
     patches = torch.zeros(len(order), 16, 48)
     patches[:, : prefix.shape[1]] = prefix
     *before, head = runner.layers.modules
@@ -75,17 +75,17 @@ def drawn_by_whole_passes(runner, objective, order, prefix, numbers, seed):
 
 
 @pytest.mark.parametrize(("words", "num_given"), SHAPES)
-def test_drawing_with_a_cache_equals_whole_passes(sampler, words, num_given):
+def test_sampling_matches_full_passes(sampler, words, num_given):
     drawing, numbers = sampler(*words, seed=2), torch.arange(4, 7)
     objective = drawing.paper
     order = objective.schedule.draw(numbers).order.expand(len(numbers), -1)
     prefix = gather_tokens(objective.reads.of(photographs(3, 16)), order)[:, :num_given]
     drawn = drawing.tokens(numbers, given=prefix)
-    expected = drawn_by_whole_passes(drawing.runner, objective, order, prefix, numbers, seed=2)
+    expected = sample_by_full_passes(drawing.runner, objective, order, prefix, numbers, seed=2)
     torch.testing.assert_close(drawn, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_images_do_not_depend_on_the_batch_they_are_drawn_in(sampler):
+def test_samples_are_independent_of_batch_size(sampler):
     words, images = SHAPES[2][0], photographs(3, 16)
     options = {"originals": images, "num_given": 5}
     drawing = sampler(*words, seed=1)
@@ -96,26 +96,26 @@ def test_images_do_not_depend_on_the_batch_they_are_drawn_in(sampler):
     assert torch.equal(at_once[given], images[given])
     other = sampler(*words, seed=2)
     assert not torch.equal(other.to_images(other.draw(3, **options)), at_once)
-    # Completions of one image have its order, and draws of their own.
+    # Completions of one image share its order but use different draws.
     twice = drawing.to_images(drawing.draw(6, **options))
     assert torch.equal(twice[3:][given], images[given])
     assert not torch.equal(twice[3:], at_once)
 
 
-def test_the_config_names_a_temperature(sampler):
+def test_config_sets_the_default_temperature(sampler):
     words = ("objective.loss=diffusion", "objective.sampling_temperature=0.5")
     drawn = [sampler(*words, temperature=each).draw(2) for each in (None, 0.5, 1.0)]
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
 
 
-def test_given_rows_are_rows(sampler):
+def test_given_part_covers_the_upper_rows(sampler):
     given = pixels_of(sampler().given_part(3, 8), photographs(3, 16).numpy())
     assert given[:, :8].all()
     assert not given[:, 8:].any()
 
 
-def test_pictures(build, tmp_path):
+def test_gallery_draws_a_grid(build, tmp_path):
     objective, runner = build("objective.loss=diffusion")
     picture = Gallery(objective, tmp_path).draw(runner, None, num_images=4)
     assert picture.dtype == np.uint8
@@ -131,13 +131,13 @@ def test_pictures(build, tmp_path):
         ({"beams": 2}, "likelihoods, which a diffusion decoder lacks"),
     ],
 )
-def test_wrong_options_are_refused(sampler, options, message):
+def test_invalid_options_raise(sampler, options, message):
     with pytest.raises(UserError, match=message):
         sampler("objective.loss=diffusion", **options)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("arguments", "message"),
     [
         ({"num_images": 0}, "at least 1"),
         ({"num_images": 1, "num_given": 3}, "need the images"),
@@ -145,23 +145,23 @@ def test_wrong_options_are_refused(sampler, options, message):
         ({"num_images": 1, "originals": photographs(1, 12), "num_given": 1}, "have shape"),
     ],
 )
-def test_wrong_numbers_are_refused(sampler, wrong, message):
+def test_invalid_arguments_raise(sampler, arguments, message):
     with pytest.raises(UserError, match=message):
-        sampler().draw(**wrong)
+        sampler().draw(**arguments)
 
 
-def test_squared_error_has_no_temperature(sampler):
+def test_squared_error_rejects_temperature(sampler):
     with pytest.raises(UserError, match=r"temperature does not apply .* beams, fans"):
         sampler(temperature=0.5)
 
 
-def test_normalised_targets_draw_nothing(build, tmp_path):
+def test_normalized_targets_cannot_be_sampled(build, tmp_path):
     objective, _ = build("objective.normalize_targets=true")
     with pytest.raises(UserError, match="lack brightness"):
         Gallery(objective, tmp_path)
 
 
-def test_raster_and_back(build):
+def test_to_raster_restores_images(build):
     objective, _ = build(*SHAPES[2][0])
     order, patches = (
         objective.schedule.draw(torch.arange(3)).order.expand(3, -1),

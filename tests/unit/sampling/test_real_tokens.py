@@ -1,4 +1,4 @@
-"""GIVT's samplers on small random models, against plain ways of doing the same."""
+"""GIVT's samplers on small random models: cache, guidance, beams, completion and MaskGIT."""
 
 from collections import Counter
 
@@ -34,7 +34,7 @@ LABELS, IMAGES = torch.tensor([0, 1, 2]), torch.tensor([5, 6, 7])
 
 @pytest.fixture
 def make(context, tmp_path):
-    """Build a sampler of a tiny random model."""
+    """Build a sampler of a small random model."""
 
     def make(*words, seed=0, **options):
         path = tmp_path / "tiny.yaml"
@@ -52,13 +52,13 @@ def make(context, tmp_path):
 
 
 def latents(sampler, images, **options):
-    """Draw latents of images, of classes where there are any."""
+    """Sample latents in raster order."""
     images = torch.as_tensor(images)
     return sampler.from_order(sampler.tokens(images, **options), sampler.order_of(images))
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0.9, "probability": 2.0}, {"guidance": 0.4}])
-def test_the_cache_changes_no_sample(make, options):
+def test_cache_does_not_change_samples(make, options):
     sampler = make("objective.adapter_blocks=1", seed=3, **options)
     drawn = [
         sampler.tokens(IMAGES, conditions={"labels": LABELS}, cached=cached)
@@ -68,24 +68,24 @@ def test_the_cache_changes_no_sample(make, options):
 
 
 @pytest.mark.parametrize("options", [{}, {"beams": 2, "fans": 2}])
-def test_an_image_is_encoded_once_and_the_cache_changes_no_prediction(make, options, monkeypatch):
+def test_condition_image_is_encoded_once_per_sample(make, options, monkeypatch):
     sampler = make(*ENCODER, "objective.adapter_blocks=1", seed=3, **options)
     seen = torch.rand(3, 32, 32, 3, generator=torch.Generator().manual_seed(0)) * 2 - 1
     counts = Counter()
     _count_calls(monkeypatch, EncoderInput, "forward", counts)
     _count_calls(monkeypatch, KeyValueCache, "fixed", counts)
     drawn = sampler.tokens(IMAGES, conditions={"image": seen})
-    # Two blocks, sixteen tokens.
+    # Two blocks and sixteen tokens.
     assert counts == {"forward": 1, "fixed": 2 * 16}
     whole = sampler.tokens(IMAGES, conditions={"image": seen}, cached=False)
     torch.testing.assert_close(drawn, whole, rtol=0, atol=1e-5)
     other = sampler.tokens(IMAGES, conditions={"image": seen.flip(0)})
-    # The one in the middle sees the same image; the others do not.
+    # Flipping the batch leaves only the middle image's condition unchanged.
     torch.testing.assert_close(other[1], drawn[1], rtol=0, atol=1e-5)
     assert not torch.isclose(other[0], drawn[0], rtol=0, atol=1e-2).all()
 
 
-def test_predictions_stand_beside_image_and_target(make, monkeypatch):
+def test_picture_shows_image_target_and_predictions(make, monkeypatch):
     sampler = make(*ENCODER, "objective.tokenizer=none", seed=1)
     colours = torch.arange(12, dtype=torch.uint8).view(2, 2, 1, 1, 3) * 20
     examples = Batch(colours.expand(2, 2, 32, 32, 3), torch.tensor([-1, -1]), torch.arange(2))
@@ -96,10 +96,10 @@ def test_predictions_stand_beside_image_and_target(make, monkeypatch):
         return torch.full((len(latents), 32, 32, 3), 7, dtype=torch.uint8)
 
     monkeypatch.setattr(sampler.paper.reads, "to_images", decode)
-    # The tokenizer, which does not exist, would say whether these are label maps.
+    # Deciding whether these are label maps would need the missing tokenizer.
     monkeypatch.setattr(sampler.paper.reads, "shown", lambda images: images)
     grid = picture([sampler], examples, num_images=2, num_copies=2, batch_size=3)
-    # Images of 32², enlarged four times, with lines of two pixels between them.
+    # 32² images enlarged four times, separated by two pixels.
     assert grid.shape == (2 * 130 + 2, 4 * 130 + 2, 3)
     corners = grid[4::130, 4::130][:2, :4]
     assert np.array_equal(corners[:, :2], colours.flatten(2).numpy())
@@ -108,7 +108,7 @@ def test_predictions_stand_beside_image_and_target(make, monkeypatch):
     torch.testing.assert_close(torch.cat(asked)[3:], alone, rtol=0, atol=1e-5)
 
 
-def test_predictions_want_images(make):
+def test_encoder_decoder_requires_images(make):
     sampler = make(*ENCODER)
     with pytest.raises(UserError, match="give those for its encoder"):
         sampler.tokens(IMAGES)
@@ -127,7 +127,7 @@ def _count_calls(monkeypatch, kind, name, counts):
 
 
 @pytest.mark.parametrize("name", ["givt", "givt_maskgit"])
-def test_a_sample_depends_on_its_number_alone(make, name):
+def test_samples_are_independent_of_the_batch(make, name):
     sampler = make(f"objective.name={name}", guidance=0.3, seed=1)
     together = latents(sampler, IMAGES, conditions={"labels": LABELS})
     apart = torch.cat(
@@ -141,7 +141,7 @@ def test_a_sample_depends_on_its_number_alone(make, name):
     assert sampler.acceptance.share_found > 0.99
 
 
-def test_beam_search_goes_on_from_the_likeliest(make):
+def test_beam_search_finds_likelier_tokens(make):
     def log_likelihood(sampler):
         tokens = sampler.tokens(IMAGES, conditions={"labels": LABELS})
         paper = sampler.paper
@@ -152,17 +152,17 @@ def test_beam_search_goes_on_from_the_likeliest(make):
     assert bool((found > plain).all())
 
 
-def test_beams_of_one_fan_are_plain_samples_kept_by_likelihood(make):
+def test_beam_search_with_one_fan_gives_finite_tokens(make):
     assert torch.isfinite(make(beams=4, fans=1).tokens(IMAGES)).all()
 
 
-def test_a_smaller_temperature_draws_nearer_to_the_means(make):
+def test_lower_temperature_reduces_variance(make):
     wide, narrow, again = (make(temperature=t).tokens(IMAGES) for t in (1.0, 0.0, 0.0))
     assert torch.equal(narrow, again)
     assert wide.std() > narrow.std()
 
 
-def test_the_label_changes_half_way(make):
+def test_later_label_applies_to_the_second_half(make):
     sampler = make()
     labels, later = {"labels": LABELS}, {"labels": torch.tensor([2, 2, 2])}
     same, changed = (sampler.draw(3, conditions=labels, later=each) for each in (labels, later))
@@ -172,15 +172,15 @@ def test_the_label_changes_half_way(make):
     assert not torch.equal(changed[:2, :, 2:], same[:2, :, 2:])
 
 
-def test_a_part_of_an_image_is_completed(make):
-    """Latents are tokens, so the upper half of an image's stays as it was given."""
+def test_completion_keeps_the_given_latents(make):
+    """Without an adapter, tokens are latents, so the given upper half is unchanged."""
     originals = torch.randn(3, 2, 4, 4, generator=torch.Generator().manual_seed(0))
     completed = make().draw(3, originals=originals, num_given=8)
     assert torch.equal(completed[:, :, :2], originals[:, :, :2])
     assert not torch.equal(completed[:, :, 2:], originals[:, :, 2:])
 
 
-def test_masked_rounds_end_with_the_sample(make):
+def test_last_maskgit_round_is_the_sample(make):
     sampler = make("objective.name=givt_maskgit", rounds=5)
     rounds = [tokens.clone() for tokens in sampler.rounds(IMAGES, conditions={"labels": LABELS})]
     assert len(rounds) == 5
@@ -204,18 +204,18 @@ def test_masked_rounds_end_with_the_sample(make):
         ([], {"top_k": 4}, "top_k does not apply"),
     ],
 )
-def test_an_option_that_does_not_fit_is_refused(make, words, options, message):
+def test_inapplicable_options_raise(make, words, options, message):
     with pytest.raises(UserError, match=message):
         make(*words, **options)
 
 
 @pytest.mark.parametrize("words", [["objective.label_dropout=0.0"], ["objective.num_classes=0"]])
-def test_guidance_wants_a_null_label(make, words):
+def test_guidance_requires_label_dropout(make, words):
     with pytest.raises(UserError, match="label_dropout"):
         make(*words, guidance=0.4).balanced_images(IMAGES)
 
 
-def test_what_cannot_be_given_is_refused(make):
+def test_unsupported_completion_raises(make):
     latents = torch.zeros(1, 2, 4, 4)
     with pytest.raises(UserError, match="generate all tokens at once: none can be given"):
         make("objective.name=givt_maskgit").draw(1, originals=latents, num_given=4)
