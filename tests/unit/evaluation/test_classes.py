@@ -1,4 +1,4 @@
-"""Top-1, top-5 and the confusion matrix against scikit-learn's, on a fine-tuned network."""
+"""Top-1, top-5 and the confusion matrix of a fine-tuned network against scikit-learn."""
 
 import json
 
@@ -20,7 +20,7 @@ WORDS = (
 )
 
 
-def test_numbers_are_scikit_learn_s(build, shard_folders, tmp_path):
+def test_accuracy_and_confusion_match_scikit_learn(build, shard_folders, tmp_path):
     objective, runner = build(tmp_path / "c.yaml", *WORDS)
     whole, order = ShardDataset(shard_folders / "validation"), np.arange(35, 5, -1)
     got = evaluate_classifier(runner, objective, Subset(whole, order), batch_size=8)
@@ -42,7 +42,7 @@ def test_numbers_are_scikit_learn_s(build, shard_folders, tmp_path):
     assert (written["step"], written["class_names"][6]) == (3, "g")
 
 
-def test_five_masks_vote_in_a_bert_network(build, tmp_path, shard_folders):
+def test_bert_prediction_is_the_vote_of_five_masks(build, tmp_path, shard_folders):
     words = (*WORDS, "objective.mode=bert", "finetune.generative_weight=1")
     objective, runner = build(tmp_path / "c.yaml", *words)
     dataset = ShardDataset(shard_folders / "validation")
@@ -66,7 +66,7 @@ def test_five_masks_vote_in_a_bert_network(build, tmp_path, shard_folders):
     assert got.confusion.sum() == 36
 
 
-def test_the_confusion_picture_has_the_counts():
+def test_confusion_figure_shows_counts_and_shares():
     counts = np.array([[5, 0], [1, 3]])
     (axes,) = draw_confusion(counts, ["cat", "dog"], title="t").axes
     assert sorted(text.get_text() for text in axes.texts) == ["1", "3", "5"]

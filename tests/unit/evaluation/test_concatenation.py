@@ -1,4 +1,4 @@
-"""Layers side by side: which, and that the classifier sees them all."""
+"""Concatenated features of adjacent layers."""
 
 import numpy as np
 import pytest
@@ -21,17 +21,17 @@ pytestmark = pytest.mark.once
         (7, 61, tuple(range(61))),
     ],
 )
-def test_layers_lie_around_the_best_one(centre, count, expected):
-    # iGPT-XL has 60 blocks and so 61 layers of features.
+def test_adjacent_layers_are_centred_on_the_best(centre, count, expected):
+    # iGPT-XL has 60 blocks, hence 61 feature layers.
     assert adjacent_layers(centre, count=count, num_features=61) == expected
 
 
-def test_more_layers_than_there_are_is_refused():
+def test_too_many_layers_raise():
     with pytest.raises(UserError, match=r"--concatenate 6: .* features of 5 layers"):
         adjacent_layers(2, count=6, num_features=5)
 
 
-def test_what_no_single_layer_knows_is_found_in_several():
+def test_concatenation_combines_information_of_layers():
     """Each of three layers separates one class from the others."""
     random = np.random.default_rng(0)
 
@@ -50,7 +50,7 @@ def test_what_no_single_layer_knows_is_found_in_several():
     assert (score.layers, score.num_features) == ((0, 1, 2), 6)
     assert score.accuracy > 0.9 > 0.7 > score_layers(train, validation, selection)[1].accuracy
     assert score.vote_accuracy is not None
-    side_by_side = np.stack(
+    concatenated = np.stack(
         [np.hstack([train.layers[layer][i] for layer in (0, 1, 2)]) for i in (0, 9)]
     )
-    assert (train.concatenated((0, 1, 2)).layers[0][[0, 9]] == side_by_side).all()
+    assert (train.concatenated((0, 1, 2)).layers[0][[0, 9]] == concatenated).all()

@@ -1,4 +1,4 @@
-"""Several runs together: the mean of probabilities against numpy, and the command."""
+"""Ensembles of runs: mean probabilities against NumPy, and the command."""
 
 import json
 
@@ -12,7 +12,7 @@ from megavis.evaluation.classes import ClassProbabilities, average
 pytestmark = pytest.mark.once
 
 
-def test_probabilities_are_averaged_not_logits():
+def test_ensemble_averages_probabilities():
     random = np.random.default_rng(0)
     labels = torch.from_numpy(random.integers(7, size=40))
     members = [
@@ -30,7 +30,7 @@ def test_probabilities_are_averaged_not_logits():
         average([members[0], ClassProbabilities(members[1].probabilities, labels.flip(0))])
 
 
-def test_the_command_names_each_run_and_all_together(small_config, tmp_path, capsys):
+def test_ensemble_command_reports_each_run_and_the_ensemble(small_config, tmp_path, capsys):
     path = tmp_path / "tuned.yaml"
     path.write_text(
         f"""\

@@ -1,4 +1,4 @@
-"""Features are computed once: what counts as the same, and what a damaged file is worth."""
+"""Feature cache: hits, misses, replacement and damaged files."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def equal(one, other):
     return np.array_equal(one.layers, other.layers) and np.array_equal(one.labels, other.labels)
 
 
-def test_what_is_there_is_not_computed_again(network, cache, shard_folders):
+def test_cached_features_are_reused(network, cache, shard_folders):
     train = ShardDataset(shard_folders / "train")
     whole = network.features(train)
     assert counts(cache) == (1, 0)
@@ -39,7 +39,7 @@ def test_what_is_there_is_not_computed_again(network, cache, shard_folders):
     assert equal(network.features(train, limit=30), whole.subset(np.arange(30)))
     assert counts(cache) == (1, 2)
     assert equal(replace(network, cache=None).features(train), whole)
-    # Other images, weights, or draws of the inputs are others.
+    # Other images, weights or views miss the cache.
     network.features(ShardDataset(shard_folders / "validation"))
     replace(network, identity={"weights": "others"}).features(train, limit=3)
     twice = network.features(train, limit=3, num_views=2)
@@ -48,7 +48,7 @@ def test_what_is_there_is_not_computed_again(network, cache, shard_folders):
     assert counts(cache) == (4, 5)
 
 
-def test_more_images_replace_fewer(network, cache, shard_folders):
+def test_larger_entry_replaces_smaller(network, cache, shard_folders):
     train = ShardDataset(shard_folders / "train")
     network.features(train, limit=20)
     [small] = cache.folder.iterdir()
@@ -58,7 +58,7 @@ def test_more_images_replace_fewer(network, cache, shard_folders):
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped"])
-def test_a_damaged_file_is_not_used(network, cache, shard_folders, damage):
+def test_damaged_file_is_recomputed(network, cache, shard_folders, damage):
     train = ShardDataset(shard_folders / "train")
     whole = network.features(train)
     [path] = cache.folder.iterdir()
@@ -74,7 +74,7 @@ def test_a_damaged_file_is_not_used(network, cache, shard_folders, damage):
     assert counts(cache) == (2, 1)
 
 
-def test_labels_are_part_of_the_data(shard_folders):
+def test_data_identity_includes_labels(shard_folders):
     train = ShardDataset(shard_folders / "train")
     [shard] = train.manifest.shards
     key = identity_of_data(train)

@@ -1,4 +1,4 @@
-"""What the figures show, and the loss that one of them takes."""
+"""Figures of probe results, and the validation loss they plot."""
 
 import numpy as np
 import pytest
@@ -14,8 +14,8 @@ from megavis.evaluation.probe_result import ProbeResult
 pytestmark = pytest.mark.once
 
 
-def a_result(**changes):
-    """A probe of three layers and two untrained networks, by hand."""
+def make_result(**changes):
+    """Return a probe result of three layers and two untrained networks."""
     untrained = ([0.5, 0.4, 0.3], [0.3, 0.4, 0.6])
     content = {
         "step": 12,
@@ -36,13 +36,13 @@ def a_result(**changes):
 
 
 def curves(figure):
-    """Points of each line of a figure by label."""
+    """Return the points of each line of a figure by label."""
     (axes,) = figure.axes
     return {str(line.get_label()): np.array(line.get_data()).tolist() for line in axes.lines}
 
 
-def test_depth_shows_the_three_kinds_of_features():
-    result = a_result()
+def test_depth_figure_shows_trained_untrained_and_pixels():
+    result = make_result()
     drawn = curves(draw_depth(result, name="run"))
     assert drawn["step 12"] == [[0, 1, 2], pytest.approx([60, 70, 80])]
     assert drawn["untrained, mean and range of 2"] == [[0, 1, 2], pytest.approx([40, 40, 45])]
@@ -51,13 +51,13 @@ def test_depth_shows_the_three_kinds_of_features():
     assert (last["untrained_lowest"], last["untrained_highest"]) == (0.3, 0.6)
 
 
-def test_depth_shows_the_vote_of_masks_where_there_was_one():
+def test_depth_figure_shows_vote_accuracy():
     trained = tuple(LayerScore(i, 0.1, 0.9, 0.5, 0.6, 0.7) for i in range(3))
-    drawn = curves(draw_depth(a_result(trained=trained, num_views=5), name="run"))
+    drawn = curves(draw_depth(make_result(trained=trained, num_views=5), name="run"))
     assert drawn["step 12, vote of 5 masks"][1] == pytest.approx([70, 70, 70])
 
 
-def test_likelihood_has_a_line_a_run_and_loss_falls_to_the_right():
+def test_likelihood_figure_has_one_line_per_run_and_reversed_axis():
     points = [("small", 5, 3.0, 0.5), ("small", 10, 2.5, 0.6), ("large", 10, 2.0, 0.8)]
     probe = {"layer": 1, "penalty": 0.1, "num_train": 100, "num_validation": 50, "seed": 0}
     scores = [
@@ -73,13 +73,13 @@ def test_likelihood_has_a_line_a_run_and_loss_falls_to_the_right():
     assert [text.get_text() for text in figure.axes[0].texts] == ["5", "10", "10"]
 
 
-def test_a_probe_s_file_reads_back_the_same(tmp_path):
-    result = a_result()
+def test_probe_result_round_trips(tmp_path):
+    result = make_result()
     result.write(tmp_path / "probe.json")
     assert ProbeResult.read(tmp_path / "probe.json") == result
 
 
-def test_mean_loss_weighs_each_image_the_same(build, tmp_path, shard_folders):
+def test_mean_loss_weights_images_equally(build, tmp_path, shard_folders):
     objective, runner = build(tmp_path / "c.yaml", "objective.mode=bert")
     dataset = ShardDataset(shard_folders / "validation")
     got = mean_loss(runner, objective, dataset, limit=10, batch_size=4)
@@ -95,8 +95,8 @@ def test_mean_loss_weighs_each_image_the_same(build, tmp_path, shard_folders):
     assert got == pytest.approx(total / 10, rel=1e-5)
 
 
-def test_a_probe_s_file_can_be_drawn_without_its_run(tmp_path, capsys):
-    a_result().write(tmp_path / "probe.json")
+def test_depth_figure_from_a_probe_file(tmp_path, capsys):
+    make_result().write(tmp_path / "probe.json")
     words = ["figure", "depth", str(tmp_path / "run"), "--probe"]
     assert main([*words, str(tmp_path / "probe.json")]) == 0
     assert (tmp_path / "run" / "evaluation" / "depth.png").exists()

@@ -1,4 +1,4 @@
-"""Panoptic quality against its authors' procedure written out, and torchmetrics'; depth errors."""
+"""Panoptic quality against panopticapi's algorithm and torchmetrics, and depth errors."""
 
 import math
 
@@ -14,7 +14,7 @@ NUM_CLASSES = 4
 
 
 def random_truth(random, *, crowds):
-    """A map of rectangles on void: class, segment, and crowds where wanted."""
+    """Return a map of rectangles on void, optionally with crowd segments."""
     numbers = np.zeros((24, 30), np.int64)
     for segment in range(1, 8):
         top, left = random.integers(0, 20), random.integers(0, 24)
@@ -27,19 +27,19 @@ def random_truth(random, *, crowds):
 
 
 def disturbed(random, numbers):
-    """A prediction: the truth moved, some segments of another class, some pixels void."""
+    """Return a prediction: shifted truth with some segments relabelled and some pixels void."""
     moved = np.roll(numbers & 65535, random.integers(-2, 3, 2), axis=(0, 1))
     for segment in random.choice(8, 2, replace=False):
         inside = moved >> 8 == segment
         moved[inside] = random.integers(0, NUM_CLASSES + 1) + 256 * segment
     moved[moved & 255 == 0] = 0
-    # Void that is predicted as something.
+    # Predict a segment on half of the void pixels.
     moved[(moved == 0) & (random.random(moved.shape) < 0.5)] = 1 + 256 * 9
     return moved
 
 
 def by_panopticapi(pairs):
-    """Sums over images as `pq_compute_single_core` takes them, pixel by pixel and in its order."""
+    """Accumulate statistics as panopticapi's `pq_compute_single_core` does, pixel by pixel."""
     stats = {label: [0.0, 0, 0, 0] for label in range(1, NUM_CLASSES + 1)}
     for truth, predicted in pairs:
         areas, intersections = [{}, {}], {}
@@ -86,7 +86,7 @@ def count_missed(stats, areas, matched):
 
 
 @pytest.mark.parametrize("crowds", [False, True])
-def test_counts_are_those_of_panopticapi(crowds):
+def test_panoptic_quality_matches_panopticapi(crowds):
     random = np.random.default_rng(0)
     quality, pairs = PanopticQuality(NUM_CLASSES), []
     for _ in range(30):
@@ -108,7 +108,7 @@ def test_counts_are_those_of_panopticapi(crowds):
     assert some.pq <= min(some.sq, some.rq)
 
 
-def test_crowds_and_void_are_rules_that_matter():
+def test_crowd_segments_are_ignored():
     random = np.random.default_rng(0)
     found = []
     for crowds in (False, True):
@@ -120,7 +120,7 @@ def test_crowds_and_void_are_rules_that_matter():
     assert all(with_crowds < without for without, with_crowds in zip(*found, strict=True))
 
 
-def test_quality_without_void_and_crowds_is_that_of_torchmetrics():
+def test_panoptic_quality_matches_torchmetrics():
     from torchmetrics.detection import PanopticQuality as Theirs
 
     random = np.random.default_rng(1)
@@ -142,7 +142,7 @@ def test_quality_without_void_and_crowds_is_that_of_torchmetrics():
     assert (found.pq, found.sq, found.rq) == pytest.approx((pq, sq, rq), rel=1e-5)
 
 
-def test_a_perfect_prediction_and_none():
+def test_panoptic_quality_of_perfect_and_empty_predictions():
     truth = to_pixels(random_truth(np.random.default_rng(2), crowds=False))
     quality = PanopticQuality(NUM_CLASSES)
     quality.add(truth, truth)
@@ -153,12 +153,12 @@ def test_a_perfect_prediction_and_none():
     assert PanopticQuality(NUM_CLASSES).quality().num_classes == 0
 
 
-def test_depth_errors_by_plain_arithmetic():
+def test_depth_errors_match_plain_arithmetic():
     random = np.random.default_rng(3)
     errors, rows = DepthErrors(), []
     for number in range(4):
-        true = random.integers(0, 120_000, (6, 7))  # up to 12 m; some beyond the range
-        true[0, :3] = [0, 10, 100_000]  # not measured, and both ends, which do not count
+        true = random.integers(0, 120_000, (6, 7))  # up to 12 m, partly out of range
+        true[0, :3] = [0, 10, 100_000]  # unmeasured, and both exclusive bounds
         guess = np.maximum(1, (true * random.uniform(0.5, 2.0, true.shape)).astype(np.int64))
         errors.add(to_pixels(true), to_pixels(guess))
         pairs = [

@@ -1,4 +1,4 @@
-"""The classifier's optimum, and what its choices may depend on."""
+"""Linear classifiers on features: optimality, selection of penalty and layer, and votes."""
 
 import math
 from dataclasses import replace
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.once
 
 
 def blobs(count, *, num_classes=3, width=6, spread=1.0, seed=0):
-    """Gaussian clouds around corners, as features of one layer."""
+    """Return one layer of features: Gaussian clusters around scaled unit vectors."""
     random = np.random.default_rng(seed)
     labels = np.arange(count) % num_classes
     points = random.normal(0, spread, (count, width)) + 3 * np.eye(width)[labels]
@@ -32,7 +32,7 @@ def blobs(count, *, num_classes=3, width=6, spread=1.0, seed=0):
 
 
 def objective(weights, biases, x, y, penalty):
-    """Mean cross-entropy + penalty · ½‖w‖², by loops."""
+    """Return mean cross-entropy + penalty · ½‖w‖², computed with plain loops."""
     total = 0.0
     for row, label in zip(x, y, strict=True):
         logits = [
@@ -43,7 +43,7 @@ def objective(weights, biases, x, y, penalty):
     return total / len(x) + penalty / 2 * sum(w * w for ws in weights for w in ws)
 
 
-def test_the_fit_is_a_minimum_of_the_penalised_cross_entropy():
+def test_fit_minimizes_penalized_cross_entropy():
     data = blobs(30, width=3, spread=3.0)
     x, y, penalty = data.layers[0].astype(float), data.labels, 0.05
     scaler, regression = fit_classifier(x, y, penalty=penalty)
@@ -61,7 +61,7 @@ def test_the_fit_is_a_minimum_of_the_penalised_cross_entropy():
         assert objective(regression.coef_, moved, x, y, penalty) > best
 
 
-def test_held_out_images_keep_the_proportions_and_are_not_fitted_on():
+def test_held_out_split_is_stratified_and_disjoint():
     labels = np.repeat([0, 1, 2], [50, 30, 20])
     selection = divide(labels, share=0.2, seed=1)
 
@@ -73,12 +73,12 @@ def test_held_out_images_keep_the_proportions_and_are_not_fitted_on():
 
 
 @pytest.mark.parametrize("labels", [[0, 0, 0, 0], [0, 0, 0, 1], []])
-def test_too_few_images_or_classes_are_refused(labels):
+def test_too_few_images_or_classes_raise(labels):
     with pytest.raises(UserError, match=r"at least two classes|too few"):
         divide(np.array(labels, dtype=np.int64), share=0.2, seed=0)
 
 
-def test_the_layer_with_the_information_wins():
+def test_informative_layer_scores_best():
     train, validation = blobs(120), blobs(60, seed=1)
     noise = np.random.default_rng(2).normal(size=(2, 180, 6)).astype(np.float32)
     train = replace(train, layers=np.stack([noise[0, :120], train.layers[0], noise[1, :120]]))
@@ -96,7 +96,7 @@ def test_the_layer_with_the_information_wins():
     assert only == [scores[2]]
 
 
-def test_the_validation_set_decides_nothing():
+def test_validation_set_does_not_affect_selection():
     train, validation = blobs(90, spread=3.0), blobs(60, spread=3.0, seed=1)
     selection = divide(train.labels, share=0.2, seed=0)
     wrong = replace(validation, labels=(validation.labels + 1) % 3)
@@ -108,7 +108,7 @@ def test_the_validation_set_decides_nothing():
     assert fooled.accuracy < honest.accuracy
 
 
-def test_the_penalty_is_the_best_on_held_out_images_by_accuracy_then_by_cross_entropy():
+def test_penalty_is_selected_by_held_out_accuracy_then_loss():
     train, validation = blobs(90, spread=3.0), blobs(30, spread=3.0, seed=1)
     selection = divide(train.labels, share=0.2, seed=0)
     x, y = train.layers[0], train.labels
@@ -134,21 +134,21 @@ def test_the_penalty_is_the_best_on_held_out_images_by_accuracy_then_by_cross_en
 
 
 @pytest.mark.once
-def test_the_whole_procedure_is_that_of_scikit_learns_own_search():
-    """Standardised features, a grid over the penalty on one split, a refit on all of it."""
+def test_score_layers_matches_scikit_learn_grid_search():
+    """Standardized features, grid search of the penalty on one split, refit on all images."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import GridSearchCV, PredefinedSplit
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
-    # Few images of many numbers, so that the penalty matters.
+    # Few images with many features, so that the penalty matters.
     train, validation = (blobs(100, spread=2.0, width=20, seed=seed) for seed in (0, 1))
     x, y = train.layers[0].astype(float), train.labels
     selection = divide(y, share=0.2, seed=0)
     held_out = np.full(len(y), -1)
     held_out[selection.held_out] = 0
     pipeline = make_pipeline(StandardScaler(), LogisticRegression(solver="newton-cg", tol=1e-8))
-    # Their C weighs the sum of cross-entropies against ½‖w‖²; the search fits on 80 images.
+    # C weights the summed cross-entropy against ½‖w‖²; the search fits on 80 images.
     search = GridSearchCV(
         pipeline,
         {"logisticregression__C": [1 / (80 * penalty) for penalty in PENALTIES]},
@@ -169,8 +169,8 @@ def test_the_whole_procedure_is_that_of_scikit_learns_own_search():
     assert ours.accuracy == pytest.approx(pipeline.score(validation.layers[0], validation.labels))
 
 
-def test_a_plain_fit_is_scikit_learns_logistic_regression_with_its_defaults():
-    """iGPT, section 3.4: L-BFGS, (Pedregosa et al., 2011), and not a word on scaling or penalty."""
+def test_plain_recipe_matches_scikit_learn_defaults():
+    """iGPT, section 3.4, cites scikit-learn's L-BFGS and states neither scaling nor penalty."""
     from sklearn.linear_model import LogisticRegression
 
     train, validation = (blobs(100, spread=2.0, width=20, seed=seed) for seed in (0, 1))
@@ -190,7 +190,7 @@ def test_a_plain_fit_is_scikit_learns_logistic_regression_with_its_defaults():
     assert ours.penalty == 1 / 100
 
 
-def test_a_fit_does_not_depend_on_the_number_of_threads():
+def test_fit_is_independent_of_the_number_of_threads():
     data = blobs(2000, num_classes=20, width=160, spread=3.0)
     x, y = data.layers[0], data.labels
     coefficients = []
@@ -201,27 +201,27 @@ def test_a_fit_does_not_depend_on_the_number_of_threads():
     np.testing.assert_array_equal(*coefficients)
 
 
-def test_the_first_of_equally_good_layers_is_best():
+def test_best_layer_breaks_ties_by_first():
     scores = [LayerScore(layer, 0.1, 0.9, 0.8, layer / 10) for layer in range(3)]
     scores.append(LayerScore(3, 0.1, 0.9, 0.9, 1.0))
     scores.append(LayerScore(4, 0.1, 0.8, 0.1, 1.0))
     assert best_layer(scores).layer == 0
 
 
-def test_the_majority_wins_and_ties_are_broken_at_random():
+def test_majority_vote_breaks_ties_at_random():
     answers = np.array([[3, 7, 7, 9], [3, 7, 9, 7], [5, 7, 3, 3]])
     winners = np.array([majority_vote(answers, seed=seed) for seed in range(300)])
     assert (winners[:, :2] == [3, 7]).all()
     for column in (2, 3):
         values, counts = np.unique(winners[:, column], return_counts=True)
         assert values.tolist() == [3, 7, 9]
-        # 300 draws of thirds: 100 ± 8.2; five deviations.
+        # 300 draws with probability 1/3: 100 ± 8.2; allow five standard deviations.
         assert (abs(counts - 100) < 41).all()
-    # Several images of one tie do not all fall the same way.
+    # Images with the same tie are broken independently.
     assert len(set(majority_vote(np.tile([[0], [1]], 50)).tolist())) == 2
 
 
-def test_the_vote_is_the_modal_prediction_over_views():
+def test_vote_accuracy_uses_the_modal_prediction_over_views():
     train, validation = blobs(120, spread=2.0), blobs(60, spread=2.0, seed=1)
     random = np.random.default_rng(3)
     views = tuple(

@@ -1,4 +1,4 @@
-"""Few labels: which images are drawn, and the scores against scikit-learn's own pipeline."""
+"""Low-data classification: the drawn images, and scores against scikit-learn."""
 
 import statistics
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.once
 
 
 def blobs(count, *, seed):
-    """Three overlapping clouds, in the second of two layers; the first is noise."""
+    """Return two layers of features: noise, then three overlapping clusters."""
     random = np.random.default_rng(seed)
     labels = np.arange(count) % 3
     points = random.normal(0, 2.0, (2, count, 5)).astype(np.float32)
@@ -23,7 +23,7 @@ def blobs(count, *, seed):
     return LabelledFeatures(points, labels)
 
 
-def test_a_draw_has_so_many_different_images_of_each_class():
+def test_sample_per_class_draws_distinct_balanced_images():
     labels = np.repeat([0, 3, 5], [20, 10, 8])
     draws = [sample_per_class(labels, 4, seed=1, draw=number) for number in range(5)]
     for images in draws:
@@ -40,7 +40,7 @@ def best_by_accuracy_then_loss(results):
     return max(range(len(PENALTIES)), key=lambda place: [score[place] for score in scores])
 
 
-def test_scores_are_those_of_scikit_learn_s_cross_validation():
+def test_scores_match_scikit_learn_cross_validation():
     from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import GridSearchCV, StratifiedKFold
     from sklearn.pipeline import make_pipeline
@@ -55,7 +55,7 @@ def test_scores_are_those_of_scikit_learn_s_cross_validation():
     for draw in range(3):
         chosen = sample_per_class(train.labels, 20, seed=7, draw=draw)
         x, y = train.layers[1][chosen], train.labels[chosen]
-        # Both fit on 4 of 5 folds, 48 images, with weight penalty · 48 on ½‖w‖² there.
+        # Each fit uses 4 of 5 folds, 48 images, and weights ½‖w‖² by penalty · 48.
         search = GridSearchCV(
             make_pipeline(StandardScaler(), LogisticRegression(max_iter=300)),
             {"logisticregression__C": [1 / (penalty * 48) for penalty in PENALTIES]},
@@ -76,7 +76,7 @@ def test_scores_are_those_of_scikit_learn_s_cross_validation():
     assert small.mean < large.mean
 
 
-def test_the_validation_set_and_the_other_images_decide_nothing():
+def test_undrawn_images_do_not_affect_scores():
     train, validation = blobs(120, seed=0), blobs(90, seed=1)
     options = {"layer": 1, "images_per_class": (10,), "draws": 2, "seed": 0}
     (before,) = score_low_data("trained", train, validation, **options)

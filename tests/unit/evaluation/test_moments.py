@@ -1,4 +1,4 @@
-"""Moments of latents against numpy and against what is known."""
+"""Moments of latents against NumPy and against known differences."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.once
 
 
 def latents_of(count, *, shift=0.0, seed=0):
-    """Latents whose rows are random walks that fade: neighbours correlate by 0.6."""
+    """Return latents whose rows are AR(1) processes with neighbour correlation 0.6."""
     generator = torch.Generator().manual_seed(seed)
     columns = [torch.randn(count, 3, 6, generator=generator)]
     for _ in range(5):
@@ -19,18 +19,18 @@ def latents_of(count, *, shift=0.0, seed=0):
     return torch.stack(columns, dim=-1) * 2.0 + shift
 
 
-def test_moments_are_numpy_s():
+def test_moments_match_numpy():
     latents = latents_of(50)
     moments = Moments.of(latents)
     for channel in range(3):
         values = latents[:, channel].double().numpy()
         np.testing.assert_allclose(moments.mean[channel], values.mean())
         np.testing.assert_allclose(moments.deviation[channel], values.std(ddof=1))
-        beside = np.corrcoef(values[..., 1:].ravel(), values[..., :-1].ravel())[0, 1]
-        np.testing.assert_allclose(moments.beside[channel], beside)
+        correlation = np.corrcoef(values[..., 1:].ravel(), values[..., :-1].ravel())[0, 1]
+        np.testing.assert_allclose(moments.beside[channel], correlation)
 
 
-def test_differences_are_those_that_were_made():
+def test_compare_reports_known_differences():
     same = compare(latents_of(4000), latents_of(4000, seed=1))["largest_difference"]
     assert max(same.values()) < 0.03
     moved = compare(latents_of(4000, shift=1.0), latents_of(4000, seed=1))["largest_difference"]

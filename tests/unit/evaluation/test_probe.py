@@ -1,4 +1,4 @@
-"""Features against a layer-by-layer pass, and the whole probe on colours that reveal the class."""
+"""Probe features against a layer-by-layer pass, and the full probe on an easy data set."""
 
 import json
 
@@ -29,12 +29,12 @@ def data(shard_folders):
 
 
 def probe_networks(data, network, num_untrained=1, *, step=0, num_views=1, **settings):
-    """Probe a network as if untrained ones had its weights."""
+    """Probe a network, using its own features for the untrained baselines."""
     features = [data.features(network, num_views=num_views) for _ in range(1 + num_untrained)]
     return probe(features[0], features[1:], data, step=step, settings=ProbeSettings(**settings))
 
 
-def test_features_are_means_of_what_each_norm_gives(build, tmp_path, data):
+def test_features_are_token_means_of_norm_outputs(build, tmp_path, data):
     objective, runner = build(tmp_path / "c.yaml")
 
     got = extract(runner, objective, data.train, num_images=10, batch_size=4)
@@ -62,7 +62,7 @@ def test_pixel_features_are_the_colours_of_the_tokens(data):
             assert (got.layers[0, image, 3 * pixel : 3 * pixel + 3] == colour).all()
 
 
-def test_images_without_a_label_are_left_out(data, monkeypatch):
+def test_unlabelled_images_are_skipped(data, monkeypatch):
     labels = data.train.labels.copy()
     labels[:5] = -1
     monkeypatch.setattr(data.train, "labels", labels)
@@ -71,7 +71,7 @@ def test_images_without_a_label_are_left_out(data, monkeypatch):
     assert got.labels.tolist() == labels[5:12].tolist()
 
 
-def test_the_probe_finds_classes_that_colours_tell(build, tmp_path, data):
+def test_probe_classifies_by_colour(build, tmp_path, data):
     objective, runner = build(tmp_path / "c.yaml")
 
     result = probe_networks(data, Network.of(runner, objective), 2, step=3, seed=1)
@@ -81,7 +81,7 @@ def test_the_probe_finds_classes_that_colours_tell(build, tmp_path, data):
     assert result.pixels.accuracy == 1.0
     assert [score.layer for score in result.trained] == [0, 1, 2]
     assert result.best.accuracy > 0.8
-    # The same weights by the same procedure: the same numbers.
+    # The baselines have the same weights, so they must score the same.
     assert result.untrained == (result.trained, result.trained)
     assert result.untrained_accuracy == result.best.accuracy
 
@@ -96,7 +96,7 @@ def test_the_probe_finds_classes_that_colours_tell(build, tmp_path, data):
     assert "raw pixels 100.0%" in lines[-1]
 
 
-def test_further_images_choose_the_layer(build, tmp_path, data, shard_folders):
+def test_selection_set_replaces_the_held_out_split(build, tmp_path, data, shard_folders):
     objective, runner = build(tmp_path / "c.yaml")
     network = Network.of(runner, objective)
     further = ShardDataset(shard_folders / "selection")
@@ -112,7 +112,7 @@ def test_further_images_choose_the_layer(build, tmp_path, data, shard_folders):
     (score,) = [score for score in result.trained if score.layer == 1]
     classifier = fit_classifier(train, fitted, penalty=score.penalty)
     assert score.selection_accuracy == pytest.approx(classifier.score(chosen, held_out))
-    # All images are fitted in the end.
+    # The final fit uses all images.
     x, y = np.concatenate([train, chosen]), np.concatenate([fitted, held_out])
     both = fit_classifier(x, y, penalty=score.penalty)
     assert score.accuracy == pytest.approx(both.score(judged, data.validation.labels))
@@ -122,26 +122,26 @@ def test_further_images_choose_the_layer(build, tmp_path, data, shard_folders):
         chosen_by.divide(np.arange(60), ProbeSettings())
 
 
-def test_sets_that_number_their_classes_differently_are_refused(data, monkeypatch):
+def test_different_class_numbering_raises(data, monkeypatch):
     monkeypatch.setattr(data.validation, "class_names", ("class-0", "class-1"))
     with pytest.raises(UserError, match="classes-from"):
         ProbeData(data.train, data.validation, data.palette)
 
 
-def test_a_bert_model_is_probed_with_masks(build, tmp_path, data):
+def test_bert_features_use_training_masks(build, tmp_path, data):
     objective, runner = build(tmp_path / "c.yaml", "objective.mode=bert")
     got = Network.of(runner, objective).features(data.train, limit=6, num_views=2)
     again = extract(runner, objective, data.train, num_images=6, batch_size=2)
     np.testing.assert_allclose(got.layers, again.layers, rtol=1e-5, atol=1e-5)
 
-    # The second view: the same images, masked as the samples one epoch later would be.
+    # The second view masks the same images as one epoch later.
     tokens = torch.from_numpy(data.train.read(np.arange(6))[0].astype(np.int64))
     inputs = objective.inputs_from(tokens, sample_index=torch.arange(6) + len(data.train))
     np.testing.assert_allclose(got.views[1], runner.features(inputs), rtol=1e-5, atol=1e-5)
     assert abs(got.views[1] - got.layers).max() > 0.1
 
 
-def test_five_masks_vote_where_inputs_are_masked(build, tmp_path, data):
+def test_bert_probe_votes_over_five_masks(build, tmp_path, data):
     objective, runner = build(tmp_path / "c.yaml", "objective.mode=bert")
     network = Network.of(runner, objective)
     result = probe_networks(data, network, num_views=network.num_views)
@@ -154,7 +154,7 @@ def test_five_masks_vote_where_inputs_are_masked(build, tmp_path, data):
     assert [s.accuracy for s in single.trained] == [s.accuracy for s in result.trained]
 
 
-def test_layers_together_and_few_labels_are_scored_beside(build, tmp_path, data):
+def test_probe_scores_concatenated_layers_and_low_data(build, tmp_path, data):
     objective, runner = build(tmp_path / "c.yaml")
     asked = {"concatenate": 3, "images_per_class": (2, 10), "draws": 3}
 
@@ -180,7 +180,7 @@ def test_layers_together_and_few_labels_are_scored_beside(build, tmp_path, data)
             ProbeSettings(**wrong)
 
 
-def test_layers_are_read_from_words():
+def test_read_layers_parses_indices():
     assert read_layers("all", 4) is None
     assert read_layers("0,4", 4) == [0, 4]
     for wrong in ("5", "-1", "a", ""):

@@ -1,4 +1,4 @@
-"""A probe of a run on jpeg shards: features of the paper's own inputs, pixels as they are read."""
+"""Probe of a run on JPEG shards: pixel features and every layer."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from megavis.evaluation.probe import ProbeData, probe
 pytestmark = pytest.mark.once
 
 
-def test_raw_pixels_are_those_of_the_images(image_shards):
+def test_pixel_features_are_scaled_pixels(image_shards):
     dataset = ShardDataset(image_shards / "validation")
     features = pixel_features(dataset, limit=3)
     images, _ = dataset.read(np.arange(3))
@@ -20,7 +20,7 @@ def test_raw_pixels_are_those_of_the_images(image_shards):
     np.testing.assert_allclose(features.layers[0], images.reshape(3, -1) / 255.0 * 2 - 1, atol=1e-6)
 
 
-def test_every_layer_is_scored(build_gvp, image_shards):
+def test_probe_scores_every_layer(build_gvp, image_shards):
     objective, runner = build_gvp("data.image_size=16")
     data = ProbeData(
         ShardDataset(image_shards / "train"),

@@ -1,4 +1,4 @@
-"""The papers' tables: whole, and a few numbers read off the papers by hand."""
+"""Tables of published results: completeness, and rows checked against the papers."""
 
 import pytest
 
@@ -17,12 +17,12 @@ PRINTED = [
 
 
 @pytest.mark.parametrize(("objective", "number", "row"), PRINTED)
-def test_digits_are_as_printed(objective, number, row):
+def test_rows_match_the_paper(objective, number, row):
     tables = {table.table: table for table in published_papers()[objective].tables}
     assert row in tables[number].rows
 
 
-def test_every_row_has_a_text_for_each_column():
+def test_every_row_has_one_entry_per_column():
     papers = published_papers()
     assert set(papers) == {"igpt", "givt", "givt_maskgit", "darl", "gvp", "mp3", "mae"}
     for paper in papers.values():

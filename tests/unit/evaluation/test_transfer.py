@@ -1,4 +1,4 @@
-"""Transfer against scikit-learn alone, what chooses and what does not, and the tables."""
+"""Transfer evaluation against scikit-learn, layer selection, and result tables."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOISE = (4.0, 1.5, 2.5)
 
 
 def features(count, *, seed):
-    """Four uneven clouds seen by three layers, of which the middle one sees best."""
+    """Return three layers of four unbalanced clusters; the middle layer has the least noise."""
     random = np.random.default_rng(seed)
     labels = random.choice(4, count, p=[0.4, 0.3, 0.2, 0.1])
     clouds = 2 * np.eye(5)[labels]
@@ -51,7 +51,7 @@ def fitted(x, y, penalty):
 
 
 def expected(task):
-    """Layer, penalty, held-out and test accuracy and mean over classes, by the plainest loops."""
+    """Return layer, penalty, held-out, test and mean class accuracy from a plain grid search."""
     from sklearn.metrics import log_loss
 
     y = task.train.labels
@@ -70,7 +70,7 @@ def expected(task):
     return layer, penalty, right, hits.mean(), sum(classes) / 4
 
 
-def test_the_best_layer_is_chosen_and_scored_as_by_scikit_learn(task):
+def test_transfer_matches_scikit_learn(task):
     result = transfer(task, TransferSettings())
     [score] = result.scores
     layer, penalty, held_out, accuracy, class_accuracy = expected(task)
@@ -82,7 +82,7 @@ def test_the_best_layer_is_chosen_and_scored_as_by_scikit_learn(task):
     assert (result.num_train, result.num_held_out, result.num_test) == (120, 24, 80)
 
 
-def test_the_test_images_choose_nothing(task):
+def test_test_set_does_not_affect_selection(task):
     other = replace(task, test=features(40, seed=9))
     one, two = (transfer(each, TransferSettings()).scores[0] for each in (task, other))
     assert one.accuracy != two.accuracy
@@ -93,7 +93,7 @@ def test_the_test_images_choose_nothing(task):
     )
 
 
-def test_a_given_layer_and_few_labels_stand_beside_the_best(task):
+def test_given_layer_and_low_data_are_scored_too(task):
     settings = TransferSettings(layer=0, images_per_class=(5,), draws=3, seed=4)
     best, given, few = transfer(task, settings).scores
     assert (best.layer, best.layer_from) == (1, "held-out images")
@@ -106,7 +106,7 @@ def test_a_given_layer_and_few_labels_stand_beside_the_best(task):
     assert few.labels == "5 a class"
 
 
-def test_the_first_examples_are_divided_four_to_one():
+def test_first_examples_are_split_80_20():
     train = features(50, seed=0)
     few, selection = first_examples(train, 30, name="toy")
     assert (few.labels == train.labels[:30]).all()
@@ -120,8 +120,8 @@ def test_the_first_examples_are_divided_four_to_one():
 
 
 @pytest.mark.parametrize("hidden", [0, 3])
-def test_a_held_out_class_that_was_not_fitted_is_never_right(hidden):
-    """Few examples may lack a class; its images are wrong answers of probability 0."""
+def test_held_out_class_missing_from_fit_counts_as_wrong(hidden):
+    """A small fit may lack a class; its held-out images get probability 0."""
     train = features(200, seed=3)
     y = train.labels
     selection = HeldOutSplit(np.flatnonzero(y[:150] != hidden), np.arange(150, 200))
@@ -132,7 +132,7 @@ def test_a_held_out_class_that_was_not_fitted_is_never_right(hidden):
     assert choice.log_likelihood < np.mean(y[150:] == hidden) * np.log(1e-12)
 
 
-def test_tables_hold_every_number_with_its_sizes(task, tmp_path):
+def test_tables_list_all_scores_and_split_sizes(task, tmp_path):
     settings = TransferSettings(layer=0, images_per_class=(5,), draws=3)
     results = [transfer(each, settings) for each in (task, replace(task, name="other"))]
     readable, table = write_transfer(tmp_path, results, title="# Title", step=7, seed=0)

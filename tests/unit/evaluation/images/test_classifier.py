@@ -1,4 +1,4 @@
-"""A small classifier of images, and how often it names what was asked for."""
+"""A small image classifier that measures class accuracy of conditional samples."""
 
 import json
 
@@ -26,7 +26,7 @@ CLASSES = ("across", "down", "flat")
 
 
 def striped(count, seed):
-    """Stripes across, stripes down or neither: uint8 images and int64 classes."""
+    """Return uint8 images with horizontal, vertical or no stripes, and their int64 classes."""
     random = np.random.default_rng(seed)
     images = np.empty((count, 16, 16, 3), np.uint8)
     for number in range(count):
@@ -43,14 +43,14 @@ def classifier():
     return fit_classifier(images, labels, num_classes=3, epochs=3, seed=0)
 
 
-def test_shapes_that_it_has_not_seen_are_named(classifier):
+def test_classifier_generalizes_to_new_images(classifier):
     images, labels = striped(60, seed=1)
     assert classify_images(classifier, images).tolist() == labels.tolist()
 
 
-def test_the_shares_are_those_of_a_plain_loop(classifier):
+def test_class_accuracies_match_plain_loop(classifier):
     images, _ = striped(60, seed=1)
-    # Half of the first class are called the second.
+    # Relabel half of the first class as the second.
     labels = torch.arange(60) % 3
     labels[torch.arange(0, 60, 6)] = 1
     named = [int(classifier(image[None]).argmax()) for image in images]
@@ -64,13 +64,13 @@ def test_the_shares_are_those_of_a_plain_loop(classifier):
     assert found["classes"] == pytest.approx({"across": 1, "down": 2 / 3, "flat": 1})
 
 
-def test_a_class_without_images_has_no_share(classifier):
+def test_class_without_images_is_omitted(classifier):
     images, labels = striped(60, seed=1)
     found = class_accuracies(classifier, images[labels < 2], labels[labels < 2], CLASSES)
     assert list(found["classes"]) == ["across", "down"]
 
 
-def test_the_seed_alone_decides(classifier):
+def test_fit_depends_only_on_the_seed(classifier):
     images, labels = striped(300, seed=0)
     torch.manual_seed(5)
     again = fit_classifier(images, labels, num_classes=3, epochs=3, seed=0)
@@ -80,7 +80,7 @@ def test_the_seed_alone_decides(classifier):
         assert not torch.equal(weight, other.state_dict()[name])
 
 
-def test_the_network_is_three_convolutions_and_a_linear_map():
+def test_network_is_three_convolutions_and_a_linear_layer():
     torch.manual_seed(0)
     classifier = ImageClassifier(3)
     images, _ = striped(4, seed=0)
@@ -88,7 +88,7 @@ def test_the_network_is_three_convolutions_and_a_linear_map():
     weights = list(classifier.parameters())
     for kernel, bias in zip(weights[:6:2], weights[1:6:2], strict=True):
         x = F.conv2d(x, kernel, bias, stride=2, padding=1).clamp(min=0)
-    # 2² places are left of 16², each of which becomes 2² of the 4².
+    # The convolutions reduce 16² to 2², which the network repeats to 4².
     x = x.repeat_interleave(2, 2).repeat_interleave(2, 3).flatten(1)
     expected = x @ weights[6].T + weights[7]
     assert torch.allclose(classifier(images), expected, atol=1e-5)
@@ -96,7 +96,7 @@ def test_the_network_is_three_convolutions_and_a_linear_map():
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Shards of striped images to fit on and real ones, a VQGAN, and samples."""
+    """Write training and real shards of striped images, a VQGAN run, and samples."""
     folder = tmp_path_factory.mktemp("classes")
     for part, count in (("train", 300), ("real", 60)):
         images, labels = striped(count, seed=count)
@@ -112,14 +112,14 @@ def folders(tmp_path_factory):
     return folder
 
 
-def test_the_command_compares_samples_real_images_and_reconstructions(folders, capsys):
+def test_command_scores_samples_real_images_and_reconstructions(folders, capsys):
     words = ["--train", str(folders / "train"), "--images", str(folders / "real")]
     samples, vqgan = folders / "samples.npz", folders / "vqgan"
     options = ["--tokenizer", str(vqgan), "--epochs", "3", "--device", "cpu"]
     assert main(["evaluate", "classes", str(samples), *words, *options]) == 0
-    said = capsys.readouterr().out
-    assert "100.0 % of 60 real images" in said
-    assert "100.0 % of 30 samples" in said
+    printed = capsys.readouterr().out
+    assert "100.0 % of 60 real images" in printed
+    assert "100.0 % of 30 samples" in printed
     record = json.loads((folders / "samples.npz.classes.json").read_text())
     assert record["samples"] == {"images": 30, "all": 1, "classes": dict.fromkeys(CLASSES, 1)}
     train, real = (open_images(folders / part) for part in ("train", "real"))
@@ -136,7 +136,7 @@ def test_the_command_compares_samples_real_images_and_reconstructions(folders, c
     assert record["reconstructions"] == class_accuracies(fitted, made, labels, CLASSES)
 
 
-def test_other_classes_are_refused(folders, tmp_path, capsys):
+def test_mismatched_classes_are_refused(folders, tmp_path, capsys):
     for number in range(4):
         path = tmp_path / "images" / "round" / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)

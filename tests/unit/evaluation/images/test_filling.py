@@ -1,4 +1,4 @@
-"""Scores of filled-in patches, against the definition of PSNR."""
+"""Scores of completed images against the definition of PSNR and scikit-image."""
 
 import math
 
@@ -11,7 +11,7 @@ from megavis.evaluation.images.completions import score_filling
 pytestmark = pytest.mark.once
 
 
-def test_only_hidden_pixels_count():
+def test_psnr_uses_only_hidden_pixels():
     torch.manual_seed(0)
     originals = torch.randint(256, (3, 4, 4, 3), dtype=torch.uint8)
     hidden = torch.rand(3, 4, 4) < 0.5
@@ -26,7 +26,7 @@ def test_only_hidden_pixels_count():
     assert scores["psnr"] == pytest.approx(10 * math.log10(255**2 * count / square))
 
 
-def test_psnr_of_images_is_that_of_scikit_image():
+def test_psnr_of_images_matches_scikit_image():
     torch.manual_seed(0)
     originals, made = torch.randint(256, (2, 5, 8, 8, 3), dtype=torch.uint8)
     scores = score_filling(originals, made, torch.ones(5, 8, 8, dtype=torch.bool))
@@ -36,7 +36,7 @@ def test_psnr_of_images_is_that_of_scikit_image():
     assert scores["psnr_of_images"] == pytest.approx(sum(theirs) / len(theirs), rel=1e-5)
 
 
-def test_the_perceptual_distance_is_averaged():
+def test_perceptual_distance_is_averaged():
     images = torch.zeros(70, 2, 2, 3, dtype=torch.uint8)
     hidden = torch.ones(70, 2, 2, dtype=torch.bool)
 

@@ -1,6 +1,6 @@
 """Fréchet distance, class score, precision and recall against torch-fidelity and torchmetrics.
 
-torch-fidelity's output is stored in a file, since it needs torchvision (tests/data/inception).
+torch-fidelity needs torchvision, so its output is stored in tests/data/inception.
 """
 
 from pathlib import Path
@@ -31,8 +31,8 @@ def gaussian(features, batch_size=37):
     return running.result()
 
 
-class Itself(torch.nn.Module):
-    """What torchmetrics takes for a network: features in, features out."""
+class Identity(torch.nn.Module):
+    """A feature network for torchmetrics that returns its input."""
 
     def __init__(self, num_features):
         super().__init__()
@@ -43,29 +43,29 @@ class Itself(torch.nn.Module):
 
 
 def distance_of_torchmetrics(first, second):
-    metric = FrechetInceptionDistance(feature=Itself(first.shape[1])).set_dtype(torch.float64)
+    metric = FrechetInceptionDistance(feature=Identity(first.shape[1])).set_dtype(torch.float64)
     metric.update(first.double(), real=True)
     metric.update(second.double(), real=False)
     return metric.compute().item()
 
 
-def test_mean_and_covariance_in_batches_are_those_of_numpy():
-    # Far from zero, where sums of squares would cancel.
+def test_batched_mean_and_covariance_match_numpy():
+    # A large offset, where naive sums of squares would cancel.
     features = random_features()[0] + 1e4
     found, whole = gaussian(features), features.double().numpy()
     np.testing.assert_allclose(found.mean, whole.mean(0), rtol=1e-12)
     np.testing.assert_allclose(found.covariance, np.cov(whole, rowvar=False), atol=1e-9)
 
 
-def test_the_distance_is_that_of_torch_fidelity_and_torchmetrics():
+def test_frechet_distance_matches_torch_fidelity_and_torchmetrics():
     first, second, _ = random_features()
     found = frechet_distance(gaussian(first), gaussian(second))
     assert found == pytest.approx(float(GOLDEN["frechet_inception_distance"]), rel=1e-6)
     assert found == pytest.approx(distance_of_torchmetrics(first, second), rel=1e-6)
 
 
-def test_the_distance_holds_where_covariances_are_singular():
-    """Fewer images than features; and two lines at right angles, which overlap nowhere."""
+def test_frechet_distance_with_singular_covariances():
+    """Fewer images than features, and two orthogonal lines."""
     random = np.random.RandomState(0)
     first, second = (
         torch.from_numpy(random.standard_normal((n, 64)).astype(np.float32)) for n in (20, 30)
@@ -80,7 +80,7 @@ def test_the_distance_holds_where_covariances_are_singular():
 
 
 @pytest.mark.parametrize("batch_size", [23, 64])
-def test_the_class_score_is_that_of_torch_fidelity(batch_size):
+def test_inception_score_matches_torch_fidelity(batch_size):
     logits = random_features()[2]
     score = RunningClassScore(len(logits))
     for batch in logits.split(batch_size):
@@ -89,16 +89,16 @@ def test_the_class_score_is_that_of_torch_fidelity(batch_size):
     assert score.result() == pytest.approx(tuple(golden), rel=1e-6)
 
 
-def test_precision_and_recall_are_those_of_torch_fidelity(monkeypatch):
-    # Several blocks of distances.
+def test_precision_and_recall_match_torch_fidelity(monkeypatch):
+    # Force several blocks of distances.
     monkeypatch.setattr(set_metrics, "_BLOCK", 5000)
     first, second, _ = random_features()
     golden = (float(GOLDEN["precision"]), float(GOLDEN["recall"]))
     assert precision_and_recall(first, second) == pytest.approx(golden, rel=1e-6)
 
 
-def test_precision_and_recall_are_what_the_paper_s_equations_say():
-    """Equations 1 and 2 of Kynkäänniemi et al., point by point."""
+def test_precision_and_recall_match_the_paper():
+    """Evaluate equations 1 and 2 of Kynkäänniemi et al. point by point."""
     random = np.random.RandomState(3)
     samples, reference = random.standard_normal((25, 3)), random.standard_normal((30, 3)) + 0.7
 
@@ -111,11 +111,11 @@ def test_precision_and_recall_are_what_the_paper_s_equations_say():
                 return True
         return False
 
-    plainly = (
+    expected = (
         np.mean([inside(point, reference) for point in samples]),
         np.mean([inside(point, samples) for point in reference]),
     )
     pair = (torch.from_numpy(samples), torch.from_numpy(reference))
-    assert precision_and_recall(*pair, neighbors=2) == pytest.approx(plainly)
-    assert min(plainly) > 0.2
-    assert max(plainly) < 0.95
+    assert precision_and_recall(*pair, neighbors=2) == pytest.approx(expected)
+    assert min(expected) > 0.2
+    assert max(expected) < 0.95

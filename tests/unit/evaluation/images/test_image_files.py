@@ -1,4 +1,4 @@
-"""Images read from files of every form, and what is refused."""
+"""Reading images from NPZ files, folders and shards."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def all_of(images, **options):
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_an_npz_is_read_as_a_stream(tmp_path, save):
+def test_read_npz(tmp_path, save):
     save(tmp_path / "images.npz", labels=np.arange(11), arr_0=IMAGES)
     images = open_images(tmp_path / "images.npz")
     assert np.array_equal(all_of(images), IMAGES)
@@ -30,7 +30,7 @@ def test_an_npz_is_read_as_a_stream(tmp_path, save):
     assert np.array_equal(few, IMAGES[[0, 3, 7]])
 
 
-def test_a_folder_is_read_by_name_and_cut(tmp_path):
+def test_folder_is_read_in_name_order_and_resized(tmp_path):
     (tmp_path / "b").mkdir()
     for number, name in enumerate(("b/2.png", "b/1.png", "a.png")):
         Image.fromarray(IMAGES[number]).save(tmp_path / name)
@@ -44,7 +44,7 @@ def test_a_folder_is_read_by_name_and_cut(tmp_path):
     assert all_of(open_images(tmp_path, image_size=10)).shape == (3, 10, 10, 3)
 
 
-def test_shards_of_jpeg_files_and_of_palette_ids(shards, image_shards):
+def test_read_jpeg_and_palette_shards(shards, image_shards):
     folder = image_shards / "validation"
     assert all_of(open_images(folder, image_size=8)).shape[1:] == (8, 8, 3)
     found = all_of(open_images(shards / "validation"))
@@ -55,7 +55,7 @@ def test_shards_of_jpeg_files_and_of_palette_ids(shards, image_shards):
         open_images(shards / "validation", image_size=16)
 
 
-def test_what_holds_no_images_is_refused(tmp_path):
+def test_sources_without_images_raise(tmp_path):
     np.savez(tmp_path / "floats.npz", arr_0=IMAGES / 255.0)
     np.savez(tmp_path / "names.npz", images=IMAGES)
     (tmp_path / "text.npz").write_text("no archive")

@@ -1,4 +1,4 @@
-"""The Inception network against what torch-fidelity's own made of the same weights and images."""
+"""The Inception network against torch-fidelity's outputs for the same weights and images."""
 
 from pathlib import Path
 
@@ -27,8 +27,8 @@ def weights_file(tmp_path_factory):
 
 
 @pytest.mark.parametrize("size", [32, 331])
-def test_features_are_those_of_torch_fidelity(weights_file, size, monkeypatch):
-    # Only the published weights, known by their hash, make published metrics.
+def test_features_match_torch_fidelity(weights_file, size, monkeypatch):
+    # Metrics count as published only with the published weights, identified by their hash.
     if size == 331:
         monkeypatch.setattr(feature_networks, "PUBLISHED_WEIGHTS", sha256_of_file(weights_file)[:8])
     network = InceptionFeatures(weights_file, CPU)
@@ -39,6 +39,6 @@ def test_features_are_those_of_torch_fidelity(weights_file, size, monkeypatch):
         torch.testing.assert_close(getattr(seen, name), golden, rtol=1e-5, atol=1e-5)
 
 
-def test_other_weights_are_refused():
+def test_incompatible_weights_raise():
     with pytest.raises(UserError, match="not the weights of Inception: Missing key"):
         Inception.from_weights({"fc.weight": torch.zeros(1008, 2048)})

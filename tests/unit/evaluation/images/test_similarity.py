@@ -11,7 +11,7 @@ from megavis.evaluation.images.reconstruction import PairScores
 pytestmark = pytest.mark.once
 
 
-def test_psnr_and_ssim_are_those_of_scikit_image():
+def test_psnr_and_ssim_match_scikit_image():
     random = np.random.default_rng(0)
     first = random.integers(0, 256, (4, 21, 17, 3)).astype(np.uint8)
     noise = random.integers(-60, 61, first.shape)
@@ -20,7 +20,7 @@ def test_psnr_and_ssim_are_those_of_scikit_image():
     for rows in (slice(0, 3), slice(3, 4)):
         scores.add(torch.from_numpy(first[rows]), torch.from_numpy(second[rows]))
     pairs = list(zip(first, second, strict=True))
-    # What "gaussian 11×11" means in the literature (Wang et al., 2004).
+    # The 11×11 Gaussian window of Wang et al. (2004).
     options = {"gaussian_weights": True, "sigma": 1.5, "use_sample_covariance": False}
     similarities = [structural_similarity(*p, channel_axis=-1, **options) for p in pairs]
     assert scores.means()["ssim"] == pytest.approx(np.mean(similarities), rel=1e-9)
@@ -28,6 +28,6 @@ def test_psnr_and_ssim_are_those_of_scikit_image():
     assert scores.means()["psnr"] == pytest.approx(np.mean(noises), rel=1e-9)
 
 
-def test_images_smaller_than_a_window_are_refused():
+def test_images_smaller_than_the_window_raise():
     with pytest.raises(UserError, match="at least 11² pixels; these have 8×8"):
         PairScores().add(*torch.zeros(2, 1, 8, 8, 3, dtype=torch.uint8))
