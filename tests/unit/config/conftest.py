@@ -1,4 +1,4 @@
-"""A small legal config and a way to break it."""
+"""A small valid config, and fixtures that read it or return its error message."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +36,7 @@ def small() -> str:
 
 @pytest.fixture
 def read(tmp_path: Path) -> Read:
-    """Read a YAML text with override words."""
+    """Load a YAML text with command-line overrides."""
 
     def read_text(text: str = SMALL, *words: str) -> LoadedConfig:
         path = tmp_path / "config.yaml"
@@ -48,11 +48,11 @@ def read(tmp_path: Path) -> Read:
 
 @pytest.fixture
 def complain(read: Read, tmp_path: Path) -> Callable[..., str]:
-    """Read what must be refused, and return the message without the folder."""
+    """Load an invalid config and return the error message without the folder."""
 
-    def file_damage(text: str = SMALL, *words: str) -> str:
+    def error_message(text: str = SMALL, *words: str) -> str:
         with pytest.raises(UserError) as caught:
             read(text, *words)
         return str(caught.value).replace(f"{tmp_path}/", "")
 
-    return file_damage
+    return error_message

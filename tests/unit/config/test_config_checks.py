@@ -1,4 +1,4 @@
-"""What must hold between keys, and between a config and the number of processes."""
+"""Checks between config keys, and between a config and the number of processes."""
 
 import itertools
 
@@ -97,7 +97,7 @@ from megavis.config.errors import UserError
         ),
     ],
 )
-def test_keys_that_do_not_go_together_are_one_message(complain, small, words, message):
+def test_incompatible_keys_give_one_message(complain, small, words, message):
     assert complain(small, *words) == message
 
 
@@ -119,12 +119,12 @@ def test_keys_that_do_not_go_together_are_one_message(complain, small, words, me
         ],
     ],
 )
-def test_what_goes_together_is_accepted(read, small, words):
+def test_compatible_keys_are_accepted(read, small, words):
     read(small, *words)
 
 
-def test_every_world_size_is_judged_as_arithmetic_says(read, small):
-    """The property: processes = tensor × pipeline × data, batch = micro × accumulation × data."""
+def test_world_size_check_matches_arithmetic(read, small):
+    """processes = tensor × pipeline × data and batch = micro × accumulation × data."""
     accepted = refused = 0
     for tensor, pipeline, batch, micro in itertools.product(
         (1, 2, 4), (1, 2, 3), (1, 6, 16, 24), (None, 1, 2, 3)
@@ -140,9 +140,9 @@ def test_every_world_size_is_judged_as_arithmetic_says(read, small):
             data = world / (tensor * pipeline)
             share = batch / data
             fits = data.is_integer() and share.is_integer() and share % (micro or 1) == 0
-            complaints = list(check_world(config, world))
-            assert bool(complaints) != fits, (tensor, pipeline, batch, micro, world)
-            assert len(complaints) <= 1
+            issues = list(check_world(config, world))
+            assert bool(issues) != fits, (tensor, pipeline, batch, micro, world)
+            assert len(issues) <= 1
             accepted += fits
             refused += not fits
     assert min(accepted, refused) > 300
@@ -177,14 +177,14 @@ def test_every_world_size_is_judged_as_arithmetic_says(read, small):
         ),
     ],
 )
-def test_a_world_that_does_not_fit_says_which_would(read, small, tmp_path, words, world, message):
+def test_invalid_world_size_suggests_a_valid_one(read, small, tmp_path, words, world, message):
     loaded = read(small, *words)
     with pytest.raises(UserError) as caught:
         loaded.require_world(world)
     assert str(caught.value).replace(f"{tmp_path}/", "") == message
 
 
-def test_a_paper_may_check_its_own_keys(tmp_path, small, monkeypatch):
+def test_paper_config_adds_its_own_checks(tmp_path, small, monkeypatch):
     from megavis.config import load
     from megavis.config.load import load_config
     from megavis.config.schema import ObjectiveConfig

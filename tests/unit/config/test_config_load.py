@@ -1,4 +1,4 @@
-"""Each mistake in a file or in a word is one message that names place, key and remedy."""
+"""Loading configs: overrides, inheritance, and one-line errors naming place, key and remedy."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from megavis.config.papers import PAPER_CONFIGS
 PAPERS = ", ".join(sorted(PAPER_CONFIGS))
 
 
-def test_a_legal_file_is_read_with_its_defaults(read):
+def test_defaults_are_filled_in(read):
     config = read().config
     assert config.model.hidden_size == 64
     assert config.model.mlp_size == 256
@@ -157,7 +157,7 @@ def test_a_legal_file_is_read_with_its_defaults(read):
         ),
     ],
 )
-def test_a_wrong_key_or_value_names_file_line_key_and_remedy(complain, small, old, new, message):
+def test_error_names_file_line_key_and_remedy(complain, small, old, new, message):
     text = small.replace(old, new)
     assert text != small
     answer = complain(text)
@@ -188,13 +188,13 @@ def test_a_wrong_key_or_value_names_file_line_key_and_remedy(complain, small, ol
         ("? [a, b]\n: 1\n", "config.yaml:1: not valid YAML: found unhashable key"),
     ],
 )
-def test_what_is_not_a_yaml_mapping_is_one_message(complain, text, message):
+def test_invalid_yaml_gives_one_message(complain, text, message):
     answer = complain(text)
     assert answer.startswith(message)
     assert "\n" not in answer
 
 
-def test_all_complaints_come_at_once(complain, small):
+def test_all_errors_are_reported_together(complain, small):
     text = small.replace("steps: 10", "steps: ten").replace("name: igpt", "name: igpt\n  mod: x")
     assert complain(text).splitlines() == [
         "config.yaml:4: objective.mod: unknown key; did you mean 'mode'?",
@@ -202,7 +202,7 @@ def test_all_complaints_come_at_once(complain, small):
     ]
 
 
-def test_a_file_that_cannot_be_read_is_one_message(tmp_path: Path):
+def test_unreadable_file_raises(tmp_path: Path):
     with pytest.raises(UserError, match=r"absent\.yaml: no such config file"):
         load_config(tmp_path / "absent.yaml")
     with pytest.raises(UserError, match="cannot be read as text"):
@@ -212,7 +212,7 @@ def test_a_file_that_cannot_be_read_is_one_message(tmp_path: Path):
         load_config(tmp_path / "latin.yaml")
 
 
-def test_words_override_the_file(read, small):
+def test_overrides_replace_file_values(read, small):
     config = read(
         small,
         "training.steps=7",
@@ -231,7 +231,7 @@ def test_words_override_the_file(read, small):
     assert read(small, "data.validation=x", "data.validation=").config.data.validation is None
 
 
-def test_a_word_fills_a_section_that_the_file_leaves_empty(read, small):
+def test_override_fills_an_empty_section(read, small):
     assert read(small + "parallel:\n", "parallel.zero_stage=2").config.parallel.zero_stage == 2
 
 
@@ -266,7 +266,7 @@ def test_a_word_fills_a_section_that_the_file_leaves_empty(read, small):
         ),
     ],
 )
-def test_a_wrong_word_is_one_message(complain, small, word, message):
+def test_invalid_override_gives_one_message(complain, small, word, message):
     answer = complain(small, word)
     assert answer.startswith(message)
     assert "\n" not in answer
@@ -276,12 +276,12 @@ def test_a_wrong_word_is_one_message(complain, small, word, message):
     ("written", "value"),
     [("1e-3", 1e-3), ("1E-3", 1e-3), ("1.5e-4", 1.5e-4), ("1e2", 100.0), ("2", 2.0), (".5", 0.5)],
 )
-def test_numbers_are_read_as_people_write_them(read, small, written, value):
+def test_number_formats(read, small, written, value):
     text = small.replace("1e-3", written)
     assert read(text).config.optimizer.learning_rate == value
 
 
-def test_several_training_folders(read, complain, small):
+def test_weighted_training_folders(read, complain, small):
     several = small.replace(
         "train: shards/train",
         "train:\n    - {path: a, weight: 0.3}\n    - path: b\n      weight: 1",
@@ -296,7 +296,7 @@ def test_several_training_folders(read, complain, small):
 
 
 @pytest.mark.parametrize("name", ["small", "1e3", "1e-3", "0x10", "12", "2024-01-02", "true", "no"])
-def test_a_dumped_config_reads_back_the_same(read, small, name):
+def test_dumped_config_round_trips(read, small, name):
     config = read(
         small.replace("name: small", f"name: '{name}'"),
         "optimizer.learning_rate=1e-5",
@@ -312,7 +312,7 @@ def test_a_dumped_config_reads_back_the_same(read, small, name):
     assert dump_config(again) == dump_config(config)
 
 
-def test_a_file_based_on_another_changes_some_keys(read, small, tmp_path):
+def test_based_on_merges_keys(read, small, tmp_path):
     (tmp_path / "base.yaml").write_text(small)
     above = "based_on: base.yaml\nname: longer\ntraining: {steps: 20}\n"
     config = read(above, "model.num_layers=2").config
@@ -320,7 +320,7 @@ def test_a_file_based_on_another_changes_some_keys(read, small, tmp_path):
     assert config == plain
 
 
-def test_complaints_name_the_file_in_which_the_key_stands(complain, small, tmp_path):
+def test_errors_name_the_file_that_sets_the_key(complain, small, tmp_path):
     (tmp_path / "base.yaml").write_text(small.replace("steps: 10", "steps: -1"))
     answer = complain("based_on: base.yaml\n")
     assert "base.yaml:14: training.steps: input should be greater than 0" in answer
@@ -337,5 +337,5 @@ def test_complaints_name_the_file_in_which_the_key_stands(complain, small, tmp_p
         ("config.yaml", "config.yaml:1: based_on: config.yaml is based on this file in turn"),
     ],
 )
-def test_a_base_that_cannot_be(complain, base, message):
+def test_invalid_base_gives_one_message(complain, base, message):
     assert complain(f"based_on: {base}\nname: a\n") == message

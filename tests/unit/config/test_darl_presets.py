@@ -1,4 +1,4 @@
-"""DARL's presets against Tables 8 to 10, 12 and 13 of the paper, value by value."""
+"""DARL presets against Tables 8 to 10, 12 and 13 of the paper."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ PRE_TRAINING = {
     "vit_l16_mse_400": 400,
     "vit_l16_ids": 100,
 }
-# Table 9's columns: epochs, rate, drop path; and which pre-training they follow.
+# Epochs, learning rate, drop path (Table 9) and the pre-trained preset.
 FINE_TUNING = {
     **{f"vit_b16_{loss}_finetune": (90, 1e-3, 0.0, f"vit_b16_{loss}") for loss in ("mse", "diff")},
     **{f"vit_l16_{loss}_finetune": (90, 1e-3, 0.1, f"vit_l16_{loss}") for loss in ("mse", "diff")},
@@ -49,7 +49,7 @@ def has(section, values):
 
 
 @pytest.mark.parametrize("name", [*PRE_TRAINING, *FINE_TUNING, *LINEAR, "vit_l16_supervised"])
-def test_every_preset_has_the_architecture_of_its_size(load, name):
+def test_presets_have_the_architecture_of_their_size(load, name):
     config = load(name)
     layers, width, heads, patch = SIZES["_".join(name.split("_")[:2])]
     shape = {"num_layers": layers, "hidden_size": width, "num_attention_heads": heads}
@@ -59,7 +59,7 @@ def test_every_preset_has_the_architecture_of_its_size(load, name):
 
 
 @pytest.mark.parametrize("name", PRE_TRAINING)
-def test_pre_training_is_that_of_table_8(load, name):
+def test_pretraining_matches_table_8(load, name):
     config = load(name)
     has(config.data, SPATIAL)
     optimizer = {"algorithm": "adam", "betas": (0.9, 0.95), "weight_decay": 0.05}
@@ -75,7 +75,7 @@ def test_pre_training_is_that_of_table_8(load, name):
 
 
 @pytest.mark.parametrize("name", FINE_TUNING)
-def test_fine_tuning_is_that_of_table_9(load, name):
+def test_finetuning_matches_table_9(load, name):
     config = load(name)
     epochs, rate, drop_path, before = FINE_TUNING[name]
     has(config.data, {**STRONG, "scale": (0.08, 1.0)})
@@ -89,7 +89,7 @@ def test_fine_tuning_is_that_of_table_9(load, name):
     assert config.drop_path == drop_path
 
 
-def test_the_supervised_baseline_is_that_of_table_10(load):
+def test_supervised_baseline_matches_table_10(load):
     config = load("vit_l16_supervised")
     has(config.data, STRONG)
     has(config.optimizer, {"betas": (0.9, 0.95), "weight_decay": 0.3})
@@ -102,7 +102,7 @@ def test_the_supervised_baseline_is_that_of_table_10(load):
 
 
 @pytest.mark.parametrize("loss", ["mse", "diff"])
-def test_transfer_is_that_of_table_12(load, loss):
+def test_transfer_matches_table_12(load, loss):
     config = load(f"vit_l16_{loss}_vtab")
     assert config.finetune.from_run == load(f"vit_l16_{loss}").folder
     assert config.objective == load(f"vit_l16_{loss}").objective
@@ -118,7 +118,7 @@ def test_transfer_is_that_of_table_12(load, loss):
 
 @pytest.mark.parametrize(("suffix", "rate"), [("", 0.1), ("_scaled", 0.1 * 16384 / 256)])
 @pytest.mark.parametrize("name", LINEAR)
-def test_linear_evaluation_is_that_of_table_13(load, name, suffix, rate):
+def test_linear_evaluation_matches_table_13(load, name, suffix, rate):
     config = load(name + suffix)
     has(config.data, SPATIAL)
     has(config.optimizer, {"algorithm": "lars", "weight_decay": 0.0})
@@ -133,7 +133,7 @@ def test_linear_evaluation_is_that_of_table_13(load, name, suffix, rate):
 
 
 @pytest.mark.parametrize("name", [*FINE_TUNING, *LINEAR, "vit_l16_supervised"])
-def test_accuracy_is_of_all_images_of_imagenets_validation_set(load, name):
+def test_accuracy_is_measured_on_the_imagenet_validation_set(load, name):
     config = load(name)
     assert config.finetune.test == "shards/imagenet_jpeg/validation"
     assert config.data.validation == "shards/imagenet_jpeg/selection"

@@ -1,4 +1,4 @@
-"""iGPT's presets against sections 3.1 to 3.4 and 4.5, Figure 3 and Table 5 of the paper."""
+"""iGPT presets against sections 3.1 to 3.4 and 4.5, Figure 3 and Table 5 of the paper."""
 
 from pathlib import Path
 
@@ -20,15 +20,13 @@ PUBLISHED = {
     "m_32_bert": (36, 1024, 32, "bert", 0.003),
     "l_32_bert": (48, 1536, 32, "bert", 0.001),
 }
-# What they start from, and the side; section 4.5, and 4.6 for BERT.
+# The pre-trained preset (section 4.5; 4.6 for BERT).
 FINE_TUNED = {
     "l_32_finetune_imagenet": "l_32",
     "l_48_finetune_imagenet": "l_48",
     "l_32_bert_finetune_imagenet": "l_32_bert",
 }
-
-
-# What they start from, and the classes (section 4.5, Table 3; section 4.6).
+# The pre-trained preset and the number of classes (section 4.5, Table 3; section 4.6).
 SMALL_IMAGES = {
     "l_32_finetune_cifar10": ("l_32", 10),
     "l_32_finetune_cifar100": ("l_32", 100),
@@ -42,7 +40,7 @@ def load():
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_pre_training_is_that_of_the_paper(load, name):
+def test_pretraining_matches_the_paper(load, name):
     config, (layers, width, side, mode, rate) = load(name), PUBLISHED[name]
     model, optimizer, data = config.model, config.optimizer, config.data
     assert (model.num_layers, model.hidden_size, data.image_size) == (layers, width, side)
@@ -51,27 +49,27 @@ def test_pre_training_is_that_of_the_paper(load, name):
     assert (optimizer.weight_decay, model.has_dropout) == (0.0, False)
     batch, steps = (64, 2_000_000) if name == "xl_64" else (128, 1_000_000)
     assert (config.training.batch_size, config.training.steps) == (batch, steps)
-    # One epoch of the 96 % that are not held out.
+    # One epoch of the 96 % of images that are not held out.
     assert config.schedule.warmup_steps == -(-1_229_920 // batch)
     assert config.schedule.decay == "cosine"
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_images_are_augmented_as_in_section_3_1(load, name):
+def test_augmentation_matches_section_3_1(load, name):
     data = load(name).data
     assert (data.crop, data.short_sides, data.crop_size) == ("scaled", (256, 384), 224)
     assert (data.palette, data.flip) == ("palette.npy", False)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_checkpoints_of_figure_3_are_kept(load, name):
+def test_checkpoints_of_figure_3_are_kept(load, name):
     config = load(name)
     points = [65_536 * 2**i for i in range(6) if 65_536 * 2**i < config.training.steps]
     assert list(config.checkpoint.keep_at) == points
 
 
 @pytest.mark.parametrize("name", FINE_TUNED)
-def test_fine_tuning_on_imagenet_is_that_of_section_3_4(load, name):
+def test_imagenet_finetuning_matches_section_3_4(load, name):
     config, before = load(name), load(FINE_TUNED[name])
     assert (config.objective, config.model, config.data) == (
         before.objective,
@@ -87,7 +85,7 @@ def test_fine_tuning_on_imagenet_is_that_of_section_3_4(load, name):
 
 
 @pytest.mark.parametrize("name", SMALL_IMAGES)
-def test_fine_tuning_on_cifar_is_that_of_sections_3_1_and_3_4(load, name):
+def test_cifar_finetuning_matches_sections_3_1_and_3_4(load, name):
     before, classes = SMALL_IMAGES[name]
     config, source = load(name), load(before)
     assert (config.objective, config.model) == (source.objective, source.model)
@@ -107,7 +105,7 @@ def test_fine_tuning_on_cifar_is_that_of_sections_3_1_and_3_4(load, name):
     assert not config.model.has_dropout
 
 
-def test_the_baseline_from_random_weights_has_dropout(load):
+def test_baseline_from_scratch_has_dropout(load):
     config = load("l_48_scratch_imagenet")
     assert config.model.has_dropout
     assert (config.finetune.from_run, config.finetune.generative_weight) == (None, 0.0)
@@ -115,7 +113,7 @@ def test_the_baseline_from_random_weights_has_dropout(load):
 
 
 @pytest.mark.parametrize("name", ["s_32", "m_32", "l_32", "l_48", "xl_64"])
-def test_the_linear_probe_is_that_of_section_3_4(load, name):
+def test_linear_probe_matches_section_3_4(load, name):
     config, before = load(f"{name}_linear"), load(name)
     optimizer, finetune = config.optimizer, config.finetune
     assert (config.objective, config.model, config.data) == (
@@ -135,7 +133,7 @@ def test_the_linear_probe_is_that_of_section_3_4(load, name):
     assert finetune.from_run == f"runs/{before.name}"
 
 
-def test_five_layers_of_xl_have_15360_features(load):
+def test_xl_concatenates_15360_features(load):
     """Table 2."""
     config = load("xl_64_linear_5")
     assert config.finetune.concatenate * config.model.hidden_size == 15_360

@@ -1,4 +1,4 @@
-"""MAE's presets against tables 8 to 10 of the paper and the authors' FINETUNE.md."""
+"""MAE presets against Tables 8 to 10 of the paper and the authors' FINETUNE.md."""
 
 from pathlib import Path
 
@@ -37,12 +37,12 @@ def load():
 
 
 def steps(epochs, batch_size):
-    """Return the steps of so many epochs of ImageNet."""
+    """Return the number of steps in the given epochs of ImageNet."""
     return round(epochs * IMAGES / batch_size)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_every_preset_has_the_architecture_of_its_size(load, name):
+def test_presets_have_the_architecture_of_their_size(load, name):
     config = load(name)
     layers, width, heads, patch, _ = SIZES["_".join(name.split("_")[:2])]
     model, paper = config.model, config.objective
@@ -62,7 +62,7 @@ def test_every_preset_has_the_architecture_of_its_size(load, name):
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_pre_training_is_that_of_table_8(load, name):
+def test_pretraining_matches_table_8(load, name):
     config, epochs = load(name), SIZES[name][-1]
     optimizer, schedule, training = config.optimizer, config.schedule, config.training
     assert (optimizer.algorithm, optimizer.betas) == ("adam", (0.9, 0.95))
@@ -82,7 +82,7 @@ def test_pre_training_is_that_of_table_8(load, name):
 
 
 @pytest.mark.parametrize("name", FINE_TUNING)
-def test_fine_tuning_is_that_of_table_9(load, name):
+def test_finetuning_matches_table_9(load, name):
     config = load(f"{name}_finetune")
     epochs, rate, decay, drop_path = FINE_TUNING[name]
     optimizer, training, finetune = config.optimizer, config.training, config.finetune
@@ -100,7 +100,7 @@ def test_fine_tuning_is_that_of_table_9(load, name):
 
 
 @pytest.mark.parametrize("name", ["vit_b16", "vit_l16"])
-def test_linear_probing_is_that_of_table_10(load, name):
+def test_linear_probing_matches_table_10(load, name):
     config = load(f"{name}_linear")
     optimizer, training, finetune = config.optimizer, config.training, config.finetune
     assert (optimizer.algorithm, optimizer.betas[0], optimizer.weight_decay) == ("lars", 0.9, 0.0)

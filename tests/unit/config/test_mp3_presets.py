@@ -1,4 +1,4 @@
-"""MP3's presets against tables 1, 3 and 4 and section 4.2 of the paper, and DeiT's recipe."""
+"""MP3 presets against Tables 1, 3 and 4 and section 4.2 of the paper, and DeiT's recipe."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", list(PUBLISHED))
-def test_a_preset_trains_as_the_paper_says(name):
+def test_pretraining_matches_the_paper(name):
     width, layers, side, patch, positions, ratio, batch, epochs, images = PUBLISHED[name]
     config = load_config(PRESETS / f"{name}.yaml").config
     model, paper, training = config.model, config.objective, config.training
@@ -46,7 +46,7 @@ def test_a_preset_trains_as_the_paper_says(name):
         assert data.short_side == int(side / (224 / 256))
 
 
-# Epochs, positions, where it starts, classes (tables 3 and 4).
+# Epochs, positions, pre-trained preset, classes (tables 3 and 4).
 FINE_TUNING = {
     "vit_b_imagenet_finetune": (150, "learned", "vit_b_imagenet", 1000),
     "vit_b_imagenet_finetune_none": (300, "none", "vit_b_imagenet", 1000),
@@ -60,7 +60,7 @@ FINE_TUNING = {
 
 
 @pytest.mark.parametrize("name", FINE_TUNING)
-def test_fine_tuning_is_deits_recipe(name):
+def test_finetuning_matches_deit(name):
     epochs, positions, start, classes = FINE_TUNING[name]
     config = load_config(PRESETS / f"{name}.yaml").config
     before = name.split("_finetune")[0].split("_scratch")[0]
@@ -82,20 +82,20 @@ def test_fine_tuning_is_deits_recipe(name):
 @pytest.mark.parametrize(
     ("name", "classes", "images"), [("cifar10", 10, 45_000), ("cars", 196, 8144 - 814)]
 )
-def test_transfer_starts_from_150_epochs_of_imagenet(name, classes, images):
+def test_transfer_starts_from_150_epoch_pretraining(name, classes, images):
     """Appendix B: "50K training examples in 10 classes and 8144 training examples in 196"."""
     config = load_config(PRESETS / f"vit_b_imagenet_finetune_{name}.yaml").config
     before = load_config(PRESETS / "vit_b_imagenet_150.yaml").config
     assert (config.objective, config.data.image_size) == (before.objective, 224)
     assert config.finetune.from_run == before.folder
     assert config.finetune.num_classes == classes
-    # A tenth of the training images chooses.
+    # A tenth of the training images is held out for model selection.
     epochs = config.training.steps * config.training.batch_size / images
     assert epochs == pytest.approx({"cifar10": 400, "cars": 1000}[name], rel=1e-3)
     assert config.optimizer.learning_rate == 5e-4 * config.training.batch_size / 512
 
 
-def test_speech_is_trained_as_the_paper_says(build_paper):
+def test_speech_presets_match_the_paper(build_paper):
     path = PRESETS / "speech_commands.yaml"
     objective, runner = build_paper(path.read_text())
     config = objective.config
@@ -107,7 +107,7 @@ def test_speech_is_trained_as_the_paper_says(build_paper):
     assert (training.batch_size, config.optimizer.learning_rate) == (256, 1e-3)
     assert (config.schedule.warmup_steps, config.schedule.halve_every) == (500, 10_000)
     assert config.schedule.warmup_rate == 1e-4
-    # "Around 70K parameters", of which a head of 100 places goes and one of 12 classes comes.
+    # "Around 70K parameters": with a head of 12 classes instead of one of 100 positions.
     count = sum(parameter.numel() for _, parameter in runner.layers.named_parameters())
     assert count - 33 * 100 + 33 * 12 == pytest.approx(70_000, rel=0.01)
     tuning = load_config(PRESETS / "speech_commands_finetune.yaml").config

@@ -1,8 +1,8 @@
-"""Every config that is shipped could start: `--dry-run` on small shards of the kind that it reads.
+"""`--dry-run` of every shipped config on small shards of the kind it reads.
 
-Batches are the smallest of their layout, and shards hold one, of samples that are all alike;
-tokenizers have the shape of the presets' with fewer filters; a run that is fine-tuned is its config
-and a checkpoint of nothing.
+Batches are the smallest that the layout allows, and shards hold one batch of identical samples.
+Tokenizers have the presets' shapes with fewer filters. Runs to fine-tune consist of a config and an
+empty checkpoint.
 """
 
 import functools
@@ -38,7 +38,7 @@ PRESETS = {
     f"{path.parent.name}/{path.stem}": load_config(path) for path in sorted(ROOT.glob("*/*.yaml"))
 }
 RUNS = {loaded.config.folder: loaded.config for loaded in PRESETS.values()}
-# Kinds of shards by their folders; all others hold jpeg files.
+# Shard kinds by folder name; all others hold JPEG files.
 KINDS = [
     (r"latents", "latents"),
     (r"pairs|coarse|panoptic|nyu_depth", "pairs"),
@@ -56,18 +56,18 @@ def folders_of(config):
 
 
 def processes_of(config):
-    """Return for how many GPUs a preset is laid out; 1 where it does not say."""
+    """Return the number of GPUs a preset's header names, or 1."""
     found = GPUS.search((ROOT / config.name.replace("_", "/", 1)).with_suffix(".yaml").read_text())
     return int(found[1]) if found else 1
 
 
 def batch_of(config):
-    """Return the smallest batch that its layout takes, of pairs that may be mixed."""
+    """Return the smallest batch that the layout allows; even, as mixup pairs samples."""
     return 2 * processes_of(config) * (config.training.micro_batch_size or 1)
 
 
 def classes_of(config):
-    """Return how many classes labels have; 0 where nobody looks at them."""
+    """Return the number of label classes, or 0 if labels are unused."""
     if config.finetune:
         return config.finetune.num_classes
     condition = getattr(config.objective, "condition", None)
@@ -75,7 +75,7 @@ def classes_of(config):
 
 
 def tokenizer_of(config):
-    """Return the tokenizer that a config names, if any."""
+    """Return the tokenizer that a config names, or None."""
     named = [getattr(config.objective, part, None) for part in ("reads", "condition")]
     for section in (config.objective, *named):
         if folder := getattr(section, "tokenizer", None):
@@ -85,7 +85,7 @@ def tokenizer_of(config):
 
 @functools.cache
 def tokenizer(folder):
-    """Write a tokenizer's run, of the shape of the preset's but with few filters, and open it."""
+    """Write a tokenizer run of the preset's shape with few filters, and open it."""
     tree = RUNS[folder].model_dump(mode="json")
     if tree["objective"]["name"] == "vae_label_maps":
         small = {"hidden_size": 12, "ffn_hidden_size": 12, "num_layers": 1}
@@ -101,7 +101,7 @@ def tokenizer(folder):
 
 
 def identity_of(config):
-    """Return the SHA-256 of what makes the run's tokens."""
+    """Return the SHA-256 of the run's palette or tokenizer, or None."""
     if config.objective.name == "igpt":
         return Palette.load("palette.npy").sha256
     found = tokenizer_of(config)
@@ -109,46 +109,46 @@ def identity_of(config):
 
 
 def shards_of(config, folder):
-    """Return suffix and bytes of a sample, and what the manifest says of the folder."""
+    """Return a sample's suffix and size in bytes, and the folder's manifest fields."""
     size = config.data.image_size
     kind = next((kind for pattern, kind in KINDS if re.search(pattern, folder)), "jpeg")
-    says = {"kind": kind, "image_size": size or None}
+    fields = {"kind": kind, "image_size": size or None}
     if kind == "frames":
         shape = config.data.frames
-        return "frm", 2 * shape[0] * shape[1], {**says, "frame_shape": shape}
+        return "frm", 2 * shape[0] * shape[1], {**fields, "frame_shape": shape}
     if kind == "latents":
         shape = tokenizer_of(config).latent_shape(size)
         name = TokenizerIdentity(kind="vae", sha256=identity_of(config))
-        says |= {"latent_shape": shape, "tokenizer": name, "flipped": config.data.flip}
-        return "lat", 4 * int(np.prod(shape)) * (1 + config.data.flip), says
+        fields |= {"latent_shape": shape, "tokenizer": name, "flipped": config.data.flip}
+        return "lat", 4 * int(np.prod(shape)) * (1 + config.data.flip), fields
     if kind == "ids":
         made_by = tokenizer_of(config)
         count, vocabulary = made_by.num_tokens(size), made_by.vocabulary_size
         name = TokenizerIdentity(kind="vqgan", sha256=made_by.identity(), num_tokens=vocabulary)
-        return "ids", 2 * count, {**says, "num_tokens": count, "tokenizer": name}
+        return "ids", 2 * count, {**fields, "num_tokens": count, "tokenizer": name}
     if kind == "palette":
         part = getattr(config.objective, "reads", config.objective)
         vocabulary, name = part.vocabulary_size, Palette.load("palette.npy").sha256
         name = TokenizerIdentity(kind="palette", sha256=name, num_tokens=vocabulary)
-        says |= {"num_tokens": size**2, "tokenizer": name}
-        return "tok", payload_bytes(size**2), says
+        fields |= {"num_tokens": size**2, "tokenizer": name}
+        return "tok", payload_bytes(size**2), fields
     if "panoptic" in folder:
         classes = tuple(map(str, range(5)))
         target = TargetMaps(kind="panoptic", class_names=classes, things=(True,) * 5)
-        says |= {"target": target, "image_size": None}
+        fields |= {"target": target, "image_size": None}
     if "nyu_depth" in folder:
-        says |= {"target": TargetMaps(kind="depth"), "image_size": None}
-    return {"jpeg": "jpg", "pairs": "pair"}[kind], 64, says
+        fields |= {"target": TargetMaps(kind="depth"), "image_size": None}
+    return {"jpeg": "jpg", "pairs": "pair"}[kind], 64, fields
 
 
 def write_shards(config, folder):
-    """Write a folder's shards, of as many samples as any preset needs in a batch."""
+    """Write a folder's shards with enough samples for one batch of any preset."""
     readers = [config for config in RUNS.values() if folder in folders_of(config)]
     classes = max(map(classes_of, readers)) or 1
     each = max(config.data.images_per_class or 0 for config in readers)
     count = max(*map(batch_of, readers), each * classes)
     digest = hashlib.sha256(folder.encode())
-    suffix, length, says = shards_of(config, folder)
+    suffix, length, fields = shards_of(config, folder)
     write_payloads(
         Path(folder),
         [(digest.digest() * length)[:length]] * count,
@@ -157,14 +157,14 @@ def write_shards(config, folder):
         class_names=[str(label) for label in range(classes)],
         samples_per_shard=count,
         source=SourceIdentity(description=folder, num_files=count, sha256=digest.hexdigest()),
-        **says,
+        **fields,
     )
     if suffix == "tok":
         shutil.copy("palette.npy", folder)
 
 
 def write_finished(folder):
-    """Write what a run leaves: its config, and a checkpoint, here of nothing."""
+    """Write a finished run: its config, an empty checkpoint and its shards."""
     config = RUNS[folder]
     write_weights(Path(folder), {}, seed=config.seed, tokenizer=identity_of(config))
     (Path(folder) / "config.yaml").write_text(dump_config(config))
@@ -179,7 +179,7 @@ def prepare(config, folder):
 
 @pytest.fixture(scope="module", autouse=True)
 def in_a_folder(tmp_path_factory):
-    """Presets name shards and runs by relative paths."""
+    """Run in a temporary folder: presets name shards and runs by relative paths."""
     before = Path.cwd()
     os.chdir(tmp_path_factory.mktemp("presets"))
     Palette(np.random.default_rng(0).uniform(-1, 1, (512, 3)).astype(np.float32)).save(
@@ -190,12 +190,12 @@ def in_a_folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_could_start(name, monkeypatch):
-    # The largest model's checkpoints take 500 GB, which this machine need not have.
+def test_preset_passes_dry_run(name, monkeypatch):
+    # Pretend that there is disk space: the largest model's checkpoints take 500 GB.
     monkeypatch.setattr(dry_run.shutil, "disk_usage", lambda _: SimpleNamespace(free=1e15))
     config = PRESETS[name].config
     small = config.training.model_copy(update={"batch_size": batch_of(config)})
-    # A folder of its own, where no tokenizer or finished run lies.
+    # Use an output folder without tokenizers or finished runs.
     config = config.model_copy(update={"output": "new", "training": small})
     loaded = replace(PRESETS[name], config=config)
     identity_of(config)

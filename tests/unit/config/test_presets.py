@@ -1,4 +1,4 @@
-"""Every config that is shipped is legal, and says which run it is."""
+"""Every shipped config loads and has a unique, matching run name."""
 
 from pathlib import Path
 
@@ -16,11 +16,11 @@ def presets():
     return {path: load_config(path).config for path in CONFIGS}
 
 
-def test_runs_of_two_presets_do_not_share_a_folder(presets):
+def test_run_names_are_unique(presets):
     names = [config.name for config in presets.values()]
     assert len(set(names)) == len(names) > 10
 
 
-def test_a_preset_is_named_after_its_paper_and_file(presets):
+def test_run_name_is_paper_and_file_name(presets):
     for path, config in presets.items():
         assert config.name == f"{path.parent.name}_{path.stem}"

@@ -1,4 +1,4 @@
-"""Sizes by name and lengths in epochs: what they are written out to, and what they refuse."""
+"""Config shorthand: model presets and lengths in epochs, their expansion and errors."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +26,7 @@ checkpoint: {every_epochs: 1, keep_every_epochs: 2}
 
 @pytest.fixture
 def load(tmp_path: Path) -> Load:
-    """Load the config, changed by words."""
+    """Load the config with overrides."""
 
     def loaded(*words: str, text: str = TEXT, **options: object) -> LoadedConfig:
         path = tmp_path / "c.yaml"
@@ -36,7 +36,7 @@ def load(tmp_path: Path) -> Load:
     return loaded
 
 
-def test_epochs_become_whole_steps(load: Load) -> None:
+def test_epochs_are_rounded_to_steps(load: Load) -> None:
     config = load().config
     # 3000 / 64 = 46.9, 500 / 64 = 7.8, 1000 / 64 = 15.6, 2000 / 64 = 31.3.
     assert config.training.steps == 47
@@ -44,7 +44,7 @@ def test_epochs_become_whole_steps(load: Load) -> None:
     assert (config.checkpoint.every, config.checkpoint.keep_every) == (16, 32)
 
 
-def test_a_resolved_config_has_no_shorthand(load: Load, tmp_path: Path) -> None:
+def test_resolved_config_has_no_shorthand(load: Load, tmp_path: Path) -> None:
     text = dump_config(load().config)
     tree = yaml.safe_load(text)
     assert tree["training"]["steps"] == 47
@@ -69,25 +69,25 @@ def test_a_resolved_config_has_no_shorthand(load: Load, tmp_path: Path) -> None:
         ("igpt_xl", (60, 3072, 24)),
     ],
 )
-def test_a_preset_has_the_papers_size(load: Load, name: str, size: tuple[int, ...]) -> None:
+def test_model_presets_match_the_papers(load: Load, name: str, size: tuple[int, ...]) -> None:
     model = load(f"model.preset={name}").config.model
     assert (model.num_layers, model.hidden_size, model.num_attention_heads) == size
     assert model.add_bias == name.startswith("vit")
     assert model.normalization == ("layer_norm" if name.startswith("vit") else "rms_norm")
 
 
-def test_every_preset_can_be_named() -> None:
+def test_preset_names_match_presets() -> None:
     assert set(PRESETS) == set(PresetName.__args__)  # type: ignore[attr-defined]
 
 
-def test_other_keys_of_a_section_take_the_place_of_its_presets(load: Load) -> None:
+def test_explicit_keys_override_the_preset(load: Load) -> None:
     text = TEXT.replace("preset: igpt_s", "num_layers: 3, preset: vit_s")
     model = load(text=text).config.model
     assert (model.num_layers, model.hidden_size) == (3, 384)
     assert load("model.num_layers=2").config.model.num_layers == 2
 
 
-def test_what_is_written_last_holds(load: Load, tmp_path: Path) -> None:
+def test_later_setting_overrides_shorthand(load: Load, tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text(TEXT)
     above = "based_on: base.yaml\n{}\n"
     sized = load(text=above.format("model: {preset: vit_b}\ntraining: {steps: 50}")).config
@@ -96,7 +96,7 @@ def test_what_is_written_last_holds(load: Load, tmp_path: Path) -> None:
     assert load("training.steps=70", "training.epochs=1").config.training.steps == 16
 
 
-def test_the_shards_say_how_long_an_epoch_is(load: Load) -> None:
+def test_epoch_length_comes_from_the_shards(load: Load) -> None:
     text = TEXT.replace(", num_images: 1000", "")
     assert load(text=text, count_images={"shards": 128}.get).config.training.steps == 6
     assert load(text=TEXT, count_images={"shards": 128}.get).config.training.steps == 6
@@ -119,13 +119,13 @@ def test_the_shards_say_how_long_an_epoch_is(load: Load) -> None:
         ),
     ],
 )
-def test_a_mistake_is_said_in_one_sentence(load: Load, word: str, message: str) -> None:
+def test_invalid_shorthand_raises(load: Load, word: str, message: str) -> None:
     text = TEXT.replace(", num_images: 1000", "")
     with pytest.raises(UserError, match=message):
         load(word, text=text, count_images={"shards": 1000}.get)
 
 
-def test_one_file_says_a_length_once(load: Load) -> None:
+def test_steps_and_epochs_in_one_file_raise(load: Load) -> None:
     text = TEXT.replace("epochs: 3,", "epochs: 3, steps: 9,")
     with pytest.raises(UserError, match=r"c.yaml:7: training.epochs: .*training.steps.*keep one"):
         load(text=text)
