@@ -1,4 +1,4 @@
-"""Adafactor against transformers' and against plain arithmetic, and what it refuses."""
+"""Adafactor against transformers and plain arithmetic, and the layouts it refuses."""
 
 import json
 import math
@@ -39,11 +39,11 @@ def trained(named, optimizer, steps):
     return {name: parameter.detach() for name, parameter in named.items()}
 
 
-def test_steps_are_those_of_transformers():
-    """As long as the bound of β2 does not matter, on what both factor, and on vectors."""
+def test_steps_match_transformers():
+    """Compare where β2 is below its bound, on matrices that both factor and on vectors."""
     named, theirs = parameters(), parameters()
     made = trained(named, build_optimizer(named.items(), OptimizerConfig(**SETTINGS)), 20)
-    # Its momentum sums up steps with their rate, which is constant here.
+    # Its momentum includes the learning rate, which is constant here.
     optimizer = TransformersAdafactor(
         list(theirs.values()),
         lr=0.01,
@@ -56,12 +56,12 @@ def test_steps_are_those_of_transformers():
     expected = trained(theirs, optimizer, 20)
     for name in ("matrix", "bias"):
         torch.testing.assert_close(made[name], expected[name])
-    # Theirs factors matrices with a side below 32, and kernels.
+    # transformers also factors kernels and matrices with a side below 32.
     assert not torch.allclose(made["thin"], expected["thin"], atol=1e-3)
 
 
-def test_steps_by_plain_arithmetic():
-    """More steps than the bound of β2 lets pass: 1 - 43^-0.8 is above 0.95."""
+def test_steps_match_plain_arithmetic():
+    """Run enough steps to reach the bound of β2: 1 - 43^-0.8 > 0.95."""
     named, count = parameters(), 60
     weights = {name: parameter.detach().double() for name, parameter in named.items()}
     settings = {**SETTINGS, "weight_decay": 0.1}
@@ -87,13 +87,13 @@ def test_steps_by_plain_arithmetic():
         torch.testing.assert_close(made[name].double(), weights[name], rtol=1e-4, atol=1e-5)
 
 
-def test_the_rate_of_a_layer_scales_no_decay():
+def test_layer_learning_rate_does_not_scale_decay():
     named = parameters()
     add_options([named["matrix"]], ParamGroupOptions(0.1))
     before = named["matrix"].detach().clone()
     config = OptimizerConfig(**{**SETTINGS, "weight_decay": 0.5})
     optimizer = build_optimizer(named.items(), config)
-    for group in optimizer.param_groups:  # as the engine sets it before each step
+    for group in optimizer.param_groups:  # the engine sets it before each step
         group["lr"] = 0.01 * group["learning_rate_scale"]
     for parameter in named.values():
         parameter.grad = torch.zeros_like(parameter)
@@ -101,7 +101,7 @@ def test_the_rate_of_a_layer_scales_no_decay():
     torch.testing.assert_close(named["matrix"].detach(), before * (1 - 0.01 * 0.5))
 
 
-def test_a_step_that_is_not_finite_changes_nothing():
+def test_non_finite_gradients_skip_the_step():
     named = parameters()
     optimizer = build_optimizer(named.items(), OptimizerConfig(**SETTINGS))
     before = {name: value.clone() for name, value in trained(named, optimizer, 3).items()}
@@ -115,7 +115,7 @@ def test_a_step_that_is_not_finite_changes_nothing():
 
 @pytest.mark.once
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_resumed_run_takes_the_same_steps(tmp_path, tiny_config, stage):
+def test_resume_is_exact(tmp_path, tiny_config, stage):
     words = ["optimizer.algorithm=adafactor", "schedule.decay=constant", "checkpoint.every=2"]
     words += ["schedule.warmup_steps=0"]
     words += [f"parallel.zero_stage={stage}", "training.log_every=1", f"output={tmp_path}"]
@@ -140,7 +140,7 @@ def test_a_resumed_run_takes_the_same_steps(tmp_path, tiny_config, stage):
         (["parallel.offload_optimizer=cpu"], "parallel.offload_optimizer"),
     ],
 )
-def test_layouts_that_it_does_not_support_are_refused_by_name(tiny_config, words, key):
+def test_unsupported_layouts_raise(tiny_config, words, key):
     load_config(tiny_config, ["optimizer.algorithm=adafactor"])
     with pytest.raises(UserError, match=f"{key}.*adafactor"):
         load_config(tiny_config, ["optimizer.algorithm=adafactor", *words])

@@ -1,4 +1,4 @@
-"""Which losses are spikes, what a resumed run remembers of them, and when it is enough."""
+"""Loss spikes: detection, history across restarts, and rollback limits."""
 
 import shutil
 import statistics
@@ -18,34 +18,36 @@ from megavis.training.faults.bad_steps import BadStepStreak, SpikeDetector, roll
 pytestmark = pytest.mark.once
 
 
-def test_a_spike_lies_far_above_the_median_of_the_last_good_losses():
-    """Against the median absolute deviation as scipy has it."""
+def test_spike_threshold_uses_the_median_absolute_deviation():
+    """Compare with SciPy's median absolute deviation."""
     from scipy.stats import median_abs_deviation
 
     draw = np.random.default_rng(0)
     losses = [float(one) for one in draw.normal(3.0, 0.1, 60)]
-    judge = SpikeDetector(5.0, 20, LossHistory())
-    assert not judge.is_spike(1e6)  # nothing to compare it with yet
+    detector = SpikeDetector(5.0, 20, LossHistory())
+    assert not detector.is_spike(1e6)  # no history yet
     for step, loss in enumerate(losses, 1):
-        assert judge.take(step, loss, is_bad=False) == 0
+        assert detector.take(step, loss, is_bad=False) == 0
     last = losses[-20:]
     limit = statistics.median(last) + 5 * median_abs_deviation(last, scale="normal")
-    assert not judge.is_spike(limit - 1e-4)
-    assert judge.is_spike(limit + 1e-4)
-    assert judge.is_spike(float("nan"))
-    assert not SpikeDetector(0.0, 20, judge.history).is_spike(1e6)
+    assert not detector.is_spike(limit - 1e-4)
+    assert detector.is_spike(limit + 1e-4)
+    assert detector.is_spike(float("nan"))
+    assert not SpikeDetector(0.0, 20, detector.history).is_spike(1e6)
 
 
-def test_losses_that_hardly_move_do_not_make_a_spike_of_rounding():
-    judge = SpikeDetector(5.0, 4, LossHistory(recent=(2.0,) * 4))
-    assert not judge.is_spike(2.0099)
-    assert judge.is_spike(2.0101)
+def test_constant_losses_tolerate_rounding():
+    detector = SpikeDetector(5.0, 4, LossHistory(recent=(2.0,) * 4))
+    assert not detector.is_spike(2.0099)
+    assert detector.is_spike(2.0101)
 
 
-def test_bad_losses_in_a_row_are_counted_over_a_resumption():
-    judge = SpikeDetector(5.0, 4, LossHistory(recent=(2.0,) * 4))
-    assert judge.take(7, 9.0, is_bad=True) == 1
-    again = SpikeDetector(5.0, 4, LossHistory.model_validate_json(judge.history.model_dump_json()))
+def test_streak_of_bad_losses_survives_a_restart():
+    detector = SpikeDetector(5.0, 4, LossHistory(recent=(2.0,) * 4))
+    assert detector.take(7, 9.0, is_bad=True) == 1
+    again = SpikeDetector(
+        5.0, 4, LossHistory.model_validate_json(detector.history.model_dump_json())
+    )
     assert again.take(8, 9.0, is_bad=True) == 2
     assert again.history.recent == (2.0,) * 4
     assert again.take(9, 2.1, is_bad=False) == 0
@@ -54,7 +56,7 @@ def test_bad_losses_in_a_row_are_counted_over_a_resumption():
 
 @pytest.fixture(scope="module")
 def trained(small_config, tmp_path_factory):
-    """A config of a run of four steps, saved after each."""
+    """Return the config of a four-step run that saved every step."""
     root = tmp_path_factory.mktemp("going_back")
     path = root / "small.yaml"
     path.write_text(
@@ -70,7 +72,7 @@ checkpoint: {{every: 1, keep_last: 5}}
     return path
 
 
-def test_going_back_again_and_again_comes_to_an_end(trained, tmp_path, context):
+def test_number_of_rollbacks_is_limited(trained, tmp_path, context):
     run = tmp_path / "small"
     shutil.copytree(trained.parent / "small", run)
     settings = TrainingConfig(steps=9, batch_size=8, rollback_margin=1, max_rollbacks=2)
@@ -94,7 +96,7 @@ def test_going_back_again_and_again_comes_to_an_end(trained, tmp_path, context):
         )
 
 
-def test_checkpoints_must_be_kept_for_as_long_as_it_goes_back(trained, tmp_path):
+def test_rollback_requires_enough_kept_checkpoints(trained, tmp_path):
     tree = yaml.safe_load(trained.read_text())
     tree["training"]["max_rollbacks"] = 1
     path = tmp_path / "small.yaml"

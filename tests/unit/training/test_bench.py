@@ -1,4 +1,4 @@
-"""What `megavis bench` measures adds up, and each operator counts for its part of a step."""
+"""`megavis bench`: consistency of its measurements and classification of kernels."""
 
 import json
 
@@ -32,14 +32,14 @@ NAMES = {
 
 
 @pytest.mark.parametrize(("name", "part"), NAMES.items())
-def test_each_kernel_counts_for_its_part(name, part):
+def test_kernels_are_classified(name, part):
     found = shares([(name, 2.0)])
     assert sum(found.values()) == 1.0
     assert [key for key, share in found.items() if share] == [part or list(found)[-1]]
     assert list(found)[:-1] == list(PARTS)
 
 
-def test_a_step_is_measured(small_config, tmp_path):
+def test_bench_measures_a_step(small_config, tmp_path):
     loaded = load_config(small_config)
     trace = tmp_path / "new" / "trace.json"
     result = bench(loaded, read_launch({}), num_steps=3, device="cpu", trace=trace)

@@ -1,4 +1,4 @@
-"""Checksums that see any change, and who is blamed for one."""
+"""Corruption checks: checksums, disagreement between ranks, and tolerances."""
 
 import math
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ def test_any_flipped_bit_changes_the_checksum(dtype):
     assert int(checksum(tensor.flip(0))) != before
 
 
-def test_the_checksum_is_that_of_the_words_of_its_docstring(monkeypatch):
+def test_checksum_matches_its_formula(monkeypatch):
     monkeypatch.setattr(corruption_check, "_PIECE", 5)
     tensor = torch.randn(17)
     bits = tensor.view(torch.int32).tolist()
@@ -40,19 +40,19 @@ def test_the_checksum_is_that_of_the_words_of_its_docstring(monkeypatch):
     assert int(checksum(tensor)) % 2**64 == wanted
 
 
-def test_the_odd_one_out_is_blamed():
+def test_disagreement_names_the_minority_rank():
     agreed = {"a": 1, "b": 2}
     assert disagreement({f"rank {n}": agreed for n in range(3)}) == ""
     prints = {"rank 0": agreed, "rank 1": {"a": 1, "b": 3}, "rank 2": agreed}
     assert disagreement(prints) == "b on rank 1 differs from that of 2 others"
-    # A part that is nobody else's is compared with nobody.
+    # Parts held by a single rank are not compared.
     assert disagreement({"rank 0": {"c (part 0)": 1}, "rank 1": {"c (part 1)": 2}}) == ""
     two = disagreement({"rank 0": {"a": 1}, "rank 1": {"a": 2}})
     assert two == "a differs between rank 0, rank 1: which is right is unknown"
 
 
 def engine_on(device, tensor_size, *, precision="bf16", deterministic=False):
-    """What the rules ask of an engine."""
+    """Return a stub of the engine attributes that the checks read."""
     training = SimpleNamespace(precision=precision, deterministic=deterministic)
     tensor = SimpleNamespace(size=tensor_size, rank=1)
     context = SimpleNamespace(device=torch.device(device), tensor=tensor)
@@ -68,11 +68,11 @@ def engine_on(device, tensor_size, *, precision="bf16", deterministic=False):
         ("cuda", 2, "float32", 1e-5),
     ],
 )
-def test_only_what_nccl_sums_may_differ(device, tensor_size, precision, allowed):
+def test_allowed_difference_covers_nccl_reductions(device, tensor_size, precision, allowed):
     assert allowed_difference(engine_on(device, tensor_size, precision=precision)) == allowed
 
 
-def test_losses_of_copies_differ_by_no_more_than_is_allowed():
+def test_loss_disagreement_respects_the_tolerance():
     near = math.nextafter(2.0, 3.0)
     losses = {f"rank {n}": Losses(0, 2.0, 2.0) for n in range(3)} | {"rank 3": Losses(1, 5.0, 5.0)}
     assert loss_disagreement(losses, 0.0) == ""
@@ -97,10 +97,10 @@ def test_losses_of_copies_differ_by_no_more_than_is_allowed():
         (engine_on("cuda", 1), True),
     ],
 )
-def test_what_each_process_computes_is_compared_where_kernels_repeat(engine, is_compared):
+def test_replicated_weights_are_compared_if_kernels_are_deterministic(engine, is_compared):
     gain = torch.nn.Parameter(torch.ones(2))
     engine.config.parallel = SimpleNamespace(zero_stage=1)
     engine.layers = SimpleNamespace(named_parameters=lambda: [("norm.weight", gain)])
     (name,) = corruption_check.weight_fingerprints(engine)
-    # A name with its part is compared within the data-parallel group alone.
+    # Names with a part are compared only within the data-parallel group.
     assert name == ("norm.weight" if is_compared else "norm.weight (part 1)")

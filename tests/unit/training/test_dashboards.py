@@ -1,4 +1,4 @@
-"""Dashboards show what `metrics.jsonl` records, offline; a resumed run keeps its identity."""
+"""Offline dashboards log the same values as `metrics.jsonl` and survive a resume."""
 
 import json
 
@@ -16,7 +16,7 @@ CONFIG = {"name": "small", "training.steps": 3}
 
 @pytest.fixture
 def train_twice(tmp_path, monkeypatch):
-    """Write steps 1 and 2, and after a resume from 1 the steps 2 and 3, with other losses."""
+    """Write steps 1 and 2, then resume from step 1 and write steps 2 and 3 with other losses."""
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("WANDB_API_KEY", "WANDB_MODE", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
@@ -36,14 +36,14 @@ def train_twice(tmp_path, monkeypatch):
     return train_twice
 
 
-def test_tensorboard_shows_the_steps_after_a_resume(train_twice):
+def test_tensorboard_replaces_steps_after_a_resume(train_twice):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = reader.EventAccumulator(str(train_twice("tensorboard") / "tensorboard"))
     events.Reload()
     assert {scalar.step: scalar.value for scalar in events.Scalars("loss")} == {1: 1, 2: 12, 3: 13}
 
 
-def test_wandb_keeps_the_identity(train_twice):
+def test_wandb_resumes_the_same_run(train_twice):
     pytest.importorskip("wandb", reason="pip install 'megavis[wandb]'")
     folder = train_twice("wandb")
     identity = json.loads((folder / dashboards.IDENTITIES).read_text())["wandb"]
@@ -52,7 +52,7 @@ def test_wandb_keeps_the_identity(train_twice):
     assert {path.stem.removeprefix("run-") for path in files} == {identity}
 
 
-def test_mlflow_keeps_the_identity(train_twice):
+def test_mlflow_resumes_the_same_run(train_twice):
     mlflow = pytest.importorskip("mlflow", reason="pip install 'megavis[mlflow]'")
     folder = train_twice("mlflow")
     client = mlflow.MlflowClient((folder / "mlflow").as_uri())
@@ -69,11 +69,11 @@ def test_mlflow_keeps_the_identity(train_twice):
     assert (run.info.run_name, run.info.status) == ("small", "FINISHED")
 
 
-def test_jsonl_alone_shows_nothing_else(train_twice):
+def test_jsonl_only_writes_no_dashboard(train_twice):
     assert [path.name for path in train_twice("jsonl").iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_missing_package_is_named(monkeypatch):
+def test_missing_package_raises(monkeypatch):
     monkeypatch.setattr(dashboards, "find_spec", lambda name: None if name == "wandb" else name)
     check_dashboards(("tensorboard", "mlflow", "jsonl"))
     with pytest.raises(UserError, match=r"pip install 'megavis\[wandb\]'"):
@@ -81,7 +81,7 @@ def test_a_missing_package_is_named(monkeypatch):
 
 
 class Broken(Dashboard):
-    """Opens, and then fails."""
+    """A dashboard that opens and fails on every call."""
 
     package = "tensorboard"
 
@@ -98,7 +98,7 @@ class Broken(Dashboard):
         raise RuntimeError("no answer")
 
 
-def test_training_goes_on_without_a_dashboard(train_twice, monkeypatch, capsys):
+def test_training_continues_if_a_dashboard_fails(train_twice, monkeypatch, capsys):
     monkeypatch.setattr(dashboards, "DASHBOARDS", {"wandb": Broken})
     train_twice("wandb")
     assert capsys.readouterr().err.count("no answer") == 2

@@ -1,4 +1,4 @@
-"""A dry run says whether a job of any size could start, without starting it."""
+"""Dry runs check on one process whether a job of any size could start."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def lines(capsys):
     return run
 
 
-def test_a_job_of_many_processes_on_one(lines, tiny_config):
+def test_dry_run_of_a_16_process_job(lines, tiny_config):
     words = ["parallel.tensor_model_parallel_size=4", "parallel.pipeline_model_parallel_size=2"]
     code, found = lines(tiny_config, "--processes", "16", *words, "name=dry")
     assert code == 0
@@ -28,13 +28,13 @@ def test_a_job_of_many_processes_on_one(lines, tiny_config):
     assert all(line.startswith("ok ") for line in found)
     assert "tp4-pp2-zero1 on 16 processes: 2 of data, each 2 × 2 images per step" in found[1]
     assert "for 8 readers" in found[2]
-    # Those of whole tensors, though a quarter of each was built: embedding, blocks, head.
+    # Full tensor sizes although a quarter of each was built: embedding, blocks, head.
     numbers = (64 + 64 + 1) * 32 + 3 * (12 * 32**2 + 2 * 32) + (1 + 64) * 32
     assert f"{numbers:,} parameters" in found[4]
     assert "starts at step 0" in found[-1]
 
 
-def test_what_stands_against_a_start_is_one_line_each(lines, tiny_config, tmp_path):
+def test_each_problem_is_one_line(lines, tiny_config, tmp_path):
     code, found = lines(tiny_config, "--processes", "5")
     assert code == 2
     assert found[-1].startswith("NO  layout: ")
@@ -47,7 +47,7 @@ def test_what_stands_against_a_start_is_one_line_each(lines, tiny_config, tmp_pa
     assert any(line.startswith("NO  disk: 1000000011 checkpoints of ") for line in found)
 
 
-def test_the_resume_point_and_a_checkpoint_of_another_model(lines, tiny_config):
+def test_dry_run_checks_the_checkpoint_to_resume(lines, tiny_config):
     assert main(["train", str(tiny_config), "name=begun", *SHORT]) == 0
     code, found = lines(tiny_config, "name=begun", "--processes", "4")
     assert code == 0
@@ -56,7 +56,9 @@ def test_the_resume_point_and_a_checkpoint_of_another_model(lines, tiny_config):
     assert code == 2
     assert "started with model.num_layers 3, not 2;" in found[-1]
     run_folder = tiny_config.parent / "runs" / "begun"
-    assert [start["first_step"] for start in read_starts(run_folder)] == [0], "dry runs start none"
+    assert [start["first_step"] for start in read_starts(run_folder)] == [0], (
+        "dry runs must not record a start"
+    )
     folder = run_folder / "checkpoints" / "step-00000004"
     file = next(folder.glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1])
@@ -65,6 +67,6 @@ def test_the_resume_point_and_a_checkpoint_of_another_model(lines, tiny_config):
     assert f"{file}: missing, or not of " in found[-1]
 
 
-def test_processes_belong_to_the_dry_run(tiny_config, capsys):
+def test_processes_option_requires_dry_run(tiny_config, capsys):
     assert main(["train", str(tiny_config), "--processes", "4"]) == 2
     assert "applies only to --dry-run" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""When fine-tuning stops and which images say so."""
+"""Early stopping: patience, resume, and the split of the validation images."""
 
 import json
 
@@ -22,14 +22,14 @@ from megavis.training.callbacks.early_stopping import EarlyStopping
         ([0.7, 0.7, 0.7], 10, True),
     ],
 )
-def test_it_is_over_after_two_looks_without_a_new_best(accuracies, best, over):
+def test_stops_after_patience_evaluations_without_improvement(accuracies, best, over):
     history = [(10 * (i + 1), accuracy) for i, accuracy in enumerate(accuracies)]
     assert EarlyStopping(2, history).best_step == best
     assert EarlyStopping(2, history).is_over == over
     assert not EarlyStopping(0, history).is_over
 
 
-def test_a_resumed_run_remembers_what_it_has_seen(tmp_path, context):
+def test_resume_restores_history_up_to_the_step(tmp_path, context):
     lines = [json.dumps({"step": step, "validation_accuracy": step / 100}) for step in (0, 5, 10)]
     lines.insert(2, json.dumps({"step": 7, "loss": 1.0}))
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 12, "validation_acc']))
@@ -38,20 +38,20 @@ def test_a_resumed_run_remembers_what_it_has_seen(tmp_path, context):
     assert EarlyStopping.resume(3, tmp_path, 0, context).history == []
 
 
-def test_pruning_spares_the_best_checkpoint(tmp_path):
+def test_prune_keeps_the_best_checkpoint(tmp_path):
     for step in (1, 2, 3, 4):
         (tmp_path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
     prune(tmp_path, keep_last=1, keep_every=0, keep_at=[2])
     assert saved_steps(tmp_path) == [2, 4]
 
 
-def test_the_images_that_choose_are_not_those_that_judge(shard_folders):
+def test_validation_halves_are_disjoint(shard_folders):
     whole = ShardDataset(shard_folders / "validation")
     one, other = halves(whole)
     assert sorted([*one.indices, *other.indices]) == list(range(36))
     assert len(one) == len(other) == 18
     order = shuffled(whole)
-    # Shards lie in the order of their classes; a shuffled beginning has all of them.
+    # Shards are sorted by class; a shuffled prefix contains every class.
     assert set(order.read(np.arange(12))[1]) == {0, 1, 2}
     ids, labels = order.read(np.arange(5), positions=np.zeros(5, np.int64))
     expected, names = whole.read(order.indices[:5])

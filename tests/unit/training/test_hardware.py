@@ -1,4 +1,4 @@
-"""What is asked of DeepSpeed for a GPU, and what a run's hardware is watched for."""
+"""DeepSpeed options for GPUs, and monitoring of slow ranks."""
 
 import time
 from types import SimpleNamespace
@@ -22,20 +22,22 @@ def zero(*words, **options):
     return config, deepspeed_config(config, 1, **options)["zero_optimization"]
 
 
-def test_gradients_are_summed_while_others_are_computed_on_gpus_alone():
+def test_overlap_comm_only_on_gpus():
     assert "overlap_comm" not in zero("parallel.zero_stage=2")[1]
     assert zero("parallel.zero_stage=2", on_gpu=True)[1]["overlap_comm"]
     stages = ["parallel.pipeline_model_parallel_size=2", "parallel.zero_stage=1"]
-    assert "overlap_comm" not in zero(*stages, on_gpu=True)[1], "DeepSpeed's pipeline has none"
+    assert "overlap_comm" not in zero(*stages, on_gpu=True)[1], (
+        "DeepSpeed's pipeline engine does not support it"
+    )
 
 
-def test_offload_is_pinned_on_gpus_alone():
+def test_offload_pins_memory_only_on_gpus():
     words = ["parallel.zero_stage=3", "parallel.offload_optimizer=cpu"]
     assert not zero(*words)[1]["offload_optimizer"]["pin_memory"]
     assert zero(*words, on_gpu=True)[1]["offload_optimizer"]["pin_memory"]
 
 
-def test_as_much_is_fetched_ahead_as_a_block_has(context):
+def test_prefetch_bucket_holds_one_block(context):
     from megavis.papers import build_objective
 
     config, section = zero("parallel.zero_stage=3")
@@ -45,7 +47,7 @@ def test_as_much_is_fetched_ahead_as_a_block_has(context):
     assert section["stage3_prefetch_bucket_size"] == matrices
 
 
-def test_the_clock_gives_the_mean_since_it_was_read():
+def test_forward_clock_averages_since_last_read():
     clock = ForwardClock(CPU)
     assert clock.read() == 0.0
     for seconds in (0.01, 0.03):
@@ -55,7 +57,7 @@ def test_the_clock_gives_the_mean_since_it_was_read():
     assert clock.read() == 0.0
 
 
-def test_the_slowest_process_is_named(monkeypatch):
+def test_slowest_rank_is_recorded(monkeypatch):
     def gather(seconds, mine, group=None):
         seconds[:] = [mine, 3 * mine, 2 * mine]
 

@@ -1,4 +1,4 @@
-"""LARS against the paper's equation by plain arithmetic, and against timm's."""
+"""LARS against the paper's equation and timm, and SGD against torch."""
 
 import math
 
@@ -33,7 +33,7 @@ def trained(named, optimizer, steps=4):
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_steps_by_plain_arithmetic(decay):
+def test_steps_match_plain_arithmetic(decay):
     """Equation 6: v ← m v + γ λ (∇L + β w), with λ = η ‖w‖ / (‖∇L‖ + β ‖w‖)."""
     named = parameters()
     weight, bias = (p.detach().flatten().tolist() for p in named.values())
@@ -55,7 +55,7 @@ def test_steps_by_plain_arithmetic(decay):
     assert [group["step"] for group in optimizer.param_groups] == [4, 4]
 
 
-def test_steps_are_timms():
+def test_steps_match_timm():
     lars = timm_module("optim", "lars").Lars
     named, theirs = parameters(), parameters()
     made = trained(named, build_optimizer(named.items(), OptimizerConfig(**SETTINGS)))
@@ -65,7 +65,7 @@ def test_steps_are_timms():
     torch.testing.assert_close(made, expected)
 
 
-def test_a_matrix_of_zeros_takes_a_plain_step():
+def test_zero_matrix_takes_an_unscaled_step():
     named = {"head.classifier.linear.weight": torch.nn.Parameter(torch.zeros(2, 2))}
     (parameter,) = named.values()
     parameter.grad = torch.ones(2, 2)
@@ -73,7 +73,7 @@ def test_a_matrix_of_zeros_takes_a_plain_step():
     torch.testing.assert_close(parameter.detach(), torch.full((2, 2), -0.5))
 
 
-def test_a_step_that_is_not_finite_changes_nothing():
+def test_non_finite_gradients_skip_the_step():
     named = parameters()
     optimizer = build_optimizer(named.items(), OptimizerConfig(**SETTINGS))
     before = [value.clone() for value in trained(named, optimizer)]
@@ -84,7 +84,7 @@ def test_a_step_that_is_not_finite_changes_nothing():
     assert all(state["momentum"].isfinite().all() for state in optimizer.state.values())
 
 
-def test_the_frozen_are_left_out():
+def test_frozen_parameters_are_excluded():
     named = parameters()
     named["blocks.0.weight"] = torch.nn.Parameter(torch.ones(2, 2), requires_grad=False)
     for algorithm, count in (("lars", 2), ("adam", 1)):
@@ -95,8 +95,8 @@ def test_the_frozen_are_left_out():
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_sgd_is_torchs(decay):
-    """With decay of the matrix alone, as all optimizers here."""
+def test_sgd_matches_torch(decay):
+    """As in all optimizers here, only the matrix decays."""
     named, theirs = parameters(), parameters()
     settings = {**SETTINGS, "algorithm": "sgd", "weight_decay": decay}
     made = trained(named, build_optimizer(named.items(), OptimizerConfig(**settings)))

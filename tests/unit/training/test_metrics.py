@@ -1,4 +1,4 @@
-"""`metrics.jsonl` of a run that was interrupted is that of one that was not."""
+"""`metrics.jsonl` of an interrupted run equals that of an uninterrupted one."""
 
 import json
 import resource
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.once
 
 @pytest.fixture(scope="module")
 def trained(small_config, tmp_path_factory):
-    """A config and the run folder of a run of four steps that was validated and saved twice."""
+    """Return the config and folder of a four-step run, validated and saved every two steps."""
     root = tmp_path_factory.mktemp("metrics")
     path = root / "small.yaml"
     path.write_text(
@@ -30,14 +30,14 @@ checkpoint: {{every: 2}}
 
 
 def losses(run):
-    """Return the lines of a run without its speeds."""
+    """Return a run's metrics without throughput."""
     kept = ("step", "loss", "validation_loss", "lr", "grad_norm", "samples_seen")
     return [{k: line[k] for k in kept if k in line} for line in read_metrics(run)]
 
 
 @pytest.mark.parametrize("step", [2, 4])
-def test_a_validation_that_was_broken_off_is_made_up_for(trained, tmp_path, step):
-    """As a signal leaves it: saved after a step, the last one too, without its validation."""
+def test_interrupted_validation_is_repeated_on_resume(trained, tmp_path, step):
+    """A signal may end a run after saving a step, including the last, but before validation."""
     config, run = trained
     shutil.copytree(run, tmp_path / "small")
     lines = [line for line in read_metrics(run) if line["step"] <= step]
@@ -49,7 +49,7 @@ def test_a_validation_that_was_broken_off_is_made_up_for(trained, tmp_path, step
     assert losses(tmp_path / "small") == losses(run)
 
 
-def test_a_run_that_begins_again_writes_each_line_once(trained, tmp_path):
+def test_restart_from_scratch_writes_each_step_once(trained, tmp_path):
     config, run = trained
     shutil.copytree(run, tmp_path / "small")
     shutil.rmtree(tmp_path / "small" / "checkpoints")
@@ -57,7 +57,7 @@ def test_a_run_that_begins_again_writes_each_line_once(trained, tmp_path):
     assert losses(tmp_path / "small") == losses(run)
 
 
-def test_lines_that_a_full_disk_refuses_are_written_later(tmp_path, capsys):
+def test_lines_are_written_once_the_disk_has_space(tmp_path, capsys):
     writer = MetricsWriter(tmp_path, first_step=0)
     writer.write(1, {"loss": 1.0})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -1,4 +1,4 @@
-"""Schedule, parameter groups, and the gradient norm of ZeRO-0, against plain arithmetic."""
+"""Learning-rate schedules, parameter groups, Apex, and the gradient norm of ZeRO-0."""
 
 import math
 import sys
@@ -20,7 +20,7 @@ from megavis.training.optimizer import (
 )
 
 
-def test_schedule_warms_up_and_ends_at_zero():
+def test_cosine_schedule_with_warmup():
     schedule = ScheduleConfig(warmup_steps=10, decay="cosine")
     rates = [learning_rate(s, peak=2.0, total_steps=110, config=schedule) for s in range(111)]
     assert rates[:10] == pytest.approx([2.0 * (s + 1) / 10 for s in range(10)])
@@ -30,13 +30,13 @@ def test_schedule_warms_up_and_ends_at_zero():
     assert rates[110] == pytest.approx(0.0)
 
 
-def test_a_rate_is_halved_after_so_many_steps_of_the_peak():
+def test_halving_starts_after_warmup():
     schedule = ScheduleConfig(decay="constant", warmup_steps=2, halve_every=3)
     rates = [learning_rate(s, peak=8.0, total_steps=11, config=schedule) for s in range(11)]
     assert rates == [4.0, 8.0, 8.0, 8.0, 8.0, 4.0, 4.0, 4.0, 2.0, 2.0, 2.0]
 
 
-def test_a_warm_up_may_keep_one_rate():
+def test_warmup_at_a_constant_rate():
     """MP3, section 4.3: 500 updates of 1e-4, then 1e-3, halved every 10k updates."""
     schedule = ScheduleConfig(
         decay="constant", warmup_steps=500, warmup_rate=1e-4, halve_every=10_000
@@ -49,8 +49,8 @@ def test_a_warm_up_may_keep_one_rate():
     assert set(rates[10_500:20_500]) == {5e-4}
 
 
-def test_a_cosine_may_end_above_zero():
-    """DeiT's least rate, as timm's scheduler has it: min + (peak - min) (1 + cos(π t / T)) / 2."""
+def test_cosine_schedule_with_min_rate():
+    """DeiT's minimum rate as in timm: min + (peak - min) (1 + cos(π t / T)) / 2."""
     schedule = ScheduleConfig(warmup_steps=0, min_rate=1e-5)
     for step in (0, 30, 99, 100):
         expected = 1e-5 + 0.5 * (1e-3 - 1e-5) * (1 + math.cos(math.pi * step / 100))
@@ -63,7 +63,7 @@ def test_constant_schedule_stays_at_the_peak():
     assert {learning_rate(s, peak=0.1, total_steps=9, config=schedule) for s in range(9)} == {0.1}
 
 
-def test_groups_by_what_decays():
+def test_parameter_groups_by_weight_decay():
     named = {
         "table": nn.Parameter(torch.ones(2, 2)),
         "first.kernel": nn.Parameter(torch.ones(2, 2)),
@@ -81,7 +81,7 @@ def test_groups_by_what_decays():
     assert len(parameter_groups(named.items(), 0.0)) == 1
 
 
-def test_apex_that_is_not_there_is_a_clear_error(monkeypatch):
+def test_missing_apex_raises(monkeypatch):
     monkeypatch.setitem(sys.modules, "apex.optimizers", None)
     config = OptimizerConfig(learning_rate=1e-3)
     named = [("w.linear.weight", nn.Parameter(torch.ones(1)))]
@@ -90,7 +90,7 @@ def test_apex_that_is_not_there_is_a_clear_error(monkeypatch):
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """What Apex's does of note: it steps whatever `found_inf` says."""
+    """A stub of Apex's FusedAdam, which ignores `found_inf`."""
 
     def __init__(self, groups, *, adam_w_mode, lr, betas, eps):
         assert adam_w_mode
@@ -103,7 +103,7 @@ class FusedAdam(torch.optim.Optimizer):
                 parameter.data.sub_(group["lr"] * parameter.grad)
 
 
-def test_apex_takes_no_step_with_gradients_that_are_not_finite(context, monkeypatch):
+def test_apex_skips_non_finite_gradients(context, monkeypatch):
     module = types.ModuleType("apex.optimizers")
     module.FusedAdam = FusedAdam
     monkeypatch.setitem(sys.modules, "apex", types.ModuleType("apex"))
@@ -125,7 +125,7 @@ def test_apex_takes_no_step_with_gradients_that_are_not_finite(context, monkeypa
     assert optimizer.param_groups[0]["step"] == 1
 
 
-def test_gradient_norm_is_measured_before_it_is_clipped(context):
+def test_gradient_norm_is_measured_before_clipping(context):
     parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2))]
     optimizer = torch.optim.SGD(parameters, lr=1.0, fused=True)
     norm = GradientNorm(optimizer, context.model.group, clip=1.0)
@@ -138,7 +138,7 @@ def test_gradient_norm_is_measured_before_it_is_clipped(context):
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
-def test_groups_are_split_until_there_are_as_many_as_elsewhere(count):
+def test_split_groups_reaches_the_given_count(count):
     parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(5)]
     groups = [
         {"params": parameters[:1], "weight_decay": 0.1},

@@ -1,4 +1,4 @@
-"""What training shows: lines in a log; on a terminal a bar, and lines of what was validated."""
+"""Training output: lines in a log; a bar and validation lines on a terminal."""
 
 import io
 
@@ -15,7 +15,7 @@ class Terminal(io.StringIO):
 
 
 def shown(stream, monkeypatch):
-    """Return what three steps write."""
+    """Return the output of three steps."""
     monkeypatch.setattr("sys.stderr", stream)
     progress = ShowProgress(0, 3)
     for step, record in enumerate(
@@ -31,7 +31,7 @@ def shown(stream, monkeypatch):
     return stream.getvalue()
 
 
-def test_a_log_has_a_line_for_each_step_with_numbers(monkeypatch):
+def test_log_has_one_line_per_recorded_step(monkeypatch):
     assert shown(io.StringIO(), monkeypatch).splitlines() == [
         "step 0/3  validation_loss 6",
         "step 1/3  loss 5  lr 0.125",
@@ -40,7 +40,7 @@ def test_a_log_has_a_line_for_each_step_with_numbers(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_terminal_has_one_bar_with_the_loss_and_lines_of_validation(monkeypatch):
+def test_terminal_has_a_bar_and_validation_lines(monkeypatch):
     text = shown(Terminal(), monkeypatch)
     lines = [line.strip() for line in text.replace("\r", "\n").splitlines()]
     assert [line for line in lines if line.startswith("step ")] == [

@@ -1,4 +1,4 @@
-"""What a run folder remembers of how it was started and used."""
+"""Records of starts and commands in a run folder."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from megavis.training.provenance import command_line, read_commands, read_starts
 pytestmark = pytest.mark.once
 
 
-def test_each_start_is_a_line(tmp_path, monkeypatch):
+def test_each_start_is_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["/usr/bin/megavis", "train", "a b.yaml", "seed=1"])
     for step in (0, 40):
         record_start(tmp_path, step, processes=2, device="cpu")
@@ -20,16 +20,16 @@ def test_each_start_is_a_line(tmp_path, monkeypatch):
     assert {"python", "megavis", "torch"} <= set(first["versions"])
 
 
-def test_a_module_s_path_reads_like_the_command():
+def test_command_line_replaces_the_module_path():
     assert command_line(["/x/megavis/cli.py", "probe", "runs/a"]) == "megavis probe runs/a"
 
 
-def test_a_failed_command_is_not_remembered(tmp_path, capsys):
+def test_failed_commands_are_not_recorded(tmp_path, capsys):
     assert main(["probe", str(tmp_path)]) == 2
     assert read_commands(tmp_path) == []
 
 
-def test_a_folder_that_cannot_be_written_fails_nothing(tmp_path):
+def test_unwritable_folder_is_ignored(tmp_path):
     from argparse import Namespace
 
     folders = [tmp_path, tmp_path / "absent"]

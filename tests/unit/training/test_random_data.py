@@ -1,4 +1,4 @@
-"""Random batches have the form of a config's shards."""
+"""Random batches have the format of a config's shards."""
 
 import pytest
 from tiny import tiny
@@ -14,7 +14,7 @@ from megavis.training.bench import random_batch
         " asks: {kind: shift}, density: {kind: categorical}}",
     ],
 )
-def test_random_ids_are_of_the_vocabulary(build_paper, objective):
+def test_random_ids_cover_the_vocabulary(build_paper, objective):
     paper, _ = build_paper(tiny(objective))
     ids = random_batch(paper, 4, seed=1).inputs
     assert ids.flatten().unique().tolist() == [0, 1, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""What training refuses, before it has touched anything: one message, exit code 2."""
+"""Training refuses invalid requests with one message and exit code 2 before writing anything."""
 
 import shutil
 
@@ -13,7 +13,7 @@ from megavis.training.resume_checks import check_same_run
 
 @pytest.fixture(scope="module")
 def config(small_config, tmp_path_factory):
-    """A config of a run of four steps, which has been trained."""
+    """Return the config of a finished four-step run."""
     root = tmp_path_factory.mktemp("refusals")
     path = root / "small.yaml"
     path.write_text(
@@ -28,8 +28,8 @@ checkpoint: {{every: 2}}
     return path
 
 
-def refused(capsys, path, *words):
-    """Run training, expect refusal, and return the message."""
+def refusal(capsys, path, *words):
+    """Run training, expect exit code 2, and return the message."""
     assert main(["train", str(path), "--device", "cpu", *words]) == 2
     message = capsys.readouterr().err
     assert message.startswith("error: ")
@@ -38,7 +38,7 @@ def refused(capsys, path, *words):
 
 
 def other_palette(shards, target):
-    """Write shards of the same pictures with another palette."""
+    """Write shards of the same images with another palette."""
     import numpy as np
 
     from data_tools.__main__ import main as data_tools
@@ -52,14 +52,14 @@ def other_palette(shards, target):
     return target / "out"
 
 
-def test_a_finished_run_that_is_started_again_does_nothing(config):
+def test_restarting_a_finished_run_does_nothing(config):
     metrics = config.parent / "runs" / "small" / "metrics.jsonl"
     before = metrics.read_text()
     assert main(["train", str(config), "--device", "cpu"]) == 0
     assert metrics.read_text() == before
 
 
-def test_more_steps_go_on_from_the_end(config, tmp_path):
+def test_more_steps_resume_from_the_end(config, tmp_path):
     shutil.copytree(config.parent / "runs" / "small", tmp_path / "small")
     words = [f"output={tmp_path}", "training.steps=6"]
     assert main(["train", str(config), "--device", "cpu", *words]) == 0
@@ -67,21 +67,21 @@ def test_more_steps_go_on_from_the_end(config, tmp_path):
     assert [yaml.safe_load(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
 
 
-def test_another_palette_than_the_checkpoints(config, capsys, shard_folders, tmp_path):
+def test_training_data_with_another_palette_is_refused(config, capsys, shard_folders, tmp_path):
     other = other_palette(shard_folders, tmp_path)
-    message = refused(capsys, config, f"data.train={other}", "data.validation=null")
+    message = refusal(capsys, config, f"data.train={other}", "data.validation=null")
     assert f"{other}: its palette" in message
     assert "choose another name" in message
 
 
-def test_another_palette_in_the_validation_data(config, capsys, shard_folders, tmp_path):
+def test_validation_data_with_another_palette_is_refused(config, capsys, shard_folders, tmp_path):
     other = other_palette(shard_folders, tmp_path)
-    message = refused(capsys, config, f"data.validation={other}", f"output={tmp_path}")
+    message = refusal(capsys, config, f"data.validation={other}", f"output={tmp_path}")
     assert "data.validation" in message
     assert "another palette" in message
 
 
-def test_a_mixture_goes_on_with_its_weights_alone(config, capsys, shard_folders):
+def test_mixture_resumes_only_with_the_same_weights(config, capsys, shard_folders):
     def mixture(weight):
         paths = [shard_folders / part for part in ("train", "validation")]
         return (
@@ -91,7 +91,7 @@ def test_a_mixture_goes_on_with_its_weights_alone(config, capsys, shard_folders)
     assert main(["train", str(config), "--device", "cpu", "name=mixed", mixture(1)]) == 0
     capsys.readouterr()
     more = ["name=mixed", "training.steps=6"]
-    assert "started with data.train weights [3.0, 1.0]" in refused(
+    assert "started with data.train weights [3.0, 1.0]" in refusal(
         capsys, config, *more, mixture(2)
     )
     assert main(["train", str(config), "--device", "cpu", *more, mixture(1)]) == 0
@@ -106,8 +106,8 @@ def test_a_mixture_goes_on_with_its_weights_alone(config, capsys, shard_folders)
         ("training.batch_size=16", "batch_size 8"),
     ],
 )
-def test_what_does_not_fit_the_run(config, capsys, word, expected):
-    assert expected in refused(capsys, config, word)
+def test_changed_keys_are_refused_on_resume(config, capsys, word, expected):
+    assert expected in refusal(capsys, config, word)
 
 
 @pytest.mark.parametrize(
@@ -125,34 +125,32 @@ def test_what_does_not_fit_the_run(config, capsys, word, expected):
         (["objective.mode=bert", "training.sample_every=2"], "cannot be sampled pixel by pixel"),
     ],
 )
-def test_what_cannot_be_begun(config, capsys, tmp_path, words, expected):
-    assert expected in refused(capsys, config, f"output={tmp_path}", *words)
-    assert not list(tmp_path.glob("**/metrics.jsonl")), "it was begun"
+def test_invalid_configs_are_refused(config, capsys, tmp_path, words, expected):
+    assert expected in refusal(capsys, config, f"output={tmp_path}", *words)
+    assert not list(tmp_path.glob("**/metrics.jsonl")), "training must not start"
 
 
 @pytest.mark.parametrize("computes", [True, False])
-def test_fp16_is_refused_where_the_cpu_does_not_compute_in_it(
-    config, capsys, tmp_path, monkeypatch, computes
-):
+def test_fp16_requires_cpu_support(config, capsys, tmp_path, monkeypatch, computes):
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-    # Whatever this machine's CPU can do; torch itself computes in fp16 on any.
+    # Independent of this machine's CPU: torch can compute in fp16 on any.
     monkeypatch.setattr(CPU_Accelerator, "is_fp16_supported", lambda _: computes)
     words = [f"output={tmp_path}", "training.precision=fp16"]
     if computes:
         assert main(["train", str(config), "--device", "cpu", *words]) == 0
         return
     expected = "training.precision: fp16 needs a GPU, or a CPU that"
-    assert expected in refused(capsys, config, *words)
-    assert not list(tmp_path.glob("**/metrics.jsonl")), "it was begun"
+    assert expected in refusal(capsys, config, *words)
+    assert not list(tmp_path.glob("**/metrics.jsonl")), "training must not start"
 
 
-def test_a_shard_cut_in_half(config, capsys, shard_folders, tmp_path):
+def test_truncated_shard_is_refused(config, capsys, shard_folders, tmp_path):
     cut = tmp_path / "cut"
     shutil.copytree(shard_folders / "train", cut)
     shard = next(cut.glob("*.tar"))
     shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
-    message = refused(capsys, config, f"output={tmp_path}", f"data.train={cut}")
+    message = refusal(capsys, config, f"output={tmp_path}", f"data.train={cut}")
     assert shard.name in message
 
 
@@ -162,7 +160,7 @@ def flip_a_byte(path):
     path.write_bytes(content)
 
 
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_goes_on(config, capsys, tmp_path):
+def test_damaged_checkpoint_is_set_aside(config, capsys, tmp_path):
     run = tmp_path / "small"
     shutil.copytree(config.parent / "runs" / "small", run)
     whole = (run / "checkpoints" / "step-00000004" / "manifest.json").read_bytes()
@@ -172,19 +170,19 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_goes_on(config, ca
     assert "step-00000004/rank-00000.safetensors: its SHA-256 differs from the manifest" in stderr
     assert "resuming from" in stderr
     assert (run / "checkpoints" / "step-00000004" / "manifest.json").read_bytes() == whole
-    # Pruned once newer ones than it are kept.
+    # It is pruned once newer checkpoints are kept.
     assert (run / "checkpoints" / "step-00000004.set-aside").is_dir()
     for step in (2, 4):
         flip_a_byte(run / "checkpoints" / f"step-{step:08d}" / "rank-00000.safetensors")
     before = {p: p.stat().st_mtime_ns for p in (run / "checkpoints").rglob("*")}
-    message = refused(capsys, config, f"output={tmp_path}", "training.steps=6")
+    message = refusal(capsys, config, f"output={tmp_path}", "training.steps=6")
     assert "its SHA-256 differs from the manifest" in message
     assert "no older checkpoint is intact" in message
     assert {p: p.stat().st_mtime_ns for p in (run / "checkpoints").rglob("*")} == before
 
 
-def test_a_drop_path_that_is_written_out_is_the_models(small_config, tmp_path):
-    """Runs from before wrote fine-tuning's rate of 0 out, where none now means the model's."""
+def test_explicit_zero_drop_path_matches_an_absent_one(small_config, tmp_path):
+    """Older runs wrote fine-tuning's rate of 0; an absent rate now means the model's."""
     paths = {}
     for name, words in {"old": "drop_path: 0.0", "absent": "", "other": "drop_path: 0.1"}.items():
         paths[name] = tmp_path / f"{name}.yaml"

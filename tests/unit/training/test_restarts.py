@@ -1,4 +1,4 @@
-"""Restarts without progress, and an interrupted validation."""
+"""Limit of restarts without progress, and interruption of validation."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -20,20 +20,20 @@ def context():
     close_context()
 
 
-def test_restarts_from_one_checkpoint_come_to_an_end(context, tmp_path, monkeypatch):
+def test_restarts_without_progress_are_limited(context, tmp_path, monkeypatch):
     def start(step):
         count_restart(tmp_path, step, 2, context)
 
-    for _ in range(5):  # by hand
+    for _ in range(5):  # manual starts are not limited
         start(100)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     start(100)
     start(100)
-    start(200)  # a new checkpoint: counted anew
+    start(200)  # a new checkpoint resets the count
     start(200)
     with pytest.raises(UserError, match=r"restarted 2 times .* since step 200 \(training.max_re"):
         start(200)
-    start(200)  # started by hand after that, it may try again
+    start(200)  # a manual start after the error may try again
 
 
 @pytest.mark.parametrize(
@@ -45,11 +45,11 @@ def test_restarts_from_one_checkpoint_come_to_an_end(context, tmp_path, monkeypa
         ({"TORCHELASTIC_RESTART_COUNT": "1"}, True),
     ],
 )
-def test_a_scheduler_says_that_it_has_started_again(environment, automatic):
+def test_automatic_restarts_are_detected(environment, automatic):
     assert is_automatic(environment) == automatic
 
 
-def test_a_validation_is_broken_off_where_time_presses(context, shards):
+def test_urgent_stop_interrupts_validation(context, shards):
     answers = []
 
     def is_urgent():

@@ -1,4 +1,4 @@
-"""A checkpoint whose optimizer split its parameters into other groups."""
+"""Resuming from a checkpoint with other optimizer parameter groups."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 from megavis.cli import main
 
 
-def test_a_run_resumes_the_state_of_an_optimizer_with_other_groups(small_config, tmp_path):
+def test_resume_restores_state_across_parameter_groups(small_config, tmp_path):
     words = ["schedule={decay: constant}", "training.log_every=1", "optimizer.weight_decay=1e-9"]
 
     def train(name, steps):
@@ -20,5 +20,5 @@ def test_a_run_resumes_the_state_of_an_optimizer_with_other_groups(small_config,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megavis.training.optimizer.decays", lambda parameter: parameter.ndim == 1)
         train("resumed", 3)
-    # So little decay moves no digit: a moment that went astray would.
+    # The decay is too small to change the loss; a misplaced moment would.
     assert train("resumed", 6) == pytest.approx(whole, rel=1e-6)

@@ -1,4 +1,4 @@
-"""One job at a time in a run folder: real processes, and holders that are gone."""
+"""The run lock admits one job per run folder; tested with real processes and stale locks."""
 
 import json
 import multiprocessing
@@ -26,7 +26,7 @@ def hold(folder, is_held):
 
 @pytest.fixture
 def other(tmp_path):
-    """Another process, which holds the run folder until it is killed."""
+    """Start a process that holds the run folder until it is killed."""
     is_held = SPAWN.Event()
     process = SPAWN.Process(target=hold, args=(tmp_path / "run", is_held))
     process.start()
@@ -38,13 +38,13 @@ def other(tmp_path):
 
 @pytest.fixture
 def short(monkeypatch):
-    """A minute of silence is three seconds."""
+    """Shorten the time after which a silent holder counts as dead."""
     monkeypatch.setattr(run_lock, "SILENCE_SECONDS", 3.0)
     monkeypatch.setattr(run_lock, "_LOOK_SECONDS", 0.05)
 
 
 def write_lock(folder, *, number=1, **changed):
-    """Leave a lock as some other holder would."""
+    """Write the lock file of another holder."""
     folder.mkdir(exist_ok=True)
     content = {**vars(Holder.of_this_process()), **changed}
     path = folder / f".lock-{number}"
@@ -56,24 +56,24 @@ def locks(folder):
     return sorted(path.name for path in folder.glob(".*"))
 
 
-def test_a_second_process_is_refused_in_one_sentence(other, tmp_path):
+def test_second_process_is_refused(other, tmp_path):
     words = rf"run: another job trains .* \(process {other.pid} on {socket.gethostname()} since 20"
     with pytest.raises(UserError, match=words) as refused, RunLock(tmp_path / "run"):
         pass
     assert "\n" not in str(refused.value)
-    assert locks(tmp_path / "run") == [".lock-1"], "the holder's lock is touched"
+    assert locks(tmp_path / "run") == [".lock-1"], "the holder's lock must be untouched"
 
 
-def test_a_stopped_process_still_holds(other, tmp_path):
+def test_stopped_process_still_holds_the_lock(other, tmp_path):
     os.kill(other.pid, signal.SIGSTOP)
     with pytest.raises(UserError, match="another job"), RunLock(tmp_path / "run"):
         pass
 
 
 @pytest.mark.parametrize("is_reaped", [True, False])
-def test_a_killed_holder_is_replaced_at_once(other, tmp_path, is_reaped):
+def test_killed_holder_is_replaced_immediately(other, tmp_path, is_reaped):
     os.kill(other.pid, signal.SIGKILL)
-    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # a zombie until it is joined
+    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # it is a zombie until joined
     if is_reaped:
         other.join()
     begin = time.monotonic()
@@ -83,31 +83,31 @@ def test_a_killed_holder_is_replaced_at_once(other, tmp_path, is_reaped):
     assert locks(tmp_path / "run") == []
 
 
-def test_a_number_that_is_used_again_deceives_nobody(tmp_path):
+def test_reused_process_id_is_detected(tmp_path):
     me = Holder.of_this_process()
     write_lock(tmp_path, process=os.getpid(), started=me.started - 1)
     with RunLock(tmp_path):
         assert locks(tmp_path) == [".lock-2"]
 
 
-def test_a_silent_holder_on_another_host_is_replaced(tmp_path, short, capsys):
+def test_silent_remote_holder_is_replaced(tmp_path, short, capsys):
     write_lock(tmp_path, host="elsewhere", number=7)
     begin = time.monotonic()
     with RunLock(tmp_path):
         assert time.monotonic() - begin >= 3
         assert locks(tmp_path) == [".lock-8"]
-    said = capsys.readouterr().err
-    assert said.startswith(f"{tmp_path}: held by process {os.getpid()} on elsewhere since")
-    assert said.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert stderr.startswith(f"{tmp_path}: held by process {os.getpid()} on elsewhere since")
+    assert stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("place", [{"host": "elsewhere"}, {"machine": "another boot"}])
-def test_a_holder_on_another_host_that_shows_life_stays(tmp_path, short, place):
+def test_live_remote_holder_keeps_the_lock(tmp_path, short, place):
     path = write_lock(tmp_path, **place)
 
     def beat():
         time.sleep(0.3)
-        # Its clock is an hour behind: only the change counts.
+        # The remote clock is behind: only a change of the time stamp counts.
         os.utime(path, (time.time() - 900, time.time() - 900))
 
     process = multiprocessing.get_context("fork").Process(target=beat)
@@ -118,7 +118,7 @@ def test_a_holder_on_another_host_that_shows_life_stays(tmp_path, short, place):
     assert locks(tmp_path) == [".lock-1"]
 
 
-def test_a_holder_that_has_long_been_silent_is_not_watched(tmp_path, capsys):
+def test_long_dead_holder_is_replaced_without_waiting(tmp_path, capsys):
     path = write_lock(tmp_path, host="elsewhere")
     os.utime(path, (0, time.time() - 2 * run_lock.LONG_DEAD_SECONDS))
     with RunLock(tmp_path):
@@ -126,13 +126,13 @@ def test_a_holder_that_has_long_been_silent_is_not_watched(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_lock_that_was_never_written_to_its_end(tmp_path, short):
+def test_truncated_lock_is_replaced(tmp_path, short):
     (tmp_path / ".lock-1").write_text('{"host": "els')
     with RunLock(tmp_path):
         assert locks(tmp_path) == [".lock-2"]
 
 
-def test_a_restart_waits_for_the_process_before_it(other, tmp_path):
+def test_patience_waits_for_the_previous_process(other, tmp_path):
     os.kill(other.pid, signal.SIGSTOP)
     helper = SPAWN.Process(target=kill_later, args=(other.pid,))
     helper.start()
@@ -146,7 +146,7 @@ def kill_later(process):
     os.kill(process, signal.SIGKILL)
 
 
-def test_the_holder_renews_its_sign_of_life(tmp_path, monkeypatch):
+def test_holder_updates_its_heartbeat(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "BEAT_SECONDS", 0.05)
     with RunLock(tmp_path):
         first = (tmp_path / ".lock-1").stat().st_mtime_ns
@@ -159,7 +159,7 @@ def hold_with_fast_beats(folder, is_held):
     hold(folder, is_held)
 
 
-def test_a_holder_that_was_taken_for_dead_ends_itself(tmp_path, capfd):
+def test_replaced_holder_exits(tmp_path, capfd):
     is_held = SPAWN.Event()
     process = SPAWN.Process(target=hold_with_fast_beats, args=(tmp_path, is_held))
     process.start()
@@ -182,7 +182,7 @@ def compete(folder, gate, results, all_have_tried):
         results.put(False)
 
 
-def test_of_several_that_find_a_dead_holder_one_takes_over(tmp_path):
+def test_one_of_several_processes_takes_over(tmp_path):
     write_lock(tmp_path, started=1)
     shared = (SPAWN.Barrier(4), SPAWN.Queue(), SPAWN.Event())
     processes = [SPAWN.Process(target=compete, args=(tmp_path, *shared)) for _ in range(4)]
@@ -196,7 +196,7 @@ def test_of_several_that_find_a_dead_holder_one_takes_over(tmp_path):
     assert locks(tmp_path) == []
 
 
-def test_a_folder_that_cannot_be_made(tmp_path):
+def test_unwritable_run_folder_raises(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="file/run: the run folder cannot be written: Not a dir"):
         RunLock(tmp_path / "file" / "run").__enter__()

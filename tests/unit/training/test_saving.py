@@ -1,4 +1,4 @@
-"""A writer that dies in its thread: told, counted, and the checkpoint before it stays."""
+"""Checkpoint saving: extra steps, and writer threads that die."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from megavis.checkpoint.state.save import Snapshot, TrainingProgress
 from megavis.training.callbacks.callback import StepState
 from megavis.training.callbacks.saving import SaveCheckpoint
 
-# The dead thread is what is looked at.
+# The tests end a thread deliberately.
 ends_a_thread = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 pytestmark = [pytest.mark.once, ends_a_thread]
 
@@ -21,7 +21,7 @@ LAST = 6
 
 @pytest.fixture
 def saving(context, tmp_path, monkeypatch):
-    """Checkpoints of a small layer every second step, and a list of steps whose writer dies."""
+    """Save a small layer every second step; the writer dies at the steps in the returned list."""
     layer, dies = nn.Linear(2, 3), []
     states = SimpleNamespace(
         kinds=lambda _: ("weight",), get=lambda weight, _: weight.detach(), optimizer_step=lambda: 0
@@ -35,7 +35,7 @@ def saving(context, tmp_path, monkeypatch):
 
     def write(path, tensors):
         if any(f"{step:08d}" in str(path) for step in dies):
-            # No Exception, so nothing on its way out catches it, and a thread ends without a word.
+            # SystemExit is not an Exception, so no handler catches it and the thread ends silently.
             raise SystemExit
         return real(path, tensors)
 
@@ -43,8 +43,8 @@ def saving(context, tmp_path, monkeypatch):
     return SaveCheckpoint(2, take, published=lambda: None), dies
 
 
-def test_steps_of_their_own_are_saved_whatever_every_says_and_kept(saving, tmp_path):
-    """iGPT's Figure 3 wants 65,536 · 2^i, of which no `keep_every` makes a list."""
+def test_extra_steps_are_saved_and_kept(saving, tmp_path):
+    """iGPT's Figure 3 needs steps 65,536 · 2^i, which `keep_every` cannot express."""
     every_second, _ = saving
     after_step = SaveCheckpoint(
         2,
@@ -57,7 +57,7 @@ def test_steps_of_their_own_are_saved_whatever_every_says_and_kept(saving, tmp_p
     assert saved_steps(tmp_path) == [1, 3, LAST]
 
 
-def test_a_writer_that_dies_is_told_and_training_goes_on(saving, tmp_path, capfd):
+def test_dead_writer_is_reported_and_training_continues(saving, tmp_path, capfd):
     after_step, dies = saving
     dies.append(4)
     counted = []
@@ -67,7 +67,7 @@ def test_a_writer_that_dies_is_told_and_training_goes_on(saving, tmp_path, capfd
         after_step.record_stall(state)
         counted.append(state.record.get("checkpoints_not_saved", 0))
         if step == 4:
-            # Noticed at the latest when the next one is due; `latest` stays where it was.
+            # Reported at the latest when the next save is due; `latest` is unchanged.
             assert latest_checkpoint(tmp_path).name == "step-00000002"
     assert counted[-1] == after_step.failures == 1
     assert saved_steps(tmp_path) == [2, LAST]
@@ -78,7 +78,7 @@ def test_a_writer_that_dies_is_told_and_training_goes_on(saving, tmp_path, capfd
     assert "rank-00000.safetensors: the writer thread has died; training continues" in stderr
 
 
-def test_a_writer_that_dies_at_the_end_is_an_error(saving, tmp_path):
+def test_dead_writer_at_the_last_step_raises(saving, tmp_path):
     after_step, dies = saving
     dies.append(LAST)
     after_step(StepState(2, LAST, None, None))

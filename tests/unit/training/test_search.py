@@ -1,4 +1,4 @@
-"""The search for a learning rate: when it stops, what it gives up, and how it resumes."""
+"""Learning-rate search: stopping, abandoned runs, selection and resume."""
 
 import csv
 import json
@@ -41,8 +41,8 @@ def metrics(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_from_large_to_small_until_the_loss_rises(config, capsys):
-    # Adam's steps are as long as the rate: 1e5 destroys the network, 1e-6 leaves it as it was.
+def test_search_descends_until_the_loss_rises(config, capsys):
+    # Adam's step size is the rate: 1e5 destroys the network, 1e-6 barely changes it.
     rates = ["1e-6", "1e-2", "1e5", "1e-7"]
     assert search(config, "--rates", ",".join(rates), "--patience", "3") == 0
     rows = table(config)
@@ -50,12 +50,12 @@ def test_from_large_to_small_until_the_loss_rises(config, capsys):
     assert [row["state"] for row in rows] == ["given up", "finished", "finished"]
     assert [row["best"] for row in rows] == ["", "yes", ""]
     losses = [float(row["validation_loss"]) for row in rows[1:]]
-    assert losses[0] < losses[1], "the last rate is the one at which the loss rose"
+    assert losses[0] < losses[1], "the search must end at the first rate with a higher loss"
     runs = config.parent / "runs"
     assert not (runs / "small-lr-1e-07").exists()
     given_up = metrics(runs / "small-lr-100000")
     assert given_up[-1]["step"] == int(rows[0]["step"]) < 30
-    # What the table says is what the run logged, and the run is one like any other.
+    # The table reports the run's metrics, and the run works with other commands.
     last = metrics(runs / "small-lr-0.01")[-1]
     assert (last["step"], f"{last['validation_loss']:.6f}") == (30, rows[1]["validation_loss"])
     assert main(["report", str(runs / "small-lr-0.01")]) == 0
@@ -63,14 +63,14 @@ def test_from_large_to_small_until_the_loss_rises(config, capsys):
     assert picture.size[0] > 300
     assert "| 0.01 | finished | 30 |" in (runs / "small-search/search.md").read_text()
 
-    # Asked again, it has nothing left to do: what was given up stays given up.
+    # A second search has nothing to do: abandoned runs stay abandoned.
     before = {run: metrics(run) for run in runs.glob("small-lr-*")}
     assert search(config, "--rates", ",".join(rates), "--patience", "3") == 0
     assert table(config) == rows
     assert {run: metrics(run) for run in runs.glob("small-lr-*")} == before
 
 
-def test_fine_tuning_that_stops_early_is_chosen_by_accuracy(config):
+def test_finetuning_with_early_stopping_is_selected_by_accuracy(config):
     words = ["finetune={num_classes: 3, patience: 2}", "training.validate_every=1"]
     rates = ["--rates", "1e-1,1e-2,1e-6"]
     assert search(config, *rates, *words) == 0
@@ -82,17 +82,17 @@ def test_fine_tuning_that_stops_early_is_chosen_by_accuracy(config):
         accuracies = [m["validation_accuracy"] for m in records if m["step"] > 0]
         assert row["validation_accuracy"] == f"{max(accuracies):.6f}"
         assert int(row["step"]) == records[-1]["step"]
-    assert any(int(row["step"]) < 30 for row in rows), "none stopped early"
+    assert any(int(row["step"]) < 30 for row in rows), "no run stopped early"
     found = [float(row["validation_accuracy"]) for row in rows]
     assert [row["best"] for row in rows].index("yes") == found.index(max(found))
-    # Asked again, it has nothing left to do.
+    # A second search has nothing to do.
     before = {run: metrics(run) for run in runs.glob("small-lr-*")}
     assert search(config, *rates, *words) == 0
     assert table(config) == rows
     assert {run: metrics(run) for run in runs.glob("small-lr-*")} == before
 
 
-def test_an_interrupted_run_is_finished_and_the_others_are_kept(config):
+def test_interrupted_search_resumes(config):
     one = ["train", str(config), "--device", "cpu", "name=small-lr-0.003"]
     one += ["optimizer.learning_rate=3e-3", "training.validate_every=30"]
     assert main([*one, "name=whole"]) == 0
@@ -126,17 +126,17 @@ def test_an_interrupted_run_is_finished_and_the_others_are_kept(config):
     [
         ([6.2, 5.0, 4.0, 3.9, 3.8], False),
         ([6.2, 5.0, 4.0, 5.4, 5.4, 5.4], True),
-        ([6.2, 5.0, 4.0, 5.4, 5.4, 4.5], False),  # it comes back
-        ([6.2, 5.0, 4.0, 5.0, 5.0, 5.0], False),  # not half of what was gained
-        ([6.2, 6.1, 6.2, 6.3, 6.25, 6.2], False),  # noise of a plateau
+        ([6.2, 5.0, 4.0, 5.4, 5.4, 4.5], False),  # recovers
+        ([6.2, 5.0, 4.0, 5.0, 5.0, 5.0], False),  # less than half of the gain
+        ([6.2, 6.1, 6.2, 6.3, 6.25, 6.2], False),  # plateau noise
         ([6.2, 6.6, 6.7, 6.8], True),
-        ([6.2, 6.6, 6.7], False),  # not long enough
+        ([6.2, 6.6, 6.7], False),  # too short
         ([6.2, math.nan], True),
         ([6.2, math.inf], True),
         ([], False),
     ],
 )
-def test_a_spike_from_which_a_run_does_not_come_back(losses, lost):
+def test_is_lost_detects_unrecovered_spikes(losses, lost):
     assert is_lost(losses, 3) is lost
 
 
@@ -147,11 +147,11 @@ def test_a_spike_from_which_a_run_does_not_come_back(losses, lost):
         (["--rates", "0,1e-2"], "must be numbers above 0"),
     ],
 )
-def test_what_cannot_be_searched(config, capsys, words, expected):
+def test_invalid_searches_are_refused(config, capsys, words, expected):
     assert search(config, *words) == 2
     assert expected in capsys.readouterr().err
 
 
-def test_words_that_are_no_rates(config, capsys):
+def test_non_numeric_rates_are_refused(config, capsys):
     assert search(config, "--rates", "fast,slow") == 2
     assert "'fast,slow' is not a list of numbers" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A grid of runs: what it parses, which runs it makes, what it draws."""
+"""Sweeps: grid parsing, run names, chained runs and figures."""
 
 import csv
 import json
@@ -36,31 +36,31 @@ def config(image_shards, tmp_path_factory):
     return path
 
 
-def test_axes_are_read():
+def test_axis_parsing():
     assert SweepAxis.parse("optimizer.learning_rate=1e-3,1e-4").values == ("1e-3", "1e-4")
     axis = SweepAxis.parse("objective.noise_a=0.1..10:5")
     assert (axis.short, axis.values) == ("noise_a", ("0.1", "0.3162", "1", "3.162", "10"))
 
 
 @pytest.mark.parametrize("text", ["seed", "=1", "seed=", "a=1..x:3", "a=3..1:3", "a=1..3:1"])
-def test_other_words_are_refused(text, config, capsys):
+def test_invalid_axes_are_refused(text, config, capsys):
     assert main(["sweep", str(config), "--grid", text]) == 2
     assert "LOW" in capsys.readouterr().err
 
 
-def test_a_key_named_twice_is_refused(config, capsys):
+def test_duplicate_axes_are_refused(config, capsys):
     assert main(["sweep", str(config), *GRID[:2], *GRID[:2]]) == 2
     assert "--grid gives objective.noise_a twice" in capsys.readouterr().err
 
 
-def test_every_point_is_checked_before_any_is_trained(config, capsys):
+def test_all_points_are_checked_before_training(config, capsys):
     wrong = ["--grid", "objective.noise_b=1,-1"]
     assert main(["sweep", str(config), *GRID[:2], *wrong]) == 2
     assert "objective.noise_b" in capsys.readouterr().err
     assert not list(config.parent.glob("tiny*"))
 
 
-def test_a_grid_in_two_goes(config, capsys):
+def test_sweep_resumes_finished_points(config, capsys):
     command = ["sweep", str(config), *GRID, "--device", "cpu"]
     assert main([*command, "--count"]) == 0
     assert capsys.readouterr().out == "4\n"
@@ -85,13 +85,13 @@ def test_a_grid_in_two_goes(config, capsys):
     assert len(cached_features(config.parent / runs[0])) == 2
 
 
-def test_an_index_beyond_the_grid(config, capsys):
+def test_index_out_of_range_is_refused(config, capsys):
     assert main(["sweep", str(config), *GRID, "--index", "4"]) == 2
     assert "the grid has the runs 0 to 3" in capsys.readouterr().err
 
 
 def loading(name, asked):
-    """Return what a sweep loads a config with, which notes the words and makes nothing of them."""
+    """Return a stub of the config loader that records its overrides in `asked`."""
 
     def load(words):
         asked.append(list(words))
@@ -103,7 +103,7 @@ def loading(name, asked):
     return load
 
 
-def test_names_of_runs():
+def test_run_names():
     asked = []
     points_of([SweepAxis("a.x", ("1", "2")), SweepAxis("b.y", ("3",))], [loading("base", asked)])
     assert asked[1:] == [
@@ -112,8 +112,8 @@ def test_names_of_runs():
     ]
 
 
-def test_a_chain_starts_each_run_from_the_one_before():
-    """DARL, figure 3: pre-trained, then fine-tuned, with the architecture of the point."""
+def test_chained_runs_start_from_the_previous_run():
+    """DARL, figure 3: pre-train and fine-tune with each point's architecture."""
     asked = [], []
     axes = [SweepAxis("objective.a", ("1",)), SweepAxis("optimizer.learning_rate", ("2", "3"))]
     loads = [loading(name, words) for name, words in zip(("base", "fine"), asked, strict=True)]
@@ -138,7 +138,7 @@ def test_a_chain_starts_each_run_from_the_one_before():
 @pytest.mark.parametrize(
     ("sizes", "panels"), [((3,), 1), ((2, 3), 1), ((2, 2, 3), 2), ((3, 1, 2, 2), 3)]
 )
-def test_a_heat_map_for_each_choice_of_all_keys_but_two(sizes, panels):
+def test_one_heat_map_per_value_of_the_leading_axes(sizes, panels):
     axes = [
         SweepAxis(f"s.k{place}", tuple(map(str, range(size)))) for place, size in enumerate(sizes)
     ]
@@ -147,7 +147,7 @@ def test_a_heat_map_for_each_choice_of_all_keys_but_two(sizes, panels):
     figure = draw_sweep(axes, scores.tolist(), name="n", what="w")
     pictures = [axis.images[0].get_array() for axis in figure.axes if axis.images]
     assert len(pictures) == panels
-    # Each number stands where its keys say: the last key upwards, the one before it to the right.
+    # The last axis runs upwards, the one before it to the right.
     table = scores.reshape(panels, -1, sizes[-1])
     for panel, picture in zip(table, pictures, strict=True):
         for right, column in enumerate(panel):
@@ -157,8 +157,8 @@ def test_a_heat_map_for_each_choice_of_all_keys_but_two(sizes, panels):
                 assert math.isnan(score) or shown == score
 
 
-def test_a_grid_of_chains(config, capsys):
-    """Both runs of a point are trained, and the accuracy of the second is the score."""
+def test_sweep_of_chained_runs(config, capsys):
+    """Both runs of a point are trained; the score is the second run's accuracy."""
     second = config.parent / "second.yaml"
     second.write_text(
         f"based_on: {config.name}\nname: second\nfinetune: {{num_classes: 10, from_run: nowhere}}\n"

@@ -1,4 +1,4 @@
-"""Which parameters decay: every paper's, one by one, against a written list."""
+"""Weight decay of each parameter of every paper against an explicit list."""
 
 import itertools
 import re
@@ -17,7 +17,7 @@ BIASED = ("model.normalization=layer_norm", "model.add_bias=true")
 FINETUNE = (*BIASED, "finetune={num_classes: 5}")
 
 KERNELS = "self_attention.linear_{q,kv,proj}.weight mlp.linear_{fc1,fc2}.weight"
-"""Of a block, which all decay."""
+"""Weights of a block, which all decay."""
 GAINS = "{input_layernorm,pre_mlp_layernorm}.weight"
 BIASES = (
     "{input_layernorm,pre_mlp_layernorm}.bias"
@@ -43,8 +43,8 @@ DISCRIMINATOR_BIASES = (
     f"{DISCRIMINATOR} {{conv_in,conv_out,dense,score}}.bias halvings.{{0,1}}.{{conv_0,conv_1}}.bias"
 )
 
-# Paper: its section of the config, further words, what decays, what does not. Names in braces
-# expand to each; a name in brackets comes before all words up to the next one.
+# Paper: objective section, overrides, names that decay, names that do not. Braces expand to
+# alternatives; a name in brackets is the prefix of all names up to the next bracket.
 PAPERS = {
     "iGPT": (
         "{name: igpt, vocabulary_size: 12}",
@@ -206,7 +206,7 @@ PAPERS = {
 
 
 def expand(table):
-    """Return the full names that a column expands to."""
+    """Expand a list of names."""
     names, prefix = set(), ""
     for word in table.split():
         if word.startswith("["):
@@ -218,7 +218,7 @@ def expand(table):
 
 
 def trained_parameters(context, path, objective, words, zero_stage):
-    """Build a paper's model and return what learns, by name; `words` is None for a tokenizer."""
+    """Build a model and return its trainable parameters; `words` is None for a tokenizer."""
     text = tiny(
         objective,
         model=None if words is None else {"num_layers": 1},
@@ -233,13 +233,13 @@ def trained_parameters(context, path, objective, words, zero_stage):
     return {name: p for name, p in layers.named_parameters() if p.requires_grad}
 
 
-# ZeRO-3 splits parameters as they are built; tokenizers in training refuse it.
+# ZeRO-3 partitions parameters during construction; tokenizer training does not support it.
 CASES = [(paper, 0) for paper in PAPERS]
 CASES += [(paper, 3) for paper, (_, words, *_) in PAPERS.items() if words is not None]
 
 
 @pytest.mark.parametrize(("paper", "zero_stage"), CASES)
-def test_what_decays_is_what_is_written(context, tmp_path, paper, zero_stage):
+def test_decaying_parameters_match_the_list(context, tmp_path, paper, zero_stage):
     objective, words, decaying, others = PAPERS[paper]
     path = tmp_path / "small.yaml"
     if "TOKENIZER" in objective:
