@@ -1,4 +1,4 @@
-"""Classes on top of a paper: the loss by loops, the head from the norm's own output."""
+"""Classification on top of a paper: loss against plain loops, visibility, drop path and head."""
 
 import dataclasses
 import math
@@ -24,7 +24,7 @@ PAPERS = {
 
 @pytest.fixture
 def batch(shard_folders):
-    """Six images of three classes, as ids."""
+    """Six images of three classes as palette ids."""
     tokens, labels = ShardDataset(shard_folders / "train").read(np.arange(0, 120, 20))
     ids = torch.from_numpy(tokens.astype(np.int64))
     return Batch(ids, torch.from_numpy(labels), torch.arange(6))
@@ -32,7 +32,7 @@ def batch(shard_folders):
 
 @pytest.fixture
 def pictures(batch):
-    """Six images of three classes, as pixels."""
+    """Six images of three classes as pixels."""
     pixels = torch.randint(0, 256, (6, 4, 4, 3), generator=torch.Generator().manual_seed(0))
     return Batch(pixels.to(torch.uint8), batch.labels, batch.sample_index)
 
@@ -44,7 +44,7 @@ def cross_entropy(logits, label, smoothing=0.0):
 
 
 @pytest.mark.parametrize("mode", ["autoregressive", "bert"])
-def test_the_loss_is_the_weighted_sum_of_both(build, tmp_path, batch, mode):
+def test_joint_loss_is_the_weighted_sum(build, tmp_path, batch, mode):
     words = (*WORDS, f"objective.mode={mode}", "finetune.generative_weight=0.5")
     objective, runner = build(tmp_path / "c.yaml", *words)
     sequence = objective.sequence(batch)
@@ -62,7 +62,7 @@ def test_the_loss_is_the_weighted_sum_of_both(build, tmp_path, batch, mode):
 
 @pytest.mark.parametrize("visibility", ["kept", "full"])
 @pytest.mark.parametrize("name", list(PAPERS))
-def test_classes_alone_for_every_paper(build, tmp_path, batch, pictures, name, visibility):
+def test_class_logits_and_loss_for_every_paper(build, tmp_path, batch, pictures, name, visibility):
     words = (*WORDS, *PAPERS[name], f"finetune.visibility={visibility}")
     objective, runner = build(tmp_path / "c.yaml", *words, "finetune.label_smoothing=0.1")
     images = batch if name == "igpt" else pictures
@@ -85,8 +85,8 @@ def test_classes_alone_for_every_paper(build, tmp_path, batch, pictures, name, v
 
 @pytest.mark.parametrize(("visibility", "sees"), [("kept", False), ("full", True)])
 @pytest.mark.parametrize("name", ["igpt", "gvp"])
-def test_the_mask_is_kept_or_dropped(build, tmp_path, batch, pictures, name, visibility, sees):
-    """Does the first token see the last one?"""
+def test_visibility_of_finetuning(build, tmp_path, batch, pictures, name, visibility, sees):
+    """The first token depends on the last one only under full visibility."""
     words = (*WORDS, *PAPERS[name], f"finetune.visibility={visibility}")
     objective, runner = build(tmp_path / "c.yaml", *words, "finetune.read_out=first")
     images = (batch if name == "igpt" else pictures).inputs
@@ -98,12 +98,12 @@ def test_the_mask_is_kept_or_dropped(build, tmp_path, batch, pictures, name, vis
 
 
 @pytest.mark.parametrize(("kind", "sees"), [("none", False), ("learned", True), ("sincos", True)])
-def test_mp3_learns_of_places_only_with_positions(build, tmp_path, pictures, kind, sees):
-    """Does the class token see the positions of patches (MP3, section 3.3)?"""
+def test_mp3_class_token_depends_on_positions(build, tmp_path, pictures, kind, sees):
+    """Without position embeddings, MP3 is invariant to the order of patches (section 3.3)."""
     words = (*WORDS, *PAPERS["mp3"], f"model.positions={kind}")
     objective, runner = build(tmp_path / "c.yaml", *words)
     images = pictures.inputs
-    # The upper and the lower half, two rows of patches, change places.
+    # Swap the upper and the lower half, two rows of patches.
     moved = torch.cat([images[:, 2:], images[:, :2]], dim=1)
     one, other = (runner.predictions(objective.inputs_from(each)) for each in (images, moved))
     assert torch.allclose(one, other, atol=1e-5) is not sees
@@ -111,8 +111,8 @@ def test_mp3_learns_of_places_only_with_positions(build, tmp_path, pictures, kin
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["igpt", "mp3"])
-def test_drop_path_leaves_halves_of_blocks_out(build, tmp_path, batch, pictures, name):
-    """The first block of two is never dropped, the second as often as the rate says."""
+def test_drop_path_drops_attention_and_mlp_independently(build, tmp_path, batch, pictures, name):
+    """The first of two blocks is never dropped, the second at the given rate."""
     words = (*WORDS, *PAPERS[name], "finetune.drop_path=0.4")
     objective, runner = build(tmp_path / "c.yaml", *words)
     images = batch if name == "igpt" else pictures
@@ -135,14 +135,14 @@ def test_drop_path_leaves_halves_of_blocks_out(build, tmp_path, batch, pictures,
     mixed, bias = second.mlp(second.pre_mlp_layernorm(expected))
     expected = expected + kept[:, 1:] * (mixed if bias is None else mixed + bias)
     torch.testing.assert_close(second.train()(middle)[0], expected)
-    # Evaluation leaves nothing out.
+    # Evaluation drops nothing.
     assert torch.equal(
         runner.predictions(objective.inputs_from(images.inputs)),
         runner.predictions(objective.inputs_from(images.inputs, sample_index=samples + 99)),
     )
 
 
-def test_an_image_without_a_label_adds_nothing_to_the_class_loss(build, tmp_path, batch):
+def test_unlabelled_images_add_nothing_to_the_loss(build, tmp_path, batch):
     objective, _ = build(tmp_path / "c.yaml", *WORDS)
     logits = torch.randn(2, 5)
     alone = objective.loss(logits[:1], (torch.tensor([3]),))
@@ -151,7 +151,7 @@ def test_an_image_without_a_label_adds_nothing_to_the_class_loss(build, tmp_path
 
 
 @pytest.mark.parametrize("weight", [0, 1])
-def test_the_class_head_starts_at_zero_and_the_others_keep_their_names(build, tmp_path, weight):
+def test_class_head_starts_at_zero_and_keeps_other_names(build, tmp_path, weight):
     words = (*WORDS, f"finetune.generative_weight={weight}")
     with_classes, _ = build(tmp_path / "c.yaml", *words)
     without, _ = build(tmp_path / "c.yaml")
@@ -163,7 +163,7 @@ def test_the_class_head_starts_at_zero_and_the_others_keep_their_names(build, tm
     assert names == (plain if weight else {"norm.weight"}) | new
 
 
-def test_each_layer_learns_slower_than_the_one_above(build, tmp_path):
+def test_layer_decay_scales_learning_rates(build, tmp_path):
     objective, _ = build(tmp_path / "c.yaml", *WORDS, "finetune.layer_decay=0.5")
     layers = [plan.build() for plan in objective.layer_plans()]
     scales = [
@@ -173,7 +173,7 @@ def test_each_layer_learns_slower_than_the_one_above(build, tmp_path):
     assert scales == [{0.125}, {0.25}, {0.5}, {1.0}]
 
 
-def test_depth_of_a_layer_is_declared_and_not_read_off_its_name(build, tmp_path):
+def test_layer_decay_is_independent_of_layer_names(build, tmp_path):
     objective, _ = build(tmp_path / "c.yaml", *WORDS, "finetune.layer_decay=0.5")
     plans = objective.paper.layer_plans()
     renamed = [dataclasses.replace(plan, name=f"part{i}") for i, plan in enumerate(plans)]
@@ -182,8 +182,8 @@ def test_depth_of_a_layer_is_declared_and_not_read_off_its_name(build, tmp_path)
     assert scales == [0.125, 0.25, 0.5, 1.0]
 
 
-def test_classes_are_put_on_a_composition_that_stays_as_it_is(build, tmp_path, batch):
-    """Visibility, layers and loss are the operator's; what is read is asked of its backbone."""
+def test_classification_does_not_modify_the_paper(build, tmp_path, batch):
+    """Classification copies the paper as its backbone if it changes visibility."""
     words = (*WORDS, "finetune.visibility=full")
     objective, _ = build(tmp_path / "c.yaml", *words)
     plain = OBJECTIVES["igpt"](objective.config, objective.context)

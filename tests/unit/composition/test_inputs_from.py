@@ -1,4 +1,4 @@
-"""What goes into a model of a user's own data, and which options each paper takes by name."""
+"""`inputs_from`: the options that each paper accepts, their effect and their errors."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ COMPOSED = (
     "name: compose, reads: {kind: patches, patch_size: 4}, condition: {kind: class, num_classes: 3}"
 )
 PAPERS = {
-    # name: objective, kind of its inputs, what may be named besides samples
+    # name: objective, kind of its inputs, options accepted besides sample_index
     "igpt": ("{name: igpt, vocabulary_size: 12}", "ids", {"order"}),
     "bert": ("{name: igpt, vocabulary_size: 12, mode: bert}", "ids", {"mask"}),
     "givt": (f"{{name: givt, {LATENTS}}}", "latents", {"order", "labels"}),
@@ -84,7 +84,7 @@ def make(build_paper):
 
 
 @pytest.mark.parametrize("name", list(PAPERS))
-def test_what_does_not_apply_is_refused_with_what_does(make, name):
+def test_inapplicable_options_raise_and_list_the_applicable(make, name):
     objective, inputs = make(name)
     known = PAPERS[name][2]
     plain = objective.inputs_from(inputs, sample_index=torch.arange(4))
@@ -103,21 +103,21 @@ def test_what_does_not_apply_is_refused_with_what_does(make, name):
 
 
 @pytest.mark.parametrize("name", list(PAPERS))
-def test_what_is_absent_is_no_choice(make, name):
-    """None is what an option is that nobody gave."""
+def test_none_is_the_default_of_every_option(make, name):
+    """Passing None equals omitting the option."""
     objective, inputs = make(name)
     plain = objective.inputs_from(inputs)
     chosen = objective.inputs_from(inputs, **dict.fromkeys(PAPERS[name][2]))
     assert all(torch.equal(a, b) for a, b in zip(plain, chosen, strict=True))
 
 
-def test_latents_without_a_sample_are_their_mean(make):
+def test_latents_without_sample_index_are_means(make):
     objective, inputs = make("givt")
     tokens = objective.reads.sequence(inputs[:, 0].float())
     assert torch.equal(objective.inputs_from(inputs)[0], tokens[:, :-1])
 
 
-def test_nothing_is_hidden_until_a_sample_or_a_mask_says_so(make):
+def test_maskgit_hides_nothing_without_sample_index_or_mask(make):
     objective, inputs = make("maskgit")
     assert not objective.inputs_from(inputs)[2].any()
     drawn = objective.inputs_from(inputs, sample_index=torch.arange(4))[2]
@@ -126,21 +126,21 @@ def test_nothing_is_hidden_until_a_sample_or_a_mask_says_so(make):
     assert torch.equal(chosen, VALUES["mask"])
 
 
-def test_a_share_is_hidden_without_a_sample_too(make):
-    """Of nine patches two thirds are seen, and the class token."""
+def test_mp3_masks_without_sample_index(make):
+    """mask_ratio 1/3 leaves six of nine patches and the class token as context."""
     objective, inputs = make("mp3")
     assert objective.inputs_from(inputs)[1].shape == (4, 10)
     assert objective.inputs_from(inputs, mask_ratio=1 / 3)[1].shape == (4, 7)
 
 
 @pytest.mark.parametrize("name", ["gvp", "composed_groups"])
-def test_every_patch_has_a_query_whatever_the_groups(make, name):
-    """By hand: content in the order, groups 0 to 2 of 3, 2 and 4 patches, queries likewise."""
+def test_every_patch_has_a_query(make, name):
+    """Content and queries follow the order; groups 0 to 2 have 3, 2 and 4 patches."""
     objective, inputs = make(name)
     order = VALUES["order"]
     rows = objective.inputs_from(inputs, order=order, boundaries=(3, 5))
     patches, groups = objective.reads.of(inputs), torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2])
-    front = int(name == "composed_groups")  # its start token
+    front = int(name == "composed_groups")  # the start token
     assert torch.equal(rows[0], gather_tokens(patches, order))
     assert torch.equal(rows[1], order)
     assert torch.equal(rows[2][:, front:], groups.expand(4, -1))
@@ -158,13 +158,13 @@ def test_every_patch_has_a_query_whatever_the_groups(make, name):
         ("givt", {"labels": torch.tensor([3, 0, 0, 0])}, "labels must be in 0..2"),
     ],
 )
-def test_values_that_do_not_fit_are_refused(make, name, options, message):
+def test_invalid_values_raise(make, name, options, message):
     objective, inputs = make(name)
     with pytest.raises(UserError, match=message):
         objective.inputs_from(inputs, **options)
 
 
-def test_ids_that_no_colour_has_are_refused(make):
+def test_ids_outside_the_vocabulary_raise(make):
     objective, inputs = make("igpt")
     with pytest.raises(UserError, match="range from 0 to 12; objective.vocabulary_size 12"):
         objective.inputs_from(inputs.clone().fill_(0).index_fill(1, torch.tensor([4]), 12))

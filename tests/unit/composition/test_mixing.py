@@ -1,4 +1,4 @@
-"""Mixup and CutMix against loops over pixels, and what fine-tuning makes of mixed labels."""
+"""Mixup and CutMix against loops over pixels, and the loss on mixed labels."""
 
 import math
 
@@ -22,7 +22,7 @@ def photographs(count=8):
 
 
 def mixed_by_loops(images, labels, pairs, *, mixup, cutmix):
-    """Each image with its neighbour, one pixel after the other."""
+    """Mix each image with its neighbour pixel by pixel."""
     mixed, shares = np.zeros(images.shape), np.zeros((len(images), CLASSES))
     cuts = 0
     for i, pair in enumerate(pairs):
@@ -51,7 +51,7 @@ def mixed_by_loops(images, labels, pairs, *, mixup, cutmix):
 
 
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.8, 1.0), (0.8, 0.0), (0.0, 1.0)])
-def test_mixtures_by_loops(mixup, cutmix):
+def test_mixing_matches_plain_loops(mixup, cutmix):
     images, labels = photographs(24), torch.randint(CLASSES, (24,))
     index = torch.arange(100, 124)
     mix = Mixing(mixup=mixup, cutmix=cutmix, seed=5)
@@ -60,10 +60,10 @@ def test_mixtures_by_loops(mixup, cutmix):
         images.numpy(), labels.tolist(), (index // 2).tolist(), mixup=mixup, cutmix=cutmix
     )
     assert cuts in {(0.8, 0.0): [0], (0.0, 1.0): [24]}.get((mixup, cutmix), range(6, 20))
-    # Half a step of rounding, and what the table of quantiles is off.
+    # Half a level of rounding plus the error of the quantile table.
     assert np.abs(mixed.numpy() - expected).max() < 0.6
     np.testing.assert_allclose(shares, classes, atol=1e-4)
-    # Any even micro-batch mixes the same.
+    # An even micro-batch is mixed as in the whole batch.
     again, _ = mix(images[6:10], labels[6:10], index[6:10], num_classes=CLASSES)
     assert torch.equal(again, mixed[6:10])
 
@@ -71,8 +71,8 @@ def test_mixtures_by_loops(mixup, cutmix):
 MIXING = ("finetune.mixup=0.8", "finetune.cutmix=1.0", "finetune.label_smoothing=0.1")
 
 
-def test_shares_of_classes_are_scored(build, tmp_path):
-    """Training sees mixtures, evaluation does not."""
+def test_loss_uses_mixed_labels(build, tmp_path):
+    """Only training mixes images."""
     words = (*WORDS, "objective={name: gvp, patch_size: 2, num_groups: 2}", *PATCHES, *MIXING)
     objective, runner = build(tmp_path / "c.yaml", *words)
     images = photographs(6)[:, :4, :4].contiguous()
@@ -93,16 +93,16 @@ def test_shares_of_classes_are_scored(build, tmp_path):
     assert torch.equal(objective.sequence(batch).targets[-1], batch.labels)
 
 
-def test_what_cannot_be_mixed_is_refused(build, tmp_path, shard_folders):
+def test_unsupported_mixing_is_refused(build, tmp_path, shard_folders):
     from megavis.config.checks import check_world
     from megavis.data.format.manifest import Manifest
 
     objective, _ = build(tmp_path / "c.yaml", *WORDS, *MIXING)
-    complaints = objective.check_data(Manifest.read(shard_folders / "train"))
-    assert "finetune.mixup and cutmix need jpeg shards" in list(complaints)[0]
+    issues = objective.check_data(Manifest.read(shard_folders / "train"))
+    assert "finetune.mixup and cutmix need jpeg shards" in list(issues)[0]
     config, size = objective.config, objective.config.training.batch_size
-    complaints = dict(check_world(config, size))
-    assert "make it even" in complaints["training.micro_batch_size"]
+    issues = dict(check_world(config, size))
+    assert "make it even" in issues["training.micro_batch_size"]
     with pytest.raises(UserError, match=r"finetune.layer_decay: applies to trained layers"):
         build(
             tmp_path / "c.yaml",

@@ -1,8 +1,8 @@
-"""What a GPU would do in a step, on a machine without one.
+"""GPU behaviour of a training step, tested without a GPU: synchronization and kernel counts.
 
-Tensors of the meta device hold no numbers, so whatever looks at one fails; a copy from the host,
-which a device would wait for too, is noticed by the dispatcher, and so is every kernel. Fake CUDA
-tensors know their device: whatever mixes devices fails. They have no backward pass without a GPU.
+Meta tensors hold no data, so reading a value fails, and a dispatch mode records host copies and
+kernels. Fake CUDA tensors carry a device, so mixing devices fails; without a GPU they have no
+backward pass.
 """
 
 import functools
@@ -29,7 +29,7 @@ GIVT = "objective={name: givt, latent_channels: 4, downsampling: 4, num_componen
 MASKGIT = GIVT.replace("givt", "givt_maskgit")
 IDS = ["objective.vocabulary_size=12", "objective.variant=d2d"]
 PAPERS = [
-    # words of the config of a small GVP, inputs as shards hold them
+    # overrides of a small GVP's config, inputs as stored in shards
     (["objective={name: igpt, vocabulary_size: 12}"], torch.zeros(2, 144).byte()),
     (
         ["objective={name: igpt, vocabulary_size: 12, mode: bert, order: random}"],
@@ -56,8 +56,8 @@ PAPERS = [
     (["objective.order=raster", "objective.normalize_targets=true"], IMAGES),
 ]
 
-# Kernels of a block of each in bf16, forward and backward: plain, and as they are chosen for a GPU.
-# Attention counts as one each way. Fewer are better: lower the second number with the kernels.
+# Kernels per block of each model in bf16, forward and backward: unfused, and the GPU's upper bound.
+# Attention counts as one in each direction. Lower the bound when kernels are removed.
 KERNELS = [
     *[(60, 37)] * 4,
     *[(116, 41), (125, 43), (63, 40), (69, 39), (69, 39), (125, 43), (69, 39), (69, 39)],
@@ -65,7 +65,7 @@ KERNELS = [
 
 
 class NoCopies(TorchDispatchMode):
-    """Notes operations that take a tensor of the host, or give one."""
+    """Record operations with a host tensor as argument or result."""
 
     def __init__(self):
         super().__init__()
@@ -80,7 +80,7 @@ class NoCopies(TorchDispatchMode):
 
 
 class NoNumbers(TorchFunctionMode):
-    """Notes tensors made of numbers of the host, which no dispatcher sees."""
+    """Record tensors created from Python numbers, which bypass the dispatcher."""
 
     MAKERS = (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor)
 
@@ -95,11 +95,11 @@ class NoNumbers(TorchFunctionMode):
 
 
 @pytest.mark.parametrize(("words", "inputs"), PAPERS)
-def test_a_step_never_asks_the_host(build_gvp, words, inputs):
+def test_step_does_not_synchronize_with_the_host(build_gvp, words, inputs):
     objective, runner = build_gvp(*words)
     layers = [layer.to("meta") for layer in runner.layers.modules]
     batch = batch_of(inputs).to("meta")
-    # What is sent once, before the first step ends, may be sent.
+    # Copies that happen only in the first step are allowed.
     step(objective, layers, batch)
     with NoCopies() as copies, NoNumbers() as numbers:
         loss = step(objective, layers, batch)
@@ -128,18 +128,18 @@ def move_to_fake_cuda(layer, mode):
 
 @pytest.fixture(scope="module")
 def fake_gpu():
-    """One for all tests: what is kept by device, such as mean colours, belongs to it.
+    """Return one mode for all tests, as tensors cached per device belong to it.
 
-    Orders are made on the host when the model is listed, and sent to the device here.
+    Orders are created on the host with the model and copied to the device here.
     """
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 @pytest.mark.parametrize(("words", "inputs"), PAPERS)
-def test_forward_passes_keep_to_one_gpu_and_read_nothing(
+def test_forward_pass_uses_one_device_and_reads_no_values(
     build_gvp, fake_gpu, monkeypatch, words, inputs
 ):
-    # Nothing is compiled for a GPU that is not there.
+    # Compilation would need a GPU.
     monkeypatch.setattr(kernels, "compiled", lambda function: function)
     objective, runner = build_gvp(*words)
     batch = batch_of(inputs)
@@ -161,9 +161,9 @@ def test_forward_passes_keep_to_one_gpu_and_read_nothing(
         lambda x: x[x > 0],
         lambda x: x + torch.ones(3),
     ],
-    ids=["a number", "a truth", "a size", "two devices"],
+    ids=["item", "bool", "dynamic shape", "two devices"],
 )
-def test_fake_tensors_notice(read):
+def test_fake_tensors_detect_synchronization(read):
     with FakeTensorMode():
         given = torch.ones(3, device="cuda")
         with pytest.raises((RuntimeError, NotImplementedError)):
@@ -171,7 +171,7 @@ def test_fake_tensors_notice(read):
 
 
 class Kernels(TorchDispatchMode):
-    """Counts operations that compute; views and bare allocations start no kernel."""
+    """Count operations that launch kernels; views and allocations do not."""
 
     ALLOCATIONS = ("empty", "new_empty", "detach", "_unsafe_view", "lift_fresh", "_reshape_alias")
 
@@ -185,7 +185,7 @@ class Kernels(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
     def as_one(self, function, backward=1):
-        """Count a function as a kernel forward and so many backward, whatever it is made of."""
+        """Count a function as one kernel forward and `backward` kernels backward."""
         mode = self
 
         class Fused(torch.autograd.Function):
@@ -225,7 +225,7 @@ class Kernels(TorchDispatchMode):
     ("words", "inputs", "counts"),
     [(*paper, counts) for paper, counts in zip(PAPERS, KERNELS, strict=True)],
 )
-def test_a_block_starts_few_kernels(build_gvp, monkeypatch, words, inputs, counts):
+def test_kernel_count_per_block(build_gvp, monkeypatch, words, inputs, counts):
     objective, runner = build_gvp(*words)
     layers = [layer.to("meta", torch.bfloat16) for layer in runner.layers.modules]
     counted, plain_sdpa = Kernels(), F.scaled_dot_product_attention
@@ -234,12 +234,12 @@ def test_a_block_starts_few_kernels(build_gvp, monkeypatch, words, inputs, count
     )
     monkeypatch.setattr(kernels, "compiled", functools.cache(counted.as_one))
 
-    # The meta device has no FlexAttention; a product of gradient and output precedes its backward.
+    # The meta device lacks FlexAttention, whose backward multiplies gradient and output first.
     def like_flex(query, key, value, blocks):
         return plain_sdpa(query, key, value)
 
     monkeypatch.setattr(attention, "two_stream_attention", counted.as_one(like_flex, backward=2))
-    # What chooses kernels asks for it; small sequences take FlexAttention as long ones do.
+    # Select GPU kernels, and FlexAttention for short sequences too.
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(attention, "suits_flex", lambda query, dropout: True)
     state = objective.sequence(batch_of(inputs).to("meta")).inputs
@@ -249,7 +249,7 @@ def test_a_block_starts_few_kernels(build_gvp, monkeypatch, words, inputs, count
         state = layer(state)
     state = tree_map(torch.Tensor.detach, state)
     tree_leaves(state)[0].requires_grad_()
-    # Tables of positions and masks are made in the first block of a step, once for all.
+    # The first pass builds position tables and masks, which later blocks reuse.
     for _ in range(2):
         layer.zero_grad()
         counted.count = 0
@@ -266,13 +266,11 @@ def test_a_block_starts_few_kernels(build_gvp, monkeypatch, words, inputs, count
 
 
 @pytest.mark.parametrize(("words", "inputs"), PAPERS)
-def test_kernels_of_a_gpu_give_the_plain_forms_loss_and_gradients(
-    build_gvp, monkeypatch, words, inputs
-):
+def test_gpu_kernels_match_plain_loss_and_gradients(build_gvp, monkeypatch, words, inputs):
     objective, runner = build_gvp(*words)
     layers, batch = runner.layers.modules, batch_of(inputs)
     parameters = [p for layer in layers for p in layer.parameters() if p.requires_grad]
-    # Heads start at zero, and would hide what is below them.
+    # Zero-initialized heads would hide differences below them.
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in parameters:

@@ -1,4 +1,4 @@
-"""What papers declare of random draws is what their inputs hold, and decides how often to look."""
+"""`has_random_features` and `has_random_sequence` match the randomness of each paper's inputs."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from megavis.data.loading.batch import Batch
 GIVT = "latent_channels: 4, downsampling: 4, num_classes: 3, num_components: 2"
 PATCHES = "patch_size: 4"
 MODELS = {
-    # name: objective, kind of its inputs, is its training random, are its features
+    # name: objective, kind of its inputs, random training sequence, random features
     "igpt": ("{name: igpt, vocabulary_size: 12}", "ids", False, False),
     "bert": ("{name: igpt, vocabulary_size: 12, mode: bert}", "ids", True, True),
     "givt": (f"{{name: givt, {GIVT}}}", "latents", True, True),
@@ -62,7 +62,7 @@ ALONE = (*JOINT, "finetune.generative_weight=0", "finetune.drop_path=0.3")
 
 @pytest.fixture
 def make(build_paper):
-    """Build a small model and its inputs; twelve pixels, or nine patches or latents."""
+    """Build a small model and four of its inputs."""
 
     def make(name, *words):
         objective, kind, *_ = MODELS[name]
@@ -78,14 +78,14 @@ def make(build_paper):
 
 
 def differs(read, inputs):
-    """Say whether what is read off the same samples differs from one view to another."""
+    """Return whether `read` differs between views of the same samples."""
     labels, index = torch.zeros(len(inputs), dtype=torch.int64), torch.arange(len(inputs))
     views = [read(Batch(inputs, labels, index + 100 * view)) for view in range(3)]
     return any(not torch.allclose(views[0], other, rtol=1e-3, atol=1e-4) for other in views[1:])
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-def test_features_differ_between_views_where_it_is_declared(make, name):
+def test_declared_randomness_of_features(make, name):
     objective, runner, inputs = make(name)
     found = differs(lambda batch: runner.features(objective.feature_inputs(batch)), inputs)
     assert objective.has_random_features is found is MODELS[name][3]
@@ -93,8 +93,8 @@ def test_features_differ_between_views_where_it_is_declared(make, name):
 
 @pytest.mark.parametrize("words", [JOINT, ALONE], ids=["joint", "alone"])
 @pytest.mark.parametrize("name", list(MODELS))
-def test_classes_differ_between_views_where_it_is_declared(make, name, words):
-    """Without the paper's own loss classes are read off features, with drop path too."""
+def test_declared_randomness_of_classes(make, name, words):
+    """Without a generative loss, classes are read from features, also with drop path."""
     objective, runner, inputs = make(name, *words)
 
     def logits(batch):

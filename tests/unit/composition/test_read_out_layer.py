@@ -1,4 +1,4 @@
-"""Classes read off any layer, or several: against the features of the network, and scikit-learn."""
+"""Classifiers on any layer or several, against the network's features and scikit-learn."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ LINEAR = ("finetune.linear_evaluation=true", "finetune.standardize=false")
 
 @pytest.fixture
 def images():
-    """Six images as ids, or as pixels."""
+    """Return a function that gives six images as ids or pixels."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 32, (6, 16), generator=generator)
     pixels = torch.randint(0, 256, (6, 4, 4, 3), generator=generator).to(torch.uint8)
@@ -27,7 +27,7 @@ def images():
 
 
 def features(objective, runner, inputs):
-    """Return all layers' features of the network below the classifier, `[L + 1, b, h]`."""
+    """Return the features of all layers below the classifier, `[L + 1, b, h]`."""
     from megavis.model.inference import Inference
     from megavis.model.stack import LayerStack, LocalLayers
 
@@ -44,7 +44,7 @@ def features(objective, runner, inputs):
 
 @pytest.mark.parametrize("layer", [0, 1, 3])
 @pytest.mark.parametrize("name", list(PAPERS))
-def test_classes_are_read_off_the_named_layer(build, tmp_path, images, name, layer):
+def test_classifier_reads_the_configured_layer(build, tmp_path, images, name, layer):
     words = (*WORDS, *LAYERS, *PAPERS[name], f"finetune.layer={layer}")
     objective, runner = build(tmp_path / "c.yaml", *words)
     inputs = images(name)
@@ -58,7 +58,7 @@ def test_classes_are_read_off_the_named_layer(build, tmp_path, images, name, lay
     assert str(layer + 1) not in names
 
 
-def test_the_last_layer_is_the_default(build, tmp_path, images):
+def test_last_layer_is_the_default(build, tmp_path, images):
     words = (*WORDS, *LAYERS)
     named, runner = build(tmp_path / "c.yaml", *words, "finetune.layer=3")
     same, other = build(tmp_path / "c.yaml", *words)
@@ -72,27 +72,27 @@ def test_the_last_layer_is_the_default(build, tmp_path, images):
     assert named.flops_per_image() == same.flops_per_image()
 
 
-def test_layers_stand_side_by_side(build, tmp_path, images):
-    """iGPT, section 4.4: features of adjacent layers, concatenated, the named one in the middle."""
+def test_concatenated_layers(build, tmp_path, images):
+    """iGPT, section 4.4: concatenate features of adjacent layers around the configured one."""
     words = (*WORDS, *LAYERS, *LINEAR, "finetune.layer=1", "finetune.concatenate=3")
     objective, runner = build(tmp_path / "c.yaml", *words)
     inputs = images("igpt")
     linear = runner.layers.modules[-1].classifier.linear
     rows = np.concatenate(list(features(objective, runner, inputs)[0:3]), axis=1)
     expected = rows @ linear.weight.detach().numpy().T + linear.bias.detach().numpy()
-    for _ in range(2):  # nothing of the first pass is left in the second
+    for _ in range(2):  # the second pass must not reuse state of the first
         got = runner.predictions(objective.inputs_from(inputs))
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_linear_evaluation_learns_the_classifier_alone(build, tmp_path):
+def test_linear_evaluation_trains_only_the_classifier(build, tmp_path):
     _, runner = build(tmp_path / "c.yaml", *WORDS, *LAYERS, *LINEAR, "finetune.layer=2")
     learned = {name for name, p in runner.layers.named_parameters() if p.requires_grad}
     assert learned == {"blocks.2.classifier.linear.weight", "blocks.2.classifier.linear.bias"}
 
 
-def test_sgd_on_fixed_features_finds_what_scikit_learn_finds(build, tmp_path, images):
-    """The probe of iGPT, section 3.4: the loss of the linear model that SGD ends at."""
+def test_linear_probe_converges_to_scikit_learn(build, tmp_path, images):
+    """iGPT's probe (section 3.4): SGD reaches the loss of logistic regression."""
     from sklearn.linear_model import LogisticRegression
 
     from megavis.training.optimizer import build_optimizer, learning_rate
@@ -102,7 +102,7 @@ def test_sgd_on_fixed_features_finds_what_scikit_learn_finds(build, tmp_path, im
         tmp_path / "c.yaml", *WORDS, *LAYERS, *LINEAR, *words, "finetune.layer=2"
     )
     inputs, labels = images("igpt"), torch.tensor([0, 1, 2, 0, 1, 0])
-    # Two images have two labels, so that the best classifier is finite.
+    # Equal images with different labels keep the optimum finite.
     inputs[4], inputs[5] = inputs[0], inputs[1]
     inputs[3] = inputs[2]
     sequence = objective.inputs_from(inputs)
@@ -131,8 +131,8 @@ def test_sgd_on_fixed_features_finds_what_scikit_learn_finds(build, tmp_path, im
 
 
 @pytest.mark.parametrize("name", list(PAPERS))
-def test_features_of_blocks_are_what_the_blocks_give(build, tmp_path, images, name):
-    """GIVT, appendix F: the output of a layer, averaged over the sequence; no norm of it."""
+def test_block_features_are_means_of_block_outputs(build, tmp_path, images, name):
+    """GIVT, appendix F: average a layer's output over the sequence, without a norm."""
     words = (*WORDS, *LAYERS, *LINEAR, *PAPERS[name], "model.features=blocks", "finetune.layer=2")
     objective, runner = build(tmp_path / "c.yaml", *words)
     inputs = objective.inputs_from(images(name))
@@ -171,6 +171,6 @@ def test_features_of_blocks_are_what_the_blocks_give(build, tmp_path, images, na
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(build, tmp_path, words, message):
+def test_incompatible_keys_raise(build, tmp_path, words, message):
     with pytest.raises(UserError, match=message):
         build(tmp_path / "c.yaml", *WORDS, *LAYERS, *words)

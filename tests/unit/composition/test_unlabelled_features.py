@@ -1,4 +1,4 @@
-"""Features and classes are read off inputs that do not hold the class."""
+"""Features and class logits of class-conditional models do not depend on the label."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ FINETUNE = (
 
 
 class FirstPixels:
-    """A VAE whose latents are the first numbers of an image."""
+    """A VAE whose latents are the first values of an image."""
 
     def to(self, device):
         return self
@@ -39,7 +39,7 @@ class FirstPixels:
 
 @pytest.fixture
 def make(build_paper):
-    """Build a small class-conditional model of one of the papers."""
+    """Build a small class-conditional model."""
 
     def make(name, *words):
         text = tiny(
@@ -54,7 +54,7 @@ def make(build_paper):
 
 
 def random_batch(name, count, seed=0):
-    """Return random latents (for an encoder, random images) with random labels."""
+    """Return random latents, or images for an encoder, with random labels."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(NUM_CLASSES, (count,), generator=generator)
     if name == "encoder_decoder":
@@ -65,7 +65,7 @@ def random_batch(name, count, seed=0):
     return Batch(inputs, labels, torch.arange(count))
 
 
-def test_every_paper_that_takes_labels_is_tested_here():
+def test_all_class_conditional_papers_are_covered():
     wanted = {
         name for name, paper in PAPERS.items() if "num_classes" in paper.config_type.model_fields
     }
@@ -77,7 +77,7 @@ def tokenized(name):
 
 
 @pytest.mark.parametrize("name", list(OBJECTIVES))
-def test_random_labels_are_not_found_in_features_of_random_images(make, name):
+def test_features_do_not_leak_labels(make, name):
     objective, runner = make(name, *tokenized(name))
     batch = random_batch(name, 600)
     layers = runner.features(objective.backbone.feature_inputs(batch)).numpy()
@@ -85,13 +85,13 @@ def test_random_labels_are_not_found_in_features_of_random_images(make, name):
     for features in layers:
         features = (features - features.mean(0)) / features.std(0).clip(1e-6)
         probe = LogisticRegression(max_iter=300).fit(features[train], batch.labels[train])
-        # Four deviations of the share right among 200 guesses between ten classes.
+        # Chance for ten classes plus four standard deviations over 200 guesses.
         assert probe.score(features[test], batch.labels[test]) < 0.1 + 4 * (0.09 / 200) ** 0.5
 
 
 @pytest.mark.parametrize("words", [(), FINETUNE, (*FINETUNE, "finetune.generative_weight=1")])
 @pytest.mark.parametrize("name", list(OBJECTIVES))
-def test_neither_features_nor_classes_change_with_the_labels(make, name, words):
+def test_features_and_logits_are_independent_of_labels(make, name, words):
     objective, runner = make(name, *tokenized(name), *words)
     batch = random_batch(name, 6)
     other = Batch(batch.inputs, batch.labels.roll(1), batch.sample_index)
@@ -106,11 +106,11 @@ def test_neither_features_nor_classes_change_with_the_labels(make, name, words):
         for each in (batch, other)
     ]
     assert all(torch.equal(logits[0], each) for each in logits[1:])
-    assert logits[0].std(0).min() > 0, "they do change with the image"
+    assert logits[0].std(0).min() > 0, "logits must depend on the image"
 
 
 @pytest.mark.parametrize("name", ["causal", "masked"])
-def test_features_are_those_of_the_null_label_with_nothing_hidden(make, name):
+def test_features_use_the_null_label_and_no_mask(make, name):
     objective, _ = make(name)
     tokens, _, third, rows = objective.backbone.feature_inputs(random_batch(name, 5))
     assert tokens.shape == (5, 15 if name == "causal" else 16, 4)
@@ -120,7 +120,7 @@ def test_features_are_those_of_the_null_label_with_nothing_hidden(make, name):
 
 
 @pytest.mark.parametrize("name", list(OBJECTIVES))
-def test_a_run_without_a_null_label_is_refused_by_its_key(make, name):
+def test_missing_null_label_raises(make, name):
     words = (*tokenized(name), "objective.label_dropout=0")
     objective, _ = make(name, *words)
     with pytest.raises(UserError, match=r"objective\.label_dropout is 0"):
@@ -128,7 +128,7 @@ def test_a_run_without_a_null_label_is_refused_by_its_key(make, name):
     for more in (FINETUNE, (*FINETUNE[1:], "evaluation={what: [probe]}")):
         with pytest.raises(UserError, match=r"objective\.label_dropout: is 0"):
             make(name, *words, *more)
-    # Without classes no input holds one.
+    # An unconditional model needs no null label.
     objective, _ = make(name, *words, "objective.num_classes=0")
     rows = objective.backbone.feature_inputs(random_batch(name, 3))[3]
     assert len(np.unique(rows)) == 1
