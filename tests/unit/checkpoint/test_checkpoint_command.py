@@ -1,4 +1,4 @@
-"""`megavis checkpoint`: what it lists, finds damaged, deletes and converts."""
+"""`megavis checkpoint`: list, verify, prune and convert."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ SHAPES = {"weight/a.weight": (8, 6), "exp_avg/a.weight": (8, 6), "weight/b.bias"
 
 
 def write_step(run, step):
-    """Write a checkpoint of three tensors, the matrices cut in two."""
+    """Write a checkpoint of three tensors; the matrices are split in two."""
     folder = run / "checkpoints" / f"step-{step:08d}"
     folder.mkdir(parents=True)
     torch.manual_seed(step)
@@ -66,8 +66,8 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
-def test_any_flipped_byte_is_found_and_its_tensor_named(tmp_path):
-    """Every byte of the manifest and of a file, headers included, each in turn."""
+def test_flipped_bytes_are_detected_and_located(tmp_path):
+    """Flip each byte of a file, including its header, and every third byte of the manifest."""
     folder, _ = write_step(tmp_path, 1)
     assert list(damages(folder)) == []
     path = folder / "rank-00001.safetensors"
@@ -110,14 +110,14 @@ def test_list_and_verify(run, capsys):
     assert "it has 2, 4, 6, 8" in capsys.readouterr().err
 
 
-def test_prune_keeps_every_so_many_steps_and_the_newest(run, capsys):
+def test_prune_keeps_every_nth_step_and_the_newest(run, capsys):
     assert main(["checkpoint", "prune", str(run), "--keep-last", "1", "--keep-every", "4"]) == 0
     assert saved_steps(run) == [4, 8]
     assert "deleted 2 of 4; kept 4, 8" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("tensor", "data", "num_files"), [(1, 1, 1), (4, 1, 4), (2, 2, 4)])
-def test_convert_keeps_every_number(tmp_path, tensor, data, num_files):
+def test_convert_preserves_all_tensors(tmp_path, tensor, data, num_files):
     source, whole = write_step(tmp_path / "run", 3)
     target = tmp_path / "other"
     words = ["checkpoint", "convert", str(tmp_path / "run"), str(target)]

@@ -1,4 +1,4 @@
-"""Checkpoints are there completely or not at all, and damage is named."""
+"""Checkpoint folders: atomic publishing, pruning, recovery and damage reports."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ from megavis.data.format.files import sha256_of_file, write_atomically
 
 
 def write_checkpoint(run: Path, step: int) -> Path:
-    """Write a checkpoint of one matrix, split by columns over two files, and publish it."""
+    """Publish a checkpoint of one matrix, split by columns over two files."""
     partial = partial_folder(run, step)
     partial.mkdir(parents=True)
     whole = torch.arange(24, dtype=torch.float32).view(4, 6) + step
@@ -58,7 +58,7 @@ def write_checkpoint(run: Path, step: int) -> Path:
 
 
 @pytest.mark.parametrize(("start", "length"), [(0, 6), (0, 2), (1, 3), (3, 3), (5, 1)])
-def test_any_part_of_a_tensor_is_read_from_its_slices(tmp_path, start, length):
+def test_read_any_range_of_a_sliced_tensor(tmp_path, start, length):
     folder = write_checkpoint(tmp_path, 3)
     whole = torch.arange(24, dtype=torch.float32).view(4, 6) + 3
     with CheckpointReader(folder) as reader:
@@ -66,7 +66,7 @@ def test_any_part_of_a_tensor_is_read_from_its_slices(tmp_path, start, length):
     assert torch.equal(part, whole[:, start : start + length])
 
 
-def test_latest_names_the_newest_and_an_unfinished_one_is_not_there(tmp_path):
+def test_partial_checkpoints_are_ignored(tmp_path):
     assert latest_checkpoint(tmp_path) is None
     write_checkpoint(tmp_path, 1)
     newest = write_checkpoint(tmp_path, 2)
@@ -75,7 +75,7 @@ def test_latest_names_the_newest_and_an_unfinished_one_is_not_there(tmp_path):
     assert saved_steps(tmp_path) == [1, 2]
 
 
-def test_a_checkpoint_that_latest_never_named_is_written_again(tmp_path):
+def test_unpublished_checkpoint_is_overwritten(tmp_path):
     write_checkpoint(tmp_path, 1)
     stale = step_folder(tmp_path, 2)
     stale.mkdir()
@@ -85,14 +85,14 @@ def test_a_checkpoint_that_latest_never_named_is_written_again(tmp_path):
     assert latest_checkpoint(tmp_path) == folder
 
 
-def test_latest_that_names_nothing_is_an_error_with_the_steps_there(tmp_path):
+def test_missing_latest_checkpoint_raises(tmp_path):
     folder = write_checkpoint(tmp_path, 1)
     shutil.move(folder, folder.with_name("step-00000009"))
     with pytest.raises(UserError, match="names step-00000001, which is missing; steps here: 9"):
         latest_checkpoint(tmp_path)
 
 
-def test_pruning_keeps_the_newest_and_every_mth(tmp_path):
+def test_prune_keeps_every_nth_and_newest_checkpoints(tmp_path):
     for step in range(1, 10):
         write_checkpoint(tmp_path, step)
     prune(tmp_path, keep_last=2, keep_every=4)
@@ -101,7 +101,7 @@ def test_pruning_keeps_the_newest_and_every_mth(tmp_path):
     assert left == ["latest", "step-00000004", "step-00000008", "step-00000009"]
 
 
-def test_pruning_never_takes_the_one_that_latest_names(tmp_path):
+def test_prune_keeps_latest(tmp_path):
     for step in (1, 2, 3):
         write_checkpoint(tmp_path, step)
     (tmp_path / "checkpoints" / "latest").write_text("step-00000001\n")
@@ -110,8 +110,8 @@ def test_pruning_never_takes_the_one_that_latest_names(tmp_path):
 
 
 @pytest.mark.parametrize("named", ["step-00000002", "step-00000009", "", None])
-def test_a_run_goes_on_from_what_latest_names_or_else_from_the_newest(tmp_path, context, named):
-    """One that is newer than `latest` was not finished; without `latest` all are finished ones."""
+def test_resume_from_latest_or_else_the_newest(tmp_path, context, named):
+    """Checkpoints newer than `latest` are unfinished; without `latest` all count as finished."""
     for step in (1, 2, 3):
         write_checkpoint(tmp_path, step)
     pointer = tmp_path / "checkpoints" / "latest"
@@ -124,7 +124,7 @@ def test_a_run_goes_on_from_what_latest_names_or_else_from_the_newest(tmp_path, 
     assert newest_intact_checkpoint(tmp_path / "nothing", context) is None
 
 
-def test_what_was_set_aside_goes_when_newer_ones_are_kept(tmp_path, context):
+def test_set_aside_checkpoint_is_pruned_after_newer_ones(tmp_path, context):
     for step in (1, 2, 3):
         folder = write_checkpoint(tmp_path, step)
     (folder / "manifest.json").write_bytes(b"\xff{")
@@ -141,7 +141,7 @@ def test_what_was_set_aside_goes_when_newer_ones_are_kept(tmp_path, context):
     assert not (tmp_path / "checkpoints" / "step-00000003.set-aside").exists()
 
 
-def test_every_flipped_byte_is_found(tmp_path, context):
+def test_check_files_detects_flipped_bytes(tmp_path, context):
     folder = write_checkpoint(tmp_path, 1)
     path = folder / "rank-00001.safetensors"
     content = path.read_bytes()
@@ -154,7 +154,7 @@ def test_every_flipped_byte_is_found(tmp_path, context):
             check_files(folder, context)
 
 
-def test_a_cut_or_missing_file_is_named(tmp_path, context):
+def test_truncated_or_missing_file_is_reported(tmp_path, context):
     folder = write_checkpoint(tmp_path, 1)
     path = folder / "rank-00000.safetensors"
     path.write_bytes(path.read_bytes()[:-3])
@@ -165,14 +165,14 @@ def test_a_cut_or_missing_file_is_named(tmp_path, context):
         check_files(folder, context)
 
 
-def test_a_damaged_manifest_says_where(tmp_path):
+def test_damaged_manifest_is_reported(tmp_path):
     folder = write_checkpoint(tmp_path, 1)
     content = json.loads((folder / "manifest.json").read_text())
     content["step"] = 2
     (folder / "manifest.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="its content has changed since it was written"):
         read_manifest(folder)
-    del content["checksum"]  # as in checkpoints from before there was one
+    del content["checksum"]  # as in checkpoints of earlier versions
     content["step"] = "three"
     (folder / "manifest.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="damaged at step"):
@@ -185,8 +185,8 @@ def test_a_damaged_manifest_says_where(tmp_path):
         read_manifest(folder)
 
 
-def test_pickles_are_never_opened(tmp_path, context):
-    """A file that would run code when unpickled is refused by its hash and by its form."""
+def test_pickles_are_refused(tmp_path, context):
+    """A pickle file is refused by its hash and by the safetensors header check."""
     folder = write_checkpoint(tmp_path, 1)
     path = folder / "rank-00000.safetensors"
     torch.save({"weight/w": torch.ones(4, 2)}, path)

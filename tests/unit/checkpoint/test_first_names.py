@@ -1,7 +1,7 @@
-"""Checkpoints of earlier versions load: parameters keep their first names and shapes.
+"""Parameter names and shapes are stable, so that checkpoints of earlier versions load.
 
-`first_names.json` was written on 2026-11-22, before models became compositions. Renaming a
-parameter means teaching `megavis checkpoint convert` its old name.
+`first_names.json` was written on 2026-11-22, before models became compositions. Whoever renames a
+parameter must make `megavis checkpoint convert` accept the old name.
 """
 
 import json
@@ -15,10 +15,10 @@ SIZES = "num_layers: 2, hidden_size: 16, num_attention_heads: 2, normalization: 
 
 
 def config_text(objective, model):
-    """Return a config; `model` is None where the objective has a network of its own."""
+    """Return a config; `model` is None if the objective defines its own network."""
     rest = "" if model is None else f"model: {{{SIZES}, add_bias: true, {model}}}\n"
     if model and "relative" in model:
-        rest += "finetune: {num_classes: 3}\n"  # MP3 has these positions there alone
+        rest += "finetune: {num_classes: 3}\n"  # MP3 supports these positions only in fine-tuning
     return f"""
 name: first
 objective: {objective}
@@ -29,7 +29,7 @@ training: {{steps: 2, batch_size: 2, validate_every: 1}}
 
 
 @pytest.mark.parametrize("name", list(FIRST))
-def test_parameters_keep_their_first_names_and_shapes(context, tmp_path, name):
+def test_parameter_names_and_shapes_are_stable(context, tmp_path, name):
     from megavis.config.load import load_config
     from megavis.papers import build_objective
 

@@ -1,4 +1,4 @@
-"""Stages are measured part by part, resume, and keep to their time."""
+"""The GPU check's driver: stages run part by part, resume and respect time limits."""
 
 import signal
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.once
 
 
 class FakeWorker:
-    """Measures in no time what a table says: rows, or an error that is raised."""
+    """Return the given rows of each part, or raise its error."""
 
     def __init__(self, parts):
         self.parts, self.asked, self.timeouts, self.replaced = parts, [], [], 0
@@ -40,20 +40,20 @@ def settings(tmp_path):
 
 
 def run(settings, worker, clock=None, **options):
-    said = []
-    options = {"clock": clock or Clock(60.0), "say": said.append, **options}
-    return run_stage(settings, 3, worker, **options), said
+    lines = []
+    options = {"clock": clock or Clock(60.0), "say": lines.append, **options}
+    return run_stage(settings, 3, worker, **options), lines
 
 
-def test_parts_that_failed_are_measured_again_and_no_others(settings):
+def test_only_failed_parts_are_repeated(settings):
     error = WorkerError("rank 0 raised:\nTraceback ...\nRuntimeError: out of memory")
     worker = FakeWorker({"a": [Row("x", 1)], "b": error, "c": [Row("y", False, passed=False)]})
-    result, said = run(settings, worker)
+    result, lines = run(settings, worker)
     assert worker.asked == ["a", "b", "c"]
     assert not result.finished
     assert result.parts["b"].error == "RuntimeError: out of memory"
     assert "Traceback" in result.parts["b"].trace
-    assert [line.rpartition(" (")[0] for line in said] == [
+    assert [line.rpartition(" (")[0] for line in lines] == [
         "stage 3, a: 1 rows",
         "stage 3, b: RuntimeError: out of memory",
         "stage 3, c: 1 rows, not as it should be: y",
@@ -66,17 +66,17 @@ def test_parts_that_failed_are_measured_again_and_no_others(settings):
     assert [row.what for row in result.rows] == ["x", "z", "y"]
 
 
-def test_a_finished_stage_is_skipped_unless_asked_for_again(settings):
+def test_finished_stage_is_skipped_unless_repeated(settings):
     worker = FakeWorker({"a": [Row("x", 1)]})
     run(settings, worker)
-    _, said = run(settings, worker)
-    assert said == ["stage 3, ZeRO stages: finished earlier"]
+    _, lines = run(settings, worker)
+    assert lines == ["stage 3, ZeRO stages: finished earlier"]
     assert worker.asked == ["a"]
     run(settings, worker, again=True)
     assert worker.asked == ["a", "a"]
 
 
-def test_an_interruption_keeps_the_parts_before_it(settings):
+def test_interruption_keeps_finished_parts(settings):
     worker = FakeWorker({"a": [Row("x", 1)], "b": KeyboardInterrupt()})
     with pytest.raises(KeyboardInterrupt):
         run(settings, worker)
@@ -85,7 +85,7 @@ def test_an_interruption_keeps_the_parts_before_it(settings):
     assert not kept.finished
 
 
-def test_a_stage_stops_between_parts_when_its_time_is_over(settings):
+def test_stage_stops_at_the_time_limit(settings):
     times = iter([0.0, 0.0, 0.0, 0.0, 4.0, 4.0, 11.0])
     clock = Clock(10.0, now=lambda: next(times))
     worker = FakeWorker({"a": [Row("x", 1)], "b": [Row("y", 2)], "c": [Row("z", 3)]})
@@ -98,8 +98,8 @@ def test_a_stage_stops_between_parts_when_its_time_is_over(settings):
     assert worker.asked == ["a", "b", "c"]
 
 
-def test_a_part_that_takes_too_long_is_ended_and_said(settings):
-    """The clock is past its end, so the part has a second; the worker gives up after it."""
+def test_slow_part_is_stopped_and_reported(settings):
+    """The part has one second, after which the worker gives up."""
 
     class Slow(FakeWorker):
         def __call__(self, job, *args, timeout):
@@ -110,13 +110,13 @@ def test_a_part_that_takes_too_long_is_ended_and_said(settings):
             time.sleep(timeout)
             raise WorkerError(f"ranks [0] did not answer in {timeout} s")
 
-    result, said = run(settings, Slow({}), Clock(1.0))
+    result, lines = run(settings, Slow({}), Clock(1.0))
     assert result.parts["slow"].error == "stopped by the time limit of 1 s"
     assert not result.finished
-    assert said[0].startswith("stage 3, slow: stopped by the time limit of 1 s")
+    assert lines[0].startswith("stage 3, slow: stopped by the time limit of 1 s")
 
 
-def test_what_was_measured_elsewhere_is_not_mixed_in(settings):
+def test_results_of_another_device_are_refused(settings):
     worker = FakeWorker({"a": [Row("x", 1)]})
     run(settings, worker)
     elsewhere = Settings("cuda", False, settings.folder)
@@ -126,16 +126,16 @@ def test_what_was_measured_elsewhere_is_not_mixed_in(settings):
     assert read_stage(settings.folder, 3).device == "cuda"
 
 
-def test_processes_are_replaced_on_a_gpu_where_parts_want_their_own(tmp_path):
+def test_workers_are_replaced_between_isolated_parts(tmp_path):
     worker = FakeWorker({"a": [], "b": []})
     on_gpu = Settings("cuda", False, tmp_path)
     run_stage(on_gpu, 5, worker, clock=Clock(60.0), say=lambda line: None)
-    assert worker.replaced == 3  # after each of two parts, and after the stage
+    assert worker.replaced == 3  # after each of two parts and after the stage
     run_stage(on_gpu, 3, worker, clock=Clock(60.0), say=lambda line: None)
     assert worker.replaced == 4
 
 
-def test_a_stage_whose_process_does_not_start_is_unfinished(settings):
+def test_stage_with_a_failed_worker_is_unfinished(settings):
     class Broken(FakeWorker):
         def __call__(self, *args, timeout):
             raise WorkerError("rank 0 raised:\nModuleNotFoundError: No module named 'deepspeed'")
@@ -146,7 +146,7 @@ def test_a_stage_whose_process_does_not_start_is_unfinished(settings):
 
 
 @pytest.mark.parametrize("text", ["", "0", "1,9", "one"])
-def test_stages_that_are_none_are_refused(text, capsys):
+def test_invalid_stages_are_refused(text, capsys):
     with pytest.raises(SystemExit) as end:
         parser().parse_args(["--stages", text])
     assert end.value.code == 2
@@ -154,14 +154,14 @@ def test_stages_that_are_none_are_refused(text, capsys):
     assert parser().parse_args(["--stages", "3,1"]).stages == [1, 3]
 
 
-def test_a_limit_that_is_none_is_one_sentence(tmp_path, capsys):
+def test_zero_limit_is_refused(tmp_path, capsys):
     assert main(["--device", "cpu", "--out", str(tmp_path / "out"), "--limit", "0"]) == 2
     assert capsys.readouterr().err == "gpu_check: --limit and --total are minutes above 0\n"
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_call_with_a_report(number, tmp_path, monkeypatch, capsys):
+def test_signal_writes_the_report(number, tmp_path, monkeypatch, capsys):
     import benchmarks.gpu_check.__main__ as command
 
     def interrupted(settings, stage, worker, **options):

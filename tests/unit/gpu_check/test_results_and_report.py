@@ -1,4 +1,4 @@
-"""What `benchmarks.gpu_check` writes down, and what it computes of measurements."""
+"""`benchmarks.gpu_check`: stored results, the report, and derived numbers."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ def stage(*rows, number=5, **fields):
     return StageResult(number, "presets", "cuda", False, parts=parts, **fields)
 
 
-def test_a_stage_is_read_back_as_it_was_written(tmp_path):
+def test_stage_result_round_trips(tmp_path):
     row = Row("step", 12.5, "ms", "10", None, "a note", {"losses": [1.0, 2.0]})
     result = stage(row, Row("equal", True, passed=True), finished=True, facts={"torch": "2.11"})
     result.parts["broken"] = Part(False, 2.0, "RuntimeError: no", "Traceback ...")
@@ -36,13 +36,13 @@ def test_a_stage_is_read_back_as_it_was_written(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"stage": 5}'])
-def test_a_file_that_is_none_of_a_stage_is_named(tmp_path, text):
+def test_invalid_stage_file_raises(tmp_path, text):
     (tmp_path / "stage-5.json").write_text(text)
     with pytest.raises(UserError, match=r"stage-5\.json is not a stage's file .*; delete it"):
         read_stage(tmp_path, 5)
 
 
-def test_the_report_is_a_table_with_aims_and_marks(tmp_path):
+def test_report_tables_show_targets_and_failures(tmp_path):
     rows = [
         Row("step", 12.345678, "ms", "10"),
         Row("MFU", None, "%", note="means something on a GPU alone"),
@@ -65,17 +65,17 @@ def test_the_report_is_a_table_with_aims_and_marks(tmp_path):
     assert [tree["stage"] for tree in json.loads((tmp_path / "report.json").read_text())] == [5, 6]
 
 
-def test_tiny_sizes_are_said():
+def test_report_warns_about_small_sizes():
     result = dataclasses.replace(stage(), small=True)
     assert "no time here means anything" in markdown([result])
 
 
-def test_strict_mfu_of_a_preset_is_that_of_a_hand_calculation():
-    """Six blocks of iGPT-XL at 64²: causal attention counts by half, recomputation not at all."""
+def test_strict_mfu_matches_hand_calculation():
+    """Six blocks of iGPT-XL at 64²: causal attention counts half, recomputation does not count."""
     from megavis.model.flops import Workload, training_flops
 
     width, tokens, colors, blocks = 3072, 4096, 512, 6
-    matrices = 4 * width**2 + 2 * width * 4 * width  # multiply-adds a token and block
+    matrices = 4 * width**2 + 2 * width * 4 * width  # multiply-adds per token and block
     attention = 2 * width * (tokens + 1) / 2
     forward = 2 * tokens * (blocks * (matrices + attention) + width * colors)
     config = config_of(PRESETS["iGPT-XL, 6 of 60 blocks"], VARIANTS["ZeRO-1"], settings(False))
@@ -94,7 +94,7 @@ def settings(small):
     return Settings("cpu", small, Path("nowhere"))
 
 
-def test_every_preset_is_run_in_every_way():
+def test_every_preset_runs_in_every_variant():
     names = list(parts(settings(False)))
     assert names[: len(PRESETS)] == [f"{preset}, ZeRO-1" for preset in PRESETS]
     assert set(names) == {f"{preset}, {variant}" for preset in PRESETS for variant in VARIANTS}
@@ -104,7 +104,7 @@ def test_every_preset_is_run_in_every_way():
             assert config.training.batch_size == config.training.micro_batch_size == preset.images
 
 
-def test_kernels_are_sorted_by_name():
+def test_kernels_are_classified_by_name():
     names = {
         "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64>>": "attention",
         "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob": "attention",
@@ -123,8 +123,8 @@ def test_kernels_are_sorted_by_name():
     assert {name: class_of(name) for name in names} == names
 
 
-def test_the_time_of_kernels_of_which_some_run_at_once():
-    """Microseconds: 0-10 a product, 5-20 a concurrent copy, nothing until 30, attention to 36."""
+def test_split_of_overlapping_kernels():
+    """Microseconds: product 0-10, concurrent copy 5-20, idle until 30, attention 30-36."""
     kernels = [Kernel("flash_fwd", 30, 36), Kernel("gemm", 0, 10), Kernel("Memcpy", 5, 20)]
     split = split_of_kernels(kernels, times=2)
     assert (split.products, split.attention, split.rest) == (0.005, 0.003, 0.0075)
@@ -133,18 +133,18 @@ def test_the_time_of_kernels_of_which_some_run_at_once():
     assert split_of_kernels([], times=1).busy == 0.0
 
 
-def test_a_loss_that_is_not_finite_is_infinitely_far():
+def test_non_finite_loss_differs_infinitely():
     assert largest_difference([1.0, 2.2], [1.0, 2.0]) == pytest.approx(0.1)
     assert largest_difference([1.0, float("nan")], [1.0, 2.0]) == float("inf")
 
 
-def test_the_planners_device_is_found_by_cudas_name():
+def test_planned_device_from_the_cuda_name():
     assert planned_device("NVIDIA H200") == DEVICES["h200"]
     assert planned_device("NVIDIA A100-SXM4-80GB") == DEVICES["a100"]
     assert planned_device("") == DEVICES["h100"]
 
 
-def test_a_refit_is_suggested_of_what_was_measured():
+def test_refit_suggestions_follow_measurements():
     # 4 blocks take 10 ms and 12 blocks 18: one a block, and 6 whatever the depth.
     host = [host_row("XL", 3, (4, 12), (0.010, 0.018), (0.001, 0.0018))]
     assert (host[0].value, host[0].aim) == (pytest.approx(1.0), "0.1 planned")

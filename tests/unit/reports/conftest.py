@@ -1,4 +1,4 @@
-"""A run folder written by hand: everything that a page can show, without training."""
+"""Handwritten run folders with everything that a report can show."""
 
 import json
 import math
@@ -93,7 +93,7 @@ def write_png(path):
 
 
 def write_run(folder, name):
-    """Write a run folder that holds one file of each kind."""
+    """Write a run folder with one file of each kind."""
     for part in ("samples", "evaluation"):
         (folder / part).mkdir(parents=True)
     (folder / "config.yaml").write_text(CONFIG.format(name=name))

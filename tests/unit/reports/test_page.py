@@ -1,4 +1,4 @@
-"""What the page of one run or several says; how it looks is for the browser's tests."""
+"""Content of the report of one or several runs; test_page_in_browser.py tests its layout."""
 
 import fnmatch
 import re
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Words(HTMLParser):
-    """The text of a page, without style."""
+    """Collect the text of a page, without style sheets."""
 
     def __init__(self):
         super().__init__()
@@ -95,8 +95,8 @@ def test_page_contains(text, expected):
     assert expected in text
 
 
-def test_the_first_screen_shows_pictures_and_probe_before_the_curves(run_folder):
-    """Completions before samples, each thing once."""
+def test_samples_and_probe_come_before_the_curves(run_folder):
+    """Completions take precedence over samples; nothing is shown twice."""
     folder = run_folder / "samples"
     shutil.copy(folder / "samples-00000040.png", folder / "completions-00000040.png")
     page = render([RunRecord.read(run_folder)])
@@ -116,7 +116,7 @@ def test_the_first_screen_shows_pictures_and_probe_before_the_curves(run_folder)
     assert rest.index("<h4>Loss</h4>") < rest.index("samples-00000040.png")
 
 
-def test_several_runs_share_their_curves(page_of_two):
+def test_runs_share_one_loss_figure(page_of_two):
     page = page_of_two
     assert "<h1>2 runs</h1>" in page
     loss = page[page.index("<h4>Loss</h4>") :]
@@ -127,13 +127,13 @@ def test_several_runs_share_their_curves(page_of_two):
     assert "<b>" not in page
 
 
-def test_nothing_on_it_has_an_address_elsewhere(page_of_two):
+def test_page_is_self_contained(page_of_two):
     assert not re.search(r"""(src|href)=["'](?!data:|#)""", page_of_two)
     assert "url(" not in re.sub(r"url\(#\w+\)", "", page_of_two)
     assert "<script" not in page_of_two
 
 
-def test_a_result_of_another_form_than_known_is_shown_plainly(run_folder, tmp_path):
+def test_unknown_results_are_shown_as_tables(run_folder, tmp_path):
     folder = tmp_path / "odd"
     (folder / "evaluation").mkdir(parents=True)
     (folder / "metrics.jsonl").write_text('{"step": 5, "loss": 1.5}\n')
@@ -146,7 +146,7 @@ def test_a_result_of_another_form_than_known_is_shown_plainly(run_folder, tmp_pa
     assert "1.5000 → 1.5000" in text
 
 
-def test_the_command_writes_it_beside_the_run_without_torch(run_folder):
+def test_report_command_does_not_import_torch(run_folder):
     code = (
         "import sys; from megavis.cli import main; code = main(sys.argv[1:]);"
         " sys.exit(code or 'torch' in sys.modules)"
@@ -159,12 +159,12 @@ def test_the_command_writes_it_beside_the_run_without_torch(run_folder):
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
-def test_a_page_that_cannot_be_written_is_one_sentence(run_folder, capsys):
+def test_unwritable_report_is_refused(run_folder, capsys):
     assert main(["report", str(run_folder), "--html", "/dev/null/report.html"]) == 2
     assert "--html /dev/null/report.html: File exists" in capsys.readouterr().err
 
 
-def test_the_package_ships_what_it_reads():
+def test_package_data_covers_all_data_files():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     patterns = [
         f"{package.replace('.', '/')}/{pattern}"

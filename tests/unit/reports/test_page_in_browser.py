@@ -1,4 +1,4 @@
-"""The page in a real browser: it loads nothing, breaks nothing and fits screens of two widths."""
+"""The report in a browser: no requests, no errors, no overflow at two screen widths."""
 
 import pytest
 from browser import find_browser, open_browser
@@ -36,7 +36,7 @@ def page(page_of_two, tmp_path_factory):
     return path
 
 
-def test_the_page_is_whole_and_asks_for_nothing(browser, page):
+def test_page_loads_without_requests_or_errors(browser, page):
     browser.open(page.as_uri())
 
     asked = {event["request"]["url"] for event in browser.events_of("Network.requestWillBeSent")}
@@ -47,13 +47,13 @@ def test_the_page_is_whole_and_asks_for_nothing(browser, page):
     widths = browser.evaluate(PICTURES)
     assert widths == [60] * 4, "two runs, each with a sample grid and a figure"
     assert browser.evaluate("document.querySelectorAll('svg').length") >= 5
-    # A run's name is text, whatever it looks like.
+    # Run names are escaped.
     assert browser.evaluate("document.querySelectorAll('b').length") == 0
     assert "<b>second</b>" in browser.evaluate("document.body.innerText")
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-def test_nothing_runs_over_the_edge(browser, page, width):
+def test_page_does_not_overflow(browser, page, width):
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
     browser.call("Emulation.setDeviceMetricsOverride", **size)
     browser.open(page.as_uri())
@@ -62,7 +62,7 @@ def test_nothing_runs_over_the_edge(browser, page, width):
     assert browser.evaluate(OVERFLOWING) == [False, []]
 
 
-def test_it_is_dark_where_the_reader_wants_it(browser, page):
+def test_page_follows_the_color_scheme(browser, page):
     seen = {}
     for scheme in ("light", "dark"):
         feature = {"name": "prefers-color-scheme", "value": scheme}
