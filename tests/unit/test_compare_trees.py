@@ -1,4 +1,4 @@
-"""The report of `benchmarks.compare_trees`: whatever differs between two records is found."""
+"""`benchmarks.compare_trees` reports every difference between two records."""
 
 import copy
 
@@ -29,7 +29,7 @@ RECORD = {
 
 
 def changed(name, change):
-    """Return the record with one measurement changed."""
+    """Return a copy of the record with one measurement changed."""
     record = copy.deepcopy(RECORD)
     record[name] = change(record[name])
     return record
@@ -43,7 +43,7 @@ def set_in(place, value):
     return change
 
 
-def test_equal_records_are_equal_nan_and_zeros_too():
+def test_equal_records_have_no_differences():
     assert differences("igpt", RECORD, copy.deepcopy(RECORD)) == []
 
 
@@ -81,30 +81,30 @@ def test_equal_records_are_equal_nan_and_zeros_too():
         ("json", lambda t: np.zeros(1), "str became ndarray"),
     ],
 )
-def test_an_injected_difference_is_found(name, change, text):
+def test_injected_difference_is_reported(name, change, text):
     (found,) = differences("igpt", RECORD, changed(name, change))
     assert found.name == f"igpt/{name}"
     assert text in found.text
 
 
-def test_a_measurement_of_one_tree_alone_is_found():
+def test_measurement_missing_from_one_tree_is_reported():
     less = {name: value for name, value in RECORD.items() if name != "mask"}
     assert differences("igpt", RECORD, less)[0].text == "is measured in the old tree alone"
     assert differences("igpt", less, RECORD)[0].text == "is measured in the new tree alone"
 
 
-def test_seconds_are_a_ratio_and_no_difference():
+def test_seconds_are_compared_as_ratios():
     slower = changed("seconds/step", lambda seconds: 3 * seconds)
     assert differences("igpt", RECORD, slower) == []
     assert ratios(RECORD, slower) == {"step": 3.0}
 
 
-def test_a_record_is_read_as_it_was_written(tmp_path):
+def test_record_round_trips(tmp_path):
     write(tmp_path / "igpt-fresh", RECORD)
     assert differences("igpt", RECORD, read(tmp_path / "igpt-fresh")) == []
 
 
-def test_what_a_commit_justifies_is_allowed_with_its_reason(tmp_path):
+def test_allowed_differences_need_a_reason(tmp_path):
     path = tmp_path / "allowed.txt"
     path.write_text("# of this branch\n\nigpt/sample * # drawn one by one\n")
     allowed = read_allowed(path)

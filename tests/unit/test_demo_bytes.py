@@ -1,4 +1,4 @@
-"""The demos' data, palettes and weights are the same bytes when they are made twice."""
+"""Repeating a demo gives byte-identical data, palettes and weights."""
 
 import hashlib
 from pathlib import Path
@@ -16,7 +16,7 @@ THREE_STEPS = [*SMALL, "training.steps=3", "training.validate_every=3", "schedul
 
 
 def make_all():
-    """Take the steps of launch/demo.sh in the current folder, with few images and small models."""
+    """Run the steps of launch/demo.sh in the current folder with few images and small models."""
     fit = ["--out", "demo/palette.npy", "--size", "12", "--num-colors", "16"]
     tokens = ["--palette", "demo/palette.npy", "--size", "12"]
     steps = [
@@ -39,9 +39,9 @@ def make_all():
 
 
 def hashes():
-    """Return the SHA-256 of each image, shard, index and palette, and of weights.
+    """Return the SHA-256 of each image, shard, index, palette and weights file.
 
-    `report.json` next to shards records speed and peak memory of writing them.
+    `report.json` is excluded: it records the speed and peak memory of writing shards.
     """
     files = [*Path("demo").rglob("*"), *Path("runs").rglob("*.safetensors")]
     return {
@@ -52,7 +52,7 @@ def hashes():
 
 
 @pytest.mark.once
-def test_a_demo_is_the_same_bytes_when_it_is_made_again(tmp_path, monkeypatch):
+def test_demo_is_byte_identical_when_repeated(tmp_path, monkeypatch):
     made = []
     for name in ("first", "again"):
         (tmp_path / name).mkdir()

@@ -1,4 +1,4 @@
-"""launch/demo.sh by stand-ins of what it starts, and the gallery by run folders written by hand."""
+"""launch/demo.sh with stub programs, and the gallery and seed tables on handwritten runs."""
 
 import importlib
 import json
@@ -27,7 +27,7 @@ def of_tokenizer(text):
 
 @pytest.fixture
 def demo(tmp_path):
-    """A function that runs the script in a folder of its own; stand-ins log what they are."""
+    """Return a function that runs the script in a temporary folder with stub programs."""
     (tmp_path / "launch").mkdir()
     shutil.copy(ROOT / "launch/demo.sh", tmp_path / "launch")
     (tmp_path / "bin").mkdir()
@@ -46,7 +46,7 @@ def demo(tmp_path):
 
 
 @pytest.mark.parametrize("paper", PAPERS.split())
-def test_each_step_is_one_line_and_its_command_has_the_options_that_it_uses(demo, tmp_path, paper):
+def test_demo_steps_and_commands_are_valid(demo, tmp_path, paper):
     process = demo(paper)
     assert process.returncode == 0, process.stderr
     lines = process.stdout.splitlines()
@@ -65,13 +65,13 @@ def test_each_step_is_one_line_and_its_command_has_the_options_that_it_uses(demo
             assert all((ROOT / config).exists() for config in configs)
         else:
             assert build_parser().parse_args(words[3:]).run
-    # The results come last, from the command itself.
+    # The last command prints the results.
     assert lines[-2] == "megavis speaks"
     assert lines[-1].strip().startswith("took")
 
 
 @pytest.mark.parametrize("paper", PAPERS.split())
-def test_another_seed_has_runs_of_its_own(demo, tmp_path, paper):
+def test_seed_gives_separate_runs(demo, tmp_path, paper):
     process = demo(paper, SEED="3")
     assert process.returncode == 0, process.stderr
     log = (tmp_path / "demo" / f"{paper}_3.log").read_text()
@@ -80,19 +80,19 @@ def test_another_seed_has_runs_of_its_own(demo, tmp_path, paper):
     assert names
     assert all(name.endswith("_3") for name in names)
     assert all("seed=3" in line for line in trained if not of_tokenizer(line))
-    # What is opened is a run of this seed; a tokenizer belongs to the data.
+    # Only runs of this seed are opened; tokenizers belong to the data.
     opened = set(re.findall(r"runs/(\w+)", log))
     assert {name for name in opened if not of_tokenizer(name)} <= names
 
 
-def test_make_demos_is_every_paper_and_the_gallery(demo):
+def test_all_runs_every_paper_and_the_gallery(demo):
     process = demo("all")
     assert process.returncode == 0, process.stderr
     assert all(f"demo/{paper}.log" in process.stdout for paper in PAPERS.split())
     assert process.stdout.splitlines()[-1] == "python speaks"
 
 
-def test_a_step_that_fails_ends_the_demo_with_the_end_of_its_log(demo):
+def test_failing_step_ends_the_demo_with_its_log(demo):
     process = demo(fails_on="train")
     assert process.returncode == 3
     assert "ended with exit code 3; the end of demo/igpt.log" in process.stderr
@@ -100,7 +100,7 @@ def test_a_step_that_fails_ends_the_demo_with_the_end_of_its_log(demo):
     assert "took" not in process.stdout
 
 
-def test_a_failing_background_step_ends_the_demo_too(demo):
+def test_failing_background_step_ends_the_demo(demo):
     process = demo("mp3", SEED="3", fails_on="name=mp3_finetune_demo_3")
     assert process.returncode == 3
     command = "megavis finetune yaml_configs/mp3/finetune_demo.yaml seed=3"
@@ -109,7 +109,7 @@ def test_a_failing_background_step_ends_the_demo_too(demo):
     assert "took" not in process.stdout
 
 
-def test_another_paper_is_refused_in_one_line(demo):
+def test_unknown_paper_is_refused(demo):
     process = demo("vit")
     assert process.returncode == 2
     assert process.stderr == (f"usage: bash launch/demo.sh [PAPER], PAPER one of: {PAPERS} all\n")
@@ -127,7 +127,7 @@ def seeds(gallery):
 
 
 def write_probed(runs, seed, trained, steps=7):
-    """Write a run of iGPT's demo and its probe by hand."""
+    """Write a run of iGPT's demo and its probe result."""
     name = f"igpt_demo_{seed}" if seed else "igpt_demo"
     (runs / name / "evaluation").mkdir(parents=True)
     training = f"training: {{steps: {steps}, batch_size: 8}}"
@@ -142,7 +142,7 @@ def write_probed(runs, seed, trained, steps=7):
     (runs / name / "evaluation" / "probe.json").write_text(json.dumps(probe))
 
 
-def test_the_gallery_shows_the_runs_that_are_there(gallery, tmp_path, capsys):
+def test_gallery_shows_existing_runs(gallery, tmp_path, capsys):
     runs, docs = tmp_path / "runs", tmp_path / "docs"
     docs.mkdir()
     assert gallery.main(runs, docs) == 1
@@ -162,18 +162,18 @@ def test_the_gallery_shows_the_runs_that_are_there(gallery, tmp_path, capsys):
     assert (docs / picture).read_bytes() == bytes([7])
 
 
-def test_every_demo_of_the_gallery_is_one_of_the_script(gallery):
+def test_gallery_and_script_have_the_same_demos(gallery):
     assert [entry.paper for entry in gallery.DEMOS] == PAPERS.split()
 
 
-def test_mean_and_deviation_over_the_seeds_that_are_there(seeds, tmp_path, capsys):
+def test_seed_table_shows_mean_and_deviation(seeds, tmp_path, capsys):
     runs, page = tmp_path / "runs", tmp_path / "seeds.md"
     words = ["--runs", str(runs), "--out", str(page)]
     assert seeds.main(words) == 1
     assert "holds no run of a demo" in capsys.readouterr().err
     for seed, accuracy in ((0, 0.3), (1, 0.34), (2, 0.35)):
         write_probed(runs, seed, accuracy)
-    # Another demo's run, though its name begins alike.
+    # A run of another demo with the same name prefix.
     write_probed(runs, "bert", 0.9)
     assert seeds.main(words) == 0
     rows = [line.strip("| ").split(" | ") for line in page.read_text().splitlines()]
@@ -185,7 +185,7 @@ def test_mean_and_deviation_over_the_seeds_that_are_there(seeds, tmp_path, capsy
     assert ["validation loss", "1.25 ± 0.00", "1.25", "1.25", "1.25"] in rows
 
 
-def test_seeds_of_different_recipes_are_not_averaged(seeds, tmp_path, capsys):
+def test_seeds_of_different_recipes_are_refused(seeds, tmp_path, capsys):
     runs, page = tmp_path / "runs", tmp_path / "seeds.md"
     write_probed(runs, 0, 0.3)
     write_probed(runs, 1, 0.3, steps=8)

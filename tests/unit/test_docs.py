@@ -1,4 +1,4 @@
-"""What the documents say of the code is so; the printed paper runs in tests/distributed."""
+"""Documents agree with the code; tests/distributed runs the printed paper."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def blocks(language):
 
 @every_document
 def test_links_and_named_files_exist(path):
-    """Whatever a document points at inside the checkout is there."""
+    """Links and paths within the checkout resolve."""
     text = path.read_text(encoding="utf-8")
     targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
     missing = [target for target in targets if not (path.parent / target).exists()]
@@ -51,7 +51,7 @@ def printed_commands(text):
 
 
 def options_of(command):
-    """Read a command line as the program does."""
+    """Parse a command line as the program does."""
     for name, value in PLACEHOLDERS.items():
         command = command.replace(name, value)
     words = [word.rstrip("'") for word in shlex.split(command.replace("'", ""), comments=True)]
@@ -63,18 +63,18 @@ def options_of(command):
 
 
 @every_document
-def test_printed_commands_have_the_options_that_they_use(path):
+def test_printed_commands_have_valid_options(path):
     for command in printed_commands(path.read_text(encoding="utf-8")):
         assert options_of(command).run
 
 
-def test_the_readme_names_every_command():
+def test_readme_names_every_command():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert not [name for name in COMMANDS if f"`megavis {name}" not in text]
 
 
 def config_keys():
-    """Return the keys of each section of a config, by the JSON schema."""
+    """Return the keys of each config section from the JSON schema."""
     schema = json.loads((ROOT / "yaml_configs" / "schema.json").read_text(encoding="utf-8"))
     found = {}
     for name, section in schema["properties"].items():
@@ -90,7 +90,7 @@ def config_keys():
 def test_named_config_keys_exist(path):
     known = config_keys()
     text = path.read_text(encoding="utf-8")
-    # In backticks, alone or with a value, and as words of a command line.
+    # In backticks, alone or with a value, and as command-line overrides.
     sections = "|".join(known)
     named = re.findall(rf"`({sections})\.(\w+)(?=[`:=])", text)
     named += re.findall(rf" ({sections})\.(\w+)=", text)

@@ -1,4 +1,4 @@
-"""The notebooks of docs/notebooks run from the first cell to the last, and show what they say."""
+"""The notebooks of docs/notebooks run from first to last cell and reach the described results."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ from nbclient import NotebookClient
 pytestmark = pytest.mark.once
 
 FOLDER = Path(__file__).parents[2] / "docs" / "notebooks"
-# Run after a notebook's own cells.
+# Appended to each notebook as its last cell.
 CHECKS = {
     "first_steps": """
 assert images.shape == (8, 8, 8, 3)
@@ -47,7 +47,7 @@ def test_each_notebook_has_a_check():
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_the_notebook_runs(name, tmp_path, monkeypatch):
+def test_notebook_runs(name, tmp_path, monkeypatch):
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
     stored = [cell.get("outputs") for cell in notebook.cells]
     assert not any(stored), "store notebooks without outputs"

@@ -1,4 +1,4 @@
-"""The rules of the house that no linter knows: lazy imports, sizes, names."""
+"""Rules of this code base that no linter checks: lazy imports, sizes and names."""
 
 import ast
 import os
@@ -16,7 +16,7 @@ HEAVY = ("torch", "deepspeed", "megatron", "numpy", "pydantic", "webdataset", "t
 
 
 @pytest.mark.parametrize("module", ["megavis", "megavis.cli"])
-def test_importing_costs_nothing(module):
+def test_import_is_lazy(module):
     """`megavis --help` and a notebook's `import megavis` must not wait for torch."""
     code = f"import {module}, sys; print(*(name for name in {HEAVY} if name in sys.modules))"
     process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True)
@@ -24,7 +24,7 @@ def test_importing_costs_nothing(module):
     assert process.stdout.strip() == ""
 
 
-def test_what_megatron_says_of_packages_that_are_not_used_is_not_shown():
+def test_megatron_warnings_about_optional_packages_are_hidden():
     code = """import megavis, warnings
 warnings.warn("Transformer Engine and Apex are not installed. Falling back to Torch optimizers.")
 warnings.warn("Another of Megatron's.")
@@ -34,8 +34,8 @@ warnings.warn("Another of Megatron's.")
     assert "Apex" not in process.stderr
 
 
-def test_help_of_every_command_is_quick_and_has_an_example():
-    """The parsers of all commands are built without a heavy import; each shows how it is used."""
+def test_help_is_lazy_and_has_an_example():
+    """`--help` of every command imports nothing heavy and shows an example."""
     from megavis.cli import COMMANDS
 
     code = f"""
@@ -60,8 +60,8 @@ def imports_inside_functions(path):
     return sum(isinstance(node, ast.Import | ast.ImportFrom) for node in inside)
 
 
-def test_commands_import_at_their_top():
-    """But for the doctor, which runs without torch, and two that `--help` need not wait for."""
+def test_commands_have_no_local_imports():
+    """Exceptions: the doctor, which runs without torch, and two imports that `--help` skips."""
     paths = [ROOT / "megavis/cli.py", *(ROOT / "megavis/commands").rglob("*.py")]
     counts = {path.stem: imports_inside_functions(path) for path in paths}
     assert {name: count for name, count in counts.items() if count and name != "doctor"} == {
@@ -70,15 +70,15 @@ def test_commands_import_at_their_top():
     }
 
 
-def left_by(folder, *commands, code=2):
-    """Run commands of this exit code in one process; return the modules it has, and its stderr."""
+def run_commands(folder, *commands, code=2):
+    """Run commands that exit with `code` in one process; return its modules and stderr."""
     script = f"""
 import sys
 from megavis.cli import main
 assert [main(words) for words in {list(commands)}] == [{code}] * {len(commands)}
 open("modules.txt", "w").write(" ".join(sys.modules))
 """
-    # A toolkit without a GPU, of which torch logs, is what CUDA_HOME says.
+    # torch logs a CUDA toolkit without a GPU; CUDA_HOME points it elsewhere.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_HOME": str(folder)}
     command = [sys.executable, "-c", script]
     process = subprocess.run(command, cwd=folder, env=environment, text=True, capture_output=True)
@@ -86,8 +86,8 @@ open("modules.txt", "w").write(" ".join(sys.modules))
     return set((folder / "modules.txt").read_text().split()), process.stderr
 
 
-def test_a_mistake_in_a_config_is_told_without_torch(tmp_path):
-    """In the YAML's keys, in what joins them, and in the layout, of every paper."""
+def test_config_errors_do_not_import_torch(tmp_path):
+    """Errors in keys, between keys and in the layout, for every paper."""
     from megavis.config.papers import PAPER_CONFIGS
 
     papers = list(PAPER_CONFIGS)
@@ -97,38 +97,38 @@ def test_a_mistake_in_a_config_is_told_without_torch(tmp_path):
     mistakes = ("objective.mask_ration=1", "data.image_size=0", "parallel.offload_optimizer=nvme")
     commands = [["train", f"{p}.yaml", mistake] for p in papers for mistake in mistakes]
     elsewhere = [[verb, "igpt.yaml", "seed=-1"] for verb in ("params", "search-lr", "finetune")]
-    modules, _ = left_by(tmp_path, *commands, *elsewhere, ["train", "igpt.yaml", "seed=-1"])
+    modules, _ = run_commands(tmp_path, *commands, *elsewhere, ["train", "igpt.yaml", "seed=-1"])
     configs = {name for name in modules if name.startswith("megavis.papers.") and "config" in name}
     assert len(configs) >= len(papers)
     assert not modules & {"torch", "deepspeed", "megatron"}
 
 
-def test_the_schema_needs_no_torch(tmp_path):
-    modules, stderr = left_by(tmp_path, ["schema", "--out", "schema.json"], ["schema"], code=0)
+def test_schema_does_not_import_torch(tmp_path):
+    modules, stderr = run_commands(tmp_path, ["schema", "--out", "schema.json"], ["schema"], code=0)
     assert not modules & {"torch", "deepspeed", "megatron"}
     assert stderr == ""
 
 
 @pytest.mark.once
-def test_a_run_imports_no_other_paper_and_shows_nothing_of_libraries(tmp_path, small_config):
-    """An iGPT, trained with a checkpoint and a picture. tests/cli/test_quiet.py: other commands."""
+def test_run_imports_one_paper_and_hides_library_output(tmp_path, small_config):
+    """Train an iGPT with a checkpoint and samples; tests/cli/test_quiet.py has other commands."""
     words = [f"output={tmp_path}", "training.sample_every=1", "--device", "cpu"]
-    modules, stderr = left_by(tmp_path, ["train", str(small_config), *words], code=0)
+    modules, stderr = run_commands(tmp_path, ["train", str(small_config), *words], code=0)
     papers = {name.split(".")[2] for name in modules if name.startswith("megavis.papers.")}
     assert papers == {"igpt"}
     assert [line for line in stderr.splitlines() if not line.startswith("step ")] == []
 
 
-def test_a_paper_is_named_by_its_own_files_alone():
-    """What this paper brought (figures, relative positions, frames) serves any objective."""
+def test_mp3_is_named_only_in_its_own_files():
+    """Figures, relative positions and frames, introduced for MP3, serve any objective."""
     own = {ROOT / "megavis" / folder for folder in ("papers", "tokenizers")}
     texts = {path: path.read_text().lower() for path in SOURCES if not own & set(path.parents)}
     naming = [path for path, text in texts.items() if "mp3" in text or "position pred" in text]
     assert not naming
 
 
-def test_files_that_a_docstring_or_a_comment_names_exist():
-    """A file in backticks, `name.py`, is one of megavis or data_tools."""
+def test_files_named_in_docstrings_exist():
+    """A file name in backticks, `name.py`, belongs to megavis or data_tools."""
     names = {path.name for path in SOURCES}
     stale = {
         f"{path.relative_to(ROOT)}: {found}"
@@ -139,12 +139,12 @@ def test_files_that_a_docstring_or_a_comment_names_exist():
     assert not stale
 
 
-def test_no_file_is_longer_than_400_lines():
+def test_files_have_at_most_400_lines():
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
     assert not {str(path): length for path, length in lengths.items() if length > 400}
 
 
-def test_no_function_is_longer_than_60_lines():
+def test_functions_have_at_most_60_lines():
     long = []
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -155,7 +155,7 @@ def test_no_function_is_longer_than_60_lines():
     assert not long
 
 
-def test_every_module_says_what_it_is():
+def test_every_module_has_a_docstring():
     silent = [
         str(path.relative_to(ROOT))
         for path in SOURCES
@@ -164,8 +164,8 @@ def test_every_module_says_what_it_is():
     assert not silent
 
 
-def test_two_streams_need_no_special_case():
-    """GVP's attention is neither causal nor full; visibility as data has to be enough for it."""
+def test_gvp_needs_no_special_case():
+    """GVP's attention is neither causal nor full; visibility as data must express it."""
     own = ("megavis/papers", "megavis/tokenizers")
     paths = {path: path.relative_to(ROOT).as_posix() for path in SOURCES}
     names = ("gvp", "bridging autoregressive")
@@ -177,7 +177,7 @@ def test_two_streams_need_no_special_case():
     assert not knowing
 
 
-def test_only_one_file_touches_megatron_s_parallel_state():
+def test_only_context_imports_parallel_state():
     users = [
         path.relative_to(ROOT).as_posix()
         for path in SOURCES
@@ -186,7 +186,7 @@ def test_only_one_file_touches_megatron_s_parallel_state():
     assert users == ["megavis/parallel/context.py"]
 
 
-def test_no_merge_was_left_unfinished():
+def test_no_conflict_markers():
     folders = ("docs", "megavis", "data_tools", "benchmarks", "launch", "yaml_configs", "tests")
     texts = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
     texts += [ROOT / "README.md", ROOT / "CHANGELOG.md"]

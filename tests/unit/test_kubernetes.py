@@ -1,4 +1,4 @@
-"""`launch/kubernetes.yaml`: Kubernetes' own models take it, and its parts fit each other."""
+"""`launch/kubernetes.yaml` is valid for Kubernetes' client models and consistent."""
 
 import json
 import re
@@ -23,14 +23,14 @@ def manifest():
 
 
 @pytest.mark.parametrize("kind", list(MODELS))
-def test_kubernetes_models_know_every_key(manifest, kind):
+def test_manifest_is_valid_for_the_kubernetes_client(manifest, kind):
     api = client.ApiClient()
-    # A key that is unknown or in the wrong place is dropped, one that must be there raises.
+    # The client drops unknown or misplaced keys and raises on missing required ones.
     read = api.deserialize(json.dumps(manifest[kind]), MODELS[kind], "application/json")
     assert api.sanitize_for_serialization(read) == manifest[kind]
 
 
-def test_all_name_the_same_pods(manifest):
+def test_parts_refer_to_the_same_pods(manifest):
     job = manifest["Job"]
     name, pod = job["metadata"]["name"], job["spec"]["template"]["spec"]
     assert pod["subdomain"] == manifest["Service"]["metadata"]["name"]
@@ -42,7 +42,7 @@ def test_all_name_the_same_pods(manifest):
     assert environment["MASTER_ADDR"] == f"{name}-0.{pod['subdomain']}"
 
 
-def test_torchrun_gets_what_it_reads(manifest):
+def test_environment_matches_torchrun_script(manifest):
     job = manifest["Job"]["spec"]
     (container,) = job["template"]["spec"]["containers"]
     environment = {entry["name"]: entry.get("value") for entry in container["env"]}
@@ -54,7 +54,7 @@ def test_torchrun_gets_what_it_reads(manifest):
     assert (LAUNCH.parent / container["args"][0]).exists()
 
 
-def test_exit_codes_are_megavis_s(manifest):
+def test_failure_policy_uses_megavis_exit_codes(manifest):
     rules = manifest["Job"]["spec"]["podFailurePolicy"]["rules"]
     codes = {
         code: rule["action"]

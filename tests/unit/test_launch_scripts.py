@@ -1,4 +1,4 @@
-"""The launch scripts: their commands, by stand-ins of the programs that they start."""
+"""Launch scripts: the commands that they start, recorded by stub programs."""
 
 import os
 import shutil
@@ -14,12 +14,12 @@ ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
 SCRIPTS = sorted(LAUNCH.glob("*.sh"))
 PATIENCE = 300
-"""Seconds after which a script hangs, on a busy machine too."""
+"""Seconds after which a script counts as hung, even on a busy machine."""
 
 
 @pytest.fixture
 def programs(tmp_path):
-    """A folder for stand-ins, and a function that writes one; each logs its words."""
+    """Return a function that writes a stub program, which logs its arguments."""
     folder = tmp_path / "bin"
     folder.mkdir()
 
@@ -34,7 +34,7 @@ def programs(tmp_path):
 
 @pytest.fixture
 def start(tmp_path):
-    """Start a script with stand-ins first on the PATH and no variables of a scheduler."""
+    """Start a script with stubs first on the PATH and without scheduler variables."""
     (tmp_path / "launch").symlink_to(LAUNCH)
 
     def run(script, *words, **variables):
@@ -67,14 +67,14 @@ def test_scripts_parse_and_pass_shellcheck(script):
 
 
 @pytest.mark.parametrize("script", ["torchrun.sh", "deepspeed.sh", "slurm.sh", "sweep.sh"])
-def test_a_script_without_words_says_how_to_use_it(start, script):
+def test_script_without_arguments_prints_usage(start, script):
     process = start(script)
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 2
     assert f"launch/{script} CONFIG" in output
 
 
-def test_torchrun_on_one_node_starts_a_process_for_each_gpu(start, programs, tmp_path):
+def test_torchrun_starts_one_process_per_gpu(start, programs, tmp_path):
     programs("python")
     assert start("torchrun.sh", "a.yaml", "training.steps=3").wait(PATIENCE) == 0
     assert logged(tmp_path, "python") == (
@@ -86,13 +86,13 @@ def test_torchrun_on_one_node_starts_a_process_for_each_gpu(start, programs, tmp
 @pytest.mark.parametrize(
     ("visible", "processes"), [("0,2", 2), ("1", 1), ("GPU-a,MIG-b", 2), ("0,-1,2", 1), ("", 1)]
 )
-def test_torchrun_counts_the_gpus_that_cuda_shows(start, programs, tmp_path, visible, processes):
+def test_torchrun_respects_cuda_visible_devices(start, programs, tmp_path, visible, processes):
     programs("python")
     assert start("torchrun.sh", "a.yaml", CUDA_VISIBLE_DEVICES=visible).wait(PATIENCE) == 0
     assert f"--nproc-per-node {processes} " in logged(tmp_path, "python")
 
 
-def test_torchrun_on_several_nodes_meets_at_node_0(start, programs, tmp_path):
+def test_torchrun_on_several_nodes_uses_node_0_as_master(start, programs, tmp_path):
     programs("python")
     where = {"NUM_NODES": "4", "NODE_RANK": "2", "MASTER_ADDR": "node00", "PROCESSES": "8"}
     where["RESTARTS"] = "5"
@@ -104,7 +104,7 @@ def test_torchrun_on_several_nodes_meets_at_node_0(start, programs, tmp_path):
 
 
 @pytest.mark.once
-def test_torchrun_that_is_asked_to_stop_lets_its_processes_save(tmp_path):
+def test_torchrun_lets_processes_save_on_sigterm(tmp_path):
     worker = tmp_path / "worker"
     body = f"trap 'sleep 0.2; touch {tmp_path}/saved; exit 75' TERM; touch {tmp_path}/ready"
     worker.write_text(f"#!/bin/bash\n{body}\nwhile true; do sleep 0.1; done\n")
@@ -119,7 +119,7 @@ def test_torchrun_that_is_asked_to_stop_lets_its_processes_save(tmp_path):
     assert (tmp_path / "saved").exists()
 
 
-def test_torchrun_on_several_nodes_wants_to_know_which(start, programs):
+def test_torchrun_on_several_nodes_requires_node_rank(start, programs):
     programs("python")
     process = start("torchrun.sh", "a.yaml", NUM_NODES="4")
     _, errors = process.communicate(timeout=PATIENCE)
@@ -127,7 +127,7 @@ def test_torchrun_on_several_nodes_wants_to_know_which(start, programs):
     assert "NODE_RANK: set it to the index of this node" in errors
 
 
-def test_deepspeed_takes_a_hostfile(start, programs, tmp_path):
+def test_deepspeed_with_and_without_hostfile(start, programs, tmp_path):
     programs("deepspeed")
     assert start("deepspeed.sh", "a.yaml", PROCESSES="2").wait(PATIENCE) == 0
     assert logged(tmp_path, "deepspeed") == (
@@ -144,7 +144,7 @@ def test_deepspeed_takes_a_hostfile(start, programs, tmp_path):
 
 
 @pytest.mark.parametrize(("code", "again"), [(0, False), (2, False), (1, True), (75, True)])
-def test_slurm_starts_one_srun_and_queues_itself_again(start, programs, tmp_path, code, again):
+def test_slurm_starts_srun_and_requeues(start, programs, tmp_path, code, again):
     programs("srun", f"exit {code}")
     programs("scontrol")
     assert start("slurm.sh", "a.yaml", "name=b", SLURM_JOB_ID="5").wait(PATIENCE) == code
@@ -153,12 +153,12 @@ def test_slurm_starts_one_srun_and_queues_itself_again(start, programs, tmp_path
     assert scontrol == ("requeue 5" if again else "")
 
 
-def test_slurm_gives_up_what_never_begins(start, programs, tmp_path):
+def test_slurm_stops_requeuing_after_repeated_early_failures(start, programs, tmp_path):
     programs("srun", "exit 1")
     programs("scontrol")
     script = start("slurm.sh", "a.yaml", SLURM_JOB_ID="5")
     assert script.wait(PATIENCE) == 1
-    # Saved and stopped in between: what failed before that does not count any more.
+    # A run that saved and stopped resets the count of failures.
     programs("srun", "exit 75")
     assert start("slurm.sh", "a.yaml", SLURM_JOB_ID="5").wait(PATIENCE) == 75
     programs("srun", "exit 1")
@@ -170,10 +170,10 @@ def test_slurm_gives_up_what_never_begins(start, programs, tmp_path):
     assert not list(tmp_path.glob(".slurm-*"))
 
 
-def test_a_task_of_an_array_means_itself(start, programs, tmp_path):
+def test_array_task_requeues_itself(start, programs, tmp_path):
     programs("srun", "exit 75")
     programs("scontrol")
-    # The last task has the number of the whole array.
+    # The last task's job id equals the array's.
     array = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
     script = start("sweep.sh", "a.yaml", "--grid", "seed=1,2,3,4", **array)
     assert script.wait(PATIENCE) == 75
@@ -190,8 +190,8 @@ def test_slurm_runs_inside_a_container(start, programs, tmp_path):
     assert logged(tmp_path, "srun") == f"--wait=60 --mpi=none -l {inside} {command}"
 
 
-def test_slurm_asks_the_run_to_save_when_time_is_nearly_up(start, programs, tmp_path):
-    # The step ends when it is asked to, and before the script waits for it again.
+def test_slurm_forwards_the_time_limit_signal(start, programs, tmp_path):
+    # The step ends on the signal, before the script waits for it again.
     until = "until [ -e {0} ]; do sleep 0.05; done".format
     asked, ended = tmp_path / "asked", tmp_path / "ended"
     programs("srun", f"{until(asked)}; touch {ended}; exit 75")
@@ -202,5 +202,5 @@ def test_slurm_asks_the_run_to_save_when_time_is_nearly_up(start, programs, tmp_
     while not (log.exists() and "srun" in log.read_text()):
         time.sleep(0.05)
     process.send_signal(signal.SIGUSR1)
-    assert process.wait(PATIENCE) == 75, "the script waits on for its step"
+    assert process.wait(PATIENCE) == 75, "the script must wait for its step"
     assert logged(tmp_path, "scancel") == "--signal=USR1 5 scontrol requeue 5"

@@ -1,4 +1,4 @@
-"""A run as `megavis.load` and the commands see it, against what training wrote down."""
+"""`megavis.load` and the sample and probe commands, against values that training logged."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from megavis.notebook import Run
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, small_config):
-    """The folder of a run of three steps, trained by the command."""
+    """Train a run of three steps and return its folder."""
     root = tmp_path_factory.mktemp("run")
     (root / "small.yaml").write_text(
         f"""\
@@ -35,7 +35,7 @@ checkpoint: {{every: 2}}
 
 @pytest.fixture
 def run(trained):
-    """The run, opened; the job that `load` began is left afterwards."""
+    """Load the run; close the job that `load` opened afterwards."""
     from megavis.parallel.context import close_context
 
     yield megavis.load(trained, device="cpu")
@@ -44,7 +44,7 @@ def run(trained):
 
 @pytest.fixture
 def validation(shard_folders):
-    """Ids `[32, 16]` of the images that validation losses are of."""
+    """Return the ids `[32, 16]` of the validation images."""
     tokens = ShardDataset(shard_folders / "validation").read(np.arange(32))[0]
     return torch.from_numpy(tokens.astype(np.int64))
 
@@ -54,16 +54,16 @@ def logged_losses(folder):
     return {r["step"]: r["validation_loss"] for r in records if "validation_loss" in r}
 
 
-def test_losses_are_those_that_training_logged(run, trained, validation):
+def test_losses_match_the_training_log(run, trained, validation):
     logged = logged_losses(trained)
     assert run.step == 3
     assert run.loss(validation) == pytest.approx(logged[3], rel=1e-5)
     assert run.untrained().loss(validation) == pytest.approx(logged[0], rel=1e-5)
-    # The matrix that gives logits starts at zero.
+    # The output matrix starts at zero.
     assert logged[0] == pytest.approx(math.log(32), rel=1e-5)
 
 
-def test_random_masks_follow_from_the_images_numbers(run, validation):
+def test_masks_depend_on_sample_index(run, validation):
     objective = run.config.objective.model_copy(update={"mode": "bert"})
     config = run.config.model_copy(update={"objective": objective})
     bert = Run(config, folder=run.folder, checkpoint=run.checkpoint, context=run.context)
@@ -76,7 +76,7 @@ def order_of(run):
     return run.objective.schedule.orders.shared(run.context.device)[0]
 
 
-def test_outputs_give_the_loss(run, validation):
+def test_outputs_reproduce_the_loss(run, validation):
     logits = run.outputs(validation)
     order = order_of(run)
     nats = []
@@ -96,7 +96,7 @@ def test_features_by_layer(run, validation):
         run.features(validation, layer=3)
 
 
-def test_photographs_go_in_and_come_out(run, validation):
+def test_images_and_to_ids_round_trip(run, validation):
     pixels = run.images(validation)
     assert pixels.shape == (32, 4, 4, 3)
     assert pixels.dtype == np.uint8
@@ -107,7 +107,7 @@ def test_photographs_go_in_and_come_out(run, validation):
             run.to_ids(wrong)
 
 
-def test_samples_keep_what_was_given(run, validation):
+def test_samples_keep_the_given_pixels(run, validation):
     options = {"originals": validation, "given": 0.5, "seed": 1}
     completed = run.sample(tokens=True, **options)
     assert completed.shape == validation.shape
@@ -123,10 +123,10 @@ def test_samples_keep_what_was_given(run, validation):
         run.sample(originals=validation, given=1.5)
 
 
-def test_an_older_checkpoint_and_another_precision(run, trained, validation):
+def test_load_older_step_and_other_dtype(run, trained, validation):
     older = megavis.load(trained, step=2)
     assert older.step == 2
-    # The second run joined the job of the first.
+    # The second run shares the first one's job.
     assert older.context.world.group is run.context.world.group
     assert older.loss(validation) != run.loss(validation)
     half = megavis.load(trained, dtype=torch.bfloat16)
@@ -135,7 +135,7 @@ def test_an_older_checkpoint_and_another_precision(run, trained, validation):
         megavis.load(trained, step=7)
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path, trained):
+def test_folder_without_a_run_raises(tmp_path, trained):
     with pytest.raises(UserError, match="not a run folder"):
         megavis.load(tmp_path)
     (tmp_path / "config.yaml").write_bytes((trained / "config.yaml").read_bytes())
@@ -143,7 +143,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path, trained):
         megavis.load(tmp_path)
 
 
-def test_the_sample_command_writes_pictures(trained, capsys, tmp_path):
+def test_sample_command_writes_image_grids(trained, capsys, tmp_path):
     assert main(["sample", str(trained), "--num-images", "3", "--seed", "1"]) == 0
     path = trained / "samples" / "samples-00000003.png"
     assert capsys.readouterr().out.splitlines()[-1] == str(path)
@@ -155,7 +155,7 @@ def test_the_sample_command_writes_pictures(trained, capsys, tmp_path):
     assert Image.open(out).size == (4 * 130 + 2, 4 * 130 + 2)
 
 
-def test_photographs_of_all_classes_round_robin_by_class(shard_folders):
+def test_round_robin_by_class(shard_folders):
     from megavis.data.loading.loader import round_robin_by_class
 
     dataset = ShardDataset(shard_folders / "validation")
@@ -164,7 +164,7 @@ def test_photographs_of_all_classes_round_robin_by_class(shard_folders):
     assert len(set(indices.tolist())) == 7
 
 
-def test_the_probe_command_writes_its_numbers(trained, capsys):
+def test_probe_command_writes_results(trained, capsys):
     assert main(["probe", str(trained), "--layers", "0,2", "--train-images", "60"]) == 0
     printed = capsys.readouterr().out
     result = json.loads((trained / "evaluation" / "probe.json").read_text())
@@ -192,12 +192,12 @@ def test_the_probe_command_writes_its_numbers(trained, capsys):
         (["probe", "nowhere"], "not a run folder"),
     ],
 )
-def test_mistakes_are_one_message_and_exit_code_2(trained, capsys, words, message):
+def test_invalid_commands_are_refused(trained, capsys, words, message):
     assert main([str(trained) if word == "RUN" else word for word in words]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_prefix_is_a_word_or_a_share(capsys):
+def test_prefix_is_a_name_or_a_share(capsys):
     from megavis.commands.options.images import prefix_share
 
     assert [prefix_share(text) for text in ("none", "half", "0.25")] == [0.0, 0.5, 0.25]

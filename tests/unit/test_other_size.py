@@ -1,4 +1,4 @@
-"""A run whose model sees images of another size than those of training."""
+"""Fine-tuning and loading a run at an image size other than that of training."""
 
 import math
 
@@ -32,7 +32,7 @@ training: {{steps: 1, batch_size: 8}}
 
 
 def cubic(distance):
-    """The kernel of cubic convolution with a = -0.75 (Keys, 1981)."""
+    """Evaluate the cubic convolution kernel with a = -0.75 (Keys, 1981)."""
     x, a = abs(distance), -0.75
     if x <= 1:
         return (a + 2) * x**3 - (a + 3) * x**2 + 1
@@ -40,7 +40,7 @@ def cubic(distance):
 
 
 def resized_by_loops(grid, side):
-    """Resize `[n, n]` by the kernel, one number after the other; what lies outside is the edge."""
+    """Resize `[n, n]` with the kernel, replicating the edge, in plain loops."""
     count = len(grid)
     last = count - 1
 
@@ -70,7 +70,7 @@ def test_learned_positions_are_resized_bicubically(side):
         )
 
 
-def test_other_grids_are_refused():
+def test_non_square_grids_raise():
     with pytest.raises(ValueError, match="not both square"):
         resize_table(torch.zeros(9, 2), 8)
 
@@ -85,7 +85,7 @@ finetune: {{from_run: {folder}/{positions}, num_classes: 10}}
 
 
 @pytest.mark.parametrize("positions", ["learned", "sincos", "rope_2d"])
-def test_fine_tuning_at_another_size(image_shards, tmp_path, capsys, positions):
+def test_finetuning_at_another_size(image_shards, tmp_path, capsys, positions):
     names = {"positions": positions, "folder": tmp_path, "shards": image_shards}
     (tmp_path / "c.yaml").write_text(CONFIG.format(**names))
     (tmp_path / "f.yaml").write_text(FINETUNING.format(**names))
@@ -106,11 +106,11 @@ def test_fine_tuning_at_another_size(image_shards, tmp_path, capsys, positions):
             value = resize_table(value, 36)
         if not name.startswith("head."):
             torch.testing.assert_close(after[name], value)
-    judge_at_the_first_size(tmp_path / "tuned", image_shards / "validation", capsys)
+    check_ensemble_at_training_size(tmp_path / "tuned", image_shards / "validation", capsys)
 
 
-def judge_at_the_first_size(run_folder, shards, capsys):
-    """`ensemble --image-size` against class logits of the same images, asked for one by one."""
+def check_ensemble_at_training_size(run_folder, shards, capsys):
+    """Check `ensemble --image-size` against class logits of single images."""
     capsys.readouterr()
     words = ["--images", str(shards), "--image-size", "16", "--device", "cpu"]
     assert main(["ensemble", str(run_folder), *words]) == 0
@@ -127,7 +127,7 @@ def judge_at_the_first_size(run_folder, shards, capsys):
 
 
 @pytest.mark.parametrize("positions", ["learned", "sincos", "rope_2d"])
-def test_a_run_takes_images_of_another_size(image_shards, tmp_path, positions):
+def test_run_opens_at_another_size(image_shards, tmp_path, positions):
     (tmp_path / "c.yaml").write_text(
         CONFIG.format(positions=positions, folder=tmp_path, shards=image_shards)
     )
@@ -142,7 +142,7 @@ def test_a_run_takes_images_of_another_size(image_shards, tmp_path, positions):
         assert (drawn.dtype, drawn.shape) == (torch.uint8, (2, 32, 32, 3))
         assert not drawn[:, :16].any()
         three, two = (larger.sample(count, seed=1).int() for count in (3, 2))
-        # Another batch may be another kernel, whose last bit may round to the next level.
+        # Another batch size may use another kernel and round to the next level.
         torch.testing.assert_close(three[:2], two, rtol=0, atol=1)
         with pytest.raises(UserError, match="top_k does not apply to this run of darl"):
             larger.sample(2, top_k=3)

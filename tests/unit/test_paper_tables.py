@@ -1,4 +1,4 @@
-"""docs/papers: pages are those that the command writes, and what they name is there."""
+"""docs/papers: pages are up to date, and the runs and options they name exist."""
 
 import importlib
 import re
@@ -40,7 +40,7 @@ def pages(tables, claims):
 
 @pytest.fixture(scope="module")
 def runs(headers, claims):
-    """Configs by their run folder: the presets', and those of headers' lines with other keys."""
+    """Return configs by run folder: presets, and header lines that override keys."""
     found = {folder: config for folder, (_, config) in headers.presets().items()}
     for claim in claims:
         if claim.words:
@@ -49,7 +49,7 @@ def runs(headers, claims):
     return found
 
 
-def test_pages_are_what_the_command_writes(tables):
+def test_pages_are_up_to_date(tables):
     texts = tables.write_out()
     assert set(texts) == {path.name for path in tables.PAGES.glob("*.md")}
     for name, text in texts.items():
@@ -57,7 +57,7 @@ def test_pages_are_what_the_command_writes(tables):
         assert text == written, "run python launch/paper_tables.py"
 
 
-def test_what_comes_before_a_config_is_of_the_same_model(headers, claims, runs):
+def test_runs_to_start_from_have_the_same_model(headers, claims, runs):
     for claim in claims:
         for folder in () if claim.command else headers.runs_before(claim.config):
             assert folder in runs, f"{claim.path}: {folder}"
@@ -73,7 +73,7 @@ def test_what_comes_before_a_config_is_of_the_same_model(headers, claims, runs):
             assert models[0] == models[1], claim
 
 
-def test_commands_have_the_options_and_runs_that_they_use(claims, runs):
+def test_commands_have_valid_options_and_runs(claims, runs):
     commands = [claim for claim in claims if claim.command]
     assert len(commands) > 40
     for claim in commands:
@@ -83,8 +83,8 @@ def test_commands_have_the_options_and_runs_that_they_use(claims, runs):
         assert set(re.findall(r"runs/[\w.-]+", claim.command)) <= set(runs), claim
 
 
-def test_every_state_has_what_it_needs(pages):
-    """Whatever is not run can be started, or the line says why not."""
+def test_unrun_rows_have_a_command_or_reason(pages):
+    """A row without a result names the command that produces it, or why there is none."""
     for page in pages.values():
         lines = [line for lines in page.lines.values() for line in lines]
         bare = [line for line in lines if line.state == "not run" and not line.how]
@@ -93,7 +93,7 @@ def test_every_state_has_what_it_needs(pages):
 
 @pytest.fixture
 def changed(tables, claims):
-    """Build GVP's page with one line of a header changed."""
+    """Build GVP's page with one header line changed."""
 
     def build(**fields):
         claim = next(c for c in claims if c.path.stem == "vit_b_p2p_finetune" and c.row == 11)
@@ -112,12 +112,12 @@ def changed(tables, claims):
         ({"column": "FID"}, "no source covers Table 1, row 11"),
     ],
 )
-def test_headers_that_contradict_the_paper_are_refused(changed, fields, text):
+def test_headers_contradicting_the_paper_raise(changed, fields, text):
     with pytest.raises(ValueError, match=text):
         changed(**fields)
 
 
-def test_a_preset_that_says_nothing_is_refused(headers, claims):
+def test_preset_without_rows_raises(headers, claims):
     left = [claim for claim in claims if claim.path.stem != "vit_b_p2p_scratch"]
     with pytest.raises(ValueError, match="vit_b_p2p_scratch.yaml: list the rows"):
         list(headers.presets_without_a_row("gvp", left))

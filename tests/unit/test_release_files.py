@@ -1,4 +1,4 @@
-"""Files that people and tools read before anything runs: they agree with one another."""
+"""Project metadata, CI, containers and constraints are consistent."""
 
 import re
 import tomllib
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def test_the_version_is_cited():
+def test_citation_matches_the_project():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     wanted = (PROJECT["name"], PROJECT["version"], PROJECT["license"])
     assert (citation["title"], citation["version"], citation["license"]) == wanted
@@ -22,8 +22,8 @@ def bare(requirement):
     return re.match(r"[\w-]+", requirement)[0].lower()
 
 
-def test_constraints_name_all_that_a_user_installs():
-    """What `pip install --constraint` needs: all dependencies and those of the users' extras."""
+def test_constraints_pin_all_user_dependencies():
+    """`pip install --constraint` needs all dependencies and those of the user-facing extras."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {bare(line) for line in lines if "==" in line}
     extras = PROJECT["optional-dependencies"]
@@ -31,14 +31,14 @@ def test_constraints_name_all_that_a_user_installs():
     assert wanted <= pinned
 
 
-def test_hooks_run_what_make_lint_runs():
+def test_pre_commit_hooks_match_make_lint():
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
     makefile = (ROOT / "Makefile").read_text()
     for hook in hooks:
         assert hook["entry"].replace(".venv/bin", "$(BIN)").split(" --no-logo")[0] in makefile
 
 
-def test_actions_run_ci():
+def test_github_actions_run_ci():
     jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
     commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -47,14 +47,14 @@ def test_actions_run_ci():
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "containers").iterdir()), ids=lambda p: p.name)
-def test_containers_copy_what_is_there(path):
+def test_containers_copy_existing_files(path):
     copied = re.findall(r"^COPY (.*)$", path.read_text(), re.MULTILINE)
     names = [name for line in copied for name in line.split()[:-1]]
     assert names
     assert not [name for name in names if not (ROOT / name).exists()]
 
 
-def test_the_map_for_assistants_names_every_package():
+def test_agents_file_names_every_package():
     text = (ROOT / "AGENTS.md").read_text()
     folders = [path.parent.name for path in (ROOT / "megavis").glob("*/__init__.py")]
     assert not [name for name in folders if f"`megavis/{name}`" not in text]

@@ -1,4 +1,4 @@
-"""The site of `make docs`: built strictly, whole on a disk without a network, complete."""
+"""The site of `make docs`: strict build, offline use, links and completeness."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from megavis.config.section import Section
 pytestmark = pytest.mark.once
 
 ROOT = Path(__file__).parents[2]
-# What a browser fetches by itself, by tag.
+# Attributes that a browser fetches automatically, by tag.
 FETCHED = {
     "script": "src",
     "img": "src",
@@ -32,7 +32,7 @@ FETCHED = {
 
 
 class Reader(HTMLParser):
-    """The links, anchors, fetched files and paragraphs of a page."""
+    """Collect the links, anchors, fetched files and table cells of a page."""
 
     def __init__(self, path):
         super().__init__()
@@ -61,7 +61,7 @@ class Reader(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The folder of the site, built as `make docs` does."""
+    """Build the site as `make docs` does and return its folder."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
@@ -76,14 +76,14 @@ def pages(site):
     return {path: Reader(path) for path in site.rglob("*.html") if path.name != "404.html"}
 
 
-def test_each_document_is_a_page(site):
+def test_every_document_has_a_page(site):
     written = {path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")}
     places = [site / (path.parent / "index" if path.stem == "README" else path) for path in written]
     assert len(places) > 15
     assert not [path for path in places if not path.with_suffix(".html").exists()]
 
 
-def test_pages_fetch_only_what_lies_beside_them(pages):
+def test_pages_fetch_only_local_files(pages):
     missing = []
     for path, page in pages.items():
         assert page.fetched
@@ -94,12 +94,12 @@ def test_pages_fetch_only_what_lies_beside_them(pages):
     assert not missing
 
 
-def test_styles_fetch_nothing_from_elsewhere(site):
+def test_styles_fetch_nothing_remote(site):
     for path in site.rglob("*.css"):
         assert not re.findall(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//", path.read_text())
 
 
-def test_links_and_anchors_lead_somewhere(pages):
+def test_links_and_anchors_resolve(pages):
     lost = []
     for path, page in pages.items():
         for link in page.links:
@@ -114,7 +114,7 @@ def test_links_and_anchors_lead_somewhere(pages):
 
 
 def keys_of(section):
-    """Yield name and field of all keys of a section and of those in it."""
+    """Yield name and field of all keys of a section and its subsections."""
     for name, field in section.model_fields.items():
         yield name, field
         if isinstance(field.default, Section) and type(field.default) is field.annotation:
@@ -122,7 +122,7 @@ def keys_of(section):
 
 
 def rows_of(page):
-    """Return type, default, meaning and place by key of a page; keys may come in several tables."""
+    """Return type, default, meaning and source by key; a key may occur in several tables."""
     cells = iter(page.cells)
     rows = {}
     for key in cells:
@@ -131,8 +131,8 @@ def rows_of(page):
 
 
 @pytest.mark.parametrize("name", ["index", *PAPER_CONFIGS])
-def test_the_reference_has_every_key_with_default_and_source(site, name):
-    """Against pydantic's fields: pages are made of the JSON schema."""
+def test_reference_lists_every_key_with_default_and_source(site, name):
+    """Compare with pydantic's fields; the pages are generated from the JSON schema."""
     config = PAPER_CONFIGS.get(name, RunConfig)
     room = "index" if config is RunConfig else config.__module__.split(".")[2]
     rows = rows_of(Reader(site / "config" / f"{room}.html"))
@@ -140,7 +140,7 @@ def test_the_reference_has_every_key_with_default_and_source(site, name):
     assert len(keys) > 5
     for key, field in keys:
         assert any(is_default(row[1], field) for row in rows[key]), (key, rows[key])
-        # The schema puts the papers' sections in the place of the objective's.
+        # The schema replaces the objective's section by the papers'.
         meaning = re.sub("[`*]", "", " ".join((field.description or "").split()))
         matches = [row[2].startswith(meaning[:30]) for row in rows[key]]
         assert any(matches) or key == "objective", (key, rows[key])
@@ -152,7 +152,7 @@ def test_the_reference_has_every_key_with_default_and_source(site, name):
 
 
 def is_default(shown, field):
-    """Return whether the reference shows a field's own default."""
+    """Return whether the reference shows the field's default."""
     if field.is_required():
         return shown == "required"
     if field.default is None:
@@ -166,7 +166,7 @@ def is_default(shown, field):
         return shown == value
 
 
-def test_the_api_has_what_a_notebook_calls(pages, site):
+def test_api_pages_cover_the_notebook_interface(pages, site):
     anchors = pages[site / "api" / "notebook.html"].anchors
     calls = ("features", "sample", "loss", "outputs", "untrained", "images", "to_ids")
     assert {f"megavis.notebook.Run.{call}" for call in calls} <= anchors
@@ -174,7 +174,7 @@ def test_the_api_has_what_a_notebook_calls(pages, site):
 
 
 @pytest.mark.skipif(find_browser() is None, reason="no Chromium here (Debian: chromium)")
-def test_search_finds_a_key_on_pages_opened_from_the_disk(site, tmp_path):
+def test_search_works_from_disk(site, tmp_path):
     with open_browser(find_browser(), tmp_path / "profile") as browser:
         browser.open((site / "index.html").as_uri() + "?q=tensor_model_parallel_size")
         links = "[...document.querySelectorAll('.md-search-result__link')].map(a => a.href)"

@@ -1,4 +1,4 @@
-"""The wheel holds what commands need away from the checkout; `make wheel` installs it."""
+"""The wheel contains everything that commands need outside the checkout."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ BUILD = "from setuptools.build_meta import build_wheel; build_wheel('dist')"
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """A folder with what the wheel installs, and nothing else of the checkout."""
+    """Build the wheel and return a folder with only its content."""
     source = tmp_path_factory.mktemp("source")
     for name in ("megavis", "data_tools", "yaml_configs"):
         left_out = shutil.ignore_patterns("__pycache__")
@@ -36,13 +36,13 @@ def installed(tmp_path_factory):
 
 
 def python(installed, cwd, *words):
-    """Run Python with the installed packages in front of an editable install."""
+    """Run Python with the installed packages ahead of an editable install."""
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     command = [sys.executable, *words]
     return subprocess.run(command, cwd=cwd, env=environment, text=True, capture_output=True)
 
 
-def test_the_wheel_holds_every_config_and_data_file(installed):
+def test_wheel_contains_all_configs_and_data_files(installed):
     wanted = [path.relative_to(ROOT) for path in (ROOT / "yaml_configs").rglob("*.*")]
     assert len(wanted) > 100
     data = [*(ROOT / "megavis").rglob("*.yaml"), *(ROOT / "megavis").rglob("*.css")]
@@ -52,15 +52,15 @@ def test_the_wheel_holds_every_config_and_data_file(installed):
     assert (installed / "data_tools" / "__main__.py").is_file()
 
 
-def test_shipped_configs_and_their_bases_are_found_from_any_folder(installed, tmp_path):
+def test_shipped_configs_are_found_from_any_folder(installed, tmp_path):
     name = "yaml_configs/darl/vit_l16_mse_finetune_50.yaml"
     shown = python(installed, tmp_path, "-m", "megavis.cli", "config", "show", name)
     assert shown.returncode == 0, shown.stderr
     assert f"{installed}/megavis/yaml_configs/darl/" in shown.stdout
 
 
-def test_three_lines_to_a_picture(installed, tmp_path):
-    """Those of docs/getting-started.md, in small."""
+def test_getting_started_commands(installed, tmp_path):
+    """Run the commands of docs/getting-started.md at a small size."""
     text = (ROOT / "docs" / "getting-started.md").read_text(encoding="utf-8")
     block = text.split("pip install megavis\n")[1].split("```")[0]
     modules = {"megavis-data": "data_tools", "megavis": "megavis.cli"}
@@ -80,7 +80,7 @@ def test_three_lines_to_a_picture(installed, tmp_path):
     assert picture.stat().st_size > 100
 
 
-def test_a_missing_config_says_where_it_was_looked_for(tmp_path, monkeypatch):
+def test_missing_config_lists_searched_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert find_config("yaml_configs/igpt/demo.yaml") == ROOT / "yaml_configs/igpt/demo.yaml"
     with pytest.raises(UserError) as error:
