@@ -10,14 +10,17 @@ Legend: b images, H and W pixels.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from megavis.composition.condition import Condition, Encode, Known
+from megavis.composition.pretrained_encoder import PretrainedEncoder
 from megavis.composition.reader import Reader, Role
 from megavis.composition.tokens import Tokens
 from megavis.config.errors import UserError
+from megavis.config.schema import ModelConfig
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.batch import Batch
 from megavis.model.core import Core
@@ -59,6 +62,20 @@ class EncodedImage(Condition):
         """Return the encoder's blocks and its final norm."""
         size = self.image_size
         return self.sizes.layers(core, image_size=size, num_rows=num_rows, seed=seed, name=_NAME)
+
+    def pretrained(self, run: str, above: ModelConfig) -> PretrainedEncoder:
+        """Open the run that the encoder starts from.
+
+        Args:
+            run: folder of a Vision Transformer's run.
+            above: the decoder's settings.
+
+        Raises:
+            UserError: there is no such run, or its weights do not fit.
+        """
+        sizes, count = self.sizes, self.num_memory
+        model = sizes.model(above)
+        return PretrainedEncoder.open(Path(run), model, sizes, prefix=_NAME, num_patches=count)
 
     def check(self, manifest: Manifest, tokens: Tokens, name: str) -> Iterator[str]:
         """Check that shards hold images, or pairs of images and targets."""

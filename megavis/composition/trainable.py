@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from megavis.composition.classification import Classification
     from megavis.composition.composition import Composition
     from megavis.composition.places import Places
+    from megavis.composition.pretrained_encoder import PretrainedEncoder
 
 
 @dataclass(frozen=True)
@@ -215,6 +216,14 @@ class Trainable(ABC):
 
     def classification(self) -> Classification | None:
         """Return the classifier that a fine-tuning run trains; None otherwise."""
+        return None
+
+    def pretrained(self) -> PretrainedEncoder | None:
+        """Open the run that a part of the weights starts from; None if all start at random.
+
+        Raises:
+            UserError: there is no such run, or its weights do not fit.
+        """
         return None
 
     def places(self) -> Places:

@@ -7,6 +7,7 @@ from typing import Literal
 OrderKind = Literal["raster", "nested_raster", "round_robin", "random"]
 PositionKind = Literal["none", "learned", "sincos", "rope_1d", "rope_2d", "relative_2d"]
 ScaleActivation = Literal["squareplus", "softplus"]
+Activation = Literal["quick_gelu", "gelu", "gelu_tanh"]
 DecoderKind = Literal["linear", "mlp", "transformer"]
 
 DashboardKind = Literal["tensorboard", "wandb", "mlflow", "jsonl"]

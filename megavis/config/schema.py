@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny
 
-from megavis.config.choices import DashboardKind, KernelLibrary, PositionKind
+from megavis.config.choices import Activation, DashboardKind, KernelLibrary, PositionKind
 from megavis.config.data import DataConfig
 from megavis.config.evaluation import EvaluationConfig
 from megavis.config.section import (
@@ -78,7 +78,7 @@ class ModelConfig(Section):
     """Layer norms with a bias: all, or only the one before the head."""
     norm_epsilon: Above0 = 1e-5
     """Added to the variance inside every norm."""
-    activation: Literal["quick_gelu", "gelu", "gelu_tanh"] = "quick_gelu"
+    activation: Activation = "quick_gelu"
     """`quick_gelu` is x · sigmoid(1.702 x)."""
     add_bias: bool = False
     """Biases on the linear layers of the blocks."""

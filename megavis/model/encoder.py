@@ -13,10 +13,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megavis.config.choices import Activation
+from megavis.config.schema import ModelConfig
 from megavis.model.core import MEMORY, Core
 from megavis.model.declarations import ParamGroupOptions
 from megavis.model.embeddings import LastNorm, PatchEmbedding, ReplicatedLinear, to_stream
@@ -42,6 +45,8 @@ class EncoderSizes:
         hidden_size: width; None for the decoder's width and MLP size.
         num_heads: attention heads; None for the decoder's.
         learning_rate_scale: multiplies the scheduled learning rate of all its parameters.
+        activation: of its MLPs; None for the decoder's.
+        norm_epsilon: of its norms; None for the decoder's.
     """
 
     num_layers: int
@@ -49,6 +54,8 @@ class EncoderSizes:
     hidden_size: int | None = None
     num_heads: int | None = None
     learning_rate_scale: float = 1.0
+    activation: Activation | None = None
+    norm_epsilon: float | None = None
 
     @property
     def options(self) -> ParamGroupOptions:
@@ -59,6 +66,20 @@ class EncoderSizes:
         """Return c for images of side `image_size`."""
         return (image_size // self.patch_size) ** 2
 
+    def model(self, above: ModelConfig) -> ModelConfig:
+        """Return the settings of its blocks, given the decoder's."""
+        changed: dict[str, Any] = {"num_layers": self.num_layers}
+        changed |= {"add_bias": True, "attention_bias": True, "norm_bias": "all"}
+        if self.hidden_size is not None:
+            changed |= {"hidden_size": self.hidden_size, "ffn_hidden_size": None}
+        own = {
+            "num_attention_heads": self.num_heads,
+            "activation": self.activation,
+            "norm_epsilon": self.norm_epsilon,
+        }
+        changed |= {key: value for key, value in own.items() if value is not None}
+        return above.model_copy(update=changed)
+
     def core(self, above: Core, name: str) -> Core:
         """Return a core for the encoder's blocks: a ViT with all biases and full attention.
 
@@ -66,16 +87,10 @@ class EncoderSizes:
             above: core of the decoder.
             name: prefix of the blocks' names.
         """
-        biases = {"add_bias": True, "attention_bias": True, "norm_bias": "all"}
-        sizes: dict[str, int | None] = {"num_layers": self.num_layers}
-        if self.hidden_size is not None:
-            sizes |= {"hidden_size": self.hidden_size, "ffn_hidden_size": None}
-        if self.num_heads is not None:
-            sizes["num_attention_heads"] = self.num_heads
         passing = (_passing(each) for each in above.carried_names if each != MEMORY)
         return above.with_stack(
             name=name,
-            model=above.model.model_copy(update=sizes | biases),
+            model=self.model(above.model),
             visibility_kind="full",
             initialization=Initialization(*[xavier_uniform] * 5),
             carried_names=(ROWS, *passing),

@@ -13,6 +13,7 @@ token.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from torch import Tensor
 # The customary mean and standard deviation of ImageNet's training images in [0, 1].
 CHANNEL_MEAN = (0.485, 0.456, 0.406)
 CHANNEL_DEVIATION = (0.229, 0.224, 0.225)
+
+Statistics = tuple[Sequence[float], Sequence[float]]
+"""Mean and standard deviation of each channel in [0, 1]."""
 
 _EPSILON = 1e-6
 
@@ -34,6 +38,32 @@ def to_uint8(images: Tensor) -> Tensor:
     """Invert `standardize`: float `[b, height, width, 3]` to the nearest uint8."""
     mean, deviation = _channel_statistics(images.device)
     return ((images.float() * deviation + mean) * 255.0).round().clamp(0, 255).to(torch.uint8)
+
+
+def for_other_pixels(
+    weight: Tensor, bias: Tensor, trained: Statistics, given: Statistics
+) -> tuple[Tensor, Tensor]:
+    """Return an embedding of patches standardised otherwise than those that it was trained on.
+
+    Args:
+        weight: `[h, d]`.
+        bias: `[h]`.
+        trained: mean and standard deviation of each channel, by which the patches of the training
+            images were standardised.
+        given: those by which the patches that the result reads are standardised.
+
+    Returns:
+        weight and bias, float32.
+    """
+    (mean, deviation), (given_mean, given_deviation) = (
+        (torch.tensor(numbers, dtype=torch.float64) for numbers in each)
+        for each in (trained, given)
+    )
+    by_channel = weight.double().unflatten(1, (-1, 3))
+    # A pixel as in training is (given pixel · its deviation + its mean - mean) / deviation.
+    matrix = by_channel * (given_deviation / deviation)
+    shift = (by_channel * ((given_mean - mean) / deviation)).sum((1, 2))
+    return matrix.flatten(1).float(), (bias.double() + shift).float()
 
 
 def pixel_range() -> tuple[float, float]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from deepspeed.accelerator import get_accelerator
 
+from megavis.composition.pretrained_encoder import KEY, PretrainedEncoder
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
@@ -161,3 +162,15 @@ def open_held_out(
         text = f"{path} was made with another {kind} than {train.directory}"
         raise loaded.source.error([(key, text)])
     return dataset
+
+
+def open_pretrained(loaded: LoadedConfig, objective: Trainable) -> PretrainedEncoder | None:
+    """Open the run that the encoder starts from, if the config names one.
+
+    Raises:
+        UserError: it does not fit; names the key and its line.
+    """
+    try:
+        return objective.pretrained()
+    except UserError as error:
+        raise loaded.source.error([(KEY, str(error))]) from None

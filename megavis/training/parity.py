@@ -128,8 +128,7 @@ def train_briefly(
     with open_job(loaded, launch, device=device) as context:
         run = Trainer.open(loaded, context)
         engine = Engine(config, run.objective, context)
-        if run.finetuning is not None:
-            run.finetuning.start(engine)
+        run.start(engine)
         loader = run.loader(engine)
         curve = []
         with loader:

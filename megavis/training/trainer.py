@@ -16,8 +16,14 @@ import torch
 
 from megavis.checkpoint.format.folder import checkpoints_by_age, prune, remove_partial
 from megavis.checkpoint.format.manifest import CheckpointManifest, LossHistory
-from megavis.checkpoint.state.restore import Found, load_training_state, newest_intact_checkpoint
+from megavis.checkpoint.state.restore import (
+    Found,
+    load_training_state,
+    newest_intact_checkpoint,
+    start_encoder,
+)
 from megavis.checkpoint.state.save import Snapshot, TrainingProgress
+from megavis.composition.pretrained_encoder import PretrainedEncoder
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UnfinishedError
 from megavis.config.load import LoadedConfig, dump_config
@@ -55,7 +61,13 @@ from megavis.training.faults.corruption_check import CheckReplicas
 from megavis.training.faults.interruption import Signals, StopOnSignal, count_restart
 from megavis.training.faults.watchdog import Watchdog
 from megavis.training.finetune import Finetuning
-from megavis.training.job import hold_run, open_held_out, open_job, open_training_data
+from megavis.training.job import (
+    hold_run,
+    open_held_out,
+    open_job,
+    open_pretrained,
+    open_training_data,
+)
 from megavis.training.loop import train
 from megavis.training.metrics import MetricsWriter
 from megavis.training.provenance import record_start
@@ -76,6 +88,8 @@ class Trainer:
     """SHA-256 of the tokenizer of the shards, or of the images."""
     finetuning: Finetuning | None = None
     """Set when fine-tuning."""
+    pretrained: PretrainedEncoder | None = None
+    """Set if the encoder starts from another run."""
 
     @property
     def folder(self) -> Path:
@@ -100,7 +114,9 @@ class Trainer:
         tokenizer = train_data.manifest.identity or objective.backbone.tokenizer_identity
         network = objective.classification()
         if network is None:
-            return cls(config, context, objective, train_data, held_out, tokenizer)
+            run = cls(config, context, objective, train_data, held_out, tokenizer)
+            run.pretrained = open_pretrained(loaded, objective)
+            return run
         assert held_out is not None, "required by the config's checks"
         tuning = Finetuning.open(loaded, network, train_data, held_out)
         return cls(config, context, objective, train_data, tuning.selection, tokenizer, tuning)
@@ -182,7 +198,7 @@ class Trainer:
         return bad_steps.row
 
     def _restore(self, found: Found | None, engine: Engine) -> None:
-        """Load a checkpoint, or else the initial weights of a fine-tuning run."""
+        """Load a checkpoint, or else the weights of another run that this one starts from."""
         if self.finetuning is not None:
             self.finetuning.resume(found[1].step if found else 0, self.context)
         if found is not None:
@@ -190,8 +206,20 @@ class Trainer:
                 found[0], layers=engine.layers, states=engine.states, context=self.context
             )
             engine.restore_loss_scale(found[1].loss_scale)
-        elif self.finetuning is not None:
+        else:
+            self.start(engine)
+
+    def start(self, engine: Engine) -> None:
+        """Load the weights of another run that this one starts from, if any."""
+        if self.finetuning is not None:
             self.finetuning.start(engine)
+        elif self.pretrained is not None:
+            start_encoder(
+                self.pretrained,
+                layers=engine.layers,
+                states=engine.states,
+                context=self.context,
+            )
 
     def loader(self, engine: Engine, first_batch: int = 0) -> BatchLoader:
         """Return this process's training batches, starting at `first_batch` of the sample order."""

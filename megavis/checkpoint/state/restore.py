@@ -21,6 +21,7 @@ from megavis.checkpoint.state.parameter_states import (
     logical_shape,
     set_gathered,
 )
+from megavis.composition.pretrained_encoder import PretrainedEncoder
 from megavis.config.errors import UserError
 from megavis.model.declarations import starts_fresh
 from megavis.model.positions import LEARNED, is_grid, resize_table
@@ -83,6 +84,32 @@ def start_from_weights(
                 states.set(parameter, "weight", _weight(reader, name, parameter, context))
 
 
+def start_encoder(
+    pretrained: PretrainedEncoder,
+    *,
+    layers: LocalLayers,
+    states: ParameterStates,
+    context: ParallelContext,
+) -> None:
+    """Load the weights of an encoder into a DeepSpeed engine of any layout, before its first step.
+
+    Args:
+        pretrained: the encoder's initial weights; all others keep theirs.
+        layers: layers of this process.
+        states: of the engine.
+        context: of the job.
+
+    Raises:
+        UserError: on every process, if a file is damaged or lacks a tensor.
+    """
+    check_files(pretrained.checkpoint, context)
+    with CheckpointReader(pretrained.checkpoint) as reader:
+        for name, parameter in layers.named_parameters():
+            whole = pretrained.tensor(reader, name)
+            if whole is not None:
+                states.set(parameter, "weight", own_slice(whole, parameter, context))
+
+
 def load_weights(folder: Path, layers: LocalLayers, context: ParallelContext) -> CheckpointManifest:
     """Load the evaluation weights, EMA if there is one, into modules without an engine.
 
@@ -117,6 +144,17 @@ def check_files(folder: Path, context: ParallelContext) -> CheckpointManifest:
         if text:
             raise UserError(text)
     return manifest
+
+
+def own_slice(whole: Tensor, parameter: nn.Parameter, context: ParallelContext) -> Tensor:
+    """Return this process's slice of a whole tensor; raises ValueError where shapes differ."""
+    shape, dimension = logical_shape(parameter), partition_dimension(parameter)
+    if dimension is not None:
+        length = shape[dimension]
+        whole = whole.narrow(dimension, length * context.tensor.rank, length)
+    if whole.shape != shape:
+        raise ValueError(f"a tensor of {tuple(whole.shape)} for a parameter of {tuple(shape)}")
+    return whole.contiguous()
 
 
 def _fill_buffers(reader: CheckpointReader, layers: LocalLayers) -> None:

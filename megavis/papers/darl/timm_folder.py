@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megavis.config.errors import UserError
 from megavis.model.vit_blocks import TIMM, block_from, run_block
-from megavis.tokenizers.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
+from megavis.tokenizers.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, for_other_pixels
 
 EPSILON = 1e-6
 """Epsilon of the norms in timm's ViTs."""
@@ -142,7 +142,13 @@ def from_timm(model: TimmViT) -> dict[str, Tensor]:
         classifier is zero if timm's network has none.
     """
     tensors, width = model.tensors, model.hidden_size
-    matrix, bias = _patch_embedding(model)
+    kernel = tensors["patch_embed.proj.weight"].permute(0, 2, 3, 1).flatten(1)
+    matrix, bias = for_other_pixels(
+        kernel,
+        tensors["patch_embed.proj.bias"],
+        (model.mean, model.deviation),
+        (CHANNEL_MEAN, CHANNEL_DEVIATION),
+    )
     positions = tensors["pos_embed"][0]
     whole = {
         "embedding.patches.weight": matrix,
@@ -159,21 +165,6 @@ def from_timm(model: TimmViT) -> dict[str, Tensor]:
         block = block_from(tensors, prefix, TIMM, num_heads=model.num_heads)
         whole |= {f"{prefix}{name}": tensor for name, tensor in block.items()}
     return {name: tensor.float().contiguous() for name, tensor in whole.items()}
-
-
-def _patch_embedding(model: TimmViT) -> tuple[Tensor, Tensor]:
-    """Return weight `[h, p · p · 3]` and bias for pixels standardised by ImageNet's statistics."""
-    kernel = model.tensors["patch_embed.proj.weight"]  # [h, 3, p, p]
-    ours_mean, ours_deviation, mean, deviation = (
-        torch.tensor(numbers, dtype=torch.float64)
-        for numbers in (CHANNEL_MEAN, CHANNEL_DEVIATION, model.mean, model.deviation)
-    )
-    by_channel = kernel.double().permute(0, 2, 3, 1)
-    # Their pixel is (ours · deviation + mean - theirs) / their deviation.
-    matrix = by_channel * (ours_deviation / deviation)
-    shift = (by_channel * ((ours_mean - mean) / deviation)).sum((1, 2, 3))
-    bias = model.tensors["patch_embed.proj.bias"].double() + shift
-    return matrix.flatten(1).float(), bias.float()
 
 
 def timm_features(model: TimmViT, images: Tensor) -> Tensor:

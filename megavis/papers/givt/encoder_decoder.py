@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from megavis.composition.encoded_image import EncodedImage
+from megavis.composition.pretrained_encoder import PretrainedEncoder
 from megavis.composition.trainable import Likelihood
 from megavis.model.encoder import EncoderSizes
 from megavis.papers.givt.encoder_decoder_config import EncoderDecoderConfig
@@ -33,9 +34,16 @@ class GIVTEncoderDecoder(GIVT):
                 self.paper.encoder_hidden_size,
                 self.paper.encoder_num_attention_heads,
                 self.paper.encoder_learning_rate_scale,
+                self.paper.encoder_activation,
+                self.paper.encoder_norm_epsilon,
             ),
             others=self._labels(),
         )
+
+    def pretrained(self) -> PretrainedEncoder | None:
+        """Open the Vision Transformer that the encoder starts from."""
+        run = self.paper.encoder_from_run
+        return None if run is None else self.condition.pretrained(run, self.config.model)
 
     @property
     def likelihood(self) -> Likelihood:

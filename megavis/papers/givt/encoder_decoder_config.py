@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from megavis.composition.shared_keys import check_encoder
+from megavis.config.choices import Activation
 from megavis.config.schema import ConfigIssue, NonNegative, Positive, RunConfig
 from megavis.config.section import Above0
 from megavis.papers.givt.config import LatentTokensConfig
@@ -27,6 +28,14 @@ class EncoderDecoderConfig(LatentTokensConfig):
     """Width of the encoder; defaults to that of `model`, as in the paper."""
     encoder_num_attention_heads: Positive | None = None
     """Attention heads of the encoder; defaults to those of `model`."""
+    encoder_activation: Activation | None = None
+    """Activation of the encoder's MLPs; defaults to that of `model`."""
+    encoder_norm_epsilon: Above0 | None = None
+    """Added to the variance inside the encoder's norms; defaults to that of `model`."""
+    encoder_from_run: str | None = None
+    """Run folder of a pretrained Vision Transformer, from whose newest weights the encoder starts:
+    a run of `mae`, or one that `megavis import timm` or `vit` has made. The class token is dropped,
+    and positions are resized to this run's images."""
     encoder_learning_rate_scale: Above0 = 1.0
     """Multiplies the learning rate of the encoder; 0.1 in the released code, where it starts from a
     pretrained Vision Transformer."""

@@ -21,8 +21,10 @@ from written_shards import write_payloads
 
 from megavis.checkpoint.state.convert import write_weights
 from megavis.config.load import dump_config, load_config
+from megavis.config.schema import FinetuneConfig
 from megavis.data.format.manifest import SourceIdentity, TargetMaps, TokenizerIdentity
 from megavis.data.format.token_packing import payload_bytes
+from megavis.papers.darl.config import DARLConfig
 from megavis.tokenizers.label_map_vae import LabelMapVAE
 from megavis.tokenizers.network_tokenizer import open_tokenizer
 from megavis.tokenizers.palette import Palette
@@ -172,6 +174,29 @@ def write_finished(folder):
         prepare(config, shards)
 
 
+def write_vision_transformer(folder, config):
+    """Write the run of a released ViT from which an encoder starts, with weights of nothing."""
+    model = config.model.model_copy(
+        update={
+            "num_layers": config.objective.encoder_layers,
+            "activation": config.objective.encoder_activation,
+            "add_bias": True,
+            "attention_bias": True,
+            "norm_bias": "all",
+            "positions": "learned",
+        }
+    )
+    sections = {
+        "objective": DARLConfig(patch_size=config.objective.encoder_patch_size),
+        "finetune": FinetuneConfig(num_classes=2, visibility="full", read_out="first"),
+        "model": model,
+    }
+    write_weights(Path(folder), {}, seed=config.seed, tokenizer=None)
+    training = config.training.model_copy(update={"validate_every": 1})
+    source = config.model_copy(update={**sections, "training": training})
+    (Path(folder) / "config.yaml").write_text(dump_config(source))
+
+
 def prepare(config, folder):
     if not Path(folder).exists():
         write_shards(config, folder)
@@ -204,6 +229,12 @@ def test_preset_passes_dry_run(name, monkeypatch):
     before = config.finetune and config.finetune.from_run
     if before and not Path(before).exists():
         write_finished(before)
+    encoder = getattr(config.objective, "encoder_from_run", None)
+    if encoder and not Path(encoder).exists():
+        if encoder in RUNS:
+            write_finished(encoder)
+        else:
+            write_vision_transformer(encoder, config)
     findings = list(dry_run.dry_run(loaded, processes_of(config)))
     assert not [str(finding) for finding in findings if not finding.is_right]
     assert findings[-1].topic == "resume"
