@@ -1,6 +1,6 @@
 """What can be said of label maps without a model: numbers below which no model is worth its name.
 
-    python -m benchmarks.label_map_baselines shards/panoptic
+    python -m benchmarks.label_map_baselines shards/panoptic --run runs/givt_panoptic
 
 Panoptic maps: one segment of the commonest class, and the map of the nearest training image.
 Depths: the mean training map, and again that of the nearest training image. Training maps are
@@ -21,6 +21,7 @@ import numpy as np
 from megavis.data.codecs.jpeg import decode_png, split
 from megavis.data.codecs.label_maps import nearest, to_numbers, to_pixels
 from megavis.data.codecs.transforms import Transform
+from megavis.data.format.files import write_atomically
 from megavis.data.loading.dataset import ShardDataset
 from megavis.evaluation.images.depth_errors import DepthErrors
 from megavis.evaluation.images.panoptic_quality import PanopticQuality
@@ -33,7 +34,11 @@ def main() -> None:
     """Print the scores of each answer as a line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="with the shard folders train and validation")
-    folder = parser.parse_args().folder
+    parser.add_argument(
+        "--run", type=Path, help="write them to RUN/evaluation too, for `megavis report`"
+    )
+    arguments = parser.parse_args()
+    folder = arguments.folder
     train, held_out = (
         ShardDataset(folder / part, Transform(_SIDE, crop="center"))
         for part in ("train", "validation")
@@ -53,9 +58,14 @@ def main() -> None:
         "mean map" if is_depth else "one segment": lambda image: constant,
         "nearest training image": neighbour,
     }
+    found = []
     for name, answer in answers.items():
-        scores = _score(held_out, answer, is_depth=is_depth)
-        sys.stdout.write(json.dumps({"answer": name, **scores}) + "\n")
+        found.append({"answer": name, **_score(held_out, answer, is_depth=is_depth)})
+        sys.stdout.write(json.dumps(found[-1]) + "\n")
+    if arguments.run is not None:
+        path = arguments.run / "evaluation" / "label_map_baselines.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, (json.dumps(found, indent=2) + "\n").encode())
 
 
 def _score(

@@ -245,6 +245,25 @@ def _likelihood(result: dict[str, Any]) -> Iterator[EvalMetric]:
     yield EvalMetric("likelihood", "per dimension", result["nats_per_dimension"], "nats")
 
 
+def _panoptic(result: dict[str, Any]) -> Iterator[EvalMetric]:
+    group, note = "panoptic quality", f"of {result['images']} images"
+    for name, part in (("all classes", "all"), ("things", "things"), ("stuff", "stuff")):
+        yield EvalMetric(group, name, result[part]["PQ"], "", note)
+
+
+def _depth(result: dict[str, Any]) -> Iterator[EvalMetric]:
+    note = f"of {result['images']} images"
+    yield EvalMetric("depth", "RMSE", result["all"]["RMSE"], "m", note)
+
+
+def _baselines(answers: list[dict[str, Any]]) -> Iterator[EvalMetric]:
+    """Scores of what can be said of label maps without a model."""
+    for answer in answers:
+        is_depth = "RMSE" in answer
+        value = answer["RMSE" if is_depth else "PQ"]
+        yield EvalMetric("without a model", answer["answer"], value, "m" if is_depth else "")
+
+
 def _share(group: str, name: str, share: float, note: str = "") -> EvalMetric:
     return EvalMetric(group, name, 100 * share, "%", note)
 
@@ -259,4 +278,7 @@ _READERS: dict[str, Callable[[Any], Iterator[EvalMetric]]] = {
     "reconstruction.json": _reconstruction,
     "classes.json": _named,
     "likelihood.json": _likelihood,
+    "panoptic.json": _panoptic,
+    "depth.json": _depth,
+    "label_map_baselines.json": _baselines,
 }

@@ -76,6 +76,29 @@ def test_summary_of_reconstructions_and_classes(folder, capsys):
     ]
 
 
+def test_summary_of_label_maps(folder, capsys):
+    (folder / "evaluation").mkdir()
+    parts = {"all": {"PQ": 62.5}, "things": {"PQ": 50.0}, "stuff": {"PQ": 81.25}}
+    answers = [{"answer": "one segment", "PQ": 3.0}, {"answer": "mean map", "RMSE": 1.25}]
+    files = {
+        "panoptic": {"images": 8, **parts},
+        "depth": {"images": 8, "all": {"RMSE": 0.25, "absRel": 0.125}},
+        "label_map_baselines": answers,
+    }
+    for name, content in files.items():
+        (folder / "evaluation" / f"{name}.json").write_text(json.dumps(content))
+    assert main(["report", str(folder)]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    start = lines.index("panoptic quality all classes 62.50 of 8 images")
+    assert lines[start + 1 : start + 6] == [
+        "things 50.00 of 8 images",
+        "stuff 81.25 of 8 images",
+        "depth RMSE 0.25 m of 8 images",
+        "without a model one segment 3.00",
+        "mean map 1.25 m",
+    ]
+
+
 def test_summary_of_paper_figures(folder, capsys):
     (folder / "evaluation").mkdir()
     tables = {
