@@ -17,6 +17,7 @@ from golden_givt import (
     import_golden,
 )
 from layout_curves import TOLERANCE, largest_difference, make_config, with_layout
+from run_jobs import train_run
 
 from data_tools.__main__ import main as data_tools
 from megavis.config.load import ConfigSource, LoadedConfig, load_config
@@ -184,6 +185,52 @@ def test_encoder_layouts_match_one_process(
     )
     for processes, layout in layouts:
         curves = run_job(train_briefly, processes, conditioned_config(**layout), 3)
+        assert largest_difference(curves, reference) <= TOLERANCE, layout
+
+
+@pytest.fixture(scope="module")
+def pretrained_run(
+    run_job: Any, image_shards: Path, tmp_path_factory: pytest.TempPathFactory
+) -> str:
+    """An MAE with the sizes of the encoder, trained for two steps at another size of images."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    path = folder / "config.yaml"
+    path.write_text(
+        f"""\
+name: mae
+output: {folder}/runs
+objective:
+  {{name: mae, patch_size: 4, class_token: false,
+  decoder: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2}}}}
+model:
+  {{num_layers: 1, hidden_size: 32, num_attention_heads: 4, normalization: layer_norm,
+  add_bias: true}}
+data: {{train: {image_shards}/train, image_size: 8, crop: window}}
+optimizer: {{learning_rate: 1e-2}}
+training: {{steps: 2, batch_size: 4}}
+"""
+    )
+    run_job(train_run, 1, str(path), [])
+    return str(folder / "runs" / "mae")
+
+
+def test_a_pretrained_encoder_starts_alike_in_all_layouts(
+    run_job: Any, conditioned_config: Callable[..., RunConfig], pretrained_run: str
+) -> None:
+    def config(**layout: Any) -> RunConfig:
+        random = conditioned_config(**layout)
+        objective = random.objective.model_copy(update={"encoder_from_run": pretrained_run})
+        return random.model_copy(update={"objective": objective})
+
+    reference = run_job(train_briefly, 1, config(), 2)[0]
+    random = run_job(train_briefly, 1, conditioned_config(), 2)[0]
+    assert largest_difference([random[:1]], reference[:1]) > 1e-3, "the run was not read"
+    for layout in (
+        {"zero_stage": 3},
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        {"pipeline_model_parallel_size": 2},
+    ):
+        curves = run_job(train_briefly, 2, config(**layout), 2)
         assert largest_difference(curves, reference) <= TOLERANCE, layout
 
 
