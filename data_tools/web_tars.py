@@ -36,14 +36,6 @@ _WRONG_LABEL = "label outside the list of classes"
 
 
 @dataclass(frozen=True)
-class _Sample:
-    """The members of one key: its first image, and the text of its label."""
-
-    image: tarfile.TarInfo
-    label: str | None
-
-
-@dataclass(frozen=True)
 class TarPart:
     """One tar.
 
@@ -152,6 +144,14 @@ class TarSource:
             TarPart(path, number, _stated_count(path), len(self.class_names), self.selection)
             for number, (path, _) in enumerate(self.tars)
         ]
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """The members of one key: its first image, and the text of its label."""
+
+    image: tarfile.TarInfo
+    label: str | None
 
 
 def list_tars(

@@ -16,13 +16,6 @@ from megavis.checkpoint.state.damage import damages
 from megavis.config.errors import UserError
 
 
-def _steps(run_folder: Path) -> list[int]:
-    steps = saved_steps(run_folder)
-    if not steps:
-        raise UserError(f"{run_folder}: has no checkpoints")
-    return steps
-
-
 def list_(args: argparse.Namespace) -> int:
     """Print a line per checkpoint; return 2 if one is incomplete."""
     rows = list(_rows(args.run_folder))
@@ -37,6 +30,13 @@ def list_(args: argparse.Namespace) -> int:
                 f"  {state}{mark}\n"
             )
     return 2 if any(row["problem"] for row in rows) else 0
+
+
+def _steps(run_folder: Path) -> list[int]:
+    steps = saved_steps(run_folder)
+    if not steps:
+        raise UserError(f"{run_folder}: has no checkpoints")
+    return steps
 
 
 def _rows(run_folder: Path) -> Iterator[dict[str, Any]]:

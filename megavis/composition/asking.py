@@ -34,21 +34,6 @@ if TYPE_CHECKING:
 AskedRows = tuple[Tensor, ...]
 
 
-@dataclass(frozen=True)
-class Embedded:
-    """Embedded rows.
-
-    Attributes:
-        hidden: `[b, m, h]`.
-        places: int64 `[b or 1, m]`, the grid cell of each row, `START` or `NOWHERE`.
-        carried: tensors that are passed along with the hidden states, by name.
-    """
-
-    hidden: Tensor
-    places: Tensor
-    carried: Mapping[str, Tensor]
-
-
 class Asking(ABC):
     """Maps tokens and an arrangement to rows, and rows to hidden states."""
 
@@ -109,6 +94,21 @@ class Asking(ABC):
     @abstractmethod
     def workload(self, plan: Arrangement, num_outputs: int) -> Workload:
         """Return the workload of blocks and head for an image with such an arrangement."""
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """Embedded rows.
+
+    Attributes:
+        hidden: `[b, m, h]`.
+        places: int64 `[b or 1, m]`, the grid cell of each row, `START` or `NOWHERE`.
+        carried: tensors that are passed along with the hidden states, by name.
+    """
+
+    hidden: Tensor
+    places: Tensor
+    carried: Mapping[str, Tensor]
 
 
 class Shift(Asking):

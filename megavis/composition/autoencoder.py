@@ -45,33 +45,6 @@ NUM_SCORES = 4
 """Number of tensors that the discriminator's layer adds to the state."""
 
 
-class DiscriminatorLayer(nn.Module):
-    """The discriminator as the second layer, which adds its scores to the state."""
-
-    def __init__(self, image_size: int, filters: int, *, penalises: bool) -> None:
-        super().__init__()
-        self.network, self.penalises = Discriminator(image_size, filters), penalises
-
-    def forward(self, state: State) -> State:
-        """Score images and their reconstructions.
-
-        Args:
-            state: output of the autoencoder's layer, which begins with pixels and reconstruction.
-
-        Returns:
-            The state and four tensors `[b]`: scores of the reconstruction for the autoencoder's
-            loss, scores of images and of reconstructions for the discriminator's, and the squared
-            gradient norm at images (zeros without R1).
-        """
-        pixels, reconstruction, *_ = state
-        for_generator = frozen(self.network, reconstruction)
-        real, fake = self.network(pixels), self.network(reconstruction.detach())
-        slope = torch.zeros(len(pixels), device=pixels.device)
-        if self.penalises:
-            slope = squared_slope(self.network, pixels)
-        return (*state, for_generator, real, fake, slope)
-
-
 class AutoencoderObjective(Trainable, Backbone):
     """Reconstruct images from a much smaller grid of latents."""
 
@@ -209,3 +182,30 @@ class AutoencoderObjective(Trainable, Backbone):
         ):
             self.plain_network(torch.empty(1, 3, size, size))
         return 3.0 * counter.get_total_flops()
+
+
+class DiscriminatorLayer(nn.Module):
+    """The discriminator as the second layer, which adds its scores to the state."""
+
+    def __init__(self, image_size: int, filters: int, *, penalises: bool) -> None:
+        super().__init__()
+        self.network, self.penalises = Discriminator(image_size, filters), penalises
+
+    def forward(self, state: State) -> State:
+        """Score images and their reconstructions.
+
+        Args:
+            state: output of the autoencoder's layer, which begins with pixels and reconstruction.
+
+        Returns:
+            The state and four tensors `[b]`: scores of the reconstruction for the autoencoder's
+            loss, scores of images and of reconstructions for the discriminator's, and the squared
+            gradient norm at images (zeros without R1).
+        """
+        pixels, reconstruction, *_ = state
+        for_generator = frozen(self.network, reconstruction)
+        real, fake = self.network(pixels), self.network(reconstruction.detach())
+        slope = torch.zeros(len(pixels), device=pixels.device)
+        if self.penalises:
+            slope = squared_slope(self.network, pixels)
+        return (*state, for_generator, real, fake, slope)

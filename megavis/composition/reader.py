@@ -41,26 +41,6 @@ Role = Literal[
 PositionRole = Literal["positions", "asked_positions"]
 
 
-@dataclass(frozen=True)
-class Slot:
-    """The role and the constructor of a part."""
-
-    role: Role
-    build: Callable[[], nn.Module | nn.Parameter]
-
-
-class EmbeddingTable(nn.Module):
-    """A table of learned vectors, replicated on every process."""
-
-    def __init__(self, num_rows: int, hidden_size: int, fill: Fill) -> None:
-        super().__init__()
-        self.weight = filled(num_rows, hidden_size, fill=fill)
-
-    def forward(self, index: Tensor) -> Tensor:
-        """Look up int64 `[...]`: `[..., hidden_size]`."""
-        return F.embedding(index, self.weight)
-
-
 class Reader(nn.Module):
     """Embeds rows: content, positions, and vectors that stand for absent tokens."""
 
@@ -169,3 +149,23 @@ class Reader(nn.Module):
             return stream.pack()
         patches: LayerState = self.part("memory")(memory, stream)
         return patches.pack()
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The role and the constructor of a part."""
+
+    role: Role
+    build: Callable[[], nn.Module | nn.Parameter]
+
+
+class EmbeddingTable(nn.Module):
+    """A table of learned vectors, replicated on every process."""
+
+    def __init__(self, num_rows: int, hidden_size: int, fill: Fill) -> None:
+        super().__init__()
+        self.weight = filled(num_rows, hidden_size, fill=fill)
+
+    def forward(self, index: Tensor) -> Tensor:
+        """Look up int64 `[...]`: `[..., hidden_size]`."""
+        return F.embedding(index, self.weight)

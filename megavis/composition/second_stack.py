@@ -22,44 +22,6 @@ from megavis.model.parts import Bridge, block_plans, bridge_plan
 from megavis.model.stack import LayerPlan
 
 
-class MaskTokens(Bridge):
-    """Bridge from encoder to decoder: append mask tokens, and add positions to all tokens."""
-
-    def __init__(
-        self,
-        below: Core,
-        above: Core,
-        *,
-        num_front: int,
-        grid: tuple[int, int],
-        positions: PositionKind,
-    ) -> None:
-        """Build.
-
-        Args:
-            below: core of the encoder.
-            above: core of the decoder.
-            num_front: rows in front of the tokens.
-            grid: rows and columns of the token grid.
-            positions: position encoding of the decoder.
-        """
-        super().__init__(below, above)
-        fill, self.num_front = normal(0.02), num_front
-        self.mask = filled(above.model.hidden_size, fill=fill)
-        self.positions = grid_positions(above, positions, grid, fill=fill)
-
-    def enter(
-        self, hidden: Tensor, carried: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Return front rows, visible tokens and mask tokens, `[b, num_front + n, w]`."""
-        order, front = carried[ORDER], hidden[:, : self.num_front]
-        visible = hidden[:, self.num_front :]
-        num_hidden = order.shape[1] - visible.shape[1]
-        masks = self.mask.to(hidden.dtype).expand(len(hidden), num_hidden, -1)
-        patches = self.positions(torch.cat([visible, masks], dim=1), order)
-        return torch.cat([front, patches], dim=1), {}
-
-
 class SecondStack:
     """A decoder with full attention and without stochastic depth."""
 
@@ -101,3 +63,41 @@ class SecondStack:
             grid=self.grid,
             positions=self.positions,
         )
+
+
+class MaskTokens(Bridge):
+    """Bridge from encoder to decoder: append mask tokens, and add positions to all tokens."""
+
+    def __init__(
+        self,
+        below: Core,
+        above: Core,
+        *,
+        num_front: int,
+        grid: tuple[int, int],
+        positions: PositionKind,
+    ) -> None:
+        """Build.
+
+        Args:
+            below: core of the encoder.
+            above: core of the decoder.
+            num_front: rows in front of the tokens.
+            grid: rows and columns of the token grid.
+            positions: position encoding of the decoder.
+        """
+        super().__init__(below, above)
+        fill, self.num_front = normal(0.02), num_front
+        self.mask = filled(above.model.hidden_size, fill=fill)
+        self.positions = grid_positions(above, positions, grid, fill=fill)
+
+    def enter(
+        self, hidden: Tensor, carried: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return front rows, visible tokens and mask tokens, `[b, num_front + n, w]`."""
+        order, front = carried[ORDER], hidden[:, : self.num_front]
+        visible = hidden[:, self.num_front :]
+        num_hidden = order.shape[1] - visible.shape[1]
+        masks = self.mask.to(hidden.dtype).expand(len(hidden), num_hidden, -1)
+        patches = self.positions(torch.cat([visible, masks], dim=1), order)
+        return torch.cat([front, patches], dim=1), {}

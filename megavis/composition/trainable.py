@@ -29,106 +29,6 @@ if TYPE_CHECKING:
     from megavis.composition.pretrained_encoder import PretrainedEncoder
 
 
-@dataclass(frozen=True)
-class SequenceBatch:
-    """Inputs and targets of a batch; every tensor has the batch as its first dimension.
-
-    Attributes:
-        inputs: inputs of the first layer.
-        targets: inputs of the loss besides the head's output.
-    """
-
-    inputs: tuple[Tensor, ...]
-    targets: tuple[Tensor, ...]
-
-
-@dataclass(frozen=True)
-class Likelihood:
-    """How to convert a loss to the likelihood of an image.
-
-    Attributes:
-        dimension: description of one dimension, such as `token of the 512-colour palette`.
-        per_image: dimensions of an image.
-        per_loss: dimensions over which the loss sums nats; it averages over everything else.
-        given: description of what the model is conditioned on; None: nothing.
-    """
-
-    dimension: str
-    per_image: int
-    per_loss: int = 1
-    given: str | None = None
-
-
-class Backbone(ABC):
-    """The part of a trained model that takes inputs and provides features.
-
-    Attributes:
-        config: the run's config.
-    """
-
-    config: RunConfig
-
-    @property
-    @abstractmethod
-    def num_tokens(self) -> int:
-        """Positions of the sequence."""
-
-    @abstractmethod
-    def blank_batch(self, num_images: int, device: torch.device) -> Batch:
-        """Return a batch of zeros in the form of the shards."""
-
-    @property
-    def tokenizer_identity(self) -> str | None:
-        """SHA-256 of the frozen tokenizer that encodes images during training; None without one.
-
-        Raises:
-            UserError: it cannot be opened, or does not fit the config.
-        """
-        return None
-
-    @property
-    def needs_labels(self) -> bool:
-        """True if every sample must have a class."""
-        return self.config.objective.missing_null_label is not None
-
-    def check_unlabelled(self) -> None:
-        """Check that the model can run on samples without their class.
-
-        Raises:
-            UserError: there is no input for "no class"; names the key that would add one.
-        """
-        key = self.config.objective.missing_null_label
-        if key is not None:
-            raise UserError(f"{key} {NO_NULL_LABEL}")
-
-    @property
-    def has_random_features(self) -> bool:
-        """True if the inputs for features depend on random draws, such as BERT's masks."""
-        return False
-
-    @property
-    def carries_gradient(self) -> bool:
-        """True if tensors other than the hidden states carry a gradient between layers."""
-        return False
-
-    def composition(self) -> Composition:
-        """Return the paper as a composition.
-
-        Raises:
-            UserError: it has no Transformer blocks.
-        """
-        raise UserError(f"runs of {self.config.objective.name} have no Transformer blocks")
-
-    def feature_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Return `SequenceBatch.inputs` for features of the blocks, without labels.
-
-        Raises:
-            UserError: there are no blocks, or the model has no input for "no class".
-        """
-        name = self.config.objective.name
-        raise UserError(f"{name} has no Transformer blocks, and so no features")
-
-
 class Trainable(ABC):
     """A list of layers with their inputs and loss."""
 
@@ -264,3 +164,103 @@ class Trainable(ABC):
     def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
         """Return further validation metrics of a batch, averaged over its images."""
         return {}
+
+
+@dataclass(frozen=True)
+class SequenceBatch:
+    """Inputs and targets of a batch; every tensor has the batch as its first dimension.
+
+    Attributes:
+        inputs: inputs of the first layer.
+        targets: inputs of the loss besides the head's output.
+    """
+
+    inputs: tuple[Tensor, ...]
+    targets: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """How to convert a loss to the likelihood of an image.
+
+    Attributes:
+        dimension: description of one dimension, such as `token of the 512-colour palette`.
+        per_image: dimensions of an image.
+        per_loss: dimensions over which the loss sums nats; it averages over everything else.
+        given: description of what the model is conditioned on; None: nothing.
+    """
+
+    dimension: str
+    per_image: int
+    per_loss: int = 1
+    given: str | None = None
+
+
+class Backbone(ABC):
+    """The part of a trained model that takes inputs and provides features.
+
+    Attributes:
+        config: the run's config.
+    """
+
+    config: RunConfig
+
+    @property
+    @abstractmethod
+    def num_tokens(self) -> int:
+        """Positions of the sequence."""
+
+    @abstractmethod
+    def blank_batch(self, num_images: int, device: torch.device) -> Batch:
+        """Return a batch of zeros in the form of the shards."""
+
+    @property
+    def tokenizer_identity(self) -> str | None:
+        """SHA-256 of the frozen tokenizer that encodes images during training; None without one.
+
+        Raises:
+            UserError: it cannot be opened, or does not fit the config.
+        """
+        return None
+
+    @property
+    def needs_labels(self) -> bool:
+        """True if every sample must have a class."""
+        return self.config.objective.missing_null_label is not None
+
+    def check_unlabelled(self) -> None:
+        """Check that the model can run on samples without their class.
+
+        Raises:
+            UserError: there is no input for "no class"; names the key that would add one.
+        """
+        key = self.config.objective.missing_null_label
+        if key is not None:
+            raise UserError(f"{key} {NO_NULL_LABEL}")
+
+    @property
+    def has_random_features(self) -> bool:
+        """True if the inputs for features depend on random draws, such as BERT's masks."""
+        return False
+
+    @property
+    def carries_gradient(self) -> bool:
+        """True if tensors other than the hidden states carry a gradient between layers."""
+        return False
+
+    def composition(self) -> Composition:
+        """Return the paper as a composition.
+
+        Raises:
+            UserError: it has no Transformer blocks.
+        """
+        raise UserError(f"runs of {self.config.objective.name} have no Transformer blocks")
+
+    def feature_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Return `SequenceBatch.inputs` for features of the blocks, without labels.
+
+        Raises:
+            UserError: there are no blocks, or the model has no input for "no class".
+        """
+        name = self.config.objective.name
+        raise UserError(f"{name} has no Transformer blocks, and so no features")

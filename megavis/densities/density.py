@@ -25,6 +25,83 @@ _BLOCK = 32
 """Positions whose draws are generated together, which takes no longer than generating one."""
 
 
+class Density(ABC):
+    """A family of distributions over tokens, and the head that predicts its parameters."""
+
+    options_type: ClassVar[type] = NoOptions
+    """Dataclass of the user's sampling options."""
+    names: tuple[str, ...] = ()
+    """Names of the choices that `corrupted` accepts."""
+    num_outputs: int
+    """Outputs of the head per position, summed over all processes."""
+    decoder: DecoderWork = NO_DECODER
+    """Work of the head in training before its final linear layer."""
+
+    @abstractmethod
+    def build_head(self) -> Head:
+        """Return the last layer."""
+
+    def corrupted(
+        self, tokens: Tensor, index: Tensor, choices: Mapping[str, Any] | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the training targets, and the head's inputs besides hidden states.
+
+        Args:
+            tokens: the true tokens `[b, q, ...]`.
+            index: int64 `[b]`, the samples, which determine random draws.
+            choices: user's values by name, in place of draws; names not in `names` are ignored.
+
+        Raises:
+            UserError: a choice is invalid.
+        """
+        return tokens, ()
+
+    def blank_inputs(self, shape: tuple[int, int], device: torch.device) -> tuple[Tensor, ...]:
+        """Return blank inputs of the head for passes without a loss; `shape` is images and rows."""
+        return ()
+
+    @abstractmethod
+    def per_token_loss(self, predictions: Any, targets: Any) -> Tensor:
+        """Return the loss of each predicted token, float32 `[b, q]`.
+
+        Args:
+            predictions: output of the head.
+            targets: the true tokens `[b, q, ...]`.
+        """
+
+    def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
+        """Return metrics of a batch besides its loss, from the same arguments as the loss."""
+        return {}
+
+    @abstractmethod
+    def outputs(self, predictions: Any) -> Tensor:
+        """Return the head's output gathered and batch first, `[b, q, num_outputs]`."""
+
+    def restored(self, predictions: Any, targets: Tensor) -> Tensor:
+        """Return the predicted tokens `[b, q, ...]`, to be shown as images.
+
+        Args:
+            predictions: output of the head.
+            targets: the true tokens `[b, q, ...]`, used for statistics that are not predicted.
+
+        Raises:
+            UserError: the predictions are not tokens.
+        """
+        raise UserError("the predictions of this model cannot be shown as images")
+
+    def drawing(self, options: Any, *, scored: bool) -> Drawing:
+        """Return a sampler of tokens.
+
+        Args:
+            options: instance of `options_type`.
+            scored: whether to return log-likelihoods.
+
+        Raises:
+            UserError: the density cannot be sampled, or not with these options.
+        """
+        raise UserError("this model predicts nothing that can be sampled")
+
+
 @dataclass(frozen=True)
 class Draws:
     """Random draws of one step of generation, as functions of seed, token and purpose.
@@ -120,83 +197,6 @@ class Drawing(ABC):
             state: input of the head, with `num_lanes` times as many rows.
             draws: one key per token; several per row to sample several candidates.
         """
-
-
-class Density(ABC):
-    """A family of distributions over tokens, and the head that predicts its parameters."""
-
-    options_type: ClassVar[type] = NoOptions
-    """Dataclass of the user's sampling options."""
-    names: tuple[str, ...] = ()
-    """Names of the choices that `corrupted` accepts."""
-    num_outputs: int
-    """Outputs of the head per position, summed over all processes."""
-    decoder: DecoderWork = NO_DECODER
-    """Work of the head in training before its final linear layer."""
-
-    @abstractmethod
-    def build_head(self) -> Head:
-        """Return the last layer."""
-
-    def corrupted(
-        self, tokens: Tensor, index: Tensor, choices: Mapping[str, Any] | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the training targets, and the head's inputs besides hidden states.
-
-        Args:
-            tokens: the true tokens `[b, q, ...]`.
-            index: int64 `[b]`, the samples, which determine random draws.
-            choices: user's values by name, in place of draws; names not in `names` are ignored.
-
-        Raises:
-            UserError: a choice is invalid.
-        """
-        return tokens, ()
-
-    def blank_inputs(self, shape: tuple[int, int], device: torch.device) -> tuple[Tensor, ...]:
-        """Return blank inputs of the head for passes without a loss; `shape` is images and rows."""
-        return ()
-
-    @abstractmethod
-    def per_token_loss(self, predictions: Any, targets: Any) -> Tensor:
-        """Return the loss of each predicted token, float32 `[b, q]`.
-
-        Args:
-            predictions: output of the head.
-            targets: the true tokens `[b, q, ...]`.
-        """
-
-    def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
-        """Return metrics of a batch besides its loss, from the same arguments as the loss."""
-        return {}
-
-    @abstractmethod
-    def outputs(self, predictions: Any) -> Tensor:
-        """Return the head's output gathered and batch first, `[b, q, num_outputs]`."""
-
-    def restored(self, predictions: Any, targets: Tensor) -> Tensor:
-        """Return the predicted tokens `[b, q, ...]`, to be shown as images.
-
-        Args:
-            predictions: output of the head.
-            targets: the true tokens `[b, q, ...]`, used for statistics that are not predicted.
-
-        Raises:
-            UserError: the predictions are not tokens.
-        """
-        raise UserError("the predictions of this model cannot be shown as images")
-
-    def drawing(self, options: Any, *, scored: bool) -> Drawing:
-        """Return a sampler of tokens.
-
-        Args:
-            options: instance of `options_type`.
-            scored: whether to return log-likelihoods.
-
-        Raises:
-            UserError: the density cannot be sampled, or not with these options.
-        """
-        raise UserError("this model predicts nothing that can be sampled")
 
 
 def for_each_key(rows: Tensor, draws: Draws) -> Tensor:

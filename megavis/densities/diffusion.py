@@ -33,16 +33,6 @@ _SMALLEST_GAMMA = 1e-4
 """With predicted noise, x⁰ can be recovered only if x still contains some of it."""
 
 
-class DenoisingHead(Protocol):
-    """A last layer whose decoder can run several times."""
-
-    def outputs(self, state: PackedState) -> Tensor:
-        """Return the backbone's output `[b, s, h]`."""
-
-    def decode(self, output: Tensor, noisy: Tensor | None) -> Tensor:
-        """Decode `[b, s, h]` and noisy patches with their γ, `[b, s, d + 1]`: `[b, s, d]`."""
-
-
 @dataclass(frozen=True)
 class DiffusionOptions:
     """Sampling options of a diffusion density; the config's values by default.
@@ -61,27 +51,6 @@ class DiffusionOptions:
             raise UserError(f"the number of steps must be at least 1, not {self.sampling_steps}")
         if self.temperature is not None and not 0 <= self.temperature < float("inf"):
             raise UserError(f"the temperature must be at least 0, not {self.temperature}")
-
-
-@dataclass(frozen=True)
-class DiffusionProcess:
-    """Parameters of the forward and reverse process.
-
-    Attributes:
-        beta: parameters (a, b) of γ ~ Beta(a, b) in training.
-        predicts: whether the decoder predicts the clean patch or the noise.
-        value_range: range of a patch's values, to which estimates are clamped; None: unbounded.
-        sampling_steps: denoising steps.
-        temperature: multiplies the noise in sampling.
-        seed: the run's seed; noise and γ of training are functions of seed and sample.
-    """
-
-    beta: tuple[float, float]
-    predicts: Literal["clean", "noise"]
-    value_range: tuple[float, float] | None
-    sampling_steps: int
-    temperature: float
-    seed: int
 
 
 class Diffusion(Density):
@@ -210,6 +179,37 @@ class _AncestralSampling(Drawing):
         if predicts_noise:
             guess = clean_from_noise(noisy, guess, gamma)
         return guess if process.value_range is None else guess.clamp(*process.value_range)
+
+
+class DenoisingHead(Protocol):
+    """A last layer whose decoder can run several times."""
+
+    def outputs(self, state: PackedState) -> Tensor:
+        """Return the backbone's output `[b, s, h]`."""
+
+    def decode(self, output: Tensor, noisy: Tensor | None) -> Tensor:
+        """Decode `[b, s, h]` and noisy patches with their γ, `[b, s, d + 1]`: `[b, s, d]`."""
+
+
+@dataclass(frozen=True)
+class DiffusionProcess:
+    """Parameters of the forward and reverse process.
+
+    Attributes:
+        beta: parameters (a, b) of γ ~ Beta(a, b) in training.
+        predicts: whether the decoder predicts the clean patch or the noise.
+        value_range: range of a patch's values, to which estimates are clamped; None: unbounded.
+        sampling_steps: denoising steps.
+        temperature: multiplies the noise in sampling.
+        seed: the run's seed; noise and γ of training are functions of seed and sample.
+    """
+
+    beta: tuple[float, float]
+    predicts: Literal["clean", "noise"]
+    value_range: tuple[float, float] | None
+    sampling_steps: int
+    temperature: float
+    seed: int
 
 
 def with_gamma(noisy: Tensor, gamma: Tensor) -> Tensor:

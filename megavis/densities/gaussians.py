@@ -39,12 +39,6 @@ Predictions = Tensor | tuple[Tensor, Tensor]
 `[b, q, d]`, which is scored instead of the targets."""
 
 
-def _check_range(**values: float) -> None:
-    for name, value in values.items():
-        if not 0 <= value < float("inf"):
-            raise UserError(f"the {name} must be 0 or more, not {value}")
-
-
 @dataclass(frozen=True)
 class GaussianOptions:
     """Sampling options of a Gaussian.
@@ -72,6 +66,12 @@ class MixtureOptions(GaussianOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_range(probability=self.probability, guidance=self.guidance)
+
+
+def _check_range(**values: float) -> None:
+    for name, value in values.items():
+        if not 0 <= value < float("inf"):
+            raise UserError(f"the {name} must be 0 or more, not {value}")
 
 
 class Gaussians(Density):

@@ -40,49 +40,6 @@ Key = Mapping[str, Any]
 """Everything that features depend on except the number of images, as JSON values."""
 
 
-def identity_of_network(
-    config: RunConfig, checkpoint: Path | None, *, dtype: torch.dtype, tokenizer: str | None
-) -> Key:
-    """Return everything that a network's features depend on except the images.
-
-    Args:
-        config: of the run. Its seed matters: random masks and fresh weights depend on it.
-        checkpoint: folder of the weights; None for freshly initialized ones.
-        dtype: of the weights.
-        tokenizer: SHA-256 of the tokenizer that encodes images on the fly, if any.
-
-    Raises:
-        UserError: the checkpoint's manifest is missing or damaged.
-    """
-    weights = "fresh"
-    if checkpoint is not None:
-        with CheckpointReader(checkpoint) as reader:
-            weights = reader.weights_sha256()
-    # The tokenizer is identified by its hash, not by its path.
-    objective = config.objective.model_dump(mode="json", exclude={"tokenizer"})
-    return {
-        "format": _FORMAT,
-        "torch": torch.__version__,
-        "weights": weights,
-        "precision": str(dtype).removeprefix("torch."),
-        "seed": config.seed,
-        "objective": objective,
-        "tokenizer": tokenizer,
-        "model": config.model.model_dump(mode="json"),
-        "finetune": config.finetune and config.finetune.model_dump(mode="json"),
-        "image_size": config.data.image_size,
-    }
-
-
-def identity_of_data(dataset: ShardDataset) -> Key:
-    """Return everything that the images and labels of a data set depend on."""
-    digest = hashlib.sha256()
-    for shard in dataset.manifest.shards:
-        # Labels are in the index.
-        digest.update(f"{shard.sha256} {shard.index_sha256}\n".encode())
-    return {"shards": digest.hexdigest(), "transform": repr(dataset.transform)}
-
-
 @dataclass
 class FeatureCache:
     """Features cached in a run folder.
@@ -149,6 +106,49 @@ class FeatureCache:
         """Return the files of a key and how many images each has, the smallest first."""
         paths = self.folder.glob(f"{_name(key)}-*.safetensors")
         return sorted(((path, int(path.stem.rpartition("-")[2])) for path in paths), key=_count)
+
+
+def identity_of_network(
+    config: RunConfig, checkpoint: Path | None, *, dtype: torch.dtype, tokenizer: str | None
+) -> Key:
+    """Return everything that a network's features depend on except the images.
+
+    Args:
+        config: of the run. Its seed matters: random masks and fresh weights depend on it.
+        checkpoint: folder of the weights; None for freshly initialized ones.
+        dtype: of the weights.
+        tokenizer: SHA-256 of the tokenizer that encodes images on the fly, if any.
+
+    Raises:
+        UserError: the checkpoint's manifest is missing or damaged.
+    """
+    weights = "fresh"
+    if checkpoint is not None:
+        with CheckpointReader(checkpoint) as reader:
+            weights = reader.weights_sha256()
+    # The tokenizer is identified by its hash, not by its path.
+    objective = config.objective.model_dump(mode="json", exclude={"tokenizer"})
+    return {
+        "format": _FORMAT,
+        "torch": torch.__version__,
+        "weights": weights,
+        "precision": str(dtype).removeprefix("torch."),
+        "seed": config.seed,
+        "objective": objective,
+        "tokenizer": tokenizer,
+        "model": config.model.model_dump(mode="json"),
+        "finetune": config.finetune and config.finetune.model_dump(mode="json"),
+        "image_size": config.data.image_size,
+    }
+
+
+def identity_of_data(dataset: ShardDataset) -> Key:
+    """Return everything that the images and labels of a data set depend on."""
+    digest = hashlib.sha256()
+    for shard in dataset.manifest.shards:
+        # Labels are in the index.
+        digest.update(f"{shard.sha256} {shard.index_sha256}\n".encode())
+    return {"shards": digest.hexdigest(), "transform": repr(dataset.transform)}
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,47 @@ _EPSILON = 1e-6
 _KERNEL = 3
 
 
+class Adapter(nn.Module):
+    """A stack of coupling blocks; `inverse` inverts `forward` up to rounding."""
+
+    def __init__(self, num_channels: int, *, num_blocks: int = 8, bottleneck: int = 64) -> None:
+        """Build.
+
+        Args:
+            num_channels: c, even.
+            num_blocks: number of coupling blocks, 8 in the paper.
+            bottleneck: hidden channels for all c channels, twice those of a block's convolutions;
+                4 · c in the paper.
+
+        Raises:
+            ValueError: c is odd, or the norms' groups do not divide the channels.
+        """
+        super().__init__()
+        half, hidden = num_channels // 2, bottleneck // 2
+        if num_channels % 2 or hidden % min(32, half) or half % min(32, half):
+            raise ValueError(
+                f"{num_channels} channels and bottleneck {bottleneck} do not divide into groups"
+            )
+        self.blocks = nn.ModuleList(
+            CouplingBlock(half, hidden, is_first=i == 0) for i in range(num_blocks)
+        )
+
+    def forward(self, latents: Tensor) -> Tensor:
+        """Map latents `[b, c, h, w]` to the space in which they are predicted."""
+        halves = latents.chunk(2, dim=1)
+        for block in self.blocks:
+            halves = block(*halves)
+        return torch.cat(halves, dim=1)
+
+    def inverse(self, adapted: Tensor) -> Tensor:
+        """Map predictions `[b, c, h, w]` back to latents."""
+        halves = adapted.chunk(2, dim=1)
+        for block in reversed(self.blocks):
+            assert isinstance(block, CouplingBlock)
+            halves = block.inverse(*halves)
+        return torch.cat(halves, dim=1)
+
+
 class Convolution(nn.Conv2d):
     """A 3×3 convolution that initialises itself, before ZeRO-3 partitions its weights."""
 
@@ -60,44 +101,3 @@ class CouplingBlock(nn.Module):
     def rounded_shift(self, half: Tensor) -> Tensor:
         """Compute `shift` in the precision of the weights."""
         return self.shift(half.to(self.conv_0.weight.dtype)).to(half.dtype)
-
-
-class Adapter(nn.Module):
-    """A stack of coupling blocks; `inverse` inverts `forward` up to rounding."""
-
-    def __init__(self, num_channels: int, *, num_blocks: int = 8, bottleneck: int = 64) -> None:
-        """Build.
-
-        Args:
-            num_channels: c, even.
-            num_blocks: number of coupling blocks, 8 in the paper.
-            bottleneck: hidden channels for all c channels, twice those of a block's convolutions;
-                4 · c in the paper.
-
-        Raises:
-            ValueError: c is odd, or the norms' groups do not divide the channels.
-        """
-        super().__init__()
-        half, hidden = num_channels // 2, bottleneck // 2
-        if num_channels % 2 or hidden % min(32, half) or half % min(32, half):
-            raise ValueError(
-                f"{num_channels} channels and bottleneck {bottleneck} do not divide into groups"
-            )
-        self.blocks = nn.ModuleList(
-            CouplingBlock(half, hidden, is_first=i == 0) for i in range(num_blocks)
-        )
-
-    def forward(self, latents: Tensor) -> Tensor:
-        """Map latents `[b, c, h, w]` to the space in which they are predicted."""
-        halves = latents.chunk(2, dim=1)
-        for block in self.blocks:
-            halves = block(*halves)
-        return torch.cat(halves, dim=1)
-
-    def inverse(self, adapted: Tensor) -> Tensor:
-        """Map predictions `[b, c, h, w]` back to latents."""
-        halves = adapted.chunk(2, dim=1)
-        for block in reversed(self.blocks):
-            assert isinstance(block, CouplingBlock)
-            halves = block.inverse(*halves)
-        return torch.cat(halves, dim=1)

@@ -29,66 +29,6 @@ from megavis.config.errors import UserError
 from megavis.tokenizers.network_tokenizer import read_weights_file
 
 
-@dataclass(frozen=True)
-class PerceptualBackbone:
-    """A network of convolutions, each followed by a ReLU.
-
-    Attributes:
-        name: name of the network.
-        levels: indices of the convolutions in torchvision's `features`, by level; the features of a
-            level are those after its last convolution.
-        widths: output channels of each level.
-        kernel: kernel size of the first convolution, which identifies the network's weights.
-        stride: stride of the first convolution; it is 1 for all others.
-        pool: kernel size of the max pooling, of stride 2, before the levels in `pooled`.
-        pooled: indices of levels.
-        smallest: smallest supported image side in pixels.
-    """
-
-    name: str
-    levels: tuple[tuple[int, ...], ...]
-    widths: tuple[int, ...]
-    kernel: int
-    stride: int
-    pool: int
-    pooled: tuple[int, ...]
-    smallest: int
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the parameters."""
-        return [f"features.{n}.{part}" for level in self.levels for n in level for part in _PARTS]
-
-
-BACKBONES = (
-    # "Very Deep Convolutional Networks", configuration D.
-    PerceptualBackbone(
-        name="VGG-16",
-        levels=((0, 2), (5, 7), (10, 12, 14), (17, 19, 21), (24, 26, 28)),
-        widths=(64, 128, 256, 512, 512),
-        kernel=3,
-        stride=1,
-        pool=2,
-        pooled=(1, 2, 3, 4),
-        smallest=16,
-    ),
-    # "One weird trick for parallelizing convolutional neural networks".
-    PerceptualBackbone(
-        name="AlexNet",
-        levels=((0,), (3,), (6,), (8,), (10,)),
-        widths=(64, 192, 384, 256, 256),
-        kernel=11,
-        stride=4,
-        pool=3,
-        pooled=(1, 2),
-        smallest=31,
-    ),
-)
-_PARTS = ("weight", "bias")
-_PADDING = {3: 1, 5: 2, 11: 2}  # by kernel size
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-
-
 class PerceptualDistance:
     """Perceptual distance of two images, with constant weights."""
 
@@ -180,6 +120,66 @@ class PerceptualDistance:
         self._mean, self._deviation = self._mean.to(device), self._deviation.to(device)
         if self._linear is not None:
             self._linear = [w.to(device) for w in self._linear]
+
+
+@dataclass(frozen=True)
+class PerceptualBackbone:
+    """A network of convolutions, each followed by a ReLU.
+
+    Attributes:
+        name: name of the network.
+        levels: indices of the convolutions in torchvision's `features`, by level; the features of a
+            level are those after its last convolution.
+        widths: output channels of each level.
+        kernel: kernel size of the first convolution, which identifies the network's weights.
+        stride: stride of the first convolution; it is 1 for all others.
+        pool: kernel size of the max pooling, of stride 2, before the levels in `pooled`.
+        pooled: indices of levels.
+        smallest: smallest supported image side in pixels.
+    """
+
+    name: str
+    levels: tuple[tuple[int, ...], ...]
+    widths: tuple[int, ...]
+    kernel: int
+    stride: int
+    pool: int
+    pooled: tuple[int, ...]
+    smallest: int
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the parameters."""
+        return [f"features.{n}.{part}" for level in self.levels for n in level for part in _PARTS]
+
+
+BACKBONES = (
+    # "Very Deep Convolutional Networks", configuration D.
+    PerceptualBackbone(
+        name="VGG-16",
+        levels=((0, 2), (5, 7), (10, 12, 14), (17, 19, 21), (24, 26, 28)),
+        widths=(64, 128, 256, 512, 512),
+        kernel=3,
+        stride=1,
+        pool=2,
+        pooled=(1, 2, 3, 4),
+        smallest=16,
+    ),
+    # "One weird trick for parallelizing convolutional neural networks".
+    PerceptualBackbone(
+        name="AlexNet",
+        levels=((0,), (3,), (6,), (8,), (10,)),
+        widths=(64, 192, 384, 256, 256),
+        kernel=11,
+        stride=4,
+        pool=3,
+        pooled=(1, 2),
+        smallest=31,
+    ),
+)
+_PARTS = ("weight", "bias")
+_PADDING = {3: 1, 5: 2, 11: 2}  # by kernel size
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def _backbone_of(weights: Mapping[str, Tensor]) -> PerceptualBackbone:

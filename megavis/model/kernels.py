@@ -38,12 +38,6 @@ BLOCK = 128
 _SMALLEST_HEAD = 16
 
 
-class _Setting:
-    """The process-wide setting of `choose_kernels`, like those in `torch.backends`."""
-
-    library: KernelLibrary = "auto"
-
-
 def choose_kernels(library: KernelLibrary) -> None:
     """Set the kernels of this process for GPUs; on a CPU the plain forms are always used.
 
@@ -53,6 +47,12 @@ def choose_kernels(library: KernelLibrary) -> None:
     if library == "apex":
         _apex_norms()
     _Setting.library = library
+
+
+class _Setting:
+    """The process-wide setting of `choose_kernels`, like those in `torch.backends`."""
+
+    library: KernelLibrary = "auto"
 
 
 def is_fused(tensor: Tensor) -> bool:

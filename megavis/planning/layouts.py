@@ -13,12 +13,6 @@ LayoutKey = tuple[int, bool, str]
 """How a layer runs: tensor size, sequence parallelism, and activation checkpointing."""
 
 
-def layout_key(parallel: ParallelConfig) -> LayoutKey:
-    """Return the key of a `parallel` section."""
-    size, recomputes = parallel.tensor_model_parallel_size, parallel.activation_checkpointing
-    return size, parallel.sequence_parallel, recomputes
-
-
 @dataclass(frozen=True)
 class Layout:
     """A `parallel` section on a number of processes.
@@ -74,6 +68,12 @@ class Layout:
     def name(self) -> str:
         """Name, for example `tp2-pp1-zero3-sp-full-micro4`."""
         return f"{layout_name(self.parallel)}-micro{self.micro_batch_size}"
+
+
+def layout_key(parallel: ParallelConfig) -> LayoutKey:
+    """Return the key of a `parallel` section."""
+    size, recomputes = parallel.tensor_model_parallel_size, parallel.activation_checkpointing
+    return size, parallel.sequence_parallel, recomputes
 
 
 def layout_name(parallel: ParallelConfig) -> str:

@@ -19,6 +19,82 @@ from megavis.config.errors import UserError
 
 
 @dataclass(frozen=True)
+class NoOptions:
+    """Options of a density or schedule that has none."""
+
+
+class Schedule(ABC):
+    """Draws arrangements for training, and steps through one to generate."""
+
+    options_type: ClassVar[type] = NoOptions
+    """Dataclass of the user's options of generation."""
+    takes_given: ClassVar[bool] = True
+    """True if generation can start from given tokens."""
+    needs_score: ClassVar[bool] = False
+    """True if the next step depends on the log-likelihood of the sampled tokens."""
+    is_sequential: ClassVar[bool] = False
+    """True if each step samples one position and none twice, as beam search requires."""
+
+    @property
+    def needs_given(self) -> bool:
+        """True if generation must start from given tokens."""
+        return False
+
+    @property
+    def columns(self) -> tuple[Mapping[str, Any], ...]:
+        """Options of each column in a grid of completed images; one column of defaults."""
+        return ({},)
+
+    @property
+    def is_random(self) -> bool:
+        """True if the predicted tokens differ from draw to draw, so that evaluation is noisy."""
+        return False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the choices that `chosen` accepts."""
+        return ()
+
+    @abstractmethod
+    def draw(self, index: Tensor) -> Arrangement:
+        """Return the training arrangement of samples `index`, int64 `[b]`."""
+
+    def chosen(self, index: Tensor, choices: Mapping[str, Any], *, is_named: bool) -> Arrangement:
+        """Return the arrangement for a user's own data.
+
+        Args:
+            index: int64 `[b]`, the samples whose draws determine what is not chosen.
+            choices: values by name; names not in `names` are ignored.
+            is_named: whether the user passed these samples; if not, nothing need be masked.
+
+        Raises:
+            UserError: a choice is invalid.
+        """
+        return self.draw(index)
+
+    @property
+    def has_random_features(self) -> bool:
+        """True if the arrangement for features is drawn."""
+        return False
+
+    @abstractmethod
+    def for_features(self, index: Tensor) -> Arrangement:
+        """Return the arrangement for features of samples `index`, int64 `[b]`."""
+
+    def order_of(self, images: Tensor, options: Any, *, seed: int) -> Tensor:
+        """Return the order in which images `[b]` are generated: int64 `[b or 1, n]`."""
+        raise UserError("this schedule does not generate")
+
+    def first(self, order: Tensor, *, num_images: int, num_given: int, options: Any) -> Step | None:
+        """Return the first step of generation; None if all tokens are given."""
+        raise UserError("this schedule does not generate")
+
+    def after(self, step: Step, progress: GenerationProgress, options: Any) -> Step | None:
+        """Return the step after `step`; None at the end."""
+        raise UserError("this schedule does not generate")
+
+
+@dataclass(frozen=True)
 class Arrangement:
     """An order of the tokens, and the group in which each is predicted.
 
@@ -96,11 +172,6 @@ class Step(Question):
 
 
 @dataclass(frozen=True)
-class NoOptions:
-    """Options of a density or schedule that has none."""
-
-
-@dataclass(frozen=True)
 class GenerationProgress:
     """Inputs from which a schedule chooses the next step.
 
@@ -113,74 +184,3 @@ class GenerationProgress:
     score: Tensor | None
     images: Tensor
     seed: int
-
-
-class Schedule(ABC):
-    """Draws arrangements for training, and steps through one to generate."""
-
-    options_type: ClassVar[type] = NoOptions
-    """Dataclass of the user's options of generation."""
-    takes_given: ClassVar[bool] = True
-    """True if generation can start from given tokens."""
-    needs_score: ClassVar[bool] = False
-    """True if the next step depends on the log-likelihood of the sampled tokens."""
-    is_sequential: ClassVar[bool] = False
-    """True if each step samples one position and none twice, as beam search requires."""
-
-    @property
-    def needs_given(self) -> bool:
-        """True if generation must start from given tokens."""
-        return False
-
-    @property
-    def columns(self) -> tuple[Mapping[str, Any], ...]:
-        """Options of each column in a grid of completed images; one column of defaults."""
-        return ({},)
-
-    @property
-    def is_random(self) -> bool:
-        """True if the predicted tokens differ from draw to draw, so that evaluation is noisy."""
-        return False
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the choices that `chosen` accepts."""
-        return ()
-
-    @abstractmethod
-    def draw(self, index: Tensor) -> Arrangement:
-        """Return the training arrangement of samples `index`, int64 `[b]`."""
-
-    def chosen(self, index: Tensor, choices: Mapping[str, Any], *, is_named: bool) -> Arrangement:
-        """Return the arrangement for a user's own data.
-
-        Args:
-            index: int64 `[b]`, the samples whose draws determine what is not chosen.
-            choices: values by name; names not in `names` are ignored.
-            is_named: whether the user passed these samples; if not, nothing need be masked.
-
-        Raises:
-            UserError: a choice is invalid.
-        """
-        return self.draw(index)
-
-    @property
-    def has_random_features(self) -> bool:
-        """True if the arrangement for features is drawn."""
-        return False
-
-    @abstractmethod
-    def for_features(self, index: Tensor) -> Arrangement:
-        """Return the arrangement for features of samples `index`, int64 `[b]`."""
-
-    def order_of(self, images: Tensor, options: Any, *, seed: int) -> Tensor:
-        """Return the order in which images `[b]` are generated: int64 `[b or 1, n]`."""
-        raise UserError("this schedule does not generate")
-
-    def first(self, order: Tensor, *, num_images: int, num_given: int, options: Any) -> Step | None:
-        """Return the first step of generation; None if all tokens are given."""
-        raise UserError("this schedule does not generate")
-
-    def after(self, step: Step, progress: GenerationProgress, options: Any) -> Step | None:
-        """Return the step after `step`; None at the end."""
-        raise UserError("this schedule does not generate")

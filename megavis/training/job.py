@@ -26,16 +26,6 @@ from megavis.training.faults.run_lock import SILENCE_SECONDS, RunLock
 from megavis.training.faults.watchdog import collective_timeout
 
 
-def _require_precision(loaded: LoadedConfig) -> None:
-    """Reject a precision that the device does not support, before anything is started."""
-    if loaded.config.training.precision != "fp16":
-        return
-    # DeepSpeed rejects it too, but later and without naming the key.
-    if not get_accelerator().is_fp16_supported():
-        text = "fp16 needs a GPU, or a CPU that supports it; the nearest choice here is bf16"
-        raise loaded.source.error([("training.precision", text)])
-
-
 @contextlib.contextmanager
 def open_job(
     loaded: LoadedConfig, launch: Launch, *, device: str | None = None
@@ -68,6 +58,16 @@ def open_job(
         yield context
     finally:
         close_context()
+
+
+def _require_precision(loaded: LoadedConfig) -> None:
+    """Reject a precision that the device does not support, before anything is started."""
+    if loaded.config.training.precision != "fp16":
+        return
+    # DeepSpeed rejects it too, but later and without naming the key.
+    if not get_accelerator().is_fp16_supported():
+        text = "fp16 needs a GPU, or a CPU that supports it; the nearest choice here is bf16"
+        raise loaded.source.error([("training.precision", text)])
 
 
 @contextlib.contextmanager

@@ -28,22 +28,6 @@ MAX_IDS = 1 << 16
 UNKNOWN_ID = "token beyond the vocabulary"
 
 
-class PaletteLike(Protocol):
-    """The part of a palette (`tokenizers/palette.py`) that decoding needs.
-
-    Attributes:
-        sha256: identity of the palette.
-    """
-
-    @property
-    def sha256(self) -> str: ...  # noqa: D102 - see above
-
-    def __len__(self) -> int: ...
-
-    def encode(self, images: np.ndarray) -> np.ndarray:
-        """Map pixels uint8 `[..., 3]` to ids uint16 `[...]`."""
-
-
 class Codec(ABC):
     """Decodes the payloads of one kind of shard.
 
@@ -71,6 +55,22 @@ class Codec(ABC):
     def valid_lengths(self, lengths: np.ndarray) -> np.ndarray:
         """Return bool `[b]`: whether each payload length, int64 `[b]`, is valid."""
         return lengths > 0 if self.num_bytes is None else lengths == self.num_bytes
+
+
+class PaletteLike(Protocol):
+    """The part of a palette (`tokenizers/palette.py`) that decoding needs.
+
+    Attributes:
+        sha256: identity of the palette.
+    """
+
+    @property
+    def sha256(self) -> str: ...  # noqa: D102 - see above
+
+    def __len__(self) -> int: ...
+
+    def encode(self, images: np.ndarray) -> np.ndarray:
+        """Map pixels uint8 `[..., 3]` to ids uint16 `[...]`."""
 
 
 class PaletteCodec(Codec):

@@ -15,42 +15,6 @@ from megavis.data.loading.dataset import ShardDataset, checked_indices
 from megavis.data.loading.order import BlendedOrder, Order, block_counts
 
 
-class Samples(Protocol):
-    """A training data set: `ShardDataset`, a subset, or a blend.
-
-    Attributes:
-        directory: the shard folder; the first one of a blend.
-        manifest: description of the samples.
-        class_names: names of the classes, indexed by label.
-        labels: int64 `[N]`, -1 for a sample without a label.
-        skipped: number of replaced samples by reason.
-        skipped_names: `shard:key: reason` of each sample replaced so far.
-    """
-
-    @property
-    def directory(self) -> Path: ...  # noqa: D102 - see above
-    @property
-    def manifest(self) -> Manifest: ...  # noqa: D102 - see above
-    @property
-    def class_names(self) -> tuple[str, ...]: ...  # noqa: D102 - see above
-    @property
-    def labels(self) -> np.ndarray: ...  # noqa: D102 - see above
-    @property
-    def skipped(self) -> Counter[str]: ...  # noqa: D102 - see above
-    @property
-    def skipped_names(self) -> list[str]: ...  # noqa: D102 - see above
-
-    def __len__(self) -> int: ...
-
-    def order(self, seed: int) -> Order:
-        """Return the training order."""
-
-    def read(
-        self, indices: np.ndarray, *, positions: np.ndarray | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return samples `[b, ...]` and labels `[b]` of indices int64 `[b]`."""
-
-
 class BlendedDataset:
     """The concatenated samples of several shard folders.
 
@@ -133,6 +97,42 @@ class BlendedDataset:
             labels.append(self._label_tables[number][part_labels])
         inverse = np.argsort(np.concatenate(rows))
         return np.concatenate(samples)[inverse], np.concatenate(labels)[inverse]
+
+
+class Samples(Protocol):
+    """A training data set: `ShardDataset`, a subset, or a blend.
+
+    Attributes:
+        directory: the shard folder; the first one of a blend.
+        manifest: description of the samples.
+        class_names: names of the classes, indexed by label.
+        labels: int64 `[N]`, -1 for a sample without a label.
+        skipped: number of replaced samples by reason.
+        skipped_names: `shard:key: reason` of each sample replaced so far.
+    """
+
+    @property
+    def directory(self) -> Path: ...  # noqa: D102 - see above
+    @property
+    def manifest(self) -> Manifest: ...  # noqa: D102 - see above
+    @property
+    def class_names(self) -> tuple[str, ...]: ...  # noqa: D102 - see above
+    @property
+    def labels(self) -> np.ndarray: ...  # noqa: D102 - see above
+    @property
+    def skipped(self) -> Counter[str]: ...  # noqa: D102 - see above
+    @property
+    def skipped_names(self) -> list[str]: ...  # noqa: D102 - see above
+
+    def __len__(self) -> int: ...
+
+    def order(self, seed: int) -> Order:
+        """Return the training order."""
+
+    def read(
+        self, indices: np.ndarray, *, positions: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return samples `[b, ...]` and labels `[b]` of indices int64 `[b]`."""
 
 
 def _label_table(names: Sequence[str], all_names: Sequence[str]) -> np.ndarray:

@@ -29,21 +29,6 @@ from megavis.parallel.progress import shown
 DEFAULT_THREADS = 4
 
 
-class Readable(Protocol):
-    """Samples that can be read by index: a shard folder or a subset of it."""
-
-    @property
-    def directory(self) -> Path:
-        """The shard folder."""
-
-    def __len__(self) -> int: ...
-
-    def read(
-        self, indices: np.ndarray, *, positions: np.ndarray | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Read samples; see `ShardDataset.read`."""
-
-
 class BatchLoader:
     """Endless iterator of micro-batches, prefetched by background threads.
 
@@ -145,6 +130,21 @@ class BatchLoader:
     def _start(self) -> Prefetcher[Batch]:
         first = self.start_step * self.accumulation_steps
         return Prefetcher(_Reader(self), first=first, threads=self.threads)
+
+
+class Readable(Protocol):
+    """Samples that can be read by index: a shard folder or a subset of it."""
+
+    @property
+    def directory(self) -> Path:
+        """The shard folder."""
+
+    def __len__(self) -> int: ...
+
+    def read(
+        self, indices: np.ndarray, *, positions: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Read samples; see `ShardDataset.read`."""
 
 
 class _Reader:

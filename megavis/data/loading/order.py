@@ -39,30 +39,6 @@ class Order(Protocol):
         """Map positions, int64 `[...]`, to data set indices, int64 `[...]`."""
 
 
-class RepeatedOrder:
-    """Repeated Augmentation: each sample occurs several times in a batch, with different draws.
-
-    "Augment Your Batch" (Hoffer et al.). DeiT's sampler repeats the indices of an epoch and deals
-    them out to the processes, so that copies of an image are never adjacent on a process. Here
-    copies are `APART` positions apart, so that Mixup never mixes them and the order does not depend
-    on the number of processes.
-
-    Args:
-        order: of single samples.
-        repeats: number of copies of each sample.
-    """
-
-    APART = 32
-
-    def __init__(self, order: Order, repeats: int) -> None:
-        self._order, self._repeats = order, repeats
-
-    def dataset_index(self, positions: np.ndarray) -> np.ndarray:
-        """See `Order`."""
-        block, place = np.divmod(positions, self._repeats * self.APART)
-        return self._order.dataset_index(block * self.APART + place % self.APART)
-
-
 class SampleOrder:
     """Permutes each epoch of the endless stream by a Feistel network.
 
@@ -122,6 +98,30 @@ class SampleOrder:
             else:
                 right = (right + _mix(keys ^ _mix(left + _GOLDEN)) % self._columns) % self._columns
         return left * self._columns + right
+
+
+class RepeatedOrder:
+    """Repeated Augmentation: each sample occurs several times in a batch, with different draws.
+
+    "Augment Your Batch" (Hoffer et al.). DeiT's sampler repeats the indices of an epoch and deals
+    them out to the processes, so that copies of an image are never adjacent on a process. Here
+    copies are `APART` positions apart, so that Mixup never mixes them and the order does not depend
+    on the number of processes.
+
+    Args:
+        order: of single samples.
+        repeats: number of copies of each sample.
+    """
+
+    APART = 32
+
+    def __init__(self, order: Order, repeats: int) -> None:
+        self._order, self._repeats = order, repeats
+
+    def dataset_index(self, positions: np.ndarray) -> np.ndarray:
+        """See `Order`."""
+        block, place = np.divmod(positions, self._repeats * self.APART)
+        return self._order.dataset_index(block * self.APART + place % self.APART)
 
 
 class BlendedOrder:

@@ -40,6 +40,69 @@ _largest: Callable[[Tensor], Tensor] = partial(F.max_pool2d, kernel_size=3, stri
 _halve: Callable[[Tensor], Tensor] = partial(F.max_pool2d, kernel_size=3, stride=2)
 
 
+class Inception(nn.Module):
+    """The network for inference: no gradients, evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.Conv2d_1a_3x3 = _Convolution(3, 32, 3, stride=2, padded=False)
+        self.Conv2d_2a_3x3 = _Convolution(32, 32, 3, padded=False)
+        self.Conv2d_2b_3x3 = _Convolution(32, 64, 3)
+        self.Conv2d_3b_1x1 = _Convolution(64, 80, 1)
+        self.Conv2d_4a_3x3 = _Convolution(80, 192, 3, padded=False)
+        self.Mixed_5b = _mixed_35(192, 32)
+        self.Mixed_5c = _mixed_35(256, 64)
+        self.Mixed_5d = _mixed_35(288, 64)
+        self.Mixed_6a = _reduce_35(288)
+        self.Mixed_6b = _mixed_17(128)
+        self.Mixed_6c = _mixed_17(160)
+        self.Mixed_6d = _mixed_17(160)
+        self.Mixed_6e = _mixed_17(192)
+        self.Mixed_7a = _reduce_17()
+        self.Mixed_7b = _mixed_8(1280, _average)
+        self.Mixed_7c = _mixed_8(2048, _largest)
+        self.fc = nn.Linear(NUM_FEATURES, _NUM_CLASSES)
+
+    @classmethod
+    def from_weights(cls, weights: Mapping[str, Tensor]) -> Inception:
+        """Build the network with given weights.
+
+        Raises:
+            UserError: a tensor is missing, unexpected, or has the wrong shape.
+        """
+        with torch.device("meta"):
+            network = cls()
+        try:
+            network.load_state_dict(weights, assign=True)
+        except RuntimeError as error:
+            # torch lists every tensor; show only the first.
+            first = str(error).splitlines()[1].strip()[:160]
+            raise UserError(f"these are not the weights of Inception: {first}") from None
+        return network.float().eval().requires_grad_(False)
+
+    @torch.no_grad()
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Map images uint8 `[b, H, W, 3]`.
+
+        Returns:
+            float32: features `[b, 2048]` of the last pooling; logits `[b, 1008]`
+            without their bias, as the inception score takes them; spatial features
+            `[b, 17 · 17 · 7]`, row by row, as sFID takes them ("Generating Images with Sparse
+            Representations", section 4).
+        """
+        with full_float32():
+            x = (resize_as_tensorflow_1(images.movedim(3, 1).float(), IMAGE_SIZE) - 128.0) / 128.0
+            x = self.Conv2d_2b_3x3(self.Conv2d_2a_3x3(self.Conv2d_1a_3x3(x)))
+            x = self.Conv2d_4a_3x3(self.Conv2d_3b_1x1(_halve(x)))
+            x = self.Mixed_5d(self.Mixed_5c(self.Mixed_5b(_halve(x))))
+            x = self.Mixed_6c(self.Mixed_6b(self.Mixed_6a(x)))
+            spatial = self.Mixed_6d.get_submodule("branch1x1")(x)[:, :_SPATIAL_CHANNELS]
+            x = self.Mixed_6e(self.Mixed_6d(x))
+            features = self.Mixed_7c(self.Mixed_7b(self.Mixed_7a(x))).mean((2, 3))
+            logits = features @ self.fc.weight.t()
+        return features, logits, spatial.movedim(1, 3).flatten(1)
+
+
 class _Convolution(nn.Module):
     """Convolution, batch norm in evaluation mode, ReLU."""
 
@@ -179,69 +242,6 @@ def _mixed_8(inputs: int, pool: Callable[[Tensor], Tensor]) -> _Mixed:
         branch3x3dbl_3b=_Convolution(384, 384, (3, 1)),
         branch_pool=_Convolution(inputs, 192, 1),
     )
-
-
-class Inception(nn.Module):
-    """The network for inference: no gradients, evaluation mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.Conv2d_1a_3x3 = _Convolution(3, 32, 3, stride=2, padded=False)
-        self.Conv2d_2a_3x3 = _Convolution(32, 32, 3, padded=False)
-        self.Conv2d_2b_3x3 = _Convolution(32, 64, 3)
-        self.Conv2d_3b_1x1 = _Convolution(64, 80, 1)
-        self.Conv2d_4a_3x3 = _Convolution(80, 192, 3, padded=False)
-        self.Mixed_5b = _mixed_35(192, 32)
-        self.Mixed_5c = _mixed_35(256, 64)
-        self.Mixed_5d = _mixed_35(288, 64)
-        self.Mixed_6a = _reduce_35(288)
-        self.Mixed_6b = _mixed_17(128)
-        self.Mixed_6c = _mixed_17(160)
-        self.Mixed_6d = _mixed_17(160)
-        self.Mixed_6e = _mixed_17(192)
-        self.Mixed_7a = _reduce_17()
-        self.Mixed_7b = _mixed_8(1280, _average)
-        self.Mixed_7c = _mixed_8(2048, _largest)
-        self.fc = nn.Linear(NUM_FEATURES, _NUM_CLASSES)
-
-    @classmethod
-    def from_weights(cls, weights: Mapping[str, Tensor]) -> Inception:
-        """Build the network with given weights.
-
-        Raises:
-            UserError: a tensor is missing, unexpected, or has the wrong shape.
-        """
-        with torch.device("meta"):
-            network = cls()
-        try:
-            network.load_state_dict(weights, assign=True)
-        except RuntimeError as error:
-            # torch lists every tensor; show only the first.
-            first = str(error).splitlines()[1].strip()[:160]
-            raise UserError(f"these are not the weights of Inception: {first}") from None
-        return network.float().eval().requires_grad_(False)
-
-    @torch.no_grad()
-    def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Map images uint8 `[b, H, W, 3]`.
-
-        Returns:
-            float32: features `[b, 2048]` of the last pooling; logits `[b, 1008]`
-            without their bias, as the inception score takes them; spatial features
-            `[b, 17 · 17 · 7]`, row by row, as sFID takes them ("Generating Images with Sparse
-            Representations", section 4).
-        """
-        with full_float32():
-            x = (resize_as_tensorflow_1(images.movedim(3, 1).float(), IMAGE_SIZE) - 128.0) / 128.0
-            x = self.Conv2d_2b_3x3(self.Conv2d_2a_3x3(self.Conv2d_1a_3x3(x)))
-            x = self.Conv2d_4a_3x3(self.Conv2d_3b_1x1(_halve(x)))
-            x = self.Mixed_5d(self.Mixed_5c(self.Mixed_5b(_halve(x))))
-            x = self.Mixed_6c(self.Mixed_6b(self.Mixed_6a(x)))
-            spatial = self.Mixed_6d.get_submodule("branch1x1")(x)[:, :_SPATIAL_CHANNELS]
-            x = self.Mixed_6e(self.Mixed_6d(x))
-            features = self.Mixed_7c(self.Mixed_7b(self.Mixed_7a(x))).mean((2, 3))
-            logits = features @ self.fc.weight.t()
-        return features, logits, spatial.movedim(1, 3).flatten(1)
 
 
 def resize_as_tensorflow_1(x: Tensor, size: int) -> Tensor:

@@ -15,21 +15,6 @@ from typing import Any
 import numpy as np
 
 
-@dataclass(frozen=True)
-class Quality:
-    """Panoptic, segmentation and recognition quality: means over classes that occur."""
-
-    pq: float
-    sq: float
-    rq: float
-    num_classes: int
-
-    def record(self) -> dict[str, Any]:
-        """Return the numbers in per cent."""
-        parts = {"PQ": self.pq, "SQ": self.sq, "RQ": self.rq}
-        return {**{name: 100.0 * part for name, part in parts.items()}, "classes": self.num_classes}
-
-
 class PanopticQuality:
     """Counts matches over maps.
 
@@ -104,6 +89,21 @@ class PanopticQuality:
             return Quality(0.0, 0.0, 0.0, 0)
         pq, sq, rq = np.mean(rows, axis=0).tolist()
         return Quality(pq, sq, rq, len(rows))
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Panoptic, segmentation and recognition quality: means over classes that occur."""
+
+    pq: float
+    sq: float
+    rq: float
+    num_classes: int
+
+    def record(self) -> dict[str, Any]:
+        """Return the numbers in per cent."""
+        parts = {"PQ": self.pq, "SQ": self.sq, "RQ": self.rq}
+        return {**{name: 100.0 * part for name, part in parts.items()}, "classes": self.num_classes}
 
 
 def _segments(pixels: np.ndarray) -> np.ndarray:

@@ -70,12 +70,6 @@ from megavis.schedules.segmented import Grouping
 from megavis.tokenizers.patches import pixel_range
 
 
-class ClassInFront(Labels):
-    """The class as a row before all others."""
-
-    roles: tuple[Role, ...] = ("front",)
-
-
 class Compose(Composition):
     """A paper composed by its config."""
 
@@ -312,3 +306,9 @@ class Compose(Composition):
         assert isinstance(self.reads, Latents)
         size = self.reads.width
         return Adapter(size, num_blocks=keys.blocks, bottleneck=keys.bottleneck or 4 * size)
+
+
+class ClassInFront(Labels):
+    """The class as a row before all others."""
+
+    roles: tuple[Role, ...] = ("front",)

@@ -59,57 +59,6 @@ NOISE, MOMENTS = "noise", "moments"
 """Names of what travels with the hidden states: below the bottleneck, and above it."""
 
 
-class LabelMapInput(nn.Module):
-    """One-hot patches, mapped linearly, and their learned positions."""
-
-    def __init__(self, core: Core, shape: LabelMapShape) -> None:
-        super().__init__()
-        self.core, self.shape, width = core, shape, shape.hidden_size
-        rows = shape.patch_size**2 * shape.label_channels.num_channels
-        self.table = nn.Parameter(torch.empty(rows, width))
-        truncated_normal(rows**-0.5)(self.table)
-        self.bias = nn.Parameter(torch.zeros(width))
-        grid = (shape.grid, shape.grid)
-        self.positions = grid_positions(core, "learned", grid, fill=normal(width**-0.5))
-
-    def forward(self, inputs: tuple[Tensor, ...]) -> PackedState:
-        """Map labels int64 `[b, g, H, W]` and noise, as bits `[b, d, l, l]`, to `[n, b, h]`."""
-        labels, noise = inputs
-        channels, size = self.shape.label_channels, self.shape.patch_size
-        patches = embed_labels(self.table, labels, channels, size) + self.bias
-        places = torch.arange(patches.shape[1], device=labels.device)[None]
-        hidden = self.positions(patches, places)
-        return LayerState(to_stream(hidden, self.core), {NOISE: noise}).pack()
-
-
-class Bottleneck(nn.Module):
-    """From the encoder to the decoder, through a sample of the posterior."""
-
-    def __init__(self, below: Core, above: Core, shape: LabelMapShape) -> None:
-        super().__init__()
-        self.below, self.above, self.shape = below, above, shape
-        width, grid = shape.hidden_size, (shape.grid, shape.grid)
-        lecun = truncated_normal(width**-0.5)
-        self.norm = LastNorm(below)
-        self.moments = ReplicatedLinear(width, 2 * shape.latent_channels, lecun)
-        from_latents = truncated_normal(shape.latent_channels**-0.5)
-        self.linear = ReplicatedLinear(shape.latent_channels, width, from_latents)
-        self.positions = grid_positions(above, "learned", grid, fill=normal(width**-0.5))
-
-    def forward(self, state: PackedState) -> PackedState:
-        """Map `[n, b, h]` to `[n, b, h]`, which carry mean and log-variance `[b, 2 d, l, l]`."""
-        stream = LayerState.unpack(state, self.below.carried_names)
-        large, small = self.shape.grid, self.shape.latent_grid
-        encoded = resize_tokens(self.norm.whole(stream.hidden), rows=large, to=small)
-        moments = self.moments(encoded).transpose(1, 2).unflatten(2, (small, small)).contiguous()
-        noise = from_bits(stream.carried[NOISE])
-        latents = bounded_posterior(moments).sample(noise).to(moments.dtype)
-        tokens = self.linear(latents.flatten(2).transpose(1, 2))
-        places = torch.arange(large**2, device=tokens.device)[None]
-        hidden = self.positions(resize_tokens(tokens, rows=small, to=large), places)
-        return LayerState(to_stream(hidden, self.above), {MOMENTS: moments}).pack()
-
-
 class LabelMapVAEObjective(Trainable, Backbone):
     """Reconstruct label maps through latents that are close to N(0, 1)."""
 
@@ -276,6 +225,57 @@ class LabelMapVAEObjective(Trainable, Backbone):
     def reconstructed_maps(self, predictions: Any) -> Tensor:
         """Return the maps that came out, uint8 `[b, H, W, 3]` as in shards."""
         return self.channels.maps(self.logits(predictions))
+
+
+class LabelMapInput(nn.Module):
+    """One-hot patches, mapped linearly, and their learned positions."""
+
+    def __init__(self, core: Core, shape: LabelMapShape) -> None:
+        super().__init__()
+        self.core, self.shape, width = core, shape, shape.hidden_size
+        rows = shape.patch_size**2 * shape.label_channels.num_channels
+        self.table = nn.Parameter(torch.empty(rows, width))
+        truncated_normal(rows**-0.5)(self.table)
+        self.bias = nn.Parameter(torch.zeros(width))
+        grid = (shape.grid, shape.grid)
+        self.positions = grid_positions(core, "learned", grid, fill=normal(width**-0.5))
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> PackedState:
+        """Map labels int64 `[b, g, H, W]` and noise, as bits `[b, d, l, l]`, to `[n, b, h]`."""
+        labels, noise = inputs
+        channels, size = self.shape.label_channels, self.shape.patch_size
+        patches = embed_labels(self.table, labels, channels, size) + self.bias
+        places = torch.arange(patches.shape[1], device=labels.device)[None]
+        hidden = self.positions(patches, places)
+        return LayerState(to_stream(hidden, self.core), {NOISE: noise}).pack()
+
+
+class Bottleneck(nn.Module):
+    """From the encoder to the decoder, through a sample of the posterior."""
+
+    def __init__(self, below: Core, above: Core, shape: LabelMapShape) -> None:
+        super().__init__()
+        self.below, self.above, self.shape = below, above, shape
+        width, grid = shape.hidden_size, (shape.grid, shape.grid)
+        lecun = truncated_normal(width**-0.5)
+        self.norm = LastNorm(below)
+        self.moments = ReplicatedLinear(width, 2 * shape.latent_channels, lecun)
+        from_latents = truncated_normal(shape.latent_channels**-0.5)
+        self.linear = ReplicatedLinear(shape.latent_channels, width, from_latents)
+        self.positions = grid_positions(above, "learned", grid, fill=normal(width**-0.5))
+
+    def forward(self, state: PackedState) -> PackedState:
+        """Map `[n, b, h]` to `[n, b, h]`, which carry mean and log-variance `[b, 2 d, l, l]`."""
+        stream = LayerState.unpack(state, self.below.carried_names)
+        large, small = self.shape.grid, self.shape.latent_grid
+        encoded = resize_tokens(self.norm.whole(stream.hidden), rows=large, to=small)
+        moments = self.moments(encoded).transpose(1, 2).unflatten(2, (small, small)).contiguous()
+        noise = from_bits(stream.carried[NOISE])
+        latents = bounded_posterior(moments).sample(noise).to(moments.dtype)
+        tokens = self.linear(latents.flatten(2).transpose(1, 2))
+        places = torch.arange(large**2, device=tokens.device)[None]
+        hidden = self.positions(resize_tokens(tokens, rows=small, to=large), places)
+        return LayerState(to_stream(hidden, self.above), {MOMENTS: moments}).pack()
 
 
 def _painted(maps: Tensor, kind: Any) -> Tensor:

@@ -21,25 +21,6 @@ from megavis.tokenizers.shapes import VAEShape
 from megavis.tokenizers.vae import Posterior, VAENetwork
 
 
-class VAELayer(nn.Module):
-    """The VAE as the first layer."""
-
-    def __init__(self, shape: VAEShape) -> None:
-        super().__init__()
-        self.network = VAENetwork(shape)
-
-    def forward(self, inputs: State) -> State:
-        """Map pixels `[b, 3, H, W]` in [0, 1] and noise `[b, d, h, w]`.
-
-        Returns:
-            Pixels, reconstruction, mean and log-variance.
-        """
-        pixels, noise = inputs
-        pixels = pixels.to(self.network.encoder.conv_in.weight.dtype)
-        reconstruction, posterior = self.network(pixels, noise)
-        return pixels, reconstruction, posterior.mean, posterior.log_variance
-
-
 class VAEObjective(AutoencoderObjective):
     """Reconstruct images from latents with a posterior close to N(0, 1)."""
 
@@ -94,3 +75,22 @@ class VAEObjective(AutoencoderObjective):
         """Decode the mean."""
         network = VAENetwork(self.paper.shape)
         return network.decoder(network.posterior(pixels).mean)
+
+
+class VAELayer(nn.Module):
+    """The VAE as the first layer."""
+
+    def __init__(self, shape: VAEShape) -> None:
+        super().__init__()
+        self.network = VAENetwork(shape)
+
+    def forward(self, inputs: State) -> State:
+        """Map pixels `[b, 3, H, W]` in [0, 1] and noise `[b, d, h, w]`.
+
+        Returns:
+            Pixels, reconstruction, mean and log-variance.
+        """
+        pixels, noise = inputs
+        pixels = pixels.to(self.network.encoder.conv_in.weight.dtype)
+        reconstruction, posterior = self.network(pixels, noise)
+        return pixels, reconstruction, posterior.mean, posterior.log_variance

@@ -22,46 +22,6 @@ from megavis.tokenizers.shapes import VQGANShape
 from megavis.tokenizers.vqgan import Codebook, VQGANNetwork, usage
 
 
-class VQGANLayer(nn.Module):
-    """The VQGAN as the first layer."""
-
-    def __init__(self, shape: VQGANShape) -> None:
-        super().__init__()
-        self.network = VQGANNetwork(shape)
-        without_decay(self.network.quantize.embedding.weight)
-
-    def forward(self, inputs: State) -> State:
-        """Map pixels `[b, 3, H, W]` in [0, 1].
-
-        Returns:
-            Pixels; reconstruction; the scalar codebook, commitment and revival losses; ids int64
-            `[b, h, w]`.
-        """
-        (pixels,) = inputs
-        pixels = pixels.to(self.network.quantize.embedding.weight.dtype)
-        made, vectors, quantized = self.network(pixels)
-        vectors, codes = vectors.float(), quantized.codes.float()
-        pulls = (
-            (codes - vectors.detach()).square().mean(),
-            (codes.detach() - vectors).square().mean(),
-            _revival(self.network.quantize, vectors.detach(), quantized.ids),
-        )
-        return pixels, made, *pulls, quantized.ids
-
-
-def _revival(book: Codebook, vectors: Tensor, ids: Tensor) -> Tensor:
-    """Return the mean squared distance of unused entries to vectors, over all entries.
-
-    Each entry is paired with a vector, spread evenly over the batch: deterministic, and without
-    synchronizing with the device.
-    """
-    entries = book.embedding.weight.float()
-    flat = vectors.permute(0, 2, 3, 1).flatten(0, 2)
-    places = torch.arange(len(entries), device=flat.device) * len(flat) // len(entries)
-    unused = usage(ids, len(entries)) == 0
-    return ((entries - flat[places]).square().mean(1) * unused).mean()
-
-
 class VQGANObjective(AutoencoderObjective):
     """Reconstruct images from ids."""
 
@@ -122,3 +82,43 @@ class VQGANObjective(AutoencoderObjective):
         """Run the network without quantization, which adds one matrix product."""
         network = VQGANNetwork(self.paper.shape)
         return network.decode(network.vectors(pixels))
+
+
+class VQGANLayer(nn.Module):
+    """The VQGAN as the first layer."""
+
+    def __init__(self, shape: VQGANShape) -> None:
+        super().__init__()
+        self.network = VQGANNetwork(shape)
+        without_decay(self.network.quantize.embedding.weight)
+
+    def forward(self, inputs: State) -> State:
+        """Map pixels `[b, 3, H, W]` in [0, 1].
+
+        Returns:
+            Pixels; reconstruction; the scalar codebook, commitment and revival losses; ids int64
+            `[b, h, w]`.
+        """
+        (pixels,) = inputs
+        pixels = pixels.to(self.network.quantize.embedding.weight.dtype)
+        made, vectors, quantized = self.network(pixels)
+        vectors, codes = vectors.float(), quantized.codes.float()
+        pulls = (
+            (codes - vectors.detach()).square().mean(),
+            (codes.detach() - vectors).square().mean(),
+            _revival(self.network.quantize, vectors.detach(), quantized.ids),
+        )
+        return pixels, made, *pulls, quantized.ids
+
+
+def _revival(book: Codebook, vectors: Tensor, ids: Tensor) -> Tensor:
+    """Return the mean squared distance of unused entries to vectors, over all entries.
+
+    Each entry is paired with a vector, spread evenly over the batch: deterministic, and without
+    synchronizing with the device.
+    """
+    entries = book.embedding.weight.float()
+    flat = vectors.permute(0, 2, 3, 1).flatten(0, 2)
+    places = torch.arange(len(entries), device=flat.device) * len(flat) // len(entries)
+    unused = usage(ids, len(entries)) == 0
+    return ((entries - flat[places]).square().mean(1) * unused).mean()

@@ -42,56 +42,6 @@ _DEVIATION = 1.4826
 _LEAST_SHARE = 1e-3
 
 
-@dataclass(frozen=True)
-class BadStepStreak:
-    """A streak of bad steps that reached the limit; steps count from 1."""
-
-    first: int
-    last: int
-    next_batch: int
-    """The batch after the last bad one in the sample order, counted from 0."""
-
-
-class SpikeDetector:
-    """Detects loss spikes from the losses alone, so identically in every layout.
-
-    A loss is a spike if it lies more than `threshold` deviations above the median of the last
-    `window` good ones. The deviation is 1.4826 times the median distance from that median, which a
-    few odd losses do not move; it counts as at least a thousandth of the median.
-    """
-
-    def __init__(self, threshold: float, window: int, history: LossHistory) -> None:
-        """Continue from a history; with `threshold` 0 no finite loss is a spike."""
-        self.threshold, self.window = threshold, window
-        self._recent = deque(history.recent, maxlen=window)
-        self._bad_since = history.bad_since
-
-    @property
-    def history(self) -> LossHistory:
-        """State stored in checkpoints, so a resumed run decides alike."""
-        return LossHistory(recent=tuple(self._recent), bad_since=self._bad_since)
-
-    def is_spike(self, loss: float) -> bool:
-        """Compare a loss with those before it; returns False until there are enough."""
-        if not math.isfinite(loss):
-            return True
-        if not self.threshold or len(self._recent) < self.window:
-            return False
-        median = statistics.median(self._recent)
-        distance = statistics.median(abs(one - median) for one in self._recent)
-        deviation = max(_DEVIATION * distance, _LEAST_SHARE * abs(median))
-        return loss > median + self.threshold * deviation
-
-    def take(self, step: int, loss: float, *, is_bad: bool) -> int:
-        """Record a step; return the length of the streak of bad steps that it ends."""
-        if not is_bad:
-            self._recent.append(loss)
-            self._bad_since = None
-            return 0
-        self._bad_since = self._bad_since or step
-        return step - self._bad_since + 1
-
-
 class WatchBadSteps:
     """A callback that names bad steps and counts them in the metrics.
 
@@ -162,6 +112,56 @@ class WatchBadSteps:
         size = self.settings.batch_size
         first = (step - 1 + self.batches_skipped) * size
         return f"its images are at positions {first} to {first + size - 1} of the sample order"
+
+
+@dataclass(frozen=True)
+class BadStepStreak:
+    """A streak of bad steps that reached the limit; steps count from 1."""
+
+    first: int
+    last: int
+    next_batch: int
+    """The batch after the last bad one in the sample order, counted from 0."""
+
+
+class SpikeDetector:
+    """Detects loss spikes from the losses alone, so identically in every layout.
+
+    A loss is a spike if it lies more than `threshold` deviations above the median of the last
+    `window` good ones. The deviation is 1.4826 times the median distance from that median, which a
+    few odd losses do not move; it counts as at least a thousandth of the median.
+    """
+
+    def __init__(self, threshold: float, window: int, history: LossHistory) -> None:
+        """Continue from a history; with `threshold` 0 no finite loss is a spike."""
+        self.threshold, self.window = threshold, window
+        self._recent = deque(history.recent, maxlen=window)
+        self._bad_since = history.bad_since
+
+    @property
+    def history(self) -> LossHistory:
+        """State stored in checkpoints, so a resumed run decides alike."""
+        return LossHistory(recent=tuple(self._recent), bad_since=self._bad_since)
+
+    def is_spike(self, loss: float) -> bool:
+        """Compare a loss with those before it; returns False until there are enough."""
+        if not math.isfinite(loss):
+            return True
+        if not self.threshold or len(self._recent) < self.window:
+            return False
+        median = statistics.median(self._recent)
+        distance = statistics.median(abs(one - median) for one in self._recent)
+        deviation = max(_DEVIATION * distance, _LEAST_SHARE * abs(median))
+        return loss > median + self.threshold * deviation
+
+    def take(self, step: int, loss: float, *, is_bad: bool) -> int:
+        """Record a step; return the length of the streak of bad steps that it ends."""
+        if not is_bad:
+            self._recent.append(loss)
+            self._bad_since = None
+            return 0
+        self._bad_since = self._bad_since or step
+        return step - self._bad_since + 1
 
 
 def roll_back(

@@ -36,21 +36,6 @@ Fingerprints = dict[str, int]
 """Checksums by key: processes with the same key must have the same number."""
 
 
-@dataclass(frozen=True)
-class Losses:
-    """Losses of one process on the same images.
-
-    Attributes:
-        part: the part of the model.
-        first: the loss.
-        second: the loss, computed again.
-    """
-
-    part: int
-    first: float
-    second: float
-
-
 _PIECE = 1 << 22
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -125,6 +110,21 @@ class CheckReplicas:
         first = (step - 1 + self._batches_skipped) * engine.config.training.batch_size
         positions = np.arange(first, first + engine.micro_batch_size, dtype=np.int64)
         return read_batch(self.samples, self._order.dataset_index(positions), positions)
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Losses of one process on the same images.
+
+    Attributes:
+        part: the part of the model.
+        first: the loss.
+        second: the loss, computed again.
+    """
+
+    part: int
+    first: float
+    second: float
 
 
 def allowed_difference(engine: Engine) -> float:

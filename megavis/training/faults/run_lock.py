@@ -37,48 +37,6 @@ _PREFIX = ".lock-"
 _LOOK_SECONDS = 0.5
 
 
-@dataclass(frozen=True)
-class Holder:
-    """A process that trains in a run folder.
-
-    Attributes:
-        host: its name.
-        machine: boot, process namespace and user; if they agree, the process can be looked up.
-        process: process number.
-        started: clock ticks from boot to its start, which distinguishes a reused number.
-        since: when it took the lock, ISO 8601.
-        token: random, unique to this holder.
-    """
-
-    host: str
-    machine: str
-    process: int
-    started: int
-    since: str
-    token: str
-
-    @classmethod
-    def of_this_process(cls) -> Holder:
-        """Describe this process."""
-        process = os.getpid()
-        since = datetime.now(UTC).isoformat(timespec="seconds")
-        started = _start_of(process) or 0
-        return cls(socket.gethostname(), _machine(), process, started, since, secrets.token_hex(8))
-
-    @property
-    def is_here(self) -> bool:
-        """Whether its process can be looked up here."""
-        return (self.host, self.machine) == (socket.gethostname(), _machine())
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether its process has ended; valid only if `is_here`."""
-        return _start_of(self.process) != self.started
-
-    def __str__(self) -> str:
-        return f"process {self.process} on {self.host} since {self.since}"
-
-
 class RunLock:
     """The lock of a run folder, for one process; a context manager."""
 
@@ -169,6 +127,48 @@ class RunLock:
         )
         sys.stderr.flush()
         os._exit(TAKEN_OVER_EXIT_CODE)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process that trains in a run folder.
+
+    Attributes:
+        host: its name.
+        machine: boot, process namespace and user; if they agree, the process can be looked up.
+        process: process number.
+        started: clock ticks from boot to its start, which distinguishes a reused number.
+        since: when it took the lock, ISO 8601.
+        token: random, unique to this holder.
+    """
+
+    host: str
+    machine: str
+    process: int
+    started: int
+    since: str
+    token: str
+
+    @classmethod
+    def of_this_process(cls) -> Holder:
+        """Describe this process."""
+        process = os.getpid()
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        started = _start_of(process) or 0
+        return cls(socket.gethostname(), _machine(), process, started, since, secrets.token_hex(8))
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its process can be looked up here."""
+        return (self.host, self.machine) == (socket.gethostname(), _machine())
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its process has ended; valid only if `is_here`."""
+        return _start_of(self.process) != self.started
+
+    def __str__(self) -> str:
+        return f"process {self.process} on {self.host} since {self.since}"
 
 
 def holder_of(run_folder: Path) -> Holder | None:

@@ -36,19 +36,6 @@ _REPORT_SECONDS = 3 * _SILENT_BEATS * _BEAT_SECONDS
 _A_MONTH = 30 * 24 * 3600.0
 
 
-def collective_timeout(patience: float) -> float:
-    """Return how many seconds a collective may wait: longer than any watched window.
-
-    So the watchdog names a hanging process before NCCL ends any.
-
-    Args:
-        patience: seconds that a step may take; 0: no limit, which is a month here.
-    """
-    if not patience:
-        return _A_MONTH
-    return max(MEETING_SECONDS, LONGEST_WINDOW * patience + 60.0)
-
-
 class Watchdog:
     """Ends the job if something takes too long; a context manager around training."""
 
@@ -166,6 +153,19 @@ class Watchdog:
         if not self._store.check([_key(rank)]):
             return None
         return self._store.get(_key(rank)).decode()
+
+
+def collective_timeout(patience: float) -> float:
+    """Return how many seconds a collective may wait: longer than any watched window.
+
+    So the watchdog names a hanging process before NCCL ends any.
+
+    Args:
+        patience: seconds that a step may take; 0: no limit, which is a month here.
+    """
+    if not patience:
+        return _A_MONTH
+    return max(MEETING_SECONDS, LONGEST_WINDOW * patience + 60.0)
 
 
 def _background(job: Callable[[], object]) -> threading.Thread:

@@ -63,17 +63,6 @@ class Point:
         return _is_finished(self.runs[-1])
 
 
-def _step_of(loaded: LoadedConfig) -> int:
-    checkpoint = latest_checkpoint(Path(loaded.config.folder))
-    return 0 if checkpoint is None else read_manifest(checkpoint).step
-
-
-def _is_finished(loaded: LoadedConfig) -> bool:
-    # Fine-tuning may stop early; its report is written last.
-    report = Path(loaded.config.folder) / "evaluation" / "finetune_test.json"
-    return _step_of(loaded) == loaded.config.training.steps or report.exists()
-
-
 def points_of(axes: Sequence[SweepAxis], loads: Sequence[Load]) -> list[Point]:
     """Return the grid with the last key varying fastest; every config is checked.
 
@@ -107,11 +96,22 @@ def points_of(axes: Sequence[SweepAxis], loads: Sequence[Load]) -> list[Point]:
     return points
 
 
+def _step_of(loaded: LoadedConfig) -> int:
+    checkpoint = latest_checkpoint(Path(loaded.config.folder))
+    return 0 if checkpoint is None else read_manifest(checkpoint).step
+
+
 def train_run(loaded: LoadedConfig, context: ParallelContext) -> None:
     """Train one run to its end, from its newest checkpoint."""
     if not _is_finished(loaded):
         with Signals() as signals, hold_run(Path(loaded.config.folder), context):
             Trainer.open(loaded, context).train(signals)
+
+
+def _is_finished(loaded: LoadedConfig) -> bool:
+    # Fine-tuning may stop early; its report is written last.
+    report = Path(loaded.config.folder) / "evaluation" / "finetune_test.json"
+    return _step_of(loaded) == loaded.config.training.steps or report.exists()
 
 
 def rows_of(
