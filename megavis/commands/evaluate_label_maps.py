@@ -1,7 +1,7 @@
-"""`megavis evaluate panoptic` and `depth`: predicted label maps against the originals.
+"""`megavis evaluate panoptic` and `evaluate depth`: compare predicted label maps with the truth.
 
-A VAE of label maps reconstructs them, an encoder-decoder predicts them from images. Predictions
-are resized to the originals by taking the nearest pixel.
+A VAE of label maps reconstructs them; an encoder-decoder predicts them from images. Predictions are
+resized to the size of the originals by nearest neighbors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megavis.notebook import Run
 
 
 def evaluate_panoptic(args: argparse.Namespace) -> int:
-    """Print and write the panoptic quality; raises UserError where the run does not support it."""
+    """Print and write the panoptic quality. Raises UserError if the run predicts no such maps."""
 
     def score(pairs: Iterator[tuple[np.ndarray, np.ndarray]], dataset: ShardDataset) -> Any:
         target = dataset.manifest.target
@@ -48,7 +48,7 @@ def evaluate_panoptic(args: argparse.Namespace) -> int:
 
 
 def evaluate_depth(args: argparse.Namespace) -> int:
-    """Print and write errors of depths; raises UserError where the run does not support it."""
+    """Print and write depth errors. Raises UserError if the run predicts no such maps."""
 
     def score(pairs: Iterator[tuple[np.ndarray, np.ndarray]], dataset: ShardDataset) -> Any:
         errors = DepthErrors()
@@ -84,7 +84,7 @@ def _evaluate(args: argparse.Namespace, kind: TargetKind, score: Any) -> int:
 def _pairs(
     opened: Run, dataset: ShardDataset, count: int, args: argparse.Namespace
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield original maps, and those predicted in their size, uint8 `[h, w, 3]` each."""
+    """Yield original maps and predictions of the same size, uint8 `[h, w, 3]` each."""
     predict = _reconstruct if opened.objective.reconstructs else _predict
     for batch in evaluation_batches(dataset, batch_size=args.batch_size, limit=count):
         maps = predict(opened, batch.inputs.to(opened.context.device), batch.sample_index, args)
@@ -102,7 +102,7 @@ def _reconstruct(opened: Run, inputs: Tensor, index: Tensor, args: argparse.Name
 
 
 def _predict(opened: Run, inputs: Tensor, index: Tensor, args: argparse.Namespace) -> Tensor:
-    """Return what is predicted from the images; a draw follows from seed and image."""
+    """Sample maps for images; seed and image determine the draws."""
     sampler = opened.sampler(seed=args.seed, spell=spelled, **chosen_options(args))
     conditions = sampler.paper.condition.from_samples(inputs)
     if "image" not in conditions:

@@ -1,10 +1,11 @@
-"""Label maps as one-hot channels, and from logits back to maps.
+"""Convert label maps to one-hot channels, and logits to label maps.
 
 "UViM: A Unified Modeling Approach for Vision with Learned Guiding Codes" (Kolesnikov et al., 2022)
-describes panoptic maps by a class and an instance for each pixel, and depths by bins; "GIVT",
-section 4.2, has taken this over. What is not in the papers is as in the released code of both.
+represents a panoptic map by a class and an instance per pixel, and a depth map by bins; "GIVT",
+section 4.2, does the same. Details that are in neither paper follow their released code.
 
-Legend: b maps, H and W pixels, g groups of channels (semantics and instances; or bins), C channels.
+Legend: b maps; H and W, height and width in pixels; g groups of channels (classes and instances, or
+depth bins), C channels in total; n patches of p × p pixels; h, hidden size.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from megavis.data.codecs.label_maps import UNITS_A_METRE, TargetKind
 
 @dataclass(frozen=True)
 class LabelChannels:
-    """Groups of channels of which each pixel has one each.
+    """Groups of one-hot channels; a pixel has one label per group.
 
     Attributes:
-        kind: what maps show.
-        sizes: channels of each group: void and classes, and void and segments; or bins.
-        min_depth: of the first bin, in metres.
-        max_depth: of the last bin.
+        kind: kind of the label maps.
+        sizes: channels per group: void and classes, and void and segments; or depth bins.
+        min_depth: lower bound of the first bin, in metres.
+        max_depth: upper bound of the last bin, in metres.
     """
 
     kind: TargetKind
@@ -36,14 +37,14 @@ class LabelChannels:
 
     @property
     def num_channels(self) -> int:
-        """C, of all groups."""
+        """C, channels in total."""
         return sum(self.sizes)
 
     def labels(self, maps: Tensor) -> Tensor:
-        """Return the channel of each pixel, int64 `[b, g, H, W]`, of maps uint8 `[b, H, W, 3]`.
+        """Return the labels int64 `[b, g, H, W]` of maps uint8 `[b, H, W, 3]`.
 
-        A number of `sizes` or more stands for none, as of the hundredth of 100 segments. Depths
-        outside of the range are in the first or the last bin, and those not measured in the first.
+        A label of at least its group's size has no channel, such as segment 100 of 100 channels.
+        Depths out of range are in the first or last bin, unknown depths in the first.
         """
         parts = maps.long().unbind(-1)
         if self.kind == "panoptic":
@@ -54,10 +55,10 @@ class LabelChannels:
         return bins[:, None]
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the cross-entropy of each map, nats `[b]`: a mean over pixels, summed over groups.
+        """Return the cross-entropy in nats, `[b]`: the mean over pixels, summed over groups.
 
-        Pixels of the first bin of depths, which holds those not measured, do not count. A pixel of
-        a group whose label stands for none adds nothing to the sum of which the mean is taken.
+        In depth maps, pixels of the first bin, which has the unknown depths, are left out of the
+        mean. In panoptic maps, labels without a channel contribute zero to it.
 
         Args:
             logits: `[b, C, ...]`.
@@ -77,10 +78,10 @@ class LabelChannels:
         return total
 
     def maps(self, logits: Tensor) -> Tensor:
-        """Return the maps uint8 `[b, H, W, 3]` that logits `[b, C, H, W]` stand for.
+        """Return the most likely maps uint8 `[b, H, W, 3]` for logits `[b, C, H, W]`.
 
-        Panoptic: a pixel belongs to its likeliest instance, and all pixels of an instance have the
-        class with the largest sum of their logits. Depth: the middle of the likeliest bin.
+        Panoptic: a pixel gets its most likely instance, and all pixels of an instance get the class
+        with the largest sum of logits over them. Depth: the center of the most likely bin.
         """
         logits = logits.float()
         if self.kind == "depth":
@@ -100,26 +101,26 @@ class LabelChannels:
 
 
 def patch_pixels(maps: Tensor, patch_size: int) -> Tensor:
-    """Cut `[b, g, H, W]` into patches in raster order, `[b, n, p², g]`."""
+    """Divide `[b, g, H, W]` into patches `[b, n, p², g]`, patches and pixels in raster order."""
     rows = maps.unflatten(2, (-1, patch_size)).unflatten(4, (-1, patch_size))
     return rows.permute(0, 2, 4, 3, 5, 1).flatten(3, 4).flatten(1, 2)
 
 
 def unpatch_pixels(patches: Tensor, patch_size: int, *, rows: int) -> Tensor:
-    """Undo `patch_pixels` for patches `[b, n, p², C]` of `rows` rows of patches."""
+    """Invert `patch_pixels`: `[b, n, p², C]`, in `rows` rows of patches, to `[b, C, H, W]`."""
     grid = patches.unflatten(1, (rows, -1)).unflatten(3, (patch_size, patch_size))
     return grid.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
 
 
 def embed_labels(table: Tensor, labels: Tensor, channels: LabelChannels, patch_size: int) -> Tensor:
-    """Map one-hot channels linearly, patch by patch: `[b, n, h]`.
+    """Multiply the one-hot channels of each patch by a matrix: `[b, n, h]`.
 
-    The product of a matrix with a one-hot vector is a row of it, so rows are looked up and summed.
+    The product of a matrix and a one-hot vector is a row of the matrix, so look rows up and sum.
 
     Args:
-        table: `[p² · C, h]`, pixel by pixel and channel by channel.
-        labels: int64 `[b, g, H, W]`; those that stand for none add nothing.
-        channels: the groups.
+        table: `[p² · C, h]`, pixels in raster order, the channels of a pixel together.
+        labels: int64 `[b, g, H, W]`; those without a channel contribute nothing.
+        channels: groups of channels.
         patch_size: p.
     """
     device = labels.device
@@ -135,7 +136,7 @@ def embed_labels(table: Tensor, labels: Tensor, channels: LabelChannels, patch_s
 
 
 def resize_tokens(tokens: Tensor, *, rows: int, to: int) -> Tensor:
-    """Resize a square grid of tokens `[b, rows², h]` to `[b, to², h]`, linearly and antialiased."""
+    """Resize a square grid of tokens, `[b, rows², h]` to `[b, to², h]`: bilinear, antialiased."""
     if rows == to:
         return tokens
     grid = tokens.transpose(1, 2).unflatten(2, (rows, rows)).float()

@@ -1,9 +1,10 @@
-"""The VAE of label maps as a tokenizer: maps to mean and scale of latents, and latents to maps.
+"""The trained VAE of label maps as a tokenizer: maps to latents, and latents to maps.
 
-A plain Transformer with the weights of a run of `vae_label_maps`, by the names of that run's
-checkpoint; what is trained is partitioned (`papers/vae/label_maps.py`).
+The network runs on one device. Its parameters have the names that a `vae_label_maps` run saves;
+training uses the partitioned network in `papers/vae/label_maps.py`.
 
-Legend: b maps, H and W pixels, n patches, h hidden size, d channels of a latent, l latents a side.
+Legend: b maps; H and W, height and width in pixels; C channels in total; n patches; h, hidden size;
+l × l latents of d channels.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ class LabelMapShape:
     """Sizes of the network.
 
     Attributes:
-        target: what maps show.
-        channels: of each group; see `LabelChannels`.
-        depth_range: least and largest depth in metres.
+        target: kind of the label maps.
+        channels: per group; see `LabelChannels`.
+        depth_range: smallest and largest depth in metres.
         image_size: side of a map in pixels.
-        patch_size: side of a patch.
-        downsampling: pixels on the side of a latent.
+        patch_size: side of a patch in pixels.
+        downsampling: side in pixels of the square that a latent represents.
         latent_channels: d.
         hidden_size: h.
         mlp_size: width of the MLP.
         num_heads: attention heads.
-        encoder_layers: blocks.
-        decoder_layers: likewise.
-        norm_epsilon: of every norm.
+        encoder_layers: blocks of the encoder.
+        decoder_layers: blocks of the decoder.
+        norm_epsilon: of all norms.
         activation: of the MLP.
     """
 
@@ -67,7 +68,7 @@ class LabelMapShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> LabelMapShape:
-        """Return the sizes that a run's config describes."""
+        """Return the sizes in a run's config."""
         paper, model = config["objective"], config["model"]
         channels: tuple[int, ...]
         if paper["target"] == "panoptic":
@@ -94,22 +95,22 @@ class LabelMapShape:
 
     @property
     def label_channels(self) -> LabelChannels:
-        """The groups of channels."""
+        """Groups of one-hot channels."""
         return LabelChannels(self.target, self.channels, *self.depth_range)
 
     @property
     def grid(self) -> int:
-        """Patches on a side."""
+        """Patches along a side of the map."""
         return self.image_size // self.patch_size
 
     @property
     def latent_grid(self) -> int:
-        """Latents l on a side."""
+        """l, latents along a side of the map."""
         return self.image_size // self.downsampling
 
 
 class LabelMapVAE(LatentTokenizer):
-    """A trained network.
+    """A trained VAE of label maps.
 
     Args:
         shape: sizes of the network.
@@ -129,16 +130,16 @@ class LabelMapVAE(LatentTokenizer):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> LabelMapVAE:
-        """Return the network of a run's config, with fresh weights."""
+        """Build the network of a run's config, with initial weights."""
         return cls(LabelMapShape.from_config(config))
 
     @property
     def target_kind(self) -> TargetKind:
-        """What the maps show."""
+        """Kind of the label maps."""
         return self.shape.target
 
     def latent_shape(self, image_size: int) -> tuple[int, int, int]:
-        """Return c, h, w; raises UserError for another size than that of training."""
+        """Return (d, l, l). Raises UserError unless `image_size` is that of training."""
         if image_size != self.shape.image_size:
             raise UserError(
                 f"this VAE was trained on label maps of {self.shape.image_size}² pixels, not"
@@ -149,14 +150,14 @@ class LabelMapVAE(LatentTokenizer):
     @torch.no_grad()
     @full_float32()
     def encode(self, images: Tensor) -> Tensor:
-        """Return mean then scale, float32 `[b, 2, d, l, l]`, of maps uint8 `[b, H, W, 3]`."""
+        """Encode maps uint8 `[b, H, W, 3]` as means and scales, float32 `[b, 2, d, l, l]`."""
         maps = images.to(self.head.linear.weight.device)
         hidden = self.blocks(self.embedding(self.shape.label_channels.labels(maps)))
         posterior = self.bottleneck.posterior(hidden)
         return torch.stack([posterior.mean, posterior.scale], dim=1)
 
     def logits(self, latents: Tensor) -> Tensor:
-        """Return logits `[b, C, H, W]` of latents `[b, d, l, l]`."""
+        """Decode latents `[b, d, l, l]` to logits `[b, C, H, W]`."""
         hidden = self.decoder(self.bottleneck.enter(latents))
         patches: Tensor = self.head(hidden).unflatten(2, (self.shape.patch_size**2, -1))
         return unpatch_pixels(patches, self.shape.patch_size, rows=self.shape.grid)
@@ -164,7 +165,7 @@ class LabelMapVAE(LatentTokenizer):
     @torch.no_grad()
     @full_float32()
     def decode(self, latents: Tensor) -> Tensor:
-        """Return maps uint8 `[b, H, W, 3]` of latents `[b, d, l, l]`."""
+        """Decode latents `[b, d, l, l]` to the most likely maps uint8 `[b, H, W, 3]`."""
         latents = latents.to(self.head.linear.weight.device).float()
         return self.shape.label_channels.maps(self.logits(latents))
 
@@ -194,7 +195,7 @@ class _Attention(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         query = self.linear_q(hidden).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
-        # Head by head, each head's keys before its values.
+        # Megatron's order: for each head, its keys and then its values.
         pairs = self.linear_kv(hidden).unflatten(2, (self.num_heads, 2, -1))
         key, value = (part.transpose(1, 2) for part in pairs.unbind(3))
         mixed = F.scaled_dot_product_attention(query, key, value)

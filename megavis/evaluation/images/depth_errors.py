@@ -1,7 +1,7 @@
-"""Errors of predicted depths, means over images, as NYU Depth v2 is evaluated.
+"""Errors of predicted depths on NYU Depth v2, as in GIVT's released code.
 
-As in the released code of GIVT: pixels without a depth between 1 mm and 10 m do not count, and each
-image counts alike.
+Errors are computed per image over the pixels with a depth between 1 mm and 10 m, then averaged over
+images.
 """
 
 from __future__ import annotations
@@ -10,24 +10,25 @@ import numpy as np
 
 from megavis.data.codecs.label_maps import UNITS_A_METRE, to_numbers
 
+_MIN_DEPTH, _MAX_DEPTH = 1e-3, 10.0
+"""In metres."""
 _RATIO = 1.25
 
 
 class DepthErrors:
-    """Collects the errors of images."""
+    """Accumulates the errors of images."""
 
-    def __init__(self, *, min_depth: float = 1e-3, max_depth: float = 10.0) -> None:
-        """Set up; only depths between the two, in metres, count."""
-        self.min_depth, self.max_depth = min_depth, max_depth
+    def __init__(self) -> None:
+        """Start without images."""
         self._rows: list[dict[str, float]] = []
 
     def add(self, truth: np.ndarray, predicted: np.ndarray) -> None:
-        """Compare depth maps of equal size, uint8 `[h, w, 3]` as in shards.
+        """Compare depth maps of the same size, uint8 `[h, w, 3]`, encoded as in shards.
 
-        A map without a pixel that counts is left out.
+        Images without a depth in range are left out.
         """
         true, guess = (to_numbers(pixels) / UNITS_A_METRE for pixels in (truth, predicted))
-        counts = (true > self.min_depth) & (true < self.max_depth)
+        counts = (true > _MIN_DEPTH) & (true < _MAX_DEPTH)
         if not counts.any():
             return
         true, guess = true[counts], np.maximum(guess[counts], 1.0 / UNITS_A_METRE)
@@ -41,7 +42,7 @@ class DepthErrors:
         self._rows.append({name: float(value) for name, value in row.items()})
 
     def record(self) -> dict[str, float]:
-        """Return the means over the images; nothing where there was none."""
+        """Return the means over images; empty if there are none."""
         if not self._rows:
             return {}
         return {name: float(np.mean([row[name] for row in self._rows])) for name in self._rows[0]}

@@ -1,9 +1,9 @@
 """Panoptic quality of label maps.
 
-"Panoptic Segmentation" (Kirillov et al., 2019), section 4.1; what the paper leaves open, void and
-crowds, is as in its authors' code (panopticapi). Maps are those of shards: see `codecs/label_maps`.
+"Panoptic Segmentation" (Kirillov et al., 2019), section 4.1; void and crowds are treated as in the
+authors' code (panopticapi). Maps are encoded as in shards (`data/codecs/label_maps.py`).
 
-Legend: h and w, height and width of a map, c classes and void.
+Legend: h and w, height and width of a map in pixels; c, number of classes including void.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import numpy as np
 
 
 class PanopticQuality:
-    """Counts matches over maps.
+    """Accumulates matches over maps.
 
     Attributes:
-        overlaps: float64 `[c]`, sums of the intersection over union of matched segments.
+        overlaps: float64 `[c]`, sums of the IoU of matched segments.
         matched: int64 `[c]`, true positives.
         spurious: int64 `[c]`, false positives.
         missed: int64 `[c]`, false negatives.
@@ -33,9 +33,9 @@ class PanopticQuality:
     def add(self, truth: np.ndarray, predicted: np.ndarray) -> None:
         """Compare a map with a prediction, uint8 `[h, w, 3]` each.
 
-        A segment is matched where more than half of its union with a predicted one of its class is
-        shared; void does not count in the union. Crowds are not matched. A predicted segment that
-        is not matched counts unless more than half of it lies in void or in a crowd of its class.
+        Two segments of a class match if their IoU, whose union leaves out void pixels of the truth,
+        is above 0.5; crowds never match. A predicted segment without a match is a false positive
+        unless more than half of it is in void or in a crowd of its class.
         """
         segments = np.stack([_segments(truth), _segments(predicted)], axis=-1).reshape(-1, 2)
         pairs, counts = np.unique(segments, axis=0, return_counts=True)
@@ -76,7 +76,7 @@ class PanopticQuality:
         return found
 
     def quality(self, classes: Sequence[int] | None = None) -> Quality:
-        """Return the means over classes, by default all; zeros where none of them occurs."""
+        """Return the means over `classes`, by default all; zeros if none of them occurs."""
         chosen = range(1, len(self.matched)) if classes is None else classes
         rows = []
         for number in chosen:
@@ -93,7 +93,7 @@ class PanopticQuality:
 
 @dataclass(frozen=True)
 class Quality:
-    """Panoptic, segmentation and recognition quality: means over classes that occur."""
+    """Panoptic, segmentation and recognition quality: means over the classes that occur."""
 
     pq: float
     sq: float
@@ -101,13 +101,13 @@ class Quality:
     num_classes: int
 
     def record(self) -> dict[str, Any]:
-        """Return the numbers in per cent."""
+        """Return the qualities in percent, and the number of classes."""
         parts = {"PQ": self.pq, "SQ": self.sq, "RQ": self.rq}
         return {**{name: 100.0 * part for name, part in parts.items()}, "classes": self.num_classes}
 
 
 def _segments(pixels: np.ndarray) -> np.ndarray:
-    """Return one number for each segment, int64 `[h, w]`; 0 where the class is void."""
+    """Return a number per segment, int64 `[h, w]`; 0 for void."""
     wide = pixels.astype(np.int64)
     numbers = wide[..., 0] + 256 * wide[..., 1] + 65536 * (wide[..., 2] > 0)
     return np.where(wide[..., 0] > 0, numbers, 0)

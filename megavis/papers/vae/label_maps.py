@@ -1,10 +1,11 @@
-"""Training of the VAE of label maps, whose latents GIVT predicts from images.
+"""Train the VAE of label maps, whose latents GIVT predicts from images.
 
-"GIVT: Generative Infinite-Vocabulary Transformers", section 4.2 and appendix 0.C.3: UViM's
-autoencoder, two Transformers trained by cross-entropy, with a Gaussian posterior in place of vector
-quantization. Between the two the grid of tokens is resized to that of the latents and back.
+"GIVT: Generative Infinite-Vocabulary Transformers", section 4.2 and appendix 0.C.3: the autoencoder
+of UViM, two Transformers trained by cross-entropy, with a Gaussian posterior instead of vector
+quantization. Between them, the grid of tokens is resized to the grid of latents and back.
 
-Legend: b maps, H and W pixels, n patches, h hidden size, d channels of a latent, l latents a side.
+Legend: b maps; H and W, height and width in pixels; g groups of channels, C channels in total; n
+patches of p × p pixels; h, hidden size; l × l latents of d channels.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from megavis.tokenizers.label_map_vae import LabelMapShape
 from megavis.tokenizers.vae import bounded_posterior
 
 NOISE, MOMENTS = "noise", "moments"
-"""Names of what travels with the hidden states: below the bottleneck, and above it."""
+"""Names of the tensors carried with the hidden states: in the encoder, and in the decoder."""
 
 
 class LabelMapVAEObjective(Trainable, Backbone):
@@ -76,42 +77,42 @@ class LabelMapVAEObjective(Trainable, Backbone):
 
     @property
     def paper(self) -> LabelMapVAEConfig:
-        """The section of the config."""
+        """The objective's section of the config."""
         assert isinstance(self.config.objective, LabelMapVAEConfig)
         return self.config.objective
 
     @property
     def backbone(self) -> LabelMapVAEObjective:
-        """This itself."""
+        """The objective itself."""
         return self
 
     @cached_property
     def shape(self) -> LabelMapShape:
-        """The sizes of the network."""
+        """Sizes of the network."""
         return LabelMapShape.from_config(self.config.model_dump())
 
     @property
     def channels(self) -> LabelChannels:
-        """The groups of one-hot channels."""
+        """Groups of one-hot channels."""
         return self.shape.label_channels
 
     @property
     def num_tokens(self) -> int:
-        """Patches n of a map."""
+        """n, patches of a map."""
         return self.shape.grid**2
 
     @property
     def carries_gradient(self) -> bool:
-        """True: the divergence reaches the encoder by way of the moments."""
+        """True: the gradient of the KL divergence reaches the encoder through the moments."""
         return True
 
     def blank_batch(self, num_images: int, device: torch.device) -> Batch:
-        """Return maps of nothing."""
+        """Return maps of void or unknown depth, uint8 `[b, H, W, 3]`."""
         side = self.config.data.image_size
         return blank_batch(num_images, (side, side, 3), torch.uint8, device)
 
     def check_data(self, manifest: Manifest) -> Iterator[str]:
-        """Check that the shards hold maps of this kind, with no more classes than channels."""
+        """Check that the shards have maps of this kind, and a channel for each class."""
         target, paper = manifest.target, self.paper
         if target is None or target.kind != paper.target:
             what = manifest.kind if target is None else f"{target.kind} maps"
@@ -123,7 +124,7 @@ class LabelMapVAEObjective(Trainable, Backbone):
             )
 
     def layer_plans(self) -> list[LayerPlan]:
-        """Return input, encoder, bottleneck, decoder and head."""
+        """Return the layers: input, encoder, bottleneck, decoder and head."""
         shape, seed, core, above = self.shape, self.config.seed, self.core, self.decoder_core
         outputs = shape.patch_size**2 * self.channels.num_channels
         below = Workload.of_one_stream(self.num_tokens, 0, causal=False)
@@ -146,24 +147,24 @@ class LabelMapVAEObjective(Trainable, Backbone):
         ]
 
     def flops_per_image(self) -> float:
-        """Return the operations of a training step for one map, by the list of layers."""
+        """Return the FLOPs of a training step per map."""
         return model_flops(self.layer_plans())
 
     def sequence(self, batch: Batch) -> SequenceBatch:
-        """Return labels and noise; the targets are the labels."""
+        """Return labels and noise as inputs, labels as targets."""
         inputs = self.inputs_from(batch.inputs, sample_index=batch.sample_index)
         return SequenceBatch(inputs, inputs[:1])
 
     def inputs_from(
         self, inputs: Any, *, sample_index: Tensor | None = None, **options: Any
     ) -> tuple[Tensor, ...]:
-        """Return labels int64 `[b, g, H, W]` and noise as bits `[b, d, l, l]`.
+        """Return labels int64 `[b, g, H, W]` and noise `[b, d, l, l]`, encoded by `as_bits`.
 
         Args:
             inputs: pairs uint8 `[b, 2, H, W, 3]`, or maps `[b, H, W, 3]`.
-            sample_index: int64 `[b]`, decides the noise; without it the noise is zero, so that the
-                mean is decoded.
-            **options: none.
+            sample_index: int64 `[b]`, determines the noise; without it, the noise is zero, which
+                decodes the posterior's mean.
+            **options: none are accepted.
         """
         self.check_options(options)
         labels = self.channels.labels(images_and_targets(inputs)[1])
@@ -178,15 +179,15 @@ class LabelMapVAEObjective(Trainable, Backbone):
         return labels, as_bits(noise)
 
     def loss(self, predictions: Any, targets: tuple[Tensor, ...]) -> Tensor:
-        """Return cross-entropy plus β times the divergence, the mean over the maps."""
+        """Return cross-entropy plus β times the KL divergence, in nats, averaged over maps."""
         terms = self.measures(predictions, targets)
         return terms["cross_entropy"] + self.paper.beta * terms["kl"]
 
     def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
-        """Return the terms of the loss before their weights, means over the maps.
+        """Return the unweighted terms of the loss in nats, averaged over maps.
 
         Args:
-            predictions: logits `[b, n, p² · C]`, and moments `[b, 2 d, l, l]`.
+            predictions: logits `[b, n, p² · C]` and moments `[b, 2 d, l, l]`.
             targets: labels `[b, g, H, W]`.
         """
         patches, moments = predictions
@@ -199,36 +200,36 @@ class LabelMapVAEObjective(Trainable, Backbone):
         }
 
     def logits(self, predictions: Any) -> Tensor:
-        """Return logits `[b, C, H, W]` of what the head gives."""
+        """Return logits `[b, C, H, W]` from the head's outputs."""
         size = self.shape.patch_size
         patches = predictions[0].unflatten(2, (size**2, -1))
         return unpatch_pixels(patches, size, rows=self.shape.grid)
 
     def outputs(self, predictions: Any) -> Tensor:
-        """Return the moments of the posterior, means then log-variances: `[b, 2 d, l, l]`."""
+        """Return the posterior's moments `[b, 2 d, l, l]`: means, then log-variances."""
         moments: Tensor = predictions[1]
         return moments
 
     @property
     def reconstructs(self) -> bool:
-        """True: maps go in and come out."""
+        """True: predictions are label maps."""
         return True
 
     def shown(self, inputs: Tensor) -> Tensor:
-        """Return label maps as pictures, uint8 `[b, H, W, 3]`."""
+        """Color label maps for display, uint8 `[b, H, W, 3]`."""
         return _painted(images_and_targets(inputs)[1], self.paper.target)
 
     def reconstruction(self, predictions: Any) -> Tensor:
-        """Return the maps that came out, as pictures uint8 `[b, H, W, 3]`."""
+        """Return the predicted maps, colored for display, uint8 `[b, H, W, 3]`."""
         return _painted(self.reconstructed_maps(predictions), self.paper.target)
 
     def reconstructed_maps(self, predictions: Any) -> Tensor:
-        """Return the maps that came out, uint8 `[b, H, W, 3]` as in shards."""
+        """Return the predicted maps, encoded as in shards, uint8 `[b, H, W, 3]`."""
         return self.channels.maps(self.logits(predictions))
 
 
 class LabelMapInput(nn.Module):
-    """One-hot patches, mapped linearly, and their learned positions."""
+    """Linear embedding of patches of one-hot channels, plus learned positions."""
 
     def __init__(self, core: Core, shape: LabelMapShape) -> None:
         super().__init__()
@@ -241,7 +242,7 @@ class LabelMapInput(nn.Module):
         self.positions = grid_positions(core, "learned", grid, fill=normal(width**-0.5))
 
     def forward(self, inputs: tuple[Tensor, ...]) -> PackedState:
-        """Map labels int64 `[b, g, H, W]` and noise, as bits `[b, d, l, l]`, to `[n, b, h]`."""
+        """Embed labels int64 `[b, g, H, W]` as `[n, b, h]`, and carry the noise `[b, d, l, l]`."""
         labels, noise = inputs
         channels, size = self.shape.label_channels, self.shape.patch_size
         patches = embed_labels(self.table, labels, channels, size) + self.bias
@@ -251,7 +252,7 @@ class LabelMapInput(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """From the encoder to the decoder, through a sample of the posterior."""
+    """Map the encoder's output to the posterior, sample latents, and embed them for the decoder."""
 
     def __init__(self, below: Core, above: Core, shape: LabelMapShape) -> None:
         super().__init__()
@@ -265,7 +266,7 @@ class Bottleneck(nn.Module):
         self.positions = grid_positions(above, "learned", grid, fill=normal(width**-0.5))
 
     def forward(self, state: PackedState) -> PackedState:
-        """Map `[n, b, h]` to `[n, b, h]`, which carry mean and log-variance `[b, 2 d, l, l]`."""
+        """Map `[n, b, h]` to `[n, b, h]`, and carry means and log-variances `[b, 2 d, l, l]`."""
         stream = LayerState.unpack(state, self.below.carried_names)
         large, small = self.shape.grid, self.shape.latent_grid
         encoded = resize_tokens(self.norm.whole(stream.hidden), rows=large, to=small)

@@ -1,4 +1,4 @@
-"""The keys of a VAE of label maps in training, besides those of its Transformer."""
+"""Config keys of the VAE of label maps."""
 
 from __future__ import annotations
 
@@ -13,37 +13,39 @@ from megavis.config.section import Above0, AtLeast0
 
 
 class LabelMapVAEConfig(ObjectiveConfig):
-    """Sizes of the channels and of the bottleneck, and the weight of the divergence.
+    """Config keys of the VAE of label maps: channels, bottleneck and loss.
 
-    `model` holds the encoder's blocks; the decoder's differ in number alone.
+    `model` describes the encoder; the decoder differs from it only in its number of blocks.
     """
 
     name: Literal["vae_label_maps"] = "vae_label_maps"
     target: Literal["panoptic", "depth"] = "panoptic"
-    """What the label maps show."""
+    """Kind of the label maps."""
     semantic_channels: Annotated[int, Field(ge=2, le=256)] = 134
-    """Void and classes of a panoptic map; 1 + 133 for COCO."""
+    """Channels for the classes of a panoptic map, including void; 1 + 133 for COCO."""
     instance_channels: Annotated[int, Field(ge=2, le=256)] = 100
-    """Void and segments; those above the last channel are left out."""
+    """Channels for the segments of a panoptic map, including void; further segments are ignored."""
     depth_bins: Annotated[int, Field(ge=2)] = 256
-    """Bins of equal width between the depths of `depth_range`."""
+    """Number of bins of equal width that `depth_range` is divided into."""
     depth_range: Annotated[tuple[AtLeast0, Above0], Field(strict=False)] = (0.001, 10.0)
-    """Least and largest depth in metres."""
+    """Smallest and largest depth in metres."""
     patch_size: Positive = 16
-    """Pixels on the side of a patch, which is a token of both stacks of blocks."""
+    """Side of a patch in pixels; a patch is a token of encoder and decoder."""
     downsampling: Positive = 32
-    """Pixels on the side of a latent: the grid of tokens is resized to that of latents and back."""
+    """Side in pixels of the square that a latent represents; the grid of tokens is resized to the
+    grid of latents and back."""
     latent_channels: Positive = 16
-    """d, real numbers a latent. The released COCO config of the VAE has 32, the paper and the
+    """d, channels of a latent. The released COCO config of the VAE has 32, the paper and the
     released second stage 16."""
     decoder_layers: Positive = 12
     """Blocks of the decoder."""
     beta: AtLeast0 = 2.5e-4
-    """β, of the divergence from N(0, 1), in nats an image; 2.5e-4 for COCO, 2e-4 for NYU."""
+    """β, weight of the KL divergence from N(0, 1) in nats per map; 2.5e-4 for COCO, 2e-4 for
+    NYU."""
 
     @property
     def num_further_blocks(self) -> int:
-        """Those of the decoder."""
+        """Blocks of the decoder."""
         return self.decoder_layers
 
     @property
@@ -54,7 +56,7 @@ class LabelMapVAEConfig(ObjectiveConfig):
         return self.semantic_channels + self.instance_channels
 
     def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
-        """Check that sizes divide, and that the blocks are a plain Vision Transformer's."""
+        """Check that patches and latents tile the map, and that the tokenizer supports `model`."""
         yield from check_patches(config, self.patch_size)
         side = config.data.image_size
         if side % self.downsampling:
@@ -68,7 +70,7 @@ class LabelMapVAEConfig(ObjectiveConfig):
 
 
 def _check_blocks(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Check what the tokenizer, which is a network of its own, takes for granted."""
+    """Check the keys of `model` that the tokenizer, a separate network, does not implement."""
     model = config.model
     needed = {
         "normalization": ("layer_norm",),
