@@ -15,7 +15,7 @@ from megavis.composition.asking import Asking, InContext
 from megavis.composition.tokens import Frames, Patches, Tokens
 from megavis.densities.density import Density
 from megavis.densities.place import Place
-from megavis.schedules.context import Context
+from megavis.schedules.random_masking import RandomMasking
 from megavis.schedules.schedule import Schedule
 
 
@@ -24,7 +24,7 @@ class Places:
     """The choices of a paper that predicts positions."""
 
     reads: Frames | Patches
-    schedule: Context
+    schedule: RandomMasking
     asks: InContext
     density: Place
 
@@ -34,7 +34,7 @@ class Places:
         if not isinstance(density, Place):
             return None
         assert isinstance(reads, Frames | Patches)
-        assert isinstance(schedule, Context)
+        assert isinstance(schedule, RandomMasking)
         assert isinstance(asks, InContext)
         return cls(reads, schedule, asks, density)
 

@@ -61,10 +61,10 @@ from megavis.papers.compose.words import (
     ShiftAsking,
     SquaredErrorDensity,
 )
-from megavis.schedules.context import Context
 from megavis.schedules.masked import MaskedShare, Rounds
 from megavis.schedules.one_by_one import OneByOne
 from megavis.schedules.orders import Orders
+from megavis.schedules.random_masking import RandomMasking
 from megavis.schedules.schedule import Schedule
 from megavis.schedules.segmented import Grouping
 from megavis.tokenizers.patches import pixel_range
@@ -131,7 +131,7 @@ class Compose(Composition):
         keys, asks, seed = self.paper.schedule, self.paper.asks, self.config.seed
         height, width = self.reads.grid
         if isinstance(keys, ContextSchedule):
-            return Context(
+            return RandomMasking(
                 height * width,
                 mask_ratio=keys.mask_ratio,
                 placed_ratio=asks.given_ratio if isinstance(asks, SelfAsking) else 0.0,
@@ -249,7 +249,7 @@ class Compose(Composition):
         upper = self.second_stack
         if upper is None:
             return partial(TokenHead, self.core, num_outputs, **options)
-        assert isinstance(self.schedule, Context)
+        assert isinstance(self.schedule, RandomMasking)
         options["num_skipped"] = self.schedule.draw(torch.zeros(1).long()).num_content
         options["num_skipped"] += self.asks.num_front
         return partial(TokenHead, upper.core, num_outputs, **options)

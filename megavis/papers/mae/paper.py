@@ -16,7 +16,7 @@ from megavis.composition.visible import Visible
 from megavis.densities.squared_error import SquaredError
 from megavis.model.embeddings import TokenHead
 from megavis.papers.mae.config import MAEConfig
-from megavis.schedules.context import Context
+from megavis.schedules.random_masking import RandomMasking
 
 
 class MAE(Composition):
@@ -38,9 +38,9 @@ class MAE(Composition):
         return self.reads.num_tokens + self.paper.class_token
 
     @cached_property
-    def schedule(self) -> Context:
+    def schedule(self) -> RandomMasking:
         """A random share of the patches is visible; the others are predicted."""
-        return Context(
+        return RandomMasking(
             self.reads.num_tokens,
             mask_ratio=self.paper.mask_ratio,
             asks_context=False,

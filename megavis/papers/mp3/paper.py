@@ -25,7 +25,7 @@ from megavis.densities.place import Place
 from megavis.model.embeddings import TokenHead
 from megavis.model.init import Initialization, normal
 from megavis.papers.mp3.config import MP3Config
-from megavis.schedules.context import Context
+from megavis.schedules.random_masking import RandomMasking
 
 
 class MP3(Composition):
@@ -57,9 +57,9 @@ class MP3(Composition):
         return self.num_places + self.paper.class_token
 
     @cached_property
-    def schedule(self) -> Context:
+    def schedule(self) -> RandomMasking:
         """A random share 1 - η of the patches is the context."""
-        return Context(
+        return RandomMasking(
             self.num_places,
             mask_ratio=self.paper.mask_ratio,
             placed_ratio=self.paper.given_ratio,

@@ -5,9 +5,9 @@ import torch
 
 from megavis.config.errors import UserError
 from megavis.parallel.random import uniform
-from megavis.schedules.context import Context
 from megavis.schedules.one_by_one import OneByOne
 from megavis.schedules.orders import Orders, random_orders
+from megavis.schedules.random_masking import RandomMasking
 from megavis.schedules.schedule import GenerationProgress, NoOptions
 from megavis.schedules.segmented import GroupOptions, Groups, even_group_ends
 
@@ -79,7 +79,7 @@ def test_even_group_ends_split_the_remaining_tokens():
 
 
 def test_context_is_the_prefix_of_a_random_order():
-    schedule, index = Context(8, mask_ratio=0.75, placed_ratio=0.125, seed=2), torch.arange(3)
+    schedule, index = RandomMasking(8, mask_ratio=0.75, placed_ratio=0.125, seed=2), torch.arange(3)
     plan = schedule.draw(index)
     draws = uniform(index, 8, seed=2, purpose="context")
     expected = [sorted(range(8), key=row.__getitem__) for row in draws.tolist()]
@@ -90,4 +90,4 @@ def test_context_is_the_prefix_of_a_random_order():
     assert (features.num_content, features.num_placed) == (8, 8)
     assert not features.is_predicted.any()
     assert schedule.is_random
-    assert not Context(8, mask_ratio=0.0, seed=2).is_random
+    assert not RandomMasking(8, mask_ratio=0.0, seed=2).is_random

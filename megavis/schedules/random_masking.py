@@ -1,4 +1,4 @@
-"""A random subset of the tokens is the context; all tokens are predicted from it, or the others."""
+"""Random masking: a random subset of fixed size, the context, predicts the other tokens, or all."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megavis.schedules.boundaries import context_size
 from megavis.schedules.schedule import Arrangement, Schedule
 
 
-class Context(Schedule):
-    """Context: the first positions of a random order. Predict all tokens, or those after it."""
+class RandomMasking(Schedule):
+    """The first positions of a random order are the context; predict the others, or all tokens."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class Context(Schedule):
         asks_context: bool = True,
         seed: int,
     ) -> None:
-        """Build.
+        """Set up.
 
         Args:
             num_positions: n.
