@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from data_tools.decode import RefusedImageError, decode_image, decoder_versions
+from data_tools.decode import decode_image, decoder_versions
 from data_tools.jobs import add_job_arguments, run_job
 from data_tools.resize import CROP, RESIZE, resize_and_crop
-from data_tools.shard_tasks import Encoded
+from data_tools.shard_tasks import Encoded, encode_each
 from data_tools.source_formats import add_source_arguments, open_source
 from data_tools.sources import SourceImage
 from megavis.config.errors import UserError
@@ -93,13 +93,9 @@ class JpegEncoder:
 
     def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
         """Return one JPEG file per image and folder."""
-        encoded: list[Encoded] = []
-        for picture in pictures:
-            try:
-                encoded.append([[payload] for payload in self._payloads(picture.content)])
-            except RefusedImageError as refusal:
-                encoded.append(refusal)
-        return encoded
+        return encode_each(
+            pictures, lambda image: [[payload] for payload in self._payloads(image.content)]
+        )
 
     def describe(self, folder: str) -> dict[str, Any]:
         """Return the manifest's fields of a JPEG data set."""

@@ -23,7 +23,7 @@ from data_tools.image_folder import list_images
 from data_tools.jobs import add_job_arguments, run_job
 from data_tools.jpeg_shards import add_quality_argument, check_quality, encode_jpeg
 from data_tools.resize import CROP, RESIZE, nearest_square, resize_and_crop
-from data_tools.shard_tasks import Encoded
+from data_tools.shard_tasks import Encoded, encode_each
 from data_tools.source_formats import add_classes_argument, read_class_names
 from data_tools.sources import FileSource, SourceFile, SourceImage
 from megavis.config.errors import UserError
@@ -162,13 +162,7 @@ class PairEncoder:
 
     def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
         """Return one payload per pair."""
-        encoded: list[Encoded] = []
-        for picture in pictures:
-            try:
-                encoded.append([[self._payload(*split(picture.content))]])
-            except RefusedImageError as refusal:
-                encoded.append(refusal)
-        return encoded
+        return encode_each(pictures, lambda pair: [[self._payload(*split(pair.content))]])
 
     def describe(self, folder: str) -> dict[str, Any]:
         """Return the manifest's fields of a data set of pairs."""
@@ -184,7 +178,7 @@ class PairEncoder:
             raise RefusedImageError(_SIZES_DIFFER)
         square = nearest_square if self.target_resize == "nearest" else resize_and_crop
         jpeg = encode_jpeg(resize_and_crop(image, size=self.size), self.quality)
-        return join(jpeg, _encode_png(square(target, size=self.size)))
+        return join(jpeg, encode_png(square(target, size=self.size)))
 
 
 def _decode_target(content: bytes) -> np.ndarray:
@@ -194,7 +188,8 @@ def _decode_target(content: bytes) -> np.ndarray:
         raise RefusedImageError(f"target: {refusal}") from None
 
 
-def _encode_png(image: np.ndarray) -> bytes:
+def encode_png(image: np.ndarray) -> bytes:
+    """Encode uint8 `[h, w, 3]` as a PNG file."""
     file = io.BytesIO()
     Image.fromarray(image).save(file, "PNG")
     return file.getvalue()

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from data_tools.decode import RefusedImageError, decode_image, decoder_versions
+from data_tools.decode import decode_image, decoder_versions
 from data_tools.jobs import add_job_arguments, run_job
 from data_tools.resize import RESIZE, Crop, add_crop_arguments, crop_from
-from data_tools.shard_tasks import Encoded
+from data_tools.shard_tasks import Encoded, encode_each
 from data_tools.source_formats import add_source_arguments, open_source
 from data_tools.sources import SourceImage
 from megavis.config.errors import UserError
@@ -108,16 +108,13 @@ class PaletteEncoder:
     def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
         """Return the packed tokens of each image, one payload per size."""
         palette = self._palette()
-        encoded: list[Encoded] = []
-        for picture in pictures:
-            try:
-                image = decode_image(picture.content, min_side=self._min_side)
-                squares = self.crop.squares(image, sizes=self.sizes, name=picture.name)
-            except RefusedImageError as refusal:
-                encoded.append(refusal)
-                continue
-            encoded.append([[_pack(palette, square) for square in same] for same in squares])
-        return encoded
+
+        def samples(picture: SourceImage) -> list[list[bytes]]:
+            image = decode_image(picture.content, min_side=self._min_side)
+            squares = self.crop.squares(image, sizes=self.sizes, name=picture.name)
+            return [[_pack(palette, square) for square in same] for same in squares]
+
+        return encode_each(pictures, samples)
 
     def describe(self, folder: str) -> dict[str, Any]:
         """Return the manifest's fields of a palette data set."""

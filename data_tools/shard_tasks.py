@@ -61,6 +61,19 @@ class ShardEncoder(Protocol):
         """Return the manifest's fields of `folder` that depend on its kind."""
 
 
+def encode_each(
+    pictures: list[SourceImage], samples: Callable[[SourceImage], Sequence[Sequence[bytes]]]
+) -> list[Encoded]:
+    """Encode images one by one with `samples`, which may raise RefusedImageError."""
+    encoded: list[Encoded] = []
+    for picture in pictures:
+        try:
+            encoded.append(samples(picture))
+        except RefusedImageError as refusal:
+            encoded.append(refusal)
+    return encoded
+
+
 @dataclass(frozen=True)
 class Unit:
     """The task of writing one shard; small enough to send to another process.

@@ -37,7 +37,7 @@ from data_tools.cepstra import (
 )
 from data_tools.decode import RefusedImageError
 from data_tools.jobs import add_job_arguments, run_job
-from data_tools.shard_tasks import Encoded
+from data_tools.shard_tasks import Encoded, encode_each
 from data_tools.sources import FileSource, SourceFile, SourceImage
 from megavis.config.errors import UserError
 from megavis.data.codecs.arrays import FramesCodec
@@ -184,13 +184,7 @@ class SpeechEncoder:
 
     def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
         """Return the frames of each recording."""
-        encoded: list[Encoded] = []
-        for recording in pictures:
-            try:
-                encoded.append([[self._payload(recording)]])
-            except RefusedImageError as refusal:
-                encoded.append(refusal)
-        return encoded
+        return encode_each(pictures, lambda recording: [[self._payload(recording)]])
 
     def describe(self, folder: str) -> dict[str, Any]:
         """Return the manifest's fields of a data set of frames."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import functools
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from data_tools.image_folder import list_images
 from data_tools.jobs import add_job_arguments, run_job
 from data_tools.jpeg_shards import add_quality_argument, check_quality
 from data_tools.label_maps.pairs import LabelMapEncoder
-from data_tools.labelled.data_set import ppm
+from data_tools.labelled.data_set import hdf5_array, ppm
 from data_tools.labelled.matlab import read_mat
 from data_tools.pair_shards import PairFile, pair_up
 from data_tools.sources import FileSource, SourceFile
@@ -71,14 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.units_per_metre <= 0:
         raise UserError("--units-per-metre must be above 0")
     pairs = pair_up(list_images(arguments.images), list_images(arguments.depths))
-    source = FileSource(
-        pairs.description,
-        pairs.root,
-        pairs.files,
-        pairs.class_names,
-        pairs.sha256,
-        functools.partial(_read_folders, units=arguments.units_per_metre),
-    )
+    read = functools.partial(_read_folders, units=arguments.units_per_metre)
+    source = replace(pairs, read=read)
     return run_job(source, _encoder(arguments), arguments, label="depth")
 
 
@@ -167,17 +161,8 @@ def list_nyu(labelled: Path, splits: Path, part: str, *, cuts: bool) -> FileSour
     )
 
 
-@functools.lru_cache(maxsize=2)
 def _array(path: Path, name: str) -> Any:
-    """Return an array of an HDF5 file, read on access. Raises UserError."""
-    try:
-        import h5py
-    except ImportError:
-        raise UserError(f"{path} needs h5py: pip install 'megavis[hdf5]'") from None
-    try:
-        return h5py.File(path, "r")[name]
-    except (OSError, KeyError):
-        raise UserError(f"{path} is missing, or not a labelled file of NYU Depth v2") from None
+    return hdf5_array(path, name, wanted="a labelled file of NYU Depth v2")
 
 
 def _read_nyu(file: SourceFile, root: Path) -> bytes:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from data_tools.decode import RefusedImageError, decode_image, decoder_versions
 from data_tools.jpeg_shards import kept_jpeg
-from data_tools.shard_tasks import Encoded
+from data_tools.pair_shards import encode_png
+from data_tools.shard_tasks import Encoded, encode_each
 from data_tools.sources import SourceImage
 from megavis.data.codecs.jpeg import PairsCodec, join, split
 from megavis.data.codecs.label_maps import to_pixels
@@ -25,7 +24,7 @@ ReadMap = Callable[[bytes], np.ndarray]
 
 @dataclass(frozen=True)
 class LabelMapEncoder:
-    """Writes unchanged JPEG files, other images re-encoded as JPEG, and maps as PNG.
+    """Keep JPEG files, re-encode other images as JPEG, and encode maps as PNG.
 
     Attributes:
         quality: JPEG quality of encoded images.
@@ -49,13 +48,7 @@ class LabelMapEncoder:
 
     def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
         """Return one payload per pair."""
-        encoded: list[Encoded] = []
-        for picture in pictures:
-            try:
-                encoded.append([[self._payload(*split(picture.content))]])
-            except RefusedImageError as refusal:
-                encoded.append(refusal)
-        return encoded
+        return encode_each(pictures, lambda pair: [[self._payload(*split(pair.content))]])
 
     def describe(self, folder: str) -> dict[str, Any]:
         """Return the manifest's fields of a data set of images and maps."""
@@ -74,6 +67,5 @@ class LabelMapEncoder:
         numbers = self.read_map(map_content)
         if image.shape[:2] != numbers.shape:
             raise RefusedImageError(SIZES_DIFFER)
-        png = io.BytesIO()
-        Image.fromarray(to_pixels(numbers)).save(png, "PNG")
-        return join(kept_jpeg(image_file, image, self.quality), png.getvalue())
+        jpeg = kept_jpeg(image_file, image, self.quality)
+        return join(jpeg, encode_png(to_pixels(numbers)))

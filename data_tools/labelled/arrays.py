@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from data_tools.labelled.data_set import TEST, TRAIN, VALIDATION, Listing, ppm
+from data_tools.labelled.data_set import TEST, TRAIN, VALIDATION, Listing, hdf5_array, ppm
 from data_tools.sources import SourceFile
 from megavis.config.errors import UserError
 
@@ -141,18 +141,9 @@ def _read_tissue(file: SourceFile, root: Path) -> bytes:
     return ppm(np.asarray(_tissue(root, file.path, "x")[file.offset], np.uint8))
 
 
-@functools.lru_cache(maxsize=2)
 def _tissue(root: Path, name: str, kind: str) -> Any:
-    """Return the array `kind` of one of PatchCamelyon's files, read on access."""
     path = root / f"camelyonpatch_level_2_split_{name}_{kind}.h5"
-    try:
-        import h5py
-    except ImportError:
-        raise UserError(f"{path} needs h5py: pip install 'megavis[hdf5]'") from None
-    try:
-        return h5py.File(path, "r")[kind]
-    except (OSError, KeyError):
-        raise UserError(f"{path} is missing, or not an unpacked file of PatchCamelyon") from None
+    return hdf5_array(path, kind, wanted="an unpacked file of PatchCamelyon")
 
 
 def _share(count: int, split: str, shares: Mapping[str, tuple[int, int]]) -> list[int]:

@@ -6,9 +6,11 @@ passed on as PPM, which every verb decodes to the same pixels.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -165,6 +167,23 @@ def read_columns(path: Path, count: int) -> list[list[str]]:
         if len(row) < count:
             raise UserError(f"{path}: the line {' '.join(row)!r} does not have {count} words")
     return rows
+
+
+@functools.lru_cache(maxsize=2)
+def hdf5_array(path: Path, name: str, *, wanted: str) -> Any:
+    """Return an array of an HDF5 file, read on access.
+
+    Raises:
+        UserError: h5py is not installed, or the file is not the one that is `wanted`.
+    """
+    try:
+        import h5py
+    except ImportError:
+        raise UserError(f"{path} needs h5py: pip install 'megavis[hdf5]'") from None
+    try:
+        return h5py.File(path, "r")[name]
+    except (OSError, KeyError):
+        raise UserError(f"{path} is missing, or not {wanted}") from None
 
 
 def ppm(pixels: np.ndarray) -> bytes:

@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from megavis.config.errors import UserError
@@ -38,12 +38,7 @@ class Signals:
             self._before = {one: signal.signal(one, self._receive) for one in SIGNALS}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for one, handler in self._before.items():
             signal.signal(one, handler)
 

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from types import TracebackType
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -61,12 +60,7 @@ class Watchdog:
             self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Stop watching; if training has failed, report unresponsive ranks."""
         if not self._patience:
             return
