@@ -62,10 +62,10 @@ def read_wav(content: bytes) -> np.ndarray:
     return samples.astype(np.float32) / 32768.0
 
 
-def one_second(samples: np.ndarray, start: int = 0) -> np.ndarray:
-    """Return a second of samples from `start`, float32 `[16000]`, padded with silence."""
-    piece = samples[start : start + SAMPLE_RATE]
-    return np.pad(piece, (0, SAMPLE_RATE - len(piece)))
+def one_second(samples: np.ndarray) -> np.ndarray:
+    """Return the first second, float32 `[16000]`, padded with silence."""
+    first = samples[:SAMPLE_RATE]
+    return np.pad(first, (0, SAMPLE_RATE - len(first)))
 
 
 def cepstra(samples: np.ndarray) -> np.ndarray:

@@ -89,7 +89,7 @@ def draw_likelihood(args: argparse.Namespace) -> int:
         pixels = _pixel_accuracy(args)
     picture = figures.draw_likelihood(scores, pixels=pixels)
     folder = args.run_folders[0] / "evaluation"
-    save_figure(folder, "likelihood", picture, figures.likelihood_rows(scores))
+    save_figure(folder, "likelihood", picture, [vars(score) for score in scores])
     return 0
 
 

@@ -50,7 +50,7 @@ def search_rate(args: argparse.Namespace) -> int:
             args.rates or PAPER_RATES,
             context,
             patience=args.patience,
-            report=_tell if is_main else _say_nothing,
+            report=_tell if is_main else lambda _: None,
         )
     best = best_of(outcomes)
     if is_main:
@@ -67,10 +67,6 @@ def _tell(outcome: TrialResult) -> None:
         end += f", accuracy {outcome.accuracy:.4f}"
     sys.stdout.write(f"learning rate {outcome.rate:g}: {end} at step {outcome.step}\n")
     sys.stdout.flush()
-
-
-def _say_nothing(_: TrialResult) -> None:
-    pass
 
 
 def sweep(args: argparse.Namespace) -> int:

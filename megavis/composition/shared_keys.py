@@ -100,19 +100,11 @@ def check_placed(
         yield "model.positions", f"{kind} is not for sets of patches; use {known} or none"
 
 
-def check_patches(
-    config: RunConfig, patch_size: int, key: str = "patch_size"
-) -> Iterator[ConfigIssue]:
-    """Check that patches tile the image.
-
-    Args:
-        config: the run's config.
-        patch_size: side of a patch in pixels.
-        key: key of `patch_size` in `objective`.
-    """
+def check_patches(config: RunConfig, patch_size: int) -> Iterator[ConfigIssue]:
+    """Check that patches with sides of `patch_size` pixels tile the image."""
     side = config.data.image_size
     if side % patch_size:
-        yield f"objective.{key}", f"{patch_size} does not divide data.image_size {side}"
+        yield "objective.patch_size", f"{patch_size} does not divide data.image_size {side}"
 
 
 def check_encoder(

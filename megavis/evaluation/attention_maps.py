@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -155,7 +155,7 @@ def draw(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
         subject.runner, subject.objective, subject.images, num_images=options.num_images
     )
     rows = attention_rows(maps)
-    low = lowest_entropy(rows)
+    low = min(rows, key=lambda row: float(row["entropy"]))
     line = (
         f"entropy {min(r['entropy'] for r in rows):.2f} to {max(r['entropy'] for r in rows):.2f}"
         f" nats; lowest in layer {low['layer']}, head {low['head']}, with a mean distance of"
@@ -200,8 +200,3 @@ def draw_attention(maps: AttentionMaps, *, name: str) -> Figure:
         grid[layer][0].set_ylabel(f"layer {layer + 1}", fontsize=8)
     figure.suptitle(f"{name}: attention by offset, entropy in nats", fontsize="medium")
     return figure
-
-
-def lowest_entropy(rows: Sequence[Row]) -> Row:
-    """Return the row of the head with the lowest entropy."""
-    return min(rows, key=lambda row: float(row["entropy"]))

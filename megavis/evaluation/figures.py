@@ -124,11 +124,6 @@ def draw_depth(result: ProbeResult, *, name: str) -> Figure:
     return figure
 
 
-def likelihood_rows(scores: Iterable[CheckpointScore]) -> list[Row]:
-    """Return one row per checkpoint."""
-    return [vars(score) for score in scores]
-
-
 def draw_likelihood(scores: Sequence[CheckpointScore], *, pixels: float) -> Figure:
     """Draw accuracy over validation loss, one line per run (iGPT, Figure 3).
 

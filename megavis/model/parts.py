@@ -107,14 +107,9 @@ def block_plans(
     ]
 
 
-def bridge_plan(
-    name: str, build: Callable[[], Bridge], *, seed: int, depth: int, flops: float = 0.0
-) -> LayerPlan:
-    """Return a bridge as a feature layer.
-
-    Its matrix is part of the lower stack's workload; `flops` are any further FLOPs per image.
-    """
-    return LayerPlan(name, build, seed, depth, flops=flops, gives_features=True)
+def bridge_plan(name: str, build: Callable[[], Bridge], *, seed: int, depth: int) -> LayerPlan:
+    """Return a bridge as a feature layer; its matrix is part of the lower stack's workload."""
+    return LayerPlan(name, build, seed, depth, gives_features=True)
 
 
 def stacks_of(plans: Iterable[LayerPlan]) -> list[PlannedStack]:

@@ -110,11 +110,6 @@ class LayerPlan:
         return layer
 
 
-def num_up_to_features(plans: Sequence[LayerPlan]) -> int:
-    """Return the number of layers up to the last feature layer."""
-    return max((i for i, plan in enumerate(plans, 1) if plan.gives_features), default=0)
-
-
 class LayerStack(nn.Module):
     """All layers in one process, and the loss."""
 
@@ -166,7 +161,8 @@ class LocalLayers:
 
     def up_to_features(self) -> Sequence[nn.Module]:
         """Return the layers up to the last feature layer; empty if there is none."""
-        return self.modules[: num_up_to_features(self.plans)]
+        ends = (i for i, plan in enumerate(self.plans, 1) if plan.gives_features)
+        return self.modules[: max(ends, default=0)]
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield persistent buffers under their layout-independent names."""

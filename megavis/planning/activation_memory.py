@@ -160,7 +160,7 @@ def activation_memory(shape: ModelShape, layout: Layout, stage: int = 0) -> Acti
     worst = max(moments, key=lambda moment: images * moment.more + moment.weights)
     return ActivationMemory(
         embedding=images * embedding,
-        below=images * (sum(stack.blocks for stack in lower) + sum(_bridges(here))),
+        below=images * (sum(stack.blocks for stack in lower) + sum(stack.bridge for stack in here)),
         block=images * upper.block,
         last_block=images * upper.last_block,
         head=images * head,
@@ -214,10 +214,6 @@ def _stacks_on(
         )
         if count
     ]
-
-
-def _bridges(here: Sequence[_StackHere]) -> Iterator[float]:
-    return (stack.bridge for stack in here if stack.bridge)
 
 
 def _bridge_passes(here: Sequence[_StackHere], above: float) -> Iterator[float]:

@@ -112,14 +112,9 @@ def is_legal(config: RunConfig, num_processes: int) -> bool:
     return not [*check_config(config), *check_world(config, num_processes)]
 
 
-def with_layout(
-    config: RunConfig, parallel: ParallelConfig, micro_batch_size: int | None = None
-) -> RunConfig:
-    """Return the config with another layout and, if given, another micro-batch size."""
-    training = config.training
-    if micro_batch_size is not None:
-        training = training.model_copy(update={"micro_batch_size": micro_batch_size})
-    return config.model_copy(update={"parallel": parallel, "training": training})
+def with_layout(config: RunConfig, parallel: ParallelConfig) -> RunConfig:
+    """Return the config with another layout."""
+    return config.model_copy(update={"parallel": parallel})
 
 
 def all_layouts(config: RunConfig, num_processes: int) -> Iterator[Layout]:

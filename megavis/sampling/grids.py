@@ -22,11 +22,6 @@ _LINE_SHADE = 255
 _HIDDEN_SHADE = 127
 
 
-def enlarge(image: np.ndarray, factor: int) -> np.ndarray:
-    """Repeat each pixel: uint8 `[h, w, 3]` to `[h · factor, w · factor, 3]`."""
-    return image.repeat(factor, axis=0).repeat(factor, axis=1)
-
-
 def hide(images: np.ndarray, given: np.ndarray) -> np.ndarray:
     """Paint images `[b, h, w, 3]` grey where `given`, bool `[h, w]` or `[b, h, w]`, is false."""
     return np.where(given[..., None], images, np.uint8(_HIDDEN_SHADE))
@@ -55,7 +50,8 @@ def image_grid(rows: Sequence[Sequence[np.ndarray]], *, factor: int | None = Non
     for r, row in enumerate(rows):
         for c, image in enumerate(row):
             top, left = _LINE + r * (height + _LINE), _LINE + c * (width + _LINE)
-            canvas[top : top + height, left : left + width] = enlarge(image, factor)
+            enlarged = image.repeat(factor, axis=0).repeat(factor, axis=1)
+            canvas[top : top + height, left : left + width] = enlarged
     return canvas
 
 

@@ -22,6 +22,7 @@ from megavis.training.callbacks.callback import StepState
 
 _VALIDATED = ("validation_loss", "validation_accuracy")
 _OF_TRAINING = ("lr", "grad_norm", "samples_per_s")
+_STEPS_PER_COLLECTION = 200
 
 
 class LogMetrics:
@@ -70,18 +71,17 @@ class LogMetrics:
 
 
 class CollectGarbage:
-    """Run Python's garbage collector at fixed steps.
+    """Run Python's garbage collector every 200 steps.
 
     Otherwise it pauses each process at a different time, and all others wait for it.
     """
 
-    def __init__(self, every: int = 200) -> None:
-        self.every = every
+    def __init__(self) -> None:
         gc.disable()
 
     def __call__(self, state: StepState) -> None:
         """Collect if due; at the end, restore Python's automatic collection."""
-        if state.is_due(self.every):
+        if state.is_due(_STEPS_PER_COLLECTION):
             gc.collect()
         if state.is_last:
             gc.enable()
