@@ -13,7 +13,7 @@ from megavis.training.bench import BenchResult, bench
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print; called on every process of a job, printed by the main one."""
+    """Measure on every process of a job, and print on the main one."""
     result = bench(
         args.loaded,
         read_launch(os.environ),

@@ -15,6 +15,8 @@ from megavis.checkpoint.format.manifest import read_manifest
 from megavis.checkpoint.state.damage import damages
 from megavis.config.errors import UserError
 
+_AXES = ("tensor_model", "pipeline_model", "data")
+
 
 def list_(args: argparse.Namespace) -> int:
     """Print a line per checkpoint; return 2 if one is incomplete."""
@@ -61,11 +63,8 @@ def _rows(run_folder: Path) -> Iterator[dict[str, Any]]:
         yield row
 
 
-_AXES = ("tensor_model", "pipeline_model", "data")
-
-
 def verify(args: argparse.Namespace) -> int:
-    """Print what is damaged; return 2 if anything is."""
+    """Print the damage of each checkpoint; return 2 if there is any."""
     steps = _steps(args.run_folder)
     if args.step is not None:
         steps = [chosen_step(args.run_folder, args.step)]
@@ -79,7 +78,7 @@ def verify(args: argparse.Namespace) -> int:
 
 
 def chosen_step(run_folder: Path, step: int | None) -> int:
-    """Return this step, or the newest one; raises UserError if there is no such checkpoint."""
+    """Return `step`, or the newest one for None. Raises UserError if it has no checkpoint."""
     steps = _steps(run_folder)
     if step is None:
         return steps[-1]
@@ -90,7 +89,7 @@ def chosen_step(run_folder: Path, step: int | None) -> int:
 
 
 def prune(args: argparse.Namespace) -> int:
-    """Delete, and print what is kept."""
+    """Delete checkpoints, and print the steps of the others."""
     before = _steps(args.run_folder)
     folders.prune(args.run_folder, keep_last=args.keep_last, keep_every=args.keep_every)
     after = _steps(args.run_folder)

@@ -25,14 +25,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def complete(parser: argparse.ArgumentParser) -> None:
-    """Write what may come next, and leave; does nothing where argcomplete is not installed."""
+    """Write completions and exit if a shell asks for them; needs argcomplete, else do nothing."""
     if find_spec("argcomplete") is not None:
         _fill(parser)
         _argcomplete().autocomplete(parser)
 
 
 def _fill(parser: argparse.ArgumentParser) -> None:
-    """Fill a parser and all below it: argcomplete takes only what is there when it begins."""
+    """Fill a parser and its subparsers: argcomplete reads only what exists when it starts."""
     if isinstance(parser, ArgumentParser):
         parser.fill()
     for action in parser._actions:

@@ -1,4 +1,4 @@
-"""`megavis config`: a resolved config with where its values come from, and what differs in two."""
+"""`megavis config`: show a resolved config with the origin of its values, or compare two."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _ABSENT = "(not there)"
 
 
 def show(args: argparse.Namespace) -> int:
-    """Write the config as YAML, with the place of each value after it."""
+    """Write the config as YAML, each value followed by its origin."""
     sys.stdout.write("".join(f"{line}\n" for line in _lines(_read(args.config, args.overrides))))
     return 0
 
 
 def diff(args: argparse.Namespace) -> int:
-    """Write the keys of which two configs have other values; returns 1 where there are any."""
+    """Write the keys whose values differ between two configs; return 1 if there are any."""
     first, second = (dict(leaves(_tree(_read(path, ())))) for path in (args.first, args.second))
     keys = [*first, *(key for key in second if key not in first)]
     differing = [key for key in keys if first.get(key, _ABSENT) != second.get(key, _ABSENT)]
@@ -60,14 +60,14 @@ def _lines(loaded: LoadedConfig) -> Iterator[str]:
 
 
 def _origin(loaded: LoadedConfig, key: str, value: Any) -> str:
-    """Return the file and line of a value, or why there is none."""
+    """Return the file and line of a value, or why it has none."""
     if key in loaded.source.lines:
         return loaded.source.place(key)
     return "default" if value == _default(loaded, key) else "computed from other keys"
 
 
 def _default(loaded: LoadedConfig, key: str) -> Any:
-    """Return the value of a key that nobody has written; None where one has to be."""
+    """Return the default of a key; None if it is required."""
     node: Any = loaded.config
     *sections, name = key.split(".")
     for section in sections:
@@ -79,7 +79,7 @@ def _default(loaded: LoadedConfig, key: str) -> Any:
 
 
 def _value(value: Any) -> str:
-    """Return a value in one line of YAML."""
+    """Return a value as one line of YAML."""
     if value == _ABSENT:
         return _ABSENT
     written = dump_tree({"key": value}).removeprefix("key:").strip()

@@ -22,13 +22,13 @@ def load_user_config(path: str, overrides: Sequence[str]) -> LoadedConfig:
 
 
 def find_config(path: str) -> Path:
-    """Return a config file, or the one of that name that megavis ships.
+    """Return a config file, or the shipped one of that name.
 
     Args:
-        path: of a file; `yaml_configs/...` is also looked for among the shipped ones.
+        path: of a file; `yaml_configs/...` is also searched for among the shipped ones.
 
     Raises:
-        UserError: there is no such file; the message says where it was looked for.
+        UserError: there is no such file; the message names the folders searched.
     """
     given = Path(path)
     if given.exists():

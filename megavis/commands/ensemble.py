@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     sources = set()
     with job_closed():
         for folder in args.run_folders:
-            found, source = _ask(folder, args)
+            found, source = _predict(folder, args)
             members[str(folder)] = found
             sources.add(source)
     if len(sources) > 1:
@@ -40,16 +40,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _ask(folder: Path, args: argparse.Namespace) -> tuple[ClassProbabilities, str]:
-    """Return what a run says, and which images it was asked about."""
+def _predict(folder: Path, args: argparse.Namespace) -> tuple[ClassProbabilities, str]:
+    """Return a run's class probabilities, and the identity of the images."""
     step, size = _chosen_step(folder), args.image_size
     opened = open_run(folder, step=step, device=args.device, image_size=size)
     objective = opened.objective.classification()
     assert objective is not None, "the run has a chosen step, so it was fine-tuned"
-    dataset = _judges(opened, args.images)
-    return predict_classes(
-        opened.runner, objective, dataset
-    ), dataset.dataset.manifest.source.sha256
+    images = _test_images(opened, args.images)
+    probabilities = predict_classes(opened.runner, objective, images)
+    return probabilities, images.dataset.manifest.source.sha256
 
 
 def _chosen_step(folder: Path) -> int:
@@ -62,8 +61,8 @@ def _chosen_step(folder: Path) -> int:
         ) from None
 
 
-def _judges(opened: Run, images: str | None) -> Subset:
-    """Return the labelled images to evaluate a run on."""
+def _test_images(opened: Run, images: str | None) -> Subset:
+    """Open the labelled images to evaluate a run on."""
     settings = opened.config.finetune
     assert settings is not None
     folder = images or settings.test

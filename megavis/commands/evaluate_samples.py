@@ -39,6 +39,8 @@ from megavis.parallel.device import choose_device, set_arithmetic
 from megavis.parallel.progress import shown
 from megavis.tokenizers.network_tokenizer import LatentTokenizer, open_tokenizer
 
+_BATCH_SIZE = 64
+
 
 def device_of(args: argparse.Namespace) -> torch.device:
     """Return the selected device, or the machine's best, with exact float32.
@@ -170,9 +172,6 @@ def _reference(args: argparse.Namespace, network: FeatureNetwork) -> FeatureSumm
     return replace(statistics, features=seen.features)
 
 
-_BATCH_SIZE = 64
-
-
 def evaluate_classes(args: argparse.Namespace) -> int:
     """Fit, classify and write.
 
@@ -188,7 +187,7 @@ def evaluate_classes(args: argparse.Namespace) -> int:
     )
     result = {
         part: class_accuracies(classifier, images, labels, names)
-        for part, (images, labels) in _to_name(args, real, samples, len(names), device).items()
+        for part, (images, labels) in _to_classify(args, real, samples, len(names), device).items()
     }
     words = (
         f"{100 * share['all']:.1f} % of {share['images']} {part}" for part, share in result.items()
@@ -216,20 +215,20 @@ def _common_classes(train: ShardImages, real: ShardImages) -> tuple[str, ...]:
     return train.class_names
 
 
-def _to_name(
+def _to_classify(
     args: argparse.Namespace,
     real: ShardImages,
     samples: NpzImages,
     num_classes: int,
     device: torch.device,
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return images and their classes by kind."""
+    """Return images and their classes by kind; samples cycle through the classes."""
     images, labels = _labelled(real, device)
     parts = {"real images": (images, labels)}
     if args.tokenizer is not None:
         parts["reconstructions"] = (_reconstruct(args.tokenizer, images), labels)
-    turns = torch.arange(len(samples), device=device) % num_classes
-    parts["samples"] = (_read(samples, device), turns)
+    cycled = torch.arange(len(samples), device=device) % num_classes
+    parts["samples"] = (_read(samples, device), cycled)
     return parts
 
 

@@ -1,7 +1,4 @@
-"""`megavis evaluate watch`: evaluate each checkpoint of a run as it appears.
-
-Measures of a checkpoint for `megavis evaluate watch`, by name.
-"""
+"""`megavis evaluate watch`: evaluate each checkpoint of a run as it appears."""
 
 from __future__ import annotations
 
@@ -48,10 +45,11 @@ from megavis.sampling.pictures import Gallery
 from megavis.training.metrics import read_json_lines
 
 RESULTS_NAME = "watch.jsonl"
-
-
 _SETTINGS = ("train_images", "validation_images", "seed")
 """Options recorded with each result; numbers of images are maxima."""
+_NEIGHBORS = 20
+_PICTURES = 8
+_BATCH_SIZE = 64
 
 
 def watch(args: argparse.Namespace) -> int:
@@ -173,12 +171,12 @@ def _keep(run_folder: Path, record: Mapping[str, Any]) -> None:
     with (folder / RESULTS_NAME).open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
     shown = {name: record[name] for name in record if name not in ("step", *_SETTINGS)}
-    told = shown.pop("distance_of", None)
+    conditions = shown.pop("distance_of", None)
     with _board(run_folder) as board:
         for name, value in shown.items():
             board.add_scalar(f"evaluation/{name}", value, record["step"])
     words = ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
-    words += f" | {told}" if told else ""
+    words += f" | {conditions}" if conditions else ""
     sys.stdout.write(f"step {record['step']}: {words}\n")
     sys.stdout.flush()
 
@@ -192,10 +190,6 @@ def _show(run_folder: Path, step: int, pixels: np.ndarray) -> None:
 def _board(run_folder: Path) -> Any:
     """Open the watch's TensorBoard folder, separate from that of training."""
     return SummaryWriter(str(run_folder / "tensorboard" / "evaluation"))
-
-
-_NEIGHBORS = 20
-_PICTURES = 8
 
 
 class CheckpointMeasures:
@@ -272,11 +266,8 @@ class CheckpointMeasures:
         return self._data.divide(train.labels, ProbeSettings(seed=self.args.seed))
 
 
-_BATCH_SIZE = 64
-
-
 class SampleFID:
-    """Network and statistics, opened once for all checkpoints.
+    """FID of generated images; network and reference are opened once for all checkpoints.
 
     Args:
         args: the options of `add_distance_arguments`, `device` and `seed`.

@@ -22,7 +22,7 @@ from megavis.notebook import Run
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export; nothing stands at the output before all is written and agrees with the run.
+    """Export; the output appears only when it is complete and agrees with the run.
 
     Raises:
         UserError: the run cannot be opened, or has no such form.
@@ -46,9 +46,9 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def renamed_when_complete(target: Path) -> Iterator[Path]:
-    """Yield a path beside `target` for a file or folder, which becomes `target` after the block.
+    """Yield a temporary path for a file or folder, which is renamed to `target` after the block.
 
-    After an error it is removed. What a killed process left is removed by the next one.
+    It is removed after an error, and by the next call if the process was killed.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.partial")
@@ -62,7 +62,7 @@ def renamed_when_complete(target: Path) -> Iterator[Path]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or folder if there is one."""
+    """Remove a file or folder if it exists."""
     if path.is_dir():
         shutil.rmtree(path)
     else:

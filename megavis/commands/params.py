@@ -20,6 +20,8 @@ from megavis.planning.layouts import Layout
 from megavis.planning.parameters import Layers, Matrix, ModelPart, count_parameters, parts_of
 from megavis.planning.states import StateMemory, fullest_states
 
+_WHEN = {"once": "once", "step": "each step"}
+
 
 def run(args: argparse.Namespace) -> int:
     """Count and write a table, or JSON."""
@@ -115,11 +117,8 @@ def part_lines(parts: Sequence[ModelPart]) -> list[str]:
     return lines
 
 
-_WHEN = {"once": "once", "step": "each step"}
-
-
 def parts_json(parts: Sequence[ModelPart]) -> dict[str, Any]:
-    """Return the sizes of all stacks, with operations per image; empty if there is only one."""
+    """Return the sizes of all stacks, with FLOPs per image; empty if there is only one."""
     stacks = _stacks(parts)
     return {"stacks": [asdict(stack) for stack in stacks]} if len(stacks) > 1 else {}
 

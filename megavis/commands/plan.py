@@ -86,7 +86,7 @@ def _asked(loaded: LoadedConfig, shape: ModelShape, cluster: Cluster) -> Plan | 
 def as_json(
     loaded: LoadedConfig, shape: ModelShape, asked: Plan | str, found: Recommendation
 ) -> dict[str, Any]:
-    """Return all estimates, in bytes, seconds and operations."""
+    """Return all estimates, in bytes, seconds and FLOPs."""
     illegal = asked if isinstance(asked, str) else None
     return {
         "name": loaded.config.name,

@@ -1,6 +1,6 @@
-"""How much a command says besides its results.
+"""Verbosity of a command besides its results.
 
-Kept in the environment, so that the processes of a job and those that a command starts follow.
+The environment stores it, so that all processes of a job and subprocesses share it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,7 @@ _VERBOSE = "MEGAVIS_VERBOSE"
 
 
 def talk(*, quiet: bool, verbose: bool) -> None:
-    """Set how much is said from here on.
-
-    Raises:
-        UserError: both are wanted.
-    """
+    """Set the verbosity. Raises UserError if both are given."""
     if quiet and verbose:
         raise UserError("--quiet and --verbose exclude each other; keep one")
     if quiet:
@@ -38,7 +34,7 @@ def talk(*, quiet: bool, verbose: bool) -> None:
 
 
 def is_verbose() -> bool:
-    """Return whether libraries may say what they like."""
+    """Return whether the output of libraries is shown."""
     return _VERBOSE in os.environ
 
 
@@ -46,11 +42,10 @@ def is_verbose() -> bool:
 def quietly() -> Iterator[None]:
     """Drop standard output, warnings and logs below errors within the block; exceptions pass.
 
-    torch logs missing CUDA if a toolkit is installed without a GPU. DeepSpeed logs to
-    standard output on import, which would corrupt `--json`, and Megatron warns about each
-    missing optional package, which `megavis doctor` reports better. Python's garbage
-    collector is paused: objects created by imports stay alive, and scanning them repeatedly
-    takes 15 % of start-up.
+    torch logs missing CUDA if a toolkit is installed without a GPU. DeepSpeed logs to standard
+    output on import, which would corrupt `--json`, and Megatron warns about each missing optional
+    package, which `megavis doctor` reports better. Python's garbage collector is paused: objects
+    created by imports stay alive, and scanning them repeatedly takes 15 % of start-up.
     """
     if is_verbose():
         yield

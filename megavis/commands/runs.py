@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _row(folder: Path, above: Path) -> dict[str, Any]:
-    """Return what is known of a run; None where nothing is."""
+    """Return the row of a run; None for unknown values."""
     config = _read_config(folder / "config.yaml")
     metrics = read_metrics(folder)
     steps = [record["step"] for record in metrics if "step" in record] or saved_steps(folder)
@@ -88,7 +88,7 @@ def _written(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def table(rows: list[tuple[str, ...]]) -> str:
-    """Return rows as text whose columns are as wide as their widest entry."""
+    """Return rows as text in aligned columns."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     lines = (
         "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()

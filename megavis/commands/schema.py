@@ -1,7 +1,4 @@
-"""`megavis schema`: the JSON schema of a config file, for editors.
-
-JSON schema with which editors complete and check config files.
-"""
+"""`megavis schema`: JSON schema with which editors complete and check config files."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""`megavis transfer`: the linear probe on a list of labelled data sets, as one table.
+"""`megavis transfer`: linear probes on several labelled data sets, as one table.
 
-Raw pixels and an untrained network of the same model are the baselines.
-
-Labelled data sets as shards, one folder a split, listed in words or in a YAML file.
+The baselines are raw pixels and untrained networks of the same model. Data sets are shards with a
+folder per split, listed on the command line or in a YAML file:
 
 cifar10: {path: shards/cifar10}
 pets:
@@ -196,9 +195,9 @@ class LabelledFolders:
     """The shard folders of one data set.
 
     Attributes:
-        train: classifiers are fitted on it.
-        test: judges.
-        validation: held out to choose by; None: a part of `train` is.
+        train: images to fit classifiers on.
+        test: images to evaluate on.
+        validation: images to select layer and penalty on; None: a part of `train`.
     """
 
     train: str
@@ -221,7 +220,7 @@ class _Entry(Section):
         splits, held_out = self.splits, None
         if splits.validation is not None:
             held_out = f"{self.path}/{splits.validation}"
-            # That of the default name need not be there; one that was asked for must.
+            # The default folder may be missing; an explicitly named one must exist.
             if "validation" not in splits.model_fields_set and not Path(held_out).is_dir():
                 held_out = None
         return LabelledFolders(
@@ -230,11 +229,11 @@ class _Entry(Section):
 
 
 def read_data_sets(text: str) -> dict[str, LabelledFolders]:
-    """Read `name:folder` pairs with commas between them, or the name of a YAML file.
+    """Parse comma-separated `name:folder` pairs, or read the YAML file of that name.
 
     Raises:
-        UserError: the text is neither, names one data set twice, or the file has other keys than
-            `path` and `splits` for each.
+        UserError: the text is neither, it names a data set twice, or the file has other keys than
+            `path` and `splits`.
     """
     if text.endswith((".yaml", ".yml")):
         return _read_file(Path(text))
