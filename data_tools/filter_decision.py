@@ -28,7 +28,7 @@ from data_tools.near_duplicates import find_duplicates
 from data_tools.opt_outs import Excluded
 from data_tools.selection import DECISION_NAME, dropped_name
 from data_tools.sources import ImageSource
-from megavis.data.format.files import write_atomically
+from megavis.data.format.files import write_atomically, write_json
 
 MEASURED, LIKE = "measurements", "like"
 _EXAMPLES = 5
@@ -131,7 +131,7 @@ def decide(
         "area_under_roc": likeness.area if likeness else None,
         "tool_version": __version__,
     }
-    write_atomically(out / DECISION_NAME, json.dumps(report, indent=2).encode() + b"\n")
+    write_json(out / DECISION_NAME, report)
     _say(out, report)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import sys
 import time
 from collections import defaultdict
@@ -17,7 +16,7 @@ from tqdm import tqdm
 from data_tools.engines import Failure
 from data_tools.line_figure import line_figure
 from data_tools.shard_tasks import UnitResult, peak_memory
-from megavis.data.format.files import write_atomically
+from megavis.data.format.files import write_atomically, write_json
 
 _SECONDS_BETWEEN_LINES = 10.0
 _IMAGES_OF_A_FIGURE, _POINTS_OF_A_FIGURE = 10_000, 5
@@ -179,5 +178,5 @@ def write_report(
         shards = [shard for shard in outcome.failure.shards if shard not in finished]
         report["unfinished"] = {"shards": shards, "reason": outcome.failure.reason}
         report["finished"] = list(finished)
-    write_atomically(path, json.dumps(report, indent=2).encode() + b"\n")
+    write_json(path, report)
     return dict(sorted(skipped.items()))

@@ -7,7 +7,6 @@ resized to the size of the originals by nearest neighbors.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +21,7 @@ from megavis.commands.options.shared import chosen_options, refuse_options, spel
 from megavis.config.errors import UserError
 from megavis.data.codecs.jpeg import decode_png, split
 from megavis.data.codecs.label_maps import TargetKind, nearest
-from megavis.data.format.files import write_atomically
+from megavis.data.format.files import write_json
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches
 from megavis.evaluation.images.depth_errors import DepthErrors
@@ -75,8 +74,7 @@ def _evaluate(args: argparse.Namespace, kind: TargetKind, score: Any) -> int:
         sys.stdout.write(f"{name}: {words}\n")
     sys.stdout.write(f"N {count} of {dataset.directory}, step {opened.step}\n")
     path: Path = args.run_folder / "evaluation" / f"{kind}.json"
-    path.parent.mkdir(exist_ok=True)
-    write_atomically(path, (json.dumps({**result, **scores}, indent=2) + "\n").encode())
+    write_json(path, {**result, **scores})
     sys.stdout.write(f"{path}\n")
     return 0
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from pathlib import Path
-from typing import Any
 
 from megavis.commands.evaluate_samples import say
 from megavis.commands.opening import job_closed, open_held_out, open_run
 from megavis.config.errors import UserError
-from megavis.data.format.files import write_atomically
+from megavis.data.format.files import write_json
 from megavis.evaluation.images.feature_networks import open_network
 from megavis.evaluation.images.reconstruction import Distances, PairScores, reconstructions
 from megavis.model.autoencoder_losses import open_perceptual
@@ -49,7 +46,9 @@ def _evaluate(opened: Run, args: argparse.Namespace) -> int:
         compared = distances.result(run=args.run_folder, originals=dataset.directory)
         say(compared.line, compared.caution)
         result["distance"] = compared.record()
-    _write(args.run_folder / "evaluation" / "reconstruction.json", result)
+    path = args.run_folder / "evaluation" / "reconstruction.json"
+    write_json(path, result)
+    sys.stdout.write(f"{path}\n")
     return 0
 
 
@@ -59,9 +58,3 @@ def _distances(opened: Run, args: argparse.Namespace, count: int) -> Distances |
         return None
     network = open_network(args.inception, args.network, opened.context.device)
     return Distances(network, num_images=count)
-
-
-def _write(path: Path, result: dict[str, Any]) -> None:
-    path.parent.mkdir(exist_ok=True)
-    write_atomically(path, (json.dumps(result, indent=2) + "\n").encode())
-    sys.stdout.write(f"{path}\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megavis.config.errors import UserError
-from megavis.data.format.files import write_atomically
+from megavis.data.format.files import write_json
 from megavis.evaluation.images.classifier import class_accuracies, fit_classifier
 from megavis.evaluation.images.feature_networks import FeatureNetwork, open_network
 from megavis.evaluation.images.generation import (
@@ -105,8 +104,7 @@ def evaluate_samples(args: argparse.Namespace) -> int:
     result = compare(samples, reference, device=device)
     say(result.line, result.caution)
     out = args.out or default_output(args.samples, file, "samples")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(out, (json.dumps(result.record(), indent=2) + "\n").encode())
+    write_json(out, result.record())
     sys.stdout.write(f"{out}\n")
     return 0
 
@@ -196,8 +194,7 @@ def evaluate_classes(args: argparse.Namespace) -> int:
     options = {"train": str(args.train), "real": str(args.images), "drawn": str(file)}
     fitting = {"epochs": args.epochs, "seed": args.seed}
     out = default_output(args.samples, file, "classes")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(out, (json.dumps({**result, **options, **fitting}, indent=2) + "\n").encode())
+    write_json(out, {**result, **options, **fitting})
     sys.stdout.write(f"{out}\n")
     return 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from megavis.commands.opening import DTYPES, open_held_out, open_shards
 from megavis.commands.options.shared import chosen_options, refuse_options, spelled
 from megavis.commands.quiet import quietly
 from megavis.config.errors import UserError
-from megavis.data.format.files import write_atomically
+from megavis.data.format.files import write_json
 from megavis.data.format.manifest import MANIFEST_NAME
 from megavis.data.loading.batch import Batch
 from megavis.data.loading.loader import read_batch, read_round_robin
@@ -227,8 +226,7 @@ def compare_moments(opened: Run, args: argparse.Namespace, sampler: Sampler) -> 
         differences["of training"] = result["training_difference"]
     if opened.context.is_main:
         path = opened.folder / "evaluation" / f"moments-{opened.step:08d}.json"
-        path.parent.mkdir(exist_ok=True)
-        write_atomically(path, (json.dumps(result, indent=2) + "\n").encode())
+        write_json(path, result)
         sys.stdout.write(f"{path}\nlargest difference from held-out latents over the channels\n")
         for name, moments in differences.items():
             words = ", ".join(f"{moment} {value:.3f}" for moment, value in moments.items())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
-from megavis.data.format.files import write_atomically
+from megavis.data.format.files import write_json
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches
 from megavis.evaluation.networks import Network
@@ -80,8 +79,7 @@ class LikelihoodResult:
 
     def write(self, path: Path) -> None:
         """Write the result as JSON atomically. Raises OSError."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(asdict(self), indent=2).encode() + b"\n")
+        write_json(path, asdict(self))
 
 
 def measure_likelihood(

@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from megavis.config.errors import UserError
-from megavis.data.format.files import write_atomically
+from megavis.data.format.files import write_json
 from megavis.evaluation.concatenation import ConcatenatedScore
 from megavis.evaluation.linear import LayerScore, best_layer
 from megavis.evaluation.low_data import LowDataScore
@@ -76,8 +76,7 @@ class ProbeResult:
             "untrained_accuracy": self.untrained_accuracy,
             **dataclasses.asdict(self),
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(content, indent=2).encode() + b"\n")
+        write_json(path, content)
 
     @classmethod
     def read(cls, path: Path) -> ProbeResult:

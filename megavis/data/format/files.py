@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 _CHUNK_BYTES = 1 << 20
 
@@ -38,6 +39,12 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Write `content` to `path`; readers see either the old file or the complete new one."""
     with atomic_writer(path) as file:
         file.write(content)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON, atomically; create the folder if needed. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(value, indent=2).encode() + b"\n")
 
 
 def sha256_of_file(path: Path) -> str:

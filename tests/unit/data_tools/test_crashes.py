@@ -88,7 +88,7 @@ def test_full_disk_without_a_report(command, tmp_path, monkeypatch, capsys):
         raise OSError(28, "No space left on device", "x")
 
     monkeypatch.setattr("data_tools.shard_tasks.open_shard", full)
-    monkeypatch.setattr("data_tools.job_report.write_atomically", full)
+    monkeypatch.setattr("data_tools.job_report.write_json", full)
     assert main([*words, "--out", str(tmp_path / "out")]) == 1
     out = capsys.readouterr().out
     assert "not finished: No space left on device: x; " in out
