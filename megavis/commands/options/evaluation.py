@@ -143,10 +143,9 @@ def add_likelihood(parser: argparse.ArgumentParser) -> None:
 def add_ensemble(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megavis ensemble`."""
     parser.description = (
-        "Average the class probabilities of several fine-tuned runs, each at the step"
-        " that it chose, and print the accuracy of each and of all together. The runs may be of"
-        " different papers; their held-out shards must hold the same images. A single run is"
-        " evaluated alone."
+        "Average the class probabilities of several fine-tuned runs, each at its selected step, and"
+        " print the accuracy of each run and of the ensemble. The runs may be of different papers;"
+        " their held-out shards must hold the same images. A single run is evaluated alone."
     )
     parser.epilog = "example: megavis ensemble runs/one_finetuned runs/another_finetuned"
     add_runs(parser, text="one or more")
@@ -154,8 +153,8 @@ def add_ensemble(parser: argparse.ArgumentParser) -> None:
         "--image-size",
         type=positive,
         metavar="PIXELS",
-        help="side of the images, where it is not that of training; positions are interpolated"
-        " (DARL, Table 1)",
+        help="side of the images; default: as in training; positions are interpolated (DARL, Table"
+        " 1)",
     )
     parser.add_argument(
         "--images",

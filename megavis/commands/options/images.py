@@ -198,7 +198,7 @@ def add_classes(verbs: Any) -> None:
     """Add `classes` to `megavis evaluate`."""
     parser = verbs.add_parser(
         "classes",
-        help="how often a classifier of real images recognises the requested class",
+        help="accuracy of a classifier of real images on generated ones",
         description="Fit a small convolutional classifier on labelled images and classify"
         " samples, which cycle through the classes as written by `megavis sample --npz`; real"
         " images that it was not fitted on; and a tokenizer's reconstructions of these. Writes"

@@ -49,7 +49,7 @@ def add_runs_table(parser: argparse.ArgumentParser) -> None:
 
 def add_config_verbs(parser: argparse.ArgumentParser) -> None:
     """Add the verbs of `megavis config`."""
-    parser.description = "Look at configs: YAML files, or those that run folders keep."
+    parser.description = "Show or compare configs: YAML files, or the configs of run folders."
     parser.epilog = "example: megavis config show yaml_configs/igpt/demo.yaml training.steps=10"
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     text = "write all keys, each with the file and line of its value, or `default`"
@@ -58,24 +58,23 @@ def add_config_verbs(parser: argparse.ArgumentParser) -> None:
     show.add_argument("config", metavar="CONFIG|RUN", help="YAML file or run folder")
     show.add_argument("overrides", nargs="*", metavar="key=value", help="keys to override")
     show.set_defaults(run="config:show")
-    text = "write the keys whose values differ; exit code 1 where there are any"
+    text = "write the keys whose values differ; exit code 1 if there are any"
     diff = verbs.add_parser("diff", help=text, description=f"{text[0].upper()}{text[1:]}.")
     diff.epilog = "example: megavis config diff yaml_configs/igpt/s_32.yaml runs/igpt_s_32"
     diff.add_argument("first", metavar="CONFIG|RUN", help="YAML file or run folder")
-    diff.add_argument("second", metavar="CONFIG|RUN", help="likewise")
+    diff.add_argument("second", metavar="CONFIG|RUN", help="YAML file or run folder")
     diff.set_defaults(run="config:diff")
 
 
 def add_completion(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megavis completion`."""
     parser.description = (
-        "Write what lets a shell complete commands, options and files. Needs the extra"
-        " `completion`."
+        "Write shell code that completes commands, options and files. Needs the extra `completion`."
     )
     parser.epilog = (
         'example: megavis completion bash\n\nin ~/.bashrc: eval "$(megavis completion bash)"'
     )
-    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="which")
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="kind of shell")
     parser.set_defaults(run="completion:run")
 
 
@@ -220,8 +219,8 @@ def add_schema(parser: argparse.ArgumentParser) -> None:
 def add_doctor(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megavis doctor`."""
     parser.description = (
-        "Check for everything that megavis can use. Exit code 0 if training can work, 1"
-        " if a requirement is missing."
+        "Check for the software and hardware that megavis can use. Exit code 0 if training can"
+        " work, 1 if a requirement is missing."
     )
     parser.epilog = "example: megavis doctor --json"
     add_json(parser)

@@ -112,10 +112,10 @@ def _rates(text: str) -> list[float]:
 def add_sweep(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megavis sweep`."""
     parser.description = (
-        "Train the config with every combination of the values of some keys, each in a run folder"
-        " of its own, and draw heat-maps. Finished runs are kept, others resume."
-        " Alone, or under deepspeed, torchrun or srun, which share each run; or as a SLURM array,"
-        " one combination a task (launch/sweep.sh), and at the end once more with --draw."
+        "Train the config with every combination of values of some keys, each in its own run"
+        " folder, and plot heat maps. Finished runs are kept, others resume. Runs alone, or under"
+        " deepspeed, torchrun or srun, whose processes share each run; or as a SLURM array with one"
+        " combination per task (launch/sweep.sh), followed by a call with --draw."
     )
     parser.epilog = (
         "example: megavis sweep yaml_configs/darl/demo.yaml --grid"
@@ -129,28 +129,28 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
         required=True,
         type=_axis,
         metavar="KEY=V,V,…|KEY=LOW..HIGH:COUNT",
-        help="a key and its values, or a logarithmic grid; once for each key",
+        help="a key and its values, or a logarithmic grid; repeat for further keys",
     )
     parser.add_argument(
         "--then",
         action="append",
         metavar="CONFIG",
-        help="a fine-tuning that starts from each run, with the same objective.* and model.* keys"
-        " of the grid; again for one that starts from that",
+        help="fine-tuning config to start from each run, with the grid's objective.* and model.*"
+        " keys; repeat to fine-tune its result",
     )
     parser.add_argument(
         "--index",
         type=non_negative,
-        help="train the N-th combination alone, counted from 0; default: all",
+        help="train only the N-th combination, counted from 0; default: all",
     )
-    parser.add_argument("--count", action="store_true", help="say how many combinations there are")
-    parser.add_argument("--draw", action="store_true", help="train nothing, draw what is there")
+    parser.add_argument("--count", action="store_true", help="print the number of combinations")
+    parser.add_argument("--draw", action="store_true", help="only plot the existing runs")
     parser.add_argument(
         "--measure",
         choices=("probe", "loss", "accuracy"),
-        help="accuracy of the best layer's linear probe (default), validation accuracy of a"
-        " fine-tuning (default with --then), or validation loss, which compares nothing where the"
-        " grid changes the task, as a noise schedule does",
+        help="accuracy of the best layer's linear probe (default), validation accuracy of the"
+        " fine-tuning (default with --then), or validation loss, which is not comparable if the"
+        " grid changes the task, such as its noise schedule",
     )
     parser.add_argument(
         "--train-images", type=positive, default=2000, help="training images of a probe"
@@ -166,7 +166,7 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
 
 
 def _check_sweep(args: argparse.Namespace) -> None:
-    # The config is read with the values of each point: alone it may lack a key.
+    # The config is read later, with the values of each point, since it may lack a key of the grid.
     args.measure = args.measure or ("accuracy" if args.then else "probe")
     if args.measure != "probe":
         refuse_options(args, ("--train-images", "--no-cache"), f"to --measure {args.measure}")
