@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from megavis import __version__
 from megavis.commands.completion import complete
-from megavis.commands.quiet import is_verbose, quietly, talk
+from megavis.commands.quiet import is_verbose, quietly, set_verbosity
 from megavis.config.arguments import ArgumentParser
 from megavis.config.errors import (
     CORRUPTION_EXIT_CODE,
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         complete(build_parser())
     try:
         parsed = read_arguments(arguments)
-        talk(quiet=parsed.quiet, verbose=parsed.verbose)
+        set_verbosity(quiet=parsed.quiet, verbose=parsed.verbose)
         if parsed.check is not None:
             parsed.check(parsed)
         code = _import_work(parsed.run)(parsed)
@@ -126,7 +126,7 @@ def build_parser() -> ArgumentParser:
     parser.add_argument("--version", action="version", version=f"megavis {__version__}")
     # deepspeed's launcher prepends this; the environment has it too.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
-    _add_talk(parser, default=False)
+    _add_verbosity(parser, default=False)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         subparsers.add_parser(name, help=command.help, fill=partial(_add_options, name))
@@ -144,15 +144,15 @@ def _add_options(name: str, parser: ArgumentParser) -> None:
     options = importlib.import_module(f"megavis.commands.options.{command.options}")
     getattr(options, command.adds or f"add_{name.replace('-', '_')}")(parser)
     # Not in front of the command alone: it is where users write them.
-    _add_talk(parser, default=argparse.SUPPRESS)
+    _add_verbosity(parser, default=argparse.SUPPRESS)
 
 
-def _add_talk(parser: argparse.ArgumentParser, *, default: Any) -> None:
+def _add_verbosity(parser: argparse.ArgumentParser, *, default: Any) -> None:
     """Add how much is said on the way, to verbs too; results are always written."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for verb in action.choices.values():
-                _add_talk(verb, default=default)
+                _add_verbosity(verb, default=default)
     for option, text in (
         ("--quiet", "say nothing on the way: no progress bars, no warnings"),
         ("--verbose", "let libraries log and warn too, and show where an error comes from"),

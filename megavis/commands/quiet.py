@@ -18,7 +18,7 @@ from megavis.config.errors import UserError
 _VERBOSE = "MEGAVIS_VERBOSE"
 
 
-def talk(*, quiet: bool, verbose: bool) -> None:
+def set_verbosity(*, quiet: bool, verbose: bool) -> None:
     """Set the verbosity. Raises UserError if both are given."""
     if quiet and verbose:
         raise UserError("--quiet and --verbose exclude each other; keep one")

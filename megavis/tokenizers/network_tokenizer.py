@@ -17,9 +17,8 @@ import json
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 import yaml
@@ -190,26 +189,6 @@ def _tokenizer_class(run_folder: Path, section: Mapping[str, Any]) -> Any:
         )
     module, _, attribute = TOKENIZERS[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
-
-
-Shape = TypeVar("Shape")
-
-
-def shape_of(
-    shape_type: type[Shape], section: Mapping[str, Any], names: Mapping[str, str] | None = None
-) -> Shape:
-    """Return the sizes of a network from the `objective` section of its run.
-
-    Args:
-        shape_type: a dataclass with a field for each size, including `multipliers`.
-        section: the `objective` section.
-        names: config keys that differ from the name of the field, by field.
-    """
-    known = names or {}
-    # Type checkers have no bound for "any dataclass".
-    keys = [field.name for field in fields(shape_type)]  # type: ignore[arg-type]
-    sizes = {key: section[known.get(key, key)] for key in keys if known.get(key, key) in section}
-    return shape_type(**{**sizes, "multipliers": tuple(sizes["multipliers"])})
 
 
 def grid_side(image_size: int, downsampling: int, *, network: str) -> int:

@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+_KEYS = {"groups": "norm_groups"}  # config keys that differ from the field's name
+
+
+class _Levels:
+    """A network that halves the resolution between levels."""
+
+    multipliers: tuple[int, ...]
+
+    @property
+    def downsampling(self) -> int:
+        """Pixels per latent or id along each side."""
+        return 2 ** (len(self.multipliers) - 1)
+
+    @classmethod
+    def from_section(cls, section: Mapping[str, Any]) -> Self:
+        """Return the sizes in the `objective` section of a config."""
+        # Type checkers have no bound for "any dataclass".
+        names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        sizes = {name: section[key] for name in names if (key := _KEYS.get(name, name)) in section}
+        return cls(**{**sizes, "multipliers": tuple(sizes["multipliers"])})
 
 
 @dataclass(frozen=True)
-class VAEShape:
+class VAEShape(_Levels):
     """Sizes of a `VAENetwork`.
 
     Attributes:
@@ -24,14 +47,9 @@ class VAEShape:
     blocks_per_level: int = 2
     groups: int = 32
 
-    @property
-    def downsampling(self) -> int:
-        """Pixels per latent along each side."""
-        return 2 ** (len(self.multipliers) - 1)
-
 
 @dataclass(frozen=True)
-class VQGANShape:
+class VQGANShape(_Levels):
     """Sizes of a `VQGANNetwork`.
 
     Attributes:
@@ -54,8 +72,3 @@ class VQGANShape:
     latent_channels: int = 256
     norm_groups: int = 32
     layers: str = "taming"
-
-    @property
-    def downsampling(self) -> int:
-        """Pixels per id along each side."""
-        return 2 ** (len(self.multipliers) - 1)

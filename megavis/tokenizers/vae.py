@@ -22,13 +22,10 @@ from megavis.parallel.device import full_float32
 from megavis.tokenizers.network_tokenizer import (
     LatentTokenizer,
     grid_side,
-    shape_of,
     to_images,
     to_pixels,
 )
 from megavis.tokenizers.shapes import VAEShape
-
-_CONFIG_KEYS = {"groups": "norm_groups"}  # config keys that differ from `VAEShape`'s fields
 
 
 class VAE(LatentTokenizer):
@@ -49,7 +46,7 @@ class VAE(LatentTokenizer):
     @classmethod
     def from_objective(cls, section: Mapping[str, Any]) -> VAE:
         """Build the network of a `vae` objective section, with initial weights."""
-        return cls(shape_of(VAEShape, section, _CONFIG_KEYS))
+        return cls(VAEShape.from_section(section))
 
     def latent_shape(self, image_size: int) -> tuple[int, int, int]:
         """Return (c, h, w); raise UserError if downsampling does not divide the image size."""

@@ -24,7 +24,6 @@ from megavis.parallel.device import full_float32
 from megavis.tokenizers.network_tokenizer import (
     IdTokenizer,
     grid_side,
-    shape_of,
     to_images,
     to_pixels,
 )
@@ -54,7 +53,7 @@ class VQGAN(IdTokenizer):
     @classmethod
     def from_objective(cls, section: Mapping[str, Any]) -> VQGAN:
         """Build the network of a `vqgan` objective section, with initial weights."""
-        return cls(shape_of(VQGANShape, section))
+        return cls(VQGANShape.from_section(section))
 
     @property
     def vocabulary_size(self) -> int:

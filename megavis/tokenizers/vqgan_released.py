@@ -35,7 +35,7 @@ def read_released(path: Path) -> dict[str, Tensor]:
         raise UserError(f"{path} has no quantize.embedding.weight: it is not a released VQGAN")
     if "quant_conv.weight" in kept or "encoder.mid.attn_1.norm.weight" in kept:
         return kept
-    last = _count(kept, r"decoder\.up\.(\d+)\.") - 1
+    last = _count(kept, "decoder.up.") - 1
     return {_maskgit_name(name, last): tensor for name, tensor in kept.items()}
 
 
@@ -88,30 +88,25 @@ def released_shape(tensors: Mapping[str, Tensor]) -> VQGANShape:
 def _sizes(tensors: Mapping[str, Tensor]) -> VQGANShape:
     entries, code = tensors["quantize.embedding.weight"].shape
     filters = tensors["encoder.conv_in.weight"].shape[0]
-    if "encoder.levels.0.0.conv_0.weight" in tensors:
-        levels = _count(tensors, r"encoder\.levels\.(\d+)\.")
-        widths = [tensors[f"encoder.levels.{i}.0.conv_0.weight"].shape[0] for i in range(levels)]
-        return VQGANShape(
-            codebook_size=entries,
-            code_size=code,
-            filters=filters,
-            multipliers=tuple(width // filters for width in widths),
-            blocks_per_level=_count(tensors, r"encoder\.levels\.0\.(\d+)\."),
-            latent_channels=code,
-            layers="maskgit",
-        )
-    levels = _count(tensors, r"encoder\.down\.(\d+)\.")
-    widths = [tensors[f"encoder.down.{i}.block.0.conv1.weight"].shape[0] for i in range(levels)]
+    is_maskgit = "encoder.levels.0.0.conv_0.weight" in tensors
+    levels = "encoder.levels." if is_maskgit else "encoder.down."
+    block, convolution = ("", "conv_0") if is_maskgit else ("block.", "conv1")
+    widths = [
+        tensors[f"{levels}{i}.{block}0.{convolution}.weight"].shape[0]
+        for i in range(_count(tensors, levels))
+    ]
     return VQGANShape(
         codebook_size=entries,
         code_size=code,
         filters=filters,
         multipliers=tuple(width // filters for width in widths),
-        blocks_per_level=_count(tensors, r"encoder\.down\.0\.block\.(\d+)\."),
-        latent_channels=tensors["quant_conv.weight"].shape[1],
+        blocks_per_level=_count(tensors, f"{levels}0.{block}"),
+        latent_channels=code if is_maskgit else tensors["quant_conv.weight"].shape[1],
+        layers="maskgit" if is_maskgit else "taming",
     )
 
 
-def _count(tensors: Mapping[str, Tensor], pattern: str) -> int:
-    found = [re.match(pattern, name) for name in tensors]
+def _count(tensors: Mapping[str, Tensor], prefix: str) -> int:
+    """Return one more than the largest number that follows `prefix` in a name."""
+    found = [re.match(rf"{re.escape(prefix)}(\d+)\.", name) for name in tensors]
     return 1 + max(int(match.group(1)) for match in found if match)

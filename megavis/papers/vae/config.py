@@ -25,10 +25,4 @@ class VAEConfig(AutoencoderConfig):
     @property
     def shape(self) -> VAEShape:
         """Sizes of the network."""
-        return VAEShape(
-            self.latent_channels,
-            self.filters,
-            self.multipliers,
-            self.blocks_per_level,
-            self.norm_groups,
-        )
+        return VAEShape.from_section(dict(self))

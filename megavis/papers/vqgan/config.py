@@ -38,13 +38,4 @@ class VQGANConfig(AutoencoderConfig):
     @property
     def shape(self) -> VQGANShape:
         """Sizes of the network."""
-        return VQGANShape(
-            codebook_size=self.codebook_size,
-            code_size=self.code_size,
-            filters=self.filters,
-            multipliers=self.multipliers,
-            blocks_per_level=self.blocks_per_level,
-            latent_channels=self.latent_channels,
-            norm_groups=self.norm_groups,
-            layers=self.layers,
-        )
+        return VQGANShape.from_section(dict(self))

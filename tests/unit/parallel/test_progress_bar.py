@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from megavis.commands.quiet import talk
+from megavis.commands.quiet import set_verbosity
 from megavis.parallel import progress
 from megavis.parallel.progress import is_silent, shown
 
@@ -73,7 +73,7 @@ def test_quiet_disables_bars(open_terminal, monkeypatch):
     assert not is_silent()
     monkeypatch.setattr("warnings.simplefilter", lambda action: None)
     monkeypatch.setattr("logging.disable", lambda level: None)
-    talk(quiet=True, verbose=False)
+    set_verbosity(quiet=True, verbose=False)
     assert is_silent()
     list(shown(work(2), "reading", total=4, size=len))
     ShowProgress(0, 10)
