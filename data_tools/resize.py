@@ -158,7 +158,7 @@ def _centre_window(height: int, width: int, size: int) -> Window:
 
 def add_crop_arguments(parser: argparse.ArgumentParser, kinds: Sequence[CropKind]) -> None:
     """Add the options for `crop_from`."""
-    told = {
+    descriptions = {
         "center": "shorter side to --size, center crop",
         "evaluation": "center 224 of shorter side 224, as iGPT's evaluation on ImageNet",
         "random": "224 of a shorter side in [256, 384], as iGPT's training",
@@ -168,7 +168,7 @@ def add_crop_arguments(parser: argparse.ArgumentParser, kinds: Sequence[CropKind
         "--crop",
         choices=kinds,
         default="center",
-        help="; ".join(f"{kind}: {told[kind]}" for kind in kinds),
+        help="; ".join(f"{kind}: {descriptions[kind]}" for kind in kinds),
     )
     parser.add_argument("--crops", type=int, default=1, help="random crops stored per image")
 

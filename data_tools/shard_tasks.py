@@ -176,9 +176,9 @@ def finished_index(path: Path, *, job: str) -> ShardIndex | None:
     Raises:
         UserError: it was written by another job and must not be overwritten.
     """
-    beside = index_path(path)
+    index_file = index_path(path)
     try:
-        index = ShardIndex.from_json(beside.read_bytes(), path=beside)
+        index = ShardIndex.from_json(index_file.read_bytes(), path=index_file)
     except (FileNotFoundError, UserError):
         return None
     if index.job != job:

@@ -215,11 +215,11 @@ def written(path: Path, loaded: LoadedConfig, plan: Plan, cluster: Cluster, comm
     base = Path(loaded.source.path)
     own, asked = plan.layout.parallel.model_dump(), loaded.config.parallel.model_dump()
     plain = ParallelConfig().model_dump()
-    told = ("zero_stage", "activation_checkpointing")
+    always = ("zero_stage", "activation_checkpointing")
     chosen = {
         key: own[key]
         for key in own
-        if key in told or own[key] != asked[key] or own[key] != plain[key]
+        if key in always or own[key] != asked[key] or own[key] != plain[key]
     }
     tree = {
         BASED_ON: os.path.relpath(base, path.parent),

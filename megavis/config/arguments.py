@@ -60,8 +60,8 @@ class HelpFormatter(argparse.HelpFormatter):
         has_none = default is None or isinstance(default, bool) or default == argparse.SUPPRESS
         if has_none or not action.option_strings or action.required or "default" in text:
             return text
-        told = ",".join(map(str, default)) if isinstance(default, tuple | list) else str(default)
-        return f"{text}; default: {told or 'none'}"
+        shown = ",".join(map(str, default)) if isinstance(default, tuple | list) else str(default)
+        return f"{text}; default: {shown or 'none'}"
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
         return self._METAVARS.get(action.type) or super()._get_default_metavar_for_optional(action)
