@@ -37,6 +37,7 @@ _UNLIKE = "unlike the pictures of --like"
 _NEAR_EXCLUDED = "near-duplicate of an excluded picture"
 _NEAR_EVALUATION = "near-duplicate of an evaluation picture"
 _NEAR_OTHER = "near-duplicate of another picture"
+_HELD_OUT = 5  # every fifth image tests the classifier
 
 
 @dataclass(frozen=True)
@@ -262,9 +263,6 @@ def _say(out: Path, report: dict[str, Any]) -> None:
         say(f"  the classifier separates --like from the rest with an area under ROC of {area:.3f}")
     for name, count in report["dropped"].items():
         say(f"  dropped, {name}: {count} (the first: {report['examples'][name][0]})")
-
-
-_HELD_OUT = 5  # every fifth image tests the classifier
 
 
 @dataclass(frozen=True)

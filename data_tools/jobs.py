@@ -26,6 +26,7 @@ REPORT_NAME = "report.json"
 MEMORY_NAME = "memory.png"
 Finish = Callable[[ImageSource, ShardEncoder, list[UnitResult], argparse.Namespace], None]
 _PARTIAL = re.compile(r"^\.(.+)\.partial-")
+_AGAIN = "Finished shards are kept: run the same command again, perhaps with fewer --workers"
 
 
 @dataclass(frozen=True)
@@ -159,9 +160,6 @@ def _tell_failure(outcome: JobOutcome, units: Iterable[Unit], path: Path) -> int
         where = f"{path} cannot be written either: {error.strerror}"
     say(f"not finished: {outcome.failure.reason}; {where}. {_AGAIN}")
     return 1
-
-
-_AGAIN = "Finished shards are kept: run the same command again, perhaps with fewer --workers"
 
 
 def _check(arguments: argparse.Namespace, source: ImageSource) -> None:

@@ -36,6 +36,12 @@ _SELECTION_SHARE = 0.4
 _MARGIN = 16
 # Indices of random streams.
 _STREAMS = {"validation": 0, "train": 1, "selection": 2}
+_FLAT = 8.0
+"""Standard deviation in grey levels below which a square counts as flat."""
+_CONTRAST = 50.0
+"""Standard deviation in grey levels of a close-up's channel with the highest contrast."""
+_ATTEMPTS = 20
+"""Most attempts to draw a square that is not flat."""
 
 
 @dataclass(frozen=True)
@@ -242,14 +248,6 @@ def _save(crops: Iterator[Image.Image], folder: Path) -> None:
     folder.mkdir(parents=True)
     for number, crop in enumerate(crops):
         crop.save(folder / f"{number:05d}.png", compress_level=1)
-
-
-_FLAT = 8.0
-"""Standard deviation in grey levels below which a square counts as flat."""
-_CONTRAST = 50.0
-"""Standard deviation in grey levels of a close-up's channel with the highest contrast."""
-_ATTEMPTS = 20
-"""Most attempts to draw a square that is not flat."""
 
 
 def cut_close_ups(

@@ -35,6 +35,8 @@ LAYOUTS = (
     *DATA_SETS,
 )
 _URL_LISTS = (".parquet", ".csv", ".tsv", ".txt", ".json", ".jsonl", ".gz")
+# Defaults for layouts that share a folder.
+_PREFERRED = ("caltech-101",)
 
 
 def add_source_arguments(parser: argparse.ArgumentParser, *, selects: bool = True) -> None:
@@ -147,10 +149,6 @@ def open_unlabelled(place: Path) -> ImageSource:
     if layout == "imagenet-validation":
         return flat_files(place)
     return _FILE_LAYOUTS[layout](_kaggle_folder(place, layout))
-
-
-# Defaults for layouts that share a folder.
-_PREFERRED = ("caltech-101",)
 
 
 def find_layout(place: Path) -> str:

@@ -46,6 +46,10 @@ LISTS = {"validation": "validation_list.txt", "test": "testing_list.txt"}
 NOISE, UNKNOWN, SILENCE = "_background_noise_", "_unknown_", "_silence_"
 _OTHERS = 10
 """Recordings of `--words` per unknown word and per silence."""
+VARIANTS = "moved by up to 100 ms, noise of volume up to 0.1 mixed into 80 %"
+_LARGEST_SHIFT = SAMPLE_RATE // 10
+_SHARE, _LARGEST_VOLUME = 0.8, 0.1
+"""Of the noise: share of recordings that it is mixed into, and largest volume."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -208,11 +212,6 @@ class SpeechEncoder:
             random = np.random.default_rng(_hash(recording.name))
             second = vary(second, read_noises(self.noise), random)
         return FramesCodec((NUM_FRAMES, NUM_COEFFICIENTS)).encode(cepstra(second))
-
-
-VARIANTS = "moved by up to 100 ms, noise of volume up to 0.1 mixed into 80 %"
-_LARGEST_SHIFT = SAMPLE_RATE // 10
-_SHARE, _LARGEST_VOLUME = 0.8, 0.1
 
 
 @functools.lru_cache(maxsize=1)

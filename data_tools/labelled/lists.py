@@ -31,6 +31,8 @@ _SHORT = {TRAIN: "train", VALIDATION: "val", TEST: "test"}
 _SUN_LISTS = {TRAIN: "tr", VALIDATION: "va", TEST: "te"}
 _BANNER = 20
 """Height in pixels of the copyright banner at the bottom of each aircraft image."""
+_CLUTTER = "BACKGROUND_Google"
+_TRAINED_A_CLASS = 30
 
 
 def list_pets(root: Path, split: str) -> Listing:
@@ -122,10 +124,6 @@ def list_sun397(root: Path, split: str) -> Listing:
         for name in (line.lstrip("/") for line in names[split])
     ]
     return Listing(classes, files)
-
-
-_CLUTTER = "BACKGROUND_Google"
-_TRAINED_A_CLASS = 30
 
 
 def list_caltech101(root: Path, split: str) -> Listing:

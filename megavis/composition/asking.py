@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from megavis.composition.reader import PositionRole, Reader, Role
 
 AskedRows = tuple[Tensor, ...]
+TRANSFORMED = "tokens"
+"""Name under which a learned transform's tokens are carried to the head, which scores them."""
 
 
 class Asking(ABC):
@@ -188,10 +190,6 @@ class Shift(Asking):
     def workload(self, plan: Arrangement, num_outputs: int) -> Workload:
         """Return the workload of one causal stream."""
         return Workload.of_one_stream(plan.num_positions, num_outputs, causal=True)
-
-
-TRANSFORMED = "tokens"
-"""Name under which a learned transform's tokens are carried to the head, which scores them."""
 
 
 class Mask(Asking):

@@ -16,6 +16,9 @@ from megavis.config.section import (
     Share,
 )
 
+# The labels of the two forms are not keys: `SchemaNames` removes them from pydantic's errors.
+UNION_LABELS = ("one folder", "several folders")
+
 
 class MixedSource(Section):
     """One of several shard folders to mix in training."""
@@ -30,8 +33,6 @@ def _form(train: object) -> str:
     return UNION_LABELS[isinstance(train, list | tuple)]
 
 
-# The labels of the two forms are not keys: `SchemaNames` removes them from pydantic's errors.
-UNION_LABELS = ("one folder", "several folders")
 TrainData = Annotated[
     Annotated[str, Tag(UNION_LABELS[0])]
     | Annotated[tuple[MixedSource, ...], Field(strict=False), Tag(UNION_LABELS[1])],

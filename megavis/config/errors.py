@@ -1,12 +1,11 @@
 """Exceptions that the command line reports in one message with a specific exit code."""
 
+CORRUPTION_EXIT_CODE = 71
+"""`sysexits.h` calls it EX_OSERR, an error of the system below."""
+
 
 class UserError(ValueError):
     """A user's mistake: the command line prints one message and exits with code 2."""
-
-
-CORRUPTION_EXIT_CODE = 71
-"""`sysexits.h` calls it EX_OSERR, an error of the system below."""
 
 
 class CorruptionError(RuntimeError):

@@ -14,6 +14,13 @@ from megavis.config.section import Above0, ConfigIssue, Positive, Section
 
 CountImages = Callable[[str], int | None]
 """Return the number of images in a folder of shards; None if there are no shards yet."""
+_VIT = {"normalization": "layer_norm", "norm_epsilon": 1e-6, "activation": "gelu", "add_bias": True}
+_IN_STEPS = {
+    "epochs": "steps",
+    "warmup_epochs": "warmup_steps",
+    "every_epochs": "every",
+    "keep_every_epochs": "keep_every",
+}
 
 
 def _size(num_layers: int, hidden_size: int, num_attention_heads: int) -> dict[str, Any]:
@@ -23,8 +30,6 @@ def _size(num_layers: int, hidden_size: int, num_attention_heads: int) -> dict[s
         "num_attention_heads": num_attention_heads,
     }
 
-
-_VIT = {"normalization": "layer_norm", "norm_epsilon": 1e-6, "activation": "gelu", "add_bias": True}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "vit_s": {**_size(12, 384, 6), **_VIT},
@@ -93,12 +98,6 @@ class Shorthand(Section):
     checkpoint: CheckpointShorthand = CheckpointShorthand()
 
 
-_IN_STEPS = {
-    "epochs": "steps",
-    "warmup_epochs": "warmup_steps",
-    "every_epochs": "every",
-    "keep_every_epochs": "keep_every",
-}
 RIVALS = {**_IN_STEPS, **{steps: epochs for epochs, steps in _IN_STEPS.items()}}
 """The same key in the other unit; the last one given takes precedence."""
 

@@ -31,6 +31,12 @@ from megavis.parallel.random import normal, uniform
 
 _SMALLEST_GAMMA = 1e-4
 """With predicted noise, x⁰ can be recovered only if x still contains some of it."""
+_LARGEST_LOGIT = 18.0
+"""Slightly more than the logit of the largest draw, 1 - 2^-25."""
+_NUM_POINTS = 8193
+"""Size of the table of quantiles."""
+_NOTHING = 1e-6
+"""Steps with γ closer than this to 0 or 1 are left out."""
 
 
 @dataclass(frozen=True)
@@ -219,11 +225,6 @@ def with_gamma(noisy: Tensor, gamma: Tensor) -> Tensor:
 
 Denoiser = Callable[[Tensor, Tensor], Tensor]
 """Maps noisy patches `[..., d]` and γ `[..., 1]` to an estimate of x⁰ `[..., d]`."""
-
-_LARGEST_LOGIT = 18.0
-"""Slightly more than the logit of the largest draw, 1 - 2^-25."""
-_NUM_POINTS = 8193
-_NOTHING = 1e-6
 
 
 class BetaNoise:

@@ -37,6 +37,11 @@ from megavis.parallel.random import normal, uniform
 Predictions = Tensor | tuple[Tensor, Tensor]
 """Parameters `[b, q, num_outputs]`; with a learned transform in front of the model also its output
 `[b, q, d]`, which is scored instead of the targets."""
+_REACH, _NUM_POINTS = 10.0, 1001
+"""The bound of rejection sampling is taken over this many points, at most 10 from the mean."""
+# Its tries per round, 1000 in total. Most values are accepted in the first round; for the rest, a
+# round has a higher overhead than its tries.
+_ROUNDS = (16, 64, 256, 664)
 
 
 @dataclass(frozen=True)
@@ -217,12 +222,6 @@ class _GuidedSampling(Drawing):
 def parameters_of(predictions: Predictions) -> Tensor:
     """Return the parameters `[b, q, ...]` of a head's predictions."""
     return predictions if isinstance(predictions, Tensor) else predictions[0]
-
-
-_REACH, _NUM_POINTS = 10.0, 1001
-# Tries per round, 1000 in total. Most values are accepted in the first round; for the rest, a round
-# has a higher overhead than its tries.
-_ROUNDS = (16, 64, 256, 664)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ from megavis.evaluation.features import view_of
 from megavis.evaluation.linear import majority_vote
 from megavis.model.inference import Inference
 
+_BATCH_SIZE = 64
+
 
 @dataclass(frozen=True)
 class ClassResult:
@@ -117,9 +119,6 @@ def _result(counts: np.ndarray, num_classes: int, num_views: int) -> ClassResult
         vote=float(confusion.trace() / num_images),
         confusion=confusion,
     )
-
-
-_BATCH_SIZE = 64
 
 
 @dataclass(frozen=True)

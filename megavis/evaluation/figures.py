@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from megavis.model.inference import Inference
 
 Row = Mapping[str, Any]
+_TRAINED, _UNTRAINED, _PIXELS = "#1f5fa8", "#8a8a8a", "#c2571a"
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,6 @@ class RenderedFigure:
     picture: Figure | np.ndarray
     rows: Sequence[Row] = ()
     lines: Sequence[str] = ()
-
-
-_TRAINED, _UNTRAINED, _PIXELS = "#1f5fa8", "#8a8a8a", "#c2571a"
 
 
 def depth_rows(result: ProbeResult) -> list[Row]:

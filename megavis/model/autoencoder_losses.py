@@ -28,6 +28,14 @@ from torch.func import functional_call
 from megavis.config.errors import UserError
 from megavis.tokenizers.network_tokenizer import read_weights_file
 
+_PARTS = ("weight", "bias")
+_PADDING = {3: 1, 5: 2, 11: 2}  # by kernel size
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""Of ImageNet's colours, which the perceptual backbones expect."""
+_SLOPE, _SMALLEST_SIDE, _LARGEST_MULTIPLE = 0.2, 4, 8
+"""Of the discriminator: slope of leaky ReLU, side of the last grid, and most channels in multiples
+of `filters`."""
+
 
 class PerceptualDistance:
     """Perceptual distance of two images, with constant weights."""
@@ -177,9 +185,6 @@ BACKBONES = (
         smallest=31,
     ),
 )
-_PARTS = ("weight", "bias")
-_PADDING = {3: 1, 5: 2, 11: 2}  # by kernel size
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def _backbone_of(weights: Mapping[str, Tensor]) -> PerceptualBackbone:
@@ -213,11 +218,6 @@ def open_perceptual(weights: str | None, lpips_weights: str | None) -> Perceptua
             raise UserError("--lpips-weights also needs --perceptual-weights")
         return None
     return PerceptualDistance.load(weights, lpips_weights)
-
-
-_SLOPE = 0.2
-_SMALLEST_SIDE = 4
-_LARGEST_MULTIPLE = 8
 
 
 class _Halving(nn.Module):

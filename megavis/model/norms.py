@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from megavis.model.kernels import layer_norm, rms_norm
 
+_EPSILON, _MOMENTUM = 1e-6, 0.1
+"""Of batch norm; the momentum is the weight of the current batch in the running statistics."""
+
 
 class Norm(nn.Module):
     """RMS norm (gain only) or layer norm over the last dimension, computed in float32.
@@ -51,11 +54,6 @@ class GainNorm(Norm):
     """A `Norm` without bias."""
 
     may_have_bias = False
-
-
-_EPSILON = 1e-6
-_MOMENTUM = 0.1
-"""Weight of the current batch in the running statistics."""
 
 
 class BatchNorm(nn.Module):

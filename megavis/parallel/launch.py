@@ -14,6 +14,10 @@ from dataclasses import dataclass
 
 from megavis.config.errors import UserError
 
+# The text before the first comma outside brackets, and the first number of a bracket.
+_FIRST_ENTRY = re.compile(r"(?:[^\[\],]|\[[^\[\]]+\])+")
+_BRACKET = re.compile(r"\[([0-9]+)[^\]]*\]")
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -78,11 +82,6 @@ def _from_slurm(environment: Mapping[str, str]) -> Launch:
         # Derived from the job ID: equal for all tasks, and rarely equal for two jobs on a node.
         master_port=int(environment.get("MASTER_PORT") or 20000 + job % 12768),
     )
-
-
-# The text before the first comma outside brackets, and the first number of a bracket.
-_FIRST_ENTRY = re.compile(r"(?:[^\[\],]|\[[^\[\]]+\])+")
-_BRACKET = re.compile(r"\[([0-9]+)[^\]]*\]")
 
 
 def first_host(nodes: str) -> str:

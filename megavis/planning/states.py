@@ -16,6 +16,9 @@ from megavis.planning.shape import ModelShape, number_size
 
 # Bytes per parameter: Adam's two moments; a float32 gradient, master weight or EMA.
 _ADAM, FLOAT32 = 8, 4
+# DeepSpeed's defaults in elements: bucket size of the gradient reduction, and the limit of gathered
+# weights under ZeRO-3.
+BUCKET, MOST_GATHERED = 500_000_000, 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -115,11 +118,6 @@ def fullest_states(
         for stage in range(layout.pipeline)
     )
     return max(states, key=lambda memory: memory.total)
-
-
-# DeepSpeed's defaults in elements: bucket size of the gradient reduction, and the limit of gathered
-# weights under ZeRO-3.
-BUCKET, MOST_GATHERED = 500_000_000, 1_000_000_000
 
 
 @dataclass(frozen=True)

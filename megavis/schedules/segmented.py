@@ -24,6 +24,9 @@ from megavis.schedules.boundaries import Cut, Segmentation, boundaries_error, bo
 from megavis.schedules.orders import DeviceConstant, check_order, random_orders
 from megavis.schedules.schedule import Arrangement, GenerationProgress, Schedule, Step
 
+MEAN_SHARE, SHARE_DEVIATION = 0.5, 0.1
+"""p ~ N(0.5, 0.1), where 0.1 is the standard deviation, as in the code of appendix B."""
+
 
 @dataclass(frozen=True)
 class GroupOptions:
@@ -216,10 +219,6 @@ def even_group_ends(num_given: int, num_tokens: int, num_groups: int) -> tuple[i
             f" {num_groups} groups; use 1 to {max(rest, 1)} groups and give at least one token"
         )
     return tuple(num_given + i * rest // num_groups for i in range(num_groups + 1))
-
-
-MEAN_SHARE, SHARE_DEVIATION = 0.5, 0.1
-"""p ~ N(0.5, 0.1), where 0.1 is the standard deviation, as in the code of appendix B."""
 
 
 def draw_boundaries(

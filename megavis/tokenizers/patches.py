@@ -26,6 +26,7 @@ Statistics = tuple[Sequence[float], Sequence[float]]
 """Mean and standard deviation of each channel in [0, 1]."""
 
 _EPSILON = 1e-6
+_NORM_EPSILON = 1e-5
 
 
 def standardize(images: Tensor) -> Tensor:
@@ -166,9 +167,6 @@ def to_tokens(grid: Tensor) -> Tensor:
 def to_grid(tokens: Tensor, *, height: int) -> Tensor:
     """Invert `to_tokens`, for a grid of `height` rows."""
     return tokens.transpose(1, 2).unflatten(2, (height, -1))
-
-
-_NORM_EPSILON = 1e-5
 
 
 def standardize_frames(frames: Tensor) -> Tensor:

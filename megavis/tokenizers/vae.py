@@ -27,6 +27,8 @@ from megavis.tokenizers.network_tokenizer import (
 )
 from megavis.tokenizers.shapes import VAEShape
 
+_LOWEST_LOG_VARIANCE, _HIGHEST_LOG_VARIANCE = -30.0, 20.0
+
 
 class VAE(LatentTokenizer):
     """A trained `VAENetwork`.
@@ -66,10 +68,6 @@ class VAE(LatentTokenizer):
         """Decode latents `[b, c, h, w]` to images uint8 `[b, s, s, 3]`, clipped."""
         device = next(self.parameters()).device
         return to_images(self.network.decoder(latents.to(device).float()))
-
-
-_EPSILON = 1e-6
-_LOWEST_LOG_VARIANCE, _HIGHEST_LOG_VARIANCE = -30.0, 20.0
 
 
 @dataclass(frozen=True)
@@ -113,9 +111,9 @@ class VAEResidualBlock(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, groups: int) -> None:
         super().__init__()
-        self.norm_0 = _norm(inputs, groups)
+        self.norm_0 = group_norm(inputs, groups)
         self.conv_0 = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
-        self.norm_1 = _norm(outputs, groups)
+        self.norm_1 = group_norm(outputs, groups)
         self.conv_1 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
         # As in the released code, the projected shortcut takes the convolutions' output.
         self.shortcut = None if inputs == outputs else nn.Conv2d(outputs, outputs, 1, bias=False)
@@ -140,7 +138,7 @@ class VAEEncoder(nn.Module):
             self.levels.append(_blocks(width, shape.filters * multiplier, shape))
             width = shape.filters * multiplier
         self.middle = _blocks(width, width, shape)
-        self.norm = _norm(width, shape.groups)
+        self.norm = group_norm(width, shape.groups)
         self.conv_out = nn.Conv2d(width, outputs or 2 * shape.latent_channels, 1)
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -172,7 +170,7 @@ class VAEDecoder(nn.Module):
             width = shape.filters * multiplier
             if number > 0:
                 self.enlargers.append(nn.Conv2d(width, width, 3, padding=1))
-        self.norm = _norm(width, shape.groups)
+        self.norm = group_norm(width, shape.groups)
         self.conv_out = nn.Conv2d(width, 3, 3, padding=1)
 
     def forward(self, latents: Tensor) -> Tensor:
@@ -214,8 +212,9 @@ class VAENetwork(nn.Module):
         return self.decoder(latents), posterior
 
 
-def _norm(channels: int, groups: int) -> nn.GroupNorm:
-    return nn.GroupNorm(groups, channels, eps=_EPSILON)
+def group_norm(channels: int, groups: int) -> nn.GroupNorm:
+    """Build a group norm with the ε of the released networks."""
+    return nn.GroupNorm(groups, channels, eps=1e-6)
 
 
 def _blocks(inputs: int, outputs: int, shape: VAEShape) -> nn.Sequential:

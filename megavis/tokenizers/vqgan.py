@@ -28,7 +28,7 @@ from megavis.tokenizers.network_tokenizer import (
     to_pixels,
 )
 from megavis.tokenizers.shapes import VAEShape, VQGANShape
-from megavis.tokenizers.vae import VAEDecoder, VAEEncoder, initialize
+from megavis.tokenizers.vae import VAEDecoder, VAEEncoder, group_norm, initialize
 
 
 class VQGAN(IdTokenizer):
@@ -94,9 +94,6 @@ class VQGAN(IdTokenizer):
         return to_images(self.network.decode(self.network.quantize.codes(grid)))
 
 
-_EPSILON = 1e-6
-
-
 class VQGANNetwork(nn.Module):
     """Encoder, codebook and decoder."""
 
@@ -154,8 +151,8 @@ class VQGANResidualBlock(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, groups: int) -> None:
         super().__init__()
-        self.norm1, self.conv1 = _norm(inputs, groups), _conv(inputs, outputs)
-        self.norm2, self.conv2 = _norm(outputs, groups), _conv(outputs, outputs)
+        self.norm1, self.conv1 = group_norm(inputs, groups), _conv(inputs, outputs)
+        self.norm2, self.conv2 = group_norm(outputs, groups), _conv(outputs, outputs)
         self.nin_shortcut = None if inputs == outputs else nn.Conv2d(inputs, outputs, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -170,7 +167,7 @@ class AttentionBlock(nn.Module):
 
     def __init__(self, width: int, groups: int) -> None:
         super().__init__()
-        self.norm = _norm(width, groups)
+        self.norm = group_norm(width, groups)
         self.q, self.k, self.v = (nn.Conv2d(width, width, 1) for _ in range(3))
         self.proj_out = nn.Conv2d(width, width, 1)
 
@@ -257,7 +254,10 @@ class VQGANEncoder(nn.Module):
                 level.downsample = Halve(width)
             self.down.append(level)
         self.mid = Middle(width, groups)
-        self.norm_out, self.conv_out = _norm(width, groups), _conv(width, shape.latent_channels)
+        self.norm_out, self.conv_out = (
+            group_norm(width, groups),
+            _conv(width, shape.latent_channels),
+        )
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Map `[b, 3, H, W]` in [-1, 1] to `[b, z, h, w]`."""
@@ -287,7 +287,7 @@ class VQGANDecoder(nn.Module):
                 level.upsample = Double(width)
             levels.append(level)
         self.up = nn.ModuleList(reversed(levels))
-        self.norm_out, self.conv_out = _norm(width, groups), _conv(width, 3)
+        self.norm_out, self.conv_out = group_norm(width, groups), _conv(width, 3)
 
     def forward(self, coarse: Tensor) -> Tensor:
         """Map `[b, z, h, w]` to pixels `[b, 3, H, W]`, nominally in [-1, 1]."""
@@ -297,10 +297,6 @@ class VQGANDecoder(nn.Module):
             if number > 0:
                 x = level.get_submodule("upsample")(x)
         return self.conv_out(F.silu(self.norm_out(x)))
-
-
-def _norm(channels: int, groups: int) -> nn.GroupNorm:
-    return nn.GroupNorm(groups, channels, eps=_EPSILON)
 
 
 def _conv(inputs: int, outputs: int) -> nn.Conv2d:

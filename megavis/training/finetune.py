@@ -36,6 +36,8 @@ from megavis.training.engine import Engine
 from megavis.training.job import open_held_out
 
 _PARTS = ("selection", "test")
+_MAY_DIFFER = re.compile("positions|position_scale|features|drop_path|.*dropout")
+"""Model keys that do not change the meaning of weights."""
 
 
 @dataclass
@@ -170,10 +172,6 @@ def _check_test_images(
             check_no_overlap(test, [validation])
     except UserError as error:
         raise loaded.source.error([(key, str(error))]) from None
-
-
-_MAY_DIFFER = re.compile("positions|position_scale|features|drop_path|.*dropout")
-"""Model keys that do not change the meaning of weights."""
 
 
 def source_checkpoint(settings: FinetuneConfig) -> Path:

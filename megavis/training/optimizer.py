@@ -34,6 +34,9 @@ from megavis.model.stack import LocalLayers
 from megavis.parallel.tensors import is_first_copy
 from megavis.training.adafactor import Adafactor, shape_of
 
+_TRUST = 1e-3
+"""η of LARS."""
+
 
 def build_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
@@ -175,10 +178,6 @@ def learning_rate(step: int, *, peak: float, total_steps: int, config: ScheduleC
     done = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
     lowest = config.min_rate
     return lowest + (peak - lowest) * 0.5 * (1.0 + math.cos(math.pi * done))
-
-
-_TRUST = 1e-3
-"""η of the paper."""
 
 
 class LARS(torch.optim.Optimizer):

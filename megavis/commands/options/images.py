@@ -23,6 +23,9 @@ from megavis.commands.options.shared import (
 from megavis.config.arguments import add_perceptual_arguments, non_negative, positive
 from megavis.config.errors import UserError
 
+DISTANCE = "frechet"
+MEASURES = ("loss", "probe", "neighbors", "samples", DISTANCE)
+
 
 def add_sample(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megavis sample`."""
@@ -269,10 +272,6 @@ def add_label_maps(verbs: Any) -> None:
         )
         add_options(parser)
         parser.set_defaults(run=f"evaluate_label_maps:evaluate_{kind}")
-
-
-DISTANCE = "frechet"
-MEASURES = ("loss", "probe", "neighbors", "samples", DISTANCE)
 
 
 def add_watch(verbs: Any) -> None:

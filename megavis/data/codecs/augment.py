@@ -44,6 +44,16 @@ _SMALLEST_DRAW = 2.0**-25
 
 Operation = Callable[[Picture, float, float], Picture]
 """Maps an image, a strength in [0, 1] and a sign to an image of the same size."""
+# Random Erasing.
+_ATTEMPTS, _DRAWS_AN_ATTEMPT = 10, 4
+NUM_ERASING_DRAWS = 2 + _ATTEMPTS * _DRAWS_AN_ATTEMPT
+"""Uniform draws per image."""
+_AREAS = (0.02, 1 / 3)
+_LOG_RATIOS = (math.log(0.3), math.log(1 / 0.3))
+_MEAN = 255.0 * np.array((0.485, 0.456, 0.406))
+_DEVIATION = 255.0 * np.array((0.229, 0.224, 0.225))
+_SEEDS = 1 << 24
+"""Draws are multiples of 1 / 2^24."""
 
 
 @dataclass(frozen=True)
@@ -169,17 +179,6 @@ OPERATIONS: tuple[Operation, ...] = (
     _move(shift=0.45, along=1),
 )
 """The fifteen operations in timm's order."""
-
-
-_ATTEMPTS, _DRAWS_AN_ATTEMPT = 10, 4
-NUM_ERASING_DRAWS = 2 + _ATTEMPTS * _DRAWS_AN_ATTEMPT
-"""Uniform draws per image."""
-_AREAS = (0.02, 1 / 3)
-_LOG_RATIOS = (math.log(0.3), math.log(1 / 0.3))
-_MEAN = 255.0 * np.array((0.485, 0.456, 0.406))
-_DEVIATION = 255.0 * np.array((0.229, 0.224, 0.225))
-_SEEDS = 1 << 24
-"""Draws are multiples of 1 / 2^24."""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from megavis.data.codecs.transforms import Transform
 
 DAMAGED = "damaged"
 _FORMATS = ("JPEG", "PNG", "MPO")
+_LENGTH = struct.Struct("<I")
 
 
 class DamagedImageError(ValueError):
@@ -100,9 +101,6 @@ def _decode_with_pillow(content: bytes) -> np.ndarray:
         except Exception as error:
             # Decoders raise almost any exception on damaged bytes: SyntaxError, struct.error, ...
             raise DamagedImageError(str(error)) from None
-
-
-_LENGTH = struct.Struct("<I")
 
 
 class PairsCodec(Codec):

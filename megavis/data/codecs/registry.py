@@ -12,6 +12,9 @@ from megavis.data.codecs.jpeg import JpegCodec, PairsCodec
 from megavis.data.codecs.transforms import CropKind, Transform
 from megavis.data.format.manifest import Manifest, ShardKind, TargetMaps
 
+_WHOLE = ("none", "shifted")
+"""Crops that keep the stored size."""
+
 
 def codec_of(
     manifest: Manifest, transform: Transform | None = None, *, palette: PaletteLike | None = None
@@ -164,8 +167,6 @@ def _require_as_stored(manifest: Manifest, transform: Transform | None, *, may_f
         )
 
 
-_WHOLE = ("none", "shifted")
-"""Crops that keep the stored size."""
 _CODECS: Mapping[ShardKind, Callable[[Manifest, Transform | None], Codec]] = {
     "palette": _palette,
     "jpeg": _jpeg,

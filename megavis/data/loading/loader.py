@@ -26,6 +26,8 @@ from megavis.data.loading.order import Order, RepeatedOrder
 from megavis.parallel.progress import shown
 
 DEFAULT_THREADS = 4
+# Finished reads to keep ready, so that one slow read does not stall the consumer.
+_SPARE = 2
 
 
 class BatchLoader:
@@ -279,9 +281,6 @@ def round_robin_by_class(dataset: ShardDataset, count: int) -> np.ndarray:
 
 
 Item = TypeVar("Item")
-
-# Finished reads to keep ready, so that one slow read does not stall the consumer.
-_SPARE = 2
 
 
 class Prefetcher(Generic[Item]):

@@ -20,6 +20,8 @@ from megavis.config.errors import UserError
 from megavis.evaluation.figures import Row
 from megavis.model.autoencoder_losses import PerceptualDistance
 
+_BATCH_SIZE = 64
+
 
 def repeat_last_row(images: Tensor, num_rows: int) -> Tensor:
     """Replace the rows of images `[b, h, w, 3]` from `num_rows` on by the row before them."""
@@ -82,9 +84,6 @@ def score_completions(originals: Tensor, completed: Tensor, given: Tensor) -> Co
         for i in range(len(originals))
     ]
     return Completions(completed_db, mean_db, repeated_db, table)
-
-
-_BATCH_SIZE = 64
 
 
 def score_filling(

@@ -27,6 +27,11 @@ from megavis.model.autoencoder_losses import PerceptualDistance
 from megavis.model.inference import Inference
 
 _BATCH_SIZE = 64
+WINDOW = 11
+_SIGMA = 1.5
+_RANGE = 255.0
+_C1, _C2 = (0.01 * _RANGE) ** 2, (0.03 * _RANGE) ** 2
+"""Of SSIM: window and standard deviation in pixels, range of values, and constants."""
 
 
 def reconstructions(
@@ -110,18 +115,6 @@ class Distances:
             self._originals.summary(source=str(originals), sha256=digest),
             device=torch.device("cpu"),
         )
-
-
-WINDOW = 11
-
-
-_SIGMA = 1.5
-
-
-_RANGE = 255.0
-
-
-_C1, _C2 = (0.01 * _RANGE) ** 2, (0.03 * _RANGE) ** 2
 
 
 def structural_similarity(first: Tensor, second: Tensor) -> Tensor:

@@ -20,6 +20,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+NUM_SPLITS = 10
+"""Splits of published inception scores: 50,000 images, 5,000 per split."""
+NEIGHBORS = 3
+"""k of published precision and recall."""
+_BLOCK = 1 << 26
+"""Most distances in memory at once."""
+
 
 @dataclass(frozen=True)
 class Gaussian:
@@ -81,10 +88,6 @@ def _root(covariance: Tensor) -> Tensor:
     return (vectors * values.clamp(min=0).sqrt()) @ vectors.t()
 
 
-NUM_SPLITS = 10
-"""Splits of published scores: 50,000 images, 5,000 per split."""
-
-
 class RunningClassScore:
     """Running inception score over consecutive splits, in float64.
 
@@ -122,14 +125,6 @@ class RunningClassScore:
         divergence = self._negentropy / sizes - torch.xlogy(marginal, marginal).sum(1)
         scores = divergence.exp()
         return float(scores.mean()), float(scores.std(correction=0))
-
-
-NEIGHBORS = 3
-"""k of published results."""
-
-
-_BLOCK = 1 << 26
-"""Most distances in memory at once."""
 
 
 def precision_and_recall(

@@ -23,6 +23,8 @@ from megavis.training.callbacks.callback import StepState
 _VALIDATED = ("validation_loss", "validation_accuracy")
 _OF_TRAINING = ("lr", "grad_norm", "samples_per_s")
 _STEPS_PER_COLLECTION = 200
+_MAX_NAMED = 20
+"""Names printed per process; further ones are only counted."""
 
 
 class LogMetrics:
@@ -116,10 +118,6 @@ class ShowProgress:
             tqdm.write(f"step {state.step}/{state.last_step}  {text}", file=sys.stderr)
         if state.is_last:
             self._bar.close()
-
-
-_MAX_NAMED = 20
-"""Names printed per process; further ones are only counted."""
 
 
 class ReportReplacedSamples:

@@ -19,6 +19,7 @@ from megavis.training.callbacks.callback import StepState
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """SLURM sends either of them before it reclaims the nodes."""
+RECORD_NAME = "restarts.json"
 
 
 class Signals:
@@ -75,9 +76,6 @@ class StopOnSignal:
         # Aborted work must be repeated, even if no step is left to take.
         self.has_stopped = self.has_stopped or self._agreed
         return self._agreed
-
-
-RECORD_NAME = "restarts.json"
 
 
 def count_restart(run_folder: Path, first_step: int, limit: int, context: ParallelContext) -> None:
