@@ -9,10 +9,15 @@ from typing import Any, Self
 _KEYS = {"groups": "norm_groups"}  # config keys that differ from the field's name
 
 
+@dataclass(frozen=True)
 class _Levels:
-    """A network that halves the resolution between levels."""
+    """Sizes of a network that halves the resolution between levels.
 
-    multipliers: tuple[int, ...]
+    Attributes:
+        multipliers: channels of each level as multiples of the first level's.
+    """
+
+    multipliers: tuple[int, ...] = (1, 1, 2, 2, 4)
 
     @property
     def downsampling(self) -> int:
@@ -22,8 +27,7 @@ class _Levels:
     @classmethod
     def from_section(cls, section: Mapping[str, Any]) -> Self:
         """Return the sizes in the `objective` section of a config."""
-        # Type checkers have no bound for "any dataclass".
-        names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        names = [field.name for field in fields(cls)]
         sizes = {name: section[key] for name in names if (key := _KEYS.get(name, name)) in section}
         return cls(**{**sizes, "multipliers": tuple(sizes["multipliers"])})
 
@@ -35,7 +39,6 @@ class VAEShape(_Levels):
     Attributes:
         latent_channels: d, channels of a latent.
         filters: channels of the first level, a multiple of `groups`.
-        multipliers: channels of each level as multiples of `filters`.
         blocks_per_level: residual blocks per level, and in the middle.
         groups: groups of each group norm. A group of one channel loses its mean, so narrow networks
             need fewer groups than the paper's.
@@ -43,7 +46,6 @@ class VAEShape(_Levels):
 
     latent_channels: int = 16
     filters: int = 128
-    multipliers: tuple[int, ...] = (1, 1, 2, 2, 4)
     blocks_per_level: int = 2
     groups: int = 32
 
@@ -56,7 +58,6 @@ class VQGANShape(_Levels):
         codebook_size: K; 1024 and 16384 in the released models.
         code_size: d, channels of a codebook entry.
         filters: channels of the first level, a multiple of `norm_groups`.
-        multipliers: channels of each level as multiples of `filters`.
         blocks_per_level: residual blocks per level of the encoder; the decoder has one more.
         latent_channels: z, channels of the encoder's output.
         norm_groups: groups of each group norm.
@@ -67,7 +68,6 @@ class VQGANShape(_Levels):
     codebook_size: int = 16384
     code_size: int = 256
     filters: int = 128
-    multipliers: tuple[int, ...] = (1, 1, 2, 2, 4)
     blocks_per_level: int = 2
     latent_channels: int = 256
     norm_groups: int = 32

@@ -103,7 +103,11 @@ class VQGANNetwork(nn.Module):
         self.is_maskgit = shape.layers == "maskgit"
         coarse = code if self.is_maskgit else shape.latent_channels
         vae = VAEShape(
-            code, shape.filters, shape.multipliers, shape.blocks_per_level, shape.norm_groups
+            latent_channels=code,
+            filters=shape.filters,
+            multipliers=shape.multipliers,
+            blocks_per_level=shape.blocks_per_level,
+            groups=shape.norm_groups,
         )
         self.encoder: nn.Module = (
             VAEEncoder(vae, outputs=code) if self.is_maskgit else VQGANEncoder(shape)

@@ -82,7 +82,12 @@ def vae_shape(released: Arrays) -> VAEShape:
     per_level = num_blocks // (num_levels + 1)
     firsts = (f"cnn_encoder/ResBlock_{level * per_level}" for level in range(num_levels))
     widths = [arrays[f"{first}/Conv_1/kernel"].shape[-1] for first in firsts]
-    return VAEShape(latent_channels, filters, tuple(w // filters for w in widths), per_level)
+    return VAEShape(
+        latent_channels=latent_channels,
+        filters=filters,
+        multipliers=tuple(width // filters for width in widths),
+        blocks_per_level=per_level,
+    )
 
 
 def _vae_arrays(released: Arrays) -> dict[str, np.ndarray]:

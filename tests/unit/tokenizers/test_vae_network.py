@@ -54,7 +54,8 @@ def test_kl_matches_torch_distributions():
 
 
 def test_log_variance_is_clipped():
-    network = VAENetwork(VAEShape(2, 32, (1,), 1))
+    shape = VAEShape(latent_channels=2, filters=32, multipliers=(1,), blocks_per_level=1)
+    network = VAENetwork(shape)
     torch.nn.init.constant_(network.encoder.conv_out.bias, 1e3)
     posterior = network.posterior(torch.rand(1, 3, 4, 4))
     assert float(posterior.log_variance.max()) == 20.0
