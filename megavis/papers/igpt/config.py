@@ -15,6 +15,38 @@ from megavis.config.schema import ConfigIssue, ObjectiveConfig, Positive, RunCon
 from megavis.config.section import AtLeast0
 
 
+# Above the class: pydantic completes a class when it is created, and subclasses in other modules
+# inherit its fields only then.
+def read_order(value: object) -> object:
+    """Parse `order`: a kind, a list of pixels, or a `.npy` file with such a list.
+
+    The file is replaced by its content, so that a run does not depend on it and cannot resume with
+    another order.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if isinstance(value, str) and value.endswith(".npy"):
+        return _read_file(Path(value))
+    if isinstance(value, str) and value not in get_args(OrderKind):
+        raise ValueError(f"must be one of {', '.join(get_args(OrderKind))} or a .npy file")
+    if isinstance(value, list | tuple) and sorted(value) != [*range(len(value))]:
+        raise ValueError("must list every pixel, counted from 0, once")
+    return value
+
+
+def _read_file(path: Path) -> tuple[int, ...]:
+    try:
+        pixels = np.load(path, allow_pickle=False)
+    except (OSError, ValueError):
+        raise ValueError("must be a file written by numpy.save") from None
+    if pixels.ndim != 1 or not np.array_equal(np.sort(pixels), np.arange(len(pixels))):
+        raise ValueError(
+            "must contain a permutation: a vector of every pixel, counted from 0, once"
+        )
+    return tuple(int(pixel) for pixel in pixels)
+
+
 class IGPTConfig(ObjectiveConfig):
     """Config keys of iGPT."""
 
@@ -65,33 +97,3 @@ class IGPTConfig(ObjectiveConfig):
         elif self.order in ("nested_raster", "round_robin") and side % self.order_block:
             text = f"{self.order_block} does not divide data.image_size {side}"
             yield "objective.order_block", text
-
-
-def read_order(value: object) -> object:
-    """Parse `order`: a kind, a list of pixels, or a `.npy` file with such a list.
-
-    The file is replaced by its content, so that a run does not depend on it and cannot resume with
-    another order.
-
-    Raises:
-        ValueError: it is none of these.
-    """
-    if isinstance(value, str) and value.endswith(".npy"):
-        return _read_file(Path(value))
-    if isinstance(value, str) and value not in get_args(OrderKind):
-        raise ValueError(f"must be one of {', '.join(get_args(OrderKind))} or a .npy file")
-    if isinstance(value, list | tuple) and sorted(value) != [*range(len(value))]:
-        raise ValueError("must list every pixel, counted from 0, once")
-    return value
-
-
-def _read_file(path: Path) -> tuple[int, ...]:
-    try:
-        pixels = np.load(path, allow_pickle=False)
-    except (OSError, ValueError):
-        raise ValueError("must be a file written by numpy.save") from None
-    if pixels.ndim != 1 or not np.array_equal(np.sort(pixels), np.arange(len(pixels))):
-        raise ValueError(
-            "must contain a permutation: a vector of every pixel, counted from 0, once"
-        )
-    return tuple(int(pixel) for pixel in pixels)
