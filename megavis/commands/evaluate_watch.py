@@ -7,7 +7,7 @@ import contextlib
 import functools
 import hashlib
 import json
-import select
+import selectors
 import signal
 import sys
 import time
@@ -131,7 +131,9 @@ def _wait(args: argparse.Namespace) -> bool:
     """Wait until the next poll; return whether the run has ended."""
     if args.until_input_ends:
         # Training knows its last step better than the config, which may be from an earlier start.
-        return bool(select.select([sys.stdin], [], [], args.interval)[0])
+        with selectors.PollSelector() as selector:
+            selector.register(sys.stdin, selectors.EVENT_READ)
+            return bool(selector.select(args.interval))
     if _is_finished(args.run_folder):
         return True
     time.sleep(args.interval)

@@ -53,7 +53,7 @@ def test_demo_steps_and_commands_are_valid(demo, tmp_path, paper):
     steps = [line for line in lines if line.startswith("[")]
     total = len(steps)
     assert [line.split()[0] for line in steps] == [f"[{n}/{total}]" for n in range(1, total + 1)]
-    assert lines[0].endswith(f"is in demo/{paper}.log")
+    assert lines[0].endswith(f"are in demo/{paper}.log")
     log = (tmp_path / "demo" / f"{paper}.log").read_text()
     commands = re.findall(r"^\$ (.*)$", log, re.MULTILINE)
     assert len(commands) == total
