@@ -19,14 +19,14 @@ class Moments:
     Attributes:
         mean: `[c]`.
         deviation: `[c]`, standard deviations.
-        beside: `[c]`, correlation of horizontal neighbours.
-        below: `[c]`, correlation of vertical neighbours.
+        horizontal: `[c]`, correlation of horizontal neighbours.
+        vertical: `[c]`, correlation of vertical neighbours.
     """
 
     mean: list[float]
     deviation: list[float]
-    beside: list[float]
-    below: list[float]
+    horizontal: list[float]
+    vertical: list[float]
 
     @classmethod
     def of(cls, latents: Tensor) -> Moments:
@@ -65,7 +65,7 @@ def largest_differences(latents: Tensor, held_out: Tensor) -> dict[str, float]:
 
     Returns:
         `mean`: in standard deviations of the held-out channel; `deviation`: largest ratio minus
-        one; `beside` and `below`: differences of correlations.
+        one; `horizontal` and `vertical`: differences of correlations.
     """
     ours, theirs = asdict(Moments.of(latents)), asdict(Moments.of(held_out))
     scale = torch.tensor(theirs["deviation"])

@@ -27,7 +27,7 @@ def test_moments_match_numpy():
         np.testing.assert_allclose(moments.mean[channel], values.mean())
         np.testing.assert_allclose(moments.deviation[channel], values.std(ddof=1))
         correlation = np.corrcoef(values[..., 1:].ravel(), values[..., :-1].ravel())[0, 1]
-        np.testing.assert_allclose(moments.beside[channel], correlation)
+        np.testing.assert_allclose(moments.horizontal[channel], correlation)
 
 
 def test_compare_reports_known_differences():
@@ -39,5 +39,5 @@ def test_compare_reports_known_differences():
     assert abs(wider["deviation"] - 0.5) < 0.03
     turned = latents_of(4000).transpose(2, 3)
     other = compare(turned, latents_of(4000, seed=1))["largest_difference"]
-    assert abs(other["beside"] - 0.6) < 0.05
-    assert abs(other["below"] - 0.6) < 0.05
+    assert abs(other["horizontal"] - 0.6) < 0.05
+    assert abs(other["vertical"] - 0.6) < 0.05
