@@ -11,9 +11,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-# Let waiting threads sleep. If they spin, as by default, while a core is busy with other work, the demo
-# takes five times the CPU time (docs/evaluation.md).
-export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
+# Let waiting threads sleep after a short spin: a long one, the default, takes five times as long while a
+# core is busy with other work, and none a quarter longer on idle cores (docs/evaluation.md).
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive} GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-1000}
 
 seed=${SEED:-0}
 tag=
@@ -167,7 +167,7 @@ mp3() {
 darl() {
   local run=runs/darl_demo$tag mse=runs/darl_mse_demo$tag tune=yaml_configs/darl/finetune_demo.yaml
   letters_32
-  background "train DARL to denoise patch by patch, 4 layers 128 wide, for 1,000 steps of 32 images" \
+  background "train DARL to denoise patch by patch, 4 layers 128 wide, for 800 steps of 32 images" \
     megavis train yaml_configs/darl/demo.yaml $(seeded darl_demo)
   step "train it to predict patches by squared error" \
     megavis train yaml_configs/darl/demo.yaml objective.loss=mse objective.decoder=null \
