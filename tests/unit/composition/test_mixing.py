@@ -7,6 +7,7 @@ import pytest
 import torch
 from class_logits import PATCHES, WORDS, class_logits
 from scipy import stats
+from small_batches import photographs
 
 from megavis.composition.mixing import Mixing
 from megavis.config.errors import UserError
@@ -14,11 +15,6 @@ from megavis.data.loading.batch import Batch
 from megavis.parallel.random import uniform
 
 SIDE, CLASSES = 12, 4
-
-
-def photographs(count=8):
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(256, (count, SIDE, SIDE, 3), generator=generator, dtype=torch.uint8)
 
 
 def mixed_by_loops(images, labels, pairs, *, mixup, cutmix):
@@ -52,7 +48,7 @@ def mixed_by_loops(images, labels, pairs, *, mixup, cutmix):
 
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.8, 1.0), (0.8, 0.0), (0.0, 1.0)])
 def test_mixing_matches_plain_loops(mixup, cutmix):
-    images, labels = photographs(24), torch.randint(CLASSES, (24,))
+    images, labels = photographs(24, SIDE, seed=0), torch.randint(CLASSES, (24,))
     index = torch.arange(100, 124)
     mix = Mixing(mixup=mixup, cutmix=cutmix, seed=5)
     mixed, shares = mix(images, labels, index, num_classes=CLASSES)
@@ -75,7 +71,7 @@ def test_loss_uses_mixed_labels(build, tmp_path):
     """Only training mixes images."""
     words = (*WORDS, "objective={name: gvp, patch_size: 2, num_groups: 2}", *PATCHES, *MIXING)
     objective, runner = build(tmp_path / "c.yaml", *words)
-    images = photographs(6)[:, :4, :4].contiguous()
+    images = photographs(6, SIDE, seed=0)[:, :4, :4].contiguous()
     batch = Batch(images, torch.tensor([0, 1, 2, 3, 4, 0]), torch.arange(6))
     sequence = objective.training_sequence(batch)
     shares = sequence.targets[-1]

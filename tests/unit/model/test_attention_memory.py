@@ -2,27 +2,11 @@
 
 import pytest
 import torch
+from largest_tensor import LargestTensor
 from small_batches import run_layers
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 IMAGE_SIZE = 24
 NUM_TOKENS = IMAGE_SIZE**2
-
-
-class LargestTensor(TorchDispatchMode):
-    """Record the largest tensor that any operation returns, including in the backward pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.size, self.operation = 0, ""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().nbytes() > self.size:
-                self.size, self.operation = leaf.untyped_storage().nbytes(), str(func)
-        return result
 
 
 def step_of(objective, runner):

@@ -6,15 +6,11 @@ import sys
 import time
 
 import pytest
+from terminal import Terminal
 
 from megavis.commands.quiet import set_verbosity
 from megavis.parallel import progress
 from megavis.parallel.progress import is_silent, shown
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
 
 
 @pytest.fixture

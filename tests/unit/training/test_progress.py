@@ -4,14 +4,10 @@ import io
 
 import pytest
 import torch
+from terminal import Terminal
 
 from megavis.training.callbacks.callback import StepState
 from megavis.training.callbacks.progress import ShowProgress
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
 
 
 def shown(stream, monkeypatch):
