@@ -167,7 +167,7 @@ mp3() {
 darl() {
   local run=runs/darl_demo$tag mse=runs/darl_mse_demo$tag tune=yaml_configs/darl/finetune_demo.yaml
   letters_32
-  background "train DARL to denoise patch by patch, 4 layers 128 wide, for 800 steps of 32 images" \
+  background "train DARL to denoise patch by patch, 4 layers 128 wide, for 1,000 steps of 32 images" \
     megavis train yaml_configs/darl/demo.yaml $(seeded darl_demo)
   step "train it to predict patches by squared error" \
     megavis train yaml_configs/darl/demo.yaml objective.loss=mse objective.decoder=null \
