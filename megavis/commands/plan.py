@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from megavis.commands.quiet import quietly
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
 from megavis.config.schema import ParallelConfig
-from megavis.config.yaml_tree import BASED_ON, dump_tree
+from megavis.config.yaml_tree import BASED_ON, ConfigSource, apply_override, dump_tree
 from megavis.papers import build_objective
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import read_launch
@@ -48,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         sys.stdout.write(_as_table(loaded, shape, cluster, asked, found))
     if args.write is not None and found.best is not None:
-        text = written(args.write, loaded, found.best, cluster, _command(args))
+        tree = _tree(args.write, loaded, found.best, args.overrides)
+        text = _head(args, loaded, found.best, cluster) + dump_tree(tree)
         args.write.write_text(text, encoding="utf-8")
     return 0 if found.best is not None else 2
 
@@ -202,17 +204,15 @@ def _command(args: argparse.Namespace) -> str:
     return shlex.join(words)
 
 
-def written(path: Path, loaded: LoadedConfig, plan: Plan, cluster: Cluster, command: str) -> str:
-    """Return the recommended layout as a YAML file based on the given config.
+def _tree(path: Path, loaded: LoadedConfig, plan: Plan, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return a config with the recommended layout, based on the given one and its overrides.
 
     Args:
-        path: destination; its folder and name become the run's name.
+        path: destination; its folder and name become the run's name, unless that is overridden.
         loaded: the given config.
         plan: the layout.
-        cluster: target machines.
-        command: the command that chose it.
+        overrides: the given `key=value` words.
     """
-    base = Path(loaded.source.path)
     own, asked = plan.layout.parallel.model_dump(), loaded.config.parallel.model_dump()
     plain = ParallelConfig().model_dump()
     always = ("zero_stage", "activation_checkpointing")
@@ -221,16 +221,33 @@ def written(path: Path, loaded: LoadedConfig, plan: Plan, cluster: Cluster, comm
         for key in own
         if key in always or own[key] != asked[key] or own[key] != plain[key]
     }
-    tree = {
-        BASED_ON: os.path.relpath(base, path.parent),
-        "name": f"{path.resolve().parent.name}_{path.stem}",
-        "parallel": chosen,
-        "training": {"micro_batch_size": plan.layout.micro_batch_size},
-    }
+    base = os.path.relpath(loaded.source.path, path.parent)
+    tree: dict[str, Any] = {BASED_ON: base, "name": f"{path.resolve().parent.name}_{path.stem}"}
+    for word in overrides:
+        apply_override(tree, word, ConfigSource(str(path)))
+    if any(_is_section(tree, word.partition("=")[0]) for word in overrides):
+        # The word replaced its section, whereas a file's keys are merged with those of its base.
+        tree = loaded.config.model_dump(mode="json") | {"name": tree["name"]}
+        chosen = own
+    layout = {"parallel": chosen, "training": {"micro_batch_size": plan.layout.micro_batch_size}}
+    return tree | {section: (tree.get(section) or {}) | keys for section, keys in layout.items()}
+
+
+def _is_section(tree: dict[str, Any], key: str) -> bool:
+    """Return whether a dotted key holds keys."""
+    value: Any = tree
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return isinstance(value, dict)
+
+
+def _head(args: argparse.Namespace, loaded: LoadedConfig, plan: Plan, cluster: Cluster) -> str:
+    """Return the comment above the recommended layout."""
+    path, base = args.write, Path(loaded.source.path)
     head = [
         f"# {loaded.config.name} on {cluster.num_devices} {cluster.device.name} GPUs,"
         f" {cluster.devices_per_node} to a node. Made by",
-        f"#   {command} --write {path}",
+        f"#   {_command(args)} --write {path}",
         "# which estimates, without having run it:",
         f"#   {plan.memory.total / 1e9:.1f} GB on the fullest GPU, {plan.time.total:.3f} s a step"
         f" (MFU {plan.time.mfu:.0%}),",
@@ -240,4 +257,4 @@ def written(path: Path, loaded: LoadedConfig, plan: Plan, cluster: Cluster, comm
         # Path of the schema for editors, relative to the folder.
         lines = base.read_text(encoding="utf-8").splitlines()
         head += [line for line in lines if line.startswith("# yaml-language-server")]
-    return "\n".join([*head, "", dump_tree(tree)])
+    return "\n".join([*head, "", ""])
