@@ -108,7 +108,7 @@ def test_summary_of_paper_figures(folder, capsys):
         "completions": "image,psnr_completed,psnr_mean_of_completions,psnr_last_row_repeated\n"
         "0,10.0,20.0,5.0\n1,30.0,20.0,5.0\n",
         "groups": "groups,psnr,psnr_of_images\n1,17.5,18.0\n12,16.25,18.0\n",
-        "reconstructions": "hidden,psnr\npredicted,14.5\ntheir mean colour,9.25\n",
+        "reconstructions": "hidden,psnr\npredicted,14.5\nmean colours,9.25\n",
     }
     for name, table in tables.items():
         (folder / "evaluation" / f"{name}.csv").write_text(table)
@@ -124,7 +124,7 @@ def test_summary_of_paper_figures(folder, capsys):
         "what was hidden all at once 17.50 dB",
         "12 groups 16.25 dB",
         "hidden patches predicted 14.50 dB",
-        "their mean colour 9.25 dB",
+        "mean colours 9.25 dB",
     ]
 
 

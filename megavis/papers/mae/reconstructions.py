@@ -104,7 +104,7 @@ def draw_reconstructions(subject: FigureInput, options: argparse.Namespace) -> R
     hidden = pixels_of(found.hidden, originals)
     rows = [
         {"hidden": name, **score_filling(found.originals, images, torch.from_numpy(hidden))}
-        for name, images in (("predicted", found.made), ("their mean colour", found.flat))
+        for name, images in (("predicted", found.made), ("mean colours", found.flat))
     ]
     words = ", ".join(f"{row['hidden']} {row['psnr']:.2f} dB" for row in rows)
     columns = (hide(originals, ~hidden), made, originals)

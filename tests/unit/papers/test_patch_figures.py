@@ -141,7 +141,7 @@ def test_reconstructions(image_shards, tmp_path, capsys):
     assert "PSNR of the hidden patches of 9 images: predicted" in capsys.readouterr().out
     with (folder / "evaluation" / "reconstructions.csv").open() as file:
         rows = {row["hidden"]: float(row["psnr"]) for row in csv.DictReader(file)}
-    assert rows["predicted"] < rows["their mean colour"]
+    assert rows["predicted"] < rows["mean colours"]
     # Eight rows of three images of 128² pixels, with lines of two between them.
     pixels = np.asarray(Image.open(folder / "evaluation" / "reconstructions.png"))
     assert pixels.shape == (8 * 130 + 2, 3 * 130 + 2, 3)
