@@ -130,7 +130,7 @@ class Trainer:
 
         Raises:
             UnfinishedError: a signal stopped this or another process; the run is saved.
-            UserError: bad steps without a permitted rollback.
+            BadStepsError: bad steps without a permitted rollback.
         """
         config, context = self.config, self.context
         self.refuse_another_run()

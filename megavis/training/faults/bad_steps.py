@@ -124,6 +124,15 @@ class BadStepStreak:
     """The batch after the last bad one in the sample order, counted from 0."""
 
 
+class BadStepsError(UserError):
+    """Too many bad steps in a row, and no rollback that is allowed or possible."""
+
+    def __init__(self, step: int, text: str) -> None:
+        """Describe what happened up to the last bad step."""
+        super().__init__(text)
+        self.step = step
+
+
 class SpikeDetector:
     """Detects loss spikes from the losses alone, so identically in every layout.
 
@@ -173,28 +182,31 @@ def roll_back(
     data, so a resumed run skips the same data, in any layout.
 
     Raises:
-        UserError: on every process, if rollback is not allowed, or no checkpoint is old enough.
+        BadStepsError: on every process, if rollback is not allowed, or no checkpoint is old enough.
         OSError: likewise, if the checkpoint cannot be written.
     """
     count = row.last - row.first + 1
     what = f"{count} steps in a row, up to step {row.last}, were bad (training.max_bad_steps)"
     advice = "lower optimizer.learning_rate, or check the images at the positions above"
     if not settings.max_rollbacks:
-        raise UserError(f"{what}: {advice}, or allow rollbacks (training.max_rollbacks)")
+        text = f"{what}: {advice}, or allow rollbacks (training.max_rollbacks)"
+        raise BadStepsError(row.last, text)
     found = newest_intact_checkpoint(
         run_folder, context, up_to=row.first - 1 - settings.rollback_margin
     )
     if found is None:
-        raise UserError(
+        raise BadStepsError(
+            row.last,
             f"{what}, and no checkpoint is {settings.rollback_margin} steps"
-            f" (training.rollback_margin) older than the first of them: {advice}"
+            f" (training.rollback_margin) older than the first of them: {advice}",
         )
     folder, manifest = found
     times = 1 + (manifest.went_back.times if manifest.went_back else 0)
     if times > settings.max_rollbacks:
-        raise UserError(
+        raise BadStepsError(
+            row.last,
             f"{what}, after {times - 1} rollbacks to step {manifest.step}"
-            f" (training.max_rollbacks): {advice}"
+            f" (training.max_rollbacks): {advice}",
         )
     changed = manifest.model_copy(
         update={

@@ -2,10 +2,10 @@
 
 Rates are tried one after another from large to small, until the final validation loss starts to
 rise or, in fine-tuning, which may stop early, until the best validation accuracy starts to fall.
-Too high a rate shows as a loss spike from which training does not recover; such a run is given up
-as soon as this is clear. Every run is an ordinary run folder, so a killed search resumes: finished
-and given-up runs are kept, an interrupted one resumes. The results are a Markdown table, a CSV
-table and a plot.
+Too high a rate shows as a loss spike from which training does not recover, or as too many bad steps
+in a row; such a run is given up as soon as this is clear. Every run is an ordinary run folder, so a
+killed search resumes: finished and given-up runs are kept, an interrupted one resumes. The results
+are a Markdown table, a CSV table and a plot.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from megavis.evaluation.figures import Row, plain_axes, write_figure
 from megavis.parallel.context import ParallelContext
 from megavis.training.callbacks.callback import StepState
 from megavis.training.callbacks.early_stopping import EarlyStopping, accuracy_history
+from megavis.training.faults.bad_steps import BadStepsError
 from megavis.training.faults.interruption import Signals
 from megavis.training.job import hold_run
 from megavis.training.metrics import read_metrics
@@ -92,8 +93,7 @@ class SpikeWatch:
             return
         state.stop = "the loss rose and stays high"
         if context.is_main:
-            record = {"step": state.step, "steps": state.last_step, "reason": state.stop}
-            write_atomically(self._folder / _GIVEN_UP, json.dumps(record).encode())
+            _give_up(self._folder, state.step, state.last_step, state.stop)
 
 
 def is_lost(losses: Sequence[float], patience: int) -> bool:
@@ -151,7 +151,7 @@ def search_rates(
         if outcome.state == "unfinished":
             run = Trainer.open(LoadedConfig(config, loaded.source), context)
             with Signals() as signals, hold_run(run.folder, context):
-                run.train(signals, [SpikeWatch(run.folder, patience)])
+                _train_or_give_up(run, signals, patience)
             del run
             # An engine contains reference cycles, and the next one needs its memory.
             gc.collect()
@@ -161,6 +161,21 @@ def search_rates(
         if len(outcomes) > 1 and outcome.is_worse_than(outcomes[-2]):
             break
     return outcomes
+
+
+def _train_or_give_up(run: Trainer, signals: Signals, patience: int) -> None:
+    """Train a run; one whose steps are bad for too long is given up, not an error of the search."""
+    try:
+        run.train(signals, [SpikeWatch(run.folder, patience)])
+    except BadStepsError as error:
+        if run.context.is_main:
+            _give_up(run.folder, error.step, run.config.training.steps, str(error))
+
+
+def _give_up(folder: Path, step: int, steps: int, reason: str) -> None:
+    """Record that a run is not to be resumed, unless it gets another number of steps."""
+    record = {"step": step, "steps": steps, "reason": reason}
+    write_atomically(folder / _GIVEN_UP, json.dumps(record).encode())
 
 
 def best_of(outcomes: Sequence[TrialResult]) -> TrialResult | None:

@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from megavis.cli import main
+from megavis.training.engine import Engine
 from megavis.training.search.learning_rate import is_lost
 
 pytestmark = pytest.mark.once
@@ -90,6 +91,35 @@ def test_finetuning_with_early_stopping_is_selected_by_accuracy(config):
     assert search(config, *rates, *words) == 0
     assert table(config) == rows
     assert {run: metrics(run) for run in runs.glob("small-lr-*")} == before
+
+
+@pytest.mark.parametrize("diverging", ["loss", "gradients"])
+def test_rate_that_diverges_between_logged_steps_is_given_up(config, monkeypatch, diverging):
+    """Every step is skipped from then on, and the loss may stay finite."""
+    step = Engine.train_step
+
+    def diverge(engine, batches, number):
+        real, rate = engine.objective.loss, engine.config.optimizer.learning_rate
+        if rate > 1 and number >= 4:
+            # The gradient of the square root is infinite at 0, and 0 * inf is not a number.
+            added = {
+                "loss": lambda loss: loss * math.nan,
+                "gradients": lambda loss: (loss * 0).sqrt(),
+            }
+            engine.deepspeed.module.loss = lambda *words: (
+                real(*words) + added[diverging](real(*words))
+            )
+        return step(engine, batches, number)
+
+    monkeypatch.setattr(Engine, "train_step", diverge)
+    words = ["training.log_every=30", "checkpoint.every=0"]
+    for _ in range(2):  # the second search has nothing to do
+        assert search(config, "--rates", "1.5,1e-2", *words) == 0
+        rows = [(row["state"], row["step"]) for row in table(config)]
+        assert rows == [("given up", "14"), ("finished", "30")]
+    run = config.parent / "runs/small-lr-1.5"
+    reason = json.loads((run / "given_up.json").read_text())["reason"]
+    assert reason.startswith("10 steps in a row, up to step 14, were bad")
 
 
 def test_interrupted_search_resumes(config):
