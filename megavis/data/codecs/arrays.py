@@ -59,7 +59,7 @@ class LatentsCodec(Codec):
         shape = (len(payloads), *self.shape)
         joined = np.concatenate(payloads) if payloads else np.empty(0, np.uint8)
         views = joined.view("<f2").reshape(shape).astype(np.float16, copy=False)
-        finite = np.isfinite(views).reshape(len(payloads), -1).all(axis=1)
+        finite = np.isfinite(views).all(axis=(1, 2, 3, 4, 5))
         refused = {int(row): NOT_FINITE for row in np.flatnonzero(~finite)}
         which = np.zeros(len(payloads), np.int64)
         if self._transform is not None and self.shape[0] == 2:

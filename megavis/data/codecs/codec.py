@@ -116,7 +116,7 @@ class PaletteCodec(Codec):
         draws = transform.draws(positions)
         images = tokens.reshape(-1, side, side)
         results = [transform(image, draw) for image, draw in zip(images, draws, strict=True)]
-        return np.array(results, tokens.dtype).reshape(len(tokens), -1)
+        return np.array(results, tokens.dtype).reshape(len(tokens), transform.image_size**2)
 
 
 class IdsCodec(Codec):

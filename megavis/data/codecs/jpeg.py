@@ -54,7 +54,8 @@ class JpegCodec(Codec):
         pixels, refused = self._decode_pixels(payloads, positions)
         if self._palette is None:
             return pixels, refused
-        return self._palette.encode(pixels).reshape(len(pixels), -1), refused
+        num_tokens = pixels.shape[1] * pixels.shape[2]
+        return self._palette.encode(pixels).reshape(len(pixels), num_tokens), refused
 
     def _decode_pixels(
         self, payloads: Payloads, positions: np.ndarray

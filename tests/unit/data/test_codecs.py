@@ -17,12 +17,13 @@ from written_shards import write_payloads
 from megavis.config.errors import UserError
 from megavis.data.codecs.arrays import FramesCodec, LatentsCodec
 from megavis.data.codecs.augment import RandAugment
-from megavis.data.codecs.codec import IdsCodec
-from megavis.data.codecs.jpeg import DamagedImageError, decode_rgb, join
+from megavis.data.codecs.codec import IdsCodec, PaletteCodec
+from megavis.data.codecs.jpeg import DamagedImageError, JpegCodec, PairsCodec, decode_rgb, join
 from megavis.data.codecs.transforms import Transform
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches
 from megavis.evaluation.features import pixel_features
+from megavis.tokenizers.palette import Palette
 
 RANDOM = np.random.default_rng(0)
 SHAPE = (3, 2, 4)
@@ -237,6 +238,32 @@ def test_random_crops_do_not_depend_on_ranks_or_resume(tmp_path):
     for position, pixels in whole.items():
         assert torch.equal(pixels, parts[position])
         assert torch.equal(pixels, resumed.get(position, pixels))
+
+
+CROPPED = Transform(image_size=4, crop="window", flip=True)
+FLIPPED = Transform(image_size=16, flip=True)
+COLORS = Palette(np.array([[-1.0, -1.0, -1.0], [1.0, 1.0, 1.0]]))
+
+
+@pytest.mark.parametrize(
+    ("codec", "shape"),
+    [
+        (PaletteCodec(64), (64,)),
+        (PaletteCodec(64, transform=CROPPED), (16,)),
+        (IdsCodec(6), (6,)),
+        (JpegCodec(CROPPED), (4, 4, 3)),
+        (JpegCodec(CROPPED, palette=COLORS), (16,)),
+        (PairsCodec(CROPPED), (2, 4, 4, 3)),
+        (LatentsCodec(SHAPE), (2, *SHAPE)),
+        (LatentsCodec(SHAPE, flipped=True, transform=FLIPPED), (2, *SHAPE)),
+        (FramesCodec((4, 3)), (4, 3)),
+    ],
+)
+def test_no_payloads_give_no_rows(codec, shape):
+    # A micro-batch of a mixture may have no sample of one of its folders.
+    samples, refused = codec.decode([], np.empty(0, np.int64))
+    assert samples.shape == (0, *shape)
+    assert not refused
 
 
 @pytest.mark.parametrize(
