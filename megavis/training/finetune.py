@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megavis.checkpoint.format.folder import chosen_checkpoint, step_folder
+from megavis.checkpoint.format.folder import chosen_checkpoint, saved_steps, step_folder
 from megavis.checkpoint.format.manifest import read_manifest
 from megavis.checkpoint.state.restore import load_weights, start_from_weights
 from megavis.composition.classification import Classification
@@ -108,12 +108,17 @@ class Finetuning:
                 context=engine.context,
             )
 
+    def best_saved_step(self) -> int | None:
+        """Return the best step that has a checkpoint; None if there is none yet."""
+        return self.stopping.best_of(saved_steps(self.folder))
+
     def finish(self, engine: Engine) -> None:
         """Evaluate the best checkpoint; write and print the results, unless done before.
 
         The engine then holds that checkpoint's weights, so training cannot continue.
         """
-        step = self.stopping.best_step
+        # The folder may appear older on another node.
+        step = engine.context.from_main(self.best_saved_step())
         paths = {part: self.folder / "evaluation" / f"finetune_{part}.json" for part in _PARTS}
         if step is None or all(path.exists() for path in paths.values()):
             return

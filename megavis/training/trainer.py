@@ -338,7 +338,7 @@ class Trainer:
     def _prune(self) -> None:
         if self.context.is_main:
             keep = self.config.checkpoint
-            best = self.finetuning.stopping.best_step if self.finetuning else None
+            best = self.finetuning.best_saved_step() if self.finetuning else None
             keep_at = keep.keep_at if best is None else (*keep.keep_at, best)
             prune(
                 self.folder,

@@ -6,7 +6,7 @@ validation accuracy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,16 @@ class EarlyStopping:
     @property
     def best_step(self) -> int | None:
         """The first step with the highest accuracy; None before the first validation."""
-        best = max(self.history, key=lambda entry: (entry[1], -entry[0]), default=None)
+        return self.best_of([step for step, _ in self.history])
+
+    def best_of(self, steps: Collection[int]) -> int | None:
+        """Return the best of these steps; None if none of them was validated.
+
+        A checkpoint that could not be written does not end training, so the best step may have
+        none.
+        """
+        measured = [entry for entry in self.history if entry[0] in steps]
+        best = max(measured, key=lambda entry: (entry[1], -entry[0]), default=None)
         return best and best[0]
 
     @property
