@@ -168,10 +168,9 @@ class Trainer:
             batches_skipped=start.batches_skipped if start else 0,
         )
         save = SaveCheckpoint(
-            config.checkpoint.every,
+            config.checkpoint,
             functools.partial(self._snapshot, bad_steps=bad_steps),
             published=self._prune,
-            also_at=config.checkpoint.keep_at,
         )
         validate = self._validate(interruption)
         extra = [*extra_callbacks, bad_steps, *self._checks(bad_steps)]

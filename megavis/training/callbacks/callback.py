@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from megavis.config.schema import CheckpointConfig
 from megavis.training.engine import Engine
 
 
@@ -38,6 +39,11 @@ class StepState:
     def is_due(self, every: int) -> bool:
         """Whether an action every `every` steps is due, also at the end; never if `every` is 0."""
         return bool(every) and (self.step % every == 0 or self.step == self.last_step)
+
+    def needs_checkpoint(self, saving: CheckpointConfig) -> bool:
+        """Whether this step is saved: one that is due, that a callback requests, or the last."""
+        due = self.is_due(saving.every) or self.step in saving.keep_at
+        return due or self.wants_checkpoint or self.step == self.last_step
 
 
 class Callback(Protocol):

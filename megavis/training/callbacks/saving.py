@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from threading import Thread
 
 from tqdm import tqdm
 
 from megavis.checkpoint.state.save import Snapshot
+from megavis.config.schema import CheckpointConfig
 from megavis.parallel.agreement import AsyncFlag
 from megavis.training.callbacks.callback import StepState
 
 
 class SaveCheckpoint:
-    """Saves a checkpoint every N steps, when a callback requests one, and at the end.
+    """Saves the checkpoints that are due, that a callback requests, and the last one.
 
     Training waits while weights and states are copied to host memory; a thread then writes them. A
     failed write is reported and training continues, except at the end.
@@ -26,22 +27,19 @@ class SaveCheckpoint:
 
     def __init__(
         self,
-        every: int,
+        saving: CheckpointConfig,
         take: Callable[[StepState], Snapshot],
         *,
         published: Callable[[], None],
-        also_at: Collection[int] = (),
     ) -> None:
         """Collective over all processes.
 
         Args:
-            every: steps between checkpoints; 0 for only on a callback's request and at the end.
+            saving: determines when a checkpoint is due.
             take: copies the state of the run after a step.
             published: called after a checkpoint is published.
-            also_at: steps to save regardless of `every`.
         """
-        self.every, self._take, self._published = every, take, published
-        self._also_at = frozenset(also_at)
+        self._saving, self._take, self._published = saving, take, published
         self.failures = 0
         self._agreement = AsyncFlag()
         self._snapshot: Snapshot | None = None
@@ -51,9 +49,7 @@ class SaveCheckpoint:
     def __call__(self, state: StepState) -> None:
         """Save if due, and publish checkpoints that all processes have written."""
         began = time.perf_counter()
-        due = state.is_due(self.every) or state.step in self._also_at
-        due = due or state.wants_checkpoint or state.step == state.last_step
-        due = due and not state.goes_back
+        due = state.needs_checkpoint(self._saving) and not state.goes_back
         if due or state.is_last or self._all_have_written():
             self._publish(required=state.is_last and not due and not state.goes_back)
         if due:

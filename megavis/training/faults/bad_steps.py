@@ -79,8 +79,8 @@ class WatchBadSteps:
         skipped = state.engine.last_step_was_skipped()
         values = torch.stack([state.loss.detach().float(), skipped])
         known = self._means.exchange(state.step, values)
-        due = state.is_due(self.settings.log_every) or state.is_due(self.saving.every)
-        if due or state.wants_checkpoint or state.is_last:
+        due = state.is_due(self.settings.log_every) or state.needs_checkpoint(self.saving)
+        if due or state.is_last:
             known += self._means.settle()
         for step, (loss, was_skipped) in known:
             if self.row is None:

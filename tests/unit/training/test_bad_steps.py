@@ -14,6 +14,7 @@ from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.schema import TrainingConfig
 from megavis.training.faults.bad_steps import BadStepStreak, SpikeDetector, roll_back
+from megavis.training.faults.corruption_check import CheckReplicas
 
 pytestmark = pytest.mark.once
 
@@ -70,6 +71,24 @@ checkpoint: {{every: 1, keep_last: 5}}
     )
     assert main(["train", str(path), "--device", "cpu"]) == 0
     return path
+
+
+def test_checkpoints_at_extra_steps_are_checked_and_know_all_losses(trained, monkeypatch):
+    """Steps of `keep_at` are checkpoints like any other."""
+    real, checked = CheckReplicas.losses, []
+
+    def note(check, engine, step):
+        checked.append(step)
+        return real(check, engine, step)
+
+    monkeypatch.setattr(CheckReplicas, "losses", note)
+    words = ["name=extra", "checkpoint.every=0", "checkpoint.keep_at=[3]"]
+    words += ["training.check_replicas_every=100", "training.log_every=100"]
+    assert main(["train", str(trained), "--device", "cpu", *words]) == 0
+    run = trained.parent / "extra"
+    assert checked == saved_steps(run) == [3, 4]
+    for step in checked:
+        assert len(read_manifest(step_folder(run, step)).losses.recent) == step
 
 
 def test_number_of_rollbacks_is_limited(trained, tmp_path, context):

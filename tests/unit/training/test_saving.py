@@ -9,6 +9,7 @@ from megavis.checkpoint.format.folder import latest_checkpoint, prune, saved_ste
 from megavis.checkpoint.state import save
 from megavis.checkpoint.state.damage import damages
 from megavis.checkpoint.state.save import Snapshot, TrainingProgress
+from megavis.config.schema import CheckpointConfig
 from megavis.training.callbacks.callback import StepState
 from megavis.training.callbacks.saving import SaveCheckpoint
 
@@ -40,17 +41,16 @@ def saving(context, tmp_path, monkeypatch):
         return real(path, tensors)
 
     monkeypatch.setattr(save, "write_tensors", write)
-    return SaveCheckpoint(2, take, published=lambda: None), dies
+    return SaveCheckpoint(CheckpointConfig(every=2), take, published=lambda: None), dies
 
 
 def test_extra_steps_are_saved_and_kept(saving, tmp_path):
     """iGPT's Figure 3 needs steps 65,536 · 2^i, which `keep_every` cannot express."""
     every_second, _ = saving
     after_step = SaveCheckpoint(
-        2,
+        CheckpointConfig(every=2, keep_at=(1, 3)),
         every_second._take,
         published=lambda: prune(tmp_path, keep_last=1, keep_every=0, keep_at=(1, 3)),
-        also_at=(1, 3),
     )
     for step in range(1, LAST + 1):
         after_step(StepState(step, LAST, None, None))
