@@ -16,7 +16,7 @@ from pathlib import Path
 from data_tools import __version__
 from data_tools.engines import ENGINES, Failure, run_units
 from data_tools.job_report import JobOutcome, ProgressBar, say, write_memory_figure, write_report
-from data_tools.shard_tasks import ShardEncoder, Unit, UnitResult, plan_units
+from data_tools.shard_tasks import ShardEncoder, Unit, UnitResult, plan_units, refuse_other_jobs
 from data_tools.sources import ImageSource
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import FORMAT_VERSION, Manifest, SourceIdentity
@@ -127,16 +127,18 @@ def run_job(
 def _plan(source: ImageSource, encoder: ShardEncoder, arguments: argparse.Namespace) -> list[Unit]:
     out: Path = arguments.out
     _check(arguments, source)
-    for folder in encoder.folders:
-        (out / folder).mkdir(parents=True, exist_ok=True)
-        encoder.prepare(out / folder)
-    return plan_units(
+    units = plan_units(
         source,
         encoder,
         out=out,
         files_per_shard=arguments.samples_per_shard,
         seed=arguments.seed,
     )
+    refuse_other_jobs(units)
+    for folder in encoder.folders:
+        (out / folder).mkdir(parents=True, exist_ok=True)
+        encoder.prepare(out / folder)
+    return units
 
 
 def _report_path(arguments: argparse.Namespace, *, alone: bool) -> Path:

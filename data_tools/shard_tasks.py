@@ -170,15 +170,40 @@ def do_unit(unit: Unit, advance: Callable[[int], None] | None = None) -> UnitRes
     return _result(unit, made, was_there=False)
 
 
+def refuse_other_jobs(units: Sequence[Unit]) -> None:
+    """Compare the job of the units with that of one finished shard in each folder.
+
+    A unit checks only its own shard, so others would be written before it is rejected.
+
+    Raises:
+        UserError: a folder has shards of another job.
+    """
+    for unit in units[:1]:  # all have the same folders and jobs
+        for directory, job in zip(unit.directories, unit.jobs, strict=True):
+            for path in directory.glob("shard-*.index.json"):
+                if _index_of(path, job=job) is not None:
+                    break
+
+
 def finished_index(path: Path, *, job: str) -> ShardIndex | None:
     """Return the index of an intact tar, or None if it must be written (again).
 
     Raises:
         UserError: it was written by another job and must not be overwritten.
     """
-    index_file = index_path(path)
+    index = _index_of(index_path(path), job=job)
+    if index is None:
+        return None
+    if not len(index):  # every file was rejected, so there is no tar
+        return index
+    whole = path.is_file() and sha256_of_file(path) == index.sha256
+    return index if whole else None
+
+
+def _index_of(path: Path, *, job: str) -> ShardIndex | None:
+    """Read an index; None if it is missing or damaged. Raises UserError if of another job."""
     try:
-        index = ShardIndex.from_json(index_file.read_bytes(), path=index_file)
+        index = ShardIndex.from_json(path.read_bytes(), path=path)
     except (FileNotFoundError, UserError):
         return None
     if index.job != job:
@@ -186,10 +211,7 @@ def finished_index(path: Path, *, job: str) -> ShardIndex | None:
             f"{path.parent} holds shards made from other images or settings: "
             "choose another --out, or delete it"
         )
-    if not len(index):  # every file was rejected, so there is no tar
-        return index
-    whole = path.is_file() and sha256_of_file(path) == index.sha256
-    return index if whole else None
+    return index
 
 
 def _fill(

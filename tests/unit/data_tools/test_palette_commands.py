@@ -171,6 +171,19 @@ def test_existing_shards_of_other_jobs_are_kept(images, palette_file, tmp_path, 
     assert errors.count("error: ") == errors.count("\n") == 3
 
 
+def test_rejected_jobs_write_no_new_shards(images, palette_file, tmp_path, capsys):
+    """Nor are those written whose numbers do not exist yet, nor other files."""
+    out = tmp_path / "out"
+    assert shards(images, palette_file, out) == 0
+    (out / "palette.npy").unlink()
+    before = tree(out)
+    for number in range(10):
+        (images / f"new{number}.png").write_bytes(encoded(real_picture(), "PNG"))
+    assert shards(images, palette_file, out, "--slice", "5/5") == 2
+    assert "made from other images or settings" in capsys.readouterr().err
+    assert tree(out) == before
+
+
 def test_classes_from(images, palette_file, tmp_path, capsys):
     out, small = tmp_path / "out", tmp_path / "small"
     assert shards(images, palette_file, out) == 0
