@@ -43,7 +43,7 @@ def evaluate_panoptic(args: argparse.Namespace) -> int:
         parts = {"all": None, "things": things, "stuff": stuff}
         return {name: quality.quality(part).record() for name, part in parts.items()}
 
-    return _evaluate(args, "panoptic", score)
+    return _evaluate(args, "panoptic", score, name="panoptic")
 
 
 def evaluate_depth(args: argparse.Namespace) -> int:
@@ -55,10 +55,11 @@ def evaluate_depth(args: argparse.Namespace) -> int:
             errors.add(truth, predicted)
         return {"all": errors.record()}
 
-    return _evaluate(args, "depth", score)
+    # `megavis figure depth` writes depth.json.
+    return _evaluate(args, "depth", score, name="depth_errors")
 
 
-def _evaluate(args: argparse.Namespace, kind: TargetKind, score: Any) -> int:
+def _evaluate(args: argparse.Namespace, kind: TargetKind, score: Any, *, name: str) -> int:
     with job_closed():
         opened = open_run(args.run_folder, step=args.step, device=args.device)
         dataset = open_held_out(opened, args.images, option="--images")
@@ -69,11 +70,11 @@ def _evaluate(args: argparse.Namespace, kind: TargetKind, score: Any) -> int:
         scores = score(_pairs(opened, dataset, count, args), dataset)
         options = {"seed": args.seed, **chosen_options(args)}
     result = {"step": opened.step, "images": count, "of": str(dataset.directory), **options}
-    for name, values in scores.items():
+    for part, values in scores.items():
         words = ", ".join(f"{key} {value:.4g}" for key, value in values.items())
-        sys.stdout.write(f"{name}: {words}\n")
+        sys.stdout.write(f"{part}: {words}\n")
     sys.stdout.write(f"N {count} of {dataset.directory}, step {opened.step}\n")
-    path: Path = args.run_folder / "evaluation" / f"{kind}.json"
+    path: Path = args.run_folder / "evaluation" / f"{name}.json"
     write_json(path, {**result, **scores})
     sys.stdout.write(f"{path}\n")
     return 0

@@ -60,10 +60,7 @@ _FIRST = ("probe", "completions", "jigsaw", "groups", "reconstructions")
 
 def metrics_table(run: RunRecord) -> Iterator[Table]:
     """Yield a table of all metrics except the probe's, which has a section of its own."""
-    try:
-        found = [measure for measure in eval_metrics(run.folder) if measure.group != "linear probe"]
-    except (KeyError, TypeError, ValueError):
-        return  # not in the commands' format: each file is shown in its own section
+    found = [measure for measure in eval_metrics(run.folder) if measure.group != "linear probe"]
     rows = [(f"{m.group}, {m.name}", f"{m.formatted} {m.note}".strip()) for m in found]
     if rows:
         yield Table("Metrics", ("", "value"), rows)
@@ -168,17 +165,22 @@ def format_value(value: float, unit: str) -> str:
 def eval_metrics(folder: Path) -> Iterator[EvalMetric]:
     """Yield the metrics in the evaluation files of a run folder, by command.
 
-    Raises:
-        KeyError, ValueError: a file is not in the format that its command writes.
+    A file that is not in the format that its command writes is skipped; the page shows it in a
+    section of its own.
     """
     for name, read in _READERS.items():
         path = folder / "evaluation" / name
         if path.exists():
-            text = path.read_text(encoding="utf-8")
-            rows = (
-                json.loads(text) if path.suffix == ".json" else [*csv.DictReader(text.splitlines())]
-            )
-            yield from read(rows)
+            try:
+                found = list(read(_content(path)))
+            except (LookupError, TypeError, ValueError, csv.Error):
+                continue
+            yield from found
+
+
+def _content(path: Path) -> Any:
+    text = path.read_text(encoding="utf-8")
+    return json.loads(text) if path.suffix == ".json" else [*csv.DictReader(text.splitlines())]
 
 
 def _probe(result: dict[str, Any]) -> Iterator[EvalMetric]:
@@ -279,6 +281,6 @@ _READERS: dict[str, Callable[[Any], Iterator[EvalMetric]]] = {
     "classes.json": _named,
     "likelihood.json": _likelihood,
     "panoptic.json": _panoptic,
-    "depth.json": _depth,
+    "depth_errors.json": _depth,
     "label_map_baselines.json": _baselines,
 }

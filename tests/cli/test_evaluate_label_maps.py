@@ -47,7 +47,8 @@ def folder(tmp_path_factory):
 
 def evaluate(kind, run, *words):
     assert main(["evaluate", kind, str(run), *words, "--device", "cpu"]) == 0
-    return json.loads((run / "evaluation" / f"{kind}.json").read_text())
+    name = {"panoptic": "panoptic", "depth": "depth_errors"}[kind]
+    return json.loads((run / "evaluation" / f"{name}.json").read_text())
 
 
 @pytest.mark.parametrize("kind", ["panoptic", "depth"])

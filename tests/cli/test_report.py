@@ -82,7 +82,7 @@ def test_summary_of_label_maps(folder, capsys):
     answers = [{"answer": "one segment", "PQ": 3.0}, {"answer": "mean map", "RMSE": 1.25}]
     files = {
         "panoptic": {"images": 8, **parts},
-        "depth": {"images": 8, "all": {"RMSE": 0.25, "absRel": 0.125}},
+        "depth_errors": {"images": 8, "all": {"RMSE": 0.25, "absRel": 0.125}},
         "label_map_baselines": answers,
     }
     for name, content in files.items():
@@ -97,6 +97,27 @@ def test_summary_of_label_maps(folder, capsys):
         "without a model one segment 3.00",
         "mean map 1.25 m",
     ]
+
+
+def test_files_of_another_format_are_skipped(folder, capsys):
+    (folder / "evaluation").mkdir()
+    files = {
+        "probe.json": '{"step": 20}',
+        "panoptic.json": "[]",
+        # With the content of probe.json, as `megavis figure depth` writes it.
+        "depth.json": '{"best_layer": {"layer": 3, "accuracy": 0.75}}',
+        "positions.csv": "mask_ratio,accuracy\n",
+        "likelihood.json": '{"nats_per_dimension": 2.5}',
+    }
+    for name, content in files.items():
+        (folder / "evaluation" / name).write_text(content)
+    assert main(["report", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert "per dimension   2.50 nats" in printed
+    assert "probe" not in printed
+    page = (folder / "report.html").read_text()
+    assert "likelihood, per dimension" in page
+    assert "Linear probe by layer" in page
 
 
 def test_summary_of_paper_figures(folder, capsys):

@@ -256,13 +256,14 @@ def add_label_maps(verbs: Any) -> None:
         " stuff",
         "depth": "RMSE in metres, absRel, log10 and delta 1 to 3",
     }
+    files = {"panoptic": "panoptic", "depth": "depth_errors"}
     for kind, measured in measures.items():
         parser = verbs.add_parser(
             kind,
             help=f"{measured.partition(',')[0]} of predicted {kind} maps",
             description=f"Compare {kind} maps in the size of the originals: {measured}. A run of"
             " vae_label_maps reconstructs them, one of givt_encoder_decoder predicts them from"
-            f" images. Writes RUN/evaluation/{kind}.json.",
+            f" images. Writes RUN/evaluation/{files[kind]}.json.",
             epilog=f"example: megavis evaluate {kind} runs/givt --temperature 0.85 --beams 4",
         )
         add_image_arguments(parser, num_images=None)
