@@ -250,13 +250,14 @@ def list_jpeg_shards(folder: Path, *, class_names: Sequence[str] | None = None) 
 
 
 def _shard_files(folder: Path, manifest: Manifest) -> Iterator[SourceFile]:
-    for shard in manifest.shards:
-        index = ShardReader(folder / shard.name).index
-        crops = Counter(index.sources)
+    indexes = [ShardReader(folder / shard.name).index for shard in manifest.shards]
+    # A source may have several crops, and merged folders may have equal names.
+    uses = Counter(source for index in indexes for source in index.sources)
+    for index in indexes:
         columns = (index.keys, index.sources, index.labels, index.lengths, index.offsets)
         for key, source, label, length, offset in zip(*columns, strict=True):
-            name = source if crops[source] == 1 else f"{source}#{key}"
-            yield SourceFile(name, label, length, shard.name, offset)
+            name = source if uses[source] == 1 else f"{source}#{key}"
+            yield SourceFile(name, label, length, index.shard, offset)
 
 
 def read_class_names(place: Path | None) -> tuple[str, ...] | None:

@@ -12,6 +12,7 @@ from image_sources import small_jpeg, training_files, write_folder
 
 from data_tools import shard_tasks as units
 from data_tools.__main__ import main
+from data_tools.source_formats import list_jpeg_shards
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.dataset import ShardDataset
 
@@ -80,6 +81,27 @@ def test_merge(folders, tmp_path, monkeypatch):
     for part in ("2/2", "1/2"):
         assert main([*words, str(sliced), "--slice", part]) == 0
     assert tree(sliced) == before
+
+
+def test_merged_images_of_equal_names_are_all_read(tmp_path):
+    for number, name in enumerate(("first", "second")):
+        files = {f"{place}.jpg": small_jpeg(6 * number + place) for place in range(6)}
+        write_folder(tmp_path / name, files)
+        words = ["jpeg", str(tmp_path / name), "--out", str(tmp_path / f"{name}_shards")]
+        assert main([*words, "--samples-per-shard", "4"]) == 0
+    merged, out = tmp_path / "merged", tmp_path / "out"
+    folders = [str(tmp_path / f"{name}_shards") for name in ("first", "second")]
+    words = ["merge", *folders, "--out", str(merged), "--samples-per-shard", "5"]
+    assert main(words) == 0
+    assert main(["jpeg", str(merged), "--out", str(out)]) == 0
+    assert Manifest.read(out).skipped == {}
+    contents, _, sources = zip(*payloads(out), strict=True)
+    assert set(contents) == {small_jpeg(number) for number in range(12)}
+    assert len(set(sources)) == 12
+    # A name does not depend on the shards.
+    small = tmp_path / "small"
+    assert main(["reshard", str(merged), "--out", str(small), "--samples-per-shard", "3"]) == 0
+    assert list_jpeg_shards(small).sha256 == list_jpeg_shards(merged).sha256
 
 
 def test_merge_of_palette_shards(shards, tmp_path):
