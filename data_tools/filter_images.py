@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_tools.filter_decision import LIKE, MEASURED, Thresholds, decide
-from data_tools.jobs import add_job_arguments, run_job
+from data_tools.jobs import add_job_arguments, is_finished, run_job
 from data_tools.measurements import MeasurementEncoder, check_installed
 from data_tools.near_duplicates import MAX_DISTANCE
 from data_tools.opt_outs import read_excluded
@@ -82,24 +82,27 @@ def run(arguments: argparse.Namespace) -> int:
     excluded = read_excluded(arguments.exclude)
     network = RunFeatures.open(arguments.features) if arguments.features is not None else None
     source = open_source(arguments)
-    jobs = {MEASURED: source}
+    sources = {MEASURED: source}
     for number, place in enumerate(arguments.evaluation):
-        jobs[f"evaluation-{number}"] = open_unlabelled(place)
-    evaluation = [arguments.out / name for name in jobs if name != MEASURED]
+        sources[f"evaluation-{number}"] = open_unlabelled(place)
+    evaluation = [arguments.out / name for name in sources if name != MEASURED]
     if arguments.like is not None:
-        jobs[LIKE] = FirstParts(open_unlabelled(arguments.like), arguments.like_count)
-    finished: list[ImageSource] = []
-    for name, job in jobs.items():
-        failed = run_job(
-            job,
+        sources[LIKE] = FirstParts(open_unlabelled(arguments.like), arguments.like_count)
+    jobs = [
+        (
+            images,
             MeasurementEncoder(network if name in (MEASURED, LIKE) else None),
             argparse.Namespace(**{**vars(arguments), "out": arguments.out / name}),
-            label=f"measuring {name}",
-            finish=lambda done, *_: finished.append(done),
         )
-        if failed:
+        for name, images in sources.items()
+    ]
+    for job in jobs:
+        label = f"measuring {job[-1].out.name}"
+        if failed := run_job(*job, label=label, finish=lambda *_: None):
             return failed
-    if len(finished) == len(jobs):  # all slices are finished
+    # Another machine may have finished a job that was not finished when this one left it. Two that
+    # decide at the same time write the same bytes.
+    if all(is_finished(*job) for job in jobs):
         decide(
             arguments.out,
             source,

@@ -124,21 +124,31 @@ def run_job(
     return 0
 
 
+def is_finished(source: ImageSource, encoder: ShardEncoder, arguments: argparse.Namespace) -> bool:
+    """Return whether all slices of a job are finished; arguments as for `run_job`."""
+    units = _units(source, encoder, arguments)
+    return len(_finished(units)) == len(units)
+
+
 def _plan(source: ImageSource, encoder: ShardEncoder, arguments: argparse.Namespace) -> list[Unit]:
     out: Path = arguments.out
     _check(arguments, source)
-    units = plan_units(
-        source,
-        encoder,
-        out=out,
-        files_per_shard=arguments.samples_per_shard,
-        seed=arguments.seed,
-    )
+    units = _units(source, encoder, arguments)
     refuse_other_jobs(units)
     for folder in encoder.folders:
         (out / folder).mkdir(parents=True, exist_ok=True)
         encoder.prepare(out / folder)
     return units
+
+
+def _units(source: ImageSource, encoder: ShardEncoder, arguments: argparse.Namespace) -> list[Unit]:
+    return plan_units(
+        source,
+        encoder,
+        out=arguments.out,
+        files_per_shard=arguments.samples_per_shard,
+        seed=arguments.seed,
+    )
 
 
 def _report_path(arguments: argparse.Namespace, *, alone: bool) -> Path:

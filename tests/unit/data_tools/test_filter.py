@@ -14,7 +14,7 @@ from image_sources import write_folder, write_tar
 from PIL import Image
 
 import megavis
-from data_tools import measurements, run_features
+from data_tools import filter_images, measurements, run_features
 from data_tools.__main__ import main
 from data_tools.filter_decision import fit_likeness
 from data_tools.measurements import MeasurementEncoder, features, read_measurements
@@ -130,6 +130,24 @@ def test_reruns_reuse_measurements(web, tmp_path, monkeypatch):
     assert dropped == set(EXPECTED) - {"000000004.jpg", "100000000.jpg", "100000002.jpg"}
     assert main(filter_words(web, out)) == 0
     assert all((out / name).read_bytes() == (again / name).read_bytes() for name in names)
+
+
+def test_slices_that_overtake_each_other(web, tmp_path, monkeypatch):
+    """The last slice decides, even if another one finished its first job."""
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    run_job = filter_images.run_job
+
+    def overtaken(*job, **options):
+        failed = run_job(*job, **options)
+        monkeypatch.undo()  # after the first job
+        assert main([*filter_words(web, out), "--slice", "2/2"]) == 0
+        assert not (out / "report.json").exists()
+        return failed
+
+    monkeypatch.setattr(filter_images, "run_job", overtaken)
+    assert main([*filter_words(web, out), "--slice", "1/2"]) == 0
+    assert main(filter_words(web, whole)) == 0
+    assert (out / "report.json").read_bytes() == (whole / "report.json").read_bytes()
 
 
 def texture(number):
