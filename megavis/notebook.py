@@ -24,8 +24,8 @@ from megavis.checkpoint.format.folder import chosen_checkpoint
 from megavis.checkpoint.state.restore import load_weights
 from megavis.config.checks import check_config
 from megavis.config.errors import UserError
-from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
+from megavis.config.tokenizers import load_run_config
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.data.loading.batch import Batch
 from megavis.model.inference import Inference
@@ -101,7 +101,7 @@ class Run:
         """
         folder = Path(run_folder)
         checkpoint = chosen_checkpoint(folder, step)
-        config = load_config(folder / "config.yaml").config
+        config = load_run_config(folder)
         if image_size is not None:
             config = at_image_size(config, image_size)
         return cls(

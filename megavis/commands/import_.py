@@ -21,6 +21,7 @@ from megavis.config.errors import UserError
 from megavis.config.imports import ImportSpec, paper_imports
 from megavis.config.load import dump_config, load_config
 from megavis.config.schema import OptimizerConfig, RunConfig, TrainingConfig
+from megavis.config.tokenizers import tokenizers_inside, with_tokenizers
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.hub.agreement import check_agreement
 from megavis.notebook import Run
@@ -86,9 +87,14 @@ def _import_own(args: argparse.Namespace) -> None:
     source = chosen_checkpoint(args.source)
     names = {"name": args.run_folder.name, "output": str(args.run_folder.parent)}
     config = load_config(args.source / "config.yaml").config.model_copy(update=names)
+    inside = tokenizers_inside(config, args.source)
+    # The config of a run that is trained further names them from where the command runs.
+    config = with_tokenizers(config, {name: str(args.run_folder / name) for name in inside})
     palette = args.source / PALETTE_NAME
     colors = Palette.load(palette) if palette.exists() else None
     write_run(args.run_folder, config, read_weights(source), palette=colors)
+    for name in inside:
+        shutil.copytree(args.source / name, args.run_folder / name)
     sys.stdout.write(f"{args.run_folder}: the weights of {args.source}\n")
 
 

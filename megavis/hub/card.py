@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megavis.config.errors import UserError
 from megavis.config.load import dump_config
+from megavis.config.tokenizers import exported_names, with_tokenizers
 from megavis.data.format.manifest import Manifest
 from megavis.notebook import Run
 from megavis.reports.results import eval_metrics
@@ -151,4 +152,5 @@ def _config(run: Run) -> str:
         if isinstance(value := getattr(data, key), str)
     }
     here = {"output": "runs", "data": data.model_copy(update=names)}
-    return dump_config(run.config.model_copy(update=here))
+    config = with_tokenizers(run.config, exported_names(run.config))
+    return dump_config(config.model_copy(update=here))

@@ -15,6 +15,7 @@ from torch import Tensor
 from megavis.checkpoint.format.folder import step_folder
 from megavis.checkpoint.format.tensor_reader import read_weights
 from megavis.config.errors import UserError
+from megavis.config.tokenizers import exported_names
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.hub import plain_loader
 from megavis.hub.agreement import check_agreement
@@ -145,6 +146,7 @@ def _write_own(run: Run, weights: Mapping[str, Tensor], folder: Path, *, why: st
         form = PlainForm(run)
     except UserError as error:
         limits.append(f"Only `megavis.load` opens it: {error}.")
+    limits += [f"Its tokenizer is in `{name}`." for name in exported_names(run.config).values()]
     use, difference = _OWN_USE, None
     folder.mkdir(parents=True)
     if form is not None:

@@ -9,6 +9,7 @@ Legend: b images, s rows, n tokens, h hidden size.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megavis.checkpoint.format.folder import partial_folder, publish
+from megavis.checkpoint.format.folder import chosen_checkpoint, partial_folder, publish
 from megavis.checkpoint.format.manifest import (
     MANIFEST,
     CheckpointManifest,
@@ -24,12 +25,14 @@ from megavis.checkpoint.format.manifest import (
     TensorSlice,
     read_manifest,
 )
+from megavis.checkpoint.format.tensor_reader import read_weights
 from megavis.checkpoint.state.save import write_tensors
 from megavis.composition.composition import Composition
 from megavis.composition.pooled_features import PooledFeatures
 from megavis.composition.reader import Reader
 from megavis.config.errors import UserError
 from megavis.config.load import dump_config
+from megavis.config.tokenizers import exported_names, with_tokenizers
 from megavis.data.format.files import write_atomically
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.hub.agreement import check_agreement
@@ -39,6 +42,7 @@ from megavis.model.layer_state import LayerState
 from megavis.model.positions import angles
 from megavis.model.stack import watch_features
 from megavis.notebook import Run
+from megavis.tokenizers.network_tokenizer import open_tokenizer
 
 WEIGHTS = "model.safetensors"
 _PREFIX = "plain."
@@ -51,32 +55,54 @@ def write_run(
 
     Args:
         folder: the new folder.
-        run: the run, whose config and palette are written too.
+        run: the run, whose config, palette and tokenizers are written too.
         weights: unsharded parameters under megavis' names.
         extra: further tensors for the same file.
+
+    Raises:
+        UserError: a tokenizer cannot be opened.
     """
-    partial = partial_folder(folder, run.step)
-    partial.mkdir(parents=True)
     assert run.checkpoint is not None
-    trained = read_manifest(run.checkpoint)
+    _write_checkpoint(folder, run.checkpoint, weights, extra)
+    names = exported_names(run.config)
+    for path, name in names.items():
+        _write_tokenizer(folder / name, Path(path))
+    (folder / "config.yaml").write_text(dump_config(with_tokenizers(run.config, names)))
+    if (run.folder / PALETTE_NAME).exists():
+        run.palette.save(folder / PALETTE_NAME)
+
+
+def _write_tokenizer(folder: Path, run_folder: Path) -> None:
+    """Write a run folder of a tokenizer; raises UserError if there is no intact one."""
+    # The opened one is not needed: this checks the files.
+    open_tokenizer(run_folder)
+    checkpoint = chosen_checkpoint(run_folder)
+    _write_checkpoint(folder, checkpoint, read_weights(checkpoint), {})
+    shutil.copyfile(run_folder / "config.yaml", folder / "config.yaml")
+
+
+def _write_checkpoint(
+    folder: Path, source: Path, weights: Mapping[str, Tensor], extra: Mapping[str, Tensor]
+) -> None:
+    """Write weights at the top level of a run folder, and a checkpoint that refers to them."""
+    trained = read_manifest(source)
+    partial = partial_folder(folder, trained.step)
+    partial.mkdir(parents=True)
     named = {**weights, **extra}
     stored = write_tensors(folder / WEIGHTS, {k: t.contiguous() for k, t in named.items()})
     file = f"../../{WEIGHTS}"
     manifest = CheckpointManifest(
-        step=run.step,
+        step=trained.step,
         samples_seen=trained.samples_seen,
         optimizer_step=0,
-        seed=run.config.seed,
+        seed=trained.seed,
         tokenizer=trained.tokenizer,
         layout={},
         files={file: stored},
         tensors={f"weight/{k}": _whole(t, file, k) for k, t in sorted(weights.items())},
     )
     write_atomically(partial / MANIFEST, manifest.model_dump_json().encode())
-    publish(folder, run.step)
-    (folder / "config.yaml").write_text(dump_config(run.config))
-    if (run.folder / PALETTE_NAME).exists():
-        run.palette.save(folder / PALETTE_NAME)
+    publish(folder, trained.step)
 
 
 def _whole(tensor: Tensor, file: str, key: str) -> LogicalTensor:

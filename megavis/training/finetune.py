@@ -20,9 +20,10 @@ from megavis.checkpoint.format.manifest import read_manifest
 from megavis.checkpoint.state.restore import load_weights, start_from_weights
 from megavis.composition.classification import Classification
 from megavis.config.errors import UserError
-from megavis.config.load import LoadedConfig, load_config
+from megavis.config.load import LoadedConfig
 from megavis.config.schema import ConfigIssue, FinetuneConfig, RunConfig
 from megavis.config.section import Section
+from megavis.config.tokenizers import load_run_config
 from megavis.data.loading.blended_dataset import Samples
 from megavis.data.loading.dataset import ShardDataset, Subset, halves, shuffled
 from megavis.data.loading.leakage import check_no_overlap, training_shards
@@ -203,8 +204,7 @@ def check_source(loaded: LoadedConfig, objective: Classification, train: Samples
     settings = objective.settings
     try:
         checkpoint = source_checkpoint(settings)
-        path = Path(settings.from_run or "") / "config.yaml"
-        source = load_config(path).config
+        source = load_run_config(Path(settings.from_run or ""))
         difference = next(_differences(source, loaded.config, objective), None)
         tokenizer = train.manifest.identity or objective.backbone.tokenizer_identity
         if difference is None and read_manifest(checkpoint).tokenizer != tokenizer:

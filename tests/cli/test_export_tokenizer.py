@@ -1,0 +1,72 @@
+"""An export of a run with a tokenizer opens where neither of the two runs exists."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import megavis
+from megavis.cli import main
+from megavis.parallel.context import close_context
+from megavis.tokenizers.network_tokenizer import open_tokenizer
+
+GOLDEN = Path(__file__).parents[1] / "data" / "givt"
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """An export whose runs are gone, and images of its run."""
+    folder, runs = tmp_path_factory.mktemp("exported") / "givt", tmp_path_factory.mktemp("runs")
+    assert main(["import", "givt-vae", str(GOLDEN / "vae.npz"), str(runs / "vae")]) == 0
+    options = ["--num-classes", "10", "--tokenizer", str(runs / "vae")]
+    source, run = str(GOLDEN / "givt_causal.npz"), str(runs / "givt")
+    assert main(["import", "givt", source, run, *options]) == 0
+    images = sampled(run)
+    assert main(["export", run, "--to", "huggingface", str(folder)]) == 0
+    copied, first = (open_tokenizer(each) for each in (folder / "tokenizer", runs / "vae"))
+    assert copied.identity() == first.identity()
+    runs.rename(runs.with_name("elsewhere"))
+    return folder, images
+
+
+def sampled(folder):
+    opened = megavis.load(folder, device="cpu")
+    try:
+        return opened.sample(labels=[3, 5], seed=1).numpy()
+    finally:
+        close_context()
+
+
+def test_export_opens_and_samples(exported, monkeypatch, tmp_path):
+    folder, images = exported
+    assert images.shape == (2, 16, 16, 3)
+    assert np.array_equal(sampled(folder), images)
+    monkeypatch.chdir(folder.parent)
+    assert np.array_equal(sampled("givt"), images)
+    words = ["--num-images", "2", "--device", "cpu", "--out", str(tmp_path / "grid.png")]
+    assert main(["sample", "givt", *words]) == 0
+    card = (folder / "README.md").read_text()
+    assert "Its tokenizer is in `tokenizer`." in card
+    assert "tokenizer: tokenizer\n" in card
+
+
+def test_import_copies_the_tokenizer(exported, tmp_path):
+    folder, images = exported
+    again = tmp_path / "again"
+    assert main(["import", "huggingface", str(folder), str(again)]) == 0
+    assert f"tokenizer: {again}/tokenizer\n" in (again / "config.yaml").read_text()
+    assert np.array_equal(sampled(again), images)
+
+
+def test_export_without_its_tokenizer_is_refused(exported, tmp_path, capsys):
+    folder, _ = exported
+    config = folder / "config.yaml"
+    text = config.read_text()
+    config.write_text(text.replace("tokenizer: tokenizer", "tokenizer: runs/gone"))
+    try:
+        assert main(["export", str(folder), "--to", "huggingface", str(tmp_path / "again")]) == 2
+    finally:
+        config.write_text(text)
+        close_context()
+    assert "runs/gone is not a run folder" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()
