@@ -40,7 +40,8 @@ class MetricsWriter:
         self._path = run_folder / "metrics.jsonl"
         # A restarted run also repeats its validation before the first step.
         drop_steps_after(self._path, first_step or -1)
-        self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - lives with the run
+        self._pending: list[str] = []
+        self._open()
         self._warned: set[str] = set()
         self._dashboards = open_dashboards(
             logging, run_folder, first_step=first_step, config=config or {}
@@ -51,10 +52,25 @@ class MetricsWriter:
 
         Unwritten lines are kept and written with the next one.
         """
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._pending.append(json.dumps({"step": step, **values}) + "\n")
         with self._warn_on_error():
-            self._file.flush()
+            self._write_pending()
         self._show(step, values)
+
+    def _open(self) -> None:
+        # Unbuffered: a buffer discards what does not fit into it while the disk is full.
+        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - lives with the run
+        self._size = os.fstat(self._file.fileno()).st_size
+
+    def _write_pending(self) -> None:
+        """Append the pending lines, which remain pending if this fails. Raises OSError."""
+        # A failed attempt may have written some of them.
+        self._file.truncate(self._size)
+        content, written = "".join(self._pending).encode(), 0
+        while written < len(content):
+            written += self._file.write(content[written:])
+        self._size += written
+        self._pending.clear()
 
     def _show(self, step: int, values: Mapping[str, float]) -> None:
         for dashboard in self._dashboards:
@@ -62,16 +78,22 @@ class MetricsWriter:
                 dashboard.scalars(step, values)
 
     def amend(self, step: int, values: Mapping[str, float]) -> None:
-        """Add metrics to the last line if it is of this step, or write a new line."""
-        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
+        """Add metrics to the last line if it is of this step, or write a new line.
+
+        Raises:
+            OSError: the file cannot be read, or not be written with the changed line.
+        """
+        written = self._path.read_bytes()[: self._size].decode()
+        lines = [*written.splitlines(keepends=True), *self._pending]
         last = json.loads(lines[-1]) if lines else {}
         if last.get("step") != step:
             self.write(step, values)
             return
-        self._file.close()
         last.update(values)
         write_atomically(self._path, "".join([*lines[:-1], json.dumps(last) + "\n"]).encode())
-        self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - lives with the run
+        self._pending.clear()
+        self._file.close()
+        self._open()
         self._show(step, values)
 
     def image(self, step: int, name: str, pixels: np.ndarray) -> None:
@@ -89,7 +111,7 @@ class MetricsWriter:
         for dashboard in self._dashboards:
             with self._warn_on_error(Exception):
                 dashboard.close()
-        self._file.flush()
+        self._write_pending()
         os.fsync(self._file.fileno())
         self._file.close()
 

@@ -1,5 +1,6 @@
 """`metrics.jsonl` of an interrupted run equals that of an uninterrupted one."""
 
+import contextlib
 import json
 import resource
 import shutil
@@ -57,19 +58,55 @@ def test_restart_from_scratch_writes_each_step_once(trained, tmp_path):
     assert losses(tmp_path / "small") == losses(run)
 
 
+@contextlib.contextmanager
+def full_disk(num_bytes):
+    """Let no file grow beyond a size; needs `capsys`, as pytest captures in files otherwise."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def test_lines_are_written_once_the_disk_has_space(tmp_path, capsys):
     writer = MetricsWriter(tmp_path, first_step=0)
     writer.write(1, {"loss": 1.0})
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (30, hard))
-    try:
+    with full_disk(30):
         writer.write(2, {"loss": 2.0})
         writer.write(3, {"loss": 3.0})
         assert [line["step"] for line in read_metrics(tmp_path)] == [1]
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     stderr = capsys.readouterr().err
     assert stderr.count("WARNING: metrics are not written: [Errno 27]") == 1
     writer.write(4, {"loss": 4.0})
     writer.close()
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("limit", [30, 10_000])
+def test_no_line_is_lost_however_many_wait(tmp_path, limit, capsys):
+    """More lines than fit into any buffer; the last one that fits is cut in the middle."""
+    writer = MetricsWriter(tmp_path, first_step=0, logging=())
+    with full_disk(limit):
+        for step in range(1, 501):
+            writer.write(step, {"loss": 1.0, "accuracy": 0.5, "samples_seen": 8.0 * step})
+    assert len(read_metrics(tmp_path)) < 500
+    assert capsys.readouterr().err.count("WARNING") == 1
+    writer.write(501, {"loss": 1.0})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 502))
+    writer.close()
+
+
+def test_waiting_line_is_amended(tmp_path, capsys):
+    writer = MetricsWriter(tmp_path, first_step=0, logging=())
+    writer.write(1, {"loss": 1.0})
+    with full_disk(30):
+        writer.write(2, {"loss": 2.0})
+    assert "metrics are not written" in capsys.readouterr().err
+    writer.amend(2, {"validation_loss": 3.0})
+    writer.close()
+    assert read_metrics(tmp_path) == [
+        {"step": 1, "loss": 1.0},
+        {"step": 2, "loss": 2.0, "validation_loss": 3.0},
+    ]
