@@ -6,10 +6,11 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ ninja-build \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/megavis
-COPY constraints.txt pyproject.toml README.md LICENSE ./
+COPY constraints.txt pyproject.toml setup.py README.md LICENSE ./
 COPY megavis megavis
 COPY data_tools data_tools
 COPY yaml_configs yaml_configs
+COPY launch launch
 RUN pip install --no-cache-dir --constraint constraints.txt '.[demo]' \
     && useradd --create-home user
 USER 1000

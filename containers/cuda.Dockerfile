@@ -8,10 +8,11 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH
 WORKDIR /opt/megavis
-COPY constraints.txt pyproject.toml README.md LICENSE ./
+COPY constraints.txt pyproject.toml setup.py README.md LICENSE ./
 COPY megavis megavis
 COPY data_tools data_tools
 COPY yaml_configs yaml_configs
+COPY launch launch
 RUN python3 -m venv /opt/venv \
     && pip install --no-cache-dir --constraint constraints.txt '.[demo]'
 USER 1000

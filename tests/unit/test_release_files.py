@@ -46,12 +46,34 @@ def test_github_actions_run_ci():
     assert {command.removeprefix("make ") for command in commands[1:]} <= set(targets)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "containers").iterdir()), ids=lambda p: p.name)
+def copied_by(dockerfile):
+    copied = re.findall(r"^COPY (.*)$", dockerfile.read_text(), re.MULTILINE)
+    return [name for line in copied for name in line.split()[:-1]]
+
+
+DOCKERFILES = sorted((ROOT / "containers").iterdir())
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda p: p.name)
 def test_containers_copy_existing_files(path):
-    copied = re.findall(r"^COPY (.*)$", path.read_text(), re.MULTILINE)
-    names = [name for line in copied for name in line.split()[:-1]]
+    names = copied_by(path)
     assert names
     assert not [name for name in names if not (ROOT / name).exists()]
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda p: p.name)
+def test_containers_have_what_runs_in_them(path):
+    copied = copied_by(path)
+    # Without setup.py the installed package has no configs.
+    assert "setup.py" in copied
+    documents = yaml.safe_load_all((ROOT / "launch/kubernetes.yaml").read_text())
+    [job] = [document for document in documents if document["kind"] == "Job"]
+    [container] = job["spec"]["template"]["spec"]["containers"]
+    assert f"WORKDIR {container['workingDir']}\n" in path.read_text()
+    words = container["command"] + container["args"]
+    run = [word for word in words if (ROOT / word).is_file()]
+    assert len(run) == 2  # the script and its config
+    assert not [word for word in run if word.split("/")[0] not in copied]
 
 
 def test_agents_file_names_every_package():
