@@ -28,11 +28,12 @@ from megavis.data.format.files import write_atomically
 from megavis.evaluation.figures import Row, plain_axes, write_figure
 from megavis.parallel.context import ParallelContext
 from megavis.training.callbacks.callback import StepState
-from megavis.training.callbacks.early_stopping import EarlyStopping, accuracy_history
+from megavis.training.callbacks.early_stopping import accuracy_history
 from megavis.training.faults.bad_steps import BadStepsError
 from megavis.training.faults.interruption import Signals
 from megavis.training.job import hold_run
 from megavis.training.metrics import read_metrics
+from megavis.training.search.finished import is_finished
 from megavis.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -214,18 +215,12 @@ def read_outcome(config: RunConfig) -> TrialResult:
     loss, step = last.get("validation_loss", math.nan), int(last["step"])
     # Objectives other than fine-tuning may measure an accuracy of something else.
     history = accuracy_history(records) if config.finetune else []
-    if step < steps and not _stopped_early(config, history):
+    if not is_finished(config):
         return TrialResult(rate, str(folder), "unfinished", step, math.inf)
     if not math.isfinite(loss):
         return TrialResult(rate, str(folder), "given up", step, math.inf)
     accuracy = max((accuracy for _, accuracy in history), default=None)
     return TrialResult(rate, str(folder), "finished", step, loss, accuracy)
-
-
-def _stopped_early(config: RunConfig, history: Sequence[tuple[int, float]]) -> bool:
-    """Return whether the run has stopped early for lack of a better accuracy."""
-    patience = config.finetune.patience if config.finetune else 0
-    return EarlyStopping(patience, history).is_over
 
 
 def _logged_losses(folder: Path, *, before: int) -> list[float]:

@@ -23,6 +23,7 @@ from megavis.parallel.context import ParallelContext
 from megavis.training.faults.interruption import Signals
 from megavis.training.job import hold_run
 from megavis.training.search.axis import SweepAxis
+from megavis.training.search.finished import is_finished
 from megavis.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -55,12 +56,13 @@ class Point:
     @property
     def step(self) -> int:
         """Step of the last run's newest checkpoint; 0 without one."""
-        return _step_of(self.runs[-1])
+        checkpoint = latest_checkpoint(self.folder)
+        return 0 if checkpoint is None else read_manifest(checkpoint).step
 
     @property
     def is_finished(self) -> bool:
         """Whether the last run has finished."""
-        return _is_finished(self.runs[-1])
+        return is_finished(self.runs[-1].config)
 
 
 def points_of(axes: Sequence[SweepAxis], loads: Sequence[Load]) -> list[Point]:
@@ -96,22 +98,12 @@ def points_of(axes: Sequence[SweepAxis], loads: Sequence[Load]) -> list[Point]:
     return points
 
 
-def _step_of(loaded: LoadedConfig) -> int:
-    checkpoint = latest_checkpoint(Path(loaded.config.folder))
-    return 0 if checkpoint is None else read_manifest(checkpoint).step
-
-
 def train_run(loaded: LoadedConfig, context: ParallelContext) -> None:
     """Train one run to its end, from its newest checkpoint."""
-    if not _is_finished(loaded):
+    # The folder may appear older on another node.
+    if not context.from_main(is_finished(loaded.config)):
         with Signals() as signals, hold_run(Path(loaded.config.folder), context):
             Trainer.open(loaded, context).train(signals)
-
-
-def _is_finished(loaded: LoadedConfig) -> bool:
-    # Fine-tuning may stop early; its report is written last.
-    report = Path(loaded.config.folder) / "evaluation" / "finetune_test.json"
-    return _step_of(loaded) == loaded.config.training.steps or report.exists()
 
 
 def rows_of(

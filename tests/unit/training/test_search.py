@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import shutil
 
 import pytest
 from PIL import Image
@@ -40,6 +41,15 @@ def table(path):
 
 def metrics(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def abort_last_validation(run):
+    """Leave the run as a signal during its last validation does: saved, but not validated."""
+    *lines, last = metrics(run)
+    lines.append({key: last[key] for key in last if not key.startswith("validation_")})
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for report in run.glob("evaluation/finetune_*"):
+        report.unlink()
 
 
 def test_search_descends_until_the_loss_rises(config, capsys):
@@ -149,6 +159,26 @@ def test_interrupted_search_resumes(config):
     resumed = [m["step"] for m in metrics(runs / "small-lr-0.01")]
     assert resumed == sorted(set(resumed))
     assert resumed[-1] == 30
+
+
+@pytest.mark.parametrize("tunes", [False, True])
+def test_run_that_ended_before_its_last_validation_or_save_resumes(config, tunes):
+    words = ["--rates", "1e-2", "training.steps=10", "training.validate_every=5"]
+    words += ["finetune={num_classes: 3}"] if tunes else []
+    assert search(config, *words) == 0
+    run, rows = config.parent / "runs/small-lr-0.01", table(config)
+    before = metrics(run)[-1]["validation_loss"]
+    abort_last_validation(run)
+    assert search(config, *words) == 0
+    assert table(config) == rows
+    assert metrics(run)[-1]["validation_loss"] == before
+    assert (run / "evaluation/finetune_test.json").exists() is tunes
+    # A last step that is in the metrics, but not saved, is taken again.
+    (run / "checkpoints/latest").write_text("step-00000005\n")
+    shutil.rmtree(run / "checkpoints/step-00000010")
+    assert search(config, *words) == 0
+    assert (table(config), metrics(run)[-1]["validation_loss"]) == (rows, before)
+    assert (run / "checkpoints/step-00000010").exists()
 
 
 @pytest.mark.parametrize(

@@ -175,3 +175,14 @@ def test_sweep_of_chained_runs(config, capsys):
     accuracies = [json.loads(line) for line in (fine / "metrics.jsonl").read_text().splitlines()]
     logged = [each["validation_accuracy"] for each in accuracies if "validation_accuracy" in each]
     assert float(row["score"]) == pytest.approx(logged[-1], abs=1e-6)
+    # A signal came during the last validation, after which the second run was saved.
+    metrics = [{k: v for k, v in each.items() if "validation" not in k} for each in accuracies[-1:]]
+    lines = [json.dumps(each) + "\n" for each in [*accuracies[:-1], *metrics]]
+    (fine / "metrics.jsonl").write_text("".join(lines))
+    for path in (fine / "evaluation").iterdir():
+        path.unlink()
+    assert main([*command, "--then", str(second), "--draw"]) == 2
+    assert "no run of the grid is finished" in capsys.readouterr().err
+    assert main([*command, "--then", str(second)]) == 0
+    with (config.parent / "second-sweep/sweep.csv").open() as file:
+        assert next(csv.DictReader(file)) == row
