@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -18,9 +20,10 @@ from megavis.commands.options.shared import chosen_options, refuse_options, spel
 from megavis.commands.quiet import quietly
 from megavis.config.errors import UserError
 from megavis.data.format.files import write_json
-from megavis.data.format.manifest import MANIFEST_NAME
+from megavis.data.format.manifest import MANIFEST_NAME, PALETTE_NAME
 from megavis.data.loading.batch import Batch
 from megavis.data.loading.loader import read_batch, read_round_robin
+from megavis.evaluation.feature_cache import identity_of_network
 from megavis.evaluation.moments import compare, largest_differences
 from megavis.notebook import Run
 from megavis.parallel.context import close_context, open_context
@@ -29,6 +32,7 @@ from megavis.sampling.grids import save_png
 from megavis.sampling.npz import write_npz
 from megavis.sampling.pictures import Gallery, picture, picture_of_rounds
 from megavis.sampling.sampler import Sampler
+from megavis.tokenizers.palette import Palette
 
 
 def default_precision(device: torch.device) -> str:
@@ -200,10 +204,29 @@ def write_samples(opened: Run, args: argparse.Namespace) -> None:
         num_images=args.num_images,
         batch_size=args.batch_size,
         context=opened.context,
-        settings={"step": opened.step, "seed": args.seed, **options},
+        settings={**_network_settings(opened), "seed": args.seed, **options},
     )
     if opened.context.is_main:
         sys.stdout.write(f"{args.npz}\n")
+
+
+def _network_settings(opened: Run) -> dict[str, Any]:
+    """Return what identifies the network of generated images and their decoder."""
+    identity = identity_of_network(
+        opened.config,
+        opened.checkpoint,
+        dtype=opened.dtype,
+        tokenizer=opened.objective.backbone.tokenizer_identity,
+    )
+    palette = opened.folder / PALETTE_NAME
+    colors = Palette.load(palette).sha256 if palette.exists() else None
+    content = json.dumps([identity, colors], sort_keys=True)
+    return {
+        "run": opened.config.name,
+        "step": opened.step,
+        "precision": identity["precision"],
+        "network": hashlib.sha256(content.encode()).hexdigest(),
+    }
 
 
 def compare_moments(opened: Run, args: argparse.Namespace, sampler: Sampler) -> None:

@@ -45,7 +45,7 @@ def write_npz(
         num_images: N.
         batch_size: images of a batch, b.
         context: ranks and groups of this process.
-        settings: JSON values that determine the images.
+        settings: JSON values that determine the images, including the network.
 
     Raises:
         UserError: existing batches were generated with other settings.

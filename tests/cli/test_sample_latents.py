@@ -68,6 +68,26 @@ def test_npz_of_other_settings_is_refused(runs, tmp_path, capsys):
     assert "other settings" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("givt_full_covariance", []), ("givt_causal", ["--precision", "bf16"])],
+    ids=["run", "precision"],
+)
+def test_npz_of_another_network_is_refused(runs, tmp_path, capsys, monkeypatch, name, words):
+    common = ["--num-images", "2", "--batch-size", "1", "--npz", str(tmp_path / "images.npz")]
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(np, "savez", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            sample(runs, "givt_causal", *common)
+    assert sample(runs, name, *common, *words) == 2
+    assert "other settings" in capsys.readouterr().err
+    assert sample(runs, "givt_causal", *common) == 0
+
+
 def test_moments(runs, tmp_path, capsys, monkeypatch):
     # The training data of an imported run is a relative path.
     monkeypatch.chdir(tmp_path)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from tiny import tiny
 
 from megavis.commands.options.shared import spelled
@@ -38,7 +39,14 @@ def write(context, tmp_path):
             return Sampler(runner, objective, tmp_path, chosen, seed=seed, spell=spell)
 
         opened = SimpleNamespace(
-            folder=tmp_path, context=context, config=objective.config, step=1, sampler=sampler
+            folder=tmp_path,
+            context=context,
+            config=objective.config,
+            checkpoint=None,
+            dtype=torch.float32,
+            objective=objective,
+            step=1,
+            sampler=sampler,
         )
         path = tmp_path / "images.npz"
         sizes = {"num_images": 5, "batch_size": 2, "prefix": prefix, "seed": 3}
