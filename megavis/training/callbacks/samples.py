@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
@@ -51,7 +53,10 @@ class SampleImages:
             self.examples = read_batch(dataset, places, places)
 
     def __call__(self, state: StepState) -> None:
-        """Sample if due, but neither before the first step nor when training stops."""
+        """Sample if due, but neither before the first step nor when training stops.
+
+        A grid that cannot be written, as on a full disk, is reported and training continues.
+        """
         if state.loss is None or state.stop is not None or not state.is_due(self.every):
             return
         engine = state.engine
@@ -60,5 +65,9 @@ class SampleImages:
         with engine.evaluated():
             pixels = self.gallery.draw(runner, examples, num_images=self.num_images)
         if engine.context.is_main:
-            save_png(self.folder / "samples" / f"step-{state.step:08d}.png", pixels)
             state.images["samples"] = pixels
+            try:
+                save_png(self.folder / "samples" / f"step-{state.step:08d}.png", pixels)
+            except OSError as error:
+                text = f"WARNING: image grid of step {state.step} not written: {error}"
+                tqdm.write(f"{text}; training continues", file=sys.stderr)
