@@ -41,8 +41,9 @@ if [[ -n ${CONTAINER:-} ]]; then
 fi
 
 # If a task fails, the others exit with a code that tells why, and name the dead one; --wait kills those
-# that still wait for it after a minute. --kill-on-bad-exit would kill them at once, and an error in the
-# config would look like a failed node.
+# that still wait for it after a minute. This also applies if a task succeeds, so tasks that wait for
+# something wait together. --kill-on-bad-exit would kill them at once, and an error in the config would
+# look like a failed node.
 # Every task sees all GPUs of its node and uses that of its SLURM_LOCALID.
 srun --wait=60 ${srun_options[@]+"${srun_options[@]}"} ${inside[@]+"${inside[@]}"} \
   python -m megavis.cli "$@" &

@@ -383,6 +383,5 @@ def run_training(loaded: LoadedConfig, launch: Launch, *, device: str | None = N
     check_dashboards(loaded.config.logging)
     with Signals() as signals, open_job(loaded, launch, device=device) as context:
         run = Trainer.open(loaded, context)
-        evaluation = evaluate_during(run.config, is_main=context.is_main)
-        with hold_run(run.folder, context), evaluation:
+        with hold_run(run.folder, context), evaluate_during(run.config, context):
             run.train(signals)

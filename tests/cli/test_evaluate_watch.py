@@ -15,6 +15,8 @@ from megavis.commands import evaluate_samples, evaluate_watch
 from megavis.config.evaluation import EvaluationConfig
 from megavis.config.load import load_config
 from megavis.evaluation.feature_cache import cached_features
+from megavis.parallel.context import close_context, open_context
+from megavis.parallel.launch import read_launch
 from megavis.training.callbacks import eval_worker
 from megavis.training.metrics import read_json_lines
 
@@ -151,6 +153,13 @@ def watched_config(tiny_config, tmp_path):
     return load_config(path, [f"output={tmp_path}"]).config
 
 
+@pytest.fixture
+def alone():
+    """A job of one process."""
+    yield open_context(read_launch({}), device="cpu")
+    close_context()
+
+
 CHILDREN = {
     "ends": "import sys; sys.stdin.read(); print('measured')",
     "fails": "import sys; sys.stdin.read(); sys.exit(2)",
@@ -166,19 +175,19 @@ CHILDREN = {
         ("lasts", 0.5, "not done 0.5 s after the end"),
     ],
 )
-def test_end_of_training(watched_config, monkeypatch, capsys, child, finish_within, warning):
+def test_end_of_training(watched_config, alone, monkeypatch, capsys, child, finish_within, warning):
     settings = watched_config.evaluation.model_copy(update={"finish_within": finish_within})
     config = watched_config.model_copy(update={"evaluation": settings})
     command = [sys.executable, "-S", "-c", CHILDREN[child]]
     monkeypatch.setattr(eval_worker, "watch_command", lambda *_, **__: command)
-    with eval_worker.evaluate_during(config, is_main=True):
+    with eval_worker.evaluate_during(config, alone):
         pass
     stderr = capsys.readouterr().err
     assert warning in stderr
     assert bool(stderr) == bool(warning)
 
 
-def test_training_errors_kill_the_watch(watched_config, monkeypatch):
+def test_training_errors_kill_the_watch(watched_config, alone, monkeypatch):
     monkeypatch.setattr(eval_worker, "watch_command", lambda *_, **__: ["sleep", "60"])
     started = []
     popen = eval_worker.subprocess.Popen
@@ -189,7 +198,7 @@ def test_training_errors_kill_the_watch(watched_config, monkeypatch):
     )
 
     def fail():
-        with eval_worker.evaluate_during(watched_config, is_main=True):
+        with eval_worker.evaluate_during(watched_config, alone):
             raise RuntimeError("training failed")
 
     with pytest.raises(RuntimeError, match="training failed"):

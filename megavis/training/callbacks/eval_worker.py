@@ -10,30 +10,39 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from megavis.config.evaluation import EvaluationConfig
 from megavis.config.schema import RunConfig
+from megavis.parallel.context import ParallelContext
 
 LOG_NAME = "watch.log"
 # A launcher sets these for its own processes; the child is not one of them.
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_POLL_SECONDS = 1.0
 
 
 @contextlib.contextmanager
-def evaluate_during(config: RunConfig, *, is_main: bool) -> Iterator[None]:
+def evaluate_during(config: RunConfig, context: ParallelContext) -> Iterator[None]:
     """Evaluate checkpoints while the block trains, if the config has `evaluation`.
 
-    At the end, wait for the newest checkpoint's metrics, at most `evaluation.finish_within`
-    seconds; after an error or a signal, do not wait.
+    At the end, all processes wait for the newest checkpoint's metrics, at most
+    `evaluation.finish_within` seconds; after an error or a signal, they do not wait.
 
     Args:
         config: of the run.
-        is_main: whether this is the main process, which starts the child.
+        context: of the job; its main process starts the child.
     """
-    if config.evaluation is None or not is_main:
+    if config.evaluation is None:
         yield
+        return
+    if not context.is_main:
+        yield
+        # Launchers end a process that stays behind the others: srun does after a minute.
+        while not context.from_main(True):
+            time.sleep(_POLL_SECONDS)
         return
     folder = Path(config.folder)
     (folder / "evaluation").mkdir(parents=True, exist_ok=True)
@@ -48,7 +57,7 @@ def evaluate_during(config: RunConfig, *, is_main: bool) -> Iterator[None]:
         )
     try:
         yield
-        _finish(child, path, within=config.evaluation.finish_within)
+        _finish(child, path, context, within=config.evaluation.finish_within)
     finally:
         child.kill()
         child.wait()
@@ -84,16 +93,23 @@ def _environment(settings: EvaluationConfig) -> dict[str, str]:
     return kept
 
 
-def _finish(child: subprocess.Popen[bytes], log: Path, *, within: float) -> None:
-    """Wait for the child to finish, and warn if it did not or failed."""
+def _finish(
+    child: subprocess.Popen[bytes], log: Path, context: ParallelContext, *, within: float
+) -> None:
+    """Wait for the child to finish, with all processes, and warn if it did not or failed."""
     assert child.stdin is not None
     child.stdin.close()
-    try:
-        code = child.wait(within)
-    except subprocess.TimeoutExpired:
+    deadline, is_over = time.monotonic() + within, False
+    while not is_over:
+        # In short pieces: a collective may time out sooner than the evaluation.
+        patience = min(_POLL_SECONDS, deadline - time.monotonic())
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(max(patience, 0.0))
+        is_over = context.from_main(child.returncode is not None or time.monotonic() >= deadline)
+    if child.returncode is None:
         trouble = f"not done {within:g} s after the end (evaluation.finish_within)"
+    elif child.returncode:
+        trouble = f"ended with code {child.returncode}"
     else:
-        if code == 0:
-            return
-        trouble = f"ended with code {code}"
+        return
     sys.stderr.write(f"WARNING: evaluation during training: {trouble}; see {log}\n")
