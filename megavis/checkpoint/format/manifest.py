@@ -80,6 +80,8 @@ class LossHistory(_Part):
     """Losses of the last good steps, oldest first."""
     bad_since: int | None = None
     """First step of the current streak of bad steps, counted from 1; None after a good one."""
+    bad_steps: int = 0
+    """Bad steps in that streak; fp16 also skips others, which do not count."""
 
 
 class RollbackRecord(_Part):

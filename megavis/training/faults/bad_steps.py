@@ -105,8 +105,10 @@ class WatchBadSteps:
             if not was_skipped:
                 what = f"has a loss of {loss:.6g}, far above those before it"
             tqdm.write(f"WARNING: step {step} {what}; {self._where(step)}", file=sys.stderr)
-        if in_a_row == self.settings.max_bad_steps:
-            self.row = BadStepStreak(step - in_a_row + 1, step, step + self.batches_skipped)
+        # A resumed run may have a lower limit.
+        if 0 < self.settings.max_bad_steps <= in_a_row:
+            first = self.judge.bad_since or step
+            self.row = BadStepStreak(first, step, step + self.batches_skipped)
 
     def _where(self, step: int) -> str:
         size = self.settings.batch_size
@@ -139,18 +141,23 @@ class SpikeDetector:
     A loss is a spike if it lies more than `threshold` deviations above the median of the last
     `window` good ones. The deviation is 1.4826 times the median distance from that median, which a
     few odd losses do not move; it counts as at least a thousandth of the median.
+
+    Attributes:
+        bad_since: first step of the current streak of bad steps, if any.
     """
 
     def __init__(self, threshold: float, window: int, history: LossHistory) -> None:
         """Continue from a history; with `threshold` 0 no finite loss is a spike."""
         self.threshold, self.window = threshold, window
         self._recent = deque(history.recent, maxlen=window)
-        self._bad_since = history.bad_since
+        self.bad_since, self._bad_steps = history.bad_since, history.bad_steps
 
     @property
     def history(self) -> LossHistory:
         """State stored in checkpoints, so a resumed run decides alike."""
-        return LossHistory(recent=tuple(self._recent), bad_since=self._bad_since)
+        return LossHistory(
+            recent=tuple(self._recent), bad_since=self.bad_since, bad_steps=self._bad_steps
+        )
 
     def is_spike(self, loss: float) -> bool:
         """Compare a loss with those before it; returns False until there are enough."""
@@ -164,13 +171,14 @@ class SpikeDetector:
         return loss > median + self.threshold * deviation
 
     def take(self, step: int, loss: float, *, is_bad: bool) -> int:
-        """Record a step; return the length of the streak of bad steps that it ends."""
+        """Record a step; return the number of bad steps in the streak that it ends."""
         if not is_bad:
             self._recent.append(loss)
-            self._bad_since = None
+            self.bad_since, self._bad_steps = None, 0
             return 0
-        self._bad_since = self._bad_since or step
-        return step - self._bad_since + 1
+        self.bad_since = self.bad_since or step
+        self._bad_steps += 1
+        return self._bad_steps
 
 
 def roll_back(

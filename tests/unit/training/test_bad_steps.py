@@ -1,10 +1,13 @@
 """Loss spikes: detection, history across restarts, and rollback limits."""
 
+import math
 import shutil
 import statistics
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from megavis.checkpoint.format.folder import latest_checkpoint, saved_steps, step_folder
@@ -12,8 +15,14 @@ from megavis.checkpoint.format.manifest import LossHistory, read_manifest
 from megavis.cli import main
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
-from megavis.config.schema import TrainingConfig
-from megavis.training.faults.bad_steps import BadStepStreak, SpikeDetector, roll_back
+from megavis.config.schema import CheckpointConfig, TrainingConfig
+from megavis.training.callbacks.callback import StepState
+from megavis.training.faults.bad_steps import (
+    BadStepStreak,
+    SpikeDetector,
+    WatchBadSteps,
+    roll_back,
+)
 from megavis.training.faults.corruption_check import CheckReplicas
 
 pytestmark = pytest.mark.once
@@ -122,3 +131,42 @@ def test_rollback_requires_enough_kept_checkpoints(trained, tmp_path):
     path.write_text(yaml.safe_dump(tree))
     with pytest.raises(UserError, match="rolls back by 110 steps .* is 4"):
         load_config(path, [])
+
+
+def watch_steps(context, losses, *, limit, history=None):
+    """Watch steps with these losses, None for a skipped one; return the streak that ends them."""
+    settings = TrainingConfig(
+        steps=100,
+        batch_size=8,
+        precision="fp16",
+        log_every=1,
+        spike_threshold=5.0,
+        spike_window=4,
+        max_bad_steps=limit,
+    )
+    history = history or LossHistory()
+    watch = WatchBadSteps(settings, CheckpointConfig(), history=history, batches_skipped=0)
+    for step, loss in enumerate(losses, 1):
+        skipped = torch.tensor(float(loss is None))
+        engine = SimpleNamespace(context=context, last_step_was_skipped=lambda value=skipped: value)
+        state = StepState(step, 100, torch.tensor(math.nan if loss is None else loss), engine)
+        watch(state)
+        assert state.goes_back is (watch.row is not None)
+        if state.goes_back:
+            break
+    return watch.row
+
+
+@pytest.mark.parametrize(
+    ("limit", "streak"), [(1, (5, 5)), (2, (5, 7)), (3, (5, 8)), (4, None), (0, None)]
+)
+def test_skipped_steps_of_fp16_neither_count_nor_hide_a_streak(context, limit, streak):
+    losses = [2.0, 2.0, 2.0, 2.0, 9.0, None, 9.0, 9.0, None, 2.0, 9.0]
+    row = watch_steps(context, losses, limit=limit)
+    assert (row and (row.first, row.last)) == streak
+
+
+def test_lower_limit_ends_a_longer_streak(context):
+    history = LossHistory(recent=(2.0,) * 4, bad_since=1, bad_steps=7)
+    assert watch_steps(context, [9.0], limit=3, history=history) is not None
+    assert watch_steps(context, [2.0, 9.0], limit=3, history=history) is None
