@@ -17,8 +17,15 @@ from megavis.papers import build_objective
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import read_launch
 from megavis.planning.layouts import Layout
-from megavis.planning.parameters import Layers, Matrix, ModelPart, count_parameters, parts_of
-from megavis.planning.states import StateMemory, fullest_states
+from megavis.planning.parameters import (
+    Layers,
+    Matrix,
+    ModelPart,
+    count_parameters,
+    parts_of,
+    trained_only,
+)
+from megavis.planning.states import MOMENTS, StateMemory, fullest_states
 
 _WHEN = {"once": "once", "step": "each step"}
 
@@ -42,13 +49,14 @@ def run(args: argparse.Namespace) -> int:
 def count_memory(objective: Trainable, matrices: list[Matrix], num_processes: int) -> StateMemory:
     """Return the memory of the fullest process in the config's layout before any image."""
     config = objective.config
-    layers = Layers.of(matrices, objective.layer_plans())
-    layout = Layout.of(config, num_processes)
+    plans = objective.layer_plans()
     return fullest_states(
-        layers,
-        layout,
+        Layers.of(matrices, plans),
+        Layout.of(config, num_processes),
         precision=config.training.precision,
         keeps_average=bool(config.optimizer.ema_decay),
+        trained=Layers.of(trained_only(matrices), plans),
+        num_moments=MOMENTS[config.optimizer.algorithm],
     )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import product
 
 from megavis.config.checks import check_config, check_world
@@ -129,12 +129,15 @@ def all_layouts(config: RunConfig, num_processes: int) -> Iterator[Layout]:
             yield Layout(parallel, share.data, micro, share.micro_batch_size // micro)
 
 
-def with_offload(layouts: list[Layout]) -> Iterator[Layout]:
-    """Yield the ZeRO 1 to 3 layouts without pipeline stages, with the optimizer offloaded."""
+def with_offload(config: RunConfig, layouts: Iterable[Layout]) -> Iterator[Layout]:
+    """Yield those layouts that are legal with the optimizer offloaded, with it."""
     for layout in layouts:
-        if layout.zero_stage and layout.pipeline == 1:
-            parallel = layout.parallel.model_copy(update={"offload_optimizer": "cpu"})
-            yield Layout(parallel, layout.data, layout.micro_batch_size, layout.accumulation_steps)
+        parallel = layout.parallel.model_copy(update={"offload_optimizer": "cpu"})
+        micro = {"micro_batch_size": layout.micro_batch_size}
+        training = config.training.model_copy(update=micro)
+        offloaded = config.model_copy(update={"parallel": parallel, "training": training})
+        if is_legal(offloaded, layout.num_processes):
+            yield replace(layout, parallel=parallel)
 
 
 def _divisors(value: int) -> list[int]:

@@ -7,7 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -31,6 +31,8 @@ class Matrix:
     copies: int
     is_split: bool
     """Whether it is split over the tensor group; other parameters are replicated."""
+    is_trained: bool = True
+    """False for frozen parameters, as in linear evaluation."""
 
     @property
     def parameters(self) -> int:
@@ -58,7 +60,7 @@ def count_parameters(objective: Trainable) -> list[Matrix]:
     Args:
         objective: in a context with tensor size 1, so that shapes are those of full tensors.
     """
-    found: Counter[tuple[str, str, tuple[int, ...], bool]] = Counter()
+    found: Counter[tuple[str, str, tuple[int, ...], bool, bool]] = Counter()
     # Blocks of a stack differ only in drop rates: build one of them.
     for plan, copies in distinct_layers(objective.layer_plans()):
         # Megatron initializes weights on the CPU; on the meta device this is a no-op.
@@ -67,11 +69,17 @@ def count_parameters(objective: Trainable) -> list[Matrix]:
         for name, parameter in layer.named_parameters():
             general = re.sub(r"\.\d+\.", ".*.", f"{plan.name}.{name}", count=1)
             is_split = partition_dimension(parameter) is not None
-            found[general, part_name(plan), tuple(parameter.shape), is_split] += copies
+            kind = is_split, parameter.requires_grad
+            found[general, part_name(plan), tuple(parameter.shape), *kind] += copies
     return [
-        Matrix(name, part, shape, copies, is_split)
-        for (name, part, shape, is_split), copies in found.items()
+        Matrix(name, part, shape, copies, is_split, is_trained)
+        for (name, part, shape, is_split, is_trained), copies in found.items()
     ]
+
+
+def trained_only(matrices: Iterable[Matrix]) -> list[Matrix]:
+    """Return the same matrices with no copies of the frozen ones."""
+    return [matrix if matrix.is_trained else replace(matrix, copies=0) for matrix in matrices]
 
 
 def part_name(plan: LayerPlan) -> str:

@@ -96,7 +96,7 @@ def recommend(config: RunConfig, shape: ModelShape, cluster: Cluster) -> Recomme
     layouts = list(all_layouts(config, cluster.num_devices))
     plans = _plan_all(config, shape, cluster, layouts)
     if not any(plan.fits for plan in plans):
-        plans += _plan_all(config, shape, cluster, with_offload(layouts))
+        plans += _plan_all(config, shape, cluster, with_offload(config, layouts))
     fitting = sorted((plan for plan in plans if plan.fits), key=lambda plan: plan.time.total)
     others = sorted((plan for plan in plans if not plan.fits), key=lambda plan: plan.memory.total)
     ordered = (*fitting, *others)

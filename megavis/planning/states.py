@@ -7,6 +7,7 @@ Training Trillion Parameter Models" (section 3, figure 1), with gradients accumu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from megavis.config.schema import ParallelConfig
 from megavis.planning.activation_memory import ActivationMemory, activation_memory
@@ -14,8 +15,10 @@ from megavis.planning.layouts import Layout
 from megavis.planning.parameters import Layers
 from megavis.planning.shape import ModelShape, number_size
 
-# Bytes per parameter: Adam's two moments; a float32 gradient, master weight or EMA.
-_ADAM, FLOAT32 = 8, 4
+# Bytes per parameter: a float32 gradient, master weight, moment or EMA.
+FLOAT32 = 4
+MOMENTS = {"adam": 2, "adafactor": 2, "sgd": 1, "lars": 1}
+"""Moments by `optimizer.algorithm`; Adafactor's product of row and column means is stored whole."""
 # DeepSpeed's defaults in elements: bucket size of the gradient reduction, and the limit of gathered
 # weights under ZeRO-3.
 BUCKET, MOST_GATHERED = 500_000_000, 1_000_000_000
@@ -29,7 +32,7 @@ class StateMemory:
         weights: in the compute precision.
         gradients: in float32; for bf16 with ZeRO-1, also those of the bf16 weights, which
             DeepSpeed's optimizer zeroes but does not free.
-        optimizer: Adam's moments and, under ZeRO 1 to 3, float32 master weights, which DeepSpeed
+        optimizer: moments and, under ZeRO 1 to 3, float32 master weights, which DeepSpeed
             keeps even if the weights are float32.
         average: EMA of the weights (`optimizer.ema_decay`) in float32; partitioned and offloaded
             with the optimizer's states.
@@ -57,6 +60,8 @@ def state_memory(
     precision: str,
     data_size: int,
     keeps_average: bool,
+    num_trained: float,
+    num_moments: int,
 ) -> StateMemory:
     """Return the model states of a process.
 
@@ -67,18 +72,20 @@ def state_memory(
         precision: `float32`, `bf16` or `fp16`.
         data_size: data-parallel size.
         keeps_average: whether an EMA of the weights is kept.
+        num_trained: those of `num_parameters` that are not frozen.
+        num_moments: of the optimizer, for each trained parameter.
     """
     stage, size = parallel.zero_stage, number_size(precision)
 
-    def held(from_stage: int) -> float:
+    def held(count: float, from_stage: int) -> float:
         """Return the parameters per process of a state that ZeRO partitions from a stage on."""
-        return num_parameters / (data_size if stage >= from_stage else 1)
+        return count / (data_size if stage >= from_stage else 1)
 
-    optimizer = _ADAM + (FLOAT32 if stage else 0)
-    own = held(1) if parallel.offload_optimizer == "none" else 0.0
+    optimizer = FLOAT32 * (num_moments + (stage > 0))
+    own = held(num_trained, 1) if parallel.offload_optimizer == "none" else 0.0
     return StateMemory(
-        weights=held(3) * size if parallel.offload_parameters == "none" else 0.0,
-        gradients=held(2) * (FLOAT32 + size * keeps_half_gradients(stage, precision)),
+        weights=held(num_parameters, 3) * size if parallel.offload_parameters == "none" else 0.0,
+        gradients=held(num_trained, 2) * (FLOAT32 + size * keeps_half_gradients(stage, precision)),
         optimizer=own * optimizer,
         average=own * FLOAT32 * keeps_average,
         gathered=largest_layer * size if stage == 3 else 0.0,
@@ -96,9 +103,26 @@ def parameters_held(layers: Layers, layout: Layout, stage: int = 0) -> float:
 
 
 def states_of(
-    layers: Layers, layout: Layout, stage: int, *, precision: str, keeps_average: bool
+    layers: Layers,
+    layout: Layout,
+    stage: int,
+    *,
+    precision: str,
+    keeps_average: bool,
+    trained: Layers | None = None,
+    num_moments: int = 2,
 ) -> StateMemory:
-    """Return the model states of a process in a pipeline stage."""
+    """Return the model states of a process in a pipeline stage.
+
+    Args:
+        layers: parameters of the model.
+        layout: the layout.
+        stage: of the pipeline.
+        precision: see `state_memory`.
+        keeps_average: likewise.
+        trained: the parameters that are not frozen; default: all.
+        num_moments: see `state_memory`; default: those of Adam and Adafactor.
+    """
     return state_memory(
         parameters_held(layers, layout, stage),
         layers.largest(layout.tensor),
@@ -106,17 +130,14 @@ def states_of(
         precision=precision,
         data_size=layout.data,
         keeps_average=keeps_average,
+        num_trained=parameters_held(trained or layers, layout, stage),
+        num_moments=num_moments,
     )
 
 
-def fullest_states(
-    layers: Layers, layout: Layout, *, precision: str, keeps_average: bool
-) -> StateMemory:
-    """Return the model states of the stage with the most."""
-    states = (
-        states_of(layers, layout, stage, precision=precision, keeps_average=keeps_average)
-        for stage in range(layout.pipeline)
-    )
+def fullest_states(layers: Layers, layout: Layout, **options: Any) -> StateMemory:
+    """Return the model states of the stage with the most; options are those of `states_of`."""
+    states = (states_of(layers, layout, stage, **options) for stage in range(layout.pipeline))
     return max(states, key=lambda memory: memory.total)
 
 

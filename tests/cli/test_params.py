@@ -190,3 +190,16 @@ def test_memory_per_process(capsys):
     assert (moved["weights"], moved["optimizer"], moved["average"]) == (0, 0, 0)
     assert main(["params", path, "--processes", "48"]) == 2
     assert "is not divisible by the data-parallel size 48" in capsys.readouterr().err
+
+
+def test_memory_of_linear_evaluation(capsys):
+    path = str(PRESETS.parent / "mae" / "vit_b16_linear.yaml")
+    words = ["data.num_images=32768", "training.precision=bf16", "parallel.zero_stage=1"]
+    assert main(["params", path, *words, "--processes", "4", "--json"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    # Only the classifier is trained, by LARS: a gradient in float32 and one in bf16, and of a
+    # quarter of it momentum and a master weight.
+    trained, memory = 769 * 1000, tree["bytes_a_process"]
+    assert memory["weights"] == 2 * tree["total"]
+    assert memory["gradients"] == (4 + 2) * trained
+    assert memory["optimizer"] == (4 + 4) * trained / 4

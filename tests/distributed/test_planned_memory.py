@@ -25,6 +25,7 @@ ZERO, AVERAGE = "parallel.zero_stage=", "optimizer.ema_decay=0.9"
     [
         ("igpt", 1, [ZERO + "0", AVERAGE]),
         ("igpt", 2, [HALF, ZERO + "1"]),
+        ("igpt", 1, [ZERO + "0", "optimizer.algorithm=adafactor"]),
         ("darl", 2, [HALF, ZERO + "2", AVERAGE, *MSE]),
         ("givt", 2, [ZERO + "3"]),
         ("gvp", 2, [TENSOR]),
