@@ -47,17 +47,24 @@ def check_same_run(path: Path, config: RunConfig) -> None:
                 f"{path}: this run was started with {_first_difference(key, old, new)}; choose"
                 " another name, or restore the value"
             )
-    if before.training.batch_size != config.training.batch_size:
-        raise UserError(
-            f"{path}: this run was started with training.batch_size {before.training.batch_size},"
-            " on which its sample order depends; keep it"
-        )
-    weights = [source.weight for source in before.data.train_sources]
-    if weights != [source.weight for source in config.data.train_sources]:
-        raise UserError(
-            f"{path}: this run was started with data.train weights {weights}, on which its sample"
-            " order depends; keep them, or choose another name"
-        )
+    new_values = _order_keys(config)
+    for key, value in _order_keys(before).items():
+        if new_values[key] != value:
+            raise UserError(
+                f"{path}: this run was started with {key} {'null' if value is None else value}, on"
+                " which its sample order depends; restore the value, or choose another name"
+            )
+
+
+def _order_keys(config: RunConfig) -> dict[str, Any]:
+    """Return what the sample order depends on, besides the seed and the size of the data."""
+    data = config.data
+    return {
+        "training.batch_size": config.training.batch_size,
+        "data.train weights": [source.weight for source in data.train_sources],
+        "data.repeats": data.repeats,
+        "data.images_per_class": data.images_per_class,
+    }
 
 
 def _without_own_drop_path(config: RunConfig) -> RunConfig:

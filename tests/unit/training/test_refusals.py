@@ -103,7 +103,9 @@ def test_mixture_resumes_only_with_the_same_weights(config, capsys, shard_folder
         ("model.num_layers=2", "started with model.num_layers"),
         ("seed=1", "started with seed 0, not 1;"),
         ("objective.order=random", "started with objective.order raster, not random;"),
-        ("training.batch_size=16", "batch_size 8"),
+        ("training.batch_size=16", "started with training.batch_size 8, on which its sample order"),
+        ("data.repeats=2", "started with data.repeats 1, on which its sample order"),
+        ("data.images_per_class=4", "started with data.images_per_class null, on which its sample"),
     ],
 )
 def test_changed_keys_are_refused_on_resume(config, capsys, word, expected):
