@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megavis.commands.opening import job_closed, open_run, open_shards
 from megavis.config.errors import UserError
+from megavis.data.format.files import write_json
 from megavis.data.loading.dataset import Subset, halves, shuffled
 from megavis.evaluation.classes import ClassProbabilities, average, predict_classes
 from megavis.notebook import Run
@@ -84,4 +85,4 @@ def _report(members: dict[str, ClassProbabilities], path: Path | None) -> None:
         )
     if path is not None:
         count = len(next(iter(members.values())).labels)
-        path.write_text(json.dumps({"num_images": count, "rows": rows}, indent=2) + "\n")
+        write_json(path, {"num_images": count, "rows": rows})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from typing import Any
 
@@ -11,6 +10,7 @@ from tqdm import tqdm
 
 from megavis.config.errors import UserError
 from megavis.config.schema import ParallelConfig
+from megavis.data.format.files import write_json
 from megavis.planning.layouts import layout_name, legal_layouts
 from megavis.training.parity import ParityResult, compare_layouts, parity_config
 
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     failed = sum(not comparison.passed for comparison in comparisons)
     sys.stdout.write(f"{len(comparisons) - failed} passed, {failed} failed\n")
     if args.json:
-        args.json.write_text(json.dumps([c.as_json() for c in comparisons], indent=2) + "\n")
+        write_json(args.json, [comparison.as_json() for comparison in comparisons])
     return 1 if failed else 0
 
 

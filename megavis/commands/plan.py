@@ -18,6 +18,7 @@ from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
 from megavis.config.schema import ParallelConfig
 from megavis.config.yaml_tree import BASED_ON, ConfigSource, apply_override, dump_tree
+from megavis.data.format.files import write_atomically
 from megavis.papers import build_objective
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import read_launch
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if args.write is not None and found.best is not None:
         tree = _tree(args.write, loaded, found.best, args.overrides)
         text = _head(args, loaded, found.best, cluster) + dump_tree(tree)
-        args.write.write_text(text, encoding="utf-8")
+        write_atomically(args.write, text.encode())
     return 0 if found.best is not None else 2
 
 

@@ -328,10 +328,14 @@ class CheckpointConfig(Section):
     """Steps that are saved regardless of `every`, and never pruned."""
 
 
+RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+"""Pattern of the names of run folders."""
+
+
 class RunConfig(Section):
     """A whole run."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    name: Annotated[str, Field(pattern=RUN_NAME)]
     """Name of the run folder."""
     output: str = "runs"
     """Parent of the run folders."""

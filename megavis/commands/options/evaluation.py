@@ -18,6 +18,7 @@ from megavis.commands.options.shared import (
     add_runs,
     add_seed_argument,
     add_step,
+    require_writable,
 )
 from megavis.config.arguments import non_negative, positive
 
@@ -164,4 +165,8 @@ def add_ensemble(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results as JSON")
     add_device(parser)
-    parser.set_defaults(run="ensemble:run")
+    parser.set_defaults(run="ensemble:run", check=_check_ensemble)
+
+
+def _check_ensemble(args: argparse.Namespace) -> None:
+    require_writable(args.json, "--json")

@@ -6,7 +6,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from megavis.commands.options.shared import add_json, add_run, add_runs, add_step, refuse_options
+from megavis.commands.options.shared import (
+    add_json,
+    add_run,
+    add_runs,
+    add_step,
+    refuse_options,
+    require_run_name,
+)
 from megavis.config.arguments import non_negative, positive
 from megavis.config.errors import UserError
 from megavis.config.imports import paper_imports
@@ -177,6 +184,7 @@ def _check_import(args: argparse.Namespace) -> None:
     refuse_options(args, sorted(every - taken), f"to {args.form}")
     if args.run_folder.exists():
         raise UserError(f"{args.run_folder} exists; choose another name")
+    require_run_name(args.run_folder)
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:

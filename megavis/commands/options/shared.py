@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,38 @@ def read_config(args: argparse.Namespace) -> None:
     from megavis.commands.configs import load_user_config
 
     args.loaded = load_user_config(args.config, args.overrides)
+
+
+def require_run_name(folder: Path) -> None:
+    """Raise UserError unless the folder's name can be that of a run."""
+    # Imported here, as in `read_config`.
+    from megavis.config.schema import RUN_NAME
+
+    if not re.fullmatch(RUN_NAME, folder.name):
+        raise UserError(
+            f"{folder}: a run's name has only letters, digits, '.', '_' and '-', and begins with a"
+            f" letter or digit; {folder.name!r} does not"
+        )
+
+
+def require_writable(path: Path | None, option: str) -> None:
+    """Check, before a command works, that its results can be written.
+
+    Args:
+        path: the file; None if the option was not given.
+        option: as typed.
+
+    Raises:
+        UserError: the file's folder is missing or read-only, or a folder has its name.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise UserError(f"{option}: {path} is a folder; name a file")
+    if not path.parent.is_dir():
+        raise UserError(f"{option}: there is no folder {path.parent}; create it, or name another")
+    if not os.access(path.parent, os.W_OK):
+        raise UserError(f"{option}: {path.parent} is read-only; name a file in another folder")
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:

@@ -11,6 +11,7 @@ from megavis.commands.options.shared import (
     add_json,
     read_config,
     refuse_options,
+    require_writable,
 )
 from megavis.config.arguments import non_negative, positive
 from megavis.config.errors import UserError
@@ -194,7 +195,12 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
         "--profile", type=Path, metavar="FILE", help="also write a trace for chrome://tracing"
     )
     add_json(parser)
-    parser.set_defaults(run="bench:run", check=read_config)
+    parser.set_defaults(run="bench:run", check=_check_bench)
+
+
+def _check_bench(args: argparse.Namespace) -> None:
+    require_writable(args.profile, "--profile")
+    read_config(args)
 
 
 def add_parity(parser: argparse.ArgumentParser) -> None:
@@ -223,7 +229,12 @@ def add_parity(parser: argparse.ArgumentParser) -> None:
         help="default: cuda if each process has a GPU, else cpu",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")
-    parser.set_defaults(run="parity:run")
+    parser.set_defaults(run="parity:run", check=_check_parity)
+
+
+def _check_parity(args: argparse.Namespace) -> None:
+    require_writable(args.json, "--json")
+    read_config(args)
 
 
 def add_params(parser: argparse.ArgumentParser) -> None:
@@ -269,4 +280,9 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--write", type=Path, metavar="FILE", help="write the recommended layout as a config"
     )
-    parser.set_defaults(run="plan:run")
+    parser.set_defaults(run="plan:run", check=_check_plan)
+
+
+def _check_plan(args: argparse.Namespace) -> None:
+    require_writable(args.write, "--write")
+    read_config(args)
