@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ import numpy as np
 
 from data_tools.cepstra import SAMPLE_RATE
 from data_tools.job_report import ProgressBar, say
+from data_tools.made_folder import make_folder
 from data_tools.speech_shards import LISTS
 from megavis.config.errors import UserError
-from megavis.data.format.files import write_atomically
 
 RECORD_NAME = "words.json"
 WORDS = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go")
@@ -54,28 +53,28 @@ def run(arguments: argparse.Namespace) -> int:
             "--voices, --held-out-voices and --takes must be at least 1, --seed at least 0"
         )
     words = tuple(filter(None, arguments.words.split(",")))
-    record = {"words": words, "voices": counts, "takes": arguments.takes, "seed": arguments.seed}
-    content = json.dumps(record, indent=2).encode() + b"\n"
+    takes, seed = arguments.takes, arguments.seed
+    record = {"words": words, "voices": counts, "takes": takes, "seed": seed}
+    num_voices = sum(counts.values())
+    total = num_voices * len(words) * takes
+
+    def write(folder: Path) -> None:
+        synthesizer = Synthesizer()
+        voices = drawn_voices(synthesizer.voices(), counts, seed=seed)
+        with ProgressBar("speaking", total=total, unit="words") as progress:
+            for part, names in voices.items():
+                files = []
+                for voice in names:
+                    files += speak(synthesizer, voice, words, takes=takes, out=folder, seed=seed)
+                    progress.advance(len(words) * takes)
+                if part in LISTS:
+                    (folder / LISTS[part]).write_text("\n".join(files) + "\n")
+
     out: Path = arguments.out
-    if out.exists() and any(out.iterdir()):
-        if _read(out / RECORD_NAME) != content:
-            raise UserError(f"{out} is not empty and has other files: choose another folder")
+    if not make_folder(out, RECORD_NAME, record, write):
         say(f"{out}: the words exist already")
         return 0
-    synthesizer = Synthesizer()
-    voices = drawn_voices(synthesizer.voices(), counts, seed=arguments.seed)
-    takes = arguments.takes
-    total = sum(counts.values()) * len(words) * takes
-    with ProgressBar("speaking", total=total, unit="words") as progress:
-        for part, names in voices.items():
-            files = []
-            for voice in names:
-                files += speak(synthesizer, voice, words, takes=takes, out=out, seed=arguments.seed)
-                progress.advance(len(words) * takes)
-            if part in LISTS:
-                write_atomically(out / LISTS[part], ("\n".join(files) + "\n").encode())
-    write_atomically(out / RECORD_NAME, content)
-    say(f"{out}: {total} recordings of {len(words)} words by {sum(counts.values())} voices")
+    say(f"{out}: {total} recordings of {len(words)} words by {num_voices} voices")
     return 0
 
 
@@ -194,10 +193,3 @@ class Synthesizer:
         if count > 0:
             self._pieces.append(np.ctypeslib.as_array(samples, (count,)).astype(np.float64))
         return 0
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scipy.io import wavfile
 
+from data_tools import spoken_words
 from data_tools.__main__ import main
 from data_tools.cepstra import cepstra, one_second, read_wav
 from data_tools.decode import RefusedImageError
@@ -104,6 +105,34 @@ def test_splits_share_no_voice(tmp_path):
         names = json.loads((out / part / "shard-000000.index.json").read_text())["sources"]
         voices[part] = {name.split("/")[1].split("_")[0] for name in names}
     assert sum(map(len, voices.values())) == len(set.union(*voices.values())) == 4
+
+
+class Humming:
+    """A synthesizer, which is interrupted after some words."""
+
+    num_words = 0
+
+    def voices(self):
+        return [f"voice {number}" for number in range(4)]
+
+    def say(self, *_, **__):
+        Humming.num_words -= 1
+        if not Humming.num_words:
+            raise KeyboardInterrupt
+        return np.sin(np.arange(4000) / 9)
+
+
+def test_interrupted_words_can_be_made_again(tmp_path, monkeypatch):
+    # espeak-ng cannot be initialized twice in a process.
+    monkeypatch.setattr(spoken_words, "Synthesizer", Humming)
+    monkeypatch.setattr(Humming, "num_words", 6)
+    out = tmp_path / "words"
+    command = ["words", str(out), "--words", "no", "--voices", "2", "--held-out-voices", "1"]
+    assert main(command) == 130
+    assert not out.exists()
+    assert main(command) == 0
+    assert len(list(out.glob("no/*.wav"))) == 4 * 4
+    assert [path.name for path in tmp_path.iterdir()] == ["words"]
 
 
 def test_unknown_and_silence_classes(tmp_path):
