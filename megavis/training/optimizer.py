@@ -143,7 +143,9 @@ def _largest(count: int, processes: dist.ProcessGroup) -> int:
 
 def _apex_adam(groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.optim.Optimizer:
     fused_adam = apex_part("optimizers", "FusedAdam")
-    return skipping(fused_adam)(groups, adam_w_mode=True, **options)
+    # It counts steps per group, but only from its first step on, and a run resumes before that.
+    counting = [{**group, "step": 0} for group in groups]
+    return skipping(fused_adam)(counting, adam_w_mode=True, **options)
 
 
 def skipping(kind: Any) -> Any:

@@ -112,11 +112,11 @@ class ParameterStates:
 
     def optimizer_step(self) -> int:
         """Return the optimizer's step count."""
-        adam = self.optimizer
-        for state in adam.state.values():
-            if "step" in state:
-                return int(state["step"])
-        return int(adam.param_groups[0].get("step", 0))
+        optimizer = self.optimizer
+        if self._counts_by_group:
+            return int(optimizer.param_groups[0]["step"])
+        counts = (state["step"] for state in optimizer.state.values() if "step" in state)
+        return int(next(counts, 0))
 
     def create_states(self, optimizer_step: int, *, with_average: bool) -> None:
         """Create the optimizer's states with a step count, so that they can be set.
@@ -126,12 +126,12 @@ class ParameterStates:
         optimizer = self.optimizer
         for master in self._masters():
             state = optimizer.state[master]
-            if "momentum" not in self._moments:
+            if not self._counts_by_group:
                 state["step"] = torch.tensor(float(optimizer_step), device=master.device)
             for kind in (*self._moments, *((AVERAGE,) if with_average else ())):
                 state.setdefault(kind, torch.zeros_like(master))
-        for group in optimizer.param_groups:
-            if "step" in group:  # NVIDIA Apex and LARS count steps per group
+        if self._counts_by_group:
+            for group in optimizer.param_groups:
                 group["step"] = optimizer_step
         if self._zero_stage in (1, 2):
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()
@@ -150,6 +150,11 @@ class ParameterStates:
     @property
     def _moments(self) -> tuple[TensorKind, ...]:
         return ("momentum",) if "momentum" in self.optimizer.defaults else ("exp_avg", "exp_avg_sq")
+
+    @property
+    def _counts_by_group(self) -> bool:
+        """Whether groups, not parameters, have the step count: NVIDIA Apex's Adam and LARS."""
+        return "step" in self.optimizer.param_groups[0]
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
