@@ -18,13 +18,14 @@ from megavis.config.errors import UserError
 from megavis.data.codecs.codec import PaletteLike, Refusals
 from megavis.data.codecs.registry import codec_of
 from megavis.data.codecs.transforms import Transform
-from megavis.data.format.files import sha256_of_file
+from megavis.data.format.files import allow_open_files, sha256_of_file
 from megavis.data.format.manifest import PALETTE_NAME, Manifest, ShardEntry
 from megavis.data.format.shards import ShardIndex, index_path, map_file
 from megavis.data.loading.order import SampleOrder
 from megavis.data.loading.remote import RemoteFolder, is_remote
 
-# Each map holds a file descriptor; the limit per process may be as low as 1,024.
+# Each map holds a file descriptor. Batches that are being decoded hold further maps, and every part
+# of a blend has its own.
 _MAX_OPEN_MAPS = 256
 _WRONG_LENGTH = "wrong length"
 
@@ -197,6 +198,7 @@ class ShardDataset:
         with self._lock:
             if shard not in self._maps:
                 path = path or self._tar(self.manifest.shards[shard])
+                allow_open_files()
                 # Wrap in a plain array: slicing np.memmap is four times slower.
                 self._maps[shard] = np.asarray(map_file(path))
                 if len(self._maps) > _MAX_OPEN_MAPS:

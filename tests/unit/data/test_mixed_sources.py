@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import resource
+
 import numpy as np
 import pytest
 import torch
@@ -112,6 +115,32 @@ def test_read_renumbers_classes(mixed):
     assert dataset.read(np.array([], np.int64))[0].shape == (0, 16)
     with pytest.raises(IndexError):
         dataset.read(np.array([42]))
+
+
+@pytest.fixture
+def few_open_files():
+    """Leave room for at most ten more open files under the soft limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)  # a new descriptor has the lowest free number
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 10, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_more_shards_than_the_soft_limit_of_open_files(tmp_path, few_open_files):
+    tokens = np.arange(30)[:, None].repeat(16, axis=1)
+    for name in ("one", "two"):
+        write_folder(
+            tmp_path / name,
+            tokens=tokens,
+            labels=[-1] * 30,
+            samples_per_shard=1,
+            class_names=[],
+        )
+    dataset = BlendedDataset([ShardDataset(tmp_path / name) for name in ("one", "two")], [1, 1])
+    samples, _ = dataset.read(np.arange(60))
+    assert samples[:, 0].tolist() == [*range(30), *range(30)]
 
 
 @pytest.mark.parametrize(("micro", "ranks", "start"), [(2, 3, 0), (3, 2, 2)])
