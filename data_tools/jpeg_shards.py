@@ -17,7 +17,7 @@ from PIL import Image
 
 from data_tools.decode import decode_image, decoder_versions
 from data_tools.jobs import add_job_arguments, run_job
-from data_tools.resize import CROP, RESIZE, resize_and_crop
+from data_tools.resize import CROP, RESIZE, check_aspect, resize_and_crop
 from data_tools.shard_tasks import Encoded, encode_each
 from data_tools.source_formats import add_source_arguments, open_source
 from data_tools.sources import SourceImage
@@ -117,6 +117,7 @@ class JpegEncoder:
         image = decode_image(content)
         if self.sizes:
             return [encode_jpeg(resize_and_crop(image, size=s), self.quality) for s in self.sizes]
+        check_aspect(image)  # training resizes it
         return [kept_jpeg(content, image, self.quality)]
 
 

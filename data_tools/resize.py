@@ -96,7 +96,7 @@ class Crop:
 
     def _random_part(self, image: np.ndarray, name: str, number: int) -> np.ndarray:
         height, width = image.shape[:2]
-        scaled_size(image, 1)  # rejects extreme aspect ratios
+        check_aspect(image)
         draws = self._random(name, number).random(NUM_WINDOW_DRAWS)
         return cut(image, random_window(height, width, draws, scale=_AREAS, ratio=_SHAPES))
 
@@ -131,11 +131,20 @@ def scaled_size(image: np.ndarray, shorter_side: int) -> tuple[int, int]:
     Raises:
         RefusedImageError: one side is more than 64 times the other.
     """
+    check_aspect(image)
     height, width = image.shape[:2]
     shorter = min(height, width)
-    if max(height, width) > _MAX_ASPECT * shorter:
-        raise RefusedImageError(f"aspect ratio above {_MAX_ASPECT}")
     return round(height * shorter_side / shorter), round(width * shorter_side / shorter)
+
+
+def check_aspect(image: np.ndarray) -> None:
+    """Raise RefusedImageError if one side is more than 64 times the other.
+
+    Scaled to a given shorter side, such an image could take gigabytes.
+    """
+    height, width = image.shape[:2]
+    if max(height, width) > _MAX_ASPECT * min(height, width):
+        raise RefusedImageError(f"aspect ratio above {_MAX_ASPECT}")
 
 
 def _resize(

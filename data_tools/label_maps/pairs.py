@@ -11,6 +11,7 @@ import numpy as np
 from data_tools.decode import RefusedImageError, decode_image, decoder_versions
 from data_tools.jpeg_shards import kept_jpeg
 from data_tools.pair_shards import encode_png
+from data_tools.resize import check_aspect
 from data_tools.shard_tasks import Encoded, encode_each
 from data_tools.sources import SourceImage
 from megavis.data.codecs.jpeg import PairsCodec, join, split
@@ -67,5 +68,6 @@ class LabelMapEncoder:
         numbers = self.read_map(map_content)
         if image.shape[:2] != numbers.shape:
             raise RefusedImageError(SIZES_DIFFER)
+        check_aspect(image)  # training resizes it
         jpeg = kept_jpeg(image_file, image, self.quality)
         return join(jpeg, encode_png(to_pixels(numbers)))

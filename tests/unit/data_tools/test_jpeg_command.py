@@ -36,12 +36,13 @@ def test_jpeg_files_are_stored_unchanged(images, tmp_path):
     stored = [
         s["jpg"] for s in webdataset.WebDataset(str(out / "shard-000000.tar"), shardshuffle=0)
     ]
-    # The six JPEGs are unchanged; two PNGs were encoded, one of them thin.
+    # The six JPEGs are unchanged; a PNG was encoded, and one that is too thin rejected.
     kept = [content for content in stored if content in originals]
     assert len(kept) == 6
     others = [content for content in stored if content not in originals]
     shapes = {np.asarray(Image.open(io.BytesIO(content))).shape for content in others}
-    assert shapes == {(64, 96, 3), (10, 650, 3)}
+    assert shapes == {(64, 96, 3)}
+    assert Manifest.read(out).skipped["aspect ratio above 64"] == 1
     assert Manifest.read(out).image_size is None
     dataset = ShardDataset(out, Transform(image_size=24, crop="center"))
     pixels, labels = dataset.read(np.arange(len(dataset)))

@@ -140,6 +140,18 @@ def test_unknown_category_is_an_error(tmp_path, capsys):
     assert "not a JSON file of panoptic maps: KeyError(102)" in capsys.readouterr().err
 
 
+def test_thin_images_are_rejected(tmp_path):
+    images, depths = tmp_path / "images", tmp_path / "depths"
+    images.mkdir()
+    depths.mkdir()
+    for name, size in (("thin.png", (650, 10)), ("wide.png", (640, 10))):
+        Image.new("RGB", size).save(images / name)
+        Image.new("I;16", size, 1000).save(depths / name)
+    assert main(["maps", "depth", str(images), str(depths), "--out", str(tmp_path / "out")]) == 0
+    assert Manifest.read(tmp_path / "out").skipped == {"aspect ratio above 64": 1}
+    assert set(stored_maps(tmp_path / "out")) == {"wide.png"}
+
+
 @pytest.fixture
 def nyu(tmp_path):
     """Five images of 480 x 640 in MATLAB's order of dimensions."""
