@@ -17,6 +17,10 @@ from megavis.checkpoint.format.tensor_reader import read_weights
 from megavis.checkpoint.state import convert as conversion
 from megavis.commands.checkpoint import chosen_step
 from megavis.commands.quiet import quietly
+from megavis.config.load import dump_config
+from megavis.config.tokenizers import load_run_config
+from megavis.data.format.files import write_atomically
+from megavis.data.format.manifest import PALETTE_NAME
 from megavis.hub.folders import write_huggingface, write_timm
 from megavis.notebook import Run
 
@@ -70,11 +74,24 @@ def _remove(path: Path) -> None:
 
 
 def convert(args: argparse.Namespace) -> int:
-    """Write the checkpoint into another run folder, with the run's config."""
+    """Write the checkpoint into another run folder, with the run's config under its name."""
     source = step_folder(args.run_folder, chosen_step(args.run_folder, args.step))
+    contents = _run_files(args.run_folder, args.target)
     written = conversion.convert(source, args.target, tensor_size=args.tensor, data_size=args.data)
-    for file in args.run_folder.iterdir():
-        if file.name in ("config.yaml", "palette.npy") and not (args.target / file.name).exists():
-            shutil.copyfile(file, args.target / file.name)
+    for name, content in contents.items():
+        if not (args.target / name).exists():
+            write_atomically(args.target / name, content)
     sys.stdout.write(f"{written}\n")
     return 0
+
+
+def _run_files(run_folder: Path, target: Path) -> dict[str, bytes]:
+    """Return the config and the palette, if there are any, for a run in another folder."""
+    contents = {}
+    if (run_folder / "config.yaml").exists():
+        place = {"name": target.name, "output": str(target.parent)}
+        config = load_run_config(run_folder).model_copy(update=place)
+        contents["config.yaml"] = dump_config(config).encode()
+    if (run_folder / PALETTE_NAME).exists():
+        contents[PALETTE_NAME] = (run_folder / PALETTE_NAME).read_bytes()
+    return contents

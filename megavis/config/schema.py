@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny
 
-from megavis.config.choices import Activation, DashboardKind, KernelLibrary, PositionKind
+from megavis.config.choices import RUN_NAME, Activation, DashboardKind, KernelLibrary, PositionKind
 from megavis.config.data import DataConfig
 from megavis.config.evaluation import EvaluationConfig
 from megavis.config.section import (
@@ -326,10 +326,6 @@ class CheckpointConfig(Section):
     """Checkpoints whose step is a multiple of this are never pruned; 0: none."""
     keep_at: Annotated[tuple[Positive, ...], Field(strict=False)] = ()
     """Steps that are saved regardless of `every`, and never pruned."""
-
-
-RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
-"""Pattern of the names of run folders."""
 
 
 class RunConfig(Section):

@@ -119,6 +119,11 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     add_step(convert)
     convert.add_argument("--tensor", type=positive, default=1, help="tensor-parallel size")
     convert.add_argument("--data", type=positive, default=1, help="data-parallel size")
+    convert.set_defaults(check=_check_convert)
+
+
+def _check_convert(args: argparse.Namespace) -> None:
+    require_run_name(args.target)
 
 
 def _add_verb(verbs: Any, name: str, text: str, run: str) -> argparse.ArgumentParser:

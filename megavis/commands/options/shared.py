@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megavis.config.arguments import non_negative, positive
+from megavis.config.choices import RUN_NAME
 from megavis.config.errors import UserError
 
 
@@ -34,9 +35,6 @@ def read_config(args: argparse.Namespace) -> None:
 
 def require_run_name(folder: Path) -> None:
     """Raise UserError unless the folder's name can be that of a run."""
-    # Imported here, as in `read_config`.
-    from megavis.config.schema import RUN_NAME
-
     if not re.fullmatch(RUN_NAME, folder.name):
         raise UserError(
             f"{folder}: a run's name has only letters, digits, '.', '_' and '-', and begins with a"

@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from tiny import tiny
 
 from megavis.checkpoint.format.folder import saved_steps
 from megavis.checkpoint.format.manifest import (
@@ -18,6 +19,7 @@ from megavis.checkpoint.format.tensor_reader import CheckpointReader
 from megavis.checkpoint.state.damage import damages
 from megavis.checkpoint.state.save import write_tensors
 from megavis.cli import main
+from megavis.config.load import load_config
 
 pytestmark = pytest.mark.once
 
@@ -133,3 +135,18 @@ def test_convert_preserves_all_tensors(tmp_path, tensor, data, num_files):
     assert main(words) == 2
     shutil.rmtree(target)
     assert main([*words, "--tensor", "3"]) == 2
+
+
+def test_converted_run_is_a_run_of_its_own(tmp_path, capsys):
+    run, target = tmp_path / "run", tmp_path / "others" / "split"
+    write_step(run, 3)
+    (run / "config.yaml").write_text(tiny("{name: igpt, vocabulary_size: 32}", name="run"))
+    (run / "palette.npy").write_bytes(b"palette")
+    assert main(["checkpoint", "convert", str(run), str(target)]) == 0
+    first, copy = (load_config(each / "config.yaml").config for each in (run, target))
+    assert copy.folder == str(target)
+    names = {"name": "split", "output": str(target.parent)}
+    assert copy == first.model_copy(update=names)
+    assert (target / "palette.npy").read_bytes() == b"palette"
+    assert main(["checkpoint", "convert", str(run), str(tmp_path / "tensor 2")]) == 2
+    assert "'tensor 2' does not" in capsys.readouterr().err
