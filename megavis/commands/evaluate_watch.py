@@ -30,6 +30,7 @@ from megavis.commands.feature_runs import feature_cache, network_of, probe_data
 from megavis.commands.opening import job_closed, open_held_out, open_run
 from megavis.commands.options.images import DISTANCE
 from megavis.config.errors import UserError
+from megavis.config.load import load_config
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import read_round_robin
 from megavis.evaluation.images.feature_networks import open_network
@@ -43,6 +44,7 @@ from megavis.notebook import Run
 from megavis.sampling.grids import save_png
 from megavis.sampling.pictures import Gallery
 from megavis.training.metrics import read_json_lines
+from megavis.training.search.finished import is_finished
 
 RESULTS_NAME = "watch.jsonl"
 _SETTINGS = ("train_images", "validation_images", "seed")
@@ -122,9 +124,10 @@ def _last_step(run_folder: Path) -> int | None:
 
 
 def _is_finished(run_folder: Path) -> bool:
-    # Written by a fine-tuning run when it ends, maybe before its last step.
-    ended_early = (run_folder / "evaluation" / "finetune_test.json").exists()
-    return ended_early or _newest_step(run_folder) == _last_step(run_folder)
+    path = run_folder / "config.yaml"
+    if not path.exists():
+        return False
+    return is_finished(load_config(path).config, run_folder)
 
 
 def _wait(args: argparse.Namespace) -> bool:

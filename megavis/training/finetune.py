@@ -95,9 +95,19 @@ class Finetuning:
         return cls(objective, folder, train.class_names, len(train), *parts, stopping)
 
     def resume(self, step: int, context: ParallelContext) -> None:
-        """Restore the state after `step` steps."""
+        """Restore the state after `step` steps; if training goes on, remove earlier results."""
         patience = self.objective.settings.patience
         self.stopping = EarlyStopping.resume(patience, self.folder, step, context)
+        is_extended = step < self.objective.config.training.steps and not self.stopping.is_over
+        if is_extended and context.is_main:
+            for path in self._results.values():
+                path.unlink(missing_ok=True)
+                path.with_suffix(".png").unlink(missing_ok=True)
+
+    @property
+    def _results(self) -> dict[str, Path]:
+        """The result files by part."""
+        return {part: self.folder / "evaluation" / f"finetune_{part}.json" for part in _PARTS}
 
     def start(self, engine: Engine) -> None:
         """Load the source run's weights, if there is one."""
@@ -119,12 +129,13 @@ class Finetuning:
         The engine then holds that checkpoint's weights, so training cannot continue.
         """
         # The folder may appear older on another node.
-        step = engine.context.from_main(self.best_saved_step())
-        paths = {part: self.folder / "evaluation" / f"finetune_{part}.json" for part in _PARTS}
-        if step is None or all(path.exists() for path in paths.values()):
+        step, is_done = engine.context.from_main(
+            (self.best_saved_step(), all(path.exists() for path in self._results.values()))
+        )
+        if step is None or is_done:
             return
         load_weights(step_folder(self.folder, step), engine.layers, engine.context)
-        for part, path in paths.items():
+        for part, path in self._results.items():
             result = self._result(engine, getattr(self, part))
             if engine.context.is_main:
                 self._write(result, path, part, step)

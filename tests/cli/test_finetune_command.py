@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from megavis.cli import main
+from megavis.commands import evaluate_watch
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +59,35 @@ def test_finetune_learns_colour_classes(config, capsys, tmp_path, shard_folders,
             printed
         )
         assert path.with_suffix(".png").exists()
+
+
+def test_extended_finetuning_replaces_its_results(config, capsys, tmp_path, monkeypatch):
+    def finetune(steps):
+        words = [f"output={tmp_path}", f"training.steps={steps}", "training.validate_every=10"]
+        assert main(["finetune", str(config), "--device", "cpu", *words]) == 0
+        result = json.loads((folder / "evaluation" / "finetune_test.json").read_text())
+        return capsys.readouterr().out, result["step"]
+
+    def stop(seconds):
+        raise KeyboardInterrupt
+
+    def watch():
+        assert main(["evaluate", "watch", str(folder), "--what", "loss", "--device", "cpu"]) == 0
+        return capsys.readouterr().out
+
+    folder = tmp_path / "tuned"
+    assert finetune(1)[1] == 1
+    monkeypatch.setattr(evaluate_watch.time, "sleep", stop)
+    assert "stopped" not in watch()
+    # As at the start of the extension, before its first checkpoint.
+    text = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(text.replace("steps: 1\n", "steps: 30\n"))
+    assert "stopped" in watch()
+    printed, step = finetune(30)
+    assert step > 1
+    assert f"test, best step {step}: top-1 " in printed
+    assert "stopped" not in watch()
+    assert finetune(30) == ("", step)
 
 
 @pytest.mark.once

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -71,6 +72,15 @@ def chosen_checkpoint(run_folder: Path, step: int | None = None) -> Path:
         existing = ", ".join(map(str, steps)) or "none"
         raise UserError(f"{run_folder} has no checkpoint of step {step}; steps here: {existing}")
     return step_folder(run_folder, step)
+
+
+def finetuned_step(run_folder: Path) -> int | None:
+    """Return the step that a finished fine-tuning has chosen; None if there is no such result."""
+    path = run_folder / "evaluation" / "finetune_test.json"
+    try:
+        return int(json.loads(path.read_text(encoding="utf-8"))["step"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def checkpoints_by_age(run_folder: Path, *, up_to: int | None = None) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Whether a run of a search or a sweep has finished, as its folder shows."""
+"""Whether a run has finished, as its folder shows; for searches, sweeps and those who watch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from megavis.training.callbacks.early_stopping import EarlyStopping, accuracy_hi
 from megavis.training.metrics import read_metrics
 
 
-def is_finished(config: RunConfig) -> bool:
+def is_finished(config: RunConfig, folder: Path) -> bool:
     """Return whether the last step is saved and validated and, when fine-tuning, evaluated.
 
     A signal may abort the last validation, or come before the evaluation, when the last step is
     saved already; a restarted run repeats them.
+
+    Args:
+        config: of the run; with more steps than the run has had, it is not finished.
+        folder: of the run.
     """
-    folder = Path(config.folder)
     newest = next(iter(checkpoints_by_age(folder)), None)
     step = int(newest.name.removeprefix("step-")) if newest is not None else 0
     records = [record for record in read_metrics(folder) if record["step"] <= step]

@@ -215,7 +215,7 @@ def read_outcome(config: RunConfig) -> TrialResult:
     loss, step = last.get("validation_loss", math.nan), int(last["step"])
     # Objectives other than fine-tuning may measure an accuracy of something else.
     history = accuracy_history(records) if config.finetune else []
-    if not is_finished(config):
+    if not is_finished(config, folder):
         return TrialResult(rate, str(folder), "unfinished", step, math.inf)
     if not math.isfinite(loss):
         return TrialResult(rate, str(folder), "given up", step, math.inf)

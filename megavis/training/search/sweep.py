@@ -62,7 +62,7 @@ class Point:
     @property
     def is_finished(self) -> bool:
         """Whether the last run has finished."""
-        return is_finished(self.runs[-1].config)
+        return is_finished(self.runs[-1].config, self.folder)
 
 
 def points_of(axes: Sequence[SweepAxis], loads: Sequence[Load]) -> list[Point]:
@@ -100,9 +100,10 @@ def points_of(axes: Sequence[SweepAxis], loads: Sequence[Load]) -> list[Point]:
 
 def train_run(loaded: LoadedConfig, context: ParallelContext) -> None:
     """Train one run to its end, from its newest checkpoint."""
+    folder = Path(loaded.config.folder)
     # The folder may appear older on another node.
-    if not context.from_main(is_finished(loaded.config)):
-        with Signals() as signals, hold_run(Path(loaded.config.folder), context):
+    if not context.from_main(is_finished(loaded.config, folder)):
+        with Signals() as signals, hold_run(folder, context):
             Trainer.open(loaded, context).train(signals)
 
 

@@ -186,3 +186,8 @@ def test_sweep_of_chained_runs(config, capsys):
     assert main([*command, "--then", str(second)]) == 0
     with (config.parent / "second-sweep/sweep.csv").open() as file:
         assert next(csv.DictReader(file)) == row
+    # A longer run is not finished, although it has the results of the shorter one.
+    second.write_text(f"{second.read_text()}training: {{steps: 2}}\n")
+    capsys.readouterr()
+    assert main([*command, "--then", str(second), "--draw"]) == 2
+    assert "no run of the grid is finished yet" in capsys.readouterr().err
