@@ -151,10 +151,10 @@ class Composition(Words):
         self.check_options(options, self.option_names)
         choices = {name: value for name, value in options.items() if value is not None}
         samples = self.condition.predicted(inputs)
-        read = self._read(samples, sample_index)
+        drawn = None if sample_index is None else sample_index.to(samples.device)
+        read = self._read(samples, drawn)
         self.reads.check_values(read)
-        index = torch.arange(len(read)) if sample_index is None else sample_index
-        index = index.to(read.device)
+        index = torch.arange(len(read), device=read.device) if drawn is None else drawn
         plan = self.schedule.chosen(index, choices, is_named=sample_index is not None)
         conditions = {name: choices[name] for name in self.condition.names if name in choices}
         conditions = {**self.condition.from_samples(inputs), **conditions}

@@ -174,7 +174,8 @@ class LabelMapVAEObjective(Trainable, Backbone):
             noise = torch.zeros(len(labels), *shape, device=labels.device)
         else:
             count = shape[0] * grid * grid
-            draws = normal_draws(sample_index, count, seed=self.config.seed, purpose="posterior")
+            index = sample_index.to(labels.device)
+            draws = normal_draws(index, count, seed=self.config.seed, purpose="posterior")
             noise = draws.unflatten(1, shape)
         return labels, as_bits(noise)
 

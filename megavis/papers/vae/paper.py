@@ -54,7 +54,8 @@ class VAEObjective(AutoencoderObjective):
         if sample_index is None:
             return pixels, pixels.new_zeros(len(pixels), *shape)
         count = shape[0] * side * side
-        noise = normal(sample_index, count, seed=self.config.seed, purpose="posterior")
+        index = sample_index.to(pixels.device)
+        noise = normal(index, count, seed=self.config.seed, purpose="posterior")
         return pixels, noise.unflatten(1, shape)
 
     def own_terms(self, between: State) -> Mapping[str, Tensor]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from small_batches import photographs
-from tiny import tiny
+from tiny import VIT, tiny
 
 from megavis.config.errors import UserError
 from megavis.schedules.orders import gather_tokens
@@ -43,12 +43,19 @@ PAPERS = {
         "images",
         set(),
     ),
+    "label_maps": (
+        "{name: vae_label_maps, semantic_channels: 6, instance_channels: 8, patch_size: 4,"
+        " downsampling: 4, latent_channels: 4, decoder_layers: 1}",
+        "images",
+        set(),
+    ),
     "classes": (
         f"{{name: darl, {PATCHES}}}\nfinetune: {{num_classes: 3}}\nschedule: {{warmup_steps: 1}}",
         "images",
         set(),
     ),
 }
+MODELS = {"label_maps": VIT}
 VALUES = {
     "order": torch.randperm(9, generator=torch.Generator().manual_seed(0)).expand(4, -1),
     "mask": torch.arange(36).view(4, 9) % 3 == 0,
@@ -68,7 +75,7 @@ def make(build_paper):
         size = 3 if kind == "ids" else 12
         text = tiny(
             objective,
-            model=None if name == "vae" else {"num_layers": 1},
+            model=None if name == "vae" else {**MODELS.get(name, {}), "num_layers": 1},
             data={"image_size": size},
             training={"validate_every": int(name == "classes")},
             validates=True,
@@ -109,6 +116,16 @@ def test_none_is_the_default_of_every_option(make, name):
     plain = objective.inputs_from(inputs)
     chosen = objective.inputs_from(inputs, **dict.fromkeys(PAPERS[name][2]))
     assert all(torch.equal(a, b) for a, b in zip(plain, chosen, strict=True))
+
+
+@pytest.mark.parametrize("name", sorted(PAPERS.keys() - {"igpt", "bert"}))
+def test_sample_index_of_the_host_suits_inputs_on_a_gpu(make, fake_gpu, name):
+    """Fake CUDA tensors carry a device and no data; ids are left out, as their values are read."""
+    objective, inputs = make(name)
+    with fake_gpu:
+        on_gpu = fake_gpu.from_tensor(inputs).to("cuda")
+        found = objective.inputs_from(on_gpu, sample_index=torch.arange(4))
+    assert {part.device.type for part in found} == {"cuda"}
 
 
 def test_latents_without_sample_index_are_means(make):

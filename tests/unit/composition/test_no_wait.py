@@ -126,15 +126,6 @@ def move_to_fake_cuda(layer, mode):
             module._buffers[name] = as_cuda(mode, buffer)
 
 
-@pytest.fixture(scope="module")
-def fake_gpu():
-    """Return one mode for all tests, as tensors cached per device belong to it.
-
-    Orders are created on the host with the model and copied to the device here.
-    """
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
 @pytest.mark.parametrize(("words", "inputs"), PAPERS)
 def test_forward_pass_uses_one_device_and_reads_no_values(
     build_gvp, fake_gpu, monkeypatch, words, inputs
