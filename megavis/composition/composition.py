@@ -213,7 +213,9 @@ class Composition(Words):
     ) -> tuple[Tensor, ...]:
         """Return `SequenceBatch.inputs` for features, without the class."""
         read = self._read(self.condition.predicted(inputs), sample_index)
-        index = torch.zeros(len(read)).long() if sample_index is None else sample_index
+        index = sample_index
+        if index is None:
+            index = torch.zeros(len(read), dtype=torch.int64, device=read.device)
         plan = self.schedule.for_features(index.to(read.device))
         rows = self.feature_rows(read, plan)
         known = self.condition.for_features(inputs)

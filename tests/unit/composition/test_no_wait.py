@@ -55,6 +55,12 @@ PAPERS = [
     ),
     (["objective.order=raster", "objective.normalize_targets=true"], IMAGES),
 ]
+FINE_TUNED = ["data.validation=shards/validation", "training.validate_every=1"]
+STEPS = [
+    *PAPERS,
+    (["finetune={num_classes: 3}", *FINE_TUNED], IMAGES),
+    (["finetune={num_classes: 3, generative_weight: 1}", *FINE_TUNED], IMAGES),
+]
 
 # Kernels per block of each model in bf16, forward and backward: unfused, and the GPU's upper bound.
 # Attention counts as one in each direction. Lower the bound when kernels are removed.
@@ -94,7 +100,7 @@ class NoNumbers(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("words", "inputs"), PAPERS)
+@pytest.mark.parametrize(("words", "inputs"), STEPS)
 def test_step_does_not_synchronize_with_the_host(build_gvp, words, inputs):
     objective, runner = build_gvp(*words)
     layers = [layer.to("meta") for layer in runner.layers.modules]
