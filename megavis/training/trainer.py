@@ -344,6 +344,8 @@ class Trainer:
                 keep_last=keep.keep_last,
                 keep_every=keep.keep_every,
                 keep_at=keep_at,
+                # Rollbacks need the spacing that the config's checks assume.
+                regular=keep.every if self.config.training.max_rollbacks else 0,
             )
 
     def refuse_another_run(self) -> None:

@@ -129,20 +129,29 @@ def publish(run_folder: Path, step: int) -> Path:
 
 
 def prune(
-    run_folder: Path, *, keep_last: int, keep_every: int, keep_at: Collection[int] = ()
+    run_folder: Path,
+    *,
+    keep_last: int,
+    keep_every: int,
+    keep_at: Collection[int] = (),
+    regular: int = 0,
 ) -> None:
     """Delete all but the newest `keep_last` checkpoints, every `keep_every`-th and `keep_at`.
 
-    Checkpoints that were set aside are deleted once they are older than the newest ones kept.
+    With `regular`, also keep the newest `keep_last` whose step is a multiple of it: others, saved on
+    request, may lie close together. Checkpoints that were set aside are deleted once they are older
+    than the newest ones kept.
     """
     latest = latest_checkpoint(run_folder)
     steps = saved_steps(run_folder)
     for folder in (run_folder / "checkpoints").glob(f"step-*{_ASIDE}"):
         if folder.name < step_folder(run_folder, steps[-keep_last:][0]).name:
             shutil.rmtree(folder)
-    for step in steps[:-keep_last]:
+    spaced = [step for step in steps if regular and step % regular == 0]
+    kept = {*steps[-keep_last:], *spaced[-keep_last:], *keep_at}
+    for step in steps:
         folder = step_folder(run_folder, step)
-        if (keep_every and step % keep_every == 0) or step in keep_at or folder == latest:
+        if step in kept or (keep_every and step % keep_every == 0) or folder == latest:
             continue
         # Rename first, so that a half-deleted checkpoint is never visible.
         doomed = partial_folder(run_folder, step)

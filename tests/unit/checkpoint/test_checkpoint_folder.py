@@ -101,6 +101,13 @@ def test_prune_keeps_every_nth_and_newest_checkpoints(tmp_path):
     assert left == ["latest", "step-00000004", "step-00000008", "step-00000009"]
 
 
+def test_prune_keeps_regular_and_newest_checkpoints(tmp_path):
+    for step in (100, 150, 180, 190, 200, 205):
+        write_checkpoint(tmp_path, step)
+    prune(tmp_path, keep_last=2, keep_every=0, regular=100)
+    assert saved_steps(tmp_path) == [100, 200, 205]
+
+
 def test_prune_keeps_latest(tmp_path):
     for step in (1, 2, 3):
         write_checkpoint(tmp_path, step)

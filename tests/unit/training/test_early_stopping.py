@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 
 from megavis.checkpoint.format.folder import prune, saved_steps
-from megavis.checkpoint.state import save
-from megavis.cli import main
 from megavis.data.loading.dataset import ShardDataset, halves, shuffled
 from megavis.training.callbacks.early_stopping import EarlyStopping
 
@@ -45,31 +43,6 @@ def test_prune_keeps_the_best_checkpoint(tmp_path):
         (tmp_path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
     prune(tmp_path, keep_last=1, keep_every=0, keep_at=[2])
     assert saved_steps(tmp_path) == [2, 4]
-
-
-def test_best_step_without_a_checkpoint(small_config, tmp_path, monkeypatch):
-    """The best step could not be saved: the best of those saved is kept, and evaluated."""
-    accuracies = {1: 0.5, 2: 0.9, 3: 0.1, 4: 0.2, 5: 0.3}
-    call, write = EarlyStopping.__call__, save.write_tensors
-
-    def decide(self, state):
-        if state.step:
-            state.record["validation_accuracy"] = accuracies[state.step]
-        call(self, state)
-
-    def fail_at_best(path, tensors):
-        if "00000002" in str(path):
-            raise OSError("disk full")
-        return write(path, tensors)
-
-    monkeypatch.setattr(EarlyStopping, "__call__", decide)
-    monkeypatch.setattr(save, "write_tensors", fail_at_best)
-    words = ["finetune={num_classes: 3}", "checkpoint={every: 1, keep_last: 1}", "name=best"]
-    words += ["training.steps=5", "training.validate_every=1", f"output={tmp_path}"]
-    assert main(["train", str(small_config), "--device", "cpu", *words]) == 0
-    assert saved_steps(tmp_path / "best") == [1, 5]
-    report = tmp_path / "best" / "evaluation" / "finetune_test.json"
-    assert json.loads(report.read_text())["step"] == 1
 
 
 def test_validation_halves_are_disjoint(shard_folders):
