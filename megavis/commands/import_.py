@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megavis.checkpoint.format.folder import chosen_checkpoint
 from megavis.checkpoint.format.hub_folder import read_json
+from megavis.checkpoint.format.manifest import read_manifest
 from megavis.checkpoint.format.tensor_reader import read_weights
 from megavis.checkpoint.state.convert import write_weights
 from megavis.composition.released_run import ReleasedRun
@@ -92,7 +93,8 @@ def _import_own(args: argparse.Namespace) -> None:
     config = with_tokenizers(config, {name: str(args.run_folder / name) for name in inside})
     palette = args.source / PALETTE_NAME
     colors = Palette.load(palette) if palette.exists() else None
-    write_run(args.run_folder, config, read_weights(source), palette=colors)
+    tokenizer, weights = read_manifest(source).tokenizer, read_weights(source)
+    write_run(args.run_folder, config, weights, palette=colors, tokenizer=tokenizer)
     for name in inside:
         shutil.copytree(args.source / name, args.run_folder / name)
     sys.stdout.write(f"{args.run_folder}: the weights of {args.source}\n")
@@ -125,11 +127,21 @@ def write_run(
     weights: Mapping[str, Tensor],
     *,
     palette: Palette | None = None,
+    tokenizer: str | None = None,
 ) -> None:
-    """Write a new run folder with a checkpoint of step 0. Raises OSError."""
+    """Write a new run folder with a checkpoint of step 0. Raises OSError.
+
+    Args:
+        run_folder: the new folder.
+        config: of the run.
+        weights: unsharded parameters under megavis' names.
+        palette: to keep with the run, if any.
+        tokenizer: SHA-256 of the tokenizer that it was trained with; default: the palette's.
+    """
     run_folder.mkdir(parents=True)
     (run_folder / "config.yaml").write_text(dump_config(config))
     if palette is not None:
         palette.save(run_folder / PALETTE_NAME)
-    tokenizer = None if palette is None else palette.sha256
+    if tokenizer is None and palette is not None:
+        tokenizer = palette.sha256
     write_weights(run_folder, weights, seed=config.seed, tokenizer=tokenizer)

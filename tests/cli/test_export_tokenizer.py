@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import megavis
+from megavis.checkpoint.format.folder import chosen_checkpoint
+from megavis.checkpoint.format.manifest import MANIFEST, read_manifest
 from megavis.cli import main
 from megavis.parallel.context import close_context
 from megavis.tokenizers.network_tokenizer import open_tokenizer
@@ -15,18 +17,26 @@ GOLDEN = Path(__file__).parents[1] / "data" / "givt"
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """An export whose runs are gone, and images of its run."""
+    """An export whose runs are gone, and images of its run, which records its tokenizer."""
     folder, runs = tmp_path_factory.mktemp("exported") / "givt", tmp_path_factory.mktemp("runs")
     assert main(["import", "givt-vae", str(GOLDEN / "vae.npz"), str(runs / "vae")]) == 0
     options = ["--num-classes", "10", "--tokenizer", str(runs / "vae")]
     source, run = str(GOLDEN / "givt_causal.npz"), str(runs / "givt")
     assert main(["import", "givt", source, run, *options]) == 0
+    record_tokenizer(Path(run), open_tokenizer(runs / "vae").identity())
     images = sampled(run)
     assert main(["export", run, "--to", "huggingface", str(folder)]) == 0
     copied, first = (open_tokenizer(each) for each in (folder / "tokenizer", runs / "vae"))
     assert copied.identity() == first.identity()
     runs.rename(runs.with_name("elsewhere"))
     return folder, images
+
+
+def record_tokenizer(run, identity):
+    """Record a tokenizer in a run's checkpoint, as training does."""
+    path = chosen_checkpoint(run) / MANIFEST
+    manifest = read_manifest(path.parent).model_copy(update={"tokenizer": identity})
+    path.write_text(manifest.model_dump_json())
 
 
 def sampled(folder):
@@ -56,6 +66,8 @@ def test_import_copies_the_tokenizer(exported, tmp_path):
     assert main(["import", "huggingface", str(folder), str(again)]) == 0
     assert f"tokenizer: {again}/tokenizer\n" in (again / "config.yaml").read_text()
     assert np.array_equal(sampled(again), images)
+    kept = read_manifest(chosen_checkpoint(again)).tokenizer
+    assert kept == open_tokenizer(folder / "tokenizer").identity()
 
 
 def test_export_without_its_tokenizer_is_refused(exported, tmp_path, capsys):
