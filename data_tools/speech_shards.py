@@ -96,7 +96,7 @@ def sources(root: Path, words: Sequence[str] = (), *, variants: int = 0) -> dict
         variants: copies of a training recording, numbered in their names; 0 for one without number.
 
     Raises:
-        UserError: this is not a folder, or it does not have these words.
+        UserError: this is not a folder, or it or one of its parts does not have these words.
     """
     if not root.is_dir():
         raise UserError(f"{root} is not a folder of recordings")
@@ -112,8 +112,10 @@ def sources(root: Path, words: Sequence[str] = (), *, variants: int = 0) -> dict
     for part in ("train", *LISTS):
         mine = [name for name in spoken if part_of.get(name, "train") == part]
         files = list(_labelled(root, mine, words, classes))
+        wanted = sum(file.label < len(words or classes) for file in files)
+        if not wanted:
+            raise _nothing_in(root, part, words)
         if words:
-            wanted = sum(file.label < len(words) for file in files)
             files = _share(files, len(words), wanted // _OTHERS)
             files += _silences(files[0], part, wanted // _OTHERS, label=len(words) + 1)
         if part == "train" and variants:
@@ -129,6 +131,13 @@ def sources(root: Path, words: Sequence[str] = (), *, variants: int = 0) -> dict
             files, description=description, root=root, classes=classes, extra=part
         )
     return found
+
+
+def _nothing_in(root: Path, part: str, words: Sequence[str]) -> UserError:
+    what = f"recording of {', '.join(words)}" if words else "recording"
+    where = LISTS.get(part)
+    advice = f"list some in {where}" if where else f"remove some from {' or '.join(LISTS.values())}"
+    return UserError(f"{root} has no {what} for {part}: {advice}")
 
 
 def _listed(path: Path) -> list[str]:

@@ -169,6 +169,30 @@ def test_unknown_and_silence_classes(tmp_path):
     assert (again.read(np.arange(11))[0] == test.read(np.arange(11))[0]).all()
 
 
+@pytest.mark.parametrize(
+    ("held_out", "words", "message"),
+    [
+        (("yes/0.wav", ""), "", "no recording for test: list some in testing_list.txt"),
+        (("yes/0.wav", "no/0.wav"), "yes", "no recording of yes for test: list some"),
+        (("", "yes/0.wav"), "yes,no", "no recording of yes, no for validation: list some"),
+        (("yes/0.wav no/0.wav", "yes/1.wav no/1.wav"), "", "no recording for train: remove some"),
+    ],
+)
+def test_part_without_a_recording(tmp_path, capsys, held_out, words, message):
+    folder, out = tmp_path / "commands", tmp_path / "out"
+    for word in ("yes", "no"):
+        (folder / word).mkdir(parents=True)
+        for number in range(2):
+            (folder / word / f"{number}.wav").write_bytes(wav(np.ones(16_000, np.int16)))
+    for name, listed in zip(("validation", "testing"), held_out, strict=True):
+        (folder / f"{name}_list.txt").write_text(listed)
+    assert main(["speech", str(folder), "--out", str(out), "--words", words]) == 2
+    error = capsys.readouterr().err
+    assert f"{folder} has {message}" in error
+    assert error.count("\n") == 1
+    assert not out.exists()
+
+
 class Replay:
     """A random generator that returns given numbers."""
 
