@@ -138,9 +138,9 @@ def prune(
 ) -> None:
     """Delete all but the newest `keep_last` checkpoints, every `keep_every`-th and `keep_at`.
 
-    With `regular`, also keep the newest `keep_last` whose step is a multiple of it: others, saved on
-    request, may lie close together. Checkpoints that were set aside are deleted once they are older
-    than the newest ones kept.
+    With `regular`, also keep the newest `keep_last` whose step is a multiple of it: others, which
+    were saved on request, may lie close together. Checkpoints that were set aside are deleted once
+    they are older than the newest ones kept.
     """
     latest = latest_checkpoint(run_folder)
     steps = saved_steps(run_folder)
