@@ -24,7 +24,8 @@ def load(run_folder: str, **options: Any) -> Run:
 
     Args:
         run_folder: `runs/<name>`, as written by `megavis train`.
-        **options: `step` (an older checkpoint), `device`, `dtype`, `image_size`.
+        **options: `step` (of the checkpoint; default: the one that fine-tuning chose, or else
+            the newest), `device`, `dtype`, `image_size`.
 
     Returns:
         The run, with `.outputs`, `.features`, `.loss`, `.sample` and `.config`.

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megavis.checkpoint.format.folder import chosen_checkpoint
+from megavis.checkpoint.format.folder import checkpoint_to_open
 from megavis.checkpoint.state.restore import load_weights
 from megavis.config.checks import check_config
 from megavis.config.errors import UserError
@@ -89,7 +89,7 @@ class Run:
 
         Args:
             run_folder: `runs/<name>`, as written by `megavis train`.
-            step: of the checkpoint; default: the newest.
+            step: of the checkpoint; default: the one that fine-tuning chose, or else the newest.
             device: `cpu` or `cuda`; default: the best available.
             dtype: data type of the weights.
             image_size: of the input images; default: that of training. Positions for
@@ -100,7 +100,7 @@ class Run:
                 splits layers.
         """
         folder = Path(run_folder)
-        checkpoint = chosen_checkpoint(folder, step)
+        checkpoint = checkpoint_to_open(folder, step)
         config = load_run_config(folder)
         if image_size is not None:
             config = at_image_size(config, image_size)

@@ -10,10 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from megavis.checkpoint.format import folder as folders
-from megavis.checkpoint.format.folder import latest_checkpoint, saved_steps, step_folder
+from megavis.checkpoint.format.folder import (
+    finetuned_step,
+    latest_checkpoint,
+    saved_steps,
+    step_folder,
+)
 from megavis.checkpoint.format.manifest import read_manifest
 from megavis.checkpoint.state.damage import damages
 from megavis.config.errors import UserError
+from megavis.config.load import load_config
+from megavis.training.callbacks.early_stopping import EarlyStopping, accuracy_history
+from megavis.training.metrics import read_metrics
 
 _AXES = ("tensor_model", "pipeline_model", "data")
 
@@ -91,8 +99,26 @@ def chosen_step(run_folder: Path, step: int | None) -> int:
 def prune(args: argparse.Namespace) -> int:
     """Delete checkpoints, and print the steps of the others."""
     before = _steps(args.run_folder)
-    folders.prune(args.run_folder, keep_last=args.keep_last, keep_every=args.keep_every)
+    folders.prune(
+        args.run_folder,
+        keep_last=args.keep_last,
+        keep_every=args.keep_every,
+        keep_at=set(_protected_steps(args.run_folder)),
+    )
     after = _steps(args.run_folder)
     kept = ", ".join(map(str, after))
     sys.stdout.write(f"deleted {len(before) - len(after)} of {len(before)}; kept {kept}\n")
     return 0
+
+
+def _protected_steps(run_folder: Path) -> Iterator[int]:
+    """Yield the steps that training does not delete either: fine-tuning needs its best one."""
+    path = run_folder / "config.yaml"
+    if not path.exists():
+        return
+    config = load_config(path).config
+    yield from config.checkpoint.keep_at
+    if config.finetune is not None:
+        history = accuracy_history(read_metrics(run_folder))
+        best = EarlyStopping(config.finetune.patience, history).best_of(saved_steps(run_folder))
+        yield from (step for step in (best, finetuned_step(run_folder)) if step is not None)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
+from megavis.checkpoint.format.folder import finetuned_step
 from megavis.commands.opening import job_closed, open_run, open_shards
 from megavis.config.errors import UserError
 from megavis.data.format.files import write_json
@@ -53,13 +53,13 @@ def _predict(folder: Path, args: argparse.Namespace) -> tuple[ClassProbabilities
 
 
 def _chosen_step(folder: Path) -> int:
-    path = folder / "evaluation" / "finetune_test.json"
-    try:
-        return int(json.loads(path.read_text())["step"])
-    except (OSError, ValueError, KeyError):
+    step = finetuned_step(folder)
+    if step is None:
+        path = folder / "evaluation" / "finetune_test.json"
         raise UserError(
             f"{folder} is not a finished fine-tuning run: {path} does not name its chosen step"
-        ) from None
+        )
+    return step
 
 
 def _test_images(opened: Run, images: str | None) -> Subset:

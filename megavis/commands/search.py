@@ -146,7 +146,7 @@ def _score(point: Point, args: argparse.Namespace) -> float:
         if {key: record[key] for key in asked} == asked:
             return float(record["accuracy"])
     with job_closed():
-        opened = open_run(point.folder, step=None, device=args.device)
+        opened = open_run(point.folder, step=point.step, device=args.device)
         accuracy = _probe(opened, args)
     kept.parent.mkdir(exist_ok=True)
     write_atomically(kept, json.dumps({**asked, "accuracy": accuracy}).encode())

@@ -117,7 +117,9 @@ def _results(run: Run) -> Iterator[str]:
             if values:
                 rows.append((key.replace("_", " "), f"{values[-1]:.4g} at step {steps[-1]:,}"))
     for measure in eval_metrics(run.folder):
-        note = f" ({measure.note})" if measure.note else ""
+        is_other = measure.step not in (None, run.step)
+        notes = [measure.note] * bool(measure.note) + [f"step {measure.step}"] * is_other
+        note = f" ({', '.join(notes)})" if notes else ""
         rows.append((f"{measure.group}, {measure.name}", f"{measure.formatted}{note}"))
     if rows:
         yield from _table(iter(rows))

@@ -9,7 +9,7 @@ import csv
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -143,6 +143,7 @@ class EvalMetric:
         value: in `unit`.
         unit: `%`, `dB`, `nats`, or empty.
         note: further information, for example `layer 2`.
+        step: of the evaluated checkpoint, if the file names it.
     """
 
     group: str
@@ -150,6 +151,7 @@ class EvalMetric:
     value: float
     unit: str
     note: str = ""
+    step: int | None = None
 
     @property
     def formatted(self) -> str:
@@ -172,7 +174,9 @@ def eval_metrics(folder: Path) -> Iterator[EvalMetric]:
         path = folder / "evaluation" / name
         if path.exists():
             try:
-                found = list(read(_content(path)))
+                content = _content(path)
+                step = content.get("step") if isinstance(content, dict) else None
+                found = [replace(measure, step=step) for measure in read(content)]
             except (LookupError, TypeError, ValueError, csv.Error):
                 continue
             yield from found

@@ -7,8 +7,11 @@ import shutil
 import pytest
 import yaml
 
+import megavis
+from megavis.checkpoint.format.folder import saved_steps, step_folder
 from megavis.cli import main
 from megavis.commands import evaluate_watch
+from megavis.commands.opening import job_closed
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +91,38 @@ def test_extended_finetuning_replaces_its_results(config, capsys, tmp_path, monk
     assert f"test, best step {step}: top-1 " in printed
     assert "stopped" not in watch()
     assert finetune(30) == ("", step)
+
+
+def test_chosen_step_is_opened_exported_and_kept(config, capsys, tmp_path):
+    words = [f"output={tmp_path}", "training.steps=5", "training.validate_every=1"]
+    words += ["checkpoint.every=1", "checkpoint.keep_last=9", "checkpoint.keep_at=[2]"]
+    assert main(["finetune", str(config), "--device", "cpu", *words]) == 0
+    folder = tmp_path / "tuned"
+    evaluation = folder / "evaluation"
+    result = json.loads((evaluation / "finetune_test.json").read_text())
+    (evaluation / "finetune_test.json").write_text(json.dumps({**result, "step": 1}))
+    (evaluation / "likelihood.json").write_text('{"nats_per_dimension": 2.5, "step": 4}')
+
+    with job_closed():
+        assert megavis.load(folder, device="cpu").step == 1
+        assert megavis.load(folder, device="cpu", step=5).step == 5
+    assert main(["export", str(folder), "--to", "huggingface", str(tmp_path / "out")]) == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "parameters after step 1.\n" in card
+    assert f"| classes, test images | {result['top1']:.1%} (of 18) |" in card
+    assert "| likelihood, per dimension | 2.50 nats (step 4) |" in card
+    with job_closed():
+        assert megavis.load(tmp_path / "out", device="cpu").step == 1
+
+    # The best step according to the metrics, which an unfinished run needs.
+    history = [{"step": step, "validation_accuracy": float(step == 3)} for step in range(1, 6)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in history))
+    assert main(["checkpoint", "prune", str(folder), "--keep-last", "1"]) == 0
+    assert saved_steps(folder) == [1, 2, 3, 5]
+    shutil.rmtree(step_folder(folder, 1))
+    assert main(["export", str(folder), "--to", "safetensors", str(tmp_path / "weights")]) == 2
+    message = "has no checkpoint of step 1, which its fine-tuning chose; name another step: 2, 3, 5"
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.once

@@ -83,6 +83,22 @@ def finetuned_step(run_folder: Path) -> int | None:
         return None
 
 
+def checkpoint_to_open(run_folder: Path, step: int | None = None) -> Path:
+    """Return the checkpoint of a step, by default the one that fine-tuning chose, or the latest.
+
+    Raises:
+        UserError: this is not a run folder, or has no such checkpoint.
+    """
+    chosen = finetuned_step(run_folder) if step is None else None
+    if chosen is not None and chosen not in (steps := saved_steps(run_folder)):
+        existing = ", ".join(map(str, steps)) or "none"
+        raise UserError(
+            f"{run_folder} has no checkpoint of step {chosen}, which its fine-tuning chose; name"
+            f" another step: {existing}"
+        )
+    return chosen_checkpoint(run_folder, chosen if step is None else step)
+
+
 def checkpoints_by_age(run_folder: Path, *, up_to: int | None = None) -> list[Path]:
     """Return the checkpoints from which a run may resume, newest first.
 

@@ -101,7 +101,11 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     )
     verify.add_argument("--step", type=non_negative, help="only this step; default: all")
     prune = _add_verb(
-        verbs, "prune", "delete old checkpoints; the latest is always kept", "checkpoint:prune"
+        verbs,
+        "prune",
+        "delete old checkpoints, but never the latest, those of checkpoint.keep_at and the best one"
+        " of fine-tuning",
+        "checkpoint:prune",
     )
     prune.add_argument(
         "--keep-last", type=positive, required=True, help="number of newest checkpoints to keep"
@@ -116,7 +120,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
         verbs, "convert", "re-slice a checkpoint for another layout, offline", "export:convert"
     )
     convert.add_argument("target", type=Path, help="run folder to write into")
-    add_step(convert)
+    convert.add_argument("--step", type=non_negative, help="checkpoint; default: the newest")
     convert.add_argument("--tensor", type=positive, default=1, help="tensor-parallel size")
     convert.add_argument("--data", type=positive, default=1, help="data-parallel size")
     convert.set_defaults(check=_check_convert)

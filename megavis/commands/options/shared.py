@@ -74,7 +74,11 @@ def add_runs(parser: argparse.ArgumentParser, *, text: str = "run folder") -> No
 
 def add_step(parser: argparse.ArgumentParser) -> None:
     """Add the option for the checkpoint step."""
-    parser.add_argument("--step", type=non_negative, help="checkpoint; default: the newest")
+    parser.add_argument(
+        "--step",
+        type=non_negative,
+        help="checkpoint; default: the one that fine-tuning chose, or else the newest",
+    )
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
