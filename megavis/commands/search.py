@@ -112,9 +112,14 @@ def _train(point: Point, launch: Any, args: argparse.Namespace) -> None:
             sys.stdout.write(f"{loaded.config.folder}\n")
             sys.stdout.flush()
         with open_job(loaded, launch, device=args.device) as context:
-            train_run(loaded, context)
+            is_trained = train_run(loaded, context)
         # An engine contains reference cycles, and the next one needs its memory.
         gc.collect()
+        if not is_trained:
+            if launch.rank == 0:
+                sys.stdout.write("given up: too many bad steps in a row\n")
+            # Nothing starts from its weights.
+            return
 
 
 def _draw(points: Sequence[Point], args: argparse.Namespace) -> int:

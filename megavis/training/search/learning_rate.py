@@ -11,7 +11,6 @@ are a Markdown table, a CSV table and a plot.
 from __future__ import annotations
 
 import gc
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,12 +28,9 @@ from megavis.evaluation.figures import Row, plain_axes, write_figure
 from megavis.parallel.context import ParallelContext
 from megavis.training.callbacks.callback import StepState
 from megavis.training.callbacks.early_stopping import accuracy_history
-from megavis.training.faults.bad_steps import BadStepsError
-from megavis.training.faults.interruption import Signals
-from megavis.training.job import hold_run
 from megavis.training.metrics import read_metrics
 from megavis.training.search.finished import is_finished
-from megavis.training.trainer import Trainer
+from megavis.training.search.trial import give_up, given_up_at, train_trial
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,7 +38,6 @@ if TYPE_CHECKING:
 
 PAPER_RATES = (0.01, 0.003, 0.001, 0.0003, 0.0001)
 """From section 3.4, whose list is open-ended; the smallest rate of Table 5 is 0.0003."""
-_GIVEN_UP = "given_up.json"
 
 
 @dataclass(frozen=True)
@@ -94,7 +89,8 @@ class SpikeWatch:
             return
         state.stop = "the loss rose and stays high"
         if context.is_main:
-            _give_up(self._folder, state.step, state.last_step, state.stop)
+            steps = state.last_step
+            give_up(self._folder, step=state.step, steps=steps, reason=state.stop)
 
 
 def is_lost(losses: Sequence[float], patience: int) -> bool:
@@ -150,10 +146,8 @@ def search_rates(
         # The folder may appear older on another node.
         outcome = context.from_main(read_outcome(config))
         if outcome.state == "unfinished":
-            run = Trainer.open(LoadedConfig(config, loaded.source), context)
-            with Signals() as signals, hold_run(run.folder, context):
-                _train_or_give_up(run, signals, patience)
-            del run
+            watch = SpikeWatch(Path(config.folder), patience)
+            train_trial(LoadedConfig(config, loaded.source), context, [watch])
             # An engine contains reference cycles, and the next one needs its memory.
             gc.collect()
             outcome = context.from_main(read_outcome(config))
@@ -162,21 +156,6 @@ def search_rates(
         if len(outcomes) > 1 and outcome.is_worse_than(outcomes[-2]):
             break
     return outcomes
-
-
-def _train_or_give_up(run: Trainer, signals: Signals, patience: int) -> None:
-    """Train a run; one whose steps are bad for too long is given up, not an error of the search."""
-    try:
-        run.train(signals, [SpikeWatch(run.folder, patience)])
-    except BadStepsError as error:
-        if run.context.is_main:
-            _give_up(run.folder, error.step, run.config.training.steps, str(error))
-
-
-def _give_up(folder: Path, step: int, steps: int, reason: str) -> None:
-    """Record that a run is not to be resumed, unless it gets another number of steps."""
-    record = {"step": step, "steps": steps, "reason": reason}
-    write_atomically(folder / _GIVEN_UP, json.dumps(record).encode())
 
 
 def best_of(outcomes: Sequence[TrialResult]) -> TrialResult | None:
@@ -202,14 +181,10 @@ def config_for(config: RunConfig, rate: float) -> RunConfig:
 
 def read_outcome(config: RunConfig) -> TrialResult:
     """Return the result from the run's folder."""
-    folder, steps = Path(config.folder), config.training.steps
+    folder = Path(config.folder)
     rate = config.optimizer.learning_rate
-    given_up = folder / _GIVEN_UP
-    if given_up.exists():
-        record = json.loads(given_up.read_text(encoding="utf-8"))
-        # Another schedule is another run: it may not fail again.
-        if record["steps"] == steps:
-            return TrialResult(rate, str(folder), "given up", record["step"], math.inf)
+    if (step_given_up := given_up_at(config)) is not None:
+        return TrialResult(rate, str(folder), "given up", step_given_up, math.inf)
     records = read_metrics(folder)
     last = records[-1] if records else {"step": 0}
     loss, step = last.get("validation_loss", math.nan), int(last["step"])

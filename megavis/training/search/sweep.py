@@ -20,11 +20,9 @@ from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
 from megavis.evaluation.figures import Row
 from megavis.parallel.context import ParallelContext
-from megavis.training.faults.interruption import Signals
-from megavis.training.job import hold_run
 from megavis.training.search.axis import SweepAxis
 from megavis.training.search.finished import is_finished
-from megavis.training.trainer import Trainer
+from megavis.training.search.trial import given_up_at, train_trial
 
 if TYPE_CHECKING:
     import numpy as np
@@ -98,13 +96,20 @@ def points_of(axes: Sequence[SweepAxis], loads: Sequence[Load]) -> list[Point]:
     return points
 
 
-def train_run(loaded: LoadedConfig, context: ParallelContext) -> None:
-    """Train one run to its end, from its newest checkpoint."""
-    folder = Path(loaded.config.folder)
+def train_run(loaded: LoadedConfig, context: ParallelContext) -> bool:
+    """Train one run to its end, from its newest checkpoint.
+
+    Returns:
+        False if too many of its steps in a row were bad: it is given up, and not resumed by a later
+        sweep.
+    """
+    config, folder = loaded.config, Path(loaded.config.folder)
     # The folder may appear older on another node.
-    if not context.from_main(is_finished(loaded.config, folder)):
-        with Signals() as signals, hold_run(folder, context):
-            Trainer.open(loaded, context).train(signals)
+    if context.from_main(given_up_at(config)) is not None:
+        return False
+    if not context.from_main(is_finished(config, folder)):
+        train_trial(loaded, context)
+    return context.from_main(given_up_at(config)) is None
 
 
 def rows_of(

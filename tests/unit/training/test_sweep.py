@@ -11,6 +11,7 @@ from tiny import tiny
 
 from megavis.cli import main
 from megavis.evaluation.feature_cache import cached_features
+from megavis.training.engine import Engine
 from megavis.training.search.axis import SweepAxis
 from megavis.training.search.sweep import draw_sweep, points_of
 
@@ -83,6 +84,29 @@ def test_sweep_resumes_finished_points(config, capsys):
     with (folder / "sweep.csv").open() as file:
         assert all(0 <= float(row["score"]) <= 1 for row in csv.DictReader(file))
     assert len(cached_features(config.parent / runs[0])) == 2
+
+
+def test_diverging_point_is_given_up_and_the_others_are_trained(config, monkeypatch, capsys):
+    step = Engine.train_step
+
+    def diverge(engine, batches, number):
+        real = engine.objective.loss
+        if engine.config.optimizer.learning_rate > 1:
+            engine.deepspeed.module.loss = lambda *words: real(*words) * math.nan
+        return step(engine, batches, number)
+
+    monkeypatch.setattr(Engine, "train_step", diverge)
+    command = ["sweep", str(config), "--grid", "optimizer.learning_rate=2,1e-3", "--device", "cpu"]
+    command += ["--measure", "loss", "training.steps=8", "training.max_bad_steps=3"]
+    for _ in range(2):  # the second sweep has nothing to train
+        assert main(command) == 0
+        assert "given up: too many bad steps in a row" in capsys.readouterr().out
+        with (config.parent / "tiny-sweep" / "sweep.csv").open() as file:
+            first, second = csv.DictReader(file)
+        assert first["score"] == ""
+        assert float(second["score"]) > 0
+    run = config.parent / "tiny-learning_rate-2"
+    assert json.loads((run / "given_up.json").read_text())["step"] == 3
 
 
 def test_index_out_of_range_is_refused(config, capsys):
