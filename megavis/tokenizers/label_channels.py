@@ -10,6 +10,7 @@ depth bins), C channels in total; n patches of p × p pixels; h, hidden size.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -124,8 +125,7 @@ def embed_labels(table: Tensor, labels: Tensor, channels: LabelChannels, patch_s
         patch_size: p.
     """
     device = labels.device
-    sizes = torch.tensor(channels.sizes, device=device)
-    first = sizes.cumsum(0) - sizes
+    sizes, first = _group_extents(channels.sizes, device)
     patches = patch_pixels(labels, patch_size)
     known = patches < sizes
     pixel = torch.arange(patch_size**2, device=device)[:, None] * channels.num_channels
@@ -133,6 +133,13 @@ def embed_labels(table: Tensor, labels: Tensor, channels: LabelChannels, patch_s
     weights = known.to(table.dtype).flatten(0, 1).flatten(1)
     summed = F.embedding_bag(rows, table, mode="sum", per_sample_weights=weights)
     return summed.unflatten(0, patches.shape[:2])
+
+
+@functools.cache
+def _group_extents(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return size and first channel of each group, int64 `[g]`, copied once per device."""
+    counts = torch.tensor(sizes, device=device)
+    return counts, counts.cumsum(0) - counts
 
 
 def resize_tokens(tokens: Tensor, *, rows: int, to: int) -> Tensor:

@@ -27,6 +27,7 @@ IMAGES = torch.zeros(2, 12, 12, 3).byte()
 LATENTS = torch.zeros(2, 2, 4, 3, 3).half()
 GIVT = "objective={name: givt, latent_channels: 4, downsampling: 4, num_components: 2}"
 MASKGIT = GIVT.replace("givt", "givt_maskgit")
+LABEL_MAPS = "name: vae_label_maps, patch_size: 4, downsampling: 4, latent_channels: 4"
 IDS = ["objective.vocabulary_size=12", "objective.variant=d2d"]
 PAPERS = [
     # overrides of a small GVP's config, inputs as stored in shards
@@ -60,6 +61,8 @@ STEPS = [
     *PAPERS,
     (["finetune={num_classes: 3}", *FINE_TUNED], IMAGES),
     (["finetune={num_classes: 3, generative_weight: 1}", *FINE_TUNED], IMAGES),
+    ([f"objective={{{LABEL_MAPS}, target: panoptic}}"], IMAGES),
+    ([f"objective={{{LABEL_MAPS}, target: depth}}"], IMAGES),
 ]
 
 # Kernels per block of each model in bf16, forward and backward: unfused, and the GPU's upper bound.
