@@ -211,8 +211,7 @@ class _Block:
         if turn is not None:
             _rotate_(heads[:, :2], turn)
         new.copy_(heads.narrow(1, 1, 2).transpose(0, 1))
-        query = heads.select(1, 0).reshape(-1, 1, size)
-        mixed = _mix(query, keys, values).view(batch, -1)
+        mixed = _mix(heads.select(1, 0), keys, values).view(batch, -1)
         self.attention_output.add_to_(hidden, mixed, self.group)
         inner = self.activation(self.mlp_input(self.normalise[1](hidden)))
         self.mlp_output.add_to_(hidden, inner, self.group)
@@ -267,9 +266,13 @@ def _rotate_(heads: Tensor, turn: Tensor) -> None:
 
 
 def _mix(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Attend with scaled queries `[b · n, 1, d]`; shapes as in `IncrementalDecoder._places`."""
+    """Attend with scaled queries `[b, n, d]`; shapes as in `IncrementalDecoder._places`."""
     if query.dtype == torch.float32:
         # For one query, two matrix products are faster than SDPA.
-        return torch.bmm(torch.bmm(query, keys).softmax(-1), values)
-    # Half-precision scores would be too coarse; SDPA computes them in float32.
-    return F.scaled_dot_product_attention(query, keys.transpose(1, 2), values, scale=1.0)
+        scores = torch.bmm(query.reshape(-1, 1, query.shape[2]), keys)
+        return torch.bmm(scores.softmax(-1), values)
+    # Half-precision scores would be too coarse; SDPA computes them in float32. Not all versions of
+    # torch have fused kernels for three dimensions.
+    heads = query.shape[:2]
+    keys, values = keys.transpose(1, 2).unflatten(0, heads), values.unflatten(0, heads)
+    return F.scaled_dot_product_attention(query[:, :, None], keys, values, scale=1.0)
