@@ -146,7 +146,8 @@ class AutoencoderObjective(Trainable, Backbone):
             **self.own_terms(tuple(between)),
         }
         if self.paper.perceptual_weight:
-            terms["perceptual"] = self._perceptual(reconstruction, pixels).mean()
+            # A pipeline stage receives the pixels as a tensor that requires a gradient.
+            terms["perceptual"] = self._perceptual(reconstruction, pixels.detach()).mean()
         if judged:
             for_generator, real, fake, slope = scores
             terms["adversarial"] = generator_loss(for_generator).mean()

@@ -99,10 +99,11 @@ class PerceptualDistance:
             )
         self._move(first.device)
         distance = torch.zeros(len(first), device=first.device)
-        x = (torch.cat([first.float(), second.float()]) - self._mean) / self._deviation
+        # Not as one batch, whose backward pass would go through constant images too.
+        pair = [(images.float() - self._mean) / self._deviation for images in (first, second)]
         for number in range(len(self.backbone.levels)):
-            x = self._level(number, x)
-            ours, theirs = F.normalize(x, dim=1, eps=1e-10).chunk(2)
+            pair = [self._level(number, x) for x in pair]
+            ours, theirs = (F.normalize(x, dim=1, eps=1e-10) for x in pair)
             squares = (ours - theirs).square()
             if self._linear is not None:
                 squares = self._linear[number] * squares

@@ -4,6 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from megavis.config.errors import UserError
 from megavis.model.autoencoder_losses import PerceptualDistance
@@ -85,6 +86,18 @@ def test_linear_weights_default_to_one(network):
     found = PerceptualDistance.load(folder / "backbone.safetensors")(first[None], second[None])
     expected = plainly(name, features, ones, first, second)
     assert found.item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_constant_images_have_no_backward_pass(network):
+    """Two forward passes and the gradient of one image, as the weights are constant too."""
+    distance = PerceptualDistance.load(network[-1] / "backbone.safetensors")
+    first, second = torch.rand(2, 1, 3, 32, 32).unbind(0)
+    with FlopCounterMode(display=False) as forward, torch.no_grad():
+        distance(first, second)
+    first.requires_grad_()
+    with FlopCounterMode(display=False) as both:
+        distance(first, second).sum().backward()
+    assert both.get_total_flops() == pytest.approx(1.5 * forward.get_total_flops())
 
 
 def test_linear_weights_of_another_network_raise(network):

@@ -87,6 +87,22 @@ def test_generator_and_discriminator_losses_are_separate(small):
         torch.testing.assert_close(gradient, together[name], msg=name)
 
 
+def test_perceptual_distance_treats_images_as_constant(tmp_path, context):
+    """Also on a pipeline stage, which receives them as a tensor that requires a gradient."""
+    words = ["objective.perceptual_weight=0.1", "objective.perceptual_weights=vgg.pth"]
+    objective = OBJECTIVES["vae"](load_config(write_config(tmp_path), words).config, context)
+    needs = []
+
+    def distance(first, second):
+        needs.append((first.requires_grad, second.requires_grad))
+        return (first - second).square().mean((1, 2, 3))
+
+    vars(objective)["_perceptual"] = distance
+    received = torch.rand(8, 2, 3, 16, 16).requires_grad_().unbind(0)
+    objective.loss(received, ())
+    assert needs == [(True, False)]
+
+
 def test_squared_slope_matches_finite_differences():
     torch.manual_seed(0)
     network = Discriminator(8, 4).double()
