@@ -195,7 +195,7 @@ class Attention(nn.Module):
         groups, of_queries = visibility.content_groups, visibility.query_groups
         assert groups is not None
         assert of_queries is not None
-        if suits_flex(query, dropout):
+        if suits_flex(query, dropout, training=self.training):
             blocks = once(
                 f"blocks of {num_queries}",
                 lambda: group_blocks(groups, visibility.reach(num_queries)),

@@ -179,10 +179,11 @@ def two_stream_attention(
     return compiled(flex_attention)(query, key, value, block_mask=block_mask)
 
 
-def suits_flex(query: Tensor, dropout: float) -> bool:
+def suits_flex(query: Tensor, dropout: float, *, training: bool) -> bool:
     """Return whether to use FlexAttention: in training, for large enough queries, no dropout."""
+    # Not if gradients are enabled: they are not in a checkpoint's first pass.
     large = query.shape[2] >= BLOCK and query.shape[3] >= _SMALLEST_HEAD
-    return is_fused(query) and large and dropout == 0.0 and torch.is_grad_enabled()
+    return is_fused(query) and large and dropout == 0.0 and training
 
 
 def decoding_kernels(device: torch.device) -> contextlib.AbstractContextManager[None]:

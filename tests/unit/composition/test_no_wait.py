@@ -241,7 +241,7 @@ def test_kernel_count_per_block(build_gvp, monkeypatch, words, inputs, counts):
     monkeypatch.setattr(attention, "two_stream_attention", counted.as_one(like_flex, backward=2))
     # Select GPU kernels, and FlexAttention for short sequences too.
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(attention, "suits_flex", lambda query, dropout: True)
+    monkeypatch.setattr(attention, "suits_flex", lambda *_, **__: True)
     state = objective.sequence(batch_of(inputs).to("meta")).inputs
     for layer in layers:
         if isinstance(layer, Block):
@@ -281,7 +281,7 @@ def test_gpu_kernels_match_plain_loss_and_gradients(build_gvp, monkeypatch, word
         parameter.grad = None
     monkeypatch.setattr(kernels, "compiled", lambda function: function)
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
-    monkeypatch.setattr(attention, "suits_flex", lambda query, dropout: True)
+    monkeypatch.setattr(attention, "suits_flex", lambda *_, **__: True)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)
     fused = step(objective, layers, batch)

@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 
+from megavis.model import attention as attention_module
+from megavis.model import kernels
 from megavis.model.attention import Attention
 from megavis.model.core import megatron_config
 from megavis.model.init import Initialization, normal
@@ -153,6 +155,26 @@ def test_masked_tokens_get_zero_gradient(attention):
             if seen.sum() == 1:
                 continue
             assert moved[image].tolist() == seen.tolist()
+
+
+def test_both_passes_of_a_checkpoint_use_flex_attention(attention, monkeypatch):
+    module, visibility = attention("two_stream"), visibilities()["two_stream"]
+    module.recompute, learns = True, []
+
+    def like_flex(query, key, value, blocks):
+        learns.append(torch.is_grad_enabled())
+        return query
+
+    monkeypatch.setattr(kernels, "is_fused", lambda _: True)
+    monkeypatch.setattr(kernels, "BLOCK", 1)
+    monkeypatch.setattr(kernels, "_SMALLEST_HEAD", 1)
+    monkeypatch.setattr(attention_module, "two_stream_attention", like_flex)
+    hidden = draw(TOKENS, IMAGES, WIDTH).requires_grad_()
+    module(hidden, AttentionContext(visibility))[0].sum().backward()
+    assert learns == [False, True]
+    with torch.no_grad():
+        module.eval()(hidden, AttentionContext(visibility))
+    assert len(learns) == 2, "not in evaluation"
 
 
 @pytest.mark.parametrize("num_new", [1, 3])
