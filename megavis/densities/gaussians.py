@@ -42,6 +42,8 @@ _REACH, _NUM_POINTS = 10.0, 1001
 # Its tries per round, 1000 in total. Most values are accepted in the first round; for the rest, a
 # round has a higher overhead than its tries.
 _ROUNDS = (16, 64, 256, 664)
+_VALUES_AT_ONCE = 2**14
+"""On a GPU: the last round draws 1328 integers of 8 bytes for each."""
 
 
 @dataclass(frozen=True)
@@ -271,8 +273,8 @@ class Guided:
         highest = self.log_density(points).amax(0)
         return highest + self.proposal_log_scale + 0.5 * math.log(2.0 * math.pi)
 
-    def select(self, rows: Tensor) -> Guided:
-        """Return the densities at the indices `rows` of m values."""
+    def select(self, rows: Tensor | slice) -> Guided:
+        """Return the densities at the indices or in the range `rows` of m values."""
         return self._map(lambda part: part[rows])
 
     def flatten(self) -> Guided:
@@ -303,11 +305,11 @@ def draw_guided(guided: Guided, keys: Tensor, *, seed: int, purpose: str) -> tup
     """
     fallback = normal(keys, 1, seed=seed, purpose=f"{purpose}/fallback")[:, 0]
     values = guided.mean + guided.log_scale.exp() * fallback
-    log_bound = guided.log_bound()
     counts = keys.new_zeros(3)
     counts[0] = len(keys)
     if keys.is_cuda:
         return _draw_for_all(guided, keys, values, counts, seed=seed, purpose=purpose)
+    log_bound = guided.log_bound()
     waiting = torch.arange(len(keys), device=keys.device)
     for tries in _ROUNDS:
         if not len(waiting):
@@ -328,20 +330,24 @@ def _draw_for_all(
     guided: Guided, keys: Tensor, values: Tensor, counts: Tensor, *, seed: int, purpose: str
 ) -> tuple[Tensor, Tensor]:
     """Replace `values` `[m]` by accepted proposals without synchronizing with the host."""
-    log_bound = guided.log_bound()
-    is_found = torch.zeros_like(keys, dtype=torch.bool)
-    for tries in _ROUNDS:
-        name = f"{purpose}/{tries}"
-        noise = normal(keys, tries, seed=seed, purpose=f"{name}/value")
-        heights = uniform(keys, tries, seed=seed, purpose=f"{name}/height")
-        accepted, proposals = _try(guided, log_bound, noise.t(), heights.t())
-        hit, place = accepted.max(dim=0)
-        is_new = hit & ~is_found
-        values = torch.where(is_new, proposals.gather(0, place[None])[0], values)
-        tried = torch.where(hit, place + 1, tries).masked_fill(is_found, 0)
-        counts[1] += is_new.sum()
-        counts[2] += tried.sum()
-        is_found = is_found | hit
+    for start in range(0, len(keys), _VALUES_AT_ONCE):
+        rows = slice(start, start + _VALUES_AT_ONCE)
+        part, own_keys = guided.select(rows), keys[rows]
+        log_bound = part.log_bound()
+        is_found = torch.zeros_like(own_keys, dtype=torch.bool)
+        for tries in _ROUNDS:
+            name = f"{purpose}/{tries}"
+            noise = normal(own_keys, tries, seed=seed, purpose=f"{name}/value")
+            heights = uniform(own_keys, tries, seed=seed, purpose=f"{name}/height")
+            accepted, proposals = _try(part, log_bound, noise.t(), heights.t())
+            hit, place = accepted.max(dim=0)
+            is_new = hit & ~is_found
+            made = proposals.gather(0, place[None])[0]
+            values[rows] = torch.where(is_new, made, values[rows])
+            tried = torch.where(hit, place + 1, tries).masked_fill(is_found, 0)
+            counts[1] += is_new.sum()
+            counts[2] += tried.sum()
+            is_found = is_found | hit
     return values, counts
 
 

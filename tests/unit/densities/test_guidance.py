@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
+from largest_tensor import LargestTensor
 from torch.distributions import Normal
 
+from megavis.densities import gaussians
 from megavis.densities.gaussians import Guided, draw_guided
 
 
@@ -102,3 +104,17 @@ def test_gpu_draws_match_cpu_draws(monkeypatch):
     assert found[1].tolist() == wanted[1].tolist()
     # Some values need more than one round of proposals.
     assert wanted[1][2] > 16 * count / 10
+
+
+def test_memory_of_gpu_draws_is_bounded(monkeypatch):
+    count, at_once = 500, 64
+    density = guided(*CASES[1])
+    many = Guided(*(t.expand(count) for t in _tensors(density)), density.weight)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    wanted = draw_guided(many, torch.arange(count), seed=3, purpose="test")
+    monkeypatch.setattr(gaussians, "_VALUES_AT_ONCE", at_once)
+    with LargestTensor() as largest:
+        found = draw_guided(many, torch.arange(count), seed=3, purpose="test")
+    assert 0 < largest.size <= at_once * 2 * 664 * 8
+    assert torch.equal(found[0], wanted[0])
+    assert torch.equal(found[1], wanted[1])
