@@ -46,25 +46,17 @@ def summary(run: RunRecord) -> list[str]:
     return lines
 
 
-def bits_per_dimension(nats_per_token: float) -> float:
-    """Return bits per dimension of an image: nats / ln 2 / 3.
-
-    A palette token represents the three dimensions of a pixel, red, green and blue.
-    """
-    return nats_per_token / math.log(2) / 3
-
-
 def _losses(run: RunRecord) -> Iterator[str]:
     """Yield the first and the last loss, on held-out images if the run measured it."""
-    # Only the loss of palette tokens is in nats per token.
-    is_of_tokens = (run.folder / "palette.npy").exists() and not run.is_finetuning
+    dimensions = run.dimensions_per_loss
     for key, name in (("validation_loss", "validation loss"), ("loss", "training loss")):
         values = run.series(key)[1]
         if values:
-            unit = ", nats per token" if is_of_tokens else ""
+            unit = "" if dimensions is None else ", nats per token"
             yield _row(name, f"{values[0]:.4f} before, {values[-1]:.4f} after{unit}")
-            if is_of_tokens:
-                first, last = (bits_per_dimension(value) for value in (values[0], values[-1]))
+            if dimensions is not None:
+                # As `megavis likelihood` defines them.
+                first, last = (values[at] / dimensions / math.log(2) for at in (0, -1))
                 yield _row("", f"{first:.4f} before, {last:.4f} after, bits per dimension")
             return
 

@@ -82,6 +82,15 @@ class RunRecord:
         return bool(self.config.get("finetune"))
 
     @property
+    def dimensions_per_loss(self) -> int | None:
+        """Dimensions over which the loss sums nats; None if it is no likelihood of images.
+
+        Training has recorded what the objective declares. None for runs from before it did.
+        """
+        likelihood = self.starts[-1].get("likelihood") if self.starts else None
+        return int(likelihood["per_loss"]) if likelihood else None
+
+    @property
     def last_step(self) -> int:
         """Last logged optimizer step."""
         return int(self.metrics[-1]["step"])

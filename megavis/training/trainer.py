@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -368,7 +368,13 @@ class Trainer:
             shutil.copyfile(palette, self.folder / PALETTE_NAME)
         device = self.context.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        record_start(self.folder, first_step, processes=self.context.world.size, device=name)
+        likelihood = self.objective.likelihood
+        facts = {
+            "processes": self.context.world.size,
+            "device": name,
+            "likelihood": None if likelihood is None else asdict(likelihood),
+        }
+        record_start(self.folder, first_step, **facts)
 
 
 def run_training(loaded: LoadedConfig, launch: Launch, *, device: str | None = None) -> None:

@@ -75,6 +75,18 @@ def test_likelihood_matches_the_density(run_folder, capsys):
     assert "number of the VAE's latents; 64 per image, given the class" in printed
 
 
+def test_report_shows_the_bits_of_the_validation_loss(run_folder, tmp_path, capsys):
+    words = [f"output={tmp_path}", "training.validate_every=5", "training.validation_images=70"]
+    config = str(run_folder.parents[1] / "small.yaml")
+    assert main(["train", config, *words, "--device", "cpu"]) == 0
+    assert main(["likelihood", str(tmp_path / "small"), "--device", "cpu"]) == 0
+    result = json.loads((tmp_path / "small" / "evaluation" / "likelihood.json").read_text())
+    capsys.readouterr()
+    assert main(["report", str(tmp_path / "small")]) == 0
+    bits = capsys.readouterr().out.partition(" after, bits per dimension")[0].split()[-1]
+    assert float(bits) == pytest.approx(result["bits_per_dimension"], abs=2e-4)
+
+
 def test_command_is_recorded(run_folder):
     before = len(read_commands(run_folder))
     assert main(["features", str(run_folder)]) == 0

@@ -6,7 +6,6 @@ import math
 import pytest
 
 from megavis.cli import main
-from megavis.commands.report import bits_per_dimension
 
 
 @pytest.fixture
@@ -20,11 +19,12 @@ def folder(tmp_path):
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     (run / "palette.npy").touch()
+    write_start(run, {"dimension": "token of the 512-colour palette", "per_loss": 1})
     return run
 
 
-def test_bits_per_dimension():
-    assert bits_per_dimension(math.log(512)) == pytest.approx(3.0)
+def write_start(run, likelihood):
+    (run / "starts.jsonl").write_text(json.dumps({"likelihood": likelihood}) + "\n")
 
 
 def test_summary_of_losses_probe_and_images(folder, capsys):
@@ -46,7 +46,7 @@ def test_summary_of_losses_probe_and_images(folder, capsys):
     printed = capsys.readouterr().out
     assert "step 20" in printed
     assert "6.2383 before, 2.0794 after, nats per token" in printed
-    assert "3.0000 before, 1.0000 after, bits per dimension" in printed
+    assert "9.0000 before, 3.0000 after, bits per dimension" in printed
     assert [line.split() for line in printed.splitlines() if "%" in line] == [
         ["linear", "probe", "trained", "75.0%", "layer", "3"],
         ["untrained", "50.0%"],
@@ -97,6 +97,19 @@ def test_summary_of_label_maps(folder, capsys):
         "without a model one segment 3.00",
         "mean map 1.25 m",
     ]
+
+
+def test_bits_only_where_the_loss_is_a_likelihood(folder, capsys):
+    # GIVT sums the nats of a token's numbers; 3 ln 2 over 4 of them.
+    write_start(folder, {"dimension": "number of the VAE's latents", "per_loss": 4})
+    assert main(["report", str(folder)]) == 0
+    assert "2.2500 before, 0.7500 after, bits per dimension" in capsys.readouterr().out
+    # BERT also has a palette.
+    write_start(folder, None)
+    assert main(["report", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert "6.2383 before, 2.0794 after\n" in printed
+    assert "bits per dimension" not in printed
 
 
 def test_files_of_another_format_are_skipped(folder, capsys):
