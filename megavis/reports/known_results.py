@@ -42,9 +42,14 @@ def _probe(run: RunRecord, result: dict[str, Any]) -> Iterator[Block]:
         yield _low_data(result, data)
 
 
-def _probed_on(run: RunRecord, result: dict[str, Any]) -> str:
+def probed_shards(run: RunRecord, result: dict[str, Any]) -> str:
+    """Return the validation shards of a probe; those of the run if the result does not name any."""
     splits = result.get("splits") or {}
-    where = splits.get("validation") or run.setting("data.validation", "")
+    return str(splits.get("validation") or run.setting("data.validation", ""))
+
+
+def _probed_on(run: RunRecord, result: dict[str, Any]) -> str:
+    where = probed_shards(run, result)
     return (
         f"{result['num_validation']} validation images{f' of {where}' if where else ''},"
         f" {result['num_classes']} classes; fitted on {result['num_fitted']}, seed"

@@ -12,6 +12,7 @@ from typing import Any
 
 from megavis.evaluation.published import PublishedPaper, PublishedTable, published_papers
 from megavis.reports.blocks import Table, number, percent
+from megavis.reports.known_results import probed_shards
 from megavis.reports.run_record import RunRecord
 
 
@@ -121,7 +122,7 @@ def _read(path: Path) -> Any:
 
 
 def _probe(run: RunRecord, result: dict[str, Any]) -> Iterator[RunResult]:
-    images = f"{result['num_validation']} of {run.setting('data.validation', 'validation')}"
+    images = f"{result['num_validation']} of {probed_shards(run, result) or 'validation'}"
     best = result["best_layer"]
     what = f"linear probe, layer {best['layer']}, step {result['step']}"
     yield RunResult("linear_probe", run.name, what, images, percent(best["accuracy"]))

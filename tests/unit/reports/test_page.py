@@ -1,6 +1,7 @@
 """Content of the report of one or several runs; test_page_in_browser.py tests its layout."""
 
 import fnmatch
+import json
 import re
 import shutil
 import subprocess
@@ -176,3 +177,14 @@ def test_package_data_covers_all_data_files():
     data = [name for name in names if not name.endswith((".py", ".pyc"))]
     assert data
     assert not [name for name in data if not any(fnmatch.fnmatch(name, p) for p in patterns)]
+
+
+def test_probe_on_other_images_names_them(run_folder, tmp_path):
+    folder = shutil.copytree(run_folder, tmp_path / "run")
+    path = folder / "evaluation" / "probe.json"
+    splits = {"train": "other/train", "validation": "other/test"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "splits": splits}))
+    page = render([RunRecord.read(folder)])
+    assert "100 validation images of other/test" in page
+    assert "100 of other/test" in page
+    assert "100 of demo/validation" not in page
