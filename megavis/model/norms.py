@@ -5,6 +5,7 @@ Legend: b images of this process, h features.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -89,11 +90,19 @@ class BatchNorm(nn.Module):
         self._remember("variance", squares / max(1, total - 1))
         return (features - mean) / (squares / total + _EPSILON).sqrt()
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BatchNorm:
+        # Older versions of DeepSpeed cast whole modules; the statistics of a checkpoint are float32.
+        before = dict(self.named_buffers())
+        super()._apply(fn, recurse)
+        for name, value in list(self.named_buffers()):
+            if value.dtype != torch.float32:
+                setattr(self, name, before[name].to(value.device))
+        return self
+
     def _sum(self, value: Tensor) -> Tensor:
         """All-reduce in place."""
         dist.all_reduce(value, group=self.processes)
         return value
 
     def _remember(self, name: str, value: Tensor) -> None:
-        # Convert to float32, since the engine casts the initial buffers to its precision.
-        setattr(self, name, torch.lerp(getattr(self, name).float(), value, _MOMENTUM))
+        setattr(self, name, torch.lerp(getattr(self, name), value, _MOMENTUM))

@@ -5,10 +5,12 @@ import json
 import shutil
 
 import pytest
+import torch
 import yaml
 
 import megavis
-from megavis.checkpoint.format.folder import saved_steps, step_folder
+from megavis.checkpoint.format.folder import latest_checkpoint, saved_steps, step_folder
+from megavis.checkpoint.format.tensor_reader import read_weights
 from megavis.cli import main
 from megavis.commands import evaluate_watch
 from megavis.commands.opening import job_closed
@@ -62,6 +64,22 @@ def test_finetune_learns_colour_classes(config, capsys, tmp_path, shard_folders,
             printed
         )
         assert path.with_suffix(".png").exists()
+
+
+def test_resumed_linear_evaluation_in_bf16_has_the_same_statistics(config, tmp_path):
+    words = [f"output={tmp_path}", "finetune.linear_evaluation=true", "training.precision=bf16"]
+    words += ["parallel.zero_stage=1", "schedule={decay: constant}"]
+
+    def statistics(name, *lengths):
+        for steps in lengths:
+            run = [f"name={name}", f"training.steps={steps}"]
+            assert main(["finetune", str(config), "--device", "cpu", *words, *run]) == 0
+        return read_weights(latest_checkpoint(tmp_path / name), "head.classifier.standardize.")
+
+    whole, resumed = statistics("whole", 4), statistics("resumed", 2, 4)
+    assert whole.keys() == resumed.keys() == {"mean", "variance"}
+    for name, value in whole.items():
+        assert torch.equal(resumed[name], value)
 
 
 def test_extended_finetuning_replaces_its_results(config, capsys, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """BatchNorm without affine parameters against torch.nn.BatchNorm1d."""
 
+import pytest
 import torch
 
 from megavis.model.norms import BatchNorm
@@ -19,8 +20,15 @@ def test_matches_torch_batch_norm(context):
     torch.testing.assert_close(ours.eval()(features), theirs.eval()(features))
 
 
-def test_statistics_stay_in_float32(context):
-    ours = BatchNorm(3, context.data.group).bfloat16()
-    ours(torch.randn(8, 3).bfloat16())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_statistics_stay_in_float32(context, dtype):
+    ours = BatchNorm(3, context.data.group)
+    ours(1000 * torch.randn(8, 3))
+    before = [value.clone() for value in ours.buffers()]
+    for value, wanted in zip(ours.to(dtype).buffers(), before, strict=True):
+        assert value.dtype == torch.float32
+        assert torch.equal(value, wanted)
+    ours(torch.randn(8, 3).to(dtype))
     assert (ours.mean.dtype, ours.variance.dtype) == (torch.float32, torch.float32)
     assert list(ours.state_dict()) == ["mean", "variance"]
+    assert ours.to("meta", dtype).mean.dtype == torch.float32
