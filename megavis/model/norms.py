@@ -91,7 +91,7 @@ class BatchNorm(nn.Module):
         return (features - mean) / (squares / total + _EPSILON).sqrt()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BatchNorm:
-        # Older versions of DeepSpeed cast whole modules; the statistics of a checkpoint are float32.
+        # Casting a network would round the statistics, which are float32 in checkpoints too.
         before = dict(self.named_buffers())
         super()._apply(fn, recurse)
         for name, value in list(self.named_buffers()):
