@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megavis.model.init import Initialization
-from megavis.model.kernels import group_blocks, suits_flex, turn, two_stream_attention
+from megavis.model.kernels import (
+    FEW,
+    attend_to_few,
+    group_blocks,
+    suits_flex,
+    turn,
+    two_stream_attention,
+)
 from megavis.model.positions import RelativeBias, turns
 from megavis.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, all_tokens
 from megavis.model.visibility import AttentionContext, Visibility, VisibilityKind
@@ -180,7 +187,10 @@ class Attention(nn.Module):
         """Choose the fastest kernel for the visibility; shapes as in `_attend`."""
         visibility, once = context.visibility, context.once
         kind, num_queries, num_keys = visibility.kind, query.shape[2], key.shape[2]
-        if kind in ("full", "context") or (kind == "causal" and num_queries == 1):
+        sees_all = kind in ("full", "context")
+        if sees_all and num_keys <= FEW and context.cache is None and not dropout:
+            return attend_to_few(query, key, value)
+        if sees_all or (kind == "causal" and num_queries == 1):
             return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
         if kind == "causal" and num_queries == num_keys:
             return F.scaled_dot_product_attention(

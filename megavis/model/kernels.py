@@ -4,6 +4,7 @@
 |---|---|---|
 | attention: causal, full, context | SDPA with a flag | the same: cuDNN or flash attention |
 | attention of two streams | SDPA with a dense mask | FlexAttention, without a dense mask |
+| attention to at most four keys | sums over the keys, in float32 | `torch.compile` |
 | norm | in float32, rounded once | torch's kernel, float32 inside |
 | bias of a matrix product | separate addition | fused (`tensor_parallel.py`) |
 | rotary positions, activation, dropout and residual | one kernel per operator | `torch.compile` |
@@ -35,6 +36,8 @@ from megavis.config.errors import UserError
 
 BLOCK = 128
 """Block size of FlexAttention, in queries and in keys."""
+FEW = 4
+"""Most keys of `attend_to_few`."""
 _SMALLEST_HEAD = 16
 
 
@@ -91,6 +94,31 @@ def turn(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     real, imaginary = heads.float().unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack([real * cos - imaginary * sin, real * sin + imaginary * cos], dim=-1)
     return turned.flatten(-2).to(heads.dtype)
+
+
+@region
+def attend_to_few(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Return softmax(q · k / √d) · v, key by key, in float32.
+
+    Flash attention pads each sequence to a block of 128 queries in its backward pass, which is many
+    times the memory of a pair of tokens, and batches of matrix products are slow for so few keys.
+
+    Args:
+        query: `[b, n, q, d]`.
+        key: `[b, n, c, d]`.
+        value: `[b, n, c, d]`.
+
+    Returns:
+        `[b, n, q, d]` in the dtype of `query`.
+    """
+    scaled = query.float() * query.shape[3] ** -0.5
+    keys, values = key.float().split(1, dim=2), value.float().split(1, dim=2)
+    scores = torch.stack([(scaled * each).sum(-1) for each in keys], dim=-1)
+    weights = scores.softmax(-1).split(1, dim=-1)
+    mixed = weights[0] * values[0]
+    for weight, each in zip(weights[1:], values[1:], strict=True):
+        mixed = mixed + weight * each
+    return mixed.to(query.dtype)
 
 
 @region

@@ -8,6 +8,7 @@ import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 from largest_tensor import LargestTensor
 from torch.nn.attention import flex_attention as flex
 
@@ -95,6 +96,21 @@ def test_two_stream_attention_matches_masked_softmax(as_on_gpu, monkeypatch, dty
     for found, wanted in zip(*results, strict=True):
         torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
     assert results[0][0][1, :, :3].abs().max() == 0
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "compiles"), [(1, 2, False), (2, 2, False), (5, 1, False), (2, 2, True)]
+)
+def test_attention_to_few_keys_matches_sdpa(queries, keys, compiles):
+    plain = kernels.attend_to_few.__wrapped__
+    attend = torch.compile(plain, fullgraph=True) if compiles else plain
+    heads = [draw(6, 3, 2 * n, 8, seed=n)[:, :, ::2] for n in (queries, keys, keys + 10)]
+    heads[2] = heads[2][:, :, :keys]
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
+        found = [*both(attend, F.scaled_dot_product_attention, *(t.to(dtype) for t in heads))]
+        for ours, theirs in found:
+            assert ours.dtype == dtype
+            torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
 
 
 def both(function, plain, *inputs):

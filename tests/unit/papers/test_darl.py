@@ -116,6 +116,20 @@ def embedded(head, noisy, gamma):
     return torch.tensor(pixels).flatten() @ head.noisy.weight.t() + head.noisy.bias
 
 
+def test_pairs_of_the_decoder_avoid_sdpa(build, monkeypatch):
+    """Flash attention would pad each pair to a block of queries: only the backbone uses SDPA."""
+    objective, runner = build(*DIFFUSION, "objective.decoder=transformer")
+    lengths, plain = set(), F.scaled_dot_product_attention
+
+    def recording(query, key, value, **options):
+        lengths.add(key.shape[2])
+        return plain(query, key, value, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recording)
+    run_layers(runner.layers.modules, objective.sequence(batch_of(photographs(2, SIDE))).inputs)
+    assert lengths == {PATCHES}
+
+
 @pytest.mark.parametrize("decoder", ["linear", "mlp", "transformer"])
 def test_decoders_match_plain_formulas(build, decoder):
     objective, runner = build(
