@@ -7,6 +7,7 @@ import os
 import random
 import resource
 import signal
+import sys
 import time
 
 import pytest
@@ -44,8 +45,11 @@ def test_kills_at_random_times(command, tmp_path):
 
 
 @pytest.fixture
-def small_files():
+def small_files(monkeypatch):
     """Simulate a full disk: files are limited to 8 KiB, less than a shard."""
+    # An import would cut its compiled file short, which later imports cannot read.
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 10, before[1]))

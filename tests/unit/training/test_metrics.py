@@ -4,6 +4,7 @@ import contextlib
 import json
 import resource
 import shutil
+import sys
 
 import pytest
 
@@ -58,18 +59,28 @@ def test_restart_from_scratch_writes_each_step_once(trained, tmp_path):
     assert losses(tmp_path / "small") == losses(run)
 
 
-@contextlib.contextmanager
-def full_disk(num_bytes):
-    """Let no file grow beyond a size; needs `capsys`, as pytest captures in files otherwise."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+@pytest.fixture
+def full_disk(monkeypatch, capsys):
+    """Return a context in which no file grows beyond a size.
+
+    It needs `capsys`, as pytest captures in files otherwise.
+    """
+    # An import would cut its compiled file short, which later imports cannot read.
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    @contextlib.contextmanager
+    def limited(num_bytes):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    return limited
 
 
-def test_lines_are_written_once_the_disk_has_space(tmp_path, capsys):
+def test_lines_are_written_once_the_disk_has_space(tmp_path, full_disk, capsys):
     writer = MetricsWriter(tmp_path, first_step=0)
     writer.write(1, {"loss": 1.0})
     with full_disk(30):
@@ -84,7 +95,7 @@ def test_lines_are_written_once_the_disk_has_space(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("limit", [30, 10_000])
-def test_no_line_is_lost_however_many_wait(tmp_path, limit, capsys):
+def test_no_line_is_lost_however_many_wait(tmp_path, limit, full_disk, capsys):
     """More lines than fit into any buffer; the last one that fits is cut in the middle."""
     writer = MetricsWriter(tmp_path, first_step=0, logging=())
     with full_disk(limit):
@@ -98,7 +109,7 @@ def test_no_line_is_lost_however_many_wait(tmp_path, limit, capsys):
     writer.close()
 
 
-def test_waiting_line_is_amended(tmp_path, capsys):
+def test_waiting_line_is_amended(tmp_path, full_disk, capsys):
     writer = MetricsWriter(tmp_path, first_step=0, logging=())
     writer.write(1, {"loss": 1.0})
     with full_disk(30):
