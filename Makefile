@@ -20,7 +20,7 @@ help:
 	@echo "make demo     train a small iGPT on letters and show what it completes (CPU, minutes)"
 	@echo "              (PAPER=mp3: another paper's demo)"
 	@echo "make demos    the demos of all papers, and docs/gallery.md"
-	@echo "make test     format, lint, types, import direction, all tests"
+	@echo "make test     format, lint, types, import direction, scripts, all tests"
 	@echo "              (SELECT='not once': those that may differ between versions of packages)"
 	@echo "make test-cluster  those of them alone that start a SLURM or two hosts (docs/scaling.md)"
 	@echo "make test-layouts  every paper in every layout of four processes, and every pair of eight"
@@ -56,6 +56,8 @@ lint: $(STAMP)
 	$(BIN)/mypy --python-version \
 		$$($(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/shellcheck --external-sources .ci/run launch/*.sh
+	$(BIN)/hadolint containers/*.Dockerfile .devcontainer/Dockerfile
 
 # Several processes run at once: threads of each would fight for the cores. Tests are shared out
 # file by file, so that what a module sets up is set up once, and in this order: files of distributed

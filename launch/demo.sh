@@ -8,6 +8,9 @@
 #
 # Each step prints a line; its command and output are in demo/PAPER.log. Run again, a demo resumes;
 # after `rm -r demo runs/*_demo*` it starts over.
+
+# Words that `seeded` prints are arguments of their own.
+# shellcheck disable=SC2046
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

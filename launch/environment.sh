@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Environment variables of all launch scripts, which source this file; set variables are kept.
 # For variables of networks see docs/scaling.md, "Networks".
 
