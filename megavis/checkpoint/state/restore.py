@@ -128,12 +128,21 @@ def check_files(folder: Path, context: ParallelContext) -> CheckpointManifest:
     """Verify size and SHA-256 of all files; the files are divided among the processes.
 
     Returns:
-        The checkpoint's manifest.
+        The checkpoint's manifest, as the main process reads it.
 
     Raises:
         UserError: on every process, naming the first damaged file.
     """
-    manifest = read_manifest(folder)
+    own: CheckpointManifest | str = ""
+    if context.is_main:
+        try:
+            own = read_manifest(folder)
+        except UserError as error:
+            own = str(error)
+    # Other nodes may see an outdated folder, and would resume from another checkpoint.
+    manifest = context.from_main(own)
+    if isinstance(manifest, str):
+        raise UserError(manifest)
     files = sorted(manifest.files.items())
     mine = files[context.world.rank :: context.world.size]
     found = (file_damage(folder / name, stored) for name, stored in mine)
