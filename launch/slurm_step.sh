@@ -25,9 +25,14 @@ if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
   job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 fi
 
+# A full disk under the job's log must not end this script.
+say() {
+  echo "slurm: $*" >&2 || true
+}
+
 # shellcheck disable=SC2317,SC2329 # called by the trap
 save() {
-  echo "slurm: time is nearly up; asking the run to save and stop" >&2
+  say "time is nearly up; asking the run to save and stop"
   # Without --batch or --full only the tasks get the signal, not this script. They may have exited.
   scancel --signal=USR1 "$job" || true
   signalled=1
@@ -61,7 +66,7 @@ done
 # hardly longer than the warning, which may come a minute early.
 failures=.slurm-$job.failures
 if ((code != 0 && code != 75 && SECONDS < 300)); then
-  echo "$code" >>"$failures"
+  echo "$code" >>"$failures" || true
 else
   rm -f "$failures"
 fi
@@ -70,10 +75,10 @@ fi
 if ((code == 0 || code == 2)); then
   rm -f "$failures"
 elif [[ -f $failures ]] && (($(wc -l <"$failures") > 3)); then
-  echo "slurm: failed four times within five minutes each; not queued again" >&2
+  say "failed four times within five minutes each; not queued again"
   rm -f "$failures"
 else
-  echo "slurm: exit code $code; queueing job $job again" >&2
+  say "exit code $code; queueing job $job again"
   scontrol requeue "$job"
 fi
 exit "$code"

@@ -36,7 +36,7 @@ def start(tmp_path):
     """Start a script with stubs first on the PATH and without scheduler variables."""
     (tmp_path / "launch").symlink_to(LAUNCH)
 
-    def run(script, *words, **variables):
+    def run(script, *words, log=subprocess.PIPE, **variables):
         scheduler = ("SLURM", "MASTER", "CUDA_VISIBLE")
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(scheduler)}
         environment = {**inherited, **variables}
@@ -47,7 +47,7 @@ def start(tmp_path):
             cwd=tmp_path,
             text=True,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=log,
         )
 
     return run
@@ -181,16 +181,29 @@ def test_slurm_runs_inside_a_container(start, programs, tmp_path):
     assert logged(tmp_path, "srun") == f"--wait=60 --mpi=none -l {inside} {command}"
 
 
-def test_slurm_forwards_the_time_limit_signal(start, programs, tmp_path):
+@pytest.mark.parametrize("code", [1, 75])
+def test_slurm_requeues_while_the_disk_of_its_log_is_full(start, programs, tmp_path, code):
+    programs("srun", f"exit {code}")
+    programs("scontrol")
+    (tmp_path / ".slurm-5.failures").symlink_to("/dev/full")
+    with Path("/dev/full").open("w") as log:
+        script = start("slurm.sh", "a.yaml", log=log, SLURM_JOB_ID="5")
+    assert script.wait(PATIENCE) == code
+    assert logged(tmp_path, "scontrol") == "requeue 5"
+
+
+@pytest.mark.parametrize("log", [os.devnull, "/dev/full"])
+def test_slurm_forwards_the_time_limit_signal(start, programs, tmp_path, log):
     # The step ends on the signal, before the script waits for it again.
     until = "until [ -e {0} ]; do sleep 0.05; done".format
     asked, ended = tmp_path / "asked", tmp_path / "ended"
     programs("srun", f"{until(asked)}; touch {ended}; exit 75")
     programs("scontrol")
     programs("scancel", f"touch {asked}; {until(ended)}; sleep 0.2")
-    process = start("slurm.sh", "a.yaml", SLURM_JOB_ID="5")
-    log = tmp_path / "log"
-    while not (log.exists() and "srun" in log.read_text()):
+    with Path(log).open("w") as messages:
+        process = start("slurm.sh", "a.yaml", log=messages, SLURM_JOB_ID="5")
+    started = tmp_path / "log"
+    while not (started.exists() and "srun" in started.read_text()):
         time.sleep(0.05)
     process.send_signal(signal.SIGUSR1)
     assert process.wait(PATIENCE) == 75, "the script must wait for its step"
