@@ -20,7 +20,7 @@ from megavis.data.codecs.registry import codec_of
 from megavis.data.codecs.transforms import Transform
 from megavis.data.format.files import allow_open_files, sha256_of_file
 from megavis.data.format.manifest import PALETTE_NAME, Manifest, ShardEntry
-from megavis.data.format.shards import ShardIndex, index_path, map_file
+from megavis.data.format.shards import ShardIndex, index_path
 from megavis.data.loading.order import SampleOrder
 from megavis.data.loading.remote import RemoteFolder, is_remote
 
@@ -130,7 +130,8 @@ class ShardDataset:
 
         Raises:
             IndexError: an index lies outside [0, N).
-            UserError: a shard has disappeared, or no sample is valid.
+            OSError: a shard cannot be read or fetched any more.
+            UserError: no sample is valid.
         """
         indices = checked_indices(indices, len(self))
         positions = indices if positions is None else positions
@@ -200,7 +201,7 @@ class ShardDataset:
                 path = path or self._tar(self.manifest.shards[shard])
                 allow_open_files()
                 # Wrap in a plain array: slicing np.memmap is four times slower.
-                self._maps[shard] = np.asarray(map_file(path))
+                self._maps[shard] = np.asarray(np.memmap(path, np.uint8, mode="r"))
                 if len(self._maps) > _MAX_OPEN_MAPS:
                     self._maps.popitem(last=False)
             self._maps.move_to_end(shard)

@@ -66,14 +66,22 @@ class RemoteFolder:
             cache: local folder for the caches of all data sets.
 
         Raises:
-            UserError: `cache` is None, its disk is too small, or a file cannot be fetched.
+            UserError: `cache` is None, cannot be written or is too small, or a file cannot be
+                fetched.
         """
         if cache is None:
             raise UserError(f"{url} is a URL: set data.cache to a local folder")
+        try:
+            return cls._open(url, Path(cache))
+        except OSError as error:
+            raise UserError(str(error)) from None
+
+    @classmethod
+    def _open(cls, url: str, cache: Path) -> RemoteFolder:
         content = io.BytesIO()
         _retry(file_url(url, MANIFEST_NAME), lambda: _copy_manifest(url, content))
         digest = hashlib.sha256(content.getvalue()).hexdigest()
-        folder = cls(url, Path(cache) / digest[:16])
+        folder = cls(url, cache / digest[:16])
         folder.directory.mkdir(parents=True, exist_ok=True)
         if not (folder.directory / MANIFEST_NAME).exists():
             write_atomically(folder.directory / MANIFEST_NAME, content.getvalue())
@@ -86,7 +94,11 @@ class RemoteFolder:
         return folder
 
     def shard(self, entry: ShardEntry) -> Path:
-        """Return the path of a tar, fetching it if needed. Raises UserError."""
+        """Return the path of a tar, fetching it if needed.
+
+        Raises OSError: the folder was found before, so this is no user's mistake, and a scheduler
+        should start the run again.
+        """
         return self.fetch(entry.name, sha256=entry.sha256)
 
     def fetch(self, name: str, *, sha256: str | None = None) -> Path:
@@ -97,7 +109,7 @@ class RemoteFolder:
             sha256: expected hash.
 
         Raises:
-            UserError: it cannot be fetched.
+            OSError: it cannot be fetched.
         """
         target = self.directory / name
         if not target.exists():
@@ -161,7 +173,7 @@ def _copy(source: str, file: BinaryIO) -> str:
 
 
 def _retry(source: str, attempt: Callable[[], None]) -> None:
-    """Try a few times with exponential backoff; raise UserError after the last attempt."""
+    """Try a few times with exponential backoff; raise OSError after the last attempt."""
     for number in range(ATTEMPTS):
         if number:
             time.sleep(PAUSE_SECONDS * 2 ** (number - 1))
@@ -170,7 +182,7 @@ def _retry(source: str, attempt: Callable[[], None]) -> None:
             return
         except (OSError, ValueError) as error:
             reason = _short_reason(error)
-    raise UserError(f"{source} cannot be fetched after {ATTEMPTS} attempts: {reason}")
+    raise OSError(f"{source} cannot be fetched after {ATTEMPTS} attempts: {reason}")
 
 
 def _short_reason(error: Exception) -> str:

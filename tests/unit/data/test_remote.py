@@ -76,9 +76,10 @@ def test_failed_downloads_are_retried(ending, folder, tmp_path):
     ("ending", "reason"), [("exit 3", "exited with status 3"), ("exit 0", "its SHA-256 differs")]
 )
 def test_permanent_failure(ending, reason, folder, tmp_path):
+    """Not a user's mistake, after which no launcher would start the run again."""
     url = flaky(tmp_path, folder[0], failures=99, ending=ending)
     dataset = ShardDataset(url, cache=tmp_path / "cache")
-    with pytest.raises(UserError, match=rf"shard-000001\.tar cannot be fetched after 3 .*{reason}"):
+    with pytest.raises(OSError, match=rf"shard-000001\.tar cannot be fetched after 3 .*{reason}"):
         dataset.read(np.array([10]))
     assert not list(dataset.directory.glob("*.tar"))
     assert not list(dataset.directory.glob(".*"))
@@ -92,6 +93,9 @@ def test_open_errors(folder, tmp_path, monkeypatch):
         ShardDataset("file:///nowhere", cache=tmp_path)
     with pytest.raises(UserError, match=r"manifest\.json cannot be fetched"):
         ShardDataset("odd://host/x", cache=tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"Not a directory: .*/file/"):
+        ShardDataset(f"file://{path}", cache=tmp_path / "file")
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(UserError, match="has 0.0 GB free"):

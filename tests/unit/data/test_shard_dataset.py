@@ -70,6 +70,15 @@ def test_missing_files(folder):
         ShardDataset(path)
 
 
+def test_shard_that_disappears_is_no_mistake_of_the_user(folder):
+    """A run whose disk fails exits with a code after which its launcher starts it again."""
+    path, _, _ = folder
+    dataset = ShardDataset(path)
+    (path / "shard-000003.tar").unlink()
+    with pytest.raises(OSError, match=r"No such file or directory: .*shard-000003\.tar"):
+        dataset.read(np.arange(len(dataset)))
+
+
 def test_verify_finds_a_flipped_bit(folder):
     path, _, _ = folder
     content = bytearray((path / "shard-000002.tar").read_bytes())
