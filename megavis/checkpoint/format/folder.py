@@ -123,13 +123,16 @@ def set_aside(run_folder: Path, folders: Sequence[Path], *, newest: Path) -> Non
 
 
 def remove_partial(run_folder: Path) -> None:
-    """Delete what a killed process was writing; no other process may be writing to the run."""
+    """Delete what a killed process was writing; no other process may be writing to the run.
+
+    What cannot be deleted, as a folder with files that are open elsewhere on NFS, is left.
+    """
     for folder in (run_folder, run_folder / "checkpoints"):
         for path in folder.glob(".*.partial*"):
             if path.is_dir():
-                shutil.rmtree(path)
+                shutil.rmtree(path, ignore_errors=True)
             else:
-                path.unlink()
+                path.unlink(missing_ok=True)
 
 
 def publish(run_folder: Path, step: int) -> Path:

@@ -83,10 +83,18 @@ class SaveCheckpoint:
         self._agreement.forget()
         try:
             snapshot.publish()
-            self._published()
         except OSError as error:
             if required:
                 raise
             self.failures += 1
-            warning = f"WARNING: {error}; training continues, and the previous checkpoint is kept"
-            tqdm.write(warning, file=sys.stderr)
+            _warn(f"{error}; training continues, and the previous checkpoint is kept")
+            return
+        try:
+            self._published()
+        except OSError as error:
+            # The checkpoint is saved, and this may have failed on one process alone.
+            _warn(f"old checkpoints are not deleted: {error}")
+
+
+def _warn(text: str) -> None:
+    tqdm.write(f"WARNING: {text}", file=sys.stderr)

@@ -1,6 +1,8 @@
 """Checkpoint folders: atomic publishing, pruning, recovery and damage reports."""
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from megavis.checkpoint.format.folder import (
     partial_folder,
     prune,
     publish,
+    remove_partial,
     saved_steps,
     step_folder,
 )
@@ -106,6 +109,22 @@ def test_prune_keeps_regular_and_newest_checkpoints(tmp_path):
         write_checkpoint(tmp_path, step)
     prune(tmp_path, keep_last=2, keep_every=0, regular=100)
     assert saved_steps(tmp_path) == [100, 200, 205]
+
+
+def test_partial_folder_that_cannot_be_deleted_is_left(tmp_path, monkeypatch):
+    folders = [partial_folder(tmp_path, step) for step in (3, 4)]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    remove = os.rmdir
+
+    def rmdir(path, **options):
+        if Path(path).name == folders[0].name:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+        remove(path, **options)
+
+    monkeypatch.setattr(os, "rmdir", rmdir)
+    remove_partial(tmp_path)
+    assert [folder.exists() for folder in folders] == [True, False]
 
 
 def test_prune_keeps_latest(tmp_path):

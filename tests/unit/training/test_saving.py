@@ -78,6 +78,21 @@ def test_dead_writer_is_reported_and_training_continues(saving, tmp_path, capfd)
     assert "rank-00000.safetensors: the writer thread has died; training continues" in stderr
 
 
+def test_failed_pruning_is_no_failed_checkpoint(saving, capfd):
+    """On NFS a folder whose files are open elsewhere cannot be deleted."""
+
+    def fail():
+        raise OSError("Directory not empty")
+
+    every_second, _ = saving
+    after_step = SaveCheckpoint(CheckpointConfig(every=2), every_second._take, published=fail)
+    for step in range(1, LAST + 1):
+        after_step(StepState(step, LAST, None, None))
+    assert after_step.failures == 0
+    warning = "WARNING: old checkpoints are not deleted: Directory not empty"
+    assert capfd.readouterr().err.count(warning) == 3
+
+
 def test_dead_writer_at_the_last_step_raises(saving, tmp_path):
     after_step, dies = saving
     dies.append(LAST)
