@@ -138,8 +138,9 @@ def graphed_place(runner: Inference, objective: IGPT, batch: int, settings: Sett
     rounds = 2 if settings.small else 20
     if not settings.on_gpu:
         return seconds_of(place, device, rounds=rounds)
-    # Warm up on the side stream on which the graph is captured.
+    # Warm up on a side stream, as before any capture, which must not run ahead of the inputs.
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
             place()
