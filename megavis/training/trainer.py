@@ -7,7 +7,6 @@ depends on it.
 from __future__ import annotations
 
 import functools
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -365,7 +364,7 @@ class Trainer:
         write_atomically(self.folder / "config.yaml", dump_config(self.config).encode())
         palette = Path(self.config.data.palette or self.train_data.directory / PALETTE_NAME)
         if palette.exists():
-            shutil.copyfile(palette, self.folder / PALETTE_NAME)
+            write_atomically(self.folder / PALETTE_NAME, palette.read_bytes())
         device = self.context.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         likelihood = self.objective.likelihood

@@ -67,6 +67,15 @@ def test_more_steps_resume_from_the_end(config, tmp_path):
     assert [yaml.safe_load(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
 
 
+def test_resume_with_the_palette_in_the_run_folder(config, tmp_path):
+    run = tmp_path / "small"
+    shutil.copytree(config.parent / "runs" / "small", run)
+    before = (run / "palette.npy").read_bytes()
+    words = [f"output={tmp_path}", f"data.palette={run / 'palette.npy'}"]
+    assert main(["train", str(config), "--device", "cpu", *words]) == 0
+    assert (run / "palette.npy").read_bytes() == before
+
+
 def test_training_data_with_another_palette_is_refused(config, capsys, shard_folders, tmp_path):
     other = other_palette(shard_folders, tmp_path)
     message = refusal(capsys, config, f"data.train={other}", "data.validation=null")
