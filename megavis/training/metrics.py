@@ -41,7 +41,7 @@ class MetricsWriter:
         # A restarted run also repeats its validation before the first step.
         drop_steps_after(self._path, first_step or -1)
         self._pending: list[str] = []
-        self._open()
+        self._size = self._path.stat().st_size if self._path.exists() else 0
         self._warned: set[str] = set()
         self._dashboards = open_dashboards(
             logging, run_folder, first_step=first_step, config=config or {}
@@ -57,19 +57,18 @@ class MetricsWriter:
             self._write_pending()
         self._show(step, values)
 
-    def _open(self) -> None:
-        # Unbuffered: a buffer discards what does not fit into it while the disk is full.
-        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - lives with the run
-        self._size = os.fstat(self._file.fileno()).st_size
-
     def _write_pending(self) -> None:
         """Append the pending lines, which remain pending if this fails. Raises OSError."""
-        # A failed attempt may have written some of them.
-        self._file.truncate(self._size)
         content, written = "".join(self._pending).encode(), 0
-        while written < len(content):
-            written += self._file.write(content[written:])
-        self._size += written
+        # Opened anew: on a network disk a full quota shows when a file is closed, and a file that
+        # another host has replaced is stale. Unbuffered: a buffer discards what does not fit.
+        with open(self._path, "ab", buffering=0) as file:
+            # A failed attempt may have written some of them.
+            start = min(self._size, os.fstat(file.fileno()).st_size)
+            file.truncate(start)
+            while written < len(content):
+                written += file.write(content[written:])
+        self._size = start + written
         self._pending.clear()
 
     def _show(self, step: int, values: Mapping[str, float]) -> None:
@@ -91,9 +90,8 @@ class MetricsWriter:
             return
         last.update(values)
         write_atomically(self._path, "".join([*lines[:-1], json.dumps(last) + "\n"]).encode())
+        self._size = self._path.stat().st_size
         self._pending.clear()
-        self._file.close()
-        self._open()
         self._show(step, values)
 
     def image(self, step: int, name: str, pixels: np.ndarray) -> None:
@@ -112,8 +110,8 @@ class MetricsWriter:
             with self._warn_on_error(Exception):
                 dashboard.close()
         self._write_pending()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with self._path.open("rb") as file:
+            os.fsync(file.fileno())
 
     @contextlib.contextmanager
     def _warn_on_error(self, kind: type[Exception] = OSError) -> Iterator[None]:

@@ -109,6 +109,22 @@ def test_no_line_is_lost_however_many_wait(tmp_path, limit, full_disk, capsys):
     writer.close()
 
 
+def test_file_that_was_replaced_is_continued(tmp_path):
+    """As an editor does, or a copy from another host; on NFS the open one would be stale."""
+    writer = MetricsWriter(tmp_path, first_step=0, logging=())
+    writer.write(1, {"loss": 1.0})
+    shutil.copy(tmp_path / "metrics.jsonl", tmp_path / "copy")
+    (tmp_path / "copy").replace(tmp_path / "metrics.jsonl")
+    writer.write(2, {"loss": 2.0})
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
+    (tmp_path / "metrics.jsonl").write_text("")
+    writer.write(3, {"loss": 3.0})
+    assert read_metrics(tmp_path) == [{"step": 3, "loss": 3.0}]
+    writer.amend(3, {"validation_loss": 4.0})
+    writer.close()
+    assert read_metrics(tmp_path) == [{"step": 3, "loss": 3.0, "validation_loss": 4.0}]
+
+
 def test_waiting_line_is_amended(tmp_path, full_disk, capsys):
     writer = MetricsWriter(tmp_path, first_step=0, logging=())
     writer.write(1, {"loss": 1.0})
