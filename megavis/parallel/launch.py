@@ -48,8 +48,8 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     """
     if "RANK" in environment:
         return _from_torchrun(environment)
-    # Inside an allocation but outside srun, SLURM_PROCID is absent and there is one process.
-    if "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
+    # A batch script, which is one process, has the SLURM_PROCID and SLURM_NTASKS of its job.
+    if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         return _from_slurm(environment)
     return Launch(0, 1, 0, "127.0.0.1", free_port())
 
@@ -72,11 +72,11 @@ def _from_torchrun(environment: Mapping[str, str]) -> Launch:
 
 
 def _from_slurm(environment: Mapping[str, str]) -> Launch:
-    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    nodes = environment.get("SLURM_STEP_NODELIST", "")
     job = int(environment.get("SLURM_JOB_ID", "0"))
     return Launch(
         rank=int(environment["SLURM_PROCID"]),
-        world_size=int(environment["SLURM_NTASKS"]),
+        world_size=int(environment["SLURM_STEP_NUM_TASKS"]),
         local_rank=int(environment.get("SLURM_LOCALID", "0")),
         master_address=environment.get("MASTER_ADDR") or first_host(nodes),
         # Derived from the job ID: equal for all tasks, and rarely equal for two jobs on a node.

@@ -135,7 +135,7 @@ def test_srun(tiny_config: Path, tmp_path: Path, one_process: list) -> None:
     if not missing_programs():
         pytest.skip("test_slurm.py starts a real srun here")
     words = ["train", str(tiny_config), "--device", "cpu", f"output={tmp_path}", "name=two"]
-    slurm = {**os.environ, "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
+    slurm = {**os.environ, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
     slurm["SLURM_JOB_ID"] = str(free_port() - 20000)
     tasks = [{**slurm, "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)} for i in range(2)]
     run_all([(words, task) for task in tasks])

@@ -14,7 +14,7 @@ TORCHRUN = {
 }
 SLURM = {
     "SLURM_PROCID": "5",
-    "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_TASKS": "8",
     "SLURM_LOCALID": "1",
     "SLURM_JOB_ID": "70123",
     "SLURM_STEP_NODELIST": "gpu[03-05,9],login",
@@ -49,19 +49,13 @@ def test_master_variables_override_srun():
     assert (launch.master_address, launch.master_port) == ("ib-gpu03", 4000)
 
 
-def test_job_node_list_is_the_fallback_for_the_step():
-    nodes = {k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"}
-    assert read_launch({**nodes, "SLURM_JOB_NODELIST": "a1,a2"}).master_address == "a1"
-
-
 @pytest.mark.parametrize(
     "environment",
     [
-        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_JOB_NODELIST": "a[1-2]"},
-        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
-        {"SLURM_PROCID": "0"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_NODELIST": "a[1-2]"},
+        {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "a1"},
     ],
-    ids=["sbatch without srun", "srun of one task", "no task count"],
+    ids=["sbatch without srun", "srun of one task"],
 )
 def test_single_task_slurm_allocation_is_one_process(environment):
     assert read_launch(environment).world_size == 1
