@@ -80,8 +80,8 @@ class Asking(ABC):
         """Return one row per token, hiding no more than the plan requires."""
 
     def shape_of(self, rows: AskedRows) -> tuple[int, int]:
-        """Return the number of images b, and of embedded rows per image without those in front."""
-        return rows[0].shape[0], rows[0].shape[1]
+        """Return the number of images b, and of embedded rows per image."""
+        return rows[0].shape[0], self.num_front + rows[0].shape[1]
 
     @abstractmethod
     def embed(self, reader: Reader, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
@@ -287,8 +287,8 @@ class Query(Asking):
         return self._streams(tokens, plan, plan.num_positions, slice(0, 0))
 
     def shape_of(self, rows: AskedRows) -> tuple[int, int]:
-        """Return the number of images, and of rows in both streams including a start token."""
-        return rows[0].shape[0], rows[2].shape[1] + rows[3].shape[1]
+        """Return the number of images, and of rows in both streams, front and start included."""
+        return rows[0].shape[0], self.num_front + rows[2].shape[1] + rows[3].shape[1]
 
     def embed(self, reader: Reader, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
         """See `Asking`."""

@@ -191,6 +191,18 @@ def test_features_need_a_null_label(build_composition):
     assert runner.features(objective.feature_inputs(batch)).shape == (3, 2, 16)
 
 
+@pytest.mark.parametrize("schedule", [ONE_BY_ONE, GROUPS])
+def test_features_behind_a_class_do_not_depend_on_the_density(build_composition, schedule):
+    """The head denoises one blank patch for each row, also for the class in front."""
+    batch = batch_of(photographs(2, 16))
+    found = []
+    for density in (DIFFUSION, ERROR):
+        objective, runner = build_composition(PATCHES, schedule, QUERY, density, CLASSES)
+        found.append(runner.features(objective.feature_inputs(batch)))
+    assert found[0].shape == (3, 2, 16)
+    assert torch.equal(*found)
+
+
 def test_every_parameter_has_a_gradient(build_composition):
     for words in GENERATIVE.values():
         objective, runner = build_composition(*words)
