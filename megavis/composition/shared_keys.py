@@ -61,6 +61,8 @@ def check_hiding(
     counts = [seen + class_token, count + class_token]
     what = "{} tokens of the encoder and {} of the decoder".format(*counts)
     remedy = f"change {ratio_key} or {class_key}"
+    if config.classifies_only:  # The encoder sees all, and there is no decoder.
+        counts, what, remedy = counts[1:], f"{counts[1]} tokens", f"change {class_key}"
     yield from check_tokens(config, *counts, what=what, remedy=remedy)
     if config.finetune is not None and config.finetune.generative_weight:
         text = "needs patches hidden for the paper's own loss, and all seen for classes"
@@ -81,8 +83,7 @@ def check_placed(
         ratio_key: config key of `mask_ratio`.
         given_key: config key of `given_ratio`.
     """
-    tuned = config.finetune
-    tells_all = tuned is not None and not tuned.generative_weight
+    tells_all = config.classifies_only
     kind = config.model.positions or "none"
     if given_ratio and kind not in _ADDED and not tells_all:
         text = f"{given_ratio} of the patches are given their position; model.positions"

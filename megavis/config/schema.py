@@ -363,6 +363,11 @@ class RunConfig(Section):
         return self.model.drop_path if own is None else own
 
     @property
+    def classifies_only(self) -> bool:
+        """Whether it is fine-tuned without the paper's own loss, on images read as for features."""
+        return self.finetune is not None and not self.finetune.generative_weight
+
+    @property
     def folder(self) -> str:
         """The run folder."""
         return f"{self.output}/{self.name}"

@@ -46,7 +46,7 @@ from megavis.papers.compose.words import (
     SelfAsking,
     ShiftAsking,
 )
-from megavis.schedules.boundaries import max_groups
+from megavis.schedules.boundaries import boundary_range, max_groups
 
 
 class ComposeConfig(ObjectiveConfig):
@@ -325,11 +325,24 @@ class ComposeConfig(ObjectiveConfig):
 
     def _check_split(self, config: RunConfig) -> Iterator[ConfigIssue]:
         """Check the token counts for sequence parallelism: all rows, and those of the head."""
-        height, width = self.reads.grid(config.data)
-        rows = count = height * width + (self.class_token and self.asks.kind == "self")
         if isinstance(self.asks, BridgeAsking):  # checked in `check_hiding`
             return
-        if isinstance(self.asks, QueryAsking):
-            last = count - isinstance(self.schedule, OneByOneSchedule)
-            rows = 1 + (self.condition.kind == "class") + last + count
-        yield from check_tokens(config, rows, count, what=f"{rows} rows")
+        height, width = self.reads.grid(config.data)
+        rows, read = self._num_rows(height * width, config.classifies_only)
+        queries = f", {read} of them queries," if read < rows else ""
+        yield from check_tokens(config, rows, read, what=f"{rows} rows{queries}")
+
+    def _num_rows(self, count: int, are_features: bool) -> tuple[int, int]:
+        """Return the rows of `count` tokens in the blocks, and how many of them the head reads."""
+        asks, schedule = self.asks, self.schedule
+        if not isinstance(asks, QueryAsking):
+            starts = are_features and isinstance(asks, ShiftAsking) and asks.place == "content"
+            rows = count + self.class_token + starts
+            return rows, rows
+        before = 1 + (self.condition.kind == "class")
+        if are_features:
+            return before + count, before + count
+        first, last = 0, count - 1
+        if isinstance(schedule, GroupsSchedule):
+            first, last = boundary_range(schedule.length, count, schedule.num_groups, None)
+        return before + last + count - first, count - first

@@ -99,8 +99,8 @@ class DARLConfig(ObjectiveConfig):
         """Check the token count for sequence parallelism."""
         count = self.grid_side(config) ** 2
         what = f"{count} patches"
-        if config.finetune is not None and config.finetune.generative_weight == 0:
-            # Without the paper's own loss, the last patch is an input too.
+        if config.classifies_only:
+            # The last patch is an input too.
             count, what = count + 1, f"start token and {count} patches"
         yield from check_tokens(config, count, what=what)
 

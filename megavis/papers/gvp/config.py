@@ -151,6 +151,8 @@ class GVPConfig(ObjectiveConfig):
         """Check the token counts for sequence parallelism: all tokens, and those of the head."""
         first, last = self.bounds(config)
         num_queries = self.num_patches(config) - first if self.streams == "two" else 0
+        if config.classifies_only:
+            last, num_queries = self.num_patches(config), 0
         num_tokens = self.num_condition_tokens + last + num_queries
         yield from check_tokens(
             config,

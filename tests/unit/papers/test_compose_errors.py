@@ -30,6 +30,8 @@ from compositions import (
     SPEECH,
 )
 
+from small_batches import batch_of, photographs
+
 from megavis.config.errors import UserError
 
 
@@ -190,7 +192,7 @@ from megavis.config.errors import UserError
             [PATCHES, GROUPS, QUERY, ERROR, FEATURES],
             ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],
             "",
-            "33 rows are not divisible by tensor_model_parallel_size 2",
+            "33 rows, 16 of them queries, are not divisible by tensor_model_parallel_size 2",
         ),
         ([PATCHES, ONE_BY_ONE, SHIFT, MIXTURE, ADAPTER], [], "transform.kind", "needs latents"),
         ([LATENTS, ONE_BY_ONE, SHIFT, ERROR, ADAPTER], [], "transform.kind", "and density mixture"),
@@ -266,3 +268,38 @@ def test_invalid_combinations(build_composition, words, more, key, message):
         build_composition(*words, more=more)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+SPLIT = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
+TUNED = ("finetune={num_classes: 3}", "data.validation=held", "training.validate_every=1")
+FIXED = "schedule: {{kind: groups, num_groups: {}, length: fixed}}".format
+
+
+@pytest.mark.parametrize(
+    ("words", "more", "is_legal"),
+    [
+        ([FIXED(5), QUERY], (), True),
+        ([FIXED(4), QUERY], (), False),
+        ([FIXED(2), QUERY, CLASSES], (), False),
+        ([GROUPS, QUERY, CLASSES], (), True),
+        ([ONE_BY_ONE, QUERY], (), True),
+        ([ONE_BY_ONE, QUERY], TUNED, False),
+        ([ONE_BY_ONE, QUERY, CLASSES], TUNED, True),
+        ([ONE_BY_ONE, CONTENT], (), True),
+        ([ONE_BY_ONE, CONTENT], TUNED, False),
+        ([ONE_BY_ONE, SHIFT], TUNED, True),
+    ],
+)
+def test_sequence_parallelism_needs_even_rows(build_composition, words, more, is_legal):
+    """On two processes: in the blocks and at the head, as counted in a forward pass."""
+    objective, runner = build_composition(PATCHES, *words, ERROR, more=more)
+    state, counts = objective.sequence(batch_of(photographs(2, 16))).inputs, set()
+    for layer in runner.layers.modules[:-1]:
+        state = layer(state)
+        counts.add(len(state[0] if isinstance(state, tuple) else state))
+    assert is_legal == all(count % 2 == 0 for count in counts)
+    if is_legal:
+        build_composition(PATCHES, *words, ERROR, more=(*more, *SPLIT))
+        return
+    with pytest.raises(UserError, match="not divisible by tensor_model_parallel_size 2"):
+        build_composition(PATCHES, *words, ERROR, more=(*more, *SPLIT))

@@ -82,6 +82,18 @@ def test_incompatible_keys(build_gvp, words, message):
         build_gvp(*words)
 
 
+def test_fine_tuning_splits_content_alone(build_gvp):
+    """All nine patches and the condition tokens are split over two processes, and no queries."""
+    tuned = ["finetune.num_classes=3", "data.validation=held", "training.validate_every=1"]
+    split = ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"]
+    fixed = ["objective.segmentation=fixed", "objective.num_groups=2", *split]
+    with pytest.raises(UserError, match="13 tokens, 6 of them queries, are not divisible"):
+        build_gvp(*fixed)
+    build_gvp(*tuned, *fixed)
+    with pytest.raises(UserError, match="11 tokens, 0 of them queries, are not divisible"):
+        build_gvp(*tuned, *fixed, "objective.num_condition_tokens=2")
+
+
 @pytest.mark.parametrize("words", [ONE_STREAM, ["objective.condition_size=4"]])
 def test_generation_errors(build_gvp, run_folder, words):
     extra = [f"objective.tokenizer={run_folder}"] if len(words) == 1 else []

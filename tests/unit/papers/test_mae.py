@@ -230,3 +230,15 @@ def test_flops_match_torch_counter(make):
 def test_incompatible_keys(make, words, message):
     with pytest.raises(UserError, match=message):
         make(*words)
+
+
+def test_fine_tuning_splits_the_tokens_of_the_encoder_alone(make):
+    """Without mask tokens and decoder, all 16 patches are split over two processes."""
+    tuned = ["finetune.num_classes=3", "data.validation=held", "training.validate_every=1"]
+    split = ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"]
+    without = [*split, "objective.class_token=false", "objective.mask_ratio=0.7"]
+    with pytest.raises(UserError, match="5 tokens of the encoder and 16 of the decoder"):
+        make(*without)
+    make(*tuned, *without)
+    with pytest.raises(UserError, match="17 tokens are not divisible"):
+        make(*tuned, *split)
