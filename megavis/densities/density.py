@@ -21,6 +21,8 @@ from megavis.model.layer_state import PackedState
 from megavis.parallel.random import normal, uniform
 from megavis.schedules.schedule import NoOptions
 
+UNSCORED = "beam search and generation in rounds need likelihoods, which {} lacks"
+"""Error of `Density.drawing` for samples without a log-likelihood."""
 _BLOCK = 32
 """Positions whose draws are generated together, which takes no longer than generating one."""
 

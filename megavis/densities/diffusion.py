@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from megavis.config.errors import UserError
 from megavis.densities.decoders import NO_DECODER, DecoderWork
-from megavis.densities.density import Density, Drawing, Drawn, Draws, for_each_key
+from megavis.densities.density import UNSCORED, Density, Drawing, Drawn, Draws, for_each_key
 from megavis.model.heads import Head
 from megavis.model.layer_state import PackedState
 from megavis.parallel.random import normal, uniform
@@ -145,7 +145,7 @@ class Diffusion(Density):
             UserError: `scored`, but a diffusion decoder has no tractable likelihood.
         """
         if scored:
-            raise UserError("beam search needs likelihoods, which a diffusion decoder lacks")
+            raise UserError(UNSCORED.format("a diffusion decoder"))
         process = self.process
         temperature = process.temperature if options.temperature is None else options.temperature
         return _AncestralSampling(

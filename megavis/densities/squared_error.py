@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megavis.config.errors import UserError
 from megavis.densities.decoders import NO_DECODER, DecoderWork
-from megavis.densities.density import Density, Drawing, Drawn, Draws, for_each_key
+from megavis.densities.density import UNSCORED, Density, Drawing, Drawn, Draws, for_each_key
 from megavis.model.heads import Head
 from megavis.model.layer_state import PackedState
 from megavis.tokenizers.patches import normalize_patches, with_statistics_of
@@ -71,8 +71,11 @@ class SquaredError(Density):
         """Return a sampler of the mean.
 
         Raises:
-            UserError: targets are normalised, so predictions lack brightness and contrast.
+            UserError: targets are normalised, so predictions lack brightness and contrast; or
+                `scored`, but all means are equally likely.
         """
+        if scored:
+            raise UserError(UNSCORED.format("squared error"))
         if self.normalize:
             raise UserError(
                 "patches predicted with objective.normalize_targets lack brightness and contrast,"

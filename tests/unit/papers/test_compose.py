@@ -164,6 +164,13 @@ def test_generation_errors(build_composition, words, more, message):
         objective.generation()
 
 
+@pytest.mark.parametrize("density", [ERROR, DIFFUSION])
+def test_rounds_need_likelihoods(build_composition, tmp_path, density):
+    objective, runner = build_composition(PATCHES, "schedule: {kind: rounds}", MASK, density)
+    with pytest.raises(UserError, match="generation in rounds need likelihoods, which"):
+        Sampler(runner, objective, tmp_path)
+
+
 def test_place_density_reports_accuracy(build_composition):
     objective, runner = build_composition(PATCHES, CONTEXT, ITSELF, PLACE)
     sequence = objective.sequence(batch_of(photographs(3, 16)))

@@ -155,6 +155,11 @@ def test_squared_error_rejects_temperature(sampler):
         sampler(temperature=0.5)
 
 
+def test_squared_error_rejects_beams(sampler):
+    with pytest.raises(UserError, match="likelihoods, which squared error lacks"):
+        sampler(beams=2)
+
+
 def test_normalized_targets_cannot_be_sampled(build, tmp_path):
     objective, _ = build("objective.normalize_targets=true")
     with pytest.raises(UserError, match="lack brightness"):
