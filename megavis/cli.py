@@ -86,7 +86,10 @@ COMMANDS: Mapping[str, Command] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return the exit code (for 2, 71 and 75 see `config/errors.py`)."""
+    """Run one command; return the exit code.
+
+    For 2, 71 and 75 see `config/errors.py`; 130 is Ctrl-C.
+    """
     # torch logs missing CUDA if a toolkit is installed without a GPU, from whichever import comes
     # first. `megavis doctor` reports what this machine provides.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
@@ -109,6 +112,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UnfinishedError as error:
         sys.stderr.write(f"stopped by a signal: {error}\n")
         return 75
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return 130
     was_typed = not getattr(parsed, "until_input_ends", False)
     if code == 0 and was_typed and COMMANDS[parsed.command].is_recorded:
         _record(parsed, sys.argv[1:] if arguments is None else arguments)

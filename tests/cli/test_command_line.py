@@ -90,6 +90,15 @@ def test_errors_are_one_line_with_exit_code_2(capsys, program, words, message):
     assert error.count("\n") == 1
 
 
+def test_ctrl_c_ends_a_command_without_a_traceback(capsys, monkeypatch):
+    def interrupted(reference):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megavis.cli._import_work", interrupted)
+    assert main(["runs"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit) as end:
         main(["--version"])

@@ -17,13 +17,15 @@ from megavis.parallel.agreement import AsyncFlag
 from megavis.parallel.context import ParallelContext
 from megavis.training.callbacks.callback import StepState
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""SLURM sends either of them before it reclaims the nodes."""
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+"""SLURM sends one of the first two before it reclaims the nodes; Ctrl-C is the third."""
 RECORD_NAME = "restarts.json"
 
 
 class Signals:
-    """Records either signal instead of terminating; a context manager around the whole job.
+    """Records a signal instead of terminating; a context manager around the whole job.
+
+    A second Ctrl-C interrupts at once.
 
     Attributes:
         received: whether this process has received one.
@@ -45,6 +47,10 @@ class Signals:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = True
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            # Not `sys.stderr`, which may be in the middle of writing.
+            os.write(2, b"\nstopping after this step; press Ctrl-C again to stop at once\n")
 
 
 class StopOnSignal:

@@ -1,5 +1,6 @@
-"""Limit of restarts without progress, and interruption of validation."""
+"""Limit of restarts without progress, signals, and interruption of validation."""
 
+import signal
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -11,13 +12,26 @@ from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import read_launch
 from megavis.training.callbacks.callback import StepState
 from megavis.training.callbacks.validation import Validate
-from megavis.training.faults.interruption import count_restart, is_automatic
+from megavis.training.faults.interruption import Signals, count_restart, is_automatic
 
 
 @pytest.fixture
 def context():
     yield open_context(read_launch({}), device="cpu")
     close_context()
+
+
+def test_the_first_ctrl_c_lets_training_save_and_the_second_interrupts(capfd):
+    with Signals() as signals:
+        signal.raise_signal(signal.SIGINT)
+        assert signals.received
+        assert "again to stop at once" in capfd.readouterr().err
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    with Signals() as signals:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+    assert signals.received
 
 
 def test_restarts_without_progress_are_limited(context, tmp_path, monkeypatch):
