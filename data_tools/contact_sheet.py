@@ -10,6 +10,7 @@ import numpy as np
 from PIL import Image
 
 from data_tools.job_report import say
+from megavis.config.arguments import output_file
 from megavis.config.errors import UserError
 from megavis.data.codecs.label_maps import painted
 from megavis.data.codecs.transforms import Transform
@@ -24,7 +25,7 @@ _LOOK = 64  # side at which images of different sizes are shown
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `inspect` to its parser."""
     parser.add_argument("directory", type=Path, help="a shard folder")
-    parser.add_argument("--out", type=Path, required=True, help="the PNG file to write")
+    parser.add_argument("--out", type=output_file, required=True, help="the PNG file to write")
     parser.add_argument("--count", type=int, default=100, help="images on the sheet")
     parser.add_argument(
         "--tokenizer", type=Path, metavar="RUN", help="run folder that made latents or ids"
@@ -42,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     images = _pixels(dataset, indices, arguments.tokenizer)
     height, width = images.shape[1:3]
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(tile(images, scale=arguments.scale)).save(arguments.out)
+    Image.fromarray(tile(images, scale=arguments.scale)).save(arguments.out, "PNG")
     say(
         f"{arguments.out}: {count} of {len(dataset)} samples, {width}x{height}, "
         f"{len(dataset.class_names)} classes"

@@ -20,6 +20,7 @@ from data_tools.line_figure import line_figure
 from data_tools.resize import resize_and_crop
 from data_tools.source_formats import add_source_arguments, open_source
 from data_tools.sources import ImageSource, SourceImage, SourcePart
+from megavis.config.arguments import output_file
 from megavis.config.errors import UserError
 from megavis.data.format.files import write_atomically
 from megavis.tokenizers.palette import MAX_COLORS, Palette, fit_palette
@@ -32,7 +33,7 @@ _ALL = 1 << 62  # files per part, if a source can be split anywhere
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `palette fit` to its parser."""
     add_source_arguments(parser)
-    parser.add_argument("--out", type=Path, required=True, help="the .npy file to write")
+    parser.add_argument("--out", type=output_file, required=True, help="the .npy file to write")
     parser.add_argument("--num-colors", type=int, default=MAX_COLORS, help="of the palette")
     parser.add_argument("--pixels", type=int, default=500_000, help="pixels to fit on")
     parser.add_argument("--size", type=int, default=32, help="side that images are resized to")
@@ -49,6 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Fit and write a palette, and print its error. Raises UserError."""
     if arguments.pixels < 1 or arguments.size < 1 or arguments.seed < 0:
         raise UserError("--pixels and --size must be at least 1, and --seed at least 0")
+    if not 1 <= arguments.num_colors <= MAX_COLORS:
+        raise UserError(f"--num-colors must be in [1, {MAX_COLORS}], not {arguments.num_colors}")
     pixels = sample_pixels(
         open_source(arguments),
         num_pixels=arguments.pixels,

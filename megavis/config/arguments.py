@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,6 +30,23 @@ def _whole_number(text: str, *, least: int) -> int:
     return int(text)
 
 
+def output_file(text: str) -> Path:
+    """Parse the path of a file to write, whose folders are created when it is written.
+
+    Raises:
+        argparse.ArgumentTypeError: it cannot be written there.
+    """
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder; name a file")
+    folder = next(each for each in path.absolute().parents if each.exists())
+    if not folder.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} would lie in {folder}, which is no folder")
+    if not os.access(folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{folder} is read-only; name a file in another folder")
+    return path
+
+
 class HelpFormatter(argparse.HelpFormatter):
     """Wraps texts, keeps the lines of examples, and shows the default of every option.
 
@@ -42,6 +60,7 @@ class HelpFormatter(argparse.HelpFormatter):
         non_negative: "N",
         float: "X",
         Path: "PATH",
+        output_file: "PATH",
     }
 
     def __init__(self, prog: str, **options: Any) -> None:

@@ -1,7 +1,10 @@
 """Paths of results and names of runs are checked before a command works."""
 
+import os
+
 import pytest
 
+from data_tools.__main__ import main as data_tools
 from megavis.cli import main
 
 pytestmark = pytest.mark.once
@@ -23,6 +26,33 @@ def test_results_need_a_folder(tmp_path, capsys, words):
     )
     assert main([*words, str(tmp_path)]) == 2
     assert f"{words[-1]}: {tmp_path} is a folder; name a file" in capsys.readouterr().err
+
+
+CREATORS = [
+    (main, ["sample", "runs/none", "--out"]),
+    (main, ["sample", "runs/none", "--npz"]),
+    (main, ["probe", "runs/none", "--out"]),
+    (main, ["likelihood", "runs/none", "--out"]),
+    (main, ["report", "runs/none", "--html"]),
+    (main, ["evaluate", "samples", "x.npz", "--reference", "y.npz", "--out"]),
+    (main, ["evaluate", "statistics", "images", "--out"]),
+    (data_tools, ["palette", "fit", "images", "--out"]),
+    (data_tools, ["inspect", "shards", "--out"]),
+]
+
+
+@pytest.mark.parametrize(("program", "words"), CREATORS, ids=lambda given: str(given))
+def test_results_need_a_writable_path(tmp_path, capsys, monkeypatch, program, words):
+    def error_with(path):
+        assert program([*words, str(path)]) == 2
+        return capsys.readouterr().err
+
+    assert f"{words[-1]}: {tmp_path} is a folder; name a file;" in error_with(tmp_path)
+    (tmp_path / "file").touch()
+    assert "which is no folder" in error_with(tmp_path / "file" / "result")
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    assert f"{tmp_path} is read-only" in error_with(tmp_path / "new" / "result")
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("form", ["huggingface", "givt-vae"])

@@ -20,7 +20,7 @@ from megavis.commands.options.shared import (
     add_step,
     require_writable,
 )
-from megavis.config.arguments import non_negative, positive
+from megavis.config.arguments import non_negative, output_file, positive
 
 
 def add_probe(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +51,7 @@ def add_probe(parser: argparse.ArgumentParser) -> None:
     add_data_arguments(parser)
     add_layout_argument(parser)
     add_probe_arguments(parser)
-    parser.add_argument("--out", type=Path, help="default: RUN/evaluation/probe.json")
+    parser.add_argument("--out", type=output_file, help="default: RUN/evaluation/probe.json")
     parser.set_defaults(run="probe:run")
 
 
@@ -137,7 +137,7 @@ def add_likelihood(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "example: megavis likelihood runs/igpt_demo"
     add_image_arguments(parser, num_images=None)
     add_precision(parser)
-    parser.add_argument("--out", type=Path, help="default: RUN/evaluation/likelihood.json")
+    parser.add_argument("--out", type=output_file, help="default: RUN/evaluation/likelihood.json")
     parser.set_defaults(run="likelihood:run")
 
 

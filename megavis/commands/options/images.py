@@ -20,7 +20,12 @@ from megavis.commands.options.shared import (
     add_step,
     refuse_options,
 )
-from megavis.config.arguments import add_perceptual_arguments, non_negative, positive
+from megavis.config.arguments import (
+    add_perceptual_arguments,
+    non_negative,
+    output_file,
+    positive,
+)
 from megavis.config.errors import UserError
 
 DISTANCE = "frechet"
@@ -62,10 +67,10 @@ def add_sample(parser: argparse.ArgumentParser) -> None:
         help="of the network's weights and activations; default: bf16 on a GPU, float32 on a CPU",
     )
     add_step(parser)
-    parser.add_argument("--out", type=Path, help="PNG file; default: in RUN/samples")
+    parser.add_argument("--out", type=output_file, help="PNG file; default: in RUN/samples")
     parser.add_argument(
         "--npz",
-        type=Path,
+        type=output_file,
         metavar="FILE",
         help="write --num-images images, cycling through the classes, for evaluation; when"
         " interrupted, the command resumes",
@@ -170,7 +175,9 @@ def add_samples(verbs: Any) -> None:
         help="statistics from `megavis evaluate statistics`, ADM or pytorch-fid, or real images: an"
         " .npz, a folder, or jpeg or palette shards",
     )
-    samples.add_argument("--out", type=Path, metavar="FILE", help="JSON file for the results")
+    samples.add_argument(
+        "--out", type=output_file, metavar="FILE", help="JSON file for the results"
+    )
     add_network_arguments(samples)
     add_image_file_arguments(samples)
     samples.set_defaults(run="evaluate_samples:evaluate_samples")
@@ -185,7 +192,9 @@ def add_samples(verbs: Any) -> None:
     statistics.add_argument(
         "images", metavar="IMAGES", type=Path, help="an .npz, a folder, or jpeg or palette shards"
     )
-    statistics.add_argument("--out", required=True, type=Path, metavar="FILE", help=".npz file")
+    statistics.add_argument(
+        "--out", required=True, type=output_file, metavar="FILE", help=".npz file"
+    )
     statistics.add_argument(
         "--features",
         type=non_negative,

@@ -14,7 +14,7 @@ from megavis.commands.options.shared import (
     refuse_options,
     require_run_name,
 )
-from megavis.config.arguments import non_negative, positive
+from megavis.config.arguments import non_negative, output_file, positive
 from megavis.config.errors import UserError
 from megavis.config.imports import paper_imports
 
@@ -34,7 +34,10 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     )
     add_runs(parser)
     parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="the page; default: report.html in the first RUN"
+        "--html",
+        type=output_file,
+        metavar="FILE",
+        help="the page; default: report.html in the first RUN",
     )
     parser.set_defaults(run="report:run")
 
