@@ -277,8 +277,8 @@ class Frames(Vectors):
 
     def check(self, manifest: Manifest, name: str) -> Iterator[str]:
         """Check that shards hold frames of this count and width."""
-        if manifest.kind != "frames":
-            yield f"holds {manifest.kind} shards; {name} needs frames shards here"
+        if manifest.kind != "recordings":
+            yield f"holds {manifest.kind} shards; {name} needs recordings here"
         elif manifest.frame_shape != self.sample_shape:
             yield (
                 f"holds frames {list(manifest.frame_shape or ())}; data.frames is"

@@ -190,14 +190,20 @@ def _check_data(data: DataConfig) -> Iterator[ConfigIssue]:
 
 
 def _check_samples(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Check that samples are squares, or frames if the paper supports them."""
+    """Check that samples are squares, or recordings if the paper supports them."""
     data = config.data
     if data.frames is None and not data.image_size:
         yield "data.image_size", "must be the side of the images in pixels, 1 or more"
     if data.frames is not None and not config.objective.takes_frames:
         yield "data.frames", f"{config.objective.name} reads images: set data.image_size instead"
     elif data.frames is not None and data.image_size:
-        yield "data.image_size", "is for images, and data.frames for frames: set only one"
+        yield "data.image_size", "is for images, and data.frames for recordings: set only one"
+    if data.frames is None:
+        for key in ("time_shift", "background_noise"):
+            if getattr(data, key):
+                yield f"data.{key}", "is for recordings, which data.frames describes: remove it"
+    elif data.time_shift >= data.frames[0] / 100:
+        yield "data.time_shift", f"must be shorter than {data.frames[0]} frames of 10 ms"
 
 
 def _check_deepspeed(parallel: ParallelConfig, precision: str) -> Iterator[ConfigIssue]:

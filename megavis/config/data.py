@@ -54,7 +54,13 @@ class DataConfig(Section):
     """Side of the square images in pixels; without a crop it must equal that of the shards. Frames
     have none."""
     frames: Annotated[tuple[Positive, Positive], Field(strict=False)] | None = None
-    """Frames per sample and numbers per frame, if shards hold frames instead of images."""
+    """Frames of 10 ms per recording and coefficients per frame, if shards hold recordings instead
+    of images."""
+    time_shift: AtLeast0 = 0.0
+    """Recordings only: maximum shift of a training recording in seconds, filled with silence."""
+    background_noise: str | None = None
+    """Recordings only: file of noises, written by `data_tools speech`; a random part of one is
+    mixed into four of five training recordings, at a volume of up to 0.1."""
     palette: str | None = None
     """Palette for reading JPEG shards as colours: a file written by `data_tools palette fit`.
     Images

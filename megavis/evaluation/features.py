@@ -109,8 +109,8 @@ def _quantities(inputs: np.ndarray, dataset: ShardDataset, palette: Palette | No
         return inputs.astype(np.float32) / 127.5 - 1.0
     if kind == "latents":
         return inputs[:, 0].astype(np.float32)
-    if kind == "frames":
-        return inputs.astype(np.float32)
+    if kind == "recordings":
+        return inputs
     raise UserError(
         f"{dataset.directory} holds {kind}, which cannot serve as pixels: use jpeg shards"
         " of the same images"

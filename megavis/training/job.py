@@ -13,7 +13,7 @@ from megavis.composition.pretrained_encoder import KEY, PretrainedEncoder
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
-from megavis.data.codecs.transforms import Transform, evaluation_transform
+from megavis.data.codecs.transforms import Transform, evaluation_transform, training_transform
 from megavis.data.loading.blended_dataset import BlendedDataset, Samples
 from megavis.data.loading.dataset import ShardDataset, subset_per_class
 from megavis.model.kernels import choose_kernels
@@ -131,9 +131,13 @@ def _open_palette(loaded: LoadedConfig) -> Palette | None:
         raise loaded.source.error([("data.palette", str(error))]) from None
 
 
-def open_training_data(loaded: LoadedConfig, transform: Transform, objective: Trainable) -> Samples:
+def open_training_data(loaded: LoadedConfig, objective: Trainable) -> Samples:
     """Open the shard folder of `data.train`, or blend several; arguments as for `open_data`."""
     data = loaded.config.data
+    try:
+        transform = training_transform(data, seed=loaded.config.seed)
+    except UserError as error:
+        raise loaded.source.error([("data.background_noise", str(error))]) from None
     if isinstance(data.train, str):
         dataset = open_data(loaded, "data.train", data.train, transform, objective)
         if data.images_per_class is None:

@@ -28,7 +28,6 @@ from megavis.config.errors import UnfinishedError
 from megavis.config.load import LoadedConfig, dump_config
 from megavis.config.schema import RunConfig
 from megavis.config.yaml_tree import leaves
-from megavis.data.codecs.transforms import training_transform
 from megavis.data.format.files import write_atomically
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.data.loading.blended_dataset import Samples
@@ -104,8 +103,7 @@ class Trainer:
         """
         config = loaded.config
         objective = build_objective(config, context)
-        training = training_transform(config.data, seed=config.seed)
-        train_data = open_training_data(loaded, training, objective)
+        train_data = open_training_data(loaded, objective)
         held_out, path = None, config.data.validation
         if path is not None:
             held_out = open_held_out(loaded, "data.validation", path, objective, train_data)

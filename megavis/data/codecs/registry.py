@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from megavis.config.errors import UserError
-from megavis.data.codecs.arrays import FramesCodec, LatentsCodec
+from megavis.data.codecs.arrays import LatentsCodec, RecordingsCodec
 from megavis.data.codecs.codec import Codec, IdsCodec, PaletteCodec, PaletteLike
 from megavis.data.codecs.jpeg import JpegCodec, PairsCodec
 from megavis.data.codecs.transforms import CropKind, Transform
@@ -76,10 +76,10 @@ def _latents(manifest: Manifest, transform: Transform | None) -> Codec:
     return LatentsCodec(manifest.latent_shape, flipped=manifest.flipped, transform=transform)
 
 
-def _frames(manifest: Manifest, transform: Transform | None) -> Codec:
+def _recordings(manifest: Manifest, transform: Transform | None) -> Codec:
     assert manifest.frame_shape is not None
     _require_as_stored(manifest, transform, may_flip=False)
-    return FramesCodec(manifest.frame_shape)
+    return RecordingsCodec(manifest.frame_shape, transform)
 
 
 def _jpeg(
@@ -173,7 +173,7 @@ _CODECS: Mapping[ShardKind, Callable[[Manifest, Transform | None], Codec]] = {
     "pairs": _pairs,
     "latents": _latents,
     "ids": _ids,
-    "frames": _frames,
+    "recordings": _recordings,
 }
 _SUFFIXES: Mapping[ShardKind, str] = {
     "palette": PaletteCodec.suffix,
@@ -181,5 +181,5 @@ _SUFFIXES: Mapping[ShardKind, str] = {
     "pairs": PairsCodec.suffix,
     "latents": LatentsCodec.suffix,
     "ids": IdsCodec.suffix,
-    "frames": FramesCodec.suffix,
+    "recordings": RecordingsCodec.suffix,
 }

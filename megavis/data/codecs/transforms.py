@@ -20,6 +20,7 @@ from megavis.data.codecs.augment import (
     RandAugment,
     RandomErasing,
 )
+from megavis.data.codecs.cepstra import HOP
 from megavis.data.codecs.crops import (
     NUM_WINDOW_DRAWS,
     Smoothing,
@@ -34,6 +35,7 @@ from megavis.data.codecs.crops import (
     square_window,
 )
 from megavis.data.codecs.label_maps import nearest
+from megavis.data.codecs.sound import NUM_SOUND_DRAWS, SoundAugment, sound_augment
 
 CropKind = Literal[
     "random_resized",
@@ -76,6 +78,7 @@ class Transform:
         flip: flip horizontally with probability 0.5.
         augment: applied after crop and flip, if given.
         erase: applied last, if given.
+        sound: augments recordings, if given.
         seed: of the draws.
     """
 
@@ -91,6 +94,7 @@ class Transform:
     flip: bool = False
     augment: RandAugment | None = None
     erase: RandomErasing | None = None
+    sound: SoundAugment | None = None
     seed: int = 0
 
     def flips(self, positions: np.ndarray) -> np.ndarray:
@@ -98,6 +102,10 @@ class Transform:
         if not self.flip:
             return np.zeros(len(positions), bool)
         return _uniform(positions, 1, seed=self.seed, purpose="flip")[:, 0] < 0.5
+
+    def sound_draws(self, positions: np.ndarray) -> np.ndarray:
+        """Return what `sound` needs for the sample at each position, `[b, NUM_SOUND_DRAWS]`."""
+        return _uniform(positions, NUM_SOUND_DRAWS, seed=self.seed, purpose="sound")
 
     def draws(self, positions: np.ndarray) -> np.ndarray:
         """Return all random numbers of each sample, float64 `[b, d]` in [0, 1].
@@ -179,7 +187,12 @@ class Transform:
 
 
 def training_transform(config: DataConfig, *, seed: int) -> Transform:
-    """Return the training transform of a `data` section; `seed` is the run's."""
+    """Return the training transform of a `data` section; `seed` is the run's.
+
+    Raises:
+        UserError: the file of `data.background_noise` cannot be used.
+    """
+    num_frames = config.frames[0] if config.frames else 0
     return Transform(
         image_size=config.image_size,
         crop=config.crop,
@@ -192,6 +205,9 @@ def training_transform(config: DataConfig, *, seed: int) -> Transform:
         border=config.border,
         augment=None if config.rand_augment is None else RandAugment(*config.rand_augment),
         erase=RandomErasing(config.random_erasing) if config.random_erasing else None,
+        sound=sound_augment(
+            config.time_shift, config.background_noise, num_samples=HOP * num_frames
+        ),
         seed=seed,
     )
 

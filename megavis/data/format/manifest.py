@@ -15,7 +15,7 @@ MANIFEST_NAME = "manifest.json"
 PALETTE_NAME = "palette.npy"
 FORMAT_VERSION: Literal[1] = 1
 
-ShardKind = Literal["palette", "jpeg", "pairs", "latents", "ids", "frames"]
+ShardKind = Literal["palette", "jpeg", "pairs", "latents", "ids", "recordings"]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
@@ -90,7 +90,7 @@ class Manifest(_Strict):
     format_version: Literal[1]
     kind: ShardKind
     image_size: Positive | None = Field(
-        description="side in pixels; none for frames and for images of different sizes"
+        description="side in pixels; none for recordings and for images of different sizes"
     )
     num_tokens: Positive | None = Field(
         default=None, description="tokens per sample, for palette and ids"
@@ -102,13 +102,13 @@ class Manifest(_Strict):
         default=False, description="whether latents of the mirrored image are stored too"
     )
     frame_shape: Annotated[tuple[Positive, Positive], Field(strict=False)] | None = Field(
-        default=None, description="frames per sample, and values per frame"
+        default=None, description="frames per recording, and coefficients per frame"
     )
     target: TargetMaps | None = Field(
         default=None, description="what label maps of pairs show; none where targets are colours"
     )
     tokenizer: TokenizerIdentity | None = Field(
-        default=None, description="none for jpeg, pairs and frames"
+        default=None, description="none for jpeg, pairs and recordings"
     )
     preparation: Preparation
     class_names: tuple[str, ...]
@@ -147,7 +147,7 @@ class Manifest(_Strict):
     @model_validator(mode="after")
     def _check_kind(self) -> Manifest:
         has_ids = self.kind in ("palette", "ids")
-        has_side = {"jpeg": self.image_size is not None, "frames": False}.get(self.kind, True)
+        has_side = {"jpeg": self.image_size is not None, "recordings": False}.get(self.kind, True)
         if self.target is not None:  # originals, of any size
             has_side = False
         present = {
@@ -155,7 +155,7 @@ class Manifest(_Strict):
             "tokenizer.num_tokens": (self.vocabulary_size > 0, has_ids),
             "num_tokens": (self.num_tokens is not None, has_ids),
             "latent_shape": (self.latent_shape is not None, self.kind == "latents"),
-            "frame_shape": (self.frame_shape is not None, self.kind == "frames"),
+            "frame_shape": (self.frame_shape is not None, self.kind == "recordings"),
             "target": (self.target is not None, self.target is not None and self.kind == "pairs"),
             "image_size": (self.image_size is not None, has_side),
         }

@@ -105,6 +105,7 @@ def test_speech_presets_match_the_paper(build_paper):
     schedule = objective.schedule
     assert (config.data.frames, schedule.num_placed, schedule.mask_ratio) == ((100, 40), 5, 0.0)
     assert (training.batch_size, config.optimizer.learning_rate) == (256, 1e-3)
+    assert (config.data.time_shift, bool(config.data.background_noise)) == (0.1, True)
     assert (config.schedule.warmup_steps, config.schedule.halve_every) == (500, 10_000)
     assert config.schedule.warmup_rate == 1e-4
     # "Around 70K parameters": with a head of 12 classes instead of one of 100 positions.
@@ -112,4 +113,4 @@ def test_speech_presets_match_the_paper(build_paper):
     assert count - 33 * 100 + 33 * 12 == pytest.approx(70_000, rel=0.01)
     tuning = load_config(PRESETS / "speech_commands_finetune.yaml").config
     assert (tuning.training.steps, tuning.finetune.label_smoothing) == (30_000, 0.1)
-    assert tuning.schedule == config.schedule
+    assert (tuning.schedule, tuning.data) == (config.schedule, config.data)

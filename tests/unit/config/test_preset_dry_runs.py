@@ -22,6 +22,7 @@ from written_shards import write_payloads
 from megavis.checkpoint.state.convert import write_weights
 from megavis.config.load import dump_config, load_config
 from megavis.config.schema import FinetuneConfig
+from megavis.data.codecs.sound import write_noises
 from megavis.data.format.manifest import SourceIdentity, TargetMaps, TokenizerIdentity
 from megavis.data.format.token_packing import payload_bytes
 from megavis.papers.darl.config import DARLConfig
@@ -45,7 +46,7 @@ KINDS = [
     (r"latents", "latents"),
     (r"pairs|coarse|panoptic|nyu_depth", "pairs"),
     (r"ids", "ids"),
-    (r"speech", "frames"),
+    (r"speech", "recordings"),
     (r"cifar\d+_32|demo/(train|selection|validation)$", "palette"),
 ]
 
@@ -115,9 +116,9 @@ def shards_of(config, folder):
     size = config.data.image_size
     kind = next((kind for pattern, kind in KINDS if re.search(pattern, folder)), "jpeg")
     fields = {"kind": kind, "image_size": size or None}
-    if kind == "frames":
+    if kind == "recordings":
         shape = config.data.frames
-        return "frm", 2 * shape[0] * shape[1], {**fields, "frame_shape": shape}
+        return "pcm", 320 * shape[0], {**fields, "frame_shape": shape}
     if kind == "latents":
         shape = tokenizer_of(config).latent_shape(size)
         name = TokenizerIdentity(kind="vae", sha256=identity_of(config))
@@ -226,6 +227,8 @@ def test_preset_passes_dry_run(name, monkeypatch):
     identity_of(config)
     for folder in folders_of(config):
         prepare(config, folder)
+    if noise := config.data.background_noise:
+        write_noises(Path(noise), [np.ones(16_000, np.int16)])
     before = config.finetune and config.finetune.from_run
     if before and not Path(before).exists():
         write_finished(before)

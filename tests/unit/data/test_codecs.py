@@ -1,4 +1,4 @@
-"""Codecs of JPEG, latents, frames, pairs and ids: round trips, bad samples, invalid settings."""
+"""Codecs of JPEG, latents, recordings, pairs and ids: round trips, bad samples, bad settings."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from shard_folder import identity, write_folder
 from written_shards import write_payloads
 
 from megavis.config.errors import UserError
-from megavis.data.codecs.arrays import FramesCodec, LatentsCodec
+from megavis.data.codecs.arrays import LatentsCodec, RecordingsCodec
 from megavis.data.codecs.augment import RandAugment
+from megavis.data.codecs.cepstra import cepstra
 from megavis.data.codecs.codec import IdsCodec, PaletteCodec
 from megavis.data.codecs.jpeg import DamagedImageError, JpegCodec, PairsCodec, decode_rgb, join
 from megavis.data.codecs.transforms import Transform
@@ -116,35 +117,30 @@ def test_non_finite_latents_are_replaced(tmp_path):
     assert dataset.skipped_names == ["shard-000000.tar:000000000: not finite"]
 
 
-def write_frames(folder, payloads, **fields):
-    kind = {"suffix": "frm", "kind": "frames", "image_size": None, "frame_shape": (4, 3)}
+def write_recordings(folder, recordings, **fields):
+    kind = {"suffix": "pcm", "kind": "recordings", "image_size": None, "frame_shape": (4, 3)}
+    payloads = [RecordingsCodec((4, 3)).encode(one) for one in recordings]
     return write_payloads(folder, payloads, **kind, **fields)
 
 
-def test_frames_round_trip(tmp_path):
-    frames = RANDOM.normal(size=(3, 4, 3)).astype(np.float16)
-    payloads = [FramesCodec((4, 3)).encode(one) for one in frames]
-    broken = np.full((4, 3), np.nan, np.float16).tobytes()
-    write_frames(tmp_path, [payloads[0], broken, *payloads[1:]])
+def recordings(count):
+    return RANDOM.integers(-32768, 32768, (count, 640)).astype(np.int16)
+
+
+def test_recordings_are_read_as_cepstra(tmp_path):
+    stored = recordings(3)
+    write_recordings(tmp_path, stored, labels=[0, 1, 0], class_names=("a", "b"))
     dataset = ShardDataset(tmp_path)
-    batch = batch_of(dataset, 4)
-    assert batch.inputs.dtype == torch.float16
-    assert np.array_equal(batch.inputs.numpy(), frames[[0, 1, 1, 2]])
-    assert dataset.skipped_names == ["shard-000000.tar:000000001: not finite"]
+    expected = np.stack([cepstra(one / np.float32(32768), 3) for one in stored])
+    assert np.array_equal(batch_of(dataset, 3).inputs.numpy(), expected)
     (first, *_) = webdataset.WebDataset(str(tmp_path / "shard-000000.tar"), shardshuffle=False)
-    assert np.array_equal(np.frombuffer(first["frm"], "<f2").reshape(4, 3), frames[0])
-    for wrong in (np.inf, 1e6):
-        with pytest.raises(ValueError, match="finite"):
-            FramesCodec((4, 3)).encode(np.full((4, 3), wrong))
-
-
-def test_pixel_features_of_frames(tmp_path):
-    frames = RANDOM.normal(size=(2, 4, 3)).astype(np.float16)
-    payloads = [FramesCodec((4, 3)).encode(one) for one in frames]
-    write_frames(tmp_path, payloads, labels=[0, 1], class_names=("a", "b"))
-    features = pixel_features(ShardDataset(tmp_path))
+    assert np.array_equal(np.frombuffer(first["pcm"], "<i2"), stored[0])
+    features = pixel_features(dataset)
     assert features.layers.dtype == np.float32
-    assert np.array_equal(features.layers[0], frames.reshape(2, -1))
+    assert np.array_equal(features.layers[0], expected.reshape(3, -1))
+    for wrong in (stored[0, 1:], stored[0].astype(np.float32)):
+        with pytest.raises(ValueError, match=r"must be int16 \[640\]"):
+            RecordingsCodec((4, 3)).encode(wrong)
 
 
 def test_latents_are_flipped_by_position(tmp_path):
@@ -256,7 +252,7 @@ COLORS = Palette(np.array([[-1.0, -1.0, -1.0], [1.0, 1.0, 1.0]]))
         (PairsCodec(CROPPED), (2, 4, 4, 3)),
         (LatentsCodec(SHAPE), (2, *SHAPE)),
         (LatentsCodec(SHAPE, flipped=True, transform=FLIPPED), (2, *SHAPE)),
-        (FramesCodec((4, 3)), (4, 3)),
+        (RecordingsCodec((4, 3)), (4, 3)),
     ],
 )
 def test_no_payloads_give_no_rows(codec, shape):
@@ -275,9 +271,9 @@ def test_no_payloads_give_no_rows(codec, shape):
         ("ids", Transform(image_size=16, flip=True), "without mirrored images"),
         ("latents", Transform(image_size=16, flip=True), "without mirrored images"),
         (
-            "frames",
+            "recordings",
             Transform(image_size=0, crop="center"),
-            "frames shards, which cannot be cropped",
+            "recordings shards, which cannot be cropped",
         ),
         ("palette", Transform(image_size=2, crop="center"), "which cannot be resized"),
         ("pairs", Transform(image_size=2, crop="center"), "pairs shards, which cannot be resized"),
@@ -298,8 +294,8 @@ def test_unsupported_transforms(tmp_path, kind, transform, message):
         write_pairs(tmp_path, [b"nothing"])
     elif kind == "ids":
         write_ids(tmp_path, [bytes(12)])
-    elif kind == "frames":
-        write_frames(tmp_path, [bytes(24)])
+    elif kind == "recordings":
+        write_recordings(tmp_path, recordings(1))
     elif kind == "palette":
         write_folder(tmp_path, tokens=np.zeros((1, 9), int), labels=[0], class_names=["a"])
     else:

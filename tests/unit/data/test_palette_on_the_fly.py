@@ -142,13 +142,13 @@ def test_crops_depend_on_seed_and_position_only(folder):
 
 def test_palette_needs_images(folder, tmp_path):
     write_payloads(
-        tmp_path / "frames",
-        [bytes(2 * 8)],
-        suffix="frm",
-        kind="frames",
+        tmp_path / "recordings",
+        [bytes(2 * 320)],
+        suffix="pcm",
+        kind="recordings",
         image_size=None,
         frame_shape=(2, 4),
         preparation=Preparation(resize="none", crop="none", decoders={}),
     )
-    with pytest.raises(UserError, match=r"frames shards.*remove data\.palette"):
-        ShardDataset(tmp_path / "frames", None, palette=PALETTE)
+    with pytest.raises(UserError, match=r"recordings shards.*remove data\.palette"):
+        ShardDataset(tmp_path / "recordings", None, palette=PALETTE)

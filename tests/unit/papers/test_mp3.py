@@ -180,7 +180,13 @@ def test_speech_frames_with_given_positions(make):
             "0.5 leaves no context token without its position",
         ),
         (["data.image_size=0"], "must be the side of the images in pixels"),
-        (["data.frames=[20,6]"], "is for images, and data.frames for frames: set only one"),
+        (["data.frames=[20,6]"], "is for images, and data.frames for recordings: set only one"),
+        (["data.time_shift=0.1"], "is for recordings, which data.frames describes"),
+        (["data.background_noise=noise.npz"], "is for recordings, which data.frames describes"),
+        (
+            ["data.image_size=0", "data.frames=[20,6]", "data.time_shift=0.2"],
+            "must be shorter than 20 frames of 10 ms",
+        ),
         (
             ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],
             "17 tokens are not divisible",
