@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,12 +11,14 @@ from written_shards import write_payloads
 
 from megavis.config.data import DataConfig
 from megavis.config.errors import UserError
+from megavis.config.load import load_config
 from megavis.data.codecs.arrays import RecordingsCodec
 from megavis.data.codecs.cepstra import cepstra
 from megavis.data.codecs.sound import SoundAugment, sound_augment, write_noises
 from megavis.data.codecs.transforms import Transform, evaluation_transform, training_transform
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import BatchLoader
+from megavis.training.job import open_training_data
 
 RANDOM = np.random.default_rng(0)
 
@@ -195,3 +198,10 @@ def test_unsuitable_files_of_noises(tmp_path):
         write_noises(path, noises)
         with pytest.raises(UserError, match="each of 10 samples or more"):
             sound_augment(0.0, str(path), num_samples=10)
+
+
+def test_missing_noises_name_their_key():
+    preset = Path(__file__).parents[3] / "yaml_configs" / "mp3" / "speech_commands.yaml"
+    loaded = load_config(preset, ["data.background_noise=nowhere.npz"])
+    with pytest.raises(UserError, match=r"data\.background_noise: nowhere\.npz is missing"):
+        open_training_data(loaded, None)
