@@ -217,7 +217,8 @@ class Block(TransformerLayer):
             "rotary_scale": model.position_scale,
             "relative_grid": core.stack.relative_grid,
         }
-        add_attended = add_to_residual(model.residual_dropout)
+        tokens = core.megatron, core.groups.tp
+        add_attended = add_to_residual(model.residual_dropout, *tokens)
         cross: dict[str, Any] = {}
         if core.has_memory:
             cross["pre_cross_attn_layernorm"] = norm
@@ -232,7 +233,7 @@ class Block(TransformerLayer):
                 **cross,
                 pre_mlp_layernorm=norm,
                 mlp=_feed_forward_type(core),
-                mlp_bda=add_to_residual(model.hidden_dropout),
+                mlp_bda=add_to_residual(model.hidden_dropout, *tokens),
             ),
             layer_number=number,
             pg_collection=core.groups,

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from megavis.model.kernels import is_fused
 from megavis.model.layer_state import PackedState
+from megavis.model.tensor_parallel import SequenceParallelConfig, splits_tokens
 from megavis.parallel.random import rank_local_rng, uniform
 
 SAMPLES = "samples"
@@ -95,11 +96,15 @@ class SplitDropout(nn.Module):
             return F.dropout(x, self.probability)
 
 
-def add_to_residual(dropout: float) -> Callable[[bool, bool], Callable[..., Tensor]]:
+def add_to_residual(
+    dropout: float, config: SequenceParallelConfig, group: dist.ProcessGroup
+) -> Callable[[bool, bool], Callable[..., Tensor]]:
     """Return Megatron's bias-dropout-add with a fixed dropout probability.
 
     Args:
         dropout: probability of dropping an element of the branch.
+        config: determines whether tokens are split over the tensor group.
+        group: the tensor group.
 
     Returns:
         A function of `training` and a fusion flag, which returns a function of `([s, b, h], bias or
@@ -111,7 +116,10 @@ def add_to_residual(dropout: float) -> Callable[[bool, bool], Callable[..., Tens
             # Without bias and dropout a single kernel remains, and fusion gains nothing.
             many = mixed[1] is not None or (training and dropout > 0.0)
             chosen = get_bias_dropout_add(training, fused or (many and is_fused(residual)))
-            result: Tensor = chosen(mixed, residual, dropout)
+            # The masks of split tokens must differ.
+            draws_apart = training and dropout > 0.0 and splits_tokens(config)
+            with rank_local_rng(group.rank(), group.size() if draws_apart else 1):
+                result: Tensor = chosen(mixed, residual, dropout)
             return result
 
         return add

@@ -146,15 +146,12 @@ class Engine:
     def _seed_dropout(self, step: int) -> None:
         """Seed torch by step, so a resumed run needs no generator state.
 
-        Processes of a tensor group use the same mask if they hold the same tokens; if
-        they hold different ones, layers draw independently (`rank_local_rng`).
+        Processes of a tensor group use the same mask on the same activations; on split ones, layers
+        draw independently (`rank_local_rng`).
         """
         if not self.config.model.has_dropout:
             return
-        context = self.context
-        place = [context.data.rank, context.pipeline.rank]
-        if self.config.parallel.sequence_parallel:
-            place.append(context.tensor.rank)
+        place = self.context.data.rank, self.context.pipeline.rank
         torch.manual_seed(derive_seed(self.config.seed, "dropout", step, *place) & (2**63 - 1))
 
     def rate(self, step: int) -> float:

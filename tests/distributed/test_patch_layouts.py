@@ -6,7 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from layout_curves import TOLERANCE, largest_difference, make_config, with_layout
 from small_configs import SMALL
 from small_vqgan import write_untrained_run
@@ -185,3 +187,29 @@ def test_stages_in_both_stacks_match_one_process(
     assert is_legal(config, 3)
     curves = run_job(train_briefly, 3, config, STEPS)
     assert largest_difference(curves, reference(name)) <= TOLERANCE
+
+
+def dropped(launch: Launch, config: RunConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Return the outputs of DARL's decoder in a step, and a mask of the first block's tokens."""
+    loaded, decoded = LoadedConfig(config, ConfigSource("test")), []
+    with open_job(loaded, launch, device="cpu") as context:
+        run = Trainer.open(loaded, context)
+        engine = Engine(config, run.objective, context)
+        _, block, *_, head = engine.layers.modules
+        head.decoder.register_forward_hook(lambda _, given, out: decoded.append(out.detach()))
+        blank = run.objective.backbone.blank_batch(engine.micro_batch_size, context.device)
+        engine.train_step(itertools.repeat(blank), 0)
+        ones = torch.ones(8, 2, 32)
+        added = block.mlp_bda(True, False)((ones, None), torch.zeros_like(ones), 0.0)
+        return torch.stack(decoded).numpy(), (added == 0).numpy()
+
+
+def test_dropout_under_sequence_parallelism(run_job: Any, patch_config: Any) -> None:
+    """Blocks mask the tokens of each process independently, the decoder masks all alike."""
+    config = make_config(patch_config("darl"))
+    config = with_layout(config, tensor_model_parallel_size=2, sequence_parallel=True)
+    model = config.model.model_copy(update={"hidden_dropout": 0.5})
+    first, second = run_job(dropped, 2, config.model_copy(update={"model": model}))
+    np.testing.assert_array_equal(first[0], second[0])
+    # Two independent masks agree on half of the elements.
+    assert 0.4 < (first[1] == second[1]).mean() < 0.6
