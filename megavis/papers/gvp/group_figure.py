@@ -14,7 +14,9 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from megavis.composition.tokens import Vectors
 from megavis.composition.trainable import Trainable
+from megavis.config.errors import UserError
 from megavis.data.loading.loader import read_round_robin
 from megavis.evaluation.figures import FigureInput, RenderedFigure
 from megavis.evaluation.images.completions import score_filling
@@ -58,10 +60,13 @@ def fill(
             tokens.
 
     Raises:
-        UserError: the paper cannot start from given tokens, or there are fewer tokens than groups.
+        UserError: the paper cannot start from given tokens, there are fewer tokens than groups, or
+            ids cannot be averaged.
     """
     paper, order = sampler.paper, sampler.order_of(images)
-    tokens = paper.tokens_of(originals.to(sampler.device))
+    if num_orders > 1 and not isinstance(paper.predicts, Vectors):
+        raise UserError("ids cannot be averaged over several orders: leave out --orders")
+    tokens = paper.given(paper.tokens_of(originals.to(sampler.device)))
     given = sampler.given_part_of(order, num_given)
     total: Tensor | None = None
     for number in range(num_orders):

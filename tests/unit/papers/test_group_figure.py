@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from compositions import GROUPS, LATENTS, MIXTURE, QUERY
 from small_batches import photographs
 
 from megavis.config.errors import UserError
@@ -82,6 +83,24 @@ def test_orders_are_averaged(sampler):
     drawn = filled(drawing, images, num_orders=3)
     assert torch.equal(drawn.images, drawing.to_images(sums / 3))
     assert not torch.equal(filled(drawing, images).images, drawn.images)
+
+
+def test_given_latents_stay(build_composition, tmp_path, monkeypatch):
+    """Latents `[b, c, h, w]` are given as the tokens of their grid."""
+    objective, runner = build_composition(LATENTS, GROUPS, QUERY, MIXTURE)
+    monkeypatch.setattr(objective, "to_images", lambda latents, folder: latents)
+    latents = torch.randn(2, 4, 4, 4, generator=torch.Generator().manual_seed(0))
+    found = filled(Sampler(runner, objective, tmp_path, {"groups": 3}), latents)
+    given = found.given.view(2, 1, 4, 4).expand_as(latents)
+    assert torch.equal(found.images[given], latents[given])
+    assert (found.images != latents)[~given].all()
+
+
+def test_ids_are_not_averaged(sampler):
+    ids = torch.zeros(2, 9, dtype=torch.int64)
+    drawing = sampler("objective.variant=d2d", "objective.vocabulary_size=8", groups=2)
+    with pytest.raises(UserError, match="ids cannot be averaged"):
+        filled(drawing, ids, num_orders=2)
 
 
 def test_unconditional_generation_is_refused(sampler):
