@@ -166,8 +166,8 @@ class _Lanes:
         return replace(step, plan=plan, hidden=hidden)
 
     def _num_fans(self, step: Step) -> int:
-        # At the first position all beams of an image are equal, so each samples one candidate.
-        return self.settings.fans if step.asked.start else 1
+        # Before the first step all beams of an image are equal, so each samples one candidate.
+        return self.settings.fans if step.number else 1
 
     def draws(self, step: Step) -> Draws:
         """Return the random draws of a step, with a key for each token to sample."""

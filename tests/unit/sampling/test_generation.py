@@ -92,6 +92,21 @@ def test_beam_search_finds_likelier_images(sampler):
     assert bool((found > drawn).all())
 
 
+@pytest.mark.parametrize("num_given", [0, 5])
+def test_first_beams_differ(sampler, monkeypatch, num_given):
+    """Beams are equal before the first step: the candidates of one must not fill them all."""
+    drawing, shapes = sampler("data.image_size=3", beams=2, fans=3), []
+    call = type(drawing.settings.drawing).__call__
+
+    def counted(self, head, state, draws):
+        shapes.append(len(draws.keys))
+        return call(self, head, state, draws)
+
+    monkeypatch.setattr(type(drawing.settings.drawing), "__call__", counted)
+    drawing.tokens(torch.arange(4), given=random_prefix(drawing.paper, num_given, 4))
+    assert shapes == [8, *[24] * (8 - num_given)]
+
+
 def test_samples_are_independent_of_batch_size(sampler):
     drawing = sampler("objective.order=random", seed=1)
     originals = torch.randint(32, (7, 16))
