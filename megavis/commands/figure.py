@@ -147,7 +147,7 @@ def _complete(opened: Run, args: argparse.Namespace) -> int:
     completed = sampler.to_images(tokens).unflatten(0, (draws, count))
     originals = sampler.to_images(sampler.paper.tokens_of(inputs))
     shown = [images.cpu().numpy() for images in (originals, *completed[: args.completions])]
-    given = pixels_of(sampler.given_part(count, num_given), shown[0])
+    given = pixels_of(sampler.given_part(count, num_given), sampler.paper.predicts.grid, shown[0])
     scores = score_completions(originals, completed[: args.draws], torch.from_numpy(given))
     first, *columns = (images[:8] for images in shown)
     folder = args.run_folder / "evaluation"

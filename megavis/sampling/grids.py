@@ -82,17 +82,18 @@ def sample_grid(images: np.ndarray, *, num_columns: int = 8) -> np.ndarray:
     )
 
 
-def patches_to_pixels(chosen: Tensor, height: int, width: int) -> Tensor:
+def patches_to_pixels(chosen: Tensor, grid: tuple[int, int], height: int, width: int) -> Tensor:
     """Expand a mask of patches to pixels: bool `[b, n]` to `[b, h, w]`.
 
     Args:
-        chosen: mask of square patches in raster order.
+        chosen: mask of patches in raster order.
+        grid: rows and columns of patches.
         height: h.
         width: w.
     """
-    side = round((height * width / chosen.shape[1]) ** 0.5)
-    cells = chosen.view(len(chosen), height // side, width // side)
-    return cells.repeat_interleave(side, 1).repeat_interleave(side, 2)
+    rows, columns = grid
+    cells = chosen.view(len(chosen), rows, columns)
+    return cells.repeat_interleave(height // rows, 1).repeat_interleave(width // columns, 2)
 
 
 def save_png(path: Path, pixels: np.ndarray) -> None:

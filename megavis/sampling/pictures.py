@@ -129,12 +129,19 @@ def picture(
         return image_grid([list(row) for row in zip(*columns, strict=True)])
     originals = _pixels(first.to_images(paper.tokens_of(examples.inputs)))
     given = first.given_part(count, options["num_given"])
-    return completion_grid(originals, pixels_of(given, originals), columns)
+    pixels = pixels_of(given, paper.predicts.grid, originals)
+    return completion_grid(originals, pixels, columns)
 
 
-def pixels_of(tokens: Tensor, images: np.ndarray) -> np.ndarray:
-    """Expand a mask of tokens, bool `[b, n]`, to the pixels of `images` `[b, h, w, 3]`."""
-    return patches_to_pixels(tokens, *images.shape[1:3]).cpu().numpy()
+def pixels_of(tokens: Tensor, grid: tuple[int, int], images: np.ndarray) -> np.ndarray:
+    """Expand a mask of tokens, bool `[b, n]`, to the pixels of `images` `[b, h, w, 3]`.
+
+    Args:
+        tokens: the mask.
+        grid: rows and columns of tokens.
+        images: images made of these tokens.
+    """
+    return patches_to_pixels(tokens, grid, *images.shape[1:3]).cpu().numpy()
 
 
 def picture_of_rounds(sampler: Sampler, conditions: Mapping[str, Tensor], count: int) -> np.ndarray:

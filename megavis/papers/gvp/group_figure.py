@@ -104,7 +104,7 @@ def draw_groups(subject: FigureInput, options: argparse.Namespace) -> RenderedFi
     rows, columns, given = [], [], None
     for count in options.groups:
         images, shown = _fill_all(subject, options, inputs, num_groups=count)
-        given = pixels_of(shown, originals.cpu().numpy())
+        given = pixels_of(shown, paper.predicts.grid, originals.cpu().numpy())
         hidden = ~torch.from_numpy(given).to(originals.device)
         scores = score_filling(originals, images, hidden, perceptual=perceptual)
         rows.append({"groups": count, **scores})

@@ -101,7 +101,7 @@ def draw_reconstructions(subject: FigureInput, options: argparse.Namespace) -> R
     paper = subject.objective.backbone.composition()
     found = reconstruct(subject.runner, paper, batch, subject.folder)
     originals, made = (each.cpu().numpy() for each in (found.originals, found.made))
-    hidden = pixels_of(found.hidden, originals)
+    hidden = pixels_of(found.hidden, paper.predicts.grid, originals)
     rows = [
         {"hidden": name, **score_filling(found.originals, images, torch.from_numpy(hidden))}
         for name, images in (("predicted", found.made), ("mean colours", found.flat))

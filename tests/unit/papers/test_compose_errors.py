@@ -29,7 +29,6 @@ from compositions import (
     SHIFT,
     SPEECH,
 )
-
 from small_batches import batch_of, photographs
 
 from megavis.config.errors import UserError

@@ -34,7 +34,7 @@ def test_given_patches_stay_and_others_are_not_read(sampler):
     images, drawing = photographs(2, 12), sampler(groups=3)
     first = filled(drawing, images)
     assert first.given.sum(1).tolist() == [3, 3]
-    pixels = patches_to_pixels(first.given, 12, 12)
+    pixels = patches_to_pixels(first.given, (3, 3), 12, 12)
     assert pixels.sum() == 2 * 3 * 16
     assert torch.equal(first.images[pixels], images[pixels])
     other = torch.where(pixels[..., None], images, photographs(2, 12, seed=2))

@@ -91,7 +91,7 @@ def test_samples_are_independent_of_batch_size(sampler):
     drawing = sampler(*words, seed=1)
     at_once = drawing.to_images(drawing.draw(3, **options))
     assert torch.equal(drawing.to_images(drawing.draw(3, batch_size=2, **options)), at_once)
-    given = torch.from_numpy(pixels_of(drawing.given_part(3, 5), images.numpy()))
+    given = torch.from_numpy(pixels_of(drawing.given_part(3, 5), (4, 4), images.numpy()))
     assert given.float().mean() == 5 / 16
     assert torch.equal(at_once[given], images[given])
     other = sampler(*words, seed=2)
@@ -110,7 +110,7 @@ def test_config_sets_the_default_temperature(sampler):
 
 
 def test_given_part_covers_the_upper_rows(sampler):
-    given = pixels_of(sampler().given_part(3, 8), photographs(3, 16).numpy())
+    given = pixels_of(sampler().given_part(3, 8), (4, 4), photographs(3, 16).numpy())
     assert given[:, :8].all()
     assert not given[:, 8:].any()
 

@@ -221,3 +221,18 @@ def test_unsupported_completion_raises(make):
         make("objective.name=givt_maskgit").draw(1, originals=latents, num_given=4)
     with pytest.raises(UserError, match="adapter_blocks every token depends on the whole image"):
         make("objective.adapter_blocks=1").draw(1, originals=latents, num_given=4)
+
+
+def test_pairs_of_latents_are_shown_as_given(make, monkeypatch):
+    """A token of two latents covers 8 × 16 pixels of an image of 32²."""
+    drawing = make("objective.stacked_latents=2", "objective.num_classes=0")
+    monkeypatch.setattr(
+        drawing.paper, "to_images", lambda latents, _: torch.zeros(len(latents), 32, 32, 3).byte()
+    )
+    shards = torch.rand(2, 2, 2, 4, 4)
+    drawn = picture([drawing], Batch(shards, LABELS[:2], IMAGES[:2]), num_images=2, share=3 / 8)
+    given = drawn[2:130, 132:260] == 0
+    assert given[:32].all()
+    assert given[32:64, :64].all()
+    assert not given[32:64, 64:].any()
+    assert not given[64:].any()
