@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megavis.composition.objective import Objective
+from megavis.composition.composition import Composition
 from megavis.composition.trainable import Trainable
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches
@@ -36,20 +36,17 @@ class PatchErrors:
         by_place: error at each position of the order, `[T]`.
         by_cell: error of each cell in raster order, `[T]`.
         places: mean position of each cell in the order, `[T]`.
+        columns: cells of a row.
     """
 
     by_place: Sequence[float]
     by_cell: Sequence[float]
     places: Sequence[float]
-
-    @property
-    def side(self) -> int:
-        """Cells of a row."""
-        return round(len(self.by_cell) ** 0.5)
+    columns: int
 
 
 def measure_patches(
-    runner: Inference, objective: Objective, dataset: ShardDataset, *, num_images: int
+    runner: Inference, objective: Composition, dataset: ShardDataset, *, num_images: int
 ) -> PatchErrors:
     """Compute errors on held-out images; noise is a function of seed and image as in training.
 
@@ -76,7 +73,7 @@ def measure_patches(
         )
         sums = [parts if not sums else sums[0] + parts]
     by_place, by_cell, means = (sums[0] / count).tolist()
-    return PatchErrors(by_place, by_cell, means)
+    return PatchErrors(by_place, by_cell, means, objective.predicts.grid[1])
 
 
 def applies(objective: Trainable) -> bool:
@@ -101,8 +98,8 @@ def patch_rows(errors: PatchErrors) -> list[Row]:
         {
             "place": i,
             "error": error,
-            "cell_row": i // errors.side,
-            "cell_column": i % errors.side,
+            "cell_row": i // errors.columns,
+            "cell_column": i % errors.columns,
             "cell_mean_place": errors.places[i],
             "cell_error": errors.by_cell[i],
         }
@@ -126,14 +123,16 @@ def draw_patch_errors(errors: PatchErrors, *, name: str) -> Figure:
     line.set_ylabel("mean squared error")
     line.grid(alpha=0.25)
     line.spines[["top", "right"]].set_visible(False)
-    _draw_cells(figure, order, errors.places, errors.side, "position of each patch")
-    _draw_cells(figure, cells, errors.by_cell, errors.side, "error of each patch")
+    _draw_cells(figure, order, errors.places, errors.columns, "position of each patch")
+    _draw_cells(figure, cells, errors.by_cell, errors.columns, "error of each patch")
     figure.suptitle(name, fontsize="medium")
     return figure
 
 
-def _draw_cells(figure: Figure, axes: Axes, values: Sequence[float], side: int, title: str) -> None:
-    shown = torch.tensor(values).view(side, side).numpy()
+def _draw_cells(
+    figure: Figure, axes: Axes, values: Sequence[float], columns: int, title: str
+) -> None:
+    shown = torch.tensor(values).view(-1, columns).numpy()
     figure.colorbar(axes.imshow(shown, cmap="viridis"), ax=axes, shrink=0.8)
     axes.set_xticks([])
     axes.set_yticks([])

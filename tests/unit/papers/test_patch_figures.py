@@ -15,6 +15,7 @@ from megavis.evaluation.images.completions import (
     score_completions,
     signal_to_noise,
 )
+from megavis.papers.darl.patch_errors import PatchErrors, draw_patch_errors, patch_rows
 
 pytestmark = pytest.mark.once
 
@@ -105,6 +106,16 @@ def test_errors_by_patch(run_folder, capsys):
     finally:
         close_context()
     assert sum(by_cell) / 16 == pytest.approx(loss, rel=1e-4)
+
+
+def test_errors_on_a_grid_that_is_not_square():
+    """Eight tokens of two latents each: four rows of two."""
+    errors = PatchErrors([*range(8)], [*range(8)], [*range(8)], columns=2)
+    cells = [(row["cell_row"], row["cell_column"]) for row in patch_rows(errors)]
+    assert cells == [(i // 2, i % 2) for i in range(8)]
+    _, order, shown, *_ = draw_patch_errors(errors, name="stacked").axes
+    for axes in (order, shown):
+        assert axes.images[0].get_array().tolist() == [[2 * i, 2 * i + 1] for i in range(4)]
 
 
 def held_out(opened, count):
