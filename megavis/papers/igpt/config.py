@@ -30,7 +30,8 @@ def read_order(value: object) -> object:
         return _read_file(Path(value))
     if isinstance(value, str) and value not in get_args(OrderKind):
         raise ValueError(f"must be one of {', '.join(get_args(OrderKind))} or a .npy file")
-    if isinstance(value, list | tuple) and sorted(value) != [*range(len(value))]:
+    # Compared as text: elements of a YAML list can be of any type.
+    if isinstance(value, list | tuple) and {*map(str, value)} != {*map(str, range(len(value)))}:
         raise ValueError("must list every pixel, counted from 0, once")
     return value
 

@@ -73,6 +73,12 @@ def test_invalid_order_file(build, tmp_path, content, message):
         build(tmp_path / "c.yaml", f"objective.order={tmp_path}/order.npy")
 
 
+@pytest.mark.parametrize("order", ["[raster, 1]", "[[0, 1], [2, 3]]", "[0, 0, 1]"])
+def test_invalid_order_list(build, tmp_path, order):
+    with pytest.raises(UserError, match="objective.order: must list every pixel"):
+        build(tmp_path / "c.yaml", f"objective.order={order}")
+
+
 def test_run_config_contains_the_order(build, tmp_path):
     np.save(tmp_path / "order.npy", np.arange(16)[::-1])
     objective, _ = build(tmp_path / "c.yaml", f"objective.order={tmp_path}/order.npy")
