@@ -121,7 +121,7 @@ class Diffusion(Density):
         noise, gamma = self.draw_noise(index, tokens.shape[1])
         chosen = (choices or {}).get("gamma")
         if chosen is not None:
-            gamma = torch.as_tensor(chosen, device=gamma.device).expand_as(gamma)
+            gamma = _expanded(torch.as_tensor(chosen, device=gamma.device), gamma)
             if not bool(((gamma >= 0) & (gamma <= 1)).all()):
                 raise UserError(f"gamma must be in [0, 1], not {chosen}")
         return self.target(tokens, noise), (self.noisy(tokens, noise, gamma),)
@@ -151,6 +151,15 @@ class Diffusion(Density):
         return _AncestralSampling(
             self, options.sampling_steps or process.sampling_steps, temperature
         )
+
+
+def _expanded(chosen: Tensor, drawn: Tensor) -> Tensor:
+    """Expand a user's γ to the shape of drawn ones; raise UserError if it does not fit."""
+    if chosen.ndim and chosen.shape != drawn.shape:
+        raise UserError(
+            f"gamma has shape {list(chosen.shape)}; it must be a number, or {list(drawn.shape)}"
+        )
+    return chosen.expand_as(drawn)
 
 
 @dataclass(frozen=True)

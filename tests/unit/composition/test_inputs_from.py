@@ -172,6 +172,11 @@ def test_every_patch_has_a_query(make, name):
         ("bert", {"mask": torch.zeros(4, 8, dtype=torch.bool)}, r"mask has shape \[4, 8\]"),
         ("mp3", {"mask_ratio": 1.5}, r"mask_ratio must be in \[0, 1\]"),
         ("diffusion", {"gamma": -0.5}, r"gamma must be in \[0, 1\]"),
+        (
+            "diffusion",
+            {"gamma": torch.zeros(4, 9)},
+            r"gamma has shape \[4, 9\]; it must be a number, or \[4, 9, 1\]",
+        ),
         ("givt", {"labels": torch.tensor([3, 0, 0, 0])}, "labels must be in 0..2"),
     ],
 )
