@@ -53,8 +53,13 @@ def reconstruct(
         folder: the run folder, which may contain a palette.
 
     Raises:
-        UserError: the model predicts no tokens, or all of them.
+        UserError: the model predicts no tokens, or all of them, or transforms them first.
     """
+    if paper.has_transform:
+        raise UserError(
+            "with objective.adapter_blocks every token depends on the whole image, so the visible"
+            " ones reveal the hidden ones"
+        )
     plan = paper.schedule.draw(batch.sample_index)
     predicted = plan.is_predicted.expand(len(batch.inputs), -1)
     if plan.first_asked == 0 and bool(predicted.all()):

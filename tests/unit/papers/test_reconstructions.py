@@ -103,6 +103,10 @@ def test_mixture_is_reconstructed_by_its_mean(build_paper, tmp_path):
         ("{name: darl, patch_size: 4}", "runs of darl predict every token"),
         ("{name: mp3, patch_size: 4}", "runs of mp3 predict every token"),
         (
+            "{name: givt_maskgit, latent_channels: 2, downsampling: 4, adapter_blocks: 1}",
+            "every token depends on the whole image",
+        ),
+        (
             "{name: igpt, vocabulary_size: 16, mode: bert}",
             "predictions of this model cannot be shown as images",
         ),
