@@ -57,6 +57,7 @@ from megavis.training.faults.bad_steps import (
 )
 from megavis.training.faults.corruption_check import CheckReplicas
 from megavis.training.faults.interruption import Signals, StopOnSignal, count_restart
+from megavis.training.faults.messages import forgiving_messages
 from megavis.training.faults.watchdog import Watchdog
 from megavis.training.finetune import Finetuning
 from megavis.training.job import (
@@ -386,7 +387,8 @@ def run_training(loaded: LoadedConfig, launch: Launch, *, device: str | None = N
         UserError: the run cannot be trained with this config.
     """
     check_dashboards(loaded.config.logging)
-    with Signals() as signals, open_job(loaded, launch, device=device) as context:
+    job = open_job(loaded, launch, device=device)
+    with forgiving_messages(), Signals() as signals, job as context:
         run = Trainer.open(loaded, context)
         with hold_run(run.folder, context), evaluate_during(run.config, context):
             run.train(signals)

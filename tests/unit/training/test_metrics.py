@@ -5,6 +5,7 @@ import json
 import resource
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -107,6 +108,19 @@ def test_no_line_is_lost_however_many_wait(tmp_path, limit, full_disk, capsys):
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, 502))
     writer.close()
+
+
+def test_log_on_a_full_disk_does_not_end_a_run(trained, tmp_path, monkeypatch):
+    config, run = trained
+    with Path("/dev/full").open("w", buffering=1) as log:
+        monkeypatch.setattr(sys, "stderr", log)
+        with pytest.raises(OSError, match="No space left"):
+            print("step 1", file=sys.stderr)
+        assert main(["train", str(config), "--device", "cpu", f"output={tmp_path}"]) == 0
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            log.close()
+    assert losses(tmp_path / "small") == losses(run)
 
 
 def test_file_that_was_replaced_is_continued(tmp_path):
