@@ -85,7 +85,7 @@ class StopOnSignal:
 
 
 def count_restart(run_folder: Path, first_step: int, limit: int, context: ParallelContext) -> None:
-    """Count this start if it was automatic; called on every process.
+    """Count this start if it was automatic, else begin at 0; called on every process.
 
     Args:
         run_folder: the run, which stores the count.
@@ -97,8 +97,13 @@ def count_restart(run_folder: Path, first_step: int, limit: int, context: Parall
         UserError: on every process, if the limit is exceeded.
     """
     refusal = ""
-    if context.is_main and is_automatic(os.environ):
-        refusal = _count(run_folder / RECORD_NAME, first_step, limit)
+    if context.is_main:
+        record = run_folder / RECORD_NAME
+        if is_automatic(os.environ):
+            refusal = _count(record, first_step, limit)
+        else:
+            # Whoever starts a run by hand may have removed the cause of earlier failures.
+            record.unlink(missing_ok=True)
     refusal = context.from_main(refusal)
     if refusal:
         raise UserError(refusal)

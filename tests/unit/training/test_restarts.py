@@ -48,6 +48,12 @@ def test_restarts_without_progress_are_limited(context, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"restarted 2 times .* since step 200 \(training.max_re"):
         start(200)
     start(200)  # a manual start after the error may try again
+    start(200)
+    monkeypatch.delenv("SLURM_RESTART_COUNT")
+    start(200)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    start(200)  # a manual start resets the count too
+    start(200)
 
 
 @pytest.mark.parametrize(
