@@ -88,7 +88,7 @@ class Validate:
             batch_size=engine.micro_batch_size,
             data_parallel_rank=engine.context.data.rank,
             data_parallel_size=engine.context.data.size,
-            limit=min(self.num_images, len(self.dataset)),
+            limit=self.num_images,
             label=None,
         )
         sums: dict[str, Tensor] = {}
