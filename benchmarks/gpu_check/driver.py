@@ -11,9 +11,6 @@ from benchmarks.gpu_check.stages import STAGES, open_stage, run_part
 from megavis.config.errors import UserError
 from megavis.parallel.workers import WorkerError, WorkerPool
 
-Ask = Callable[..., Any]
-"""Runs `job(launch, *args)` elsewhere, in at most `timeout` seconds; raises WorkerError."""
-
 # Practically unlimited: jobs share one process, since they are tiny.
 _MANY_JOBS = 10_000
 
