@@ -14,7 +14,9 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 _SDPA = re.compile(r"aten::_scaled_dot_product_(?!.*backward)(\w+)")
-_ATTENTION = re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE)
+# Inductor generates FlexAttention from a template.
+_FLEX = re.compile(r"flex_attention|triton_tem_")
+_ATTENTION = re.compile(rf"flash|fmha|sdpa|attention|{_FLEX.pattern}", re.IGNORECASE)
 _PRODUCTS = re.compile(
     r"gemm|gemv|nvjet|cutlass|xmma|split_?k|wgrad|dgrad|conv"
     r"|aten::(add|badd)?b?mm\b|aten::addmv|mkldnn.*linear|_linear_pointwise",
@@ -76,9 +78,13 @@ def profiled(run: Callable[[], object], device: torch.device) -> Any:
 
 
 def sdpa_kernels(run: Callable[[], object], device: torch.device) -> list[str]:
-    """Return the SDPA kernels of a run: `flash_attention`, `cudnn_attention`, ..."""
-    names = (event.key for event in profiled(run, device).key_averages())
-    return sorted({match[1] for name in names if (match := _SDPA.fullmatch(name))})
+    """Return the SDPA kernels of a run: `flash_attention`, `cudnn_attention`, ...
+
+    FlexAttention, which is not SDPA, is listed as `flex_attention`.
+    """
+    names = [event.key for event in profiled(run, device).key_averages()]
+    found = {match[1] for name in names if (match := _SDPA.fullmatch(name))}
+    return sorted(found | {"flex_attention" for name in names if _FLEX.search(name)})
 
 
 def time_split(run: Callable[[], object], device: torch.device, *, times: int) -> TimeSplit:

@@ -26,7 +26,7 @@ _VISIBILITIES: Mapping[str, tuple[str, tuple[str, ...], str]] = {
     "causal": ("igpt/xl_64.yaml", (), "cudnn_attention"),
     "causal, dropout 0.3": ("givt/causal_large.yaml", (), "flash_attention"),
     "causal, RoPE": ("darl/vit_h14_diff.yaml", (), "cudnn_attention"),
-    "two streams": ("gvp/vit_b_p2p.yaml", (), "dense mask: efficient or cudnn"),
+    "two streams": ("gvp/vit_b_p2p.yaml", (), "flex_attention"),
     "full": ("igpt/m_32_bert.yaml", (), "cudnn_attention"),
     "context": ("mp3/vit_b_imagenet.yaml", (), "cudnn_attention"),
     "relative bias": (
@@ -147,7 +147,8 @@ def attention_kernels(launch: Launch, settings: Settings) -> list[Row]:
                     lambda s=stack, q=sequence: s(q.inputs, q.targets).backward(),  # type: ignore[misc]
                     context.device,
                 )
-                wanted = aim if dtype == torch.bfloat16 else "efficient_attention"
+                is_sdpa = aim != "flex_attention"
+                wanted = "efficient_attention" if is_sdpa and dtype == torch.float32 else aim
                 precision = str(dtype).removeprefix("torch.")
                 rows.append(
                     Row(

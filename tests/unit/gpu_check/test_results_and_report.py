@@ -2,9 +2,12 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from benchmarks.gpu_check import kernels
 from benchmarks.gpu_check.kernels import Kernel, class_of, split_of_kernels
 from benchmarks.gpu_check.planned import planned_device
 from benchmarks.gpu_check.presets import PRESETS, VARIANTS, config_of, parts, strict_mfu
@@ -110,6 +113,7 @@ def test_kernels_are_classified_by_name():
         "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob": "attention",
         "fmha_cutlassF_f32_aligned_64x64_rf_sm80": "attention",
         "aten::_scaled_dot_product_flash_attention_for_cpu": "attention",
+        "triton_tem_fused_0": "attention",
         "nvjet_tst_256x128_64x4_2x1_v_bz_coopA_NTN": "products",
         "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64": "products",
         "void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_128x128>": "products",
@@ -123,10 +127,23 @@ def test_kernels_are_classified_by_name():
     assert {name: class_of(name) for name in names} == names
 
 
+def test_attention_kernels_include_flex_attention(monkeypatch):
+    def found(*names):
+        averages = [SimpleNamespace(key=name) for name in names]
+        profile = SimpleNamespace(key_averages=lambda: averages)
+        monkeypatch.setattr(kernels, "profiled", lambda run, device: profile)
+        return kernels.sdpa_kernels(lambda: None, torch.device("cpu"))
+
+    forward = "aten::_scaled_dot_product_cudnn_attention"
+    assert found("aten::mm", forward, f"{forward}_backward") == ["cudnn_attention"]
+    assert found("triton_tem_fused_flex_attention_0", "triton_poi_fused_0") == ["flex_attention"]
+    assert found("aten::mm") == []
+
+
 def test_split_of_overlapping_kernels():
     """Microseconds: product 0-10, concurrent copy 5-20, idle until 30, attention 30-36."""
-    kernels = [Kernel("flash_fwd", 30, 36), Kernel("gemm", 0, 10), Kernel("Memcpy", 5, 20)]
-    split = split_of_kernels(kernels, times=2)
+    run = [Kernel("flash_fwd", 30, 36), Kernel("gemm", 0, 10), Kernel("Memcpy", 5, 20)]
+    split = split_of_kernels(run, times=2)
     assert (split.products, split.attention, split.rest) == (0.005, 0.003, 0.0075)
     assert split.busy == pytest.approx(0.013)  # half of 20 and 6
     assert list(split.longest) == ["Memcpy", "gemm", "flash_fwd"]
