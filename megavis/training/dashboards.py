@@ -170,17 +170,6 @@ def check_dashboards(kinds: tuple[str, ...]) -> None:
             )
 
 
-def open_dashboards(
-    kinds: tuple[str, ...], run_folder: Path, *, first_step: int, config: Mapping[str, Any]
-) -> list[Dashboard]:
-    """Open the dashboards of `logging`; `jsonl` is always written and not a dashboard."""
-    return [
-        dashboard(run_folder, first_step=first_step, config=config)
-        for kind, dashboard in DASHBOARDS.items()
-        if kind in kinds
-    ]
-
-
 def _identity(run_folder: Path, kind: str, fresh: str | None) -> str | None:
     """Return the run's identity in a dashboard; store `fresh` if there is none yet."""
     path = run_folder / IDENTITIES

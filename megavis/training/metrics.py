@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from megavis.data.format.files import write_atomically
-from megavis.training.dashboards import open_dashboards
+from megavis.training.dashboards import DASHBOARDS, Dashboard
 
 
 class MetricsWriter:
@@ -43,9 +43,13 @@ class MetricsWriter:
         self._pending: list[str] = []
         self._size = self._path.stat().st_size if self._path.exists() else 0
         self._warned: set[str] = set()
-        self._dashboards = open_dashboards(
-            logging, run_folder, first_step=first_step, config=config or {}
-        )
+        self._dashboards: list[Dashboard] = []
+        for kind, dashboard in DASHBOARDS.items():
+            # A run must start again while a dashboard's server is down.
+            with self._warn_on_error(Exception):
+                if kind in logging:
+                    opened = dashboard(run_folder, first_step=first_step, config=config or {})
+                    self._dashboards.append(opened)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write the metrics of one step, or warn if the disk fails.
@@ -72,9 +76,19 @@ class MetricsWriter:
         self._pending.clear()
 
     def _show(self, step: int, values: Mapping[str, float]) -> None:
+        self._on_dashboards(lambda dashboard: dashboard.scalars(step, values))
+
+    def _on_dashboards(self, show: Callable[[Dashboard], None]) -> None:
+        """Call a function with each dashboard; one that fails is given up until the next start.
+
+        A client may wait for minutes, in every call, for a server that is down.
+        """
+        working = []
         for dashboard in self._dashboards:
             with self._warn_on_error(Exception):
-                dashboard.scalars(step, values)
+                show(dashboard)
+                working.append(dashboard)
+        self._dashboards = working
 
     def amend(self, step: int, values: Mapping[str, float]) -> None:
         """Add metrics to the last line if it is of this step, or write a new line.
@@ -96,9 +110,7 @@ class MetricsWriter:
 
     def image(self, step: int, name: str, pixels: np.ndarray) -> None:
         """Show uint8 pixels `[h, w, 3]`."""
-        for dashboard in self._dashboards:
-            with self._warn_on_error(Exception):
-                dashboard.image(step, name, pixels)
+        self._on_dashboards(lambda dashboard: dashboard.image(step, name, pixels))
 
     def close(self) -> None:
         """Flush to the disk and close.
@@ -106,9 +118,7 @@ class MetricsWriter:
         Raises:
             OSError: the last lines of `metrics.jsonl` cannot be written.
         """
-        for dashboard in self._dashboards:
-            with self._warn_on_error(Exception):
-                dashboard.close()
+        self._on_dashboards(lambda dashboard: dashboard.close())
         self._write_pending()
         with self._path.open("rb") as file:
             os.fsync(file.fileno())

@@ -7,7 +7,7 @@ import pytest
 
 from megavis.config.errors import UserError
 from megavis.training import dashboards
-from megavis.training.dashboards import Dashboard, check_dashboards
+from megavis.training.dashboards import DASHBOARDS, Dashboard, check_dashboards
 from megavis.training.metrics import MetricsWriter, read_metrics
 
 pytestmark = pytest.mark.once
@@ -89,16 +89,33 @@ class Broken(Dashboard):
         pass
 
     def scalars(self, step, values):
-        raise RuntimeError("no answer")
+        raise RuntimeError(f"no answer after step {step}")
 
     def image(self, step, name, pixels):
-        raise RuntimeError("no answer")
+        raise RuntimeError("asked again")
 
     def close(self):
-        raise RuntimeError("no answer")
+        raise RuntimeError("asked again")
 
 
-def test_training_continues_if_a_dashboard_fails(train_twice, monkeypatch, capsys):
-    monkeypatch.setattr(dashboards, "DASHBOARDS", {"wandb": Broken})
+def test_training_gives_up_a_dashboard_that_fails(train_twice, monkeypatch, capsys):
+    """Its client may wait for minutes in every call."""
+    monkeypatch.setitem(DASHBOARDS, "wandb", Broken)
     train_twice("wandb")
-    assert capsys.readouterr().err.count("no answer") == 2
+    errors = capsys.readouterr().err
+    assert errors.count("WARNING") == 2
+    assert "no answer after step 1;" in errors
+    assert "no answer after step 2;" in errors
+
+
+class Absent(Broken):
+    """A dashboard whose server does not answer when it is opened."""
+
+    def __init__(self, run_folder, *, first_step, config):
+        raise RuntimeError("no server")
+
+
+def test_training_starts_without_a_dashboard(train_twice, monkeypatch, capsys):
+    monkeypatch.setitem(DASHBOARDS, "wandb", Absent)
+    train_twice("wandb")
+    assert capsys.readouterr().err.count("no server; training continues") == 2
