@@ -18,6 +18,7 @@ from benchmarks.gpu_check.models import TINY, job, plain_model, read_config
 from benchmarks.gpu_check.results import Row, Settings
 from benchmarks.gpu_check.stages import Measure
 from megavis.model.inference import Inference
+from megavis.model.kernels import decoding_kernels
 from megavis.model.stack import LocalLayers
 from megavis.papers.igpt.paper import IGPT
 from megavis.parallel.launch import Launch
@@ -133,7 +134,8 @@ def graphed_place(runner: Inference, objective: IGPT, batch: int, settings: Sett
     inputs = inputs_at(given, given)
 
     def place() -> object:
-        return runner.predictions(inputs, cache=cache)
+        with decoding_kernels(device):
+            return runner.predictions(inputs, cache=cache)
 
     rounds = 2 if settings.small else 20
     if not settings.on_gpu:
