@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -188,18 +189,31 @@ def _join(shares: list[dict[str, LogicalTensor]]) -> dict[str, LogicalTensor]:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> StoredFile:
-    """Write a safetensors file, flush it, and return its size and hash.
+    """Write a safetensors file, flush it, read it back, and return its size and hash.
 
     The header has a CRC-32 of each tensor, to find the damaged one in a damaged file.
+
+    Raises:
+        OSError, SafetensorError: it cannot be written, or not be read back as written.
     """
-    checksums = {key: zlib.crc32(tensor.detach().numpy().data) for key, tensor in tensors.items()}
+    checksums = {key: _checksum(tensor) for key, tensor in tensors.items()}
     # In a single entry: safetensors writes several in varying order, and equal tensors must give
     # equal files.
     save_file(tensors, path, metadata={CHECKSUMS: json.dumps(checksums)})
     with path.open("rb") as file:
         os.fsync(file.fileno())
     flush_folder(path.parent)
+    # A network disk over quota may report that only to who closes the file, which safetensors
+    # ignores; the size and hash would be those of what is left.
+    with safe_open(path, framework="pt") as file:
+        for key, checksum in checksums.items():
+            if _checksum(file.get_tensor(key)) != checksum:
+                raise OSError(f"{key} cannot be read back as it was written")
     return StoredFile(size=path.stat().st_size, sha256=sha256_of_file(path))
+
+
+def _checksum(tensor: Tensor) -> int:
+    return zlib.crc32(tensor.detach().numpy().data)
 
 
 def _layout(context: ParallelContext) -> dict[str, int]:

@@ -1,5 +1,6 @@
 """Checkpoint saving: extra steps, and writer threads that die."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -76,6 +77,35 @@ def test_dead_writer_is_reported_and_training_continues(saving, tmp_path, capfd)
     stderr = capfd.readouterr().err
     assert "WARNING: checkpoint of step 4 not saved: " in stderr
     assert "rank-00000.safetensors: the writer thread has died; training continues" in stderr
+
+
+def truncate(content):
+    return content[:-3]
+
+
+def lose(content):
+    return content[:-3] + bytes(3)
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"), [(truncate, "incomplete"), (lose, "weight/.* cannot be read back")]
+)
+def test_write_that_a_disk_loses_is_reported(saving, tmp_path, monkeypatch, capfd, loss, reason):
+    """As over quota on NFS, where only closing the file fails, which safetensors ignores."""
+    real = save.save_file
+
+    def save_file(tensors, path, **options):
+        real(tensors, path, **options)
+        if "00000004" in str(path):
+            path.write_bytes(loss(path.read_bytes()))
+
+    monkeypatch.setattr(save, "save_file", save_file)
+    after_step, _ = saving
+    for step in range(1, LAST + 1):
+        after_step(StepState(step, LAST, None, None))
+    assert saved_steps(tmp_path) == [2, LAST]
+    stderr = capfd.readouterr().err
+    assert re.search(f"WARNING: checkpoint of step 4 not saved: .*{reason}", stderr), stderr
 
 
 def test_failed_pruning_is_no_failed_checkpoint(saving, capfd):
