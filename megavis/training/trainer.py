@@ -7,6 +7,7 @@ depends on it.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -360,7 +361,15 @@ class Trainer:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         remove_partial(self.folder)
-        write_atomically(self.folder / "config.yaml", dump_config(self.config).encode())
+        steps = self.config.training.steps
+        if first_step >= steps:
+            sys.stderr.write(
+                f"{self.folder} is finished: it has taken {first_step} steps, and training.steps is"
+                f" {steps}; raise it to train further\n"
+            )
+        # A finished run keeps the config that it was trained with; fine-tuning may evaluate anew.
+        if first_step < steps or self.finetuning is not None:
+            write_atomically(self.folder / "config.yaml", dump_config(self.config).encode())
         palette = Path(self.config.data.palette or self.train_data.directory / PALETTE_NAME)
         if palette.exists():
             write_atomically(self.folder / PALETTE_NAME, palette.read_bytes())

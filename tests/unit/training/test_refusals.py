@@ -52,11 +52,16 @@ def other_palette(shards, target):
     return target / "out"
 
 
-def test_restarting_a_finished_run_does_nothing(config):
-    metrics = config.parent / "runs" / "small" / "metrics.jsonl"
-    before = metrics.read_text()
-    assert main(["train", str(config), "--device", "cpu"]) == 0
-    assert metrics.read_text() == before
+def test_restarting_a_finished_run_does_nothing_and_says_so(config, capsys):
+    run = config.parent / "runs" / "small"
+    files = [run / "metrics.jsonl", run / "config.yaml"]
+    before = [file.read_text() for file in files]
+    words = ["training.steps=3", "optimizer.learning_rate=0.5"]
+    assert main(["train", str(config), "--device", "cpu", *words]) == 0
+    assert [file.read_text() for file in files] == before
+    assert "small is finished: it has taken 4 steps, and training.steps is 3" in (
+        capsys.readouterr().err
+    )
 
 
 def test_more_steps_resume_from_the_end(config, tmp_path):
