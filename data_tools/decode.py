@@ -17,7 +17,7 @@ from PIL import Image, UnidentifiedImageError
 
 MAX_PIXELS = 178_956_970  # Pillow's limit for decompression bombs
 # Only formats for photographs: some others start external programs.
-_FORMATS = ("PNG", "JPEG", "MPO", "GIF", "BMP", "DIB", "TIFF", "WEBP", "PPM", "JPEG2000")
+_FORMATS = ("PNG", "JPEG", "GIF", "BMP", "DIB", "TIFF", "WEBP", "PPM", "JPEG2000")
 _JPEG_START = b"\xff\xd8\xff"
 _PNG_START = b"\x89PNG\r\n\x1a\n"
 _KNOWN_STARTS = (_JPEG_START, _PNG_START, b"GIF8", b"BM", b"II*\0", b"MM\0*", b"RIFF")

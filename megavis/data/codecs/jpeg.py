@@ -18,7 +18,7 @@ import struct
 import warnings
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from megavis.data.codecs.codec import Codec, PaletteLike, Payloads, Refusals
 from megavis.data.codecs.crops import WrongSizeError
@@ -26,7 +26,7 @@ from megavis.data.codecs.label_maps import TargetKind, renumbered
 from megavis.data.codecs.transforms import Transform
 
 DAMAGED = "damaged"
-_FORMATS = ("JPEG", "PNG", "MPO")
+_FORMATS = ("JPEG", "PNG")
 _LENGTH = struct.Struct("<I")
 
 
@@ -99,6 +99,8 @@ def _decode_with_pillow(content: bytes) -> np.ndarray:
         try:
             image = Image.open(io.BytesIO(content), formats=_FORMATS)
             return np.array(image.convert("RGB"))
+        except UnidentifiedImageError:
+            raise DamagedImageError("neither a JPEG nor a PNG file") from None
         except Exception as error:
             # Decoders raise almost any exception on damaged bytes: SyntaxError, struct.error, ...
             raise DamagedImageError(str(error)) from None

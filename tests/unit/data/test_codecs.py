@@ -180,6 +180,8 @@ def test_decode_rgb(tmp_path):
     for content in (b"", b"no image", large[:1000], large[:100], encoded(picture, "GIF")):
         with pytest.raises(DamagedImageError):
             decode_rgb(content)
+    with pytest.raises(DamagedImageError, match="neither a JPEG nor a PNG file"):
+        decode_rgb(b"<html>")
 
 
 def test_bad_jpegs_are_replaced(tmp_path):
