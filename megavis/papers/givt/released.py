@@ -8,6 +8,7 @@ is missing; `own` is the layer's name in megavis, `released` the prefix of its a
 from __future__ import annotations
 
 import re
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -29,9 +30,12 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
         UserError: the file is missing or is not such an archive; pickled arrays are not opened.
     """
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        archive = np.load(path, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise ValueError("it holds a single array")
+        with archive:
             arrays = {name: archive[name] for name in archive.files}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(f"{path} is not an .npz file of arrays: {error}") from None
     inner = {name.removeprefix("params/"): a for name, a in arrays.items() if "params/" in name}
     return inner or arrays

@@ -41,7 +41,8 @@ def _read_file(path: Path) -> tuple[int, ...]:
         pixels = np.load(path, allow_pickle=False)
     except (OSError, ValueError):
         raise ValueError("must be a file written by numpy.save") from None
-    if pixels.ndim != 1 or not np.array_equal(np.sort(pixels), np.arange(len(pixels))):
+    is_vector = isinstance(pixels, np.ndarray) and pixels.ndim == 1
+    if not is_vector or not np.array_equal(np.sort(pixels), np.arange(len(pixels))):
         raise ValueError(
             "must contain a permutation: a vector of every pixel, counted from 0, once"
         )

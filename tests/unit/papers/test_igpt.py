@@ -63,11 +63,15 @@ def test_autoregressive_loss_follows_the_chain_rule(build, tmp_path, order):
         (np.arange(9), "objective.order: lists 9 pixels; images of data.image_size 4 have 16"),
         (np.arange(1, 17), "must contain a permutation: .*, not '.*order.npy'"),
         (np.arange(16).reshape(4, 4), "must contain a permutation"),
+        ({"order": np.arange(16)}, "must contain a permutation"),
         (None, "objective.order: must be a file written by numpy.save, not '.*order.npy'"),
     ],
 )
 def test_invalid_order_file(build, tmp_path, content, message):
-    if content is not None:
+    if isinstance(content, dict):
+        np.savez(tmp_path / "order.npz", **content)
+        (tmp_path / "order.npz").rename(tmp_path / "order.npy")
+    elif content is not None:
         np.save(tmp_path / "order.npy", content)
     with pytest.raises(UserError, match=message):
         build(tmp_path / "c.yaml", f"objective.order={tmp_path}/order.npy")

@@ -1,9 +1,11 @@
 """VAE network: released activations, parameter counts, and other image sizes."""
 
+import numpy as np
 import pytest
 import torch
 from golden_givt import GOLDEN, golden
 
+from megavis.config.errors import UserError
 from megavis.papers.givt.released import read_arrays, vae_shape, vae_weights
 from megavis.tokenizers.shapes import VAEShape
 from megavis.tokenizers.vae import Posterior, VAENetwork
@@ -59,3 +61,12 @@ def test_log_variance_is_clipped():
     torch.nn.init.constant_(network.encoder.conv_out.bias, 1e3)
     posterior = network.posterior(torch.rand(1, 3, 4, 4))
     assert float(posterior.log_variance.max()) == 20.0
+
+
+def test_released_weights_need_an_npz_file(tmp_path):
+    np.save(tmp_path / "palette.npy", np.zeros(3))
+    np.savez(tmp_path / "whole.npz", a=np.zeros(3000))
+    (tmp_path / "half.npz").write_bytes((tmp_path / "whole.npz").read_bytes()[:2000])
+    for name in ("palette.npy", "half.npz"):
+        with pytest.raises(UserError, match=f"{name} is not an .npz file of arrays"):
+            read_arrays(tmp_path / name)
