@@ -49,7 +49,7 @@ class Command(NamedTuple):
 COMMANDS: Mapping[str, Command] = {
     "train": Command("training", "train a run, or resume it"),
     "search-lr": Command("training", "try learning rates from large to small"),
-    "sweep": Command("training", "train a grid over two keys and plot a heat map"),
+    "sweep": Command("training", "train a grid over keys and plot heat maps"),
     "parity": Command("training", "compare every layout with a single process"),
     "params": Command("training", "count the parameters of a config"),
     "bench": Command("training", "time a training step by part"),

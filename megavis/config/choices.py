@@ -16,3 +16,6 @@ KernelLibrary = Literal["auto", "torch", "apex"]
 
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 """Pattern of the names of run folders."""
+RUN_NAME_RULE = (
+    "a run's name has only letters, digits, '.', '_' and '-', and begins with a letter or digit"
+)

@@ -20,6 +20,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from megavis.config.checks import check_config, check_world
+from megavis.config.choices import RUN_NAME_RULE
 from megavis.config.data import UNION_LABELS
 from megavis.config.papers import PAPER_CONFIGS
 from megavis.config.schema import ConfigIssue, ObjectiveConfig, RunConfig
@@ -30,7 +31,7 @@ from megavis.config.shorthand import (
     take_shorthand,
     write_out_epochs,
 )
-from megavis.config.yaml_tree import ConfigSource, apply_override, dump_tree, read_tree
+from megavis.config.yaml_tree import ConfigSource, apply_override, dump_tree, expand_home, read_tree
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def load_config(
     tree = read_tree(Path(path), source)
     for word in overrides:
         apply_override(tree, word, source)
-    config = _validate(tree, source, count_images)
+    config = _validate(expand_home(tree), source, count_images)
     complaints = list(check_config(config))
     if complaints:
         raise source.error(complaints)
@@ -150,6 +151,9 @@ class SchemaNames:
         if error["type"].startswith("union_tag"):
             return f"{key}.kind", _wrong_kind(error)
         given = reprlib.repr(error.get("input"))
+        if error["type"] == "string_pattern_mismatch":
+            # Names of runs are the only keys with a pattern.
+            return key, f"{RUN_NAME_RULE}; {given} does not"
         if error["type"] == "model_type":
             return key, f"must hold keys, not {given}; known here: {self._listed(location)}"
         text = str(error["msg"]).removeprefix("Value error, ")

@@ -102,11 +102,23 @@ def _merge(beneath: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def expand_home(value: Any) -> Any:
+    """Return a tree with `~/` at the start of a text, a path, replaced by the home folder."""
+    if isinstance(value, dict):
+        return {key: expand_home(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [expand_home(inner) for inner in value]
+    is_path = isinstance(value, str) and value.startswith("~/")
+    return str(Path(value).expanduser()) if is_path else value
+
+
 def _read_file(path: Path, source: ConfigSource) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"{path}: no such config file") from None
+    except IsADirectoryError:
+        raise UserError(f"{path}: is a folder; give a YAML file in it") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read as text: {error}") from None
     try:

@@ -73,6 +73,7 @@ def test_every_option_has_help_with_its_default(parser):
     [
         (main, [], "required: COMMAND; `megavis --help` shows"),
         (main, ["trian", "x.yaml"], "invalid choice: 'trian' (choose from"),
+        (main, ["train"], "arguments are required: config; `megavis train --help`"),
         (main, ["train", "nowhere.yaml"], "nowhere.yaml: no such config file"),
         (main, ["probe", "runs/x", "--tarin", "y"], "--tarin y; `megavis probe --help` shows"),
         (main, ["probe", "runs/x", "--masks", "0"], "--masks: '0' is not a whole number of 1"),

@@ -41,7 +41,7 @@ def add_sample(parser: argparse.ArgumentParser) -> None:
         " processes share the images."
     )
     parser.epilog = (
-        "example: megavis sample runs/igpt-demo --prefix half --top-p 0.95\n"
+        "example: megavis sample runs/igpt_demo --prefix half --top-p 0.95\n"
         "         megavis sample runs/givt --classes 207,360 --temperature 0.95 --guidance 0.4"
     )
     add_run(parser)

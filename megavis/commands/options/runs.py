@@ -66,7 +66,9 @@ def add_config_verbs(parser: argparse.ArgumentParser) -> None:
     show = verbs.add_parser("show", help=text, description=f"{text[0].upper()}{text[1:]}.")
     show.epilog = "example: megavis config show yaml_configs/igpt/demo.yaml training.steps=10"
     show.add_argument("config", metavar="CONFIG|RUN", help="YAML file or run folder")
-    show.add_argument("overrides", nargs="*", metavar="key=value", help="keys to override")
+    show.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="keys to override"
+    )
     show.set_defaults(run="config:show")
     text = "write the keys whose values differ; exit code 1 if there are any"
     diff = verbs.add_parser("diff", help=text, description=f"{text[0].upper()}{text[1:]}.")

@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from megavis.config.arguments import non_negative, positive
-from megavis.config.choices import RUN_NAME
+from megavis.config.choices import RUN_NAME, RUN_NAME_RULE
 from megavis.config.errors import UserError
 
 
 def add_config(parser: argparse.ArgumentParser, *, text: str = "YAML file") -> None:
     """Add the config file and its overrides; `read_config` reads them."""
     parser.add_argument("config", help=text)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys to override")
+    # Without a default argparse lists it among required arguments.
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="keys to override"
+    )
     parser.set_defaults(check=read_config)
 
 
@@ -36,10 +39,7 @@ def read_config(args: argparse.Namespace) -> None:
 def require_run_name(folder: Path) -> None:
     """Raise UserError unless the folder's name can be that of a run."""
     if not re.fullmatch(RUN_NAME, folder.name):
-        raise UserError(
-            f"{folder}: a run's name has only letters, digits, '.', '_' and '-', and begins with a"
-            f" letter or digit; {folder.name!r} does not"
-        )
+        raise UserError(f"{folder}: {RUN_NAME_RULE}; {folder.name!r} does not")
 
 
 def require_writable(path: Path | None, option: str) -> None:

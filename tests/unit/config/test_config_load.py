@@ -118,7 +118,7 @@ def test_defaults_are_filled_in(read):
         (
             "name: small\n",
             "name: ../up\n",
-            "config.yaml:1: name: string should match pattern",
+            "config.yaml:1: name: a run's name has only letters, digits, '.', '_' and '-'",
         ),
         (
             "  hidden_size: 64\n",
@@ -205,11 +205,20 @@ def test_all_errors_are_reported_together(complain, small):
 def test_unreadable_file_raises(tmp_path: Path):
     with pytest.raises(UserError, match=r"absent\.yaml: no such config file"):
         load_config(tmp_path / "absent.yaml")
-    with pytest.raises(UserError, match="cannot be read as text"):
+    with pytest.raises(UserError, match="is a folder; give a YAML file in it"):
         load_config(tmp_path)
     (tmp_path / "latin.yaml").write_bytes(b"name: caf\xe9\n")
     with pytest.raises(UserError, match="cannot be read as text"):
         load_config(tmp_path / "latin.yaml")
+
+
+def test_home_is_expanded_in_files_and_on_the_command_line(read, small, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    text = small.replace("data:\n", "data:\n  palette: ~/palette.npy\n")
+    mixture = "data.train=[{path: ~/a, weight: 1}, {path: '~b', weight: 2}]"
+    data = read(text, mixture).config.data
+    assert data.palette == "/home/someone/palette.npy"
+    assert [source.path for source in data.train] == ["/home/someone/a", "~b"]
 
 
 def test_overrides_replace_file_values(read, small):
