@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from megavis.config.arguments import ArgumentParser
+from megavis.config.arguments import ArgumentParser, close_output
 from megavis.config.errors import UserError
 
 
@@ -23,9 +23,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = build_parser().parse_args(argv)
         code: int = arguments.run(arguments)
+        sys.stdout.flush()
         return code
     except UserError as error:
         return _fail(str(error), code=2)
+    except BrokenPipeError as error:
+        return close_output(error)
     except OSError as error:
         return _fail(f"{error.strerror or error}: {error.filename or ''}".rstrip(": "), code=1)
     except KeyboardInterrupt:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from megavis import __version__
 from megavis.commands.completion import complete
 from megavis.commands.quiet import is_verbose, quietly, set_verbosity
-from megavis.config.arguments import ArgumentParser
+from megavis.config.arguments import ArgumentParser, close_output
 from megavis.config.errors import (
     CORRUPTION_EXIT_CODE,
     CorruptionError,
@@ -88,7 +88,7 @@ COMMANDS: Mapping[str, Command] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code.
 
-    For 2, 71 and 75 see `config/errors.py`; 130 is Ctrl-C.
+    For 2, 71 and 75 see `config/errors.py`; 130 is Ctrl-C, 141 a closed pipe.
     """
     # torch logs missing CUDA if a toolkit is installed without a GPU, from whichever import comes
     # first. `megavis doctor` reports what this machine provides.
@@ -101,6 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if parsed.check is not None:
             parsed.check(parsed)
         code = _import_work(parsed.run)(parsed)
+        sys.stdout.flush()
     except UserError as error:
         if is_verbose():
             traceback.print_exc()
@@ -112,6 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UnfinishedError as error:
         sys.stderr.write(f"stopped by a signal: {error}\n")
         return 75
+    except BrokenPipeError as error:
+        return close_output(error)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 130

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import select
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -45,6 +48,21 @@ def output_file(text: str) -> Path:
     if not os.access(folder, os.W_OK):
         raise argparse.ArgumentTypeError(f"{folder} is read-only; name a file in another folder")
     return path
+
+
+def close_output(error: BrokenPipeError) -> int:
+    """Return the exit code for output that nobody reads any more, as behind `| head`.
+
+    Raises the error if it is about another pipe or connection.
+    """
+    poll = select.poll()
+    poll.register(sys.stdout, select.POLLOUT)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        raise error
+    # Python would fail again when it writes the rest at its end.
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE
 
 
 class HelpFormatter(argparse.HelpFormatter):

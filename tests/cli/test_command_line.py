@@ -3,6 +3,8 @@
 import argparse
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 
@@ -99,6 +101,12 @@ def test_ctrl_c_ends_a_command_without_a_traceback(capsys, monkeypatch):
     monkeypatch.setattr("megavis.cli._import_work", interrupted)
     assert main(["runs"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_output_that_nobody_reads_is_no_error():
+    line = f"{sys.executable} -m megavis.cli schema | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_version(capsys):
