@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib
 import logging
 import os
@@ -28,6 +29,10 @@ from megavis.config.errors import (
     UserError,
 )
 from megavis.parallel.launch import read_launch
+
+
+_NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
+"""A path without permission, or on a read-only file system."""
 
 
 class Command(NamedTuple):
@@ -100,6 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         set_verbosity(quiet=parsed.quiet, verbose=parsed.verbose)
         if parsed.check is not None:
             parsed.check(parsed)
+        if COMMANDS[parsed.command].is_recorded:
+            _require_writable_run(parsed)
         code = _import_work(parsed.run)(parsed)
         sys.stdout.flush()
     except UserError as error:
@@ -115,6 +122,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 75
     except BrokenPipeError as error:
         return close_output(error)
+    except OSError as error:
+        if error.errno not in _NOT_ALLOWED or is_verbose():
+            raise
+        sys.stderr.write(f"error: {error.filename}: {error.strerror}\n")
+        return 2
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 130
@@ -195,6 +207,18 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
     if words:
         parsed.overrides += words
     return parsed
+
+
+def _require_writable_run(parsed: argparse.Namespace) -> None:
+    """Raise UserError if results would go to a read-only run folder."""
+    folder = getattr(parsed, "run_folder", None)
+    goes_elsewhere = any(getattr(parsed, name, None) for name in ("out", "npz"))
+    only_lists = not getattr(parsed, "clear", True)
+    if folder is None or goes_elsewhere or only_lists or not folder.is_dir():
+        return
+    if not os.access(folder, os.W_OK):
+        way = "name another place with --out" if hasattr(parsed, "out") else "copy the run"
+        raise UserError(f"{folder} is read-only, and the results go there; {way}")
 
 
 def _record(parsed: argparse.Namespace, arguments: Sequence[str]) -> None:

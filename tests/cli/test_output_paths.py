@@ -1,5 +1,6 @@
 """Paths of results and names of runs are checked before a command works."""
 
+import errno
 import os
 
 import pytest
@@ -53,6 +54,32 @@ def test_results_need_a_writable_path(tmp_path, capsys, monkeypatch, program, wo
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
     assert f"{tmp_path} is read-only" in error_with(tmp_path / "new" / "result")
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "way"),
+    [
+        (["sample"], "name another place with --out"),
+        (["probe"], "name another place with --out"),
+        (["figure", "patches"], "copy the run"),
+        (["features", "--clear"], "copy the run"),
+    ],
+)
+def test_results_need_a_writable_run(tmp_path, capsys, monkeypatch, words, way):
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    assert main([*words, str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (
+        f"error: {tmp_path} is read-only, and the results go there; {way}\n"
+    )
+
+
+def test_missing_permission_is_one_line(tmp_path, capsys, monkeypatch):
+    def refused(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr("megavis.commands.runs.Path.is_dir", refused)
+    assert main(["runs", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path}: Permission denied\n"
 
 
 @pytest.mark.parametrize("form", ["huggingface", "givt-vae"])
