@@ -337,12 +337,11 @@ class Trainer:
         if self.context.is_main:
             keep = self.config.checkpoint
             best = self.finetuning.best_saved_step() if self.finetuning else None
-            keep_at = keep.keep_at if best is None else (*keep.keep_at, best)
             prune(
                 self.folder,
                 keep_last=keep.keep_last,
                 keep_every=keep.keep_every,
-                keep_at=keep_at,
+                keep_at=keep.keep_at if best is None else (*keep.keep_at, best),
                 # Rollbacks need the spacing that the config's checks assume.
                 regular=keep.every if self.config.training.max_rollbacks else 0,
             )
@@ -363,10 +362,8 @@ class Trainer:
         remove_partial(self.folder)
         steps = self.config.training.steps
         if first_step >= steps:
-            sys.stderr.write(
-                f"{self.folder} is finished: it has taken {first_step} steps, and training.steps is"
-                f" {steps}; raise it to train further\n"
-            )
+            taken = f"it has taken {first_step} steps, and training.steps is {steps}"
+            sys.stderr.write(f"{self.folder} is finished: {taken}; raise it to train further\n")
         # A finished run keeps the config that it was trained with; fine-tuning may evaluate anew.
         if first_step < steps or self.finetuning is not None:
             write_atomically(self.folder / "config.yaml", dump_config(self.config).encode())
