@@ -23,7 +23,7 @@ from megavis.config.load import load_config
 from megavis.training.callbacks.early_stopping import EarlyStopping, accuracy_history
 from megavis.training.metrics import read_metrics
 
-_AXES = ("tensor_model", "pipeline_model", "data")
+_AXES = {"tp": "tensor_model", "cp": "context", "pp": "pipeline_model", "dp": "data"}
 
 
 def list_(args: argparse.Namespace) -> int:
@@ -60,9 +60,11 @@ def _rows(run_folder: Path) -> Iterator[dict[str, Any]]:
         except UserError as error:
             yield {**row, "problem": str(error)}
             continue
-        sizes = [manifest.layout.get(f"{name}_parallel_size", 1) for name in _AXES]
+        sizes = {
+            short: manifest.layout.get(f"{name}_parallel_size", 1) for short, name in _AXES.items()
+        }
         row["layout"] = "-".join(
-            f"{short}{size}" for short, size in zip(("tp", "pp", "dp"), sizes, strict=True)
+            f"{short}{size}" for short, size in sizes.items() if size > 1 or short != "cp"
         )
         for name, stored in manifest.files.items():
             path = folder / name

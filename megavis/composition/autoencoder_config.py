@@ -69,7 +69,8 @@ class AutoencoderConfig(ObjectiveConfig):
 
     def _check_layout(self, config: RunConfig) -> Iterator[ConfigIssue]:
         parallel = config.parallel
-        for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        for axis in ("tensor_model", "context", "pipeline_model"):
+            key = f"{axis}_parallel_size"
             if getattr(parallel, key) > 1:
                 text = f"a {self.name} supports only data parallelism; set it to 1"
                 yield f"parallel.{key}", text

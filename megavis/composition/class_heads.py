@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megavis.config.schema import FinetuneConfig
+from megavis.model.context_parallel import all_tokens
 from megavis.model.core import Core
 from megavis.model.declarations import set_start
 from megavis.model.embeddings import ReplicatedLinear
@@ -21,7 +22,6 @@ from megavis.model.init import Fill, normal, zeros
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.norms import BatchNorm, Norm
 from megavis.model.stack import FeatureLayer, watch_features
-from megavis.model.tensor_parallel import all_tokens
 
 
 class Classifier(nn.Module):
@@ -67,7 +67,7 @@ class Classifier(nn.Module):
 
     def pooled(self, features: Tensor) -> Tensor:
         """Pool this process's tokens `[s, b, h]`, or select one of them: `[b, h]`."""
-        tokens = all_tokens(features, self.core.megatron, self.core.groups.tp)
+        tokens = all_tokens(features, self.core.megatron, self.core.groups)
         if self.read_out == "mean":
             return tokens.float().mean(0)
         return tokens[0 if self.read_out == "first" else -1]

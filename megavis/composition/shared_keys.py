@@ -22,14 +22,13 @@ class DecoderConfig(Section):
     """Attention heads of the decoder."""
 
     def check(self, config: RunConfig, key: str) -> Iterator[ConfigIssue]:
-        """Check that heads divide the width and are divisible by the tensor size."""
+        """Check that heads divide the width, and that the layout divides them."""
         width, heads = self.hidden_size, self.num_attention_heads
         if width % heads or width % 4:
             text = f"{width} is not divisible by 4 and by num_attention_heads {heads}"
             yield f"{key}.hidden_size", text
-        tensor = config.parallel.tensor_model_parallel_size
-        if heads % tensor:
-            text = f"{heads} heads are not divisible by tensor_model_parallel_size {tensor}"
+        if heads % config.parallel.head_parts:
+            text = f"{heads} heads are not divisible by {config.parallel.head_parts_text}"
             yield f"{key}.num_attention_heads", text
 
 
@@ -125,15 +124,15 @@ def check_encoder(
         num_heads: its attention heads; those of `model` by default.
         key: maps the name of a size to its config key.
     """
-    side, tensor = config.data.image_size, config.parallel.tensor_model_parallel_size
+    side, parallel = config.data.image_size, config.parallel
     if side % patch_size:
         yield key("patch_size"), f"{patch_size} does not divide data.image_size {side}"
     width = hidden_size or config.model.hidden_size
     heads = num_heads or config.model.num_attention_heads
     if width % heads:
         yield key("num_attention_heads"), f"width {width} does not divide by {heads} heads"
-    if heads % tensor:
-        text = f"{heads} heads do not divide by tensor_model_parallel_size {tensor}"
+    if heads % parallel.head_parts:
+        text = f"{heads} heads do not divide by {parallel.head_parts_text}"
         yield key("num_attention_heads"), text
     count = (side // patch_size) ** 2
     what, remedy = f"{count} patches of the encoder", f"change {key('patch_size')}"
@@ -149,20 +148,24 @@ def check_vocabulary(config: RunConfig, vocabulary_size: int) -> Iterator[Config
 
 
 def check_tokens(
-    config: RunConfig, *counts: int, what: str, remedy: str = "set it to false"
+    config: RunConfig, *counts: int, what: str, remedy: str = ""
 ) -> Iterator[ConfigIssue]:
-    """Check that the tensor size divides the tokens under sequence parallelism.
+    """Check that the layout divides the tokens, under sequence and context parallelism.
 
     Args:
         config: the run's config.
         counts: token counts, each of which is split.
         what: description of the tokens, with their number, for the message.
-        remedy: what to do about it, for the message.
+        remedy: what to do about it, for the message, besides doing without the key.
     """
-    tensor = config.parallel.tensor_model_parallel_size
-    if config.parallel.sequence_parallel and any(count % tensor for count in counts):
-        text = f"{what} are not divisible by tensor_model_parallel_size {tensor}; {remedy}"
-        yield "parallel.sequence_parallel", text
+    parallel, context = config.parallel, config.parallel.context_parallel_size
+    remedy += ", or " if remedy else ""
+    if any(count % context for count in counts):
+        text = f"{what} are not divisible by context_parallel_size {context}"
+        yield "parallel.context_parallel_size", f"{text}; {remedy}set it to 1"
+    elif any(count % parallel.token_parts for count in counts):
+        text = f"{what} are not divisible by {parallel.head_parts_text}"
+        yield "parallel.sequence_parallel", f"{text}; {remedy}set it to false"
 
 
 def check_adapter(

@@ -67,12 +67,13 @@ def check_config(config: RunConfig) -> Iterator[ConfigIssue]:
 def check_world(config: RunConfig, world_size: int) -> Iterator[ConfigIssue]:
     """Yield errors of this config on `world_size` processes."""
     parallel, training = config.parallel, config.training
-    model_parallel = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    model_parallel, context = parallel.model_parallel_size, parallel.context_parallel_size
     if world_size % model_parallel:
         yield (
             "parallel.tensor_model_parallel_size",
             f"{world_size} processes do not divide into groups of tensor size"
-            f" {parallel.tensor_model_parallel_size} × pipeline size"
+            f" {parallel.tensor_model_parallel_size}"
+            f"{f' × context size {context}' if context > 1 else ''} × pipeline size"
             f" {parallel.pipeline_model_parallel_size}; start a multiple of {model_parallel}",
         )
         return
@@ -120,11 +121,11 @@ def _check_sizes(config: RunConfig) -> Iterator[ConfigIssue]:
             f"hidden_size {model.hidden_size} is not divisible by"
             f" {model.num_attention_heads} heads",
         )
-    if model.num_attention_heads % tensor:
+    if model.num_attention_heads % parallel.head_parts:
         yield (
             "model.num_attention_heads",
-            f"{model.num_attention_heads} heads are not divisible by tensor_model_parallel_size"
-            f" {tensor}; use {_divisors(model.num_attention_heads)}",
+            f"{model.num_attention_heads} heads are not divisible by {parallel.head_parts_text};"
+            f" use {_divisors(model.num_attention_heads)}",
         )
     if model.mlp_size % tensor:
         yield (

@@ -154,6 +154,8 @@ class ParallelConfig(Section):
     """Processes that share each layer's matrices."""
     sequence_parallel: bool = False
     """Split the norms' and residual's activations over the tensor group as well."""
+    context_parallel_size: Positive = 1
+    """Processes that share the tokens of the same images; attention trades tokens for heads."""
     pipeline_model_parallel_size: Positive = 1
     """Processes that hold consecutive blocks."""
     zero_stage: Literal[0, 1, 2, 3] = 1
@@ -166,6 +168,29 @@ class ParallelConfig(Section):
     """Folder on a fast local disk, for nvme."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """`selective` recomputes core attention, `full` whole blocks."""
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Processes that train on the same images: tensor × context × pipeline size."""
+        return self.head_parts * self.pipeline_model_parallel_size
+
+    @property
+    def head_parts(self) -> int:
+        """Parts into which attention splits its heads: tensor × context size."""
+        return self.tensor_model_parallel_size * self.context_parallel_size
+
+    @property
+    def head_parts_text(self) -> str:
+        """`head_parts` by its keys, for messages."""
+        text = f"tensor_model_parallel_size {self.tensor_model_parallel_size}"
+        if self.context_parallel_size == 1:
+            return text
+        return f"{text} × context_parallel_size {self.context_parallel_size}"
+
+    @property
+    def token_parts(self) -> int:
+        """Parts into which the residual stream is split by tokens."""
+        return self.head_parts if self.sequence_parallel else self.context_parallel_size
 
 
 class OptimizerConfig(Section):

@@ -1,4 +1,4 @@
-"""Multi-head attention for every visibility, with heads split over the tensor group.
+"""Multi-head attention for every visibility, with heads split over tensor and context group.
 
 Queries and keys-values have separate projections: keys and values are computed only for tokens that
 are attended to, queries only for tokens whose output is used.
@@ -18,6 +18,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megavis.model.context_parallel import heads_to_tokens, splits_context, tokens_to_heads
 from megavis.model.init import Initialization
 from megavis.model.kernels import (
     FEW,
@@ -28,7 +29,7 @@ from megavis.model.kernels import (
     two_stream_attention,
 )
 from megavis.model.positions import RelativeBias, turns
-from megavis.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, all_tokens
+from megavis.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, gather_tokens
 from megavis.model.visibility import AttentionContext, Visibility, VisibilityKind
 from megavis.parallel.random import rank_local_rng
 
@@ -54,7 +55,8 @@ class Attention(nn.Module):
         super().__init__()
         self.config, self.recompute = config, recompute
         self.head_size = config.hidden_size // config.num_attention_heads
-        self.tensor_group, self.rotary_scale = pg_collection.tp, rotary_scale
+        self.tensor_group, self.context_group = pg_collection.tp, pg_collection.cp
+        self.rotary_scale = rotary_scale
         # If only some tokens are projected, a sequence split over the tensor group is gathered
         # first, and the projections take unsplit sequences.
         self.chooses = visibility_kind in ("two_stream", "context")
@@ -98,7 +100,7 @@ class Attention(nn.Module):
         """Attend.
 
         Args:
-            hidden_states: `[s, b, h]` (s split over the tensor group under sequence parallelism).
+            hidden_states: `[s, b, h]` (s split under sequence and context parallelism).
             attention_mask: visibility and positions.
 
         Returns:
@@ -106,22 +108,41 @@ class Attention(nn.Module):
         """
         attention_context, visible = attention_mask, attention_mask.visibility.visible_tokens
         if self.chooses:
-            hidden_states = all_tokens(hidden_states, self.config, self.tensor_group)
-        read = (
-            hidden_states[attention_context.query_start :]
-            if attention_context.query_start
-            else hidden_states
-        )
-        query = self._heads(self.linear_q(read)[0], 1)[0]
-        key, value = self._heads(self.linear_kv(visible(hidden_states, dim=0))[0], 2)
+            hidden_states = gather_tokens(hidden_states, self.config, self.tensor_group)
+        queries, keys_values = self._projected(hidden_states, attention_context)
+        query, (key, value) = self._heads(queries, 1)[0], self._heads(keys_values, 2)
         bias, places = None, attention_context.coordinates
         if places is not None and self.relative_bias is not None:
             read_places = places[:, attention_context.query_start :]
-            bias = self.relative_bias(read_places, visible(places, dim=1))
+            heads = self._own_heads(query.shape[1])
+            bias = self.relative_bias(read_places, visible(places, dim=1), heads)
         elif places is not None:
             of_queries, of_keys = self._turns(attention_context, places)
             query, key = turn(query, *of_queries), turn(key, *of_keys)
-        return self._project(query, key, value, attention_context, bias)
+        mixed = self._mixed(query, key, value, attention_context, bias)
+        if splits_context(self.config):
+            mixed = heads_to_tokens(mixed, self.context_group)
+        return self.linear_proj(mixed)
+
+    def _projected(self, hidden: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:
+        """Return queries `[q, b, n · d]`, and keys and values `[c, b, n · 2d]`, of all tokens.
+
+        With context parallelism, tokens are selected after the heads are traded for them.
+        """
+        start, visible = context.query_start, context.visibility.visible_tokens
+        if not splits_context(self.config):
+            read = hidden[start:] if start else hidden
+            return self.linear_q(read)[0], self.linear_kv(visible(hidden, dim=0))[0]
+        queries, keys_values = (
+            tokens_to_heads(project(hidden)[0], self.context_group)
+            for project in (self.linear_q, self.linear_kv)
+        )
+        return queries[start:], visible(keys_values, dim=0)
+
+    def _own_heads(self, count: int) -> slice:
+        """Return which of the tensor rank's heads this process attends with, `count` of them."""
+        first = count * self.context_group.rank() if splits_context(self.config) else 0
+        return slice(first, first + count)
 
     def _turns(self, context: AttentionContext, places: Tensor) -> tuple[Turns, Turns]:
         """Return the rotations of queries and of keys, computed once per step."""
@@ -139,13 +160,13 @@ class Attention(nn.Module):
         made: tuple[Turns, Turns] = context.once(f"turns from {start}", make, *tensors)
         return made
 
-    def _project(self, *arguments: Any) -> tuple[Tensor, Tensor | None]:
-        """Apply `_attend`, recomputed in the backward pass if configured, and project."""
+    def _mixed(self, *arguments: Any) -> Tensor:
+        """Apply `_attend`, recomputed in the backward pass if configured: `[q, b, n · d]`."""
         if self.recompute and self.training:
-            mixed = checkpoint(self._attend, *arguments, use_reentrant=True)
+            mixed: Tensor = checkpoint(self._attend, *arguments, use_reentrant=True)
         else:
             mixed = self._attend(*arguments)
-        return self.linear_proj(mixed.permute(2, 0, 1, 3).flatten(2))
+        return mixed.permute(2, 0, 1, 3).flatten(2)
 
     def _heads(self, projected: Tensor, parts: int) -> tuple[Tensor, ...]:
         """Split `[s, b, n · parts · d]` into `parts` tensors `[b, n, s, d]`.
@@ -243,7 +264,7 @@ class CrossAttention(Attention):
         """Attend.
 
         Args:
-            hidden_states: `[s, b, h]` (s split over the tensor group under sequence parallelism).
+            hidden_states: `[s, b, h]` (s split under sequence and context parallelism).
             key_value_states: the memory `[c, b, h]`, replicated on every process.
             attention_mask: context of the self-attention; only its cache is used, which stores the
                 memory's keys and values.
@@ -251,15 +272,16 @@ class CrossAttention(Attention):
         Returns:
             Like self-attention, for all s tokens.
         """
-        whole = all_tokens(hidden_states, self.config, self.tensor_group)
-        query = self._heads(self.linear_q(whole)[0], 1)[0]
+        own = gather_tokens(hidden_states, self.config, self.tensor_group)
+        query = self._heads(self.linear_q(own)[0], 1)[0]
 
         def project() -> tuple[Tensor, ...]:
             return self._heads(self.linear_kv(key_value_states)[0], 2)
 
         cache = attention_mask.cache
         key, value = project() if cache is None else cache.fixed(self, project)
-        return self._project(query, key, value, AttentionContext(Visibility("full")))
+        mixed = self._mixed(query, key, value, AttentionContext(Visibility("full")))
+        return self.linear_proj(mixed)
 
 
 def join_keys_values(keys: Tensor, values: Tensor, num_heads: int) -> Tensor:

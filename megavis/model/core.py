@@ -17,16 +17,12 @@ from torch.utils.checkpoint import checkpoint
 from megavis.config.schema import ModelConfig, RunConfig
 from megavis.model.activations import ACTIVATIONS
 from megavis.model.attention import Attention, CrossAttention
+from megavis.model.context_parallel import all_tokens, own_tokens
 from megavis.model.dropout import SAMPLES, SplitDropout, add_to_residual, draw_kept, drop_path_of
 from megavis.model.init import Initialization
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.norms import GainNorm, Norm
-from megavis.model.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    all_tokens,
-    own_tokens,
-)
+from megavis.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megavis.model.visibility import (
     AttentionContext,
     KeyValueCache,
@@ -57,7 +53,8 @@ class StackSpec:
             linearly from 0 in the first block (`dropout.py`).
         relative_grid: rows and columns of the grid of a relative position bias; needs `coordinates`
             among the carried tensors.
-        may_split_tokens: whether sequence parallelism, if the layout has it, splits sequences.
+        may_split_tokens: whether sequence and context parallelism, if the layout has them, split
+            sequences.
     """
 
     name: str
@@ -138,8 +135,8 @@ def megatron_config(
 ) -> TransformerConfig:
     """Return Megatron's config for a stack, without CUDA-only fusions.
 
-    The tensor size is that of the groups, not of the config file: a run may be evaluated in another
-    layout than that of its training.
+    Sizes are those of the groups, not of the config file: a run may be evaluated in another layout
+    than that of its training.
     """
     model, tensor_size = stack.model, groups.tp.size()
     splits_tokens = stack.may_split_tokens and config.parallel.sequence_parallel
@@ -155,6 +152,7 @@ def megatron_config(
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         tensor_model_parallel_size=tensor_size,
+        context_parallel_size=groups.cp.size() if stack.may_split_tokens else 1,
         sequence_parallel=splits_tokens and tensor_size > 1,
         # Used by Megatron's MLP; other layers take their initialization as an argument.
         init_method=stack.initialization.mlp_input,
@@ -323,11 +321,11 @@ class Block(TransformerLayer):
         return added
 
     def _from(self, first: int, hidden: Tensor) -> Tensor:
-        """Return the tokens from `first` on, split again under sequence parallelism."""
+        """Return the tokens from `first` on, split again if tokens are split."""
         if first == 0:
             return hidden
-        group, config = self.core.groups.tp, self.config
-        return own_tokens(all_tokens(hidden, config, group)[first:], config, group)
+        groups, config = self.core.groups, self.config
+        return own_tokens(all_tokens(hidden, config, groups)[first:], config, groups)
 
     def _draw_kept(self, samples: Tensor) -> Tensor:
         """Return the drop path factors of attention, MLP and cross-attention: `[p, b, 1]`."""

@@ -16,6 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from megavis.config.choices import PositionKind
+from megavis.model.context_parallel import all_tokens, own_tokens
 from megavis.model.core import Core
 from megavis.model.declarations import without_decay
 from megavis.model.heads import Head
@@ -23,7 +24,6 @@ from megavis.model.init import Fill, xavier_uniform
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.norms import Norm
 from megavis.model.positions import Positions
-from megavis.model.tensor_parallel import all_tokens, own_tokens
 
 
 def token_embedding(core: Core, vocabulary_size: int, fill: Fill) -> VocabParallelEmbedding:
@@ -62,8 +62,8 @@ def grid_positions(
 
 
 def to_stream(hidden: Tensor, core: Core) -> Tensor:
-    """Convert `[b, s, h]` to Megatron's `[s, b, h]`, split by tokens under sequence parallelism."""
-    return own_tokens(hidden.transpose(0, 1).contiguous(), core.megatron, core.groups.tp)
+    """Convert `[b, s, h]` to this process's tokens of Megatron's `[s, b, h]`."""
+    return own_tokens(hidden.transpose(0, 1).contiguous(), core.megatron, core.groups)
 
 
 class ReplicatedLinear(nn.Linear):
@@ -92,12 +92,12 @@ class LastNorm(Norm):
     def __init__(self, core: Core) -> None:
         config: TransformerConfig = core.megatron
         super().__init__(config, config.hidden_size, config.layernorm_epsilon)
-        self.config, self.tensor_group = config, core.groups.tp
+        self.config, self.groups = config, core.groups
 
     def whole(self, hidden: Tensor) -> Tensor:
         """Normalise `[s, b, h]` and return it gathered and batch first: `[b, s, h]`."""
         normalised = self(hidden)
-        return all_tokens(normalised, self.config, self.tensor_group).transpose(0, 1)
+        return all_tokens(normalised, self.config, self.groups).transpose(0, 1)
 
 
 class TokenHead(Head):

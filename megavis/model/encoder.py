@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from megavis.config.choices import Activation
 from megavis.config.schema import ModelConfig
+from megavis.model.context_parallel import seen_by_parts
 from megavis.model.core import MEMORY, Core
 from megavis.model.declarations import ParamGroupOptions
 from megavis.model.embeddings import LastNorm, PatchEmbedding, ReplicatedLinear, to_stream
@@ -193,11 +194,12 @@ class EncoderOutput(nn.Module):
     def forward(self, state: PackedState) -> PackedState:
         """Map `[c, b, w]` to the rows `[m, b, h]`, which carry the memory `[c, b, h]`.
 
-        The memory is replicated on every process of the tensor group.
+        The memory is replicated on every process of the tensor and the context group.
         """
         stream = LayerState.unpack(state, self.below.carried_names)
         encoded = self.norm.whole(stream.hidden)
         memory = encoded if self.linear is None else self.linear(encoded)
+        memory = seen_by_parts(memory, self.above.megatron, self.above.groups)
         carried = {MEMORY: memory.transpose(0, 1).contiguous()}
         for name in self.above.carried_names:
             if name != MEMORY:

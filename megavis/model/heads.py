@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor, nn
 
+from megavis.model.context_parallel import gather_context
 from megavis.model.core import Core
 from megavis.model.init import Fill
 from megavis.model.kernels import nats
@@ -57,7 +58,8 @@ class VocabularyHead(Head):
     def forward(self, state: PackedState) -> Tensor:
         """Map `[s, b, h]` to this process's logits `[s, b, v / t]`."""
         hidden = LayerState.unpack(state, self.core.carried_names).hidden
-        return self.linear(self.norm(hidden))[0]
+        logits = self.linear(self.norm(hidden))[0]
+        return gather_context(logits, self.core.megatron, self.core.groups)
 
 
 def split_cross_entropy(logits: Tensor, targets: Tensor, core: Core) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megavis.model.context_parallel import splits_context
 from megavis.model.core import Block
 from megavis.model.decoding import IncrementalDecoder
 from megavis.model.heads import Head
@@ -53,8 +54,8 @@ class Inference:
             inputs: inputs of the first layer.
             cache: KV cache of earlier tokens; `inputs` then contains only the new ones.
             finish: called on the last stage instead of the head, with the head and its input.
-            whole: do not split tokens under sequence parallelism, since the length of a sequence in
-                generation need not divide.
+            whole: do not split tokens under sequence or context parallelism, since the length of a
+                sequence in generation need not divide.
             phase: run only the layers of this phase; None for all.
         """
         layers = None if phase is None else self.layers.of_phase(phase)
@@ -197,9 +198,16 @@ class Inference:
         total = normalised.float().sum(0)
         count = normalised.shape[0]
         blocks = [m for m in self.layers.modules if isinstance(m, Block)]
-        if blocks and splits_tokens(blocks[0].config):
-            dist.all_reduce(total, group=self.context.tensor.group)
-            count *= self.context.tensor.size
+        if not blocks:
+            return total / count
+        config, context = blocks[0].config, self.context
+        for splits, axis in (
+            (splits_tokens(config), context.tensor),
+            (splits_context(config), context.context),
+        ):
+            if splits:
+                dist.all_reduce(total, group=axis.group)
+                count *= axis.size
         return total / count
 
     def _join_stages(self, pooled: tuple[Tensor, ...]) -> Tensor:

@@ -22,7 +22,7 @@ class LayerState:
     """Hidden states and carried tensors.
 
     Attributes:
-        hidden: `[s, b, h]` (s split over the tensor group under sequence parallelism).
+        hidden: `[s, b, h]` (s split under sequence and context parallelism).
         carried: carried tensors by name; integers, or floats that need a gradient.
     """
 

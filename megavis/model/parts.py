@@ -27,7 +27,8 @@ from megavis.model.stack import LayerPlan, Phase, PlannedStack
 class Bridge(nn.Module):
     """Connects two stacks: the final norm of the lower one, and a linear map to the upper width.
 
-    Under sequence parallelism it gathers all tokens on every process, and splits its output again.
+    Under sequence and context parallelism it gathers all tokens on every process, and splits its
+    output again.
     """
 
     def __init__(self, below: Core, above: Core, fill: Fill = xavier_uniform) -> None:

@@ -130,18 +130,19 @@ class RelativeBias(nn.Module):
         set_start([self.weight], "saved or fresh")
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
-    def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Return the bias `[b or 1, n, q, c]`.
+    def forward(self, queries: Tensor, keys: Tensor, heads: slice = slice(None)) -> Tensor:
+        """Return the bias `[b or 1, n, q, c]`, or only that of some heads.
 
         Args:
             queries: row and column of each query, or `OFF_GRID`, int64 `[b or 1, q, 2]`.
             keys: row and column of each key, or `OFF_GRID`, int64 `[b or 1, c, 2]`.
+            heads: which of the n heads.
         """
         rows, columns = (keys[:, None] - queries[:, :, None]).unbind(-1)
         entries = (rows + self.height - 1) * (2 * self.width - 1) + columns + self.width - 1
         outside = queries[:, :, None, 0].eq(OFF_GRID) + 2 * keys[:, None, :, 0].eq(OFF_GRID).long()
         entries = torch.where(outside > 0, self.num_offsets - 1 + outside, entries)
-        return self.weight[:, entries].transpose(0, 1)
+        return self.weight[heads][:, entries].transpose(0, 1)
 
 
 def cell_coordinates(cells: Tensor, width: int) -> Tensor:

@@ -1,8 +1,8 @@
 """Tensor- and sequence-parallel building blocks.
 
-`all_tokens` and `own_tokens` gather and split sequences under sequence parallelism. The linear
-layers are Megatron's with three changes: plain matrix products on a CPU, reduced gradients of
-row-parallel biases, and biases fused into the product on a GPU without tensor parallelism, also
+`gather_tokens` and `scatter_tokens` gather and split sequences under sequence parallelism. The
+linear layers are Megatron's with three changes: plain matrix products on a CPU, reduced gradients
+of row-parallel biases, and biases fused into the product on a GPU without tensor parallelism, also
 those that the caller would add.
 
 Legend: b images, s tokens, h hidden size.
@@ -42,7 +42,7 @@ class SequenceParallelConfig(Protocol):
 
 @contextlib.contextmanager
 def whole_tokens() -> Iterator[None]:
-    """Disable sequence parallelism inside the block.
+    """Disable sequence and context parallelism inside the block.
 
     For forward passes without gradient over sequences that cannot be split, such as a single token.
     Layers and configs are not changed; layers call `splits_tokens`.
@@ -54,12 +54,19 @@ def whole_tokens() -> Iterator[None]:
         _WHOLE.reset(token)
 
 
+def are_whole() -> bool:
+    """Return whether this is inside `whole_tokens`."""
+    return _WHOLE.get()
+
+
 def splits_tokens(layer: SequenceParallelConfig) -> bool:
     """Return whether sequences are split over the tensor group in this forward pass."""
-    return layer.sequence_parallel and not _WHOLE.get()
+    return layer.sequence_parallel and not are_whole()
 
 
-def all_tokens(hidden: Tensor, config: SequenceParallelConfig, group: dist.ProcessGroup) -> Tensor:
+def gather_tokens(
+    hidden: Tensor, config: SequenceParallelConfig, group: dist.ProcessGroup
+) -> Tensor:
     """All-gather the tokens of `[s, b, h]` if they are split.
 
     Gradients of the result must be equal on all processes, as they are for layers that begin with
@@ -72,7 +79,9 @@ def all_tokens(hidden: Tensor, config: SequenceParallelConfig, group: dist.Proce
     )
 
 
-def own_tokens(hidden: Tensor, config: SequenceParallelConfig, group: dist.ProcessGroup) -> Tensor:
+def scatter_tokens(
+    hidden: Tensor, config: SequenceParallelConfig, group: dist.ProcessGroup
+) -> Tensor:
     """Return this process's tokens of `[s, b, h]`; s must be divisible by the tensor size."""
     if not splits_tokens(config):
         return hidden

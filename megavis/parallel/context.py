@@ -1,8 +1,8 @@
 """Ranks and process groups of this process; the only file that uses Megatron's parallel_state.
 
 The rank order is that of Megatron's default and of DeepSpeed's `PipeModelDataParallelTopology`:
-tensor varies fastest, then data, then pipeline. `ModelParallelUnit` provides the groups to
-DeepSpeed.
+tensor varies fastest, then context, then data, then pipeline. `ModelParallelUnit` provides the
+groups to DeepSpeed, whose data-parallel group includes the context group.
 """
 
 from __future__ import annotations
@@ -50,8 +50,13 @@ class ParallelContext:
     """The axes of parallelism as seen by this process, and its device."""
 
     tensor: Axis
+    context: Axis
+    """The processes that share the tokens of the same images."""
     pipeline: Axis
     data: Axis
+    replicas: Axis
+    """Context × data: the processes with the same weights, over which gradients are averaged and
+    ZeRO partitions."""
     model: Axis
     """Tensor × pipeline: the processes that hold one copy of the model."""
     world: Axis
@@ -85,7 +90,10 @@ class ParallelContext:
     def megatron_groups(self) -> ProcessGroupCollection:
         """Return the groups as Megatron's modules take them."""
         return ProcessGroupCollection(
-            tp=self.tensor.group, pp=self.pipeline.group, cp=_group_of_self(), mp=self.model.group
+            tp=self.tensor.group,
+            pp=self.pipeline.group,
+            cp=self.context.group,
+            mp=self.model.group,
         )
 
 
@@ -93,6 +101,7 @@ def open_context(
     launch: Launch,
     *,
     tensor_model_parallel_size: int = 1,
+    context_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
     device: str | None = None,
     timeout_seconds: float = MEETING_SECONDS,
@@ -104,6 +113,7 @@ def open_context(
     Args:
         launch: rank and rendezvous of this process.
         tensor_model_parallel_size: processes that share each layer.
+        context_parallel_size: processes that share the tokens of an image.
         pipeline_model_parallel_size: pipeline stages.
         device: `cpu` or `cuda`; by default CUDA if available.
         timeout_seconds: timeout of collectives.
@@ -138,6 +148,7 @@ def open_context(
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_model_parallel_size,
+        context_parallel_size=context_parallel_size,
         pipeline_model_parallel_size=pipeline_model_parallel_size,
         create_gloo_process_groups=False,
         distributed_timeout_minutes=timeout_seconds / 60,
@@ -184,6 +195,7 @@ def open_virtual_context(
     world_size: int,
     *,
     tensor_model_parallel_size: int = 1,
+    context_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
     device: Literal["cpu", "meta"] = "cpu",
 ) -> ParallelContext:
@@ -195,6 +207,7 @@ def open_virtual_context(
         rank: the rank.
         world_size: processes of the job.
         tensor_model_parallel_size: processes that share each layer.
+        context_parallel_size: processes that share the tokens of an image.
         pipeline_model_parallel_size: pipeline stages.
         device: `meta` to run layers on shapes only.
     """
@@ -204,6 +217,7 @@ def open_virtual_context(
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_model_parallel_size,
+        context_parallel_size=context_parallel_size,
         pipeline_model_parallel_size=pipeline_model_parallel_size,
         create_gloo_process_groups=False,
     )
@@ -227,8 +241,10 @@ def tensor_rank() -> int:
 def _context_on(device: torch.device) -> ParallelContext:
     return ParallelContext(
         tensor=_axis(parallel_state.get_tensor_model_parallel_group()),
+        context=_axis(parallel_state.get_context_parallel_group()),
         pipeline=_axis(parallel_state.get_pipeline_model_parallel_group()),
         data=_axis(parallel_state.get_data_parallel_group()),
+        replicas=_axis(parallel_state.get_data_parallel_group(with_context_parallel=True)),
         model=_axis(parallel_state.get_model_parallel_group()),
         world=_axis(dist.group.WORLD),
         device=device,
@@ -258,10 +274,6 @@ def _axis(group: Any) -> Axis:
     return Axis(group, dist.get_world_size(group), dist.get_rank(group))
 
 
-def _group_of_self() -> Group:
-    return parallel_state.get_context_parallel_group()
-
-
 def _skip_inference_collectives() -> None:
     """Keep DeepSpeed from compiling a shared-memory all-reduce that only its inference uses.
 
@@ -281,7 +293,8 @@ class ModelParallelUnit:
     """
 
     def __init__(self, context: ParallelContext) -> None:
-        self._tensor, self._data, self._pipeline = context.tensor, context.data, context.pipeline
+        self._tensor, self._pipeline = context.tensor, context.pipeline
+        self._replicas = context.replicas
 
     def get_model_parallel_group(self) -> Group:
         """Return the group that holds one copy of the model."""
@@ -301,15 +314,15 @@ class ModelParallelUnit:
 
     def get_data_parallel_group(self) -> Group:
         """Return the group over which gradients are averaged."""
-        return self._data.group
+        return self._replicas.group
 
     def get_data_parallel_world_size(self) -> int:
         """Return the number of model copies."""
-        return self._data.size
+        return self._replicas.size
 
     def get_data_parallel_rank(self) -> int:
         """Return the index of this process's model copy."""
-        return self._data.rank
+        return self._replicas.rank
 
     def get_pipeline_model_parallel_group(self) -> Group:
         """Return the group of pipeline stages."""

@@ -41,7 +41,7 @@ def block_activations(
 
     Args:
         shape: stack of the block.
-        layout: whose tensor and sequence parallelism divide the activations.
+        layout: whose tensor, sequence and context parallelism divide the activations.
         is_last: the last block of the stack, which continues only with the tokens that are read.
     """
     work, width = shape.work, shape.hidden_size
@@ -57,35 +57,49 @@ def block_activations(
         mlp=read
         * shape.mlp_size
         * (shape.number_size * _AROUND_ACTIVATION + shape.mlp_dropout)
-        / layout.tensor,
+        / shape.parts(layout),
     )
 
 
 def _attention_activations(shape: StackShape, layout: Layout, read: int) -> float:
     """Return the bytes per image of the projections' inputs and of the attention kernel."""
     work, width, size = shape.work, shape.hidden_size, shape.number_size
-    chooses = shape.visibility in ("two_stream", "context")
+    context = shape.context_parts(layout)
     # Tokens are selected from the full sequence.
-    inputs = work.num_tokens / (1 if chooses else shape.token_parts(layout))
-    if shape.visibility == "context":
+    inputs = work.num_tokens / (context if shape.chooses else shape.token_parts(layout))
+    if shape.visibility == "context" and context == 1:
         inputs += work.num_visible
     # Queries, keys, values and the output projection's input; rotary keys are kept twice.
-    split = 2 * read + (2 + shape.is_rotary) * work.num_visible
+    split: float = 2 * read + (2 + shape.is_rotary) * work.num_visible
+    if context > 1:
+        split += _traded(shape, read)
     num_kernels = 1
     if work.num_memory:
         # Of the memory, which all blocks share, only keys and values; queries of all tokens.
-        inputs, split = inputs + read, split + 2 * read + 2 * work.num_memory
+        inputs, split = inputs + read / context, split + 2 * read + 2 * work.num_memory * context
         num_kernels = 2
     kernel = 0.0
     if layout.parallel.activation_checkpointing != "selective":
         # Rotating or masking the kernel's output copies it.
         copies = shape.is_rotary or shape.visibility == "two_stream"
         states = num_kernels * 4 * shape.num_heads
-        kernel = read * (size * width * copies + states) / layout.tensor
+        kernel = read * (size * width * copies + states) / shape.parts(layout)
         if shape.visibility == "two_stream":
             kernel += read * (size * work.num_visible + 1)
     # The rotary tables, one pair for all blocks, are negligible.
-    return size * width * (inputs + split / layout.tensor) + kernel
+    return size * width * (inputs + split / shape.parts(layout)) + kernel
+
+
+def _traded(shape: StackShape, read: float) -> float:
+    """Return the tokens that attention keeps in addition where heads are traded for tokens.
+
+    The kernel's output besides the projection's input; and those queries, keys and values of all
+    tokens of which only a part is used.
+    """
+    work = shape.work
+    unused_queries = 0 if shape.is_rotary else work.num_tokens - read
+    unused_keys = work.num_tokens - work.num_visible if shape.visibility == "two_stream" else 0
+    return read + unused_queries + 2 * unused_keys
 
 
 @dataclass(frozen=True)
@@ -322,19 +336,20 @@ def _recomputed(stack: StackShape, layout: Layout) -> float:
     """Return the bytes per image of a block, or an attention, while it is recomputed."""
     if _is_full(layout):
         return block_activations(stack, layout).total
-    attention = stack.number_size * stack.hidden_size * stack.work.num_tokens / layout.tensor
+    attention = stack.number_size * stack.hidden_size * stack.work.num_tokens / stack.parts(layout)
     return attention * (layout.parallel.activation_checkpointing == "selective")
 
 
 def _backward(shape: StackShape, layout: Layout) -> float:
     """Return the bytes per token of gradients in the MLP and, in float32, in a norm."""
-    inside, parts = shape.number_size * shape.mlp_size / layout.tensor, shape.token_parts(layout)
-    norm = 2 * _FLOAT32 * shape.hidden_size / parts
+    inside = shape.number_size * shape.mlp_size / shape.parts(layout)
+    norm = 2 * _FLOAT32 * shape.hidden_size / shape.token_parts(layout)
     if shape.is_only_stack:
         # An upper bound for any activation function; other models have slack elsewhere.
         return _AROUND_ACTIVATION * inside + norm
     # With sequence parallelism, the gradient of the MLP's output is gathered.
-    gathered = shape.number_size * shape.hidden_size * (parts > 1)
+    split = shape.is_sequence_parallel(layout) / shape.context_parts(layout)
+    gathered = shape.number_size * shape.hidden_size * split
     return shape.mlp_gradients * inside + norm + gathered
 
 

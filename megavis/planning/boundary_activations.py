@@ -1,8 +1,9 @@
 """Measure the activations of the first layer, of bridges, and of the head with its loss.
 
 These layers differ from paper to paper, so they are run on the meta device, where tensors have
-shapes but no data, and the tensors that autograd saves are counted. Tensor parallelism splits each
-in its own way, so they are run once per kind of layout, as one process of the tensor group.
+shapes but no data, and the tensors that autograd saves are counted. Tensor and context
+parallelism split each in its own way, so they are run once per kind of layout, as one process of
+both groups.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Storages = dict[int, Tensor]
 
 @dataclass(frozen=True)
 class BoundaryActivations:
-    """Bytes per image on one process of a tensor group.
+    """Bytes per image on one process of a tensor and a context group.
 
     A stack inside the last layer is included.
 
@@ -70,11 +71,17 @@ def boundary_activations_of_layouts(
     """
     ways = {layout_key(config.parallel): config for config in layouts}
     found: dict[LayoutKey, BoundaryActivations] = {}
-    for size in sorted({way[0] for way in ways}):
-        context = open_virtual_context(0, size, tensor_model_parallel_size=size, device="meta")
+    for tensor, parts in sorted({way[:2] for way in ways}):
+        context = open_virtual_context(
+            0,
+            tensor * parts,
+            tensor_model_parallel_size=tensor,
+            context_parallel_size=parts,
+            device="meta",
+        )
         try:
             for way, config in ways.items():
-                if way[0] == size:
+                if way[:2] == (tensor, parts):
                     found[way] = boundary_activations_of(build_objective(config, context))
         finally:
             close_context()
@@ -158,6 +165,7 @@ def _above(stack: PlannedStack, state: PackedState) -> PackedState:
     core = stack.core
     stream = LayerState.unpack(state, core.carried_names)
     num_parts = core.groups.tp.size() if core.megatron.sequence_parallel else 1
+    num_parts *= core.megatron.context_parallel_size
     read = stream.hidden[-(stack.work.num_read // num_parts) :]
     return stream.with_hidden(read.detach().requires_grad_()).pack()
 

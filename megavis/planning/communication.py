@@ -39,15 +39,29 @@ class Group:
         nodes = self.num_nodes
         return inside, factor * size / self.in_a_node * (nodes - 1) / nodes
 
+    def exchanged(self, size: float) -> tuple[float, float]:
+        """Return the same for an all-to-all in which each process holds `size` bytes."""
+        part = size / self.size
+        return part * (self.in_a_node - 1), part * (self.size - self.in_a_node)
+
 
 def tensor_group(layout: Layout, devices_per_node: int) -> Group:
     """Return the tensor-parallel group, which has consecutive ranks."""
     return Group(layout.tensor, min(layout.tensor, devices_per_node))
 
 
-def data_group(layout: Layout, devices_per_node: int) -> Group:
-    """Return the data-parallel group, whose ranks are a tensor size apart."""
-    return Group(layout.data, max(1, min(layout.data, devices_per_node // layout.tensor)))
+def context_group(layout: Layout, devices_per_node: int) -> Group:
+    """Return the context-parallel group, whose ranks are a tensor size apart."""
+    return _apart(layout.context, layout, devices_per_node)
+
+
+def replica_group(layout: Layout, devices_per_node: int) -> Group:
+    """Return the processes with the same weights, whose ranks are a tensor size apart."""
+    return _apart(layout.replicas, layout, devices_per_node)
+
+
+def _apart(size: int, layout: Layout, devices_per_node: int) -> Group:
+    return Group(size, max(1, min(size, devices_per_node // layout.tensor)))
 
 
 @dataclass(frozen=True)
@@ -85,8 +99,10 @@ def transfers(shape: ModelShape, layout: Layout, devices_per_node: int) -> list[
         found += _tensor_transfers(shape, layout, tensor_group(layout, devices_per_node))
     if layout.pipeline > 1:
         found += _pipeline_transfers(shape, layout, devices_per_node)
-    if layout.data > 1:
-        found += _data_transfers(shape, layout, data_group(layout, devices_per_node))
+    if layout.context > 1:
+        found += _context_transfers(shape, layout, context_group(layout, devices_per_node))
+    if layout.replicas > 1:
+        found += _replica_transfers(shape, layout, replica_group(layout, devices_per_node))
     return found
 
 
@@ -129,20 +145,23 @@ def _crossed_traffic(shape: StackShape, layout: Layout) -> BlockTraffic:
     work, forward = shape.work, _forward_passes(layout)
     if not work.num_memory:
         return BlockTraffic(0, 0, 0)
+    tokens = work.num_tokens / shape.context_parts(layout)
     # Backward pass: gradients of the inputs of queries, and of keys and values.
-    gradients, passed = work.num_tokens + work.num_memory, work.num_tokens * forward
-    if shape.token_parts(layout) == 1:
+    gradients, passed = tokens + work.num_memory, tokens * forward
+    if not shape.is_sequence_parallel(layout):
         return BlockTraffic(passed + gradients, 0, 0)
-    return BlockTraffic(gradients, passed + work.num_tokens, passed + work.num_tokens)
+    return BlockTraffic(gradients, passed + tokens, passed + tokens)
 
 
 def _own_traffic(shape: StackShape, layout: Layout) -> BlockTraffic:
     """Count the collectives around self-attention and the MLP."""
-    work, forward = shape.work, _forward_passes(layout)
-    tokens, visible = work.num_tokens, work.num_visible
-    if shape.token_parts(layout) == 1:
+    forward, parts = _forward_passes(layout), shape.context_parts(layout)
+    tokens = shape.work.num_tokens / parts
+    # Context parallelism projects all tokens to keys and values.
+    visible = shape.work.num_visible if parts == 1 else tokens
+    if not shape.is_sequence_parallel(layout):
         return BlockTraffic(2 * tokens * forward + tokens + visible + tokens, 0, 0)
-    if shape.visibility in ("two_stream", "context"):
+    if shape.chooses:
         # Tokens are selected from the full sequence, which is gathered once.
         return BlockTraffic(
             reduced=tokens + visible,
@@ -169,9 +188,24 @@ def _tensor_transfers(shape: ModelShape, layout: Layout, group: Group) -> list[T
         ):
             if tokens:
                 sent = group.sent(numbers * tokens, factor)
-                own = Transfer(kind, *sent, calls * tokens / stack.work.num_tokens)
+                each = stack.work.num_tokens / stack.context_parts(layout)
+                own = Transfer(kind, *sent, calls * tokens / each)
                 found[kind] = own + found[kind] if kind in found else own
     return list(found.values())
+
+
+def _context_transfers(shape: ModelShape, layout: Layout, group: Group) -> list[Transfer]:
+    """Count the all-to-alls of queries, keys and values, and outputs, and of their gradients."""
+    images = layout.micro_batch_size * layout.accumulation_steps
+    total = Transfer("context: all-to-all", 0.0, 0.0, 0.0)
+    for stack, blocks in shape.blocks_of(shape.layers.busiest(layout.pipeline)):
+        if stack.context_parts(layout) == 1:
+            continue
+        passes = (1 + _forward_passes(layout)) * blocks
+        held = 4 * stack.hidden_size * stack.work.num_tokens / stack.parts(layout)
+        sent = group.exchanged(stack.number_size * held * images * passes)
+        total += Transfer(total.kind, *sent, 3.0 * passes * layout.accumulation_steps)
+    return [total]
 
 
 def _pipeline_transfers(shape: ModelShape, layout: Layout, devices_per_node: int) -> list[Transfer]:
@@ -180,7 +214,11 @@ def _pipeline_transfers(shape: ModelShape, layout: Layout, devices_per_node: int
     # The largest hidden states of all stacks.
     hidden = max(
         stack.number_size
-        * (stack.hidden_size * (stack.work.num_tokens + stack.work.num_memory) + stack.num_passing)
+        * (
+            stack.hidden_size * stack.work.num_memory
+            + (stack.hidden_size * stack.work.num_tokens + stack.num_passing)
+            / stack.context_parts(layout)
+        )
         * images
         for stack in shape.stacks
     )
@@ -200,7 +238,7 @@ def _pipeline_transfers(shape: ModelShape, layout: Layout, devices_per_node: int
     return found
 
 
-def _data_transfers(shape: ModelShape, layout: Layout, group: Group) -> list[Transfer]:
+def _replica_transfers(shape: ModelShape, layout: Layout, group: Group) -> list[Transfer]:
     held = max(parameters_held(shape.layers, layout, stage) for stage in range(layout.pipeline))
     weights, times = shape.number_size * held, layout.accumulation_steps
     gradients = shape.gradient_size * held

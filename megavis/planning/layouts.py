@@ -9,8 +9,8 @@ from itertools import product
 from megavis.config.checks import check_config, check_world
 from megavis.config.schema import ParallelConfig, RunConfig
 
-LayoutKey = tuple[int, bool, str]
-"""How a layer runs: tensor size, sequence parallelism, and activation checkpointing."""
+LayoutKey = tuple[int, int, bool, str]
+"""How a layer runs: tensor and context size, sequence parallelism, activation checkpointing."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,7 @@ class Layout:
     def of(cls, config: RunConfig, num_processes: int) -> Layout:
         """Return the config's layout, which must be legal on `num_processes`."""
         parallel, training = config.parallel, config.training
-        data = num_processes // (
-            parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-        )
+        data = num_processes // parallel.model_parallel_size
         micro = training.micro_batch_size or training.batch_size // data
         return cls(parallel, data, micro, training.batch_size // (micro * data))
 
@@ -43,6 +41,16 @@ class Layout:
     def tensor(self) -> int:
         """Tensor-parallel size."""
         return self.parallel.tensor_model_parallel_size
+
+    @property
+    def context(self) -> int:
+        """Context-parallel size."""
+        return self.parallel.context_parallel_size
+
+    @property
+    def replicas(self) -> int:
+        """Processes with the same weights, over which ZeRO partitions."""
+        return self.context * self.data
 
     @property
     def pipeline(self) -> int:
@@ -57,12 +65,7 @@ class Layout:
     @property
     def num_processes(self) -> int:
         """Total number of processes."""
-        return self.tensor * self.pipeline * self.data
-
-    @property
-    def token_parts(self) -> int:
-        """Number of parts into which sequence parallelism splits the tokens."""
-        return self.tensor if self.parallel.sequence_parallel else 1
+        return self.parallel.model_parallel_size * self.data
 
     @property
     def name(self) -> str:
@@ -72,16 +75,16 @@ class Layout:
 
 def layout_key(parallel: ParallelConfig) -> LayoutKey:
     """Return the key of a `parallel` section."""
-    size, recomputes = parallel.tensor_model_parallel_size, parallel.activation_checkpointing
-    return size, parallel.sequence_parallel, recomputes
+    sizes = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    return *sizes, parallel.sequence_parallel, parallel.activation_checkpointing
 
 
 def layout_name(parallel: ParallelConfig) -> str:
     """Return a short name, for example `tp2-pp1-zero3-sp-full`."""
-    name = (
-        f"tp{parallel.tensor_model_parallel_size}"
-        f"-pp{parallel.pipeline_model_parallel_size}-zero{parallel.zero_stage}"
-    )
+    name = f"tp{parallel.tensor_model_parallel_size}"
+    if parallel.context_parallel_size > 1:
+        name += f"-cp{parallel.context_parallel_size}"
+    name += f"-pp{parallel.pipeline_model_parallel_size}-zero{parallel.zero_stage}"
     if parallel.sequence_parallel:
         name += "-sp"
     if parallel.activation_checkpointing != "none":
@@ -94,10 +97,12 @@ def layout_name(parallel: ParallelConfig) -> str:
 def legal_layouts(config: RunConfig, num_processes: int) -> Iterator[ParallelConfig]:
     """Yield every layout of `num_processes` that the config checks accept."""
     sizes = [size for size in range(1, num_processes + 1) if num_processes % size == 0]
-    choices = product(sizes, sizes, (0, 1, 2, 3), (False, True), ("none", "selective", "full"))
-    for tensor, pipeline, zero, sequence, recompute in choices:
+    recomputing = ("none", "selective", "full")
+    choices = product(sizes, sizes, sizes, (0, 1, 2, 3), (False, True), recomputing)
+    for tensor, context, pipeline, zero, sequence, recompute in choices:
         parallel = ParallelConfig(
             tensor_model_parallel_size=tensor,
+            context_parallel_size=context,
             pipeline_model_parallel_size=pipeline,
             zero_stage=zero,  # type: ignore[arg-type]
             sequence_parallel=sequence,

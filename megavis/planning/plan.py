@@ -51,6 +51,7 @@ class Plan:
         return (
             layout.pipeline,
             layout.tensor,
+            layout.context,
             _CHECKPOINTING.index(layout.parallel.activation_checkpointing),
             layout.zero_stage,
             int(layout.parallel.sequence_parallel),
@@ -141,6 +142,11 @@ _FEATURES: tuple[_Simpler, ...] = (
         "tensor size {0.tensor}",
         lambda own: own.tensor > 1,
         lambda other: other.tensor == 1,
+    ),
+    (
+        "context size {0.context}",
+        lambda own: own.context > 1,
+        lambda other: other.context == 1,
     ),
     (
         "{0.pipeline} pipeline stages",

@@ -38,7 +38,7 @@ class StackShape:
         residual_dropouts: residual branches of a block with dropout, 0 to 3.
         mlp_gradients: simultaneous gradients of the MLP's width in its activation function.
         is_only_stack: whether the model has no other computation than maps of tokens.
-        may_split_tokens: whether sequence parallelism applies.
+        may_split_tokens: whether sequence and context parallelism apply.
         number_size: bytes per element in the compute precision.
         num_passing: see `PlannedStack`.
     """
@@ -89,9 +89,26 @@ class StackShape:
             num_passing=stack.num_passing,
         )
 
+    @property
+    def chooses(self) -> bool:
+        """Whether keys and values are those of chosen tokens."""
+        return self.visibility in ("two_stream", "context")
+
+    def context_parts(self, layout: Layout) -> int:
+        """Return the number of parts into which context parallelism splits the tokens."""
+        return layout.context if self.may_split_tokens else 1
+
+    def is_sequence_parallel(self, layout: Layout) -> bool:
+        """Return whether tokens are split over the tensor group."""
+        return layout.parallel.sequence_parallel and self.may_split_tokens
+
     def token_parts(self, layout: Layout) -> int:
-        """Return the number of parts into which sequence parallelism splits the tokens."""
-        return layout.token_parts if self.may_split_tokens else 1
+        """Return the number of parts into which the residual stream is split by tokens."""
+        return layout.parallel.token_parts if self.may_split_tokens else 1
+
+    def parts(self, layout: Layout) -> int:
+        """Return the number of parts of attention, by heads, and of the MLP."""
+        return layout.tensor * self.context_parts(layout)
 
 
 @dataclass(frozen=True)
@@ -108,6 +125,7 @@ class ModelShape:
         keeps_average: whether an EMA of the weights is kept.
         ends: activations of the other layers, by kind of layout.
         flops: operations of a training step per image, without recomputation.
+        decoder_flops: those of the decoder.
     """
 
     layers: Layers
@@ -119,6 +137,7 @@ class ModelShape:
     keeps_average: bool
     ends: Mapping[LayoutKey, BoundaryActivations]
     flops: float
+    decoder_flops: float
 
     @property
     def number_size(self) -> int:
@@ -171,6 +190,7 @@ def shape_of(objective: Trainable, ends: Mapping[LayoutKey, BoundaryActivations]
         keeps_average=bool(config.optimizer.ema_decay),
         ends=ends,
         flops=objective.flops_per_image(),
+        decoder_flops=0.0 if inner is None else 3 * inner.flops,
     )
 
 

@@ -58,7 +58,7 @@ def state_memory(
     *,
     parallel: ParallelConfig,
     precision: str,
-    data_size: int,
+    num_replicas: int,
     keeps_average: bool,
     num_trained: float,
     num_moments: int,
@@ -70,7 +70,7 @@ def state_memory(
         largest_layer: parameters of its largest layer, likewise.
         parallel: the layout.
         precision: `float32`, `bf16` or `fp16`.
-        data_size: data-parallel size.
+        num_replicas: processes with the same weights, context × data.
         keeps_average: whether an EMA of the weights is kept.
         num_trained: those of `num_parameters` that are not frozen.
         num_moments: of the optimizer, for each trained parameter.
@@ -79,7 +79,7 @@ def state_memory(
 
     def held(count: float, from_stage: int) -> float:
         """Return the parameters per process of a state that ZeRO partitions from a stage on."""
-        return count / (data_size if stage >= from_stage else 1)
+        return count / (num_replicas if stage >= from_stage else 1)
 
     optimizer = FLOAT32 * (num_moments + (stage > 0))
     own = held(num_trained, 1) if parallel.offload_optimizer == "none" else 0.0
@@ -128,7 +128,7 @@ def states_of(
         layers.largest(layout.tensor),
         parallel=layout.parallel,
         precision=precision,
-        data_size=layout.data,
+        num_replicas=layout.replicas,
         keeps_average=keeps_average,
         num_trained=parameters_held(trained or layers, layout, stage),
         num_moments=num_moments,
@@ -195,13 +195,13 @@ def _buffers(shape: ModelShape, layout: Layout, stage: int) -> float:
         stack.hidden_size * layout.micro_batch_size * stack.work.num_tokens
         for stack in shape.stacks
     )
-    # Megatron gathers split sequences into one buffer that all layers share.
-    whole = shape.number_size * numbers * (layout.token_parts > 1)
+    # Megatron gathers sequences that the tensor group splits into one buffer of all layers.
+    whole = shape.number_size * numbers * layout.parallel.sequence_parallel / layout.context
     half = keeps_half_gradients(layout.zero_stage, shape.precision)
     if layout.zero_stage == 0 or half:
-        # With data parallelism, gradients are flattened one bucket at a time.
+        # With several replicas, gradients are flattened one bucket at a time.
         flat = FLOAT32 + shape.number_size * half
-        return whole + min(held, BUCKET) * flat * (layout.data > 1)
+        return whole + min(held, BUCKET) * flat * (layout.replicas > 1)
     gathered = 0.0
     if layout.zero_stage == 3:
         gathered = max(0.0, min(held, MOST_GATHERED) - shape.layers.largest(layout.tensor))

@@ -83,7 +83,9 @@ def step_time(
     images = layout.micro_batch_size * layout.accumulation_steps
     # Work of the busiest stage; embedding and head are spread over the blocks.
     share = shape.layers.busiest(layout.pipeline).share / layout.tensor
-    own = images * share * shape.flops
+    # Context parallelism repeats a decoder inside the last layer on every process.
+    repeated = shape.decoder_flops
+    own = images * share * ((shape.flops - repeated) / layout.context + repeated)
     products = own * _with_recomputed(shape, layout) / _speed(shape, layout, cluster)
     elementwise = images * _elementwise(shape, layout, cluster)
     shown, hidden, ends = _communication(traffic, cluster)
@@ -134,7 +136,7 @@ def _keys(stack: StackShape) -> float:
 def _speed(shape: ModelShape, layout: Layout, cluster: Cluster) -> float:
     """Return the FLOP/s that matrix products of these sizes reach."""
     stack = shape.main_stack
-    rows = layout.micro_batch_size * stack.work.num_tokens
+    rows = layout.micro_batch_size * stack.work.num_tokens / stack.context_parts(layout)
     columns = stack.hidden_size / layout.tensor
     share = _PRODUCT_SHARE * rows / (rows + _HALF_ROWS) * columns / (columns + _HALF_COLUMNS)
     return share * cluster.peak(shape.number_size)
@@ -163,7 +165,7 @@ def _communication(traffic: Iterable[Transfer], cluster: Cluster) -> tuple[float
         seconds += transfer.between / (_LINK_SHARE * 1e9 * device.network_gb_per_s)
         if transfer.is_hidden:
             hidden += seconds
-        elif transfer.kind.startswith(("tensor", "pipeline")):
+        elif transfer.kind.startswith(("tensor", "context", "pipeline")):
             shown += seconds
         else:
             ends += seconds
@@ -173,7 +175,7 @@ def _communication(traffic: Iterable[Transfer], cluster: Cluster) -> tuple[float
 def _optimizer(shape: ModelShape, layout: Layout, cluster: Cluster) -> float:
     """Return the seconds of Adam, which reads and writes all states including the EMA."""
     states = 12 + 4 * shape.keeps_average
-    own = parameters_held(shape.layers, layout) / (layout.data if layout.zero_stage else 1)
+    own = parameters_held(shape.layers, layout) / (layout.replicas if layout.zero_stage else 1)
     if layout.parallel.offload_optimizer == "none":
         speed = _MEMORY_SHARE * 1e9 * cluster.device.memory_gb_per_s
         return own * 2 * (4 + states + shape.number_size) / speed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -67,9 +68,9 @@ def _layout(run: RunRecord) -> str | None:
     precision, zero = run.setting("training.precision", ""), run.setting("parallel.zero_stage", 0)
     if run.manifest is None:
         return precision or None
-    names = {"tensor": "tensor", "pipeline": "pipeline", "data": "data"}
-    sizes = {name: _size(run, f"{key}_parallel_size") for key, name in names.items()}
-    count = sizes["tensor"] * sizes["pipeline"] * sizes["data"]
+    axes = ("tensor", "context", "pipeline", "data")
+    sizes = {axis: _size(run, f"{axis}_parallel_size") for axis in axes}
+    count = math.prod(sizes.values())
     split = " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
     processes = "1 process" if count == 1 else f"{count} processes: {split}"
     return f"{processes}, ZeRO-{zero}, {precision}"

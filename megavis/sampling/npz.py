@@ -59,7 +59,7 @@ def write_npz(
     dist.barrier()
     for start in missing[context.data.rank :: context.data.size]:
         images = draw(torch.arange(start, min(start + batch_size, num_images)))
-        if context.tensor.rank == 0:
+        if context.tensor.rank == context.context.rank == 0:
             _save(_part(folder, start), images.cpu().numpy())
     dist.barrier()
     if context.is_main:

@@ -22,7 +22,7 @@ def deepspeed_config(
 
     Args:
         config: of the run.
-        data_parallel_size: copies of the model.
+        data_parallel_size: processes that read different images.
         carries_gradient: whether a tensor other than the hidden states needs a gradient.
         on_gpu: pin host memory, and overlap the reduction of gradients with the backward pass.
     """
@@ -33,7 +33,8 @@ def deepspeed_config(
     training = config.training
     micro = micro_batch_size(config, data_parallel_size)
     return {
-        "train_batch_size": training.batch_size,
+        # DeepSpeed averages over the context group too, and assumes other images on each process.
+        "train_batch_size": training.batch_size * config.parallel.context_parallel_size,
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": training.batch_size // (micro * data_parallel_size),
         # ZeRO-0 clips in our own optimizer hook, which also computes the norm.

@@ -68,6 +68,7 @@ def dry_run(loaded: LoadedConfig, num_processes: int) -> Iterator[DryRunCheck]:
         num_processes - 1,
         num_processes,
         tensor_model_parallel_size=layout.tensor,
+        context_parallel_size=layout.context,
         pipeline_model_parallel_size=layout.pipeline,
     )
     try:

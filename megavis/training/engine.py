@@ -68,7 +68,7 @@ class Engine:
             self.layers.named_parameters(),
             config.optimizer,
             stages=context.pipeline.group if self._pipelined else None,
-            parts=context.data.group if config.parallel.zero_stage else None,
+            parts=context.replicas.group if config.parallel.zero_stage else None,
             kernels=config.training.kernels,
         )
         self._norm_of_zero_0: GradientNorm | None = None
@@ -101,7 +101,7 @@ class Engine:
         topology = PipeModelDataParallelTopology(
             num_pp=self.context.pipeline.size,
             num_mp=self.context.tensor.size,
-            num_dp=self.context.data.size,
+            num_dp=self.context.replicas.size,
         )
         return _Pipeline(
             [_PlannedLayer(plan) for plan in plans],
@@ -147,11 +147,14 @@ class Engine:
         """Seed torch by step, so a resumed run needs no generator state.
 
         Processes of a tensor group use the same mask on the same activations; on split ones, layers
-        draw independently (`rank_local_rng`).
+        draw independently (`rank_local_rng`). Those of a context group hold different tokens.
         """
         if not self.config.model.has_dropout:
             return
-        place = self.context.data.rank, self.context.pipeline.rank
+        context = self.context
+        place = [context.data.rank, context.pipeline.rank]
+        if context.context.size > 1:
+            place.append(context.context.rank)
         torch.manual_seed(derive_seed(self.config.seed, "dropout", step, *place) & (2**63 - 1))
 
     def rate(self, step: int) -> float:
@@ -226,7 +229,7 @@ def build_stack(objective: Trainable, context: ParallelContext) -> LayerStack:
 
 
 class _Split:
-    """Partitions layers over the data-parallel processes for ZeRO-3.
+    """Partitions layers over the processes with the same weights for ZeRO-3.
 
     Layers are built whole, drawn in float32 on the CPU as in every other layout. Inside DeepSpeed's
     `zero.Init` they would be drawn on the device, in the compute precision: other weights.
@@ -251,7 +254,7 @@ class _Split:
         split = deepspeed.zero.Init(
             module=layer,
             # The group defines the partitioning of weights, the mpu how batch sizes multiply.
-            data_parallel_group=self._context.data.group,
+            data_parallel_group=self._context.replicas.group,
             mpu=ModelParallelUnit(self._context),
             config_dict_or_path=self._settings,
             param_swapper=self._swapper,

@@ -48,6 +48,7 @@ def open_job(
     context = open_context(
         launch,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         device=device,
         timeout_seconds=collective_timeout(training.hang_timeout),

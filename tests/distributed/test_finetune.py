@@ -18,6 +18,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {"zero_stage": 3}),
     (2, {"tensor_model_parallel_size": 2, "zero_stage": 2, "sequence_parallel": True}),
     (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+    (2, {"context_parallel_size": 2}),
 ]
 JOINT = "finetune.generative_weight=0.5"
 CLASSES = (

@@ -26,6 +26,7 @@ LAYOUTS: list[tuple[str, int, list[str]]] = [
     ("bf16", 2, ["zero_stage=3"]),
     ("bf16", 2, ["tensor_model_parallel_size=2", "zero_stage=2"]),
     ("bf16", 2, ["pipeline_model_parallel_size=2", "zero_stage=1"]),
+    ("bf16", 2, ["context_parallel_size=2", "zero_stage=2"]),
     ("fp16", 2, ["zero_stage=1"]),
     ("fp16", 2, ["tensor_model_parallel_size=2", "zero_stage=2"]),
     ("fp16", 4, ["tensor_model_parallel_size=2", "sequence_parallel=true", "zero_stage=3"]),

@@ -29,6 +29,27 @@ LAYOUTS: list[Any] = [
     (4, {"tensor_model_parallel_size": 4, "zero_stage": 1}),
     (4, {"tensor_model_parallel_size": 2, "zero_stage": 3, "activation_checkpointing": "full"}),
     (4, {"tensor_model_parallel_size": 2, "zero_stage": 2, "sequence_parallel": True}),
+    (2, {"context_parallel_size": 2, "zero_stage": 0}),
+    (4, {"context_parallel_size": 4, "zero_stage": 1, "activation_checkpointing": "full"}),
+    (4, {"context_parallel_size": 2, "zero_stage": 2}),
+    (4, {"context_parallel_size": 2, "zero_stage": 3, "activation_checkpointing": "selective"}),
+    (
+        4,
+        {
+            "tensor_model_parallel_size": 2,
+            "context_parallel_size": 2,
+            "sequence_parallel": True,
+            "zero_stage": 1,
+        },
+    ),
+    (
+        4,
+        {
+            "context_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "activation_checkpointing": "full",
+        },
+    ),
     (2, {"pipeline_model_parallel_size": 2, "zero_stage": 0}),
     (4, {"pipeline_model_parallel_size": 2, "activation_checkpointing": "selective"}),
     (3, {"pipeline_model_parallel_size": 3, "zero_stage": 1}),
@@ -106,8 +127,12 @@ def test_extra_tensors_are_sent_between_stages(
 def test_legal_layouts(tiny_config: Path) -> None:
     config = make_config(tiny_config)
     layouts = list(legal_layouts(config, 4))
-    sizes = {(p.tensor_model_parallel_size, p.pipeline_model_parallel_size) for p in layouts}
+    sizes = {
+        (p.tensor_model_parallel_size, p.context_parallel_size, p.pipeline_model_parallel_size)
+        for p in layouts
+    }
     # Three layers do not fill four stages.
-    assert sizes == {(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)}
+    alone = {(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 1, 2), (2, 1, 2)}
+    assert sizes == alone | {(1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)}
     assert all(p.zero_stage <= 1 for p in layouts if p.pipeline_model_parallel_size > 1)
     assert all(not p.sequence_parallel for p in layouts if p.tensor_model_parallel_size == 1)

@@ -32,6 +32,9 @@ SPLIT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 LAYOUTS = [
     pytest.param(2, {"zero_stage": 3}, marks=pytest.mark.once, id="zero3"),
     pytest.param(4, {**SPLIT, "sequence_parallel": True}, id="tp2-pp2-sp"),
+    pytest.param(
+        2, {"context_parallel_size": 2, "zero_stage": 3}, marks=pytest.mark.once, id="cp2-zero3"
+    ),
 ]
 
 
@@ -100,10 +103,11 @@ def test_layouts_match_one_process(
     layout: dict[str, Any],
 ) -> None:
     config = with_layout(make_config(patch_config(name)), **layout)
-    # Sequence parallelism splits rows, of which a condition token can make the number odd.
+    # These split rows, of which a condition token can make the number odd.
     if not is_legal(config, processes):
         assert name == "compose_features"
-        config = with_layout(config, **SPLIT, sequence_parallel=False)
+        whole = {"sequence_parallel": False, "context_parallel_size": 1}
+        config = with_layout(config, **{**layout, **whole})
     curves = run_job(train_briefly, processes, config, STEPS)
     assert largest_difference(curves, reference(name)) <= TOLERANCE
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.once
 PRESETS = Path(__file__).parents[2] / "yaml_configs"
 SMALL = ["model.num_layers=2", "training.batch_size=8", "training.micro_batch_size=2"]
 HALF, TENSOR = "training.precision=bf16", "parallel.tensor_model_parallel_size=2"
-FULL = "parallel.activation_checkpointing=full"
+FULL, CONTEXT = "parallel.activation_checkpointing=full", "parallel.context_parallel_size=2"
 MSE = ["objective.loss=mse", "objective.decoder=linear"]
 ZERO, AVERAGE = "parallel.zero_stage=", "optimizer.ema_decay=0.9"
 
@@ -30,6 +30,8 @@ ZERO, AVERAGE = "parallel.zero_stage=", "optimizer.ema_decay=0.9"
         ("givt", 2, [ZERO + "3"]),
         ("gvp", 2, [TENSOR]),
         ("mp3", 1, [HALF, ZERO + "1", "parallel.activation_checkpointing=selective"]),
+        ("igpt", 2, [CONTEXT, ZERO + "1"]),
+        ("gvp", 2, [CONTEXT, ZERO + "2", "objective.num_condition_tokens=2"]),
     ],
 )
 def test_planned_states_and_activations(
@@ -107,6 +109,8 @@ SPLIT, STAGES = "parallel.sequence_parallel=true", "parallel.pipeline_model_para
         ("mae", 1, [ZERO + "0", FULL]),
         ("mae", 2, [ZERO + "0", TENSOR, SPLIT, FULL]),
         ("mae", 2, [ZERO + "3"]),
+        ("mae", 2, [ZERO + "0", CONTEXT, "objective.class_token=false"]),
+        ("darl", 2, [ZERO + "0", CONTEXT, FULL]),
         ("givt_encoder_decoder", 1, [ZERO + "0", FULL]),
         ("givt_encoder_decoder", 2, [ZERO + "0", TENSOR, SPLIT]),
         ("darl", 2, [ZERO + "0", STAGES]),

@@ -7,6 +7,10 @@ from typing import Any
 import pytest
 from run_jobs import deterministic_metrics, rewind, train_run
 
+from megavis.cli import main
+from megavis.reports.run_record import RunRecord
+from megavis.reports.training_sections import headline
+
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one": (1, []),
     "dp2-zero3-offload": (
@@ -33,9 +37,10 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
             "parallel.sequence_parallel=true",
         ],
     ),
+    "cp2-zero2": (2, ["parallel.context_parallel_size=2", "parallel.zero_stage=2"]),
 }
 NAMES = list(LAYOUTS)
-# A ring through five layouts; `make test-layouts` tests every pair of eight. Pairs that save with
+# A ring through six layouts; `make test-layouts` tests every pair of eight. Pairs that save with
 # tensor parallelism are run for every version of Megatron-Core.
 PAIRS = [
     pytest.param(a, NAMES[(i + 1) % len(NAMES)], marks=() if "tp2" in a else pytest.mark.once)
@@ -97,7 +102,7 @@ def test_nvme_offload(run_job: Any, tiny_config: Path, unbroken: Any, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "layout", ["pp2-zero0", "dp2-zero3-offload", "tp2-dp2-zero3", "tp2-pp2-sp"]
+    "layout", ["pp2-zero0", "dp2-zero3-offload", "tp2-dp2-zero3", "tp2-pp2-sp", "cp2-zero2"]
 )
 def test_resume_in_the_same_layout_is_exact(
     run_job: Any, tiny_config: Path, unbroken: Any, tmp_path: Path, layout: str
@@ -111,7 +116,7 @@ def test_layouts_save_the_same_tensors(unbroken: Any) -> None:
     from megavis.checkpoint.format.tensor_reader import CheckpointReader
 
     one = unbroken("one") / "checkpoints" / "step-00000012"
-    for layout in ("tp2-dp2-zero3", "tp2-pp2-sp"):
+    for layout in ("tp2-dp2-zero3", "tp2-pp2-sp", "cp2-zero2"):
         other = unbroken(layout) / "checkpoints" / "step-00000012"
         with CheckpointReader(one) as ours, CheckpointReader(other) as theirs:
             assert set(ours.manifest.tensors) == set(theirs.manifest.tensors)
@@ -120,6 +125,15 @@ def test_layouts_save_the_same_tensors(unbroken: Any) -> None:
                 assert mine.shape == yours.shape, key
                 # Adam amplifies rounding in 12 steps; wrongly merged tensors would differ by 1e-1.
                 assert (mine - yours).abs().max() < 1e-4, key
+
+
+def test_context_size_is_shown(unbroken: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    run = unbroken("cp2-zero2")
+    assert main(["checkpoint", "list", str(run)]) == 0
+    assert capsys.readouterr().out.count("tp1-cp2-pp1-dp1") == 3
+    assert (
+        dict(headline(RunRecord.read(run)))["layout"] == "2 processes: context 2, ZeRO-2, float32"
+    )
 
 
 def tensors_of(run_folder: Path, step: int) -> dict[str, bytes]:

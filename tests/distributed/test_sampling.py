@@ -30,6 +30,7 @@ LAYOUTS = [
     ),
     (2, ["parallel.pipeline_model_parallel_size=2", "parallel.zero_stage=0"]),
     (4, ["parallel.tensor_model_parallel_size=2", "parallel.zero_stage=3"]),
+    (2, ["parallel.context_parallel_size=2", "parallel.zero_stage=3"]),
 ]
 
 
@@ -39,6 +40,7 @@ def sample_after_training(launch, path, overrides):
     context = open_context(
         launch,
         tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
+        context_parallel_size=config.parallel.context_parallel_size,
         pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
         device="cpu",
     )

@@ -75,6 +75,7 @@ def _engine(launch: Launch, config: RunConfig) -> Iterator[Engine]:
     context = open_context(
         launch,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         device="cpu",
     )

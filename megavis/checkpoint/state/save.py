@@ -149,18 +149,18 @@ def _collect(
     file: str, layers: LocalLayers, states: ParameterStates, context: ParallelContext
 ) -> _Share:
     share = _Share()
-    load = [0] * context.data.size
+    load = [0] * context.replicas.size
     for name, parameter in layers.named_parameters():
         for kind in states.kinds(parameter):
-            # The data-parallel rank with the least to write so far: all ranks agree without
+            # The copy of the weights with the least to write so far: all ranks agree without
             # communication, and none exceeds an equal share by more than one tensor.
             owner = load.index(min(load))
             load[owner] += logical_shape(parameter).numel()
             value = states.get(parameter, kind)
-            if owner == context.data.rank and is_first_copy(parameter):
+            if owner == context.replicas.rank and is_first_copy(parameter):
                 share.add(f"{kind}/{name}", value, partition_dimension(parameter), file, context)
     for name, buffer in layers.named_buffers():
-        if context.data.rank == 0 and context.tensor.rank == 0:
+        if context.replicas.rank == 0 and context.tensor.rank == 0:
             share.add(f"weight/{name}", buffer.float(), None, file, context)
     return share
 
@@ -219,6 +219,7 @@ def _checksum(tensor: Tensor) -> int:
 def _layout(context: ParallelContext) -> dict[str, int]:
     return {
         "tensor_model_parallel_size": context.tensor.size,
+        "context_parallel_size": context.context.size,
         "pipeline_model_parallel_size": context.pipeline.size,
         "data_parallel_size": context.data.size,
     }

@@ -217,8 +217,8 @@ def add_parity(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layouts",
         default="all",
-        help="all (tensor × pipeline × ZeRO), everything (with sequence parallelism and activation"
-        " checkpointing too), or names such as tp2-pp1-zero3,tp2-pp2-zero1-sp-full",
+        help="all (tensor × context × pipeline × ZeRO), everything (with sequence parallelism and"
+        " activation checkpointing too), or names such as tp2-pp1-zero3,tp2-cp2-pp1-zero1-sp-full",
     )
     parser.add_argument("--processes", type=positive, default=4, help="local processes")
     parser.add_argument("--steps", type=positive, default=20, help="optimizer steps")

@@ -324,7 +324,7 @@ class ComposeConfig(ObjectiveConfig):
             yield "objective.reads.kind", text
 
     def _check_split(self, config: RunConfig) -> Iterator[ConfigIssue]:
-        """Check the token counts for sequence parallelism: all rows, and those of the head."""
+        """Check what splits sequences: the counts of all rows, and of those of the head."""
         if isinstance(self.asks, BridgeAsking):  # checked in `check_hiding`
             return
         height, width = self.reads.grid(config.data)

@@ -96,7 +96,7 @@ class DARLConfig(ObjectiveConfig):
         yield from self._check_split(config)
 
     def _check_split(self, config: RunConfig) -> Iterator[ConfigIssue]:
-        """Check the token count for sequence parallelism."""
+        """Check the token count under sequence and context parallelism."""
         count = self.grid_side(config) ** 2
         what = f"{count} patches"
         if config.classifies_only:

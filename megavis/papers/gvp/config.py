@@ -148,7 +148,7 @@ class GVPConfig(ObjectiveConfig):
                 )
 
     def _check_split(self, config: RunConfig) -> Iterator[ConfigIssue]:
-        """Check the token counts for sequence parallelism: all tokens, and those of the head."""
+        """Check what splits sequences: the counts of all tokens, and of those of the head."""
         first, last = self.bounds(config)
         num_queries = self.num_patches(config) - first if self.streams == "two" else 0
         if config.classifies_only:
@@ -159,5 +159,5 @@ class GVPConfig(ObjectiveConfig):
             num_tokens,
             num_queries,
             what=f"{num_tokens} tokens, {num_queries} of them queries,",
-            remedy="change objective.num_condition_tokens, or set it to false",
+            remedy="change objective.num_condition_tokens",
         )

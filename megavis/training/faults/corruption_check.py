@@ -172,7 +172,7 @@ def _replicated(engine: Engine) -> Iterator[tuple[str, Tensor]]:
         suffix = "" if is_shared else f" (part {context.tensor.rank})"
         if zero_stage == 3:
             if is_shared:
-                yield f"{name} (share {context.data.rank})", _share(parameter)
+                yield f"{name} (share {context.replicas.rank})", _share(parameter)
             continue
         yield f"{name}{suffix}", parameter
         if zero_stage == 0:

@@ -30,6 +30,26 @@ from megavis.config.errors import UserError
             " tensor_model_parallel_size 8",
         ),
         (
+            ["parallel.tensor_model_parallel_size=4", "parallel.context_parallel_size=4"],
+            "config.yaml:7: model.num_attention_heads: 8 heads are not divisible by"
+            " tensor_model_parallel_size 4 × context_parallel_size 4; use 1, 2, 4, 8",
+        ),
+        (
+            ["data.image_size=9", "parallel.context_parallel_size=2"],
+            "command line: parallel.context_parallel_size: 81 pixels are not divisible by"
+            " context_parallel_size 2; set it to 1",
+        ),
+        (
+            [
+                "data.image_size=6",
+                "parallel.tensor_model_parallel_size=4",
+                "parallel.context_parallel_size=2",
+                "parallel.sequence_parallel=true",
+            ],
+            "command line: parallel.sequence_parallel: 36 pixels are not divisible by"
+            " tensor_model_parallel_size 4 × context_parallel_size 2; set it to false",
+        ),
+        (
             ["parallel.pipeline_model_parallel_size=5"],
             "command line: parallel.pipeline_model_parallel_size: 4 layers cannot fill 5 pipeline"
             " stages; use at most 4",
@@ -110,6 +130,7 @@ def test_incompatible_keys_give_one_message(complain, small, words, message):
         ["parallel.pipeline_model_parallel_size=4", "training.precision=bf16"],
         ["parallel.pipeline_model_parallel_size=3", "parallel.zero_stage=0"],
         ["parallel.tensor_model_parallel_size=8", "parallel.sequence_parallel=true"],
+        ["parallel.context_parallel_size=4", "parallel.pipeline_model_parallel_size=2"],
         ["parallel.zero_stage=2", "parallel.offload_optimizer=cpu"],
         [
             "parallel.zero_stage=3",
@@ -124,24 +145,25 @@ def test_compatible_keys_are_accepted(read, small, words):
 
 
 def test_world_size_check_matches_arithmetic(read, small):
-    """processes = tensor × pipeline × data and batch = micro × accumulation × data."""
+    """processes = tensor × context × pipeline × data; batch = micro × accumulation × data."""
     accepted = refused = 0
-    for tensor, pipeline, batch, micro in itertools.product(
-        (1, 2, 4), (1, 2, 3), (1, 6, 16, 24), (None, 1, 2, 3)
+    for tensor, context, pipeline, batch, micro in itertools.product(
+        (1, 4), (1, 2), (1, 2, 3), (1, 6, 16, 24), (None, 1, 2, 3)
     ):
         words = [
             f"parallel.tensor_model_parallel_size={tensor}",
+            f"parallel.context_parallel_size={context}",
             f"parallel.pipeline_model_parallel_size={pipeline}",
             f"training.batch_size={batch}",
             f"training.micro_batch_size={'' if micro is None else micro}",
         ]
         config = read(small, *words).config
         for world in range(1, 25):
-            data = world / (tensor * pipeline)
+            data = world / (tensor * context * pipeline)
             share = batch / data
             fits = data.is_integer() and share.is_integer() and share % (micro or 1) == 0
             issues = list(check_world(config, world))
-            assert bool(issues) != fits, (tensor, pipeline, batch, micro, world)
+            assert bool(issues) != fits, (tensor, context, pipeline, batch, micro, world)
             assert len(issues) <= 1
             accepted += fits
             refused += not fits
@@ -156,6 +178,12 @@ def test_world_size_check_matches_arithmetic(read, small):
             6,
             "command line: parallel.tensor_model_parallel_size: 6 processes do not divide into"
             " groups of tensor size 2 × pipeline size 2; start a multiple of 4",
+        ),
+        (
+            ["parallel.tensor_model_parallel_size=2", "parallel.context_parallel_size=4"],
+            6,
+            "command line: parallel.tensor_model_parallel_size: 6 processes do not divide into"
+            " groups of tensor size 2 × context size 4 × pipeline size 1; start a multiple of 8",
         ),
         (
             [],

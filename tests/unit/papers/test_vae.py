@@ -126,6 +126,7 @@ def test_squared_slope_matches_finite_differences():
         (["objective.filters=40"], "objective.filters"),
         (["data.image_size=18"], "data.image_size"),
         (["parallel.tensor_model_parallel_size=2"], "parallel.tensor_model_parallel_size"),
+        (["parallel.context_parallel_size=2"], "parallel.context_parallel_size"),
         (["parallel.zero_stage=3"], "parallel.zero_stage"),
     ],
 )

@@ -14,7 +14,7 @@ from megavis.config.schema import ParallelConfig
 from megavis.papers import build_objective
 from megavis.planning.activation_memory import activation_memory, block_activations
 from megavis.planning.boundary_activations import boundary_activations_of, num_bytes, saved_tensors
-from megavis.planning.communication import Group, data_group, transfers
+from megavis.planning.communication import Group, replica_group, transfers
 from megavis.planning.hardware import Cluster, open_device
 from megavis.planning.layouts import Layout, layout_key
 from megavis.planning.plan import plan_layout
@@ -152,6 +152,32 @@ def test_tensor_and_sequence_parallelism_divide_activations(shape):
     assert split.norms == whole.norms
 
 
+def test_context_parallelism_divides_activations(shape):
+    whole = block_activations(shape.stacks[0], layout_of())
+    parts = block_activations(shape.stacks[0], layout_of(context_parallel_size=4))
+    assert (parts.norms, parts.mlp) == (whole.norms / 4, whole.mlp / 4)
+    # The output of attention is kept by heads and by tokens.
+    stack = shape.stacks[0]
+    again = stack.number_size * stack.hidden_size * stack.work.num_tokens
+    assert parts.attention == pytest.approx((whole.attention + again) / 4)
+
+
+def test_context_parallel_bytes(shape):
+    layout = layout_of(accumulation=2, micro=3, context_parallel_size=4, zero_stage=0)
+    stack = shape.stacks[0]
+    found = {transfer.kind: transfer for transfer in transfers(shape, layout, 2)}
+    # Each process holds a quarter of queries, keys, values and outputs, and keeps a quarter of
+    # that; of three other processes one is in its node. Forward and backward pass, two
+    # micro-batches of three images.
+    held = 4 * 4 * stack.hidden_size * stack.work.num_tokens / 4
+    sent = held * 2 * 2 * 3 * stack.num_layers
+    traded = found["context: all-to-all"]
+    assert (traded.inside, traded.between) == pytest.approx((sent / 4, sent / 2))
+    assert traded.calls == 3 * 2 * 2 * stack.num_layers
+    # Gradients are summed over the context group too.
+    assert found["gradients: all-reduce"].between > 0
+
+
 def test_stage_holds_one_micro_batch_per_remaining_stage(shape):
     layout = layout_of(accumulation=8, pipeline_model_parallel_size=4)
     assert [activation_memory(shape, layout, stage).in_flight for stage in range(4)] == [4, 3, 2, 1]
@@ -167,7 +193,7 @@ def test_all_reduce_bytes_by_link():
     assert Group(16, 8).sent(800.0, 2.0) == (1400.0, 100.0)
     assert Group(4, 1).sent(800.0, 1.0) == (0.0, 600.0)
     layout = layout_of(data=16, tensor_model_parallel_size=4)
-    assert data_group(layout, 8) == Group(16, 2)
+    assert replica_group(layout, 8) == Group(16, 2)
 
 
 def test_data_parallel_communication_by_zero_stage(shape):

@@ -19,16 +19,23 @@ def lines(capsys):
     return run
 
 
-def test_dry_run_of_a_16_process_job(lines, tiny_config):
-    words = ["parallel.tensor_model_parallel_size=4", "parallel.pipeline_model_parallel_size=2"]
+@pytest.mark.parametrize(
+    ("sizes", "layout"),
+    [
+        (("tensor_model_parallel_size=4",), "tp4-pp2-zero1"),
+        (("tensor_model_parallel_size=2", "context_parallel_size=2"), "tp2-cp2-pp2-zero1"),
+    ],
+)
+def test_dry_run_of_a_16_process_job(lines, tiny_config, sizes, layout):
+    words = [f"parallel.{size}" for size in (*sizes, "pipeline_model_parallel_size=2")]
     code, found = lines(tiny_config, "--processes", "16", *words, "name=dry")
     assert code == 0
     topics = ["config", "layout", "data", "tokenizer", "model", "disk", "resume"]
     assert [line.split(":")[0].split()[1] for line in found] == topics
     assert all(line.startswith("ok ") for line in found)
-    assert "tp4-pp2-zero1 on 16 processes: 2 of data, each 2 × 2 images per step" in found[1]
+    assert f"{layout} on 16 processes: 2 of data, each 2 × 2 images per step" in found[1]
     assert "for 8 readers" in found[2]
-    # Full tensor sizes although a quarter of each was built: embedding, blocks, head.
+    # Full tensor sizes although a part of each was built: embedding, blocks, head.
     numbers = (64 + 64 + 1) * 32 + 3 * (12 * 32**2 + 2 * 32) + (1 + 64) * 32
     assert f"{numbers:,} parameters" in found[4]
     assert "starts at step 0" in found[-1]

@@ -1,0 +1,147 @@
+"""Context parallelism: the processes of a context group share the tokens of the same images.
+
+Between the first layer and the head each process holds consecutive tokens, s / p of them. Attention
+trades tokens for heads with an all-to-all and back, so that each process attends from all tokens to
+all, with 1 / p of the heads: "DeepSpeed Ulysses: System Optimizations for Enabling Training of
+Extreme Long Sequence Transformer Models", section 3.1. Visibility and kernels are those of one
+process.
+
+Gradients are averaged over the context group as over the data-parallel group, while a loss is the
+sum of what its tokens contribute. So gradients of split tensors are p times those of one process:
+`all_tokens` multiplies by p in the backward pass, and `own_tokens` divides by p. Layers that see
+all tokens have the gradients of one process.
+
+Legend: p processes of the context group, s tokens, b images, h hidden size, n heads, d numbers per
+head.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import all_to_all
+from torch import Tensor
+
+from megavis.model.tensor_parallel import (
+    SequenceParallelConfig,
+    are_whole,
+    gather_tokens,
+    scatter_tokens,
+)
+
+
+class ContextParallelConfig(SequenceParallelConfig, Protocol):
+    """A config with the flags of both ways to split tokens."""
+
+    @property
+    def context_parallel_size(self) -> int:
+        """Size of the context group; 1 if this stack does not split tokens over it."""
+
+
+def splits_context(config: ContextParallelConfig) -> bool:
+    """Return whether tokens are split over the context group in this forward pass."""
+    return config.context_parallel_size > 1 and not are_whole()
+
+
+def all_tokens(
+    hidden: Tensor, config: ContextParallelConfig, groups: ProcessGroupCollection
+) -> Tensor:
+    """Gather the tokens of `[s, b, h]` that are split over the tensor or the context group.
+
+    Gradients of the result must be equal on all processes, as they are for layers that begin with
+    Megatron's copy region; the backward pass selects this process's tokens.
+    """
+    return gather_context(gather_tokens(hidden, config, groups.tp), config, groups)
+
+
+def gather_context(
+    hidden: Tensor, config: ContextParallelConfig, groups: ProcessGroupCollection
+) -> Tensor:
+    """Gather tokens over the context group only; for gradients see `all_tokens`."""
+    gathered: Tensor = _Gather.apply(hidden, groups.cp) if splits_context(config) else hidden
+    return gathered
+
+
+def own_tokens(
+    hidden: Tensor, config: ContextParallelConfig, groups: ProcessGroupCollection
+) -> Tensor:
+    """Return this process's tokens of `[s, b, h]`; s must be divisible by both groups' sizes."""
+    if splits_context(config):
+        hidden = _Scatter.apply(hidden, groups.cp)
+    return scatter_tokens(hidden, config, groups.tp)
+
+
+def seen_by_parts(
+    whole: Tensor, config: ContextParallelConfig, groups: ProcessGroupCollection
+) -> Tensor:
+    """Return a tensor that each process's own tokens attend to, such as an encoder's output.
+
+    The backward pass averages the gradients of the context group.
+    """
+    averaged: Tensor = _Average.apply(whole, groups.cp) if splits_context(config) else whole
+    return averaged
+
+
+def tokens_to_heads(tokens: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Trade own tokens of all heads, `[s / p, b, n · d]`, for all tokens of some heads.
+
+    Returns:
+        `[s, b, n / p · d]`.
+    """
+    by_process = tokens.unflatten(2, (group.size(), -1)).permute(2, 0, 1, 3).contiguous()
+    received: Tensor = all_to_all(group, by_process)
+    return received.flatten(0, 1)
+
+
+def heads_to_tokens(heads: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Invert `tokens_to_heads`: `[s, b, n / p · d]` to `[s / p, b, n · d]`."""
+    received: Tensor = all_to_all(group, heads.unflatten(0, (group.size(), -1)))
+    return received.permute(1, 2, 0, 3).flatten(2)
+
+
+def _gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    whole = own.new_empty(group.size() * own.shape[0], *own.shape[1:])
+    dist.all_gather_into_tensor(whole, own.contiguous(), group=group)
+    return whole
+
+
+def _own(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return whole.tensor_split(group.size())[group.rank()].contiguous()
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gathered(own, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _own(gradient, ctx.group) * ctx.group.size(), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _own(whole, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _gathered(gradient, ctx.group) / ctx.group.size(), None
+
+
+class _Average(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        gradient = gradient / ctx.group.size()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
