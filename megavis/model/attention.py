@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megavis.model.context_parallel import heads_to_tokens, splits_context, tokens_to_heads
 from megavis.model.init import Initialization
@@ -49,11 +48,10 @@ class Attention(nn.Module):
         rotary_scale: float = 1.0,
         relative_grid: tuple[int, int] | None = None,
         has_bias: bool = False,
-        recompute: bool = False,
         **_: Any,
     ) -> None:
         super().__init__()
-        self.config, self.recompute = config, recompute
+        self.config = config
         self.head_size = config.hidden_size // config.num_attention_heads
         self.tensor_group, self.context_group = pg_collection.tp, pg_collection.cp
         self.rotary_scale = rotary_scale
@@ -161,12 +159,8 @@ class Attention(nn.Module):
         return made
 
     def _mixed(self, *arguments: Any) -> Tensor:
-        """Apply `_attend`, recomputed in the backward pass if configured: `[q, b, n · d]`."""
-        if self.recompute and self.training:
-            mixed: Tensor = checkpoint(self._attend, *arguments, use_reentrant=True)
-        else:
-            mixed = self._attend(*arguments)
-        return mixed.permute(2, 0, 1, 3).flatten(2)
+        """Apply `_attend`: `[q, b, n · d]`."""
+        return self._attend(*arguments).permute(2, 0, 1, 3).flatten(2)
 
     def _heads(self, projected: Tensor, parts: int) -> tuple[Tensor, ...]:
         """Split `[s, b, n · parts · d]` into `parts` tensors `[b, n, s, d]`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from megavis.model.dropout import SAMPLES, SplitDropout, add_to_residual, draw_k
 from megavis.model.init import Initialization
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.norms import GainNorm, Norm
+from megavis.model.recompute import Branch, with_recomputed
 from megavis.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megavis.model.visibility import (
     AttentionContext,
@@ -171,7 +173,12 @@ def megatron_config(
 
 
 class FeedForward(MLP):
-    """Megatron's MLP, with separate initializations of its two matrices and inner dropout."""
+    """Megatron's MLP, with separate initializations of its two matrices and inner dropout.
+
+    Attributes:
+        recomputes: whether the activation function is recomputed in the backward pass. Not with
+            dropout, whose mask would be another.
+    """
 
     def __init__(self, config: TransformerConfig, core: Core, **_: Any) -> None:
         submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
@@ -182,9 +189,21 @@ class FeedForward(MLP):
             tp_group=core.groups.tp,
         )
         dropout = core.model.mlp_dropout
+        checkpointing = core.config.parallel.activation_checkpointing
+        self.recomputes = checkpointing == "selective" and not dropout
         if dropout:
             drop = SplitDropout(dropout, core.groups.tp)
             self.activation_func = nn.Sequential(_Activation(config.activation_func), drop)
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> Branch:
+        """Map `[s, b, h]` to the same shape and a bias `[h]`, which the caller adds."""
+        inner, bias = self.linear_fc1(hidden_states)
+        if bias is not None:
+            inner = inner + bias
+        if self.recomputes and self.training:
+            return with_recomputed(self.activation_func, inner, self.linear_fc2)
+        mixed: Branch = self.linear_fc2(self.activation_func(inner))
+        return mixed
 
 
 class _Activation(nn.Module):
@@ -208,7 +227,6 @@ class Block(TransformerLayer):
         attention = {
             "initialization": initialization,
             "has_bias": model.has_biased_attention,
-            "recompute": parallel.activation_checkpointing == "selective",
         }
         seen = {
             "visibility_kind": core.visibility_kind,
@@ -237,7 +255,7 @@ class Block(TransformerLayer):
             pg_collection=core.groups,
         )
         self.core = core
-        self.recomputes = parallel.activation_checkpointing == "full"
+        self.checkpointing = parallel.activation_checkpointing
         self.is_last = number == model.num_layers
 
     @property
@@ -266,7 +284,7 @@ class Block(TransformerLayer):
         self, hidden: Tensor, attention_context: AttentionContext, memory: Tensor | None = None
     ) -> Tensor:
         """Apply `attend`, recomputed in the backward pass if configured."""
-        if self.recomputes and self.training:
+        if self.checkpointing == "full" and self.training:
             # Reentrant: ZeRO-3 gathers and releases weights in module hooks, which the
             # non-reentrant implementation mistakes for modified saved tensors.
             return checkpoint(self.attend, hidden, attention_context, memory, use_reentrant=True)
@@ -282,38 +300,50 @@ class Block(TransformerLayer):
             attention_context: visibility, positions and cache.
             memory: output of an encoder, `[c, b, h]`, if there is one.
         """
-        if attention_context.query_start == 0 and attention_context.kept is None:
-            # Megatron passes `context_mask` to the cross-attention.
-            return super().forward(
-                hidden,
-                attention_mask=attention_context,
-                context=memory,
-                context_mask=attention_context,
-            )[0]
-        return self._attend_for_some(hidden, attention_context, memory)
+        recomputes = self.checkpointing == "selective" and self.training
+        if recomputes or attention_context.query_start or attention_context.kept is not None:
+            return self._attend_by_branch(hidden, attention_context, memory)
+        # Megatron passes `context_mask` to the cross-attention.
+        return super().forward(
+            hidden,
+            attention_mask=attention_context,
+            context=memory,
+            context_mask=attention_context,
+        )[0]
 
-    def _attend_for_some(
+    def _attend_by_branch(
         self, hidden: Tensor, attention_context: AttentionContext, memory: Tensor | None
     ) -> Tensor:
-        """Do what Megatron's layer does, only for some tokens and with drop path.
+        """Do what Megatron's layer does, for some tokens, with drop path or recomputed norms.
 
         Each branch is computed separately from the residual stream, so that it can be dropped.
         """
+        seen: dict[str, Any] = {"attention_mask": attention_context}
         residual = self._from(attention_context.query_start, hidden)
-        mixed = self.self_attention(self.input_layernorm(hidden), attention_mask=attention_context)
+        mixed = self._branch(self.input_layernorm, self.self_attention, hidden, **seen)
         hidden = residual + attention_context.keep(self._added(self.self_attn_bda, mixed), part=0)
         if memory is not None:
-            normalised = self.pre_cross_attn_layernorm(hidden)
-            mixed = self.cross_attention(
-                normalised, attention_mask=attention_context, key_value_states=memory
+            seen["key_value_states"] = memory
+            mixed = self._branch(
+                self.pre_cross_attn_layernorm, self.cross_attention, hidden, **seen
             )
             hidden = hidden + attention_context.keep(
                 self._added(self.cross_attn_bda, mixed), part=2
             )
-        mixed = self.mlp(self.pre_mlp_layernorm(hidden))
+        mixed = self._branch(self.pre_mlp_layernorm, self.mlp, hidden)
         return hidden + attention_context.keep(self._added(self.mlp_bda, mixed), part=1)
 
-    def _added(self, add: Callable[..., Any], mixed: tuple[Tensor, Tensor | None]) -> Tensor:
+    def _branch(
+        self, norm: nn.Module, branch: nn.Module, hidden: Tensor, **arguments: Any
+    ) -> Branch:
+        """Return the output of a branch and its bias, with the norm recomputed if configured."""
+        use = functools.partial(branch, **arguments)
+        if self.checkpointing == "selective" and self.training:
+            return with_recomputed(norm, hidden, use)
+        mixed: Branch = use(norm(hidden))
+        return mixed
+
+    def _added(self, add: Callable[..., Any], mixed: Branch) -> Tensor:
         """Return the output of a branch, with its bias added and dropout applied."""
         added: Tensor = add(self.training, False)(
             mixed, mixed[0].new_zeros(()), self.hidden_dropout

@@ -17,6 +17,8 @@ from megavis.planning.shape import ModelShape, StackShape
 
 _AROUND_ACTIVATION = 2
 """Tensors of the MLP's width: input and output of its activation function."""
+_REPEATED = 2
+"""Copies of a recomputed output: one with its own graph, and one where the first was."""
 _FLOAT32 = 4
 
 
@@ -37,36 +39,39 @@ class BlockActivations:
 def block_activations(
     shape: StackShape, layout: Layout, *, is_last: bool = False
 ) -> BlockActivations:
-    """Return what a block keeps without recomputation, except of attention with `selective`.
+    """Return what a block keeps if it is not recomputed as a whole.
+
+    With `selective` it keeps no outputs of norms and of the activation function.
 
     Args:
         shape: stack of the block.
         layout: whose tensor, sequence and context parallelism divide the activations.
         is_last: the last block of the stack, which continues only with the tokens that are read.
     """
-    work, width = shape.work, shape.hidden_size
-    read = work.num_read if is_last else work.num_tokens
-    numbers = shape.number_size * width
+    work, width, size = shape.work, shape.hidden_size, shape.number_size
+    read, recomputes = work.num_read if is_last else work.num_tokens, _is_selective(layout)
     # The input, and per token the standard deviation and, if subtracted, the mean.
-    norm = 4 * width + 4 * (1 + shape.is_layer_norm)
+    norm = size * width if recomputes else 4 * width + 4 * (1 + shape.is_layer_norm)
     dropped = shape.residual_dropouts * width * read
     normalised = work.num_tokens + read * (2 if work.num_memory else 1)
+    output = 0.0 if recomputes else size * width * read
+    around = 1 if recomputes and not shape.mlp_dropout else _AROUND_ACTIVATION
     return BlockActivations(
-        norms=(normalised * norm + dropped + numbers * read) / shape.token_parts(layout),
+        norms=(normalised * norm + dropped + output) / shape.token_parts(layout),
         attention=_attention_activations(shape, layout, read),
-        mlp=read
-        * shape.mlp_size
-        * (shape.number_size * _AROUND_ACTIVATION + shape.mlp_dropout)
-        / shape.parts(layout),
+        mlp=read * shape.mlp_size * (size * around + shape.mlp_dropout) / shape.parts(layout),
     )
 
 
 def _attention_activations(shape: StackShape, layout: Layout, read: int) -> float:
     """Return the bytes per image of the projections' inputs and of the attention kernel."""
     work, width, size = shape.work, shape.hidden_size, shape.number_size
-    context = shape.context_parts(layout)
-    # Tokens are selected from the full sequence.
+    context, recomputes = shape.context_parts(layout), _is_selective(layout)
+    is_copied = shape.is_sequence_parallel(layout)
+    # Tokens are selected from those of the tensor group, a copy if they were split.
     inputs = work.num_tokens / (context if shape.chooses else shape.token_parts(layout))
+    if recomputes and not (shape.chooses and is_copied):
+        inputs = 0.0
     if shape.visibility == "context" and context == 1:
         inputs += work.num_visible
     # Queries, keys, values and the output projection's input; rotary keys are kept twice.
@@ -76,16 +81,15 @@ def _attention_activations(shape: StackShape, layout: Layout, read: int) -> floa
     num_kernels = 1
     if work.num_memory:
         # Of the memory, which all blocks share, only keys and values; queries of all tokens.
-        inputs, split = inputs + read / context, split + 2 * read + 2 * work.num_memory * context
+        inputs += 0 if recomputes and not is_copied else read / context
+        split += 2 * read + 2 * work.num_memory * context
         num_kernels = 2
-    kernel = 0.0
-    if layout.parallel.activation_checkpointing != "selective":
-        # Rotating or masking the kernel's output copies it.
-        copies = shape.is_rotary or shape.visibility == "two_stream"
-        states = num_kernels * 4 * shape.num_heads
-        kernel = read * (size * width * copies + states) / shape.parts(layout)
-        if shape.visibility == "two_stream":
-            kernel += read * (size * work.num_visible + 1)
+    # Rotating or masking the kernel's output copies it.
+    copies = shape.is_rotary or shape.visibility == "two_stream"
+    states = num_kernels * 4 * shape.num_heads
+    kernel = read * (size * width * copies + states) / shape.parts(layout)
+    if shape.visibility == "two_stream":
+        kernel += read * (size * work.num_visible + 1)
     # The rotary tables, one pair for all blocks, are negligible.
     return size * width * (inputs + split / shape.parts(layout)) + kernel
 
@@ -115,8 +119,7 @@ class ActivationMemory:
         head: saved in the last layer and the loss, if this process has them.
         num_blocks: blocks of the top stack on this process.
         in_flight: micro-batches whose backward pass has not finished.
-        recomputed: one block, or one attention, during recomputation, in the stack where the peak
-            is.
+        recomputed: one block, or its MLP's recomputed tensors, in the stack where the peak is.
         backward: gradients inside a block during its backward pass.
         head_backward: gradients inside the loss, or inside a recomputed block of the head, during
             its backward pass.
@@ -304,6 +307,11 @@ def _is_full(layout: Layout) -> bool:
     return layout.parallel.activation_checkpointing == "full"
 
 
+def _is_selective(layout: Layout) -> bool:
+    """Return whether activation checkpointing is `selective`."""
+    return layout.parallel.activation_checkpointing == "selective"
+
+
 def _memory(stack: StackShape) -> float:
     """Return the bytes per image of the memory to which a stack attends."""
     return stack.number_size * stack.hidden_size * stack.work.num_memory
@@ -333,11 +341,14 @@ def _kept_of_blocks(stack: StackShape, layout: Layout, *, is_top: bool) -> tuple
 
 
 def _recomputed(stack: StackShape, layout: Layout) -> float:
-    """Return the bytes per image of a block, or an attention, while it is recomputed."""
+    """Return the bytes per image of a block, or of its MLP's input and activations, recomputed."""
     if _is_full(layout):
         return block_activations(stack, layout).total
-    attention = stack.number_size * stack.hidden_size * stack.work.num_tokens / stack.parts(layout)
-    return attention * (layout.parallel.activation_checkpointing == "selective")
+    if not _is_selective(layout):
+        return 0.0
+    inside = 0.0 if stack.mlp_dropout else stack.mlp_size / stack.parts(layout)
+    numbers = stack.hidden_size / stack.token_parts(layout) + inside
+    return _REPEATED * stack.number_size * stack.work.num_tokens * numbers
 
 
 def _backward(shape: StackShape, layout: Layout) -> float:

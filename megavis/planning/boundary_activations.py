@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from megavis.composition.trainable import SequenceBatch, Trainable
 from megavis.config.schema import RunConfig
@@ -118,17 +119,19 @@ def _built(plan: LayerPlan, dtype: torch.dtype) -> nn.Module:
     for module in layer.modules():
         if isinstance(module, Attention):
             # On the meta device torch chooses a kernel that keeps all scores; see `_kernels`.
-            module.recompute = True
+            module._attend = partial(  # type: ignore[method-assign]
+                checkpoint, module._attend, use_reentrant=True
+            )
     return layer
 
 
 def _kernels(plan: LayerPlan) -> float:
-    """Return the bytes per image that attention kernels save if attention is not recomputed.
+    """Return the bytes per image that attention kernels save if blocks are not recomputed.
 
     This is one float32 per head and query.
     """
     stack = plan.inner
-    if stack is None or stack.core.config.parallel.activation_checkpointing != "none":
+    if stack is None or stack.core.config.parallel.activation_checkpointing == "full":
         return 0.0
     work, model = stack.work, stack.core.model
     num_read = (model.num_layers - 1) * work.num_tokens + work.num_read

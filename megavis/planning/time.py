@@ -14,7 +14,7 @@ from megavis.planning.activation_memory import block_activations
 from megavis.planning.communication import Transfer
 from megavis.planning.hardware import Cluster
 from megavis.planning.layouts import Layout
-from megavis.planning.shape import ModelShape, StackShape
+from megavis.planning.shape import ModelShape
 from megavis.planning.states import parameters_held
 
 # Fraction of peak that a large matrix product reaches, and the sizes at which it reaches half of
@@ -25,6 +25,8 @@ _LINK_SHARE, _MEMORY_SHARE, _LATENCY = 0.8, 0.7, 20e-6
 # Memory accesses per saved activation: written once, read by the next operation and in the backward
 # pass; its gradient is written and read.
 _TOUCHES = 5.0
+# Of each that `selective` frees: its function's input read, itself written, and copied into place.
+_TOUCHES_AGAIN = 4.0
 # Fraction of overlapped communication by which it slows down computation.
 _FELT = 0.1
 # Seconds of the host per block and micro-batch, forward and backward, by ZeRO stage: it launches
@@ -86,7 +88,7 @@ def step_time(
     # Context parallelism repeats a decoder inside the last layer on every process.
     repeated = shape.decoder_flops
     own = images * share * ((shape.flops - repeated) / layout.context + repeated)
-    products = own * _with_recomputed(shape, layout) / _speed(shape, layout, cluster)
+    products = own * _recomputed_passes(layout) / _speed(shape, layout, cluster)
     elementwise = images * _elementwise(shape, layout, cluster)
     shown, hidden, ends = _communication(traffic, cluster)
     busy = products + elementwise
@@ -109,28 +111,17 @@ def step_time(
 def _host(shape: ModelShape, layout: Layout) -> float:
     """Return the seconds in which the host launches the kernels of a step."""
     blocks = sum(count for _, count in shape.blocks_of(shape.layers.busiest(layout.pipeline)))
-    again = 4 / 3 if layout.parallel.activation_checkpointing == "full" else 1.0
-    return again * blocks * layout.accumulation_steps * _HOST_BLOCK[layout.zero_stage]
-
-
-def _with_recomputed(shape: ModelShape, layout: Layout) -> float:
-    """Return the ratio of executed to counted operations."""
-    checkpointing = layout.parallel.activation_checkpointing
-    if checkpointing == "full":
-        return 4 / 3
-    if checkpointing == "none":
-        return 1.0
-    scores = sum(
-        4 * stack.hidden_size * stack.work.num_tokens * _keys(stack) * stack.num_layers
-        for stack in (*shape.stacks, shape.decoder)
-        if stack is not None
+    return (
+        _recomputed_passes(layout)
+        * blocks
+        * layout.accumulation_steps
+        * _HOST_BLOCK[layout.zero_stage]
     )
-    return 1.0 + scores / shape.flops
 
 
-def _keys(stack: StackShape) -> float:
-    """Return the average number of keys per query."""
-    return stack.work.mean_visible + stack.work.num_memory
+def _recomputed_passes(layout: Layout) -> float:
+    """Return the ratio of executed to counted operations."""
+    return 4 / 3 if layout.parallel.activation_checkpointing == "full" else 1.0
 
 
 def _speed(shape: ModelShape, layout: Layout, cluster: Cluster) -> float:
@@ -144,14 +135,13 @@ def _speed(shape: ModelShape, layout: Layout, cluster: Cluster) -> float:
 
 def _elementwise(shape: ModelShape, layout: Layout, cluster: Cluster) -> float:
     """Return the seconds per image of element-wise operations, bound by memory bandwidth."""
-    # Activations that `selective` recomputes are still written and read.
     plain = layout.parallel.model_copy(update={"activation_checkpointing": "none"})
     plainly = replace(layout, parallel=plain)
-    touched = sum(
-        _TOUCHES * block_activations(stack, plainly).total * count
-        for stack, count in shape.blocks_of(shape.layers.busiest(layout.pipeline))
-    )
-    again = 4 / 3 if layout.parallel.activation_checkpointing == "full" else 1.0
+    touched = 0.0
+    for stack, count in shape.blocks_of(shape.layers.busiest(layout.pipeline)):
+        kept, whole = (block_activations(stack, each).total for each in (layout, plainly))
+        touched += count * (_TOUCHES * whole + _TOUCHES_AGAIN * (whole - kept))
+    again = _recomputed_passes(layout)
     return again * touched / (_MEMORY_SHARE * 1e9 * cluster.device.memory_gb_per_s)
 
 

@@ -52,6 +52,15 @@ LAYOUTS: list[Any] = [
     ),
     (2, {"pipeline_model_parallel_size": 2, "zero_stage": 0}),
     (4, {"pipeline_model_parallel_size": 2, "activation_checkpointing": "selective"}),
+    (
+        4,
+        {
+            "tensor_model_parallel_size": 2,
+            "zero_stage": 3,
+            "sequence_parallel": True,
+            "activation_checkpointing": "selective",
+        },
+    ),
     (3, {"pipeline_model_parallel_size": 3, "zero_stage": 1}),
     (
         4,
