@@ -175,16 +175,18 @@ class ShardReader:
         return len(self.index)
 
     def open_map(self) -> np.ndarray:
-        """Return the tar as a read-only memory map, uint8 `[num_bytes]`.
-
-        Raises UserError if it cannot be read.
-        """
-        try:
-            return np.memmap(self.path, dtype=np.uint8, mode="r")
-        except (OSError, ValueError) as error:
-            raise UserError(f"{self.path} cannot be read: {error}") from None
+        """Return the tar as a read-only memory map, uint8 `[num_bytes]`."""
+        return map_file(self.path)
 
     def read(self, number: int) -> np.ndarray:
         """Return the payload of one sample as uint8 `[length]`."""
         start, length = self.index.offsets[number], self.index.lengths[number]
         return self.open_map()[start : start + length]
+
+
+def map_file(path: Path) -> np.ndarray:
+    """Memory-map a file as a read-only uint8 array. Raises UserError if that fails."""
+    try:
+        return np.memmap(path, dtype=np.uint8, mode="r")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
