@@ -167,7 +167,7 @@ class ParallelConfig(Section):
     nvme_path: str | None = None
     """Folder on a fast local disk, for nvme."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """`selective` recomputes core attention, `full` whole blocks."""
+    """`selective` recomputes norms and activation functions, `full` whole blocks."""
 
     @property
     def model_parallel_size(self) -> int:
