@@ -28,6 +28,7 @@ from megavis.model.core import Block
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.norms import Norm
 from megavis.model.positions import angles
+from megavis.model.static_step import REACH, StaticStep
 from megavis.model.visibility import KeyValueCache
 
 
@@ -37,8 +38,16 @@ class IncrementalDecoder(KeyValueCache):
     Copies the blocks' current weights, so create a new one for each batch of sequences.
     """
 
-    def __init__(self, blocks: Sequence[Block], capacity: int) -> None:
+    def __init__(self, blocks: Sequence[Block], capacity: int, *, static: bool = False) -> None:
+        """Copy the weights.
+
+        Args:
+            blocks: of one stack, which `suits`.
+            capacity: maximum number of tokens.
+            static: run static steps; the blocks must not be split over a tensor group.
+        """
         super().__init__(capacity)
+        self._static, self._steps = static, dict[int, StaticStep]()
         self._blocks = [_Block.of(block) for block in blocks]
         self._places_of = {block.self_attention: i for i, block in enumerate(blocks)}
         self._carried_names = blocks[0].core.carried_names
@@ -68,10 +77,21 @@ class IncrementalDecoder(KeyValueCache):
         stream = LayerState.unpack(state, self._carried_names)
         hidden, coordinates = stream.hidden[0].clone(), stream.carried.get("coordinates")
         turn = None if coordinates is None else self._blocks[0].turn(coordinates[:, 0])
-        for block, places in zip(self._blocks, self._places(), strict=True):
-            block.run_(hidden, *places, turn)
+        if self._static:
+            hidden = self._static_step(hidden, turn)
+        else:
+            for block, (new, keys, values) in zip(self._blocks, self._places(), strict=True):
+                block.run_(hidden, new.copy_, keys, values, turn)
         self._new = 1
         return stream.with_hidden(hidden[None]).pack()
+
+    def _static_step(self, hidden: Tensor, turn: Tensor | None) -> Tensor:
+        """Return the hidden states `[b, h]` after all blocks, by the step for this length."""
+        assert self._all is not None
+        reach = min(self.capacity, REACH * (self.length // REACH + 1))
+        if reach not in self._steps:
+            self._steps[reach] = StaticStep(self._blocks, self._all, reach, hidden, turn)
+        return self._steps[reach](hidden, turn, self.length)
 
     def _places(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield views of each block's cache: the new token's entry, and all up to it.
@@ -89,7 +109,8 @@ class IncrementalDecoder(KeyValueCache):
         if self._all is None:
             batch, heads, _, size = like.shape
             shape = (len(self._blocks), 2, batch, heads, self.capacity, size)
-            self._all = like.new_empty(shape)
+            # A static step also multiplies what it hides, by zero.
+            self._all = like.new_zeros(shape) if self._static else like.new_empty(shape)
         return self._all[self._places_of[module]]
 
 
@@ -195,23 +216,30 @@ class _Block:
             )
 
     def run_(
-        self, hidden: Tensor, new: Tensor, keys: Tensor, values: Tensor, turn: Tensor | None
+        self,
+        hidden: Tensor,
+        write: Callable[[Tensor], object],
+        keys: Tensor,
+        values: Tensor,
+        turn: Tensor | None,
+        unseen: Tensor | None = None,
     ) -> None:
         """Apply the block to hidden states `[b, h]` of the new tokens, in place.
 
         Args:
             hidden: hidden states of the new tokens.
-            new: cache entry to write, as from `_places`.
+            write: writes the new keys and values `[2, b, n, d]` to the cache.
             keys: all keys including the new ones, as from `_places`.
             values: all values including the new ones, as from `_places`.
             turn: rotations from `turn`; None without rotary positions.
+            unseen: tokens to hide, bool `[t]`; None: none.
         """
         batch, size = hidden.shape[0], self.head_size
         heads = self.query_key_value(self.normalise[0](hidden)).view(batch, 3, -1, size)
         if turn is not None:
             _rotate_(heads[:, :2], turn)
-        new.copy_(heads.narrow(1, 1, 2).transpose(0, 1))
-        mixed = _mix(heads.select(1, 0), keys, values).view(batch, -1)
+        write(heads.narrow(1, 1, 2).transpose(0, 1))
+        mixed = _mix(heads.select(1, 0), keys, values, unseen).view(batch, -1)
         self.attention_output.add_to_(hidden, mixed, self.group)
         inner = self.activation(self.mlp_input(self.normalise[1](hidden)))
         self.mlp_output.add_to_(hidden, inner, self.group)
@@ -265,14 +293,19 @@ def _rotate_(heads: Tensor, turn: Tensor) -> None:
     heads.copy_(torch.view_as_real(pairs * turn).flatten(-2))
 
 
-def _mix(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Attend with scaled queries `[b, n, d]`; shapes as in `IncrementalDecoder._places`."""
+def _mix(query: Tensor, keys: Tensor, values: Tensor, unseen: Tensor | None = None) -> Tensor:
+    """Attend with scaled queries `[b, n, d]`; other arguments as of `_Block.run_`."""
     if query.dtype == torch.float32:
         # For one query, two matrix products are faster than SDPA.
         scores = torch.bmm(query.reshape(-1, 1, query.shape[2]), keys)
+        if unseen is not None:
+            scores.masked_fill_(unseen, -math.inf)
         return torch.bmm(scores.softmax(-1), values)
     # Half-precision scores would be too coarse; SDPA computes them in float32. Not all versions of
     # torch have fused kernels for three dimensions.
     heads = query.shape[:2]
     keys, values = keys.transpose(1, 2).unflatten(0, heads), values.unflatten(0, heads)
-    return F.scaled_dot_product_attention(query[:, :, None], keys, values, scale=1.0)
+    mask = None if unseen is None else ~unseen[None, None, None]
+    return F.scaled_dot_product_attention(
+        query[:, :, None], keys, values, attn_mask=mask, scale=1.0
+    )

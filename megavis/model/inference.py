@@ -77,15 +77,17 @@ class Inference:
             raise TypeError(f"{type(last).__name__} is not a head")
         return last
 
-    def cache(self, capacity: int) -> KeyValueCache:
+    def cache(self, capacity: int, *, static: bool = False) -> KeyValueCache:
         """Return a KV cache for sequences of up to `capacity` tokens, for `predictions`.
 
         It is an `IncrementalDecoder`, which also runs the blocks on single tokens, if possible.
+        With `static` and one process per layer, its steps are CUDA graphs on a GPU.
         """
         blocks = [layer for layer in self.layers.of_phase("step") if isinstance(layer, Block)]
         if not IncrementalDecoder.suits(blocks):
             return KeyValueCache(capacity)
-        return IncrementalDecoder(blocks, capacity)
+        alone = self.context.tensor.size == 1
+        return IncrementalDecoder(blocks, capacity, static=static and alone)
 
     @torch.no_grad()
     def features(self, inputs: tuple[Tensor, ...]) -> Tensor:

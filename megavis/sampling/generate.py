@@ -23,6 +23,7 @@ from megavis.densities.density import Drawing, Drawn, Draws
 from megavis.model.inference import Inference
 from megavis.model.kernels import decoding_kernels
 from megavis.model.layer_state import PackedState
+from megavis.model.stack import Predictions
 from megavis.schedules.schedule import GenerationProgress, Step
 
 
@@ -61,6 +62,7 @@ def generate_in_steps(
     known: Known = (),
     given: Tensor | None = None,
     cached: bool = True,
+    static: bool = False,
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Generate images step by step; collective over all processes of the job.
 
@@ -73,6 +75,7 @@ def generate_in_steps(
         known: the condition, one row per image.
         given: the first tokens `[b, p, ...]` in the order.
         cached: use a KV cache if the paper allows; else every step runs all positions.
+        static: run cached steps as CUDA graphs on a GPU (`model/static_step.py`).
 
     Yields:
         After each step, the tokens `[b, n, ...]` in the order of generation and as the model
@@ -86,7 +89,7 @@ def generate_in_steps(
     step = schedule.first(
         order, num_images=len(images), num_given=num_given, options=settings.schedule
     )
-    cache = runner.cache(paper.num_tokens) if cached and paper.keeps_keys else None
+    cache = runner.cache(paper.num_tokens, static=static) if cached and paper.keeps_keys else None
     if step is None:
         yield lanes.best(), None
     with runner.evaluating():
@@ -95,9 +98,7 @@ def generate_in_steps(
             rows = paper.rows(lanes.repeated(), lanes.spread_step(step), known, since)
             draws = lanes.draws(step)
 
-            def finish(
-                head: nn.Module, state: PackedState, draws: Draws = draws
-            ) -> tuple[Tensor, ...]:
+            def finish(head: nn.Module, state: PackedState, draws: Draws = draws) -> Predictions:
                 return drawing(head, state, draws).pack()
 
             with decoding_kernels(images.device):

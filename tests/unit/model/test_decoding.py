@@ -3,9 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from megavis.model import decoding
 from megavis.model.core import Block
 from megavis.model.decoding import IncrementalDecoder
+from megavis.sampling.sampler import Sampler
 from megavis.schedules.one_by_one import OneByOne
 from megavis.schedules.schedule import Question
 
@@ -50,6 +54,53 @@ def test_incremental_decoding_matches_full_pass(
     assert len(called) == 2, "modules must run once per block, only for the given tokens"
 
 
+@pytest.mark.parametrize(("words", "num_given", "num_images"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_static_steps_match_growing_ones(
+    build, tmp_path, words, num_given, num_images, dtype, monkeypatch
+):
+    monkeypatch.setattr(decoding, "REACH", 4)
+    objective, runner = build(tmp_path / "c.yaml", *words)
+    for layer in runner.layers.modules:
+        layer.to(dtype)
+    # Fifteen tokens: the last reach is no multiple of four.
+    ids = torch.randint(32, (num_images, 15), generator=torch.Generator().manual_seed(0))
+    caches = [runner.cache(15, static=static) for static in (False, True)]
+    growing, static = (
+        logits_piece_by_piece(runner, objective, cache, ids, num_given).float() for cache in caches
+    )
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(static, growing, rtol=0, atol=tolerance * float(growing.abs().max()))
+    steps = caches[1]._steps
+    assert sorted(steps) == [reach for reach in (4, 8, 12, 15) if reach > num_given]
+
+
+def test_a_static_step_allocates_nothing_that_grows(build, tmp_path):
+    """Every step of a reach gives operations the same shapes, as a CUDA graph needs them."""
+    objective, runner = build(tmp_path / "c.yaml", "model.positions=rope_2d")
+    ids = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(0))
+    shapes = {}
+    for static in (False, True):
+        cache, seen = runner.cache(16, static=static), []
+        logits_piece_by_piece(runner, objective, cache, ids[:, :3], 3)
+        for stop in (4, 5, 6):
+            with Shapes() as made:
+                runner.predictions(inputs_at(objective, ids, stop - 1, stop), cache=cache)
+            # The first step also allocates its tensors.
+            seen += [made.list] if stop > 4 else []
+        shapes[static] = seen
+    assert shapes[True][0] == shapes[True][1]
+    assert shapes[False][0] != shapes[False][1]
+
+
+@pytest.mark.parametrize("options", [{}, {"beams": 2, "fans": 2}])
+def test_static_steps_draw_the_same_ids(build, tmp_path, options):
+    objective, runner = build(tmp_path / "c.yaml")
+    sampler = Sampler(runner, objective, tmp_path, options)
+    ids = [sampler.tokens(torch.arange(3), static=static) for static in (False, True)]
+    assert torch.equal(*ids)
+
+
 def test_cache_select_reorders_sequences(build, tmp_path):
     objective, runner = build(tmp_path / "c.yaml")
     ids = torch.randint(32, (3, 16), generator=torch.Generator().manual_seed(0))
@@ -91,6 +142,19 @@ def test_partitioned_weights_fall_back_to_the_modules(build, tmp_path):
     # ZeRO-3 leaves an empty weight while its module is not running.
     block.mlp.linear_fc1.weight.data = torch.empty(0)
     assert not isinstance(runner.cache(16), IncrementalDecoder)
+
+
+class Shapes(TorchDispatchMode):
+    """Lists the shapes of all results."""
+
+    def __init__(self):
+        super().__init__()
+        self.list = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        made = operation(*args, **(kwargs or {}))
+        self.list += [tuple(each.shape) for each in tree_leaves(made) if torch.is_tensor(each)]
+        return made
 
 
 def _counting(function, calls):
