@@ -93,6 +93,12 @@ def check_world(config: RunConfig, world_size: int) -> Iterator[ConfigIssue]:
             f" data-parallel size {data_parallel};"
             f" {_nearest_multiple(training.batch_size, micro * data_parallel)} would be",
         )
+    if data_parallel % parallel.hierarchical_partition_size:
+        yield (
+            "parallel.hierarchical_partition_size",
+            f"{parallel.hierarchical_partition_size} does not divide the data-parallel size"
+            f" {data_parallel}; it could be {_divisors(data_parallel)}",
+        )
     yield from check_finetuning_batch(config, micro, data_parallel)
 
 
@@ -227,6 +233,21 @@ def _check_deepspeed(parallel: ParallelConfig, precision: str) -> Iterator[Confi
             "fp16 accumulates pipeline gradients in half precision in DeepSpeed; the nearest legal"
             " choice is bf16",
         )
+    if parallel.hierarchical_partition_size > 1:
+        yield from _check_hierarchy(parallel)
+
+
+def _check_hierarchy(parallel: ParallelConfig) -> Iterator[ConfigIssue]:
+    key = "parallel.hierarchical_partition_size"
+    if parallel.zero_stage != 3:
+        yield key, f"needs zero_stage 3, not {parallel.zero_stage}; set it to 3 or this to 1"
+    if parallel.tensor_model_parallel_size > 1:
+        text = "DeepSpeed's groups are of consecutive processes, which here hold different weights"
+        yield key, f"needs tensor_model_parallel_size 1: {text}; set this to 1"
+    if parallel.context_parallel_size > 1:
+        yield key, "is not supported with context parallelism; set this or context_parallel_size to 1"
+    if parallel.offload_parameters != "none":
+        yield key, "keeps another copy of the weights on the GPU; set offload_parameters to none"
 
 
 def _check_offload(parallel: ParallelConfig) -> Iterator[ConfigIssue]:

@@ -160,6 +160,9 @@ class ParallelConfig(Section):
     """Processes that hold consecutive blocks."""
     zero_stage: Literal[0, 1, 2, 3] = 1
     """DeepSpeed ZeRO: 1 partitions optimizer states, 2 also gradients, 3 also weights."""
+    hierarchical_partition_size: Positive = 1
+    """With ZeRO-3: consecutive processes, best those of a node, that together keep another copy of
+    the weights, from which all passes but the first of a step gather (ZeRO++, section 3.2.2)."""
     offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
     """Location of the optimizer states."""
     offload_parameters: Literal["none", "cpu", "nvme"] = "none"

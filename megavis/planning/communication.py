@@ -254,9 +254,16 @@ def _replica_transfers(shape: ModelShape, layout: Layout, group: Group) -> list[
     # DeepSpeed keeps gathered weights from the forward to the backward pass up to a limit.
     passes = times * (1 if 2 * held <= MOST_GATHERED else 2)
     layers = sum(shape.layers.busiest(layout.pipeline).blocks) + 2
+    near = layout.parallel.hierarchical_partition_size
+    far_passes = passes if near == 1 else 1
+    gathers = [(group, "ZeRO: all-gather of weights", far_passes)]
+    if passes > far_passes:
+        nearby = Group(near, min(near, group.in_a_node))
+        gathers.append((nearby, "ZeRO: all-gather of copied weights", passes - far_passes))
     return [
-        _sent(
-            group, "ZeRO: all-gather of weights", weights * passes, _GATHER, layers * passes, True
+        *(
+            _sent(within, kind, weights * count, _GATHER, layers * count, True)
+            for within, kind, count in gathers
         ),
         _sent(group, "ZeRO: reduce-scatter", gradients * times, _GATHER, buckets * times, True),
     ]

@@ -85,6 +85,8 @@ def layout_name(parallel: ParallelConfig) -> str:
     if parallel.context_parallel_size > 1:
         name += f"-cp{parallel.context_parallel_size}"
     name += f"-pp{parallel.pipeline_model_parallel_size}-zero{parallel.zero_stage}"
+    if parallel.hierarchical_partition_size > 1:
+        name += f"-hpz{parallel.hierarchical_partition_size}"
     if parallel.sequence_parallel:
         name += "-sp"
     if parallel.activation_checkpointing != "none":

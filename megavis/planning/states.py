@@ -29,7 +29,7 @@ class StateMemory:
     """Bytes on one process at the start of a step; offloaded states are not counted.
 
     Attributes:
-        weights: in the compute precision.
+        weights: in the compute precision, with the copy of hierarchical partitioning.
         gradients: in float32; for bf16 with ZeRO-1, also those of the bf16 weights, which
             DeepSpeed's optimizer zeroes but does not free.
         optimizer: moments and, under ZeRO 1 to 3, float32 master weights, which DeepSpeed
@@ -81,10 +81,16 @@ def state_memory(
         """Return the parameters per process of a state that ZeRO partitions from a stage on."""
         return count / (num_replicas if stage >= from_stage else 1)
 
+    near = parallel.hierarchical_partition_size
+    copied = num_parameters / near if near > 1 else 0.0
     optimizer = FLOAT32 * (num_moments + (stage > 0))
     own = held(num_trained, 1) if parallel.offload_optimizer == "none" else 0.0
     return StateMemory(
-        weights=held(num_parameters, 3) * size if parallel.offload_parameters == "none" else 0.0,
+        weights=(
+            (held(num_parameters, 3) + copied) * size
+            if parallel.offload_parameters == "none"
+            else 0.0
+        ),
         gradients=held(num_trained, 2) * (FLOAT32 + size * keeps_half_gradients(stage, precision)),
         optimizer=own * optimizer,
         average=own * FLOAT32 * keeps_average,

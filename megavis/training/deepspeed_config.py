@@ -75,6 +75,7 @@ def _zero(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
         section["stage3_param_persistence_threshold"] = _PERSISTENCE_THRESHOLD
         # Prefetch the next block's weights while this one computes.
         section["stage3_prefetch_bucket_size"] = block_parameters(config.model)
+        section["zero_hpz_partition_size"] = parallel.hierarchical_partition_size
     for key, target in (
         ("offload_optimizer", parallel.offload_optimizer),
         ("offload_param", parallel.offload_parameters),

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-from deepspeed.utils import set_z3_leaf_module
+from deepspeed.utils import groups, set_z3_leaf_module
 from torch import Tensor, nn
 
 from megavis.checkpoint.format.manifest import LossScale
@@ -242,6 +242,9 @@ class _Split:
         self._dtype = DTYPES[config.training.precision]
         self._context = context
         self._swapper: Any = None
+        # DeepSpeed makes these groups once in a process, which may run several jobs.
+        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+        self._near: Any = None
 
     def __call__(self, layer: nn.Module) -> None:
         layer.to(self._context.device)
@@ -258,9 +261,10 @@ class _Split:
             mpu=ModelParallelUnit(self._context),
             config_dict_or_path=self._settings,
             param_swapper=self._swapper,
+            zero_param_parallel_group=self._near,
         )
-        # One for all layers: it holds buffers for offloading to disk.
-        self._swapper = split.param_swapper
+        # One for all layers: buffers for offloading to disk, and a group to gather from.
+        self._swapper, self._near = split.param_swapper, split.zero_param_process_group
 
 
 class _Pipeline(PipelineModule):

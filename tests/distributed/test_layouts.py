@@ -23,6 +23,7 @@ LAYOUTS: list[Any] = [
     by_deepspeed(2, {"zero_stage": 1}),
     by_deepspeed(4, {"zero_stage": 2}),
     (4, {"zero_stage": 3}),
+    by_deepspeed(4, {"zero_stage": 3, "hierarchical_partition_size": 2}),
     by_deepspeed(2, {"zero_stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"}),
     by_deepspeed(2, {"zero_stage": 2, "offload_optimizer": "cpu"}),
     (2, {"tensor_model_parallel_size": 2, "zero_stage": 0, "sequence_parallel": True}),

@@ -93,6 +93,30 @@ from megavis.config.errors import UserError
             " this to none",
         ),
         (
+            ["parallel.hierarchical_partition_size=8", "parallel.zero_stage=2"],
+            "command line: parallel.hierarchical_partition_size: needs zero_stage 3, not 2; set it"
+            " to 3 or this to 1",
+        ),
+        (
+            [
+                "parallel.hierarchical_partition_size=8",
+                "parallel.zero_stage=3",
+                "parallel.tensor_model_parallel_size=2",
+            ],
+            "command line: parallel.hierarchical_partition_size: needs tensor_model_parallel_size"
+            " 1: DeepSpeed's groups are of consecutive processes, which here hold different"
+            " weights; set this to 1",
+        ),
+        (
+            [
+                "parallel.hierarchical_partition_size=8",
+                "parallel.zero_stage=3",
+                "parallel.context_parallel_size=2",
+            ],
+            "command line: parallel.hierarchical_partition_size: is not supported with context"
+            " parallelism; set this or context_parallel_size to 1",
+        ),
+        (
             ["parallel.offload_optimizer=cpu", "parallel.zero_stage=0"],
             "command line: parallel.offload_optimizer: needs zero_stage 1, 2 or 3; the nearest"
             " is 1",
@@ -202,6 +226,12 @@ def test_world_size_check_matches_arithmetic(read, small):
             8,
             "command line: training.batch_size: 2 is not divisible by the data-parallel size 8;"
             " 8 would",
+        ),
+        (
+            ["parallel.hierarchical_partition_size=8", "parallel.zero_stage=3"],
+            4,
+            "command line: parallel.hierarchical_partition_size: 8 does not divide the"
+            " data-parallel size 4; it could be 1, 2, 4",
         ),
     ],
 )

@@ -19,6 +19,7 @@ from megavis.planning.hardware import Cluster, open_device
 from megavis.planning.layouts import Layout, layout_key
 from megavis.planning.plan import plan_layout
 from megavis.planning.shape import shape_of
+from megavis.planning.states import states_of
 from megavis.planning.time import bubble_fraction
 
 pytestmark = pytest.mark.once
@@ -210,6 +211,21 @@ def test_data_parallel_communication_by_zero_stage(shape):
     assert sent(zero_stage=2) == pytest.approx({"gradients: all-reduce": 32, gather: 4})
     # 455 M parameters stay gathered from forward to backward: one gather each.
     assert sent(zero_stage=3) == pytest.approx({gather: 16, "ZeRO: reduce-scatter": 16})
+
+
+def test_hierarchical_partitioning_gathers_inside_a_node(shape):
+    """One global gather a step; the other three micro-batches gather from the node's copy."""
+    number = 4 * shape.layers.total
+    keys = {"zero_stage": 3, "hierarchical_partition_size": 8}
+    layout = layout_of(data=16, accumulation=4, **keys)
+    found = {transfer.kind: transfer for transfer in transfers(shape, layout, 8)}
+    far, near = (found[f"ZeRO: all-gather of {name}"] for name in ("weights", "copied weights"))
+    assert (far.inside, far.between) == pytest.approx((number * 7 / 8, number / 16))
+    assert (near.inside, near.between) == pytest.approx((3 * number * 7 / 8, 0))
+    options = {"precision": "float32", "keeps_average": False}
+    plain = layout_of(data=16, accumulation=4, zero_stage=3)
+    weights = [states_of(shape.layers, each, 0, **options).weights for each in (plain, layout)]
+    assert weights == pytest.approx([number / 16, number / 16 + number / 8])
 
 
 @pytest.mark.parametrize("gradient_size", [2, 4])
