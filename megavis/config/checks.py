@@ -245,7 +245,8 @@ def _check_hierarchy(parallel: ParallelConfig) -> Iterator[ConfigIssue]:
         text = "DeepSpeed's groups are of consecutive processes, which here hold different weights"
         yield key, f"needs tensor_model_parallel_size 1: {text}; set this to 1"
     if parallel.context_parallel_size > 1:
-        yield key, "is not supported with context parallelism; set this or context_parallel_size to 1"
+        text = "is not supported with context parallelism"
+        yield key, f"{text}; set this or context_parallel_size to 1"
     if parallel.offload_parameters != "none":
         yield key, "keeps another copy of the weights on the GPU; set offload_parameters to none"
 
