@@ -8,6 +8,12 @@ from megavis.config.arguments import non_negative_number, positive
 from megavis.config.imports import IMAGE_SIZE, ImportOption, ImportSpec
 
 _RUN = "megavis.papers.givt.released_run:"
+_BETA = ImportOption(
+    "--beta",
+    "the β it was trained with; default: the paper's",
+    type=non_negative_number,
+    metavar="B",
+)
 
 IMPORTS = (
     ImportSpec(
@@ -26,13 +32,29 @@ IMPORTS = (
         help="an .npz file of one of GIVT's released VAEs",
         read=_RUN + "read_vae",
         options=(
-            ImportOption(
-                "--beta",
-                "the β it was trained with; default: 5e-5",
-                type=non_negative_number,
-                metavar="B",
-            ),
+            _BETA,
             IMAGE_SIZE,
+        ),
+    ),
+    ImportSpec(
+        "givt-label-vae",
+        help="an .npz file of one of GIVT's released VAEs of label maps",
+        read="megavis.papers.givt.released_label_maps:read_label_map_vae",
+        options=(
+            ImportOption(
+                "--target",
+                "kind of the maps; default: panoptic",
+                choices=("panoptic", "depth"),
+                default="panoptic",
+            ),
+            ImportOption(
+                "--semantic-channels",
+                "channels for classes and void; default: 134",
+                type=positive,
+                default=134,
+            ),
+            ImportOption("--latents", "of a map; default: 256", type=positive, default=256),
+            _BETA,
         ),
     ),
 )

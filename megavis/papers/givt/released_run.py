@@ -11,6 +11,7 @@ from megavis.config.load import load_config
 from megavis.papers.givt.released import read_arrays, vae_shape, vae_weights
 from megavis.papers.givt.weights import ReleasedModel
 from megavis.papers.vae.config import VAEConfig
+from megavis.papers.vae.label_maps_config import LabelMapVAEConfig
 
 
 def read_transformer(args: argparse.Namespace) -> ReleasedRun:
@@ -43,8 +44,10 @@ def read_transformer(args: argparse.Namespace) -> ReleasedRun:
 def _pixels_of_a_latent(run_folder: Path) -> int:
     path = run_folder / "config.yaml"
     paper = load_config(path).config.objective
+    if isinstance(paper, LabelMapVAEConfig):
+        return paper.downsampling
     if not isinstance(paper, VAEConfig):
-        raise UserError(f"--tokenizer: {run_folder} is a run of {paper.name}, not of a vae")
+        raise UserError(f"--tokenizer: {run_folder} is a run of {paper.name}, not of a VAE")
     return paper.shape.downsampling
 
 
