@@ -2,7 +2,7 @@
 
 Balls, boxes and cones stand in front of a wall. The camera looks along the floor, so depth follows
 from the place where an object stands, and its size from its depth; nearer ones hide those behind.
-Textures differ from object to object and say nothing about its class.
+Textures differ from object to object and say nothing about its class, unless `--class-colors`.
 
 Maps are written in the format of COCO Panoptic, depths as 16-bit PNG in millimetres.
 
@@ -43,6 +43,14 @@ times its focal length in image sides."""
 _NEAR, _WALLS, _SIZES = 2.2, (5.0, 9.0), (0.9, 1.7)
 """In metres: distance of the nearest object, range of the wall's distance, and range of the
 objects' heights times the focal length."""
+_COLORS = {
+    1: (0.80, 0.25, 0.20),
+    2: (0.20, 0.65, 0.25),
+    5: (0.25, 0.30, 0.80),
+    _WALL: (0.75, 0.72, 0.68),
+    _FLOOR: (0.42, 0.36, 0.32),
+}
+"""Mean color of each class with `--class-colors`."""
 _LEAST_SIDE, _MILLIMETRES, _MANY_IDS = 16, 1000, 1 << 24
 
 
@@ -75,6 +83,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--images", type=positive, default=4000, help="training images")
     parser.add_argument("--validation-images", type=positive, default=200, help="held-out images")
     parser.add_argument("--objects", type=positive, default=4, help="most objects per scene")
+    parser.add_argument(
+        "--wall",
+        type=float,
+        nargs=2,
+        default=_WALLS,
+        metavar=("NEAREST", "FARTHEST"),
+        help="range of the wall's distance in metres; objects stand before it",
+    )
+    parser.add_argument(
+        "--class-colors",
+        action="store_true",
+        help="give each class colors of its own; otherwise textures say nothing about the class",
+    )
     parser.add_argument("--seed", type=non_negative, default=0, help="of all draws")
 
 
@@ -82,8 +103,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the folder. Raises UserError and OSError."""
     if arguments.size < _LEAST_SIDE:
         raise UserError(f"--size must be at least {_LEAST_SIDE}")
-    options = ("size", "images", "validation_images", "objects", "seed")
+    if not _NEAR < arguments.wall[0] < arguments.wall[1]:
+        raise UserError(f"--wall must be two increasing distances above {_NEAR} m")
+    options = ("size", "images", "validation_images", "objects", "wall", "class_colors", "seed")
     record = {name: getattr(arguments, name) for name in options}
+    record["wall"] = list(arguments.wall)  # as it is read back from JSON
 
     def write(folder: Path) -> None:
         counts = {"train": arguments.images, "validation": arguments.validation_images}
@@ -106,7 +130,13 @@ def _write_part(
     images, annotations = [], []
     for number in range(count):
         random = np.random.default_rng([record["seed"], _STREAMS[part], number])
-        scene = draw_scene(random, size=record["size"], most_objects=record["objects"])
+        scene = draw_scene(
+            random,
+            size=record["size"],
+            most_objects=record["objects"],
+            walls=(record["wall"][0], record["wall"][1]),
+            class_colors=record["class_colors"],
+        )
         name, side = f"{number:06d}.png", record["size"]
         Image.fromarray(scene.image).save(folder / "images" / part / name)
         Image.fromarray(scene.depth).save(folder / "depth" / part / name)
@@ -142,24 +172,44 @@ def segments_info(scene: Scene, ids: np.ndarray) -> list[dict[str, Any]]:
     return found
 
 
-def draw_scene(random: np.random.Generator, *, size: int, most_objects: int) -> Scene:
-    """Draw a scene of one to `most_objects` objects, `size` pixels on a side."""
+def draw_scene(
+    random: np.random.Generator,
+    *,
+    size: int,
+    most_objects: int,
+    walls: tuple[float, float] = _WALLS,
+    class_colors: bool = False,
+) -> Scene:
+    """Draw a scene of one to `most_objects` objects.
+
+    Args:
+        random: source of all draws.
+        size: side in pixels.
+        most_objects: most objects.
+        walls: smallest and largest distance of the wall in metres.
+        class_colors: whether a texture's colors are near those of the class.
+    """
     rows, columns = (np.indices((size, size)) + 0.5) / size
-    wall = random.uniform(*_WALLS)
+
+    def texture(category: int) -> np.ndarray:
+        color = _COLORS[category] if class_colors else None
+        return _texture(random, rows, columns, color)
+
+    wall = random.uniform(*walls)
     floor = _CAMERA / np.maximum(rows - _HORIZON, 1e-6)
     is_floor = floor < wall
     depth = np.where(is_floor, floor, wall)
     segments = is_floor.astype(np.int64)
-    textures = [_texture(random, rows, columns) for _ in range(2)]
-    image = np.where(is_floor[..., None], textures[1], textures[0])
     categories = [_WALL, _FLOOR]
+    textures = [texture(category) for category in categories]
+    image = np.where(is_floor[..., None], textures[1], textures[0])
     distances = random.uniform(_NEAR, 0.95 * wall, random.integers(1, most_objects + 1))
     for distance in sorted(distances.tolist(), reverse=True):
         category = int(random.choice(_SHAPES))
         inside = _shape(random, category, distance, rows, columns)
         segments[inside] = len(categories)
         depth[inside] = distance
-        image[inside] = _texture(random, rows, columns)[inside]
+        image[inside] = texture(category)[inside]
         categories.append(category)
     millimetres = np.clip((depth * _MILLIMETRES).round(), 1, 65535).astype(np.uint16)
     pixels = (255.0 * image.clip(0.0, 1.0)).round().astype(np.uint8)
@@ -186,9 +236,17 @@ def _shape(
     return (up > 0) & (np.abs(across) < half * (1.0 - up / height))
 
 
-def _texture(random: np.random.Generator, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Return a texture float64 `[s, s, 3]` in about [0, 1]: two colours in waves, and noise."""
-    base = random.uniform(0.15, 0.85, 3)
+def _texture(
+    random: np.random.Generator,
+    rows: np.ndarray,
+    columns: np.ndarray,
+    color: tuple[float, float, float] | None,
+) -> np.ndarray:
+    """Return a texture float64 `[s, s, 3]` in about [0, 1]: two colors in waves, and noise.
+
+    The first color is near `color` if that is given.
+    """
+    base = random.uniform(0.15, 0.85, 3) if color is None else color + random.uniform(-0.1, 0.1, 3)
     other = base + random.uniform(-0.2, 0.2, 3)
     frequency, angle, phase = (
         random.uniform(2.0, 14.0),

@@ -10,6 +10,7 @@ from scene_shards import write_scene_shards, write_scenes
 from scipy.io import savemat
 
 from data_tools.__main__ import main
+from data_tools.label_maps.scenes import draw_scene
 from megavis.data.codecs.jpeg import decode_png, split
 from megavis.data.codecs.label_maps import to_numbers, to_pixels
 from megavis.data.format.manifest import Manifest
@@ -55,6 +56,24 @@ def test_scenes_are_exact_and_deterministic(tmp_path):
             if kinds[each["category_id"]] == "box":
                 hidden += each["area"] < width * height
     assert hidden, "no box is behind another object"
+
+
+def test_scenes_with_class_colors_and_a_near_wall(tmp_path, capsys):
+    means = {1: [], 2: [], 5: []}
+    for number in range(20):
+        random = np.random.default_rng(number)
+        scene = draw_scene(random, size=64, most_objects=3, walls=(4.5, 6.0), class_colors=True)
+        assert 4500 <= scene.depth.max() <= 6000
+        for segment, category in enumerate(scene.categories):
+            inside = scene.segments == segment
+            if category in means and inside.any():
+                means[category].append(scene.image[inside].mean(0))
+    # Balls are red, boxes green and cones blue.
+    for channel, category in enumerate((1, 2, 5)):
+        assert len(means[category]) > 5
+        assert {int(mean.argmax()) for mean in means[category]} == {channel}
+    assert main(["scenes", str(tmp_path / "s"), "--wall", "6", "4"]) == 2
+    assert "--wall must be two increasing distances above 2.2 m" in capsys.readouterr().err
 
 
 def test_panoptic_maps_keep_class_and_segment(tmp_path):
