@@ -90,7 +90,7 @@ class EncodedImage(Condition):
         """Build the encoder's patch embedding, or a part of the other conditions."""
         if role != "memory":
             return self.others.part(role, core)
-        layer = EncoderInput(self.sizes.core(core, _NAME), patch_size=self.sizes.patch_size)
+        layer = EncoderInput(self.sizes.core(core, _NAME), self.sizes)
         add_options(layer.parameters(), self.sizes.options)
         return layer
 

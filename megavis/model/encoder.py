@@ -48,6 +48,7 @@ class EncoderSizes:
         learning_rate_scale: multiplies the scheduled learning rate of all its parameters.
         activation: of its MLPs; None for the decoder's.
         norm_epsilon: of its norms; None for the decoder's.
+        position_std: standard deviation of its positions at initialization; None for 1 / √width.
     """
 
     num_layers: int
@@ -57,6 +58,7 @@ class EncoderSizes:
     learning_rate_scale: float = 1.0
     activation: Activation | None = None
     norm_epsilon: float | None = None
+    position_std: float | None = None
 
     @property
     def options(self) -> ParamGroupOptions:
@@ -140,14 +142,15 @@ def _passing(name: str) -> str:
 class EncoderInput(nn.Module):
     """Patch embedding with learned positions."""
 
-    def __init__(self, core: Core, *, patch_size: int) -> None:
+    def __init__(self, core: Core, sizes: EncoderSizes) -> None:
         """Build.
 
         Args:
             core: core of the encoder.
-            patch_size: side of a patch in pixels; must divide the image size.
+            sizes: its patch size, which must divide the image size, and the scale of positions.
         """
         super().__init__()
+        patch_size, std = sizes.patch_size, sizes.position_std
         width, numbers = core.model.hidden_size, 3 * patch_size**2
         self.core, self.patch_size = core, patch_size
         self.side = core.config.data.image_size // patch_size
@@ -158,7 +161,7 @@ class EncoderInput(nn.Module):
             height=self.side,
             width=self.side,
             hidden_size=width,
-            fill=normal(width**-0.5),
+            fill=normal(width**-0.5 if std is None else std),
         )
 
     def forward(self, images: Tensor, rows: LayerState | None = None) -> LayerState:

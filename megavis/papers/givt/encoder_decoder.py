@@ -6,11 +6,13 @@ self-attention, to a Vision Transformer's encoding of an image (`composition/enc
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 
 from megavis.composition.encoded_image import EncodedImage
 from megavis.composition.pretrained_encoder import PretrainedEncoder
+from megavis.composition.reader import Role
 from megavis.composition.trainable import Likelihood
 from megavis.model.encoder import EncoderSizes
 from megavis.papers.givt.encoder_decoder_config import EncoderDecoderConfig
@@ -36,9 +38,16 @@ class GIVTEncoderDecoder(GIVT):
                 self.paper.encoder_learning_rate_scale,
                 self.paper.encoder_activation,
                 self.paper.encoder_norm_epsilon,
+                self.paper.position_std,
             ),
             others=self._labels(),
         )
+
+    @property
+    def deviations(self) -> Mapping[Role, float]:
+        """`objective.position_std`, and otherwise GIVT's."""
+        std = self.paper.position_std
+        return super().deviations if std is None else {"positions": std}
 
     def pretrained(self) -> PretrainedEncoder | None:
         """Open the Vision Transformer that the encoder starts from."""

@@ -40,6 +40,11 @@ class EncoderDecoderConfig(LatentTokensConfig):
     """Multiplies the learning rate of the encoder; 0.1 in the released code, where it starts from a
     pretrained Vision Transformer."""
 
+    position_std: Above0 | None = None
+    """Standard deviation of learned positions at initialization, in encoder and decoder; defaults
+    to 1/√width, as in the released code. Larger ones help an encoder that starts from random
+    weights: cross-attention finds the patches of a latent by their positions."""
+
     @property
     def num_further_blocks(self) -> int:
         """Blocks of the encoder."""

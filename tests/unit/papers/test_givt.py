@@ -11,6 +11,7 @@ from megavis.composition import composition, latents
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.batch import Batch
+from megavis.model.stack import LayerStack
 from megavis.papers.givt.deviation_figure import applies, predicted_deviations
 from megavis.tokenizers.patches import stack, to_grid, to_tokens, unstack
 
@@ -138,6 +139,18 @@ def test_shard_kinds_of_the_encoder_decoder(make, kind, words, message):
     objective, _ = make("objective.name=givt_encoder_decoder", *options)
     manifest = Manifest.model_construct(kind=kind, class_names=())
     assert "".join(objective.check_data(manifest)) == message
+
+
+@pytest.mark.parametrize(("words", "std"), [([], 1 / 4), (["objective.position_std=0.5"], 0.5)])
+def test_scale_of_positions_in_encoder_and_decoder(build_paper, words, std):
+    keys = ["objective.encoder_layers=1", "objective.encoder_patch_size=2", "data.image_size=64"]
+    keys += ["objective.downsampling=4", "objective.num_classes=0", *words]
+    model = ["objective.name=givt_encoder_decoder", "model.hidden_size=16"]
+    objective, _ = build_paper(CONFIG, *model, *keys)
+    first = next(iter(LayerStack(objective.layer_plans(), objective.loss).layers))
+    tables = dict(first.named_parameters())
+    for name in ("positions.weight", "encoder.positions.weight"):
+        assert float(tables[name].detach().std()) == pytest.approx(std, rel=0.1)
 
 
 @pytest.mark.parametrize("words", [(), ("objective.adapter_blocks=2",)])
