@@ -1,6 +1,7 @@
 """`megavis evaluate panoptic` and `depth` on reconstructions and on predictions from images."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -8,7 +9,9 @@ import torch
 from label_map_config import write_label_map_config
 from scene_shards import write_scene_shards
 
+import megavis
 from megavis.cli import main
+from megavis.commands.opening import job_closed
 from megavis.data.codecs.jpeg import decode_png, split
 from megavis.data.codecs.label_maps import nearest
 from megavis.data.codecs.transforms import Transform
@@ -94,3 +97,33 @@ def test_other_kinds_of_maps_are_refused(folder, capsys):
     words = ["evaluate", "panoptic", str(folder / "runs" / "panoptic"), "--beams", "2"]
     assert main([*words, "--device", "cpu"]) == 2
     assert "--beams" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["panoptic", "depth"])
+def test_likelihood_is_that_of_the_latents_given_the_image(folder, kind, capsys):
+    run = folder / "runs" / f"{kind}_from_images"
+    assert main(["likelihood", str(run), "--device", "cpu"]) == 0
+    assert "64 per image, given the image" in capsys.readouterr().out
+    result = json.loads((run / "evaluation" / "likelihood.json").read_text())
+    dataset = ShardDataset(folder / kind / "validation", Transform(32, crop="center"))
+    pairs = torch.from_numpy(dataset.read(np.arange(len(dataset)))[0])
+    with job_closed():
+        opened = megavis.load(run, device="cpu")
+        latents = opened.objective.reads.of(pairs[:, 1], torch.arange(len(dataset)))
+        outputs = opened.outputs(latents, image=pairs[:, 0])[..., 1:].double()
+    means, raw = outputs.chunk(2, dim=-1)
+    density = torch.distributions.Normal(means, (raw + (raw**2 + 4).sqrt()) / 2)
+    nats = -density.log_prob(latents.flatten(2).transpose(1, 2).double()).sum((1, 2)).mean()
+    assert result["nats_per_image"] == pytest.approx(float(nats), rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", ["{}", "{}_from_images"])
+@pytest.mark.parametrize("kind", ["panoptic", "depth"])
+def test_exports_predict_the_same_maps(folder, kind, stage, tmp_path):
+    run, made = folder / "runs" / stage.format(kind), tmp_path / "export"
+    assert main(["export", str(run), "--to", "huggingface", str(made)]) == 0
+    assert evaluate(kind, made)["all"] == evaluate(kind, run)["all"]
+    shutil.rmtree(made / "evaluation")
+    again = tmp_path / "again"
+    assert main(["import", "huggingface", str(made), str(again)]) == 0
+    assert evaluate(kind, again)["all"] == evaluate(kind, run)["all"]
