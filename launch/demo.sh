@@ -219,6 +219,43 @@ givt() {
   finish "$run" "$vae"
 }
 
+givt-dense() {
+  local part kind run
+  step "draw 10,000 scenes of 64² pixels, with segments and depths" \
+    python -m data_tools scenes demo/scenes --images 10000 --objects 3 --wall 4.5 6 --class-colors
+  for part in train validation; do
+    step "write $part images and panoptic maps" \
+      python -m data_tools maps panoptic "demo/scenes/images/$part" "demo/scenes/panoptic/$part" \
+      "demo/scenes/panoptic_$part.json" --out "demo/scenes_panoptic/$part"
+    step "write $part images and depths" \
+      python -m data_tools maps depth "demo/scenes/images/$part" "demo/scenes/depth/$part" \
+      --out "demo/scenes_depth/$part"
+  done
+  background "train a VAE of depths for 1,400 steps of 32 maps" \
+    megavis train yaml_configs/givt/demo_vae_depth.yaml
+  step "train one of panoptic maps" megavis train yaml_configs/givt/demo_vae_panoptic.yaml
+  join_background
+  background "train GIVT to predict depths, 4 + 4 layers 128 wide, for 1,000 steps of 32 images" \
+    megavis train yaml_configs/givt/demo_depth.yaml $(seeded givt_demo_depth)
+  step "train it to predict panoptic maps" \
+    megavis train yaml_configs/givt/demo_panoptic.yaml $(seeded givt_demo_panoptic)
+  join_background
+  for kind in panoptic depth; do
+    run=runs/givt_demo_$kind$tag
+    step "compare 200 $kind maps that the VAE reconstructs with the truth" \
+      megavis evaluate "$kind" "runs/givt_demo_vae_$kind"
+    step "compare those that GIVT predicts" \
+      megavis evaluate "$kind" "$run" --temperature 0.0001
+    step "score answers without a model" \
+      python -m benchmarks.label_map_baselines "demo/scenes_$kind" --run "$run"
+    step "show ten images, their maps and the predictions" \
+      megavis sample "$run" --images "demo/scenes_$kind/validation" --temperature 0.0001 \
+      --completions 1 --num-images 10
+  done
+  finish "runs/givt_demo_panoptic$tag" "runs/givt_demo_depth$tag" runs/givt_demo_vae_panoptic \
+    runs/givt_demo_vae_depth
+}
+
 gvp() {
   local run=runs/gvp_demo$tag ids=runs/gvp_demo_d2d$tag vqgan=runs/gvp_demo_vqgan part
   letters_32
@@ -259,7 +296,7 @@ mae() {
   finish "$run" "runs/mae_finetune_demo$tag" "runs/mae_scratch_demo$tag"
 }
 
-papers=(igpt igpt-bert darl mp3 givt gvp mae)
+papers=(igpt igpt-bert darl mp3 givt givt-dense gvp mae)
 
 demo() {
   local began=$SECONDS

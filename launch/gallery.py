@@ -19,9 +19,9 @@ DOCS = ROOT / "docs"
 PICTURES = Path("images/gallery")
 HEAD = """# Gallery
 
-Images of capital letters from the demos. Training never sees the validation fonts. The models are
-small and train for minutes on two CPU cores. `make demos` runs all of them and writes this page
-from their run folders.
+Images of capital letters, and of scenes, from the demos. Training never sees the validation fonts
+and scenes. The models are small and train for minutes on two CPU cores. `make demos` runs all of
+them and writes this page from their run folders.
 """
 
 
@@ -114,6 +114,26 @@ DEMOS = (
             (
                 "givt_demo_vae/samples/samples-*.png",
                 "Letters in unseen fonts, and their reconstructions by the VAE",
+            ),
+        ),
+    ),
+    Demo(
+        paper="givt-dense",
+        title="GIVT: label maps from images",
+        runs=(
+            "givt_demo_panoptic",
+            "givt_demo_depth",
+            "givt_demo_vae_panoptic",
+            "givt_demo_vae_depth",
+        ),
+        pictures=(
+            (
+                "givt_demo_panoptic/samples/samples-*.png",
+                "Unseen scenes, their panoptic maps, and those that GIVT predicts",
+            ),
+            (
+                "givt_demo_depth/samples/samples-*.png",
+                "The same scenes, their depths, and those that GIVT predicts; nearer is brighter",
             ),
         ),
     ),

@@ -44,7 +44,7 @@ RUNS = {loaded.config.folder: loaded.config for loaded in PRESETS.values()}
 # Shard kinds by folder name; all others hold JPEG files.
 KINDS = [
     (r"latents", "latents"),
-    (r"pairs|coarse|panoptic|nyu_depth", "pairs"),
+    (r"pairs|coarse|panoptic|_depth", "pairs"),
     (r"ids", "ids"),
     (r"speech", "recordings"),
     (r"cifar\d+_32|demo/(train|selection|validation)$", "palette"),
@@ -139,7 +139,7 @@ def shards_of(config, folder):
         classes = tuple(map(str, range(5)))
         target = TargetMaps(kind="panoptic", class_names=classes, things=(True,) * 5)
         fields |= {"target": target, "image_size": None}
-    if "nyu_depth" in folder:
+    if "_depth" in folder:
         fields |= {"target": TargetMaps(kind="depth"), "image_size": None}
     return {"jpeg": "jpg", "pairs": "pair"}[kind], 64, fields
 
