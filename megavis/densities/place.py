@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megavis.densities.density import Density
 from megavis.model.heads import Head
+from megavis.model.kernels import nats
 
 
 class Place(Density):
@@ -53,8 +53,7 @@ class Place(Density):
             predictions: output of the head.
             targets: true positions int64 `[b, n]`.
         """
-        logits = self.outputs(predictions).float().transpose(1, 2)
-        return F.cross_entropy(logits, targets, reduction="none")
+        return nats(self.outputs(predictions), targets)
 
     def measures(self, predictions: Tensor, targets: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """Return top-1 and top-5 accuracy as `accuracy` and `top5`.

@@ -6,6 +6,7 @@ import pytest
 import torch
 from small_batches import batch_of, photographs, run_layers
 from tiny import tiny
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megavis.config.errors import UserError
 from megavis.model.flops import training_flops
@@ -222,3 +223,24 @@ def test_attention_weights_match_the_block(make):
     value = seen["kv"].unflatten(2, (-1, 2, 8))[..., 1, :].permute(1, 2, 0, 3)
     mixed = (weights @ value).permute(2, 0, 1, 3).flatten(2)
     torch.testing.assert_close(mixed, seen["mixed"], rtol=1e-4, atol=1e-4)
+
+
+def test_loss_has_a_deterministic_kernel(make):
+    """On a GPU, nll_loss2d raises under `training.deterministic`; nll_loss does not."""
+    objective, _ = make()
+    called = set()
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            called.add(function.name())
+            return function(*args, **(kwargs or {}))
+
+    logits = torch.randn(2, 17, 16, requires_grad=True)
+    true = torch.arange(16).expand(2, -1)
+    with Recorder():
+        losses = objective.density.per_token_loss(logits, true)
+        losses.sum().backward()
+    assert "aten::nll_loss_backward" in called
+    assert not [name for name in called if "nll_loss2d" in name]
+    expected = -logits.detach()[:, 1:].double().log_softmax(-1).diagonal(dim1=1, dim2=2)
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)
