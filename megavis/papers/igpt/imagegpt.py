@@ -46,6 +46,8 @@ def fits_imagegpt(config: RunConfig) -> int:
         raise UserError("only an autoregressive iGPT can be converted")
     if paper.order != "raster":
         raise UserError("ImageGPT predicts pixels in raster order; this run does not")
+    if model.positions not in (None, "learned"):
+        raise UserError(f"ImageGPT has learned positions; model.positions is {model.positions}")
     if (model.normalization, model.activation) != ("rms_norm", "quick_gelu"):
         raise UserError("needs model.normalization rms_norm, activation quick_gelu")
     return paper.vocabulary_size

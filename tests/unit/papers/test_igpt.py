@@ -9,6 +9,7 @@ from small_batches import batch_of
 
 from megavis.config.errors import UserError
 from megavis.config.load import dump_config, load_config
+from megavis.papers.igpt.imagegpt import fits_imagegpt
 
 
 def draw(batch_size=3, seed=0):
@@ -159,3 +160,9 @@ def test_loss_is_float32_under_bf16(build, tmp_path):
     loss = objective.loss(rounded, sequence.targets)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, objective.loss(rounded.float(), sequence.targets))
+
+
+def test_only_learned_positions_fit_imagegpt(build, tmp_path):
+    assert fits_imagegpt(build(tmp_path / "c.yaml")[0].config) == 32
+    with pytest.raises(UserError, match="learned positions; model.positions is sincos"):
+        fits_imagegpt(build(tmp_path / "c.yaml", "model.positions=sincos")[0].config)
