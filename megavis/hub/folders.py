@@ -130,7 +130,7 @@ def _write_imagegpt(run: Run, weights: Mapping[str, Tensor], folder: Path) -> Ex
 
 def _write_vit_mae(run: Run, weights: Mapping[str, Tensor], folder: Path) -> Exported:
     settings = settings_of(run.config)
-    tensors = to_vit_mae(weights, settings)
+    tensors = to_vit_mae(weights, settings, position_scale=run.config.model.position_scale)
     difference = check_agreement(*compared_vit_mae(run, tensors, settings))
     _write(folder, settings, tensors, _image_processor(run))
     use = _VIT_USE.format(name="ViTMAEForPreTraining", options="")

@@ -119,12 +119,15 @@ def vit_mae_sections(
     return paper, model
 
 
-def to_vit_mae(whole: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
+def to_vit_mae(
+    whole: Mapping[str, Tensor], settings: Mapping[str, Any], *, position_scale: float = 1.0
+) -> dict[str, Tensor]:
     """Convert to transformers' names; sin-cos positions become tables.
 
     Args:
         whole: unsharded tensors under megavis' names.
         settings: `config.json`.
+        position_scale: `model.position_scale` of the run.
     """
     side = settings["patch_size"]
     kernel = whole["embedding.patches.weight"].unflatten(1, (side, side, 3)).permute(0, 3, 1, 2)
@@ -134,7 +137,7 @@ def to_vit_mae(whole: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict
         f"{_PATCHES}.bias": whole["embedding.patches.bias"],
         "decoder.mask_token": whole["bridge.mask"].view(1, 1, -1),
     }
-    for (ours, theirs), table in zip(_TABLES, _sines(settings), strict=True):
+    for (ours, theirs), table in zip(_TABLES, _sines(settings, position_scale), strict=True):
         # The class token has no position.
         tensors[theirs] = F.pad(whole.get(ours, table), (0, 0, 1, 0))[None]
     for kind in ("weight", "bias"):
@@ -192,10 +195,10 @@ def has_sines(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> boo
     )
 
 
-def _sines(settings: Mapping[str, Any]) -> list[Tensor]:
+def _sines(settings: Mapping[str, Any], scale: float = 1.0) -> list[Tensor]:
     """Return the positions of encoder and decoder, `[n, h]` and `[n, w]`."""
     side = settings["image_size"] // settings["patch_size"]
-    cells = cell_coordinates(torch.arange(side**2), side)
+    cells = scale * cell_coordinates(torch.arange(side**2), side)
     return [sincos(cells, settings[key]) for key in ("hidden_size", "decoder_hidden_size")]
 
 

@@ -11,6 +11,7 @@ from transformers.models.vit_mae.modeling_vit_mae import build_2d_sinusoidal_pos
 
 from megavis.config.errors import UserError
 from megavis.model.attention import join_keys_values
+from megavis.papers.mae.vit_mae import settings_of, to_vit_mae, vit_mae_predictions
 from megavis.tokenizers.patches import standardize
 
 CONFIG = tiny(
@@ -242,3 +243,14 @@ def test_fine_tuning_splits_the_tokens_of_the_encoder_alone(make):
     make(*tuned, *without)
     with pytest.raises(UserError, match="17 tokens are not divisible"):
         make(*tuned, *split)
+
+
+def test_export_keeps_scaled_positions(make):
+    objective, runner = make("model.position_scale=0.5")
+    weights = {name: weight.detach() for name, weight in runner.layers.named_parameters()}
+    images, index = photographs(2, 16), torch.arange(2)
+    ours = objective.outputs(runner.predictions(objective.inputs_from(images, sample_index=index)))
+    settings, order = settings_of(objective.config), objective.schedule.draw(index).order
+    tensors = to_vit_mae(weights, settings, position_scale=0.5)
+    theirs = vit_mae_predictions(tensors, settings, standardize(images), order)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
