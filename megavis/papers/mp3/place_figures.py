@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megavis.composition.places import Places
 from megavis.composition.trainable import Trainable
+from megavis.config.errors import UserError
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches, read_round_robin
 from megavis.evaluation.figures import FigureInput, RenderedFigure, plain_axes
@@ -166,15 +167,21 @@ def draw_jigsaw(subject: FigureInput, options: argparse.Namespace) -> RenderedFi
 
 
 def draw_mixture(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
-    """Mix the patches of pairs of held-out images and reassemble them."""
+    """Mix the patches of pairs of held-out images and reassemble them.
+
+    Raises:
+        UserError: there is a single image.
+    """
     objective = subject.objective.places()
     rows: list[Any] = []
     images = read_round_robin(subject.images, 2 * options.num_images).inputs
-    for number, pair in enumerate(images.split(2), options.seed):
+    if len(images) < 2:
+        raise UserError(f"{subject.images.directory} has one image, and a mixture needs two")
+    # A small folder may have an odd number of images; the last one then has no partner.
+    pairs = images[: len(images) // 2 * 2].split(2)
+    for number, pair in enumerate(pairs, options.seed):
         rows += mixture_rows(subject.runner, objective, pair, _RATIOS, seed=number)
-    return RenderedFigure(
-        image_grid(rows), lines=[f"{options.num_images} pairs, mask ratios {_RATIOS}"]
-    )
+    return RenderedFigure(image_grid(rows), lines=[f"{len(pairs)} pairs, mask ratios {_RATIOS}"])
 
 
 def reassemble(patches: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,17 @@
 """Figures and metrics of predicted positions against plain loops."""
 
+import argparse
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
+from megavis.config.errors import UserError
 from megavis.evaluation.attention_maps import relative_map
 from megavis.evaluation.correlation import correlation
+from megavis.evaluation.figures import FigureInput
 from megavis.evaluation.neighbors import neighbor_accuracy
 from megavis.papers.mp3 import place_figures
 
@@ -90,6 +96,23 @@ def test_jigsaw_and_mixture_rows():
     assert rows[2][0][:, :, 0].flatten().tolist() == [0, 1, 2, 127]
     mixed = place_figures.mixture_rows(runner, places, image.expand(2, 2, 2, 3), (0.0, 0.25))
     assert [len(row) for row in mixed] == [6, 6]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_images_without_a_partner_are_not_mixed(monkeypatch, count):
+    """Small folders may have fewer images than were asked for."""
+    images = SimpleNamespace(inputs=torch.zeros(count, 2, 2, 3, dtype=torch.uint8))
+    monkeypatch.setattr(place_figures, "read_round_robin", lambda *_: images)
+    objective = SimpleNamespace(places=PositionsStub)
+    folder = SimpleNamespace(directory="shards")
+    subject = FigureInput(Path("run"), objective, RunnerStub(), folder)
+    options = argparse.Namespace(num_images=2, seed=0)
+    if count == 1:
+        with pytest.raises(UserError, match="shards has one image"):
+            place_figures.draw_mixture(subject, options)
+        return
+    drawn = place_figures.draw_mixture(subject, options)
+    assert drawn.lines[0].startswith("1 pairs")
 
 
 def test_relative_map_averages_over_offsets():
