@@ -30,7 +30,6 @@ from megavis.config.errors import (
 )
 from megavis.parallel.launch import read_launch
 
-
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 """A path without permission, or on a read-only file system."""
 
@@ -101,38 +100,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "_ARGCOMPLETE" in os.environ:
         complete(build_parser())
     try:
-        parsed = read_arguments(arguments)
-        set_verbosity(quiet=parsed.quiet, verbose=parsed.verbose)
-        if parsed.check is not None:
-            parsed.check(parsed)
-        if COMMANDS[parsed.command].is_recorded:
-            _require_writable_run(parsed)
-        code = _import_work(parsed.run)(parsed)
-        sys.stdout.flush()
-    except UserError as error:
-        if is_verbose():
-            traceback.print_exc()
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    except CorruptionError as error:
-        sys.stderr.write(f"corrupted: {error}\n")
-        return CORRUPTION_EXIT_CODE
-    except UnfinishedError as error:
-        sys.stderr.write(f"stopped by a signal: {error}\n")
-        return 75
-    except BrokenPipeError as error:
-        return close_output(error)
-    except OSError as error:
-        if error.errno not in _NOT_ALLOWED or is_verbose():
-            raise
-        sys.stderr.write(f"error: {error.filename}: {error.strerror}\n")
-        return 2
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        return 130
+        return _run(arguments)
+    except (UserError, CorruptionError, UnfinishedError, OSError, KeyboardInterrupt) as error:
+        return _explain(error)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    """Read the command line, do the work, and record the command in its runs."""
+    parsed = read_arguments(arguments)
+    set_verbosity(quiet=parsed.quiet, verbose=parsed.verbose)
+    if parsed.check is not None:
+        parsed.check(parsed)
+    is_recorded = COMMANDS[parsed.command].is_recorded
+    if is_recorded:
+        _require_writable_run(parsed)
+    code = _import_work(parsed.run)(parsed)
+    sys.stdout.flush()
     was_typed = not getattr(parsed, "until_input_ends", False)
-    if code == 0 and was_typed and COMMANDS[parsed.command].is_recorded:
+    if code == 0 and was_typed and is_recorded:
         _record(parsed, sys.argv[1:] if arguments is None else arguments)
+    return code
+
+
+def _explain(error: BaseException) -> int:
+    """Write one line on an error; return the exit code. Raises those that are no user's mistake."""
+    if isinstance(error, BrokenPipeError):
+        return close_output(error)
+    if isinstance(error, KeyboardInterrupt):
+        text, code = "interrupted", 130
+    elif isinstance(error, CorruptionError):
+        text, code = f"corrupted: {error}", CORRUPTION_EXIT_CODE
+    elif isinstance(error, UnfinishedError):
+        text, code = f"stopped by a signal: {error}", 75
+    elif isinstance(error, UserError):
+        text, code = f"error: {error}", 2
+    elif isinstance(error, OSError) and error.errno in _NOT_ALLOWED:
+        text, code = f"error: {error.filename}: {error.strerror}", 2
+    else:
+        raise error
+    if code == 2 and is_verbose():
+        traceback.print_exception(error)
+    sys.stderr.write(f"{text}\n")
     return code
 
 

@@ -29,6 +29,7 @@ from megavis.composition.class_heads import (
 from megavis.composition.composition import Composition
 from megavis.composition.mixing import Mixing
 from megavis.composition.trainable import SequenceBatch, Trainable
+from megavis.config.errors import UserError
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.batch import Batch
 from megavis.model.flops import Workload, training_flops
@@ -64,6 +65,13 @@ class Classification(Trainable):
     def classification(self) -> Classification:
         """Return itself."""
         return self
+
+    def generation(self) -> Composition:
+        """Raise UserError: a classifier generates no images."""
+        raise UserError(
+            "a fine-tuned run classifies and generates no images; sample from the run that it"
+            " started from"
+        )
 
     @property
     def is_joint(self) -> bool:

@@ -66,7 +66,7 @@ def test_finetune_learns_colour_classes(config, capsys, tmp_path, shard_folders,
         assert path.with_suffix(".png").exists()
 
 
-def test_resumed_linear_evaluation_in_bf16_has_the_same_statistics(config, tmp_path):
+def test_resumed_linear_evaluation_in_bf16_has_the_same_statistics(config, tmp_path, capsys):
     words = [f"output={tmp_path}", "finetune.linear_evaluation=true", "training.precision=bf16"]
     words += ["parallel.zero_stage=1", "schedule={decay: constant}"]
 
@@ -80,6 +80,8 @@ def test_resumed_linear_evaluation_in_bf16_has_the_same_statistics(config, tmp_p
     assert whole.keys() == resumed.keys() == {"mean", "variance"}
     for name, value in whole.items():
         assert torch.equal(resumed[name], value)
+    assert main(["sample", str(tmp_path / "whole"), "--device", "cpu"]) == 2
+    assert "a fine-tuned run classifies and generates no images" in capsys.readouterr().err
 
 
 def test_extended_finetuning_replaces_its_results(config, capsys, tmp_path, monkeypatch):
@@ -177,7 +179,7 @@ def test_classifier_starts_at_zero_from_scratch(config, tmp_path):
     ("words", "expected"),
     [
         (["finetune.num_classes=4"], "has 3 classes; finetune.num_classes is 4"),
-        (["finetune.from_run=/nowhere"], "/nowhere is not a run folder"),
+        (["finetune.from_run=/nowhere"], "/nowhere does not exist; give a run folder"),
         (["finetune.from_step=7"], "has no checkpoint of step 7; steps here: 2"),
         (
             ["finetune.from_step=7", "finetune.from_run=null"],

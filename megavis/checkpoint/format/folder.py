@@ -51,6 +51,8 @@ def saved_steps(run_folder: Path) -> list[int]:
 
 def require_run_folder(folder: Path) -> None:
     """Raise UserError if `folder` is not a run folder."""
+    if not folder.exists():
+        raise UserError(f"{folder} does not exist; give a run folder")
     if not (folder / "config.yaml").exists():
         raise UserError(f"{folder} is not a run folder: it has no config.yaml")
 
