@@ -6,6 +6,7 @@ layers are on the meta device. Data, disk and checkpoints are checked in place.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -146,6 +147,8 @@ def _disk(config: RunConfig, num_parameters: int) -> DryRunCheck:
         f"{count} checkpoints of {size / 1e9:.1f} GB take {count * size / 1e9:.1f} GB;"
         f" {free / 1e9:.1f} GB are free in {folder}"
     )
+    if not os.access(folder, os.W_OK):
+        return DryRunCheck("disk", False, f"{folder} is read-only; name another folder as output")
     if count * size <= free:
         return DryRunCheck("disk", True, text)
     return DryRunCheck("disk", False, f"{text}; lower checkpoint.keep_last, raise keep_every")

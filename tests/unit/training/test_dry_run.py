@@ -41,7 +41,7 @@ def test_dry_run_of_a_16_process_job(lines, tiny_config, sizes, layout):
     assert "starts at step 0" in found[-1]
 
 
-def test_each_problem_is_one_line(lines, tiny_config, tmp_path):
+def test_each_problem_is_one_line(lines, tiny_config, tmp_path, monkeypatch):
     code, found = lines(tiny_config, "--processes", "5")
     assert code == 2
     assert found[-1].startswith("NO  layout: ")
@@ -52,6 +52,10 @@ def test_each_problem_is_one_line(lines, tiny_config, tmp_path):
     code, found = lines(tiny_config, "training.steps=1000000000", "checkpoint.keep_every=1")
     assert code == 2
     assert any(line.startswith("NO  disk: 1000000011 checkpoints of ") for line in found)
+    monkeypatch.setattr("megavis.training.dry_run.os.access", lambda path, mode: path != tmp_path)
+    code, found = lines(tiny_config, f"output={tmp_path}")
+    assert code == 2
+    assert f"NO  disk: {tmp_path} is read-only; name another folder as output" in found
 
 
 def test_dry_run_checks_the_checkpoint_to_resume(lines, tiny_config):
