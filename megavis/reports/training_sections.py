@@ -159,14 +159,14 @@ def _loss_chart(title: str, runs: Colored) -> Iterator[Chart]:
     shown = [line for line in lines if line.x]
     caption = "Thin: training batches."
     if any(line.marks for line in shown):
-        caption += f" Dots: {_held_out(runs)}"
+        caption += f" Dots: validation. {_held_out(runs)}"
     if shown:
         yield line_chart(title, shown, x="step", y="loss", caption=caption)
 
 
 def _held_out(runs: Colored) -> str:
     counts = {text(run.setting("training.validation_images")) for _, _, run in runs}
-    return f"{' or '.join(sorted(counts))} validation images."
+    return f"At most {' or '.join(sorted(counts))} validation images."
 
 
 def _measure_chart(key: str, title: str, runs: Colored, caption: str) -> Iterator[Chart]:
