@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import importlib
 import logging
 import os
@@ -24,14 +23,14 @@ from megavis.commands.quiet import is_verbose, quietly, set_verbosity
 from megavis.config.arguments import ArgumentParser, close_output
 from megavis.config.errors import (
     CORRUPTION_EXIT_CODE,
+    NOT_ALLOWED,
     CorruptionError,
     UnfinishedError,
     UserError,
 )
 from megavis.parallel.launch import read_launch
 
-_NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
-"""A path without permission, or on a read-only file system."""
+_TRAINING = ("train", "finetune", "search-lr", "sweep")
 
 
 class Command(NamedTuple):
@@ -99,15 +98,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     if "_ARGCOMPLETE" in os.environ:
         complete(build_parser())
+    is_training = False
     try:
-        return _run(arguments)
+        parsed = read_arguments(arguments)
+        is_training = parsed.command in _TRAINING
+        return _run(parsed, sys.argv[1:] if arguments is None else arguments)
     except (UserError, CorruptionError, UnfinishedError, OSError, KeyboardInterrupt) as error:
-        return _explain(error)
+        return _explain(error, is_training=is_training)
 
 
-def _run(arguments: Sequence[str] | None) -> int:
-    """Read the command line, do the work, and record the command in its runs."""
-    parsed = read_arguments(arguments)
+def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
+    """Do the work, and record the command in its runs."""
     set_verbosity(quiet=parsed.quiet, verbose=parsed.verbose)
     if parsed.check is not None:
         parsed.check(parsed)
@@ -118,12 +119,15 @@ def _run(arguments: Sequence[str] | None) -> int:
     sys.stdout.flush()
     was_typed = not getattr(parsed, "until_input_ends", False)
     if code == 0 and was_typed and is_recorded:
-        _record(parsed, sys.argv[1:] if arguments is None else arguments)
+        _record(parsed, words)
     return code
 
 
-def _explain(error: BaseException) -> int:
-    """Write one line on an error; return the exit code. Raises those that are no user's mistake."""
+def _explain(error: BaseException, *, is_training: bool) -> int:
+    """Write one line on an error; return the exit code. Raises those that are no user's mistake.
+
+    A disk that turns read-only under a running job is none: with code 1 its launcher starts it again.
+    """
     if isinstance(error, BrokenPipeError):
         return close_output(error)
     if isinstance(error, KeyboardInterrupt):
@@ -134,7 +138,7 @@ def _explain(error: BaseException) -> int:
         text, code = f"stopped by a signal: {error}", 75
     elif isinstance(error, UserError):
         text, code = f"error: {error}", 2
-    elif isinstance(error, OSError) and error.errno in _NOT_ALLOWED:
+    elif isinstance(error, OSError) and error.errno in NOT_ALLOWED and not is_training:
         text, code = f"error: {error.filename}: {error.strerror}", 2
     else:
         raise error

@@ -1,7 +1,11 @@
 """Exceptions that the command line reports in one message with a specific exit code."""
 
+import errno
+
 CORRUPTION_EXIT_CODE = 71
 """`sysexits.h` calls it EX_OSERR, an error of the system below."""
+NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
+"""A path without permission, or on a read-only file system."""
 
 
 class UserError(ValueError):

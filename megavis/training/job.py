@@ -11,7 +11,7 @@ from deepspeed.accelerator import get_accelerator
 
 from megavis.composition.pretrained_encoder import KEY, PretrainedEncoder
 from megavis.composition.trainable import Trainable
-from megavis.config.errors import UserError
+from megavis.config.errors import NOT_ALLOWED, UserError
 from megavis.config.load import LoadedConfig
 from megavis.data.codecs.transforms import Transform, evaluation_transform, training_transform
 from megavis.data.loading.blended_dataset import BlendedDataset, Samples
@@ -76,7 +76,7 @@ def hold_run(run_folder: Path, context: ParallelContext) -> Iterator[None]:
     """Hold the lock of a run folder; called on every process of the job.
 
     Raises:
-        UserError: on every process, if another job holds it.
+        UserError: on every process, if another job holds it, or it cannot be written.
     """
     refusal = ""
     with contextlib.ExitStack() as stack:
@@ -87,6 +87,10 @@ def hold_run(run_folder: Path, context: ParallelContext) -> Iterator[None]:
                 stack.enter_context(RunLock(run_folder, patience=patience))
             except UserError as error:
                 refusal = str(error)
+            except OSError as error:
+                if error.errno not in NOT_ALLOWED:
+                    raise
+                refusal = f"{run_folder} cannot be written: {error.strerror}"
         refusal = context.from_main(refusal)
         if refusal:
             raise UserError(refusal)

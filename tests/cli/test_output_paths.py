@@ -82,6 +82,17 @@ def test_missing_permission_is_one_line(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().err == f"error: {tmp_path}: Permission denied\n"
 
 
+def test_disk_that_turns_read_only_is_no_mistake_of_the_user(tiny_config, monkeypatch):
+    """Launchers end a run at code 2, and start it again at others."""
+
+    def refused(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system", "runs/a/metrics.jsonl")
+
+    monkeypatch.setattr("megavis.commands.train.run_training", refused)
+    with pytest.raises(OSError, match="Read-only"):
+        main(["train", str(tiny_config)])
+
+
 @pytest.mark.parametrize("form", ["huggingface", "givt-vae"])
 def test_imported_runs_need_a_valid_name(tmp_path, capsys, form):
     target = tmp_path / "vit base"
