@@ -126,7 +126,7 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
 def _explain(error: BaseException, *, is_training: bool) -> int:
     """Write one line on an error; return the exit code. Raises those that are no user's mistake.
 
-    A disk that turns read-only under a running job is none: with code 1 its launcher starts it again.
+    A disk that turns read-only during training is none: at code 1 a launcher starts the job again.
     """
     if isinstance(error, BrokenPipeError):
         return close_output(error)

@@ -9,7 +9,7 @@ from typing import Any
 from tqdm import tqdm
 
 from megavis.config.errors import UserError
-from megavis.config.schema import ParallelConfig
+from megavis.config.parallel import ParallelConfig
 from megavis.data.format.files import write_json
 from megavis.planning.layouts import layout_name, legal_layouts
 from megavis.training.parity import ParityResult, compare_layouts, parity_config

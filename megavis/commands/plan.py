@@ -16,7 +16,7 @@ from megavis.commands.params import part_lines, parts_json
 from megavis.commands.quiet import quietly
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
-from megavis.config.schema import ParallelConfig
+from megavis.config.parallel import ParallelConfig
 from megavis.config.yaml_tree import BASED_ON, ConfigSource, apply_override, dump_tree
 from megavis.data.format.files import write_atomically
 from megavis.papers import build_objective

@@ -15,9 +15,9 @@ from megavis.config.finetune_checks import (
     check_finetuning_batch,
     check_null_label,
 )
+from megavis.config.parallel import ParallelConfig
 from megavis.config.schema import (
     ConfigIssue,
-    ParallelConfig,
     RunConfig,
 )
 

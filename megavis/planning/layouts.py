@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from megavis.config.checks import check_config, check_world
-from megavis.config.schema import ParallelConfig, RunConfig
+from megavis.config.parallel import ParallelConfig
+from megavis.config.schema import RunConfig
 
 LayoutKey = tuple[int, int, bool, str]
 """How a layer runs: tensor and context size, sequence parallelism, activation checkpointing."""

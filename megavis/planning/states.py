@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megavis.config.schema import ParallelConfig
+from megavis.config.parallel import ParallelConfig
 from megavis.planning.activation_memory import ActivationMemory, activation_memory
 from megavis.planning.layouts import Layout
 from megavis.planning.parameters import Layers
