@@ -7,7 +7,7 @@ import torch
 from megavis.composition.objective import Objective
 from megavis.composition.trainable import Trainable
 from megavis.planning.communication import transfers
-from megavis.planning.hardware import DEVICES, Cluster, Device
+from megavis.planning.devices import DEVICES, Cluster, Device
 from megavis.planning.layouts import Layout
 from megavis.planning.shape import shape_of
 from megavis.planning.time import StepTime, step_time

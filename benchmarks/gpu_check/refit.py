@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from benchmarks.gpu_check.results import Row
-from megavis.planning.hardware import Device
+from megavis.planning.devices import Device
 
 _NOTE = "suggestion for megavis/planning/time.py, not applied"
 

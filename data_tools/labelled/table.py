@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from data_tools.labelled.arrays import (
+from data_tools.labelled.array_files import (
     list_camelyon,
     list_dsprites_location,
     list_dsprites_orientation,
@@ -10,6 +10,7 @@ from data_tools.labelled.arrays import (
     list_norb_elevation,
 )
 from data_tools.labelled.binary import list_cifar10, list_cifar100, list_stl10
+from data_tools.labelled.clevr_kitti import list_clevr_count, list_clevr_distance, list_kitti
 from data_tools.labelled.data_set import (
     EXTRA,
     TEST,
@@ -31,7 +32,6 @@ from data_tools.labelled.lists import (
 from data_tools.labelled.matlab import list_cars, list_flowers, list_svhn
 from data_tools.labelled.records import list_dmlab
 from data_tools.labelled.retina import list_retinopathy
-from data_tools.labelled.scenes import list_clevr_count, list_clevr_distance, list_kitti
 
 
 def _sizes(train: int, validation: int, test: int, **more: int) -> dict[str, int]:

@@ -35,7 +35,7 @@ from megavis.evaluation.images.statistics_files import (
     write_statistics,
 )
 from megavis.parallel.device import choose_device, set_arithmetic
-from megavis.parallel.progress import shown
+from megavis.parallel.progress_bar import shown
 from megavis.tokenizers.network_tokenizer import LatentTokenizer, open_tokenizer
 
 _BATCH_SIZE = 64

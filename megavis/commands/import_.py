@@ -24,7 +24,7 @@ from megavis.config.load import dump_config, load_config
 from megavis.config.schema import OptimizerConfig, RunConfig, TrainingConfig
 from megavis.config.tokenizers import tokenizers_inside, with_tokenizers
 from megavis.data.format.manifest import PALETTE_NAME
-from megavis.hub.agreement import check_agreement
+from megavis.hub.output_check import check_agreement
 from megavis.notebook import Run
 from megavis.tokenizers.palette import Palette
 

@@ -23,7 +23,7 @@ from megavis.papers import build_objective
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import read_launch
 from megavis.planning.boundary_activations import boundary_activations_of_layouts
-from megavis.planning.hardware import Cluster, open_device
+from megavis.planning.devices import Cluster, open_device
 from megavis.planning.layouts import Layout, all_layouts, with_layout
 from megavis.planning.plan import Plan, Recommendation, plan_layout, recommend
 from megavis.planning.shape import ModelShape, require_blocks, shape_of

@@ -24,7 +24,7 @@ from threadpoolctl import threadpool_limits
 
 from megavis.config.errors import UserError
 from megavis.evaluation.features import LabelledFeatures
-from megavis.parallel.progress import shown
+from megavis.parallel.progress_bar import shown
 
 PENALTIES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 """Candidate weights of ½‖w‖² relative to the mean cross-entropy."""

@@ -35,7 +35,7 @@ from megavis.config.load import dump_config
 from megavis.config.tokenizers import exported_names, with_tokenizers
 from megavis.data.format.files import write_atomically
 from megavis.data.format.manifest import PALETTE_NAME
-from megavis.hub.agreement import check_agreement
+from megavis.hub.output_check import check_agreement
 from megavis.hub.plain_loader import features as plain_features
 from megavis.model.inference import Inference
 from megavis.model.layer_state import LayerState

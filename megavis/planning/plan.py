@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megavis.config.schema import RunConfig
 from megavis.planning.communication import Transfer, transfers
-from megavis.planning.hardware import Cluster
+from megavis.planning.devices import Cluster
 from megavis.planning.layouts import Layout, all_layouts, with_offload
 from megavis.planning.shape import ModelShape
 from megavis.planning.states import RankMemory, rank_memory

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from megavis.planning.activation_memory import block_activations
 from megavis.planning.communication import Transfer
-from megavis.planning.hardware import Cluster
+from megavis.planning.devices import Cluster
 from megavis.planning.layouts import Layout
 from megavis.planning.shape import ModelShape
 from megavis.planning.states import parameters_held

@@ -22,7 +22,7 @@ from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.model.inference import Inference
 from megavis.parallel.context import Axis
-from megavis.parallel.progress import shown
+from megavis.parallel.progress_bar import shown
 from megavis.sampling.generate import GenerationSettings, generate_in_steps
 from megavis.schedules.orders import gather_tokens, to_raster
 

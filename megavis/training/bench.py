@@ -32,7 +32,7 @@ from megavis.data.loading.batch import Batch
 from megavis.model.flops import peak_flops
 from megavis.papers import build_objective
 from megavis.parallel.launch import Launch
-from megavis.parallel.progress import shown
+from megavis.parallel.progress_bar import shown
 from megavis.planning.boundary_activations import DTYPES
 from megavis.planning.layouts import layout_name
 from megavis.training.engine import Engine

@@ -19,7 +19,7 @@ from megavis.config.parallel import ParallelConfig
 from megavis.config.schema import RunConfig
 from megavis.config.yaml_tree import ConfigSource
 from megavis.parallel.launch import Launch
-from megavis.parallel.progress import shown
+from megavis.parallel.progress_bar import shown
 from megavis.parallel.workers import WorkerError, WorkerPool
 from megavis.planning.layouts import layout_name
 from megavis.training.engine import Engine

@@ -37,8 +37,8 @@ from megavis.papers import build_objective
 from megavis.parallel.context import ParallelContext
 from megavis.parallel.launch import Launch
 from megavis.training.callbacks.callback import Callback, StepState
+from megavis.training.callbacks.device_metrics import WatchHardware
 from megavis.training.callbacks.eval_worker import evaluate_during
-from megavis.training.callbacks.hardware import WatchHardware
 from megavis.training.callbacks.progress import (
     CollectGarbage,
     LogMetrics,

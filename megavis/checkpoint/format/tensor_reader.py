@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megavis.checkpoint.format.manifest import LogicalTensor, TensorKind, read_manifest
 from megavis.config.errors import UserError
-from megavis.parallel.progress import shown
+from megavis.parallel.progress_bar import shown
 
 
 class CheckpointReader:

@@ -24,7 +24,7 @@ from megavis.checkpoint.format.tensor_reader import CheckpointReader
 from megavis.checkpoint.state.save import write_tensors
 from megavis.config.errors import UserError
 from megavis.data.format.files import write_atomically
-from megavis.parallel.progress import shown
+from megavis.parallel.progress_bar import shown
 
 
 def convert(source: Path, run_folder: Path, *, tensor_size: int, data_size: int) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megavis.checkpoint.format.manifest import CHECKSUMS, StoredFile, file_damage, read_manifest
 from megavis.config.errors import UserError
-from megavis.parallel.progress import shown
+from megavis.parallel.progress_bar import shown
 
 _PIECE = 1 << 24
 _LENGTH_BYTES = 8

@@ -23,7 +23,7 @@ from megavis.data.loading.batch import Batch
 from megavis.data.loading.blended_dataset import Samples
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.order import Order, RepeatedOrder
-from megavis.parallel.progress import shown
+from megavis.parallel.progress_bar import shown
 
 DEFAULT_THREADS = 4
 # Finished reads to keep ready, so that one slow read does not stall the consumer.

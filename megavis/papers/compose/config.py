@@ -1,6 +1,6 @@
 """Config keys of free compositions of tokens, schedule, asking, density and condition.
 
-Each choice is a section whose `kind` determines its other keys (`words.py`). Which choices can be
+Each choice is a section whose `kind` determines its other keys (`sections.py`). Which choices can be
 combined is checked here, without torch.
 """
 
@@ -19,7 +19,7 @@ from megavis.composition.shared_keys import (
     check_tokens,
 )
 from megavis.config.schema import ConfigIssue, ObjectiveConfig, RunConfig
-from megavis.papers.compose.words import (
+from megavis.papers.compose.sections import (
     AdapterTransform,
     AnyAsking,
     AnyCondition,

@@ -37,7 +37,7 @@ from megavis.model.encoder import EncoderSizes
 from megavis.model.gaussian_mixture import ScaleForm
 from megavis.model.init import Fill, normal
 from megavis.papers.compose.config import ComposeConfig
-from megavis.papers.compose.words import (
+from megavis.papers.compose.sections import (
     AdapterTransform,
     AnyTokens,
     BridgeAsking,

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from megavis.data.loading.blended_dataset import Samples
 from megavis.model.flops import peak_flops
 from megavis.parallel.context import ParallelContext
-from megavis.parallel.progress import is_silent
+from megavis.parallel.progress_bar import is_silent
 from megavis.training.callbacks.callback import StepState
 
 _VALIDATED = ("validation_loss", "validation_accuracy")

@@ -17,7 +17,7 @@ from benchmarks.gpu_check.results import Part, Row, Settings, StageResult, read_
 from benchmarks.gpu_check.zero_stages import largest_difference
 from megavis.config.errors import UserError
 from megavis.model.flops import peak_flops
-from megavis.planning.hardware import DEVICES
+from megavis.planning.devices import DEVICES
 
 pytestmark = pytest.mark.once
 

@@ -9,8 +9,8 @@ import pytest
 from terminal import Terminal
 
 from megavis.commands.quiet import set_verbosity
-from megavis.parallel import progress
-from megavis.parallel.progress import is_silent, shown
+from megavis.parallel import progress_bar
+from megavis.parallel.progress_bar import is_silent, shown
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def open_terminal(monkeypatch):
     def opened():
         written = Terminal()
         monkeypatch.setattr(sys, "stderr", written)
-        monkeypatch.setattr(progress, "_SECONDS_UNTIL_SHOWN", 0.0)
+        monkeypatch.setattr(progress_bar, "_SECONDS_UNTIL_SHOWN", 0.0)
         monkeypatch.delenv("TQDM_DISABLE", raising=False)
         return written
 
@@ -46,7 +46,7 @@ def test_bar_shows_progress_and_remaining_time(open_terminal):
 
 def test_short_work_shows_no_bar(open_terminal, monkeypatch):
     terminal = open_terminal()
-    monkeypatch.setattr(progress, "_SECONDS_UNTIL_SHOWN", 60.0)
+    monkeypatch.setattr(progress_bar, "_SECONDS_UNTIL_SHOWN", 60.0)
     list(shown(work(2), "reading", total=4, size=len))
     assert "reading" not in terminal.getvalue()
 
@@ -54,7 +54,7 @@ def test_short_work_shows_no_bar(open_terminal, monkeypatch):
 def test_log_shows_no_bar(monkeypatch):
     written = io.StringIO()
     monkeypatch.setattr(sys, "stderr", written)
-    monkeypatch.setattr(progress, "_SECONDS_UNTIL_SHOWN", 0.0)
+    monkeypatch.setattr(progress_bar, "_SECONDS_UNTIL_SHOWN", 0.0)
     assert len(list(shown(work(2), "reading", total=4, size=len))) == 2
     assert written.getvalue() == ""
 

@@ -15,7 +15,7 @@ from megavis.papers import build_objective
 from megavis.planning.activation_memory import activation_memory, block_activations
 from megavis.planning.boundary_activations import boundary_activations_of, num_bytes, saved_tensors
 from megavis.planning.communication import Group, replica_group, transfers
-from megavis.planning.hardware import Cluster, open_device
+from megavis.planning.devices import Cluster, open_device
 from megavis.planning.layouts import Layout, layout_key
 from megavis.planning.plan import plan_layout
 from megavis.planning.shape import shape_of

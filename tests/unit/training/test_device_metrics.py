@@ -9,7 +9,7 @@ import torch
 from megavis.config.load import load_config
 from megavis.training.callbacks import hardware
 from megavis.training.callbacks.callback import StepState
-from megavis.training.callbacks.hardware import WatchHardware
+from megavis.training.callbacks.device_metrics import WatchHardware
 from megavis.training.deepspeed_config import deepspeed_config
 from megavis.training.forward_clock import ForwardClock
 
