@@ -1,7 +1,7 @@
 """Config keys of free compositions of tokens, schedule, asking, density and condition.
 
-Each choice is a section whose `kind` determines its other keys (`sections.py`). Which choices can be
-combined is checked here, without torch.
+Each choice is a section whose `kind` determines its other keys (`sections.py`). Which choices can
+be combined is checked here, without torch.
 """
 
 from __future__ import annotations
