@@ -42,7 +42,9 @@ CREATORS = [
 ]
 
 
-@pytest.mark.parametrize(("program", "words"), CREATORS, ids=lambda given: str(given))
+@pytest.mark.parametrize(
+    ("program", "words"), CREATORS, ids=[" ".join(words) for _, words in CREATORS]
+)
 def test_results_need_a_writable_path(tmp_path, capsys, monkeypatch, program, words):
     def error_with(path):
         assert program([*words, str(path)]) == 2
