@@ -30,7 +30,7 @@ from megavis.training.callbacks.callback import StepState
 from megavis.training.callbacks.early_stopping import accuracy_history
 from megavis.training.metrics import read_metrics
 from megavis.training.search.finished import is_finished
-from megavis.training.search.trial import give_up, given_up_at, train_trial
+from megavis.training.search.trial import check_earlier_trial, give_up, given_up_at, train_trial
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -134,7 +134,8 @@ def search_rates(
         The outcomes, largest rate first.
 
     Raises:
-        UserError: there is nothing to compare: no validation data, or no rate above 0.
+        UserError: there is nothing to compare: no validation data, or no rate above 0; or a folder
+            holds another run than that of its rate.
     """
     if loaded.config.data.validation is None:
         raise UserError("the search compares validation losses: set data.validation")
@@ -143,6 +144,7 @@ def search_rates(
     outcomes: list[TrialResult] = []
     for rate in sorted(set(rates), reverse=True):
         config = config_for(loaded.config, rate)
+        check_earlier_trial(config, context)
         # The folder may appear older on another node.
         outcome = context.from_main(read_outcome(config))
         if outcome.state == "unfinished":

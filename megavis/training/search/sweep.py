@@ -22,7 +22,7 @@ from megavis.evaluation.figures import Row
 from megavis.parallel.context import ParallelContext
 from megavis.training.search.axis import SweepAxis
 from megavis.training.search.finished import is_finished
-from megavis.training.search.trial import given_up_at, train_trial
+from megavis.training.search.trial import check_earlier_trial, given_up_at, train_trial
 
 if TYPE_CHECKING:
     import numpy as np
@@ -102,8 +102,12 @@ def train_run(loaded: LoadedConfig, context: ParallelContext) -> bool:
     Returns:
         False if too many of its steps in a row were bad: it is given up, and not resumed by a later
         sweep.
+
+    Raises:
+        UserError: the folder holds another run.
     """
     config, folder = loaded.config, Path(loaded.config.folder)
+    check_earlier_trial(config, context)
     # The folder may appear older on another node.
     if context.from_main(given_up_at(config)) is not None:
         return False

@@ -84,6 +84,10 @@ def test_sweep_resumes_finished_points(config, capsys):
     with (folder / "sweep.csv").open() as file:
         assert all(0 <= float(row["score"]) <= 1 for row in csv.DictReader(file))
     assert len(cached_features(config.parent / runs[0])) == 2
+    # Results of another seed must not count as this one's.
+    capsys.readouterr()
+    assert main(["sweep", str(config), "seed=1", *GRID, "--device", "cpu"]) == 2
+    assert "this run was started with seed 0" in capsys.readouterr().err
 
 
 def test_diverging_point_is_given_up_and_the_others_are_trained(config, monkeypatch, capsys):
