@@ -16,6 +16,7 @@ PRESETS = Path(__file__).parents[2] / "yaml_configs"
 SMALL = ["model.num_layers=2", "training.batch_size=8", "training.micro_batch_size=2"]
 HALF, TENSOR = "training.precision=bf16", "parallel.tensor_model_parallel_size=2"
 FULL, CONTEXT = "parallel.activation_checkpointing=full", "parallel.context_parallel_size=2"
+SELECTIVE = "parallel.activation_checkpointing=selective"
 MSE = ["objective.loss=mse", "objective.decoder=linear"]
 ZERO, AVERAGE = "parallel.zero_stage=", "optimizer.ema_decay=0.9"
 
@@ -29,9 +30,11 @@ ZERO, AVERAGE = "parallel.zero_stage=", "optimizer.ema_decay=0.9"
         ("darl", 2, [HALF, ZERO + "2", AVERAGE, *MSE]),
         ("givt", 2, [ZERO + "3"]),
         ("gvp", 2, [TENSOR]),
-        ("mp3", 1, [HALF, ZERO + "1", "parallel.activation_checkpointing=selective"]),
+        ("mp3", 1, [HALF, ZERO + "1", SELECTIVE]),
         ("igpt", 2, [CONTEXT, ZERO + "1"]),
+        ("igpt", 2, [CONTEXT, ZERO + "1", SELECTIVE]),
         ("gvp", 2, [CONTEXT, ZERO + "2", "objective.num_condition_tokens=2"]),
+        ("gvp", 2, [CONTEXT, ZERO + "2", "objective.num_condition_tokens=2", SELECTIVE]),
     ],
 )
 def test_planned_states_and_activations(
