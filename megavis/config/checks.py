@@ -273,9 +273,6 @@ def _check_offload(parallel: ParallelConfig) -> Iterator[ConfigIssue]:
 
 def _check_adafactor(parallel: ParallelConfig) -> Iterator[ConfigIssue]:
     """Check that means over rows and columns of a matrix can be taken."""
-    if parallel.tensor_model_parallel_size > 1:
-        text = "adafactor takes means over whole rows and columns of a matrix"
-        yield "parallel.tensor_model_parallel_size", f"{text}; use 1, or adam"
     if parallel.pipeline_model_parallel_size > 1 and parallel.zero_stage:
         text = f"{parallel.zero_stage} needs as many parameter groups on every pipeline stage, and"
         yield "parallel.zero_stage", f"{text} adafactor has one a parameter; use 0, or adam"

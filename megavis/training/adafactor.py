@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megavis.checkpoint.state.parameter_states import logical_shape
+from megavis.parallel.tensors import partition_dimension
 
 _EPSILON = 1e-30
 """Added to squared gradients (ε1 of the paper)."""
@@ -31,7 +32,8 @@ class Adafactor(torch.optim.Optimizer):
     """m ← β1 m + (1 - β1) g / √v; w ← w - lr · m - lr' · decay · w.
 
     lr' is the rate before `learning_rate_scale` of the group: the released code scales no decay. A
-    group holds one parameter, or this process's part of it where ZeRO partitions it, and `shape`.
+    group holds one parameter, or this process's part of it where ZeRO partitions it, and what
+    `matrix_options` returns for it.
     """
 
     def __init__(
@@ -41,18 +43,20 @@ class Adafactor(torch.optim.Optimizer):
         lr: float,
         betas: tuple[float, float],
         processes: dist.ProcessGroup | None,
+        tensor: dist.ProcessGroup | None,
     ) -> None:
         """Set up.
 
         Args:
-            groups: parameters with `shape`, `weight_decay` and `learning_rate_scale`.
+            groups: parameters with `weight_decay`, `learning_rate_scale` and `matrix_options`.
             lr: learning rate.
             betas: the momentum's decay, and the bound of the mean squares'.
-            processes: group over which parameters are partitioned; None if each process has all.
+            processes: group over which ZeRO partitions parameters; None if each process has all.
+            tensor: the tensor group, if it has several processes.
         """
         defaults = {"lr": lr, "betas": betas, "weight_decay": 0.0, "learning_rate_scale": 1.0}
         super().__init__(groups, defaults)
-        self.processes = processes
+        self.processes, self.tensor = processes, tensor
 
     @torch.no_grad()
     def step(  # type: ignore[override]  # torch's may return the closure's loss
@@ -76,8 +80,8 @@ class Adafactor(torch.optim.Optimizer):
         steps = state["step"] + taken
         decay = (1.0 - steps.clamp(min=1.0).pow(-_EXPONENT)).clamp(max=bound)
         squares = torch.lerp(gradient.square() + _EPSILON, state["exp_avg_sq"], decay)
-        if is_factored(group["shape"]):
-            squares = self._product_of_means(squares, group["shape"])
+        if group["is_factored"]:
+            squares = self._product_of_means(squares, group)
         direction = gradient * squares.clamp(min=_EPSILON).rsqrt()
         mean = torch.lerp(direction, state["exp_avg"], momentum)
         rate = group["lr"]
@@ -92,19 +96,19 @@ class Adafactor(torch.optim.Optimizer):
         for old, new in changes:
             old.copy_(torch.where(taken, new, old))
 
-    def _product_of_means(self, squares: Tensor, shape: tuple[int, int]) -> Tensor:
+    def _product_of_means(self, squares: Tensor, group: dict[str, Any]) -> Tensor:
         """Return row means times column means, over the mean of all, in the form of `squares`.
 
         Args:
-            squares: a whole matrix; or, flat, the part of it that this process holds of equal
-                parts, the last of which may be padded.
-            shape: of the matrix.
+            squares: this process's tensor-parallel slice of a matrix; or, flat, the part of the
+                slice that it holds of equal parts, the last of which may be padded.
+            group: of the matrix.
         """
-        rows, columns = shape
+        rows, columns = group["shape"]
         if self.processes is None:
             matrix = squares.view(rows, columns)
-            of_rows, of_columns = matrix.mean(1), matrix.mean(0)
-            return (of_rows[:, None] * (of_columns / of_rows.mean())).view_as(squares)
+            means = self._means(matrix.sum(1), matrix.sum(0), group)
+            return (means[0][:, None] * means[1]).view_as(squares)
         flat = squares.flatten()
         first = self.processes.rank() * flat.numel()
         places = torch.arange(first, first + flat.numel(), device=flat.device)
@@ -115,16 +119,42 @@ class Adafactor(torch.optim.Optimizer):
         sums.index_add_(0, places // columns, values)
         sums.index_add_(0, rows + places % columns, values)
         dist.all_reduce(sums, group=self.processes)
-        of_rows, of_columns = sums[:rows] / columns, sums[rows:] / rows
-        product = of_rows[places // columns] * (of_columns / of_rows.mean())[places % columns]
+        of_rows, of_columns = self._means(sums[:rows], sums[rows:], group)
+        product = of_rows[places // columns] * of_columns[places % columns]
         return torch.where(inside, product, 0.0).view_as(squares)
+
+    def _means(
+        self, of_rows: Tensor, of_columns: Tensor, group: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Turn the sums of a slice into row means, and column means over the mean of all."""
+        rows, columns = group["shape"]
+        of_rows, of_columns = of_rows / columns, of_columns / rows
+        # Where the tensor group splits rows, column means are those of equal parts, and vice versa.
+        whole = of_columns if group["split"] == 0 else of_rows
+        if group["split"] is not None and self.tensor is not None:
+            dist.all_reduce(whole, group=self.tensor)
+            whole /= self.tensor.size()
+        return of_rows, of_columns / whole.mean()
+
+
+def matrix_options(parameter: nn.Parameter, tensor: dist.ProcessGroup | None) -> dict[str, Any]:
+    """Return how mean squares of a parameter, which ZeRO-3 may have partitioned, are computed.
+
+    Args:
+        parameter: this process's tensor-parallel slice.
+        tensor: the tensor group, if it has several processes.
+
+    Returns:
+        `shape` of the slice, the dimension that is `split` over the tensor group or None, and
+        whether the matrix `is_factored`.
+    """
+    shape, split = tuple(logical_shape(parameter)), partition_dimension(parameter)
+    whole = list(shape)
+    if split is not None and tensor is not None:
+        whole[split] *= tensor.size()
+    return {"shape": shape, "split": split, "is_factored": is_factored(tuple(whole))}
 
 
 def is_factored(shape: tuple[int, ...]) -> bool:
     """Return whether mean squares are those of rows and columns."""
     return len(shape) == 2 and min(shape) >= _LEAST_SIDE
-
-
-def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Return the shape of a parameter that ZeRO-3 may have partitioned."""
-    return tuple(logical_shape(parameter))

@@ -32,7 +32,7 @@ from megavis.model.declarations import ParamGroupOptions, is_without_decay, opti
 from megavis.model.kernels import apex_part
 from megavis.model.stack import LocalLayers
 from megavis.parallel.tensors import is_first_copy
-from megavis.training.adafactor import Adafactor, shape_of
+from megavis.training.adafactor import Adafactor, matrix_options
 
 _TRUST = 1e-3
 """η of LARS."""
@@ -44,6 +44,7 @@ def build_optimizer(
     *,
     stages: dist.ProcessGroup | None = None,
     parts: dist.ProcessGroup | None = None,
+    tensor: dist.ProcessGroup | None = None,
     kernels: KernelLibrary = "auto",
 ) -> torch.optim.Optimizer:
     """Return decoupled-decay Adam, Adafactor, SGD or LARS over the trainable parameters.
@@ -53,6 +54,7 @@ def build_optimizer(
         config: common settings.
         stages: the pipeline group, whose processes hold different layers.
         parts: the group over which ZeRO partitions optimizer states.
+        tensor: the tensor group, if it has several processes.
         kernels: `apex` takes NVIDIA Apex's Adam, any other torch's.
 
     Raises:
@@ -61,8 +63,14 @@ def build_optimizer(
     trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     if config.algorithm == "adafactor":
         alone = (parameter_groups([named], config.weight_decay) for named in trained)
-        each = [{**group, "shape": shape_of(group["params"][0])} for [group] in alone]
-        return Adafactor(each, lr=config.learning_rate, betas=config.betas, processes=parts)
+        each = [{**group, **matrix_options(group["params"][0], tensor)} for [group] in alone]
+        return Adafactor(
+            each,
+            lr=config.learning_rate,
+            betas=config.betas,
+            processes=parts,
+            tensor=tensor,
+        )
     if config.algorithm != "adam":
         adapts = config.algorithm == "lars"
         # One group per parameter: ZeRO flattens a group, and LARS needs the norm of each.

@@ -1,4 +1,4 @@
-"""Adafactor at every ZeRO stage: row and column means are reduced over the parts of a matrix."""
+"""Adafactor in all layouts: row and column means are reduced over the parts of a matrix."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +30,9 @@ def reference(run_job: Any, tiny_config: Path) -> Any:
         (4, {"zero_stage": 2}),
         (2, {"zero_stage": 3}),
         (2, {"zero_stage": 0, "pipeline_model_parallel_size": 2}),
+        (2, {"zero_stage": 0, "tensor_model_parallel_size": 2}),
+        (4, {"zero_stage": 1, "tensor_model_parallel_size": 2, "sequence_parallel": True}),
+        (4, {"zero_stage": 3, "tensor_model_parallel_size": 2}),
     ],
     ids=str,
 )

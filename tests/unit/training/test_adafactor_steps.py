@@ -135,7 +135,6 @@ def test_resume_is_exact(tmp_path, tiny_config, stage):
 @pytest.mark.parametrize(
     ("words", "key"),
     [
-        (["parallel.tensor_model_parallel_size=2"], "parallel.tensor_model_parallel_size"),
         (["parallel.pipeline_model_parallel_size=2"], "parallel.zero_stage"),
         (["parallel.offload_optimizer=cpu"], "parallel.offload_optimizer"),
     ],
