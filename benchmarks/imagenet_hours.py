@@ -80,7 +80,7 @@ def write_tokenizer(folder: Path, kind: type[NetworkTokenizer], preset: str) -> 
     path = Path(__file__).parents[1] / "yaml_configs" / preset
     text = dump_config(load_config(path).config)
     (folder / "config.yaml").write_text(text)
-    weights = kind.from_objective(yaml.safe_load(text)["objective"]).state_dict()
+    weights = kind.from_config(yaml.safe_load(text)).state_dict()
     named = {f"{kind.prefix}{name}": value for name, value in weights.items()}
     write_weights(folder, named, seed=0, tokenizer=None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.gpu_check.results import Settings
@@ -17,6 +17,8 @@ from megavis.model.stack import LayerStack
 from megavis.papers import build_objective
 from megavis.parallel.context import ParallelContext, close_context, open_context
 from megavis.parallel.launch import Launch
+from megavis.tokenizers.label_map_vae import LabelMapVAE
+from megavis.tokenizers.network_tokenizer import NetworkTokenizer
 from megavis.tokenizers.vae import VAE
 from megavis.tokenizers.vqgan import VQGAN
 
@@ -31,6 +33,12 @@ TINY = (
     "model.ffn_hidden_size=64",
 )
 """Overrides that make any model small; images need further ones."""
+
+_TOKENIZERS: Mapping[str, type[NetworkTokenizer]] = {
+    "vae": VAE,
+    "vae_label_maps": LabelMapVAE,
+    "vqgan": VQGAN,
+}
 
 
 @contextlib.contextmanager
@@ -57,7 +65,9 @@ def read_demo(path: str, folder: Path, words: Sequence[str] = ()) -> RunConfig:
     name = getattr(config.objective, "tokenizer", None)
     if name is None:
         return config
-    kind, source = (VAE, "givt/demo_vae.yaml") if "vae" in name else (VQGAN, "gvp/demo_vqgan.yaml")
+    # runs/givt_demo_vae is trained by givt/demo_vae.yaml.
+    source = f"{Path(name).name.replace('_', '/', 1)}.yaml"
+    kind = _TOKENIZERS[read_config(source).objective.name]
     tokenizer = folder / Path(source).stem
     shutil.rmtree(tokenizer, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)

@@ -189,7 +189,7 @@ def test_probe_command_writes_results(trained, capsys):
         (["sample", "RUN", "--prefix", "half", "--images", "nowhere"], "nowhere"),
         (["probe", "RUN", "--layers", "9"], "from 0 to 2"),
         (["probe", "RUN", "--validation", "nowhere"], "nowhere"),
-        (["probe", "nowhere"], "not a run folder"),
+        (["probe", "nowhere"], "nowhere does not exist; give a run folder"),
     ],
 )
 def test_invalid_commands_are_refused(trained, capsys, words, message):
