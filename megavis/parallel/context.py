@@ -11,9 +11,10 @@ import logging
 import os
 import socket
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed import distributed_c10d
 
+from megavis.config.errors import UserError
 from megavis.parallel.device import (
     answer_megatron,
     choose_device,
@@ -86,6 +88,23 @@ class ParallelContext:
         values = [value]
         dist.broadcast_object_list(values, src=0, group=self.world.group, device=self.device)
         return values[0]
+
+    def on_main(self, compute: Callable[[], _Value]) -> _Value:
+        """Compute a picklable value on the main process alone; collective over all processes.
+
+        Raises:
+            UserError: on every process, if `compute` raises it.
+        """
+        value: _Value | UserError | None = None
+        if self.is_main:
+            try:
+                value = compute()
+            except UserError as error:
+                value = error
+        result = self.from_main(value)
+        if isinstance(result, UserError):
+            raise result
+        return cast("_Value", result)
 
     def megatron_groups(self) -> ProcessGroupCollection:
         """Return the groups as Megatron's modules take them."""

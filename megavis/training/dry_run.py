@@ -23,7 +23,7 @@ from megavis.config.schema import RunConfig
 from megavis.parallel.context import close_context, open_virtual_context
 from megavis.parallel.tensors import partition_dimension
 from megavis.planning.layouts import Layout, layout_name
-from megavis.training.resume_checks import check_same_tokenizer
+from megavis.training.resume_checks import check_earlier_run, check_same_tokenizer
 from megavis.training.trainer import Trainer
 
 _FLOAT32 = 4
@@ -157,7 +157,7 @@ def _disk(config: RunConfig, num_parameters: int) -> DryRunCheck:
 def _resume(run: Trainer, shapes: Shapes) -> DryRunCheck:
     """Report where the run would resume, and whether that checkpoint fits the model."""
     try:
-        run.refuse_another_run()
+        check_earlier_run(run.config)
         checkpoint = latest_checkpoint(run.folder)
         if checkpoint is None:
             return DryRunCheck("resume", True, f"{run.folder} has no checkpoint: starts at step 0")

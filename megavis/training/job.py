@@ -78,22 +78,20 @@ def hold_run(run_folder: Path, context: ParallelContext) -> Iterator[None]:
     Raises:
         UserError: on every process, if another job holds it, or it cannot be written.
     """
-    refusal = ""
     with contextlib.ExitStack() as stack:
-        if context.is_main:
+
+        def lock() -> None:
             # A scheduler may restart before the last process of the previous job has ended.
             patience = SILENCE_SECONDS if is_automatic(os.environ) else 0.0
             try:
                 stack.enter_context(RunLock(run_folder, patience=patience))
-            except UserError as error:
-                refusal = str(error)
             except OSError as error:
                 if error.errno not in NOT_ALLOWED:
                     raise
-                refusal = f"{run_folder} cannot be written: {error.strerror}"
-        refusal = context.from_main(refusal)
-        if refusal:
-            raise UserError(refusal)
+                text = f"{run_folder} cannot be written: {error.strerror}"
+                raise UserError(text) from error
+
+        context.on_main(lock)
         yield
 
 

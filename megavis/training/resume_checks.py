@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megavis.checkpoint.format.folder import checkpoints_by_age
 from megavis.checkpoint.format.manifest import CheckpointManifest
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
@@ -28,6 +29,17 @@ def check_same_tokenizer(
             f" one of the run's step {manifest.step}, {str(before)[:12]}; use the one that the run"
             " was started with, or choose another name"
         )
+
+
+def check_earlier_run(config: RunConfig) -> None:
+    """Compare a config with the run in its folder, if there is one.
+
+    Raises:
+        UserError: see `check_same_run`.
+    """
+    folder = Path(config.folder)
+    if checkpoints_by_age(folder):
+        check_same_run(folder / "config.yaml", config)
 
 
 def check_same_run(path: Path, config: RunConfig) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from megavis.checkpoint.format.folder import checkpoints_by_age, prune, remove_partial
+from megavis.checkpoint.format.folder import prune, remove_partial
 from megavis.checkpoint.format.manifest import CheckpointManifest, LossHistory
 from megavis.checkpoint.state.restore import (
     Found,
@@ -71,7 +71,7 @@ from megavis.training.job import (
 from megavis.training.loop import train
 from megavis.training.metrics import MetricsWriter
 from megavis.training.provenance import record_start
-from megavis.training.resume_checks import check_same_run, check_same_tokenizer
+from megavis.training.resume_checks import check_earlier_run, check_same_tokenizer
 
 
 @dataclass
@@ -132,7 +132,7 @@ class Trainer:
             BadStepsError: bad steps without a permitted rollback.
         """
         config, context = self.config, self.context
-        self.refuse_another_run()
+        check_earlier_run(config)
         found = newest_intact_checkpoint(self.folder, context)
         if found is not None:
             check_same_tokenizer(found[1], self.train_data, self.tokenizer)
@@ -345,15 +345,6 @@ class Trainer:
                 # Rollbacks need the spacing that the config's checks assume.
                 regular=keep.every if self.config.training.max_rollbacks else 0,
             )
-
-    def refuse_another_run(self) -> None:
-        """Compare the config with the one that the run was started with.
-
-        Raises:
-            UserError: they differ.
-        """
-        if checkpoints_by_age(self.folder):
-            check_same_run(self.folder / "config.yaml", self.config)
 
     def _prepare_folder(self, first_step: int) -> None:
         if not self.context.is_main:

@@ -133,16 +133,8 @@ def check_files(folder: Path, context: ParallelContext) -> CheckpointManifest:
     Raises:
         UserError: on every process, naming the first damaged file.
     """
-    own: CheckpointManifest | str = ""
-    if context.is_main:
-        try:
-            own = read_manifest(folder)
-        except UserError as error:
-            own = str(error)
     # Other nodes may see an outdated folder, and would resume from another checkpoint.
-    manifest = context.from_main(own)
-    if isinstance(manifest, str):
-        raise UserError(manifest)
+    manifest = context.on_main(lambda: read_manifest(folder))
     files = sorted(manifest.files.items())
     mine = files[context.world.rank :: context.world.size]
     found = (file_damage(folder / name, stored) for name, stored in mine)

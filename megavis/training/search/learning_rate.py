@@ -14,6 +14,7 @@ import gc
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -29,8 +30,9 @@ from megavis.parallel.context import ParallelContext
 from megavis.training.callbacks.callback import StepState
 from megavis.training.callbacks.early_stopping import accuracy_history
 from megavis.training.metrics import read_metrics
+from megavis.training.resume_checks import check_earlier_run
 from megavis.training.search.finished import is_finished
-from megavis.training.search.trial import check_earlier_trial, give_up, given_up_at, train_trial
+from megavis.training.search.trial import give_up, given_up_at, train_trial
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -144,7 +146,7 @@ def search_rates(
     outcomes: list[TrialResult] = []
     for rate in sorted(set(rates), reverse=True):
         config = config_for(loaded.config, rate)
-        check_earlier_trial(config, context)
+        context.on_main(partial(check_earlier_run, config))
         # The folder may appear older on another node.
         outcome = context.from_main(read_outcome(config))
         if outcome.state == "unfinished":

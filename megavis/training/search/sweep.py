@@ -20,9 +20,10 @@ from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
 from megavis.evaluation.figures import Row
 from megavis.parallel.context import ParallelContext
+from megavis.training.resume_checks import check_earlier_run
 from megavis.training.search.axis import SweepAxis
 from megavis.training.search.finished import is_finished
-from megavis.training.search.trial import check_earlier_trial, given_up_at, train_trial
+from megavis.training.search.trial import given_up_at, train_trial
 
 if TYPE_CHECKING:
     import numpy as np
@@ -107,7 +108,8 @@ def train_run(loaded: LoadedConfig, context: ParallelContext) -> bool:
         UserError: the folder holds another run.
     """
     config, folder = loaded.config, Path(loaded.config.folder)
-    check_earlier_trial(config, context)
+    # The folder may appear older on another node.
+    context.on_main(lambda: check_earlier_run(config))
     # The folder may appear older on another node.
     if context.from_main(given_up_at(config)) is not None:
         return False

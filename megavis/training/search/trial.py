@@ -6,8 +6,6 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from megavis.checkpoint.format.folder import checkpoints_by_age
-from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
 from megavis.config.schema import RunConfig
 from megavis.data.format.files import write_atomically
@@ -16,7 +14,6 @@ from megavis.training.callbacks.callback import Callback
 from megavis.training.faults.bad_steps import BadStepsError
 from megavis.training.faults.interruption import Signals
 from megavis.training.job import hold_run
-from megavis.training.resume_checks import check_same_run
 from megavis.training.trainer import Trainer
 
 _GIVEN_UP = "given_up.json"
@@ -40,26 +37,6 @@ def train_trial(
     except BadStepsError as error:
         if context.is_main:
             give_up(folder, step=error.step, steps=loaded.config.training.steps, reason=str(error))
-
-
-def check_earlier_trial(config: RunConfig, context: ParallelContext) -> None:
-    """Compare a config with the run in its folder, if there is one; called on every process.
-
-    Raises:
-        UserError: on every process, if that run is another, whose result would count as this one's.
-    """
-    refusal = ""
-    if context.is_main:
-        folder = Path(config.folder)
-        try:
-            if checkpoints_by_age(folder):
-                check_same_run(folder / "config.yaml", config)
-        except UserError as error:
-            refusal = str(error)
-    # The folder may appear older on another node.
-    refusal = context.from_main(refusal)
-    if refusal:
-        raise UserError(refusal)
 
 
 def give_up(folder: Path, *, step: int, steps: int, reason: str) -> None:
