@@ -83,6 +83,8 @@ class WandB(Dashboard):
     package = "wandb"
 
     def __init__(self, run_folder: Path, *, first_step: int, config: Mapping[str, Any]) -> None:
+        # Without it, a server that stops answering would hold the job's nodes at the end.
+        os.environ.setdefault("WANDB_FINISH_TIMEOUT", "300")
         self._wandb = importlib.import_module("wandb")
         has_login = "WANDB_API_KEY" in os.environ or (Path.home() / ".netrc").exists()
         self._run = self._wandb.init(

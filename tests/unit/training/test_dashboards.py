@@ -52,6 +52,18 @@ def test_wandb_resumes_the_same_run(train_twice):
     assert {path.stem.removeprefix("run-") for path in files} == {identity}
 
 
+def test_wandb_does_not_wait_for_its_server_forever(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb", reason="pip install 'megavis[wandb]'")
+    if not hasattr(wandb.Settings(), "finish_timeout"):
+        pytest.skip("this version of wandb has no limit for the upload at the end")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_FINISH_TIMEOUT"):
+        monkeypatch.delenv(name, raising=False)
+    board = DASHBOARDS["wandb"](tmp_path, first_step=0, config=CONFIG)
+    assert board._run.settings.finish_timeout == 300
+    board.close()
+
+
 def test_mlflow_resumes_the_same_run(train_twice):
     mlflow = pytest.importorskip("mlflow", reason="pip install 'megavis[mlflow]'")
     folder = train_twice("mlflow")
