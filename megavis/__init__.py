@@ -6,6 +6,7 @@ first function that needs them is called.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,13 @@ __version__ = "0.1.0"
 # On import, Megatron-Core prints this four times, about optimizers and kernels that megavis does
 # not use. Set the filter before any of our modules imports it. Other warnings are shown.
 warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+
+# torch logs that CUDA is missing if a toolkit is installed without a GPU, DeepSpeed that it uses
+# the CPU; `megavis doctor` reports what this machine provides.
+logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+logging.getLogger("DeepSpeed").addFilter(
+    lambda record: not record.getMessage().startswith("Setting accelerator to CPU")
+)
 
 
 def load(run_folder: str, **options: Any) -> Run:

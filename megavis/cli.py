@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import logging
 import os
 import sys
 import traceback
@@ -93,9 +92,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     For 2, 71 and 75 see `config/errors.py`; 130 is Ctrl-C, 141 a closed pipe.
     """
-    # torch logs missing CUDA if a toolkit is installed without a GPU, from whichever import comes
-    # first. `megavis doctor` reports what this machine provides.
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     if "_ARGCOMPLETE" in os.environ:
         complete(build_parser())
     is_training = False

@@ -301,7 +301,8 @@ def _skip_inference_collectives() -> None:
     """
     import deepspeed.ops
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # Reading the attribute would probe every operator of DeepSpeed with the compiler first.
+    vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
 
 
 class ModelParallelUnit:
