@@ -46,17 +46,22 @@ def test_each_notebook_has_a_check():
     assert {path.stem for path in FOLDER.glob("*.ipynb")} == set(CHECKS)
 
 
+@pytest.fixture(scope="module")
+def working_folder(tmp_path_factory):
+    """The folder of all notebooks, as in a checkout."""
+    return tmp_path_factory.mktemp("notebooks")
+
+
 @pytest.mark.parametrize("name", CHECKS)
-def test_notebook_runs(name, tmp_path, monkeypatch):
+def test_notebook_runs(name, working_folder, monkeypatch):
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
     stored = [cell.get("outputs") for cell in notebook.cells]
     assert not any(stored), "store notebooks without outputs"
     folder = Path(sys.executable).parent
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     notebook.cells.append(nbformat.v4.new_code_cell(CHECKS[name]))
-    NotebookClient(
-        notebook, timeout=900, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
-    ).execute()
+    resources = {"metadata": {"path": working_folder}}
+    NotebookClient(notebook, timeout=900, kernel_name="python3", resources=resources).execute()
     shown = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert any("image/png" in output.get("data", {}) for output in shown)
     assert not [each for each in shown if "Traceback" in each.get("text", "")]
