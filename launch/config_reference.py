@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megavis.commands.schema import json_schema
+from megavis.commands.config import json_schema
 from megavis.config.papers import PAPER_CONFIGS
 from megavis.config.schema import RunConfig
 from megavis.config.section import Section

@@ -1,4 +1,4 @@
-"""`megavis checkpoint`: list, verify and prune the checkpoints of a run."""
+"""`megavis checkpoint`: list, verify, prune and convert the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ from megavis.checkpoint.format.folder import (
     step_folder,
 )
 from megavis.checkpoint.format.manifest import read_manifest
+from megavis.checkpoint.state import convert as conversion
 from megavis.checkpoint.state.damage import damages
 from megavis.config.errors import UserError
-from megavis.config.load import load_config
+from megavis.config.load import dump_config, load_config
+from megavis.config.tokenizers import load_run_config
+from megavis.data.format.files import write_atomically
+from megavis.data.format.manifest import PALETTE_NAME
 from megavis.training.callbacks.early_stopping import EarlyStopping, accuracy_history
 from megavis.training.metrics import read_metrics
 
@@ -124,3 +128,27 @@ def _protected_steps(run_folder: Path) -> Iterator[int]:
         history = accuracy_history(read_metrics(run_folder))
         best = EarlyStopping(config.finetune.patience, history).best_of(saved_steps(run_folder))
         yield from (step for step in (best, finetuned_step(run_folder)) if step is not None)
+
+
+def convert(args: argparse.Namespace) -> int:
+    """Write the checkpoint into another run folder, with the run's config under its name."""
+    source = step_folder(args.run_folder, chosen_step(args.run_folder, args.step))
+    contents = _run_files(args.run_folder, args.target)
+    written = conversion.convert(source, args.target, tensor_size=args.tensor, data_size=args.data)
+    for name, content in contents.items():
+        if not (args.target / name).exists():
+            write_atomically(args.target / name, content)
+    sys.stdout.write(f"{written}\n")
+    return 0
+
+
+def _run_files(run_folder: Path, target: Path) -> dict[str, bytes]:
+    """Return the config and the palette, if there are any, for a run in another folder."""
+    contents = {}
+    if (run_folder / "config.yaml").exists():
+        place = {"name": target.name, "output": str(target.parent)}
+        config = load_run_config(run_folder).model_copy(update=place)
+        contents["config.yaml"] = dump_config(config).encode()
+    if (run_folder / PALETTE_NAME).exists():
+        contents[PALETTE_NAME] = (run_folder / PALETTE_NAME).read_bytes()
+    return contents

@@ -1,18 +1,23 @@
-"""`megavis config`: show a resolved config with the origin of its values, or compare two."""
+"""`megavis config` and `megavis schema`: read and compare configs, and write their JSON schema."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from megavis.commands.configs import load_user_config
-from megavis.config.load import LoadedConfig
-from megavis.config.yaml_tree import dump_tree, leaves
+from megavis.config.errors import UserError
+from megavis.config.load import LoadedConfig, load_config
+from megavis.config.papers import PAPER_CONFIGS
+from megavis.config.schema import ObjectiveConfig, RunConfig
+from megavis.config.shorthand import PRESETS, RIVALS, Shorthand
+from megavis.config.yaml_tree import BASED_ON, dump_tree, leaves
+from megavis.data.format.manifest import num_images
 
 _ABSENT = "(not there)"
 
@@ -86,3 +91,112 @@ def _value(value: Any) -> str:
     if "\n" not in written:
         return written
     return yaml.safe_dump(value, default_flow_style=True, width=10**6).strip()
+
+
+SHIPPED = "yaml_configs"
+
+
+def load_user_config(path: str, overrides: Sequence[str]) -> LoadedConfig:
+    """Load a config file, resolving epochs from its shards.
+
+    Raises:
+        UserError: there is no such file, or see `load_config`.
+    """
+    return load_config(find_config(path), overrides, count_images=num_images)
+
+
+def find_config(path: str) -> Path:
+    """Return a config file, or the shipped one of that name.
+
+    Args:
+        path: of a file; `yaml_configs/...` is also searched for among the shipped ones.
+
+    Raises:
+        UserError: there is no such file; the message names the folders searched.
+    """
+    given = Path(path)
+    if given.exists():
+        return given
+    looked = [str(given.absolute().parent)]
+    if given.parts[:1] == (SHIPPED,):
+        shipped = shipped_configs().joinpath(*given.parts[1:])
+        if shipped.exists():
+            return shipped
+        looked.append(str(shipped.parent))
+    raise UserError(f"{path}: no such config file in {' or '.join(looked)}")
+
+
+def shipped_configs() -> Path:
+    """Return the folder of the shipped configs: inside an installed package, or of the checkout."""
+    package = Path(__file__).parents[1]
+    installed = package / SHIPPED
+    return installed if installed.exists() else package.parent / SHIPPED
+
+
+def write_schema(args: argparse.Namespace) -> int:
+    """Write the schema.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    text = schema_text()
+    if args.out is None:
+        sys.stdout.write(text)
+        return 0
+    try:
+        Path(args.out).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{args.out} cannot be written: {error.strerror}") from None
+    return 0
+
+
+def schema_text() -> str:
+    """Return the schema as in `yaml_configs/schema.json`."""
+    return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON schema of a config file, for editors."""
+    schema = RunConfig.model_json_schema()
+    # Replace the shared objective section by each paper's own.
+    del schema["$defs"][ObjectiveConfig.__name__]
+    papers = []
+    for name, paper in sorted(PAPER_CONFIGS.items()):
+        section = paper.model_json_schema(ref_template="#/$defs/{model}")
+        schema["$defs"].update(section.pop("$defs", {}))
+        section["properties"]["name"] = {"const": name, "type": "string"}
+        section["required"] = ["name", *section.get("required", [])]
+        schema["$defs"][paper.__name__] = section
+        papers.append({"$ref": f"#/$defs/{paper.__name__}"})
+    schema["properties"]["objective"] = {"oneOf": papers, "description": "The paper's own keys."}
+    _add_shorthand(schema)
+    _allow_a_base(schema)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def _add_shorthand(schema: dict[str, Any]) -> None:
+    """Add the shorthand keys, and make the keys that they expand to optional."""
+    for name, field in Shorthand.model_fields.items():
+        section = schema["$defs"][schema["properties"][name]["$ref"].rpartition("/")[2]]
+        keys = type(field.default).model_json_schema()["properties"]
+        section["properties"] |= keys
+        replaced = {RIVALS.get(key) for key in keys}
+        if "preset" in keys:
+            replaced |= set(next(iter(PRESETS.values())))
+        if "required" in section:
+            section["required"] = [key for key in section["required"] if key not in replaced]
+
+
+def _allow_a_base(schema: dict[str, Any]) -> None:
+    """Require keys without a default only in files without a base."""
+    whole: dict[str, Any] = {"required": schema.pop("required"), "properties": {}}
+    for name, section in schema["properties"].items():
+        definition = schema["$defs"].get(section.get("$ref", "").rpartition("/")[2], {})
+        if required := definition.pop("required", None):
+            whole["properties"][name] = {"required": required}
+    schema["properties"][BASED_ON] = {
+        "description": "A file, relative to this one, that provides the keys missing here.",
+        "title": "Based On",
+        "type": "string",
+    }
+    schema |= {"if": {"required": [BASED_ON]}, "else": whole}

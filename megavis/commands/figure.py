@@ -15,7 +15,7 @@ import torch
 from matplotlib.figure import Figure
 
 from megavis.checkpoint.format.folder import saved_steps
-from megavis.commands.feature_runs import (
+from megavis.commands.features import (
     feature_cache,
     feature_job,
     network_of,

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 
-from megavis.commands.feature_runs import feature_job, probe_run, read_layers
+from megavis.commands.features import feature_job, probe_run, read_layers
 from megavis.commands.opening import open_run
 from megavis.evaluation.concatenation import ConcatenatedScore
 from megavis.evaluation.linear import RECIPES, LayerScore

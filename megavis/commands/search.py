@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megavis.commands.configs import load_user_config
-from megavis.commands.feature_runs import feature_cache, network_of
+from megavis.commands.config import load_user_config
+from megavis.commands.features import feature_cache, network_of
 from megavis.commands.figure import save_figure
 from megavis.commands.opening import job_closed, open_run, open_shards
 from megavis.config.errors import UserError

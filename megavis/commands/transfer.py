@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from megavis.commands.feature_runs import (
+from megavis.commands.features import (
     feature_cache,
     feature_job,
     network_of,

@@ -14,7 +14,7 @@ from tiny import VIT, tiny
 
 import megavis
 from megavis.cli import main
-from megavis.commands.import_ import write_run
+from megavis.commands.import_export import write_run
 from megavis.config.load import load_config
 from megavis.hub.plain import PlainForm
 from megavis.hub.vit import full_attention_tokens

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megavis.commands import schema
+from megavis.commands.config import schema_text, write_schema
 from megavis.config.schema import RunConfig
 from megavis.papers import OBJECTIVES
 
@@ -14,13 +14,13 @@ CONFIGS = Path(__file__).parents[2] / "yaml_configs"
 
 def test_committed_schema_is_up_to_date():
     committed = json.loads((CONFIGS / "schema.json").read_text(encoding="utf-8"))
-    assert committed == json.loads(schema.schema_text()), (
+    assert committed == json.loads(schema_text()), (
         "run `megavis schema --out yaml_configs/schema.json`"
     )
 
 
 def test_sections_forbid_unknown_keys_and_describe_theirs():
-    tree = json.loads(schema.schema_text())
+    tree = json.loads(schema_text())
     sections = [tree, *tree["$defs"].values()]
     assert set(tree["properties"]) == {*RunConfig.model_fields, "based_on"}
     assert len(tree["properties"]["objective"]["oneOf"]) == len(OBJECTIVES)
@@ -32,14 +32,14 @@ def test_sections_forbid_unknown_keys_and_describe_theirs():
 
 
 def test_references_resolve():
-    text = schema.schema_text()
+    text = schema_text()
     tree = json.loads(text)
     for part in text.split('"$ref": "#/$defs/')[1:]:
         assert part.partition('"')[0] in tree["$defs"]
 
 
 def test_paper_name_is_required():
-    tree = json.loads(schema.schema_text())
+    tree = json.loads(schema_text())
     igpt = tree["$defs"]["IGPTConfig"]
     assert igpt["properties"]["name"] == {"const": "igpt", "type": "string"}
     assert "name" in igpt["required"]
@@ -61,11 +61,11 @@ def test_schema_command(tmp_path, capsys):
 
     out = tmp_path / "schema.json"
     args = type("Args", (), {"out": str(out)})
-    assert schema.run(args) == 0
-    assert out.read_text(encoding="utf-8") == schema.schema_text()
+    assert write_schema(args) == 0
+    assert out.read_text(encoding="utf-8") == schema_text()
     args.out = None
-    assert schema.run(args) == 0
+    assert write_schema(args) == 0
     assert json.loads(capsys.readouterr().out)
     args.out = str(tmp_path / "absent" / "schema.json")
     with pytest.raises(UserError, match=r"schema\.json cannot be written: No such file"):
-        schema.run(args)
+        write_schema(args)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megavis.commands.configs import find_config
+from megavis.commands.config import find_config
 from megavis.config.errors import UserError
 
 pytestmark = pytest.mark.once

@@ -123,7 +123,7 @@ def add_features(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "example: megavis features runs/igpt_demo --clear"
     add_run(parser)
     parser.add_argument("--clear", action="store_true", help="delete all cached features")
-    parser.set_defaults(run="features:run")
+    parser.set_defaults(run="features:list_features")
 
 
 def add_likelihood(parser: argparse.ArgumentParser) -> None:
@@ -138,7 +138,7 @@ def add_likelihood(parser: argparse.ArgumentParser) -> None:
     add_image_arguments(parser, num_images=None)
     add_precision(parser)
     parser.add_argument("--out", type=output_file, help="default: RUN/evaluation/likelihood.json")
-    parser.set_defaults(run="likelihood:run")
+    parser.set_defaults(run="held_out:measure")
 
 
 def add_ensemble(parser: argparse.ArgumentParser) -> None:
@@ -165,7 +165,7 @@ def add_ensemble(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results as JSON")
     add_device(parser)
-    parser.set_defaults(run="ensemble:run", check=_check_ensemble)
+    parser.set_defaults(run="held_out:ensemble", check=_check_ensemble)
 
 
 def _check_ensemble(args: argparse.Namespace) -> None:

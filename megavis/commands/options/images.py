@@ -180,7 +180,7 @@ def add_samples(verbs: Any) -> None:
     )
     add_network_arguments(samples)
     add_image_file_arguments(samples)
-    samples.set_defaults(run="evaluate_samples:evaluate_samples")
+    samples.set_defaults(run="evaluate_images:evaluate_samples")
     statistics = verbs.add_parser(
         "statistics",
         help="feature statistics of real images, for later comparisons",
@@ -203,7 +203,7 @@ def add_samples(verbs: Any) -> None:
     )
     add_network_arguments(statistics)
     add_image_file_arguments(statistics)
-    statistics.set_defaults(run="evaluate_samples:write_reference")
+    statistics.set_defaults(run="evaluate_images:write_reference")
 
 
 def add_classes(verbs: Any) -> None:
@@ -239,7 +239,7 @@ def add_classes(verbs: Any) -> None:
         "--seed", type=non_negative, default=0, help="random seed of the classifier"
     )
     add_device(parser)
-    parser.set_defaults(run="evaluate_samples:evaluate_classes")
+    parser.set_defaults(run="evaluate_images:evaluate_classes")
 
 
 def add_reconstruction(verbs: Any) -> None:
@@ -255,7 +255,7 @@ def add_reconstruction(verbs: Any) -> None:
     add_image_arguments(parser, num_images=5000)
     add_perceptual_arguments(parser)
     add_network_arguments(parser)
-    parser.set_defaults(run="evaluate_reconstruction:evaluate_reconstruction")
+    parser.set_defaults(run="evaluate_images:evaluate_reconstruction")
 
 
 def add_label_maps(verbs: Any) -> None:

@@ -122,7 +122,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
         help="also keep every N-th step; 0: none",
     )
     convert = _add_verb(
-        verbs, "convert", "re-slice a checkpoint for another layout, offline", "export:convert"
+        verbs, "convert", "re-slice a checkpoint for another layout, offline", "checkpoint:convert"
     )
     convert.add_argument("target", type=Path, help="run folder to write into")
     convert.add_argument("--step", type=non_negative, help="checkpoint; default: the newest")
@@ -182,7 +182,7 @@ def add_import(parser: argparse.ArgumentParser) -> None:
             metavar=option.metavar,
             help=f"{', '.join(forms)}: {option.help}",
         )
-    parser.set_defaults(run="import_:run", check=_check_import)
+    parser.set_defaults(run="import_export:import_run", check=_check_import)
 
 
 def _check_import(args: argparse.Namespace) -> None:
@@ -219,7 +219,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", choices=forms, required=True, help="form")
     parser.add_argument("out", type=Path, metavar="DIR", help="new folder, or .safetensors file")
     add_step(parser)
-    parser.set_defaults(run="export:run", check=_check_export)
+    parser.set_defaults(run="import_export:export", check=_check_export)
 
 
 def _check_export(args: argparse.Namespace) -> None:
@@ -235,7 +235,7 @@ def add_schema(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "example: megavis schema --out yaml_configs/schema.json"
     parser.add_argument("--out", metavar="FILE", help="default: standard output")
-    parser.set_defaults(run="schema:run")
+    parser.set_defaults(run="config:write_schema")
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:

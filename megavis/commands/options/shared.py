@@ -31,7 +31,7 @@ def read_config(args: argparse.Namespace) -> None:
         UserError: see `load_config`.
     """
     # Imported here: it costs half a second, which `--help` need not wait for.
-    from megavis.commands.configs import load_user_config
+    from megavis.commands.config import load_user_config
 
     args.loaded = load_user_config(args.config, args.overrides)
 

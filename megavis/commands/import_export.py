@@ -1,21 +1,25 @@
-"""`megavis import`: make a run from released weights."""
+"""`megavis import` and `megavis export`: runs from released weights, and weights in other forms."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from safetensors.torch import save_file
 from torch import Tensor
 
-from megavis.checkpoint.format.folder import chosen_checkpoint
+from megavis.checkpoint.format.folder import chosen_checkpoint, step_folder
 from megavis.checkpoint.format.hub_folder import read_json
 from megavis.checkpoint.format.manifest import read_manifest
 from megavis.checkpoint.format.tensor_reader import read_weights
 from megavis.checkpoint.state.convert import write_weights
+from megavis.commands.quiet import quietly
 from megavis.composition.released_run import ReleasedRun
 from megavis.config.data import DataConfig
 from megavis.config.errors import UserError
@@ -24,12 +28,13 @@ from megavis.config.load import dump_config, load_config
 from megavis.config.schema import OptimizerConfig, RunConfig, TrainingConfig
 from megavis.config.tokenizers import tokenizers_inside, with_tokenizers
 from megavis.data.format.manifest import PALETTE_NAME
+from megavis.hub.folders import write_huggingface, write_timm
 from megavis.hub.output_check import check_agreement
 from megavis.notebook import Run
 from megavis.tokenizers.palette import Palette
 
 
-def run(args: argparse.Namespace) -> int:
+def import_run(args: argparse.Namespace) -> int:
     """Convert; delete the run if it does not match the released weights.
 
     Raises:
@@ -145,3 +150,51 @@ def write_run(
     if tokenizer is None and palette is not None:
         tokenizer = palette.sha256
     write_weights(run_folder, weights, seed=config.seed, tokenizer=tokenizer)
+
+
+def export(args: argparse.Namespace) -> int:
+    """Export; the output appears only when it is complete and agrees with the run.
+
+    Raises:
+        UserError: the run cannot be opened, or has no such form.
+    """
+    with quietly():
+        opened = Run.open(args.run_folder, step=args.step, device="cpu")
+    if args.to == "safetensors":
+        weights = read_weights(step_folder(opened.folder, opened.step))
+        with renamed_when_complete(args.out) as partial:
+            save_file({name: tensor.contiguous() for name, tensor in weights.items()}, partial)
+        sys.stdout.write(f"{args.out}: {len(weights)} tensors\n")
+        return 0
+    write = {"huggingface": write_huggingface, "timm": write_timm}[args.to]
+    with renamed_when_complete(args.out) as partial:
+        exported = write(opened, partial)
+    sys.stdout.write(f"{args.out}: opens with {exported.form}\n")
+    if exported.difference is not None:
+        sys.stdout.write(f"  differs from the run by {exported.difference:.1e} on random input\n")
+    return 0
+
+
+@contextlib.contextmanager
+def renamed_when_complete(target: Path) -> Iterator[Path]:
+    """Yield a temporary path for a file or folder, which is renamed to `target` after the block.
+
+    It is removed after an error, and by the next call if the process was killed.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.partial")
+    _remove(partial)
+    try:
+        yield partial
+        os.rename(partial, target)
+    except BaseException:
+        _remove(partial)
+        raise
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or folder if it exists."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

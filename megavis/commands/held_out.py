@@ -1,4 +1,4 @@
-"""`megavis ensemble`: class probabilities of fine-tuned runs, alone and averaged."""
+"""`megavis likelihood` and `megavis ensemble`: likelihood and classes of held-out images."""
 
 from __future__ import annotations
 
@@ -7,15 +7,60 @@ import sys
 from pathlib import Path
 
 from megavis.checkpoint.format.folder import finetuned_step
-from megavis.commands.opening import job_closed, open_run, open_shards
+from megavis.commands.opening import (
+    job_closed,
+    open_held_out,
+    open_run,
+    open_shards,
+    training_shards,
+)
 from megavis.config.errors import UserError
 from megavis.data.format.files import write_json
 from megavis.data.loading.dataset import Subset, halves, shuffled
+from megavis.data.loading.leakage import check_no_overlap
 from megavis.evaluation.classes import ClassProbabilities, average, predict_classes
+from megavis.evaluation.likelihood import LikelihoodResult, measure_likelihood
 from megavis.notebook import Run
 
 
-def run(args: argparse.Namespace) -> int:
+def measure(args: argparse.Namespace) -> int:
+    """Measure, write as JSON and print.
+
+    Raises:
+        UserError: the loss is not a likelihood, or the images cannot be opened or were trained
+            on.
+    """
+    with job_closed():
+        opened = open_run(
+            args.run_folder, step=args.step, device=args.device, precision=args.precision
+        )
+        images = open_held_out(opened, args.images, option="--images")
+        check_no_overlap(images, training_shards(opened))
+        result = measure_likelihood(
+            opened.config.name,
+            opened.step,
+            opened.runner,
+            opened.objective,
+            images,
+            limit=args.num_images,
+        )
+    out = args.out or opened.folder / "evaluation" / "likelihood.json"
+    result.write(out)
+    sys.stdout.write(f"{_likelihood_words(result)}\n{out}\n")
+    return 0
+
+
+def _likelihood_words(result: LikelihoodResult) -> str:
+    given = f", given {result.given}" if result.given else ""
+    return (
+        f"{result.nats_per_dimension:.4f} nats, {result.bits_per_dimension:.4f} bits per dimension"
+        f" ({result.dimension}; {result.dimensions_per_image} per image{given})\n"
+        f"{result.nats_per_image:.1f} nats per image; step {result.step},"
+        f" {result.num_images} images of {result.data}, {result.precision}"
+    )
+
+
+def ensemble(args: argparse.Namespace) -> int:
     """Evaluate each run, then the ensemble.
 
     Raises:
@@ -25,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     sources = set()
     with job_closed():
         for folder in args.run_folders:
-            found, source = _predict(folder, args)
+            found, source = _predict_classes(folder, args)
             members[str(folder)] = found
             sources.add(source)
     if len(sources) > 1:
@@ -37,11 +82,11 @@ def run(args: argparse.Namespace) -> int:
             members["together"] = average(list(members.values()))
         except ValueError as error:
             raise UserError(f"{error}: their shards are in different orders") from None
-    _report(members, args.json)
+    _report_classes(members, args.json)
     return 0
 
 
-def _predict(folder: Path, args: argparse.Namespace) -> tuple[ClassProbabilities, str]:
+def _predict_classes(folder: Path, args: argparse.Namespace) -> tuple[ClassProbabilities, str]:
     """Return a run's class probabilities, and the identity of the images."""
     step, size = _chosen_step(folder), args.image_size
     opened = open_run(folder, step=step, device=args.device, image_size=size)
@@ -73,7 +118,7 @@ def _test_images(opened: Run, images: str | None) -> Subset:
     return halves(open_shards(opened, opened.config.data.validation))[1]
 
 
-def _report(members: dict[str, ClassProbabilities], path: Path | None) -> None:
+def _report_classes(members: dict[str, ClassProbabilities], path: Path | None) -> None:
     rows = [
         {"run": name, "top1": found.top_k_accuracy(1), "top5": found.top_k_accuracy(5)}
         for name, found in members.items()
