@@ -92,7 +92,7 @@ def verify(args: argparse.Namespace) -> int:
 
 
 def chosen_step(run_folder: Path, step: int | None) -> int:
-    """Return `step`, or the newest one for None. Raises UserError if it has no checkpoint."""
+    """Return `step`, or the newest one for None; the run must have it."""
     steps = _steps(run_folder)
     if step is None:
         return steps[-1]

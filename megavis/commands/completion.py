@@ -13,11 +13,7 @@ from megavis.config.errors import UserError
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the shell's code.
-
-    Raises:
-        UserError: argcomplete is not installed.
-    """
+    """Write the shell's code; needs argcomplete."""
     if find_spec("argcomplete") is None:
         raise UserError("completion needs argcomplete: pip install 'megavis[completion]'")
     sys.stdout.write(_argcomplete().shellcode(["megavis"], shell=args.shell))

@@ -97,23 +97,12 @@ SHIPPED = "yaml_configs"
 
 
 def load_user_config(path: str, overrides: Sequence[str]) -> LoadedConfig:
-    """Load a config file, resolving epochs from its shards.
-
-    Raises:
-        UserError: there is no such file, or see `load_config`.
-    """
+    """Load a config file as `load_config` does, resolving epochs from its shards."""
     return load_config(find_config(path), overrides, count_images=num_images)
 
 
 def find_config(path: str) -> Path:
-    """Return a config file, or the shipped one of that name.
-
-    Args:
-        path: of a file; `yaml_configs/...` is also searched for among the shipped ones.
-
-    Raises:
-        UserError: there is no such file; the message names the folders searched.
-    """
+    """Return a config file; `yaml_configs/...` is also searched for among the shipped ones."""
     given = Path(path)
     if given.exists():
         return given
@@ -134,11 +123,7 @@ def shipped_configs() -> Path:
 
 
 def write_schema(args: argparse.Namespace) -> int:
-    """Write the schema.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Write the schema to a file or standard output."""
     text = schema_text()
     if args.out is None:
         sys.stdout.write(text)
@@ -156,7 +141,7 @@ def schema_text() -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON schema of a config file, for editors."""
+    """Return the JSON schema of a config file, with each paper's own `objective` section."""
     schema = RunConfig.model_json_schema()
     # Replace the shared objective section by each paper's own.
     del schema["$defs"][ObjectiveConfig.__name__]

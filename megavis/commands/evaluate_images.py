@@ -37,7 +37,6 @@ from megavis.evaluation.images.statistics_files import (
     write_statistics,
 )
 from megavis.model.autoencoder_losses import open_perceptual
-from megavis.notebook import Run
 from megavis.parallel.device import choose_device, set_arithmetic
 from megavis.parallel.progress_bar import shown
 from megavis.tokenizers.network_tokenizer import LatentTokenizer, open_tokenizer
@@ -46,11 +45,7 @@ _BATCH_SIZE = 64
 
 
 def device_of(args: argparse.Namespace) -> torch.device:
-    """Return the selected device, or the machine's best, with exact float32.
-
-    Raises:
-        UserError: there is no GPU.
-    """
+    """Return the selected device, or the machine's best, with exact float32."""
     set_arithmetic(tf32=False, deterministic=False)
     # Without an index: in a job, this process's GPU.
     return torch.device(choose_device(args.device, local_rank=0).type)
@@ -69,12 +64,9 @@ def collect_features(
     Args:
         images: image files.
         network: computes features.
-        args: the options; batch size.
+        args: has the batch size.
         num_images: number of images, evenly spread; None for all.
         num_kept: maximum number of feature vectors to keep.
-
-    Raises:
-        UserError: an image cannot be read, or there are too few.
     """
     count = min(num_images or len(images), len(images))
     collector = FeatureCollector(network, num_images=count, num_kept=num_kept)
@@ -92,11 +84,7 @@ def say(line: str, caution: str | None) -> None:
 
 
 def evaluate_samples(args: argparse.Namespace) -> int:
-    """Evaluate, print and write.
-
-    Raises:
-        UserError: images, reference or network cannot be used.
-    """
+    """Compare generated with real images."""
     device = device_of(args)
     file = samples_of(args.samples)
     images = open_images(file, image_size=args.image_size if file.is_dir() else None)
@@ -114,11 +102,7 @@ def evaluate_samples(args: argparse.Namespace) -> int:
 
 
 def write_reference(args: argparse.Namespace) -> int:
-    """Compute and write the statistics of real images.
-
-    Raises:
-        UserError: images or network cannot be used.
-    """
+    """Compute and write the statistics of real images."""
     if args.out.suffix != ".npz":
         raise UserError(f"--out {args.out}: the name of a statistics file must end in .npz")
     images = open_images(args.images, image_size=args.image_size)
@@ -135,11 +119,7 @@ def write_reference(args: argparse.Namespace) -> int:
 
 
 def samples_of(path: Path) -> Path:
-    """Return the sample file; for a run folder, its newest `.npz` of samples.
-
-    Raises:
-        UserError: the run has no samples.
-    """
+    """Return the sample file; for a run folder, its newest `.npz` of samples."""
     if not (path / "config.yaml").exists():
         return path
     files = sorted(path.glob("samples/*.npz"), key=lambda file: file.stat().st_mtime)
@@ -175,11 +155,7 @@ def _reference(args: argparse.Namespace, network: FeatureNetwork) -> FeatureSumm
 
 
 def evaluate_classes(args: argparse.Namespace) -> int:
-    """Fit, classify and write.
-
-    Raises:
-        UserError: images or tokenizer cannot be used.
-    """
+    """Fit a classifier on real images, and classify samples and reconstructions."""
     device, file = device_of(args), samples_of(args.samples)
     samples, train, real = NpzImages(file), ShardImages(args.train), ShardImages(args.images)
     names = _common_classes(train, real)
@@ -204,7 +180,7 @@ def evaluate_classes(args: argparse.Namespace) -> int:
 
 
 def _common_classes(train: ShardImages, real: ShardImages) -> tuple[str, ...]:
-    """Return the class names. Raises UserError if shards differ or have no labels."""
+    """Return the class names, which both shards must share."""
     if train.class_names != real.class_names:
         raise UserError(
             f"{real.path} has other classes than {train.path}; write it with"
@@ -253,29 +229,22 @@ def _reconstruct(run_folder: Path, images: Tensor) -> Tensor:
 
 
 def evaluate_reconstruction(args: argparse.Namespace) -> int:
-    """Reconstruct, compare and write.
-
-    Raises:
-        UserError: the run, its data or its objective does not support it.
-    """
+    """Reconstruct held-out images and compare."""
     with job_closed():
         opened = open_run(args.run_folder, step=args.step, device=args.device)
-        return _evaluate_opened(opened, args)
-
-
-def _evaluate_opened(opened: Run, args: argparse.Namespace) -> int:
-    if not opened.objective.reconstructs:
-        raise UserError(f"{opened.config.objective.name} does not reconstruct images")
-    dataset = open_held_out(opened, args.images, option="--images")
-    count = min(args.num_images, len(dataset))
-    scores, distances = (
-        PairScores(open_perceptual(args.perceptual_weights, args.lpips_weights)),
-        _distances(opened, args, count),
-    )
-    for pair in reconstructions(opened.runner, opened.objective, dataset, num_images=count):
-        scores.add(*pair)
-        if distances is not None:
-            distances.add(*pair)
+        if not opened.objective.reconstructs:
+            raise UserError(f"{opened.config.objective.name} does not reconstruct images")
+        dataset = open_held_out(opened, args.images, option="--images")
+        count = min(args.num_images, len(dataset))
+        scores = PairScores(open_perceptual(args.perceptual_weights, args.lpips_weights))
+        distances = None
+        if args.inception is not None or args.network is not None:
+            network = open_network(args.inception, args.network, opened.context.device)
+            distances = Distances(network, num_images=count)
+        for pair in reconstructions(opened.runner, opened.objective, dataset, num_images=count):
+            scores.add(*pair)
+            if distances is not None:
+                distances.add(*pair)
     result = {"step": opened.step, "images": count, "of": str(dataset.directory), **scores.means()}
     words = ", ".join(f"{name} {value:.4g}" for name, value in scores.means().items())
     sys.stdout.write(f"{words} | N {count} of {dataset.directory}, step {opened.step}\n")
@@ -287,11 +256,3 @@ def _evaluate_opened(opened: Run, args: argparse.Namespace) -> int:
     write_json(path, result)
     sys.stdout.write(f"{path}\n")
     return 0
-
-
-def _distances(opened: Run, args: argparse.Namespace, count: int) -> Distances | None:
-    """Return the feature distances, if the options name a network."""
-    if args.inception is None and args.network is None:
-        return None
-    network = open_network(args.inception, args.network, opened.context.device)
-    return Distances(network, num_images=count)

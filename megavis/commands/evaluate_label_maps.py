@@ -30,7 +30,7 @@ from megavis.notebook import Run
 
 
 def evaluate_panoptic(args: argparse.Namespace) -> int:
-    """Print and write the panoptic quality. Raises UserError if the run predicts no such maps."""
+    """Print and write the panoptic quality."""
 
     def score(pairs: Iterator[tuple[np.ndarray, np.ndarray]], dataset: ShardDataset) -> Any:
         target = dataset.manifest.target
@@ -47,7 +47,7 @@ def evaluate_panoptic(args: argparse.Namespace) -> int:
 
 
 def evaluate_depth(args: argparse.Namespace) -> int:
-    """Print and write depth errors. Raises UserError if the run predicts no such maps."""
+    """Print and write depth errors."""
 
     def score(pairs: Iterator[tuple[np.ndarray, np.ndarray]], dataset: ShardDataset) -> Any:
         errors = DepthErrors()

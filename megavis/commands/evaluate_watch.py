@@ -55,11 +55,7 @@ _BATCH_SIZE = 64
 
 
 def watch(args: argparse.Namespace) -> int:
-    """Evaluate until the run is finished or a signal arrives.
-
-    Raises:
-        UserError: the run's images do not allow a measure.
-    """
+    """Evaluate until the run is finished or a signal arrives."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with job_closed():
@@ -198,20 +194,21 @@ def _board(run_folder: Path) -> Any:
 
 
 class CheckpointMeasures:
-    """The measures of one opened checkpoint; shared results are computed once."""
+    """The measures of one opened checkpoint; shared results are computed once.
+
+    Args:
+        opened: the run.
+        args: the options of `add_data_arguments`.
+        distance: for the measure `frechet`.
+    """
 
     def __init__(
         self, opened: Run, args: argparse.Namespace, distance: SampleFID | None = None
     ) -> None:
-        """Store the run, the options of `add_data_arguments`, and the statistics for `frechet`."""
         self.opened, self.args, self.distance = opened, args, distance
 
     def numbers(self, name: str) -> Mapping[str, float | str]:
-        """Return the results of a measure other than `samples`, by name.
-
-        Raises:
-            UserError: the run's images do not allow it.
-        """
+        """Return the results of a measure other than `samples`, by name."""
         measures: Mapping[str, Callable[[], Mapping[str, float | str]]] = {
             "loss": self._loss,
             "probe": self._probe,
@@ -221,11 +218,7 @@ class CheckpointMeasures:
         return measures[name]()
 
     def picture(self) -> np.ndarray:
-        """Return a grid of generated images, uint8 `[H, W, 3]`.
-
-        Raises:
-            UserError: the paper's models cannot generate images.
-        """
+        """Return a grid of generated images, uint8 `[H, W, 3]`."""
         gallery = Gallery(self.opened.objective, self.opened.folder)
         examples = read_round_robin(self._validation, _PICTURES).to(self.opened.context.device)
         return gallery.draw(self.opened.runner, examples, num_images=_PICTURES)
@@ -272,14 +265,7 @@ class CheckpointMeasures:
 
 
 class SampleFID:
-    """FID of generated images; network and reference are opened once for all checkpoints.
-
-    Args:
-        args: the options of `add_distance_arguments`, `device` and `seed`.
-
-    Raises:
-        UserError: an option is missing, or a file is invalid.
-    """
+    """FID of generated images; network and reference are opened once for all checkpoints."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         if args.reference is None or args.num_samples < 2:
@@ -293,12 +279,7 @@ class SampleFID:
         self._reference = read_statistics(args.reference)
 
     def measure(self, opened: Run) -> ImageSetComparison:
-        """Generate images with the defaults of `megavis sample RUN` and compare them.
-
-        Raises:
-            UserError: the run has no unconditional samples, or the statistics are of another
-                network.
-        """
+        """Generate images with the defaults of `megavis sample RUN` and compare them."""
         sampler = opened.sampler(seed=self._seed)
         # Precision and recall would need tens of thousands.
         collector = FeatureCollector(self._network, num_images=self._num_images, num_kept=0)

@@ -13,7 +13,13 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from megavis.checkpoint.format.folder import require_run_folder
-from megavis.commands.opening import job_closed, open_held_out, open_shards, training_shards
+from megavis.commands.opening import (
+    job_closed,
+    network_identity,
+    open_held_out,
+    open_shards,
+    training_shards,
+)
 from megavis.commands.options.shared import refuse_options
 from megavis.commands.quiet import quietly
 from megavis.config.errors import UserError
@@ -23,7 +29,6 @@ from megavis.evaluation.feature_cache import (
     FeatureCache,
     cached_features,
     clear_features,
-    identity_of_network,
 )
 from megavis.evaluation.networks import Network
 from megavis.evaluation.probe import Pair, ProbeData, ProbeSettings, probe
@@ -35,11 +40,7 @@ from megavis.parallel.launch import read_launch
 
 
 def probe_data(opened: Run, args: argparse.Namespace) -> ProbeData:
-    """Open the images named by the options.
-
-    Raises:
-        UserError: there are none, or they do not fit the run.
-    """
+    """Open the images named by the options."""
     train = args.train or opened.config.data.train
     if not isinstance(train, str):
         raise UserError("the run trained on several shard folders; name one with --train")
@@ -56,11 +57,7 @@ def probe_data(opened: Run, args: argparse.Namespace) -> ProbeData:
 
 
 def read_layers(text: str, num_layers: int) -> Sequence[int] | None:
-    """Parse `all` (None), or comma-separated numbers in 0 .. `num_layers`.
-
-    Raises:
-        UserError: the text is neither.
-    """
+    """Parse `all` (None), or comma-separated numbers in 0 .. `num_layers`."""
     if text == "all":
         return None
     try:
@@ -81,10 +78,6 @@ def feature_job(args: argparse.Namespace, *, alone: bool = False) -> Iterator[No
     Args:
         args: the options of `add_feature_arguments`, and of `add_layout_argument` if not alone.
         alone: reject a launcher.
-
-    Raises:
-        UserError: there are several processes instead of one, or they are not divisible by
-            --tensor-parallel.
     """
     launch, tensor_size = read_launch(os.environ), 1 if alone else args.tensor_parallel
     if alone and launch.world_size > 1:
@@ -104,9 +97,6 @@ def probe_run(opened: Run, args: argparse.Namespace, settings: ProbeSettings) ->
 
     Called on every process of a job. All compute features; the main process fits the classifiers,
     and the others get None.
-
-    Raises:
-        UserError: the data does not fit the run, or has no labels.
     """
     data, cache = probe_data(opened, args), feature_cache(opened, args)
     trained = network_of(opened, cache)
@@ -139,12 +129,7 @@ def report_cache(cache: FeatureCache | None) -> None:
 
 def network_of(opened: Run, cache: FeatureCache | None) -> Network:
     """Return the network of an opened run."""
-    identity = identity_of_network(
-        opened.config,
-        opened.checkpoint,
-        dtype=opened.dtype,
-        tokenizer=opened.objective.backbone.tokenizer_identity,
-    )
+    identity = network_identity(opened)
     return Network(opened.objective, opened.context, lambda: opened.runner, cache, identity)
 
 
@@ -163,22 +148,12 @@ def untrained_network(opened: Run, cache: FeatureCache | None, *, seed: int) -> 
         with quietly():
             return opened.untrained(seed).runner
 
-    objective = opened.objective
-    identity = identity_of_network(
-        opened.config.model_copy(update={"seed": seed}),
-        None,
-        dtype=opened.dtype,
-        tokenizer=objective.backbone.tokenizer_identity,
-    )
-    return Network(objective, opened.context, build, cache, identity)
+    identity = network_identity(opened, seed=seed)
+    return Network(opened.objective, opened.context, build, cache, identity)
 
 
 def list_features(args: argparse.Namespace) -> int:
-    """List or delete.
-
-    Raises:
-        UserError: there is no such run.
-    """
+    """List the cached features of a run, or delete them."""
     require_run_folder(args.run_folder)
     if args.clear:
         sys.stdout.write(f"deleted {clear_features(args.run_folder) / 1e6:.1f} MB\n")

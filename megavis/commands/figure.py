@@ -52,11 +52,7 @@ from megavis.sampling.pictures import pixels_of
 
 
 def draw_depth(args: argparse.Namespace) -> int:
-    """Probe, or read a probe, and plot.
-
-    Raises:
-        UserError: the run, its data or the file cannot be opened.
-    """
+    """Probe every layer, or read a probe, and plot."""
     result = _depth_result(args)
     if result is None:
         return 0
@@ -79,11 +75,7 @@ def _depth_result(args: argparse.Namespace) -> ProbeResult | None:
 
 
 def draw_likelihood(args: argparse.Namespace) -> int:
-    """Score every checkpoint of every run and plot.
-
-    Raises:
-        UserError: a run, its data or a checkpoint cannot be opened.
-    """
+    """Score every checkpoint of every run and plot."""
     with feature_job(args, alone=True):
         scores = [score for folder in args.run_folders for score in _scores(folder, args)]
         pixels = _pixel_accuracy(args)
@@ -125,11 +117,7 @@ def _pixel_accuracy(args: argparse.Namespace) -> float:
 
 
 def draw_completions(args: argparse.Namespace) -> int:
-    """Complete, compare and plot.
-
-    Raises:
-        UserError: the run, its data or its objective does not support it.
-    """
+    """Complete lower halves, compare and plot."""
     with job_closed():
         opened = open_run(args.run_folder, step=args.step, device=args.device)
         check_applies("completions", opened)
@@ -162,11 +150,7 @@ def _complete(opened: Run, args: argparse.Namespace) -> int:
 
 
 def draw_neighbors(args: argparse.Namespace) -> int:
-    """Classify and plot.
-
-    Raises:
-        UserError: the run or its data does not support it.
-    """
+    """Classify by the nearest neighbors in each layer and plot."""
     with feature_job(args, alone=True):
         opened = open_run(args.run_folder, step=args.step, precision=args.precision)
         check_applies("neighbors", opened)
@@ -216,11 +200,7 @@ def _neighbor_scores(
 
 
 def draw_declared(args: argparse.Namespace) -> int:
-    """Plot a figure declared by a paper or `GENERAL_FIGURES`.
-
-    Raises:
-        UserError: the run has no such figure, or its data cannot be opened.
-    """
+    """Plot a figure declared by a paper or `GENERAL_FIGURES`."""
     spec: FigureSpec = args.spec
     with job_closed():
         opened = open_run(args.run_folder, step=args.step, device=args.device)
@@ -235,11 +215,7 @@ def draw_declared(args: argparse.Namespace) -> int:
 
 
 def check_applies(name: str, opened: Run) -> None:
-    """Check that this figure applies to a run.
-
-    Raises:
-        UserError: it does not; the message lists those that do.
-    """
+    """Raise UserError if this figure does not apply to a run; the message lists those that do."""
     declared = {spec.name: spec for spec in (*GENERAL_FIGURES, *paper_figures())}
 
     def reason_against(each: str) -> str | None:
@@ -288,11 +264,7 @@ _APPLY: Mapping[str, Callable[[Trainable], bool]] = {
 
 
 def save_figure(folder: Path, name: str, picture: Figure | np.ndarray, rows: Sequence[Row]) -> None:
-    """Write `name.png`, and `name.csv` if there are rows; print a line for each.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Write `name.png`, and `name.csv` if there are rows; print a line for each."""
     path = folder / f"{name}.png"
     if isinstance(picture, np.ndarray):
         save_png(path, picture)

@@ -24,12 +24,7 @@ from megavis.notebook import Run
 
 
 def measure(args: argparse.Namespace) -> int:
-    """Measure, write as JSON and print.
-
-    Raises:
-        UserError: the loss is not a likelihood, or the images cannot be opened or were trained
-            on.
-    """
+    """Measure the likelihood, write it as JSON and print it."""
     with job_closed():
         opened = open_run(
             args.run_folder, step=args.step, device=args.device, precision=args.precision
@@ -61,11 +56,7 @@ def _likelihood_words(result: LikelihoodResult) -> str:
 
 
 def ensemble(args: argparse.Namespace) -> int:
-    """Evaluate each run, then the ensemble.
-
-    Raises:
-        UserError: a run is not fine-tuned, or the runs were evaluated on different images.
-    """
+    """Evaluate each run, then the ensemble."""
     members: dict[str, ClassProbabilities] = {}
     sources = set()
     with job_closed():

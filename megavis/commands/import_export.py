@@ -35,11 +35,7 @@ from megavis.tokenizers.palette import Palette
 
 
 def import_run(args: argparse.Namespace) -> int:
-    """Convert; delete the run if it does not match the released weights.
-
-    Raises:
-        UserError: the weights do not have this form.
-    """
+    """Convert; delete the run if it does not match the released weights."""
     try:
         if args.form == "huggingface" and _model_type(args.source) == "megavis":
             _import_own(args)
@@ -106,12 +102,7 @@ def _import_own(args: argparse.Namespace) -> None:
 
 
 def imported_config(run_folder: Path, released: ReleasedRun) -> RunConfig:
-    """Return the config of an imported run; its training keys are for further training.
-
-    Args:
-        run_folder: its name becomes the run's name.
-        released: the paper's section and others.
-    """
+    """Return the config of an imported run; its training keys are for further training."""
     validation = "shards/validation" if released.validates else None
     return RunConfig(
         name=run_folder.name,
@@ -134,7 +125,7 @@ def write_run(
     palette: Palette | None = None,
     tokenizer: str | None = None,
 ) -> None:
-    """Write a new run folder with a checkpoint of step 0. Raises OSError.
+    """Write a new run folder with a checkpoint of step 0.
 
     Args:
         run_folder: the new folder.
@@ -153,11 +144,7 @@ def write_run(
 
 
 def export(args: argparse.Namespace) -> int:
-    """Export; the output appears only when it is complete and agrees with the run.
-
-    Raises:
-        UserError: the run cannot be opened, or has no such form.
-    """
+    """Export; the output appears only when it is complete and agrees with the run."""
     with quietly():
         opened = Run.open(args.run_folder, step=args.step, device="cpu")
     if args.to == "safetensors":
@@ -193,7 +180,6 @@ def renamed_when_complete(target: Path) -> Iterator[Path]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or folder if it exists."""
     if path.is_dir():
         shutil.rmtree(path)
     else:

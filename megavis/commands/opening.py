@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ from megavis.data.codecs.transforms import evaluation_transform
 from megavis.data.loading import leakage
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.leakage import Shards
+from megavis.evaluation.feature_cache import identity_of_network
 from megavis.notebook import Run
 from megavis.parallel.context import close_context, current_context
 
@@ -39,19 +41,24 @@ def open_run(
     precision: str = "float32",
     image_size: int | None = None,
 ) -> Run:
-    """Open a run, silencing libraries; raises UserError as `Run.open`."""
+    """Open a run, silencing libraries."""
     with quietly():
         return Run.open(
             folder, step=step, device=device, dtype=DTYPES[precision], image_size=image_size
         )
 
 
-def open_shards(opened: Run, folder: str) -> ShardDataset:
-    """Open images for evaluation in the form that the run reads.
+def network_identity(opened: Run, *, seed: int | None = None) -> dict[str, Any]:
+    """Return what identifies a run's network, or one like it with fresh weights of a seed."""
+    config, checkpoint = opened.config, opened.checkpoint
+    if seed is not None:
+        config, checkpoint = config.model_copy(update={"seed": seed}), None
+    tokenizer = opened.objective.backbone.tokenizer_identity
+    return identity_of_network(config, checkpoint, dtype=opened.dtype, tokenizer=tokenizer)
 
-    Raises:
-        UserError: they do not fit the run, or were made with another palette.
-    """
+
+def open_shards(opened: Run, folder: str) -> ShardDataset:
+    """Open images for evaluation in the form that the run reads, which they must fit."""
     data = opened.config.data
     # Use the run's own copy: the config's file may be gone.
     palette = opened.palette if data.palette else None
@@ -64,11 +71,7 @@ def open_shards(opened: Run, folder: str) -> ShardDataset:
 
 
 def open_held_out(opened: Run, folder: str | None, *, option: str) -> ShardDataset:
-    """Open the shards named by an option, or else the run's `data.validation`.
-
-    Raises:
-        UserError: neither exists, or the shards do not fit the run.
-    """
+    """Open the shards named by an option, or else the run's `data.validation`."""
     folder = folder or opened.config.data.validation
     if folder is None:
         raise UserError(f"the run has no data.validation; name a shard folder with {option}")

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from megavis.commands.opening import job_closed
 from megavis.commands.quiet import quietly
 from megavis.composition.trainable import Trainable
 from megavis.config.schema import RunConfig
 from megavis.model.parts import StackSize
 from megavis.papers import build_objective
-from megavis.parallel.context import close_context, open_context
+from megavis.parallel.context import open_context
 from megavis.parallel.launch import read_launch
 from megavis.planning.layouts import Layout
 from megavis.planning.parameters import (
@@ -33,14 +34,12 @@ _WHEN = {"once": "once", "step": "each step"}
 def run(args: argparse.Namespace) -> int:
     """Count and write a table, or JSON."""
     config = args.loaded.config
-    with quietly():
-        context = open_context(read_launch({}), device="cpu")
-        objective = build_objective(config, context)
+    with quietly(), job_closed():
+        objective = build_objective(config, open_context(read_launch({}), device="cpu"))
         matrices, memory = count_parameters(objective), None
         parts = parts_of(matrices, objective.layer_plans())
         if args.processes is not None:
             memory = count_memory(objective, matrices, args.processes)
-        close_context()
     write = _as_json if args.json else _as_table
     sys.stdout.write(write(config, parts, memory))
     return 0

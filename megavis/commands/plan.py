@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from megavis.commands.opening import job_closed
 from megavis.commands.params import part_lines, parts_json
 from megavis.commands.quiet import quietly
 from megavis.config.errors import UserError
@@ -20,7 +21,7 @@ from megavis.config.parallel import ParallelConfig
 from megavis.config.yaml_tree import BASED_ON, ConfigSource, apply_override, dump_tree
 from megavis.data.format.files import write_atomically
 from megavis.papers import build_objective
-from megavis.parallel.context import close_context, open_context
+from megavis.parallel.context import open_context
 from megavis.parallel.launch import read_launch
 from megavis.planning.boundary_activations import boundary_activations_of_layouts
 from megavis.planning.devices import Cluster, open_device
@@ -32,11 +33,7 @@ _SHOWN = 10
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan and write a table or JSON, and the recommended config; return 2 if nothing fits.
-
-    Raises:
-        UserError: the config or an option is wrong.
-    """
+    """Plan and write a table or JSON, and the recommended config; return 2 if nothing fits."""
     loaded = args.loaded
     require_blocks(loaded.config)
     cluster = _cluster(args)
@@ -64,11 +61,9 @@ def _cluster(args: argparse.Namespace) -> Cluster:
 def measure(loaded: LoadedConfig, num_processes: int) -> ModelShape:
     """Return the model's sizes for all layouts of N processes; no context may be open."""
     config = loaded.config
-    context = open_context(read_launch({}), device="cpu")
-    try:
+    with job_closed():
+        context = open_context(read_launch({}), device="cpu")
         shape = shape_of(build_objective(config, context), {})
-    finally:
-        close_context()
     layouts = all_layouts(config, num_processes)
     ends = boundary_activations_of_layouts(
         with_layout(config, layout.parallel) for layout in layouts
@@ -90,13 +85,12 @@ def as_json(
     loaded: LoadedConfig, shape: ModelShape, asked: Plan | str, found: Recommendation
 ) -> dict[str, Any]:
     """Return all estimates, in bytes, seconds and FLOPs."""
-    illegal = asked if isinstance(asked, str) else None
     return {
         "name": loaded.config.name,
         "parameters": shape.layers.total,
         "flops_per_image": shape.flops,
         **parts_json(shape.parts),
-        "asked": {"illegal": illegal} if isinstance(asked, str) else _plan_json(asked),
+        "asked": {"illegal": asked} if isinstance(asked, str) else _plan_json(asked),
         "recommended": None if found.best is None else _plan_json(found.best),
         "reasons": list(found.reasons),
         "legal": len(found.plans),
@@ -208,11 +202,7 @@ def _command(args: argparse.Namespace) -> str:
 def _tree(path: Path, loaded: LoadedConfig, plan: Plan, overrides: Sequence[str]) -> dict[str, Any]:
     """Return a config with the recommended layout, based on the given one and its overrides.
 
-    Args:
-        path: destination; its folder and name become the run's name, unless that is overridden.
-        loaded: the given config.
-        plan: the layout.
-        overrides: the given `key=value` words.
+    The folder and name of its path become the run's name, unless that is overridden.
     """
     own, asked = plan.layout.parallel.model_dump(), loaded.config.parallel.model_dump()
     plain = ParallelConfig().model_dump()

@@ -15,11 +15,7 @@ from megavis.evaluation.probe_result import ProbeResult
 
 
 def run(args: argparse.Namespace) -> int:
-    """Probe, write the result as JSON and as a table.
-
-    Raises:
-        UserError: the run or its data cannot be opened, or the data has no labels.
-    """
+    """Probe, write the result as JSON and as a table."""
     with feature_job(args):
         opened = open_run(args.run_folder, step=args.step, precision=args.precision)
         settings = ProbeSettings(

@@ -18,11 +18,7 @@ _LABEL_WIDTH = 18
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the summary and write the page.
-
-    Raises:
-        UserError: a folder holds no metrics, or the page cannot be written.
-    """
+    """Print the summary and write the page."""
     records = [RunRecord.read(folder) for folder in args.run_folders]
     for record in records:
         sys.stdout.write("\n".join(summary(record)) + "\n")

@@ -20,11 +20,7 @@ _COLUMNS = ("run", "paper", "step", "loss", "validation", "state", "changed")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write a line for each run.
-
-    Raises:
-        UserError: there is no such folder, or no run in it.
-    """
+    """Write a line for each run."""
     if not args.folder.is_dir():
         raise UserError(f"{args.folder}: no such folder")
     found = sorted(path.parent for path in args.folder.rglob("config.yaml"))

@@ -15,7 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megavis.commands.opening import DTYPES, open_held_out, open_shards
+from megavis.commands.opening import (
+    job_closed,
+    network_identity,
+    open_held_out,
+    open_run,
+    open_shards,
+)
 from megavis.commands.options.shared import chosen_options, refuse_options, spelled
 from megavis.commands.quiet import quietly
 from megavis.config.errors import UserError
@@ -23,10 +29,9 @@ from megavis.data.format.files import write_json
 from megavis.data.format.manifest import MANIFEST_NAME, PALETTE_NAME
 from megavis.data.loading.batch import Batch
 from megavis.data.loading.loader import read_batch, read_round_robin
-from megavis.evaluation.feature_cache import identity_of_network
 from megavis.evaluation.moments import compare, largest_differences
 from megavis.notebook import Run
-from megavis.parallel.context import close_context, open_context
+from megavis.parallel.context import open_context
 from megavis.parallel.launch import read_launch
 from megavis.sampling.grids import save_png
 from megavis.sampling.npz import write_npz
@@ -41,39 +46,27 @@ def default_precision(device: torch.device) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generate images and write the grid.
-
-    Raises:
-        UserError: the run cannot be opened or sampled.
-    """
-    with quietly():
-        context = open_context(
-            read_launch(os.environ),
-            tensor_model_parallel_size=args.tensor_parallel,
-            device=args.device,
-        )
-    try:
+    """Generate images and write the grid."""
+    with job_closed():
         with quietly():
-            precision = args.precision or default_precision(context.device)
-            opened = Run.open(args.run_folder, step=args.step, dtype=DTYPES[precision])
+            context = open_context(
+                read_launch(os.environ),
+                tensor_model_parallel_size=args.tensor_parallel,
+                device=args.device,
+            )
+        precision = args.precision or default_precision(context.device)
+        opened = open_run(args.run_folder, step=args.step, precision=precision)
         pixels = _draw(opened, args)
         kind = "completions" if args.prefix else "samples"
         out = args.out or opened.folder / "samples" / f"{kind}-{opened.step:08d}.png"
         if context.is_main and pixels is not None:
             save_png(out, pixels)
             sys.stdout.write(f"{out}\n")
-    finally:
-        close_context()
     return 0
 
 
 def _check_together(args: argparse.Namespace, *, reads_images: bool) -> None:
-    """Reject options that do not apply together; raises UserError.
-
-    Args:
-        args: the parsed command line.
-        reads_images: every image is generated from another.
-    """
+    """Reject options that do not apply together; `reads_images`: images are made from images."""
     classes, shown = ("--classes", "--per-class", "--then-classes"), ("--moments", "--show-rounds")
     if args.npz is not None:
         to = "to --npz, which writes --num-images images, cycling through the classes"
@@ -149,11 +142,7 @@ def _picture(
 def _conditions(
     args: argparse.Namespace, names: tuple[str, ...]
 ) -> tuple[Mapping[str, Tensor] | None, Mapping[str, Tensor] | None, int]:
-    """Return conditions for each image and for its second half, and the columns of the grid.
-
-    Raises:
-        UserError: the run has no classes, or the lists do not match.
-    """
+    """Return conditions for each image and for its second half, and the columns of the grid."""
     if args.classes is None:
         return None, None, 8
     if "labels" not in names or "image" in names:
@@ -182,17 +171,13 @@ def _reconstructions(opened: Run, args: argparse.Namespace) -> Any:
 
 
 def _held_out(opened: Run, args: argparse.Namespace) -> Batch:
-    """Return held-out images, cycling through the classes; raises UserError if there are none."""
+    """Return held-out images, cycling through the classes."""
     dataset = open_held_out(opened, args.images, option="--images")
     return read_round_robin(dataset, args.num_images).to(opened.context.device)
 
 
 def write_samples(opened: Run, args: argparse.Namespace) -> None:
-    """Generate --num-images unconditional images into `args.npz`.
-
-    Raises:
-        UserError: the run cannot do this, or the file was begun with other settings.
-    """
+    """Generate --num-images unconditional images into `args.npz`."""
     if args.prefix:
         raise UserError("--npz holds unconditional images; omit --prefix")
     options = chosen_options(args)
@@ -212,12 +197,7 @@ def write_samples(opened: Run, args: argparse.Namespace) -> None:
 
 def _network_settings(opened: Run) -> dict[str, Any]:
     """Return what identifies the network of generated images and their decoder."""
-    identity = identity_of_network(
-        opened.config,
-        opened.checkpoint,
-        dtype=opened.dtype,
-        tokenizer=opened.objective.backbone.tokenizer_identity,
-    )
+    identity = network_identity(opened)
     palette = opened.folder / PALETTE_NAME
     colors = Palette.load(palette).sha256 if palette.exists() else None
     content = json.dumps([identity, colors], sort_keys=True)
@@ -230,11 +210,7 @@ def _network_settings(opened: Run) -> dict[str, Any]:
 
 
 def compare_moments(opened: Run, args: argparse.Namespace, sampler: Sampler) -> None:
-    """Compare generated with held-out latents and, for reference, training with held-out ones.
-
-    Raises:
-        UserError: there are no held-out latents, or the run generates none.
-    """
+    """Compare generated with held-out latents and, for reference, training with held-out ones."""
     folder = args.images or opened.config.data.validation
     if folder is None:
         raise UserError("the run has no data.validation; name latents shards with --images")

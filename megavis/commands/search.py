@@ -37,11 +37,7 @@ from megavis.training.search.sweep import Point, draw_sweep, points_of, rows_of,
 
 
 def search_rate(args: argparse.Namespace) -> int:
-    """Search; return 1 if no run finished.
-
-    Raises:
-        UserError: the config is wrong, or has no validation data.
-    """
+    """Search; return 1 if no run finished."""
     loaded = args.loaded
     with open_job(loaded, read_launch(os.environ), device=args.device) as context:
         is_main = context.is_main
@@ -70,11 +66,7 @@ def _tell(outcome: TrialResult) -> None:
 
 
 def sweep(args: argparse.Namespace) -> int:
-    """Train the selected runs, then plot if this is one process.
-
-    Raises:
-        UserError: a point's config is wrong, or has no validation data.
-    """
+    """Train the selected runs, then plot if this is one process."""
     loads = [partial(_load, args.config, args.overrides)]
     loads += [partial(_load, path, ()) for path in args.then or ()]
     points = points_of(args.grid, loads)

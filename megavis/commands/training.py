@@ -13,7 +13,6 @@ from tqdm import tqdm
 
 from megavis.commands.quiet import quietly
 from megavis.config.errors import UserError
-from megavis.config.load import LoadedConfig
 from megavis.config.parallel import ParallelConfig
 from megavis.data.format.files import write_json
 from megavis.parallel.launch import read_launch
@@ -26,16 +25,11 @@ from megavis.training.trainer import run_training
 
 def train(args: argparse.Namespace) -> int:
     """Train, or check whether training could start; return 2 if it could not."""
-    if args.dry_run:
-        return _dry_run(args.loaded, args.processes or 1)
-    run_training(args.loaded, read_launch(os.environ), device=args.device)
-    return 0
-
-
-def _dry_run(loaded: LoadedConfig, num_processes: int) -> int:
-    """Print a line for each check; return 0 if all pass."""
+    if not args.dry_run:
+        run_training(args.loaded, read_launch(os.environ), device=args.device)
+        return 0
     with quietly():
-        findings = list(dry_run(loaded, num_processes))
+        findings = list(dry_run(args.loaded, args.processes or 1))
     sys.stdout.writelines(f"{finding}\n" for finding in findings)
     return 0 if all(finding.is_right for finding in findings) else 2
 

@@ -52,11 +52,7 @@ from megavis.notebook import Run
 
 
 def run(args: argparse.Namespace) -> int:
-    """Probe each data set, write and print the table.
-
-    Raises:
-        UserError: the run or a data set cannot be opened, or they do not fit together.
-    """
+    """Probe each data set, write and print the table."""
     data_sets = read_data_sets(args.data_sets)
     with feature_job(args):
         opened = open_run(args.run_folder, step=args.step, precision=args.precision)
@@ -99,9 +95,11 @@ def _results(
 
 def _settings(opened: Run, args: argparse.Namespace) -> TransferSettings:
     num_layers = opened.config.model.num_layers
+    if args.layer is not None and args.layer > num_layers:
+        raise UserError(f"--layer {args.layer}: must be a number from 0 to {num_layers}")
     return TransferSettings(
         layers=read_layers(args.layers, num_layers),
-        layer=_checked_layer(args.layer, num_layers),
+        layer=args.layer,
         images_per_class=args.images_per_class,
         draws=args.draws,
         seed=args.seed,
@@ -133,14 +131,8 @@ def _networks(
         yield f"untrained, seed {args.seed + number}", network
 
 
-def _checked_layer(layer: int | None, num_layers: int) -> int | None:
-    if layer is not None and not 0 <= layer <= num_layers:
-        raise UserError(f"--layer {layer}: must be a number from 0 to {num_layers}")
-    return layer
-
-
 def _task(name: str, data: ProbeData, features: str, pair: Pair, args: argparse.Namespace) -> Task:
-    """Return a data set with its splits. Raises UserError if there are too few images."""
+    """Return a data set with its splits."""
     train, test = pair
     if args.examples is None:
         selection = data.divide(train.labels, ProbeSettings(seed=args.seed))
@@ -152,11 +144,7 @@ def _task(name: str, data: ProbeData, features: str, pair: Pair, args: argparse.
 def _open(
     opened: Run, folders: LabelledFolders, trained_on: Sequence[Shards], *, examples: int | None
 ) -> ProbeData:
-    """Open the splits of a data set.
-
-    Raises:
-        UserError: they do not fit the run or each other, or the test images were trained on.
-    """
+    """Open the splits of a data set."""
     train = open_shards(opened, folders.train)
     selection = open_shards(opened, folders.validation) if folders.validation else None
     if examples is not None and selection is not None:
@@ -192,13 +180,7 @@ def _title(opened: Run, args: argparse.Namespace) -> str:
 
 @dataclass(frozen=True)
 class LabelledFolders:
-    """The shard folders of one data set.
-
-    Attributes:
-        train: images to fit classifiers on.
-        test: images to evaluate on.
-        validation: images to select layer and penalty on; None: a part of `train`.
-    """
+    """The shard folders of one data set; without `validation`, a part of `train` selects."""
 
     train: str
     test: str
@@ -229,12 +211,7 @@ class _Entry(Section):
 
 
 def read_data_sets(text: str) -> dict[str, LabelledFolders]:
-    """Parse comma-separated `name:folder` pairs, or read the YAML file of that name.
-
-    Raises:
-        UserError: the text is neither, it names a data set twice, or the file has other keys than
-            `path` and `splits`.
-    """
+    """Parse comma-separated `name:folder` pairs, or read the YAML file of that name."""
     if text.endswith((".yaml", ".yml")):
         return _read_file(Path(text))
     pairs = [part.partition(":")[::2] for part in text.split(",")]

@@ -89,17 +89,6 @@ def add_transfer(parser: argparse.ArgumentParser) -> None:
         "--layer", type=non_negative, help="score this layer in addition to the best"
     )
     add_few_label_arguments(parser)
-    _add_baseline_arguments(parser)
-    add_seed_argument(parser)
-    add_step(parser)
-    add_device(parser)
-    add_feature_arguments(parser)
-    add_layout_argument(parser)
-    parser.add_argument("--out", type=Path, help="folder; default: RUN/evaluation")
-    parser.set_defaults(run="transfer:run")
-
-
-def _add_baseline_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--untrained-networks",
         type=non_negative,
@@ -111,6 +100,13 @@ def _add_baseline_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="omit the baseline of raw pixels, which is slow for large images",
     )
+    add_seed_argument(parser)
+    add_step(parser)
+    add_device(parser)
+    add_feature_arguments(parser)
+    add_layout_argument(parser)
+    parser.add_argument("--out", type=Path, help="folder; default: RUN/evaluation")
+    parser.set_defaults(run="transfer:run")
 
 
 def add_features(parser: argparse.ArgumentParser) -> None:
@@ -165,8 +161,6 @@ def add_ensemble(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results as JSON")
     add_device(parser)
-    parser.set_defaults(run="held_out:ensemble", check=_check_ensemble)
-
-
-def _check_ensemble(args: argparse.Namespace) -> None:
-    require_writable(args.json, "--json")
+    parser.set_defaults(
+        run="held_out:ensemble", check=lambda args: require_writable(args.json, "--json")
+    )

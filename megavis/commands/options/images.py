@@ -141,15 +141,14 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
         " --inception weights.pth"
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    add_samples(verbs)
-    add_classes(verbs)
-    add_reconstruction(verbs)
-    add_label_maps(verbs)
-    add_watch(verbs)
+    _add_samples(verbs)
+    _add_class_accuracy(verbs)
+    _add_reconstruction(verbs)
+    _add_label_maps(verbs)
+    _add_watch(verbs)
 
 
-def add_samples(verbs: Any) -> None:
-    """Add `samples` and `statistics` to `megavis evaluate`."""
+def _add_samples(verbs: Any) -> None:
     samples = verbs.add_parser(
         "samples",
         help="FID, inception score, precision and recall of generated images",
@@ -206,8 +205,7 @@ def add_samples(verbs: Any) -> None:
     statistics.set_defaults(run="evaluate_images:write_reference")
 
 
-def add_classes(verbs: Any) -> None:
-    """Add `classes` to `megavis evaluate`."""
+def _add_class_accuracy(verbs: Any) -> None:
     parser = verbs.add_parser(
         "classes",
         help="accuracy of a classifier of real images on generated ones",
@@ -242,8 +240,7 @@ def add_classes(verbs: Any) -> None:
     parser.set_defaults(run="evaluate_images:evaluate_classes")
 
 
-def add_reconstruction(verbs: Any) -> None:
-    """Add `reconstruction` to `megavis evaluate`."""
+def _add_reconstruction(verbs: Any) -> None:
     parser = verbs.add_parser(
         "reconstruction",
         help="PSNR, SSIM, LPIPS and FID of a tokenizer's reconstructions",
@@ -258,8 +255,7 @@ def add_reconstruction(verbs: Any) -> None:
     parser.set_defaults(run="evaluate_images:evaluate_reconstruction")
 
 
-def add_label_maps(verbs: Any) -> None:
-    """Add `panoptic` and `depth` to `megavis evaluate`."""
+def _add_label_maps(verbs: Any) -> None:
     measures = {
         "panoptic": "panoptic, segmentation and recognition quality, for all classes, things and"
         " stuff",
@@ -284,8 +280,7 @@ def add_label_maps(verbs: Any) -> None:
         parser.set_defaults(run=f"evaluate_label_maps:evaluate_{kind}")
 
 
-def add_watch(verbs: Any) -> None:
-    """Add `watch` to `megavis evaluate`."""
+def _add_watch(verbs: Any) -> None:
     parser = verbs.add_parser(
         "watch",
         help="evaluate each checkpoint of a run as it appears",
@@ -311,7 +306,20 @@ def add_watch(verbs: Any) -> None:
     # Training ends the watch that it started by closing the pipe, even if killed.
     parser.add_argument("--until-input-ends", action="store_true", help=argparse.SUPPRESS)
     add_data_arguments(parser)
-    add_distance_arguments(parser)
+    parser.add_argument(
+        "--reference",
+        type=Path,
+        metavar="FILE",
+        help=f"for {DISTANCE}: image statistics, from `megavis evaluate statistics`, ADM or"
+        " pytorch-fid",
+    )
+    parser.add_argument(
+        "--num-samples",
+        type=positive,
+        default=1000,
+        help=f"for {DISTANCE}: images to generate per checkpoint",
+    )
+    add_network_arguments(parser)
     parser.set_defaults(run="evaluate_watch:watch", check=_check_watch)
 
 
@@ -328,31 +336,9 @@ def _check_watch(args: argparse.Namespace) -> None:
 
 
 def read_measures(text: str) -> tuple[str, ...]:
-    """Parse comma-separated names.
-
-    Raises:
-        argparse.ArgumentTypeError: a name is unknown.
-    """
+    """Parse comma-separated names."""
     names = tuple(name.strip() for name in text.split(","))
     for name in names:
         if name not in MEASURES:
             raise argparse.ArgumentTypeError(f"'{name}' is not one of {', '.join(MEASURES)}")
     return names
-
-
-def add_distance_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add options for comparing generated images with a reference."""
-    parser.add_argument(
-        "--reference",
-        type=Path,
-        metavar="FILE",
-        help=f"for {DISTANCE}: image statistics, from `megavis evaluate statistics`, ADM or"
-        " pytorch-fid",
-    )
-    parser.add_argument(
-        "--num-samples",
-        type=positive,
-        default=1000,
-        help=f"for {DISTANCE}: images to generate per checkpoint",
-    )
-    add_network_arguments(parser)

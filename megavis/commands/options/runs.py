@@ -128,11 +128,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     convert.add_argument("--step", type=non_negative, help="checkpoint; default: the newest")
     convert.add_argument("--tensor", type=positive, default=1, help="tensor-parallel size")
     convert.add_argument("--data", type=positive, default=1, help="data-parallel size")
-    convert.set_defaults(check=_check_convert)
-
-
-def _check_convert(args: argparse.Namespace) -> None:
-    require_run_name(args.target)
+    convert.set_defaults(check=lambda args: require_run_name(args.target))
 
 
 def _add_verb(verbs: Any, name: str, text: str, run: str) -> argparse.ArgumentParser:

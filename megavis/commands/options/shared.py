@@ -25,11 +25,7 @@ def add_config(parser: argparse.ArgumentParser, *, text: str = "YAML file") -> N
 
 
 def read_config(args: argparse.Namespace) -> None:
-    """Load the config named by `add_config` into `args.loaded`.
-
-    Raises:
-        UserError: see `load_config`.
-    """
+    """Load the config named by `add_config` into `args.loaded`."""
     # Imported here: it costs half a second, which `--help` need not wait for.
     from megavis.commands.config import load_user_config
 
@@ -43,15 +39,7 @@ def require_run_name(folder: Path) -> None:
 
 
 def require_writable(path: Path | None, option: str) -> None:
-    """Check, before a command works, that its results can be written.
-
-    Args:
-        path: the file; None if the option was not given.
-        option: as typed.
-
-    Raises:
-        UserError: the file's folder is missing or read-only, or a folder has its name.
-    """
+    """Raise UserError unless the results of `option`, if it was given, can be written to `path`."""
     if path is None:
         return
     if path.is_dir():
@@ -104,15 +92,12 @@ def add_precision(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_options(args: argparse.Namespace, options: Iterable[str], to: str) -> None:
-    """Reject options that were set to other values than their defaults.
+    """Raise UserError if options were set to other values than their defaults.
 
     Args:
         args: the parsed command line.
         options: as typed, such as `--top-k`.
         to: end of the error message, such as `to a run of igpt`.
-
-    Raises:
-        UserError: at least one was given.
     """
     given = [option for option in options if _is_given(args, option)]
     if given:
@@ -208,11 +193,7 @@ def add_probe_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_counts(text: str) -> tuple[int, ...]:
-    """Parse comma-separated numbers; an empty text gives none.
-
-    Raises:
-        argparse.ArgumentTypeError: the text is not a list of numbers.
-    """
+    """Parse comma-separated numbers; an empty text gives none."""
     try:
         return tuple(int(part) for part in text.split(",") if text)
     except ValueError:
