@@ -44,7 +44,7 @@ from megavis.notebook import Run
 from megavis.sampling.grids import save_png
 from megavis.sampling.pictures import Gallery
 from megavis.training.metrics import read_json_lines
-from megavis.training.search.finished import is_finished
+from megavis.training.search.trial import is_finished
 
 RESULTS_NAME = "watch.jsonl"
 _SETTINGS = ("train_images", "validation_images", "seed")

@@ -29,7 +29,7 @@ from megavis.config.schema import OptimizerConfig, RunConfig, TrainingConfig
 from megavis.config.tokenizers import tokenizers_inside, with_tokenizers
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.hub.folders import write_huggingface, write_timm
-from megavis.hub.output_check import check_agreement
+from megavis.hub.plain import check_agreement
 from megavis.notebook import Run
 from megavis.tokenizers.palette import Palette
 

@@ -19,8 +19,7 @@ from megavis.config.tokenizers import exported_names
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.hub import plain_loader
 from megavis.hub.card import CARD, model_card
-from megavis.hub.output_check import check_agreement
-from megavis.hub.plain import WEIGHTS, PlainForm, write_run
+from megavis.hub.plain import WEIGHTS, PlainForm, check_agreement, write_run
 from megavis.hub.vit import as_vit, classifies, compared_vit, timm_settings
 from megavis.notebook import Run
 from megavis.papers.darl.transformers_vit import to_transformers, transformers_settings

@@ -35,7 +35,6 @@ from megavis.config.load import dump_config
 from megavis.config.tokenizers import exported_names, with_tokenizers
 from megavis.data.format.files import write_atomically
 from megavis.data.format.manifest import PALETTE_NAME
-from megavis.hub.output_check import check_agreement
 from megavis.hub.plain_loader import features as plain_features
 from megavis.model.inference import Inference
 from megavis.model.layer_state import LayerState
@@ -45,7 +44,23 @@ from megavis.notebook import Run
 from megavis.tokenizers.network_tokenizer import open_tokenizer
 
 WEIGHTS = "model.safetensors"
+TOLERANCE = 1e-4
 _PREFIX = "plain."
+
+
+def check_agreement(ours: Tensor, theirs: Tensor) -> float:
+    """Return the maximum absolute difference of two networks' outputs of equal shape.
+
+    Raises:
+        UserError: it exceeds 1e-4.
+    """
+    difference = float((ours - theirs).abs().max())
+    if not difference <= TOLERANCE:
+        raise UserError(
+            f"the converted network's outputs differ by {difference:.1e} from the original's on"
+            f" random inputs, more than {TOLERANCE:.0e}; the result was discarded"
+        )
+    return difference
 
 
 def write_run(

@@ -31,8 +31,7 @@ from megavis.training.callbacks.callback import StepState
 from megavis.training.callbacks.early_stopping import accuracy_history
 from megavis.training.metrics import read_metrics
 from megavis.training.resume_checks import check_earlier_run
-from megavis.training.search.finished import is_finished
-from megavis.training.search.trial import give_up, given_up_at, train_trial
+from megavis.training.search.trial import give_up, given_up_at, is_finished, train_trial
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -22,8 +22,7 @@ from megavis.evaluation.figures import Row
 from megavis.parallel.context import ParallelContext
 from megavis.training.resume_checks import check_earlier_run
 from megavis.training.search.axis import SweepAxis
-from megavis.training.search.finished import is_finished
-from megavis.training.search.trial import given_up_at, train_trial
+from megavis.training.search.trial import given_up_at, is_finished, train_trial
 
 if TYPE_CHECKING:
     import numpy as np

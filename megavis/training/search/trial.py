@@ -6,14 +6,17 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from megavis.checkpoint.format.folder import checkpoints_by_age
 from megavis.config.load import LoadedConfig
 from megavis.config.schema import RunConfig
 from megavis.data.format.files import write_atomically
 from megavis.parallel.context import ParallelContext
 from megavis.training.callbacks.callback import Callback
+from megavis.training.callbacks.early_stopping import EarlyStopping, accuracy_history
 from megavis.training.faults.bad_steps import BadStepsError
 from megavis.training.faults.interruption import Signals
 from megavis.training.job import hold_run
+from megavis.training.metrics import read_metrics
 from megavis.training.trainer import Trainer
 
 _GIVEN_UP = "given_up.json"
@@ -53,3 +56,28 @@ def given_up_at(config: RunConfig) -> int | None:
     record = json.loads(path.read_text(encoding="utf-8"))
     # Another number of steps is another schedule, which may not diverge.
     return int(record["step"]) if record["steps"] == config.training.steps else None
+
+
+def is_finished(config: RunConfig, folder: Path) -> bool:
+    """Return whether the last step is saved and validated and, when fine-tuning, evaluated.
+
+    A signal may abort the last validation, or come before the evaluation, when the last step is
+    saved already; a restarted run repeats them.
+
+    Args:
+        config: of the run; with more steps than the run has had, it is not finished.
+        folder: of the run.
+    """
+    newest = next(iter(checkpoints_by_age(folder)), None)
+    step = int(newest.name.removeprefix("step-")) if newest is not None else 0
+    records = [record for record in read_metrics(folder) if record["step"] <= step]
+    is_over = step >= config.training.steps
+    if config.finetune is not None:
+        # Its report is written last.
+        if not (folder / "evaluation" / "finetune_test.json").exists():
+            return False
+        stopping = EarlyStopping(config.finetune.patience, accuracy_history(records))
+        is_over = is_over or stopping.is_over
+    validates = config.data.validation is not None and config.training.validate_every
+    is_validated = any("validation_loss" in r and r["step"] == step for r in records)
+    return is_over and (is_validated or not validates)
