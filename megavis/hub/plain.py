@@ -19,11 +19,10 @@ from torch import Tensor
 
 from megavis.checkpoint.format.folder import chosen_checkpoint, partial_folder, publish
 from megavis.checkpoint.format.manifest import (
-    MANIFEST,
     CheckpointManifest,
     LogicalTensor,
-    TensorSlice,
     read_manifest,
+    write_manifest,
 )
 from megavis.checkpoint.format.tensor_reader import read_weights
 from megavis.checkpoint.state.save import write_tensors
@@ -33,7 +32,6 @@ from megavis.composition.reader import Reader
 from megavis.config.errors import UserError
 from megavis.config.load import dump_config
 from megavis.config.tokenizers import exported_names, with_tokenizers
-from megavis.data.format.files import write_atomically
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.hub.plain_loader import features as plain_features
 from megavis.model.inference import Inference
@@ -114,15 +112,12 @@ def _write_checkpoint(
         tokenizer=trained.tokenizer,
         layout={},
         files={file: stored},
-        tensors={f"weight/{k}": _whole(t, file, k) for k, t in sorted(weights.items())},
+        tensors={
+            f"weight/{k}": LogicalTensor.whole(t.shape, file, k) for k, t in sorted(weights.items())
+        },
     )
-    write_atomically(partial / MANIFEST, manifest.model_dump_json().encode())
+    write_manifest(partial, manifest)
     publish(folder, trained.step)
-
-
-def _whole(tensor: Tensor, file: str, key: str) -> LogicalTensor:
-    piece = TensorSlice(file=file, key=key, start=0, length=tensor.shape[0])
-    return LogicalTensor(shape=tuple(tensor.shape), dimension=None, slices=(piece,))
 
 
 class PlainForm:

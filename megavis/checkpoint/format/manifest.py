@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from pydantic import (
 )
 
 from megavis.config.errors import UserError
-from megavis.data.format.files import sha256_of_file
+from megavis.data.format.files import sha256_of_file, write_atomically
 
 MANIFEST = "manifest.json"
 CHECKSUMS = "crc32"
@@ -52,6 +53,12 @@ class LogicalTensor(_Part):
     dimension: int | None
     """Dimension that is sliced; None for a single slice."""
     slices: tuple[TensorSlice, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int], file: str, key: str) -> LogicalTensor:
+        """Return a tensor in a single slice, which readers can cut along any dimension."""
+        piece = TensorSlice(file=file, key=key, start=0, length=shape[0] if shape else 1)
+        return cls(shape=tuple(shape), dimension=None, slices=(piece,))
 
 
 class StoredFile(_Part):
@@ -143,12 +150,13 @@ def _checksum(tree: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
 
-def read_manifest(folder: Path) -> CheckpointManifest:
-    """Read a checkpoint's manifest.
+def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:
+    """Write a checkpoint's manifest atomically."""
+    write_atomically(folder / MANIFEST, manifest.model_dump_json().encode())
 
-    Raises:
-        UserError: it is missing or damaged.
-    """
+
+def read_manifest(folder: Path) -> CheckpointManifest:
+    """Read a checkpoint's manifest. Raises UserError if it is missing or damaged."""
     path = folder / MANIFEST
     try:
         return CheckpointManifest.model_validate_json(path.read_bytes())

@@ -6,24 +6,24 @@ reads only whole files, which is faster on network file systems. Neither needs a
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from torch import Tensor
 
-from megavis.checkpoint.format.folder import partial_folder, publish
+from megavis.checkpoint.format.folder import partial_folder, publish, step_folder
 from megavis.checkpoint.format.manifest import (
-    MANIFEST,
     CheckpointManifest,
     LogicalTensor,
     TensorSlice,
     read_manifest,
+    write_manifest,
 )
 from megavis.checkpoint.format.tensor_reader import CheckpointReader
 from megavis.checkpoint.state.save import write_tensors
 from megavis.config.errors import UserError
-from megavis.data.format.files import write_atomically
 from megavis.parallel.progress_bar import shown
 
 
@@ -40,10 +40,8 @@ def convert(source: Path, run_folder: Path, *, tensor_size: int, data_size: int)
         UserError: the target exists, or a tensor is not divisible.
     """
     manifest = read_manifest(source)
-    target, partial = (
-        run_folder / "checkpoints" / f"step-{manifest.step:08d}",
-        partial_folder(run_folder, manifest.step),
-    )
+    target = step_folder(run_folder, manifest.step)
+    partial = partial_folder(run_folder, manifest.step)
     if target.exists():
         raise UserError(f"{target}: exists; choose another folder")
     shutil.rmtree(partial, ignore_errors=True)
@@ -61,7 +59,7 @@ def convert(source: Path, run_folder: Path, *, tensor_size: int, data_size: int)
         "data_parallel_size": data_size,
     }
     changed = manifest.model_copy(update={"layout": layout, "files": files, "tensors": entries})
-    write_atomically(partial / MANIFEST, changed.model_dump_json().encode())
+    write_manifest(partial, changed)
     return publish(run_folder, manifest.step)
 
 
@@ -73,7 +71,7 @@ def _cut(
     entries = {}
     for key, entry in tensors.items():
         owner = load.index(min(load))
-        load[owner] += _numbers(entry)
+        load[owner] += math.prod(entry.shape)
         parts = 1 if entry.dimension is None else tensor_size
         length = entry.shape[entry.dimension or 0] if entry.shape else 1
         if length % parts:
@@ -89,13 +87,6 @@ def _cut(
         )
         entries[key] = entry.model_copy(update={"slices": slices})
     return entries
-
-
-def _numbers(entry: LogicalTensor) -> int:
-    count = 1
-    for length in entry.shape:
-        count *= length
-    return count
 
 
 def _of_file(
@@ -137,13 +128,7 @@ def write_weights(
         tokenizer=tokenizer,
         layout={},
         files={name: stored},
-        tensors={key: _one_slice(tensor, name, key) for key, tensor in sorted(keyed.items())},
+        tensors={key: LogicalTensor.whole(t.shape, name, key) for key, t in sorted(keyed.items())},
     )
-    write_atomically(partial / MANIFEST, manifest.model_dump_json().encode())
+    write_manifest(partial, manifest)
     return publish(run_folder, 0)
-
-
-def _one_slice(tensor: Tensor, file: str, key: str) -> LogicalTensor:
-    # The dimension does not matter: the reader can slice a tensor stored in one piece along any.
-    piece = TensorSlice(file=file, key=key, start=0, length=tensor.shape[0])
-    return LogicalTensor(shape=tuple(tensor.shape), dimension=None, slices=(piece,))

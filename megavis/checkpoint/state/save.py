@@ -20,16 +20,16 @@ from torch import Tensor
 from megavis.checkpoint.format.folder import partial_folder, publish
 from megavis.checkpoint.format.manifest import (
     CHECKSUMS,
-    MANIFEST,
     CheckpointManifest,
     LogicalTensor,
     LossHistory,
     LossScale,
     StoredFile,
     TensorSlice,
+    write_manifest,
 )
 from megavis.checkpoint.state.parameter_states import ParameterStates, logical_shape
-from megavis.data.format.files import flush_folder, sha256_of_file, write_atomically
+from megavis.data.format.files import flush_folder, sha256_of_file
 from megavis.model.stack import LocalLayers
 from megavis.parallel.context import ParallelContext
 from megavis.parallel.tensors import is_first_copy, partition_dimension
@@ -37,7 +37,7 @@ from megavis.parallel.tensors import is_first_copy, partition_dimension
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """Progress of a run; with the seed, it determines all later steps."""
+    """What a manifest has of a run's progress; with the seed, it determines all later steps."""
 
     step: int
     samples_seen: int
@@ -127,22 +127,15 @@ class Snapshot:
             raise OSError(f"checkpoint of step {self.step} not saved: {failures[0]}")
 
     def _finish(self, gathered: list) -> None:
-        progress = self._progress
         manifest = CheckpointManifest(
-            step=progress.step,
-            samples_seen=progress.samples_seen,
-            batches_skipped=progress.batches_skipped,
-            losses=progress.losses,
+            **vars(self._progress),
             optimizer_step=self._optimizer_step,
-            loss_scale=progress.loss_scale,
-            seed=progress.seed,
-            tokenizer=progress.tokenizer,
             layout=_layout(self._context),
             files={file: stored for file, stored, *_ in gathered if stored is not None},
             tensors=_join([entries for _, _, entries, _ in gathered]),
         )
-        write_atomically(self._partial / MANIFEST, manifest.model_dump_json().encode())
-        publish(self._run_folder, progress.step)
+        write_manifest(self._partial, manifest)
+        publish(self._run_folder, self.step)
 
 
 def _collect(
@@ -168,10 +161,9 @@ def _collect(
 def _entry(
     value: Tensor, dimension: int | None, file: str, key: str, context: ParallelContext
 ) -> LogicalTensor:
-    shape = list(value.shape)
     if dimension is None:
-        piece = TensorSlice(file=file, key=key, start=0, length=shape[0] if shape else 1)
-        return LogicalTensor(shape=tuple(shape), dimension=None, slices=(piece,))
+        return LogicalTensor.whole(value.shape, file, key)
+    shape = list(value.shape)
     length = shape[dimension]
     shape[dimension] = length * context.tensor.size
     piece = TensorSlice(file=file, key=key, start=length * context.tensor.rank, length=length)

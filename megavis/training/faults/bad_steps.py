@@ -22,15 +22,14 @@ from tqdm import tqdm
 
 from megavis.checkpoint.format.folder import checkpoints_by_age, set_aside
 from megavis.checkpoint.format.manifest import (
-    MANIFEST,
     CheckpointManifest,
     LossHistory,
     RollbackRecord,
+    write_manifest,
 )
 from megavis.checkpoint.state.restore import Found, newest_intact_checkpoint
 from megavis.config.errors import UserError
 from megavis.config.schema import CheckpointConfig, TrainingConfig
-from megavis.data.format.files import write_atomically
 from megavis.parallel.agreement import DelayedMean
 from megavis.parallel.context import ParallelContext
 from megavis.training.callbacks.callback import StepState
@@ -239,7 +238,7 @@ def _agree_on(
             newer = [one for one in checkpoints_by_age(run_folder) if one not in older]
             # Do this first: a kill in between leaves a run that repeats the bad steps.
             set_aside(run_folder, newer, newest=folder)
-            write_atomically(folder / MANIFEST, changed.model_dump_json().encode())
+            write_manifest(folder, changed)
             sys.stderr.write(
                 f"WARNING: rolling back to {folder}, and continuing with batch"
                 f" {changed.step + changed.batches_skipped} of the sample order\n"

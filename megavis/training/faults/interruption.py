@@ -96,17 +96,7 @@ def count_restart(run_folder: Path, first_step: int, limit: int, context: Parall
     Raises:
         UserError: on every process, if the limit is exceeded.
     """
-    refusal = ""
-    if context.is_main:
-        record = run_folder / RECORD_NAME
-        if is_automatic(os.environ):
-            refusal = _count(record, first_step, limit)
-        else:
-            # Whoever starts a run by hand may have removed the cause of earlier failures.
-            record.unlink(missing_ok=True)
-    refusal = context.from_main(refusal)
-    if refusal:
-        raise UserError(refusal)
+    context.on_main(lambda: _count(run_folder / RECORD_NAME, first_step, limit))
 
 
 def is_automatic(environment: Mapping[str, str]) -> bool:
@@ -115,17 +105,19 @@ def is_automatic(environment: Mapping[str, str]) -> bool:
     return any(int(environment.get(name, "0")) > 0 for name in counts)
 
 
-def _count(record: Path, first_step: int, limit: int) -> str:
-    """Count; return an error message, or an empty text."""
+def _count(record: Path, first_step: int, limit: int) -> None:
+    if not is_automatic(os.environ):
+        # Whoever starts a run by hand may have removed the cause of earlier failures.
+        record.unlink(missing_ok=True)
+        return
     before = json.loads(record.read_text()) if record.exists() else {}
     restarts = before["restarts"] + 1 if before.get("step") == first_step else 1
     if restarts > limit:
         record.unlink()
-        return (
+        raise UserError(
             f"{record.parent}: restarted {limit} times without a new checkpoint since step"
             f" {first_step} (training.max_restarts); check the log for the cause, then start"
             " it again"
         )
     content = {"step": first_step, "restarts": restarts}
     write_atomically(record, json.dumps(content).encode())
-    return ""

@@ -106,13 +106,12 @@ def train_run(loaded: LoadedConfig, context: ParallelContext) -> bool:
     Raises:
         UserError: the folder holds another run.
     """
-    config, folder = loaded.config, Path(loaded.config.folder)
-    # The folder may appear older on another node.
+    config = loaded.config
     context.on_main(lambda: check_earlier_run(config))
     # The folder may appear older on another node.
     if context.from_main(given_up_at(config)) is not None:
         return False
-    if not context.from_main(is_finished(config, folder)):
+    if not context.from_main(is_finished(config, Path(config.folder))):
         train_trial(loaded, context)
     return context.from_main(given_up_at(config)) is None
 
