@@ -38,7 +38,7 @@ from megavis.tokenizers.palette import Palette
 
 
 class Run:
-    """A trained network with its config and its palette.
+    """A trained network with its config and its palette; `checkpoint` None: with initial weights.
 
     Attributes:
         config: the resolved config of the run.
@@ -60,7 +60,6 @@ class Run:
         context: ParallelContext,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Build the network; with its initial weights if `checkpoint` is None."""
         self.config, self.folder, self.context = config, folder, context
         self.objective = build_objective(config, context)
         plans = self.objective.layer_plans()
@@ -120,11 +119,7 @@ class Run:
             )
 
     def untrained(self, seed: int | None = None) -> Run:
-        """Return the same network with fresh weights.
-
-        Args:
-            seed: of the weights; default: the run's own, which gives its initial weights.
-        """
+        """Return the same network with fresh weights of a seed, by default the run's own."""
         update = {} if seed is None else {"seed": seed}
         return Run(
             self.config.model_copy(update=update),
@@ -272,11 +267,7 @@ class Run:
         return True
 
     def images(self, tokens: Tensor) -> np.ndarray:
-        """Return the pixels of tokens in raster order: uint8 `[b, h, w, 3]`.
-
-        Raises:
-            UserError: there is no decoder.
-        """
+        """Return the pixels of tokens in raster order: uint8 `[b, h, w, 3]`; needs a decoder."""
         return self.objective.backbone.composition().to_images(tokens, self.folder).cpu().numpy()
 
     def _batch(self, inputs: Any, sample_index: Tensor | None) -> Batch:
@@ -293,11 +284,8 @@ class Run:
     def to_ids(self, inputs: Any) -> Tensor:
         """Return ids int64 `[b, n]` on the run's device.
 
-        Args:
-            inputs: ids `[b, n]`, or photographs uint8 `[b, h, w, 3]` of the run's image size.
-
-        Raises:
-            UserError: it is neither.
+        `inputs` are ids `[b, n]`, or photographs uint8 `[b, h, w, 3]` of the run's image size; all
+        else raises UserError.
         """
         array = torch.as_tensor(inputs)
         side = self.config.data.image_size
@@ -315,8 +303,7 @@ class Run:
 def at_image_size(config: RunConfig, image_size: int) -> RunConfig:
     """Return the config for images of another size, with interpolated rotary positions.
 
-    Raises:
-        UserError: the model does not support images of that size.
+    Raises UserError if the model does not support images of that size.
     """
     ratio = image_size / config.data.image_size
     short_side = config.data.short_side and round(config.data.short_side * ratio)

@@ -29,8 +29,7 @@ def partial_folder(run_folder: Path, step: int) -> Path:
 def latest_checkpoint(run_folder: Path) -> Path | None:
     """Return the checkpoint that `latest` names, or None if there is none yet.
 
-    Raises:
-        UserError: `latest` names a folder that does not exist.
+    Raises UserError if the named folder does not exist.
     """
     pointer = run_folder / "checkpoints" / "latest"
     if not pointer.exists():
@@ -58,11 +57,7 @@ def require_run_folder(folder: Path) -> None:
 
 
 def chosen_checkpoint(run_folder: Path, step: int | None = None) -> Path:
-    """Return the checkpoint of a step, by default the latest one.
-
-    Raises:
-        UserError: this is not a run folder, or has no such checkpoint.
-    """
+    """Return the checkpoint of a step, by default the latest one. Raises UserError without one."""
     require_run_folder(run_folder)
     if step is None:
         newest = latest_checkpoint(run_folder)
@@ -88,8 +83,7 @@ def finetuned_step(run_folder: Path) -> int | None:
 def checkpoint_to_open(run_folder: Path, step: int | None = None) -> Path:
     """Return the checkpoint of a step, by default the one that fine-tuning chose, or the latest.
 
-    Raises:
-        UserError: this is not a run folder, or has no such checkpoint.
+    Raises UserError if this is not a run folder, or has no such checkpoint.
     """
     chosen = finetuned_step(run_folder) if step is None else None
     if chosen is not None and chosen not in (steps := saved_steps(run_folder)):

@@ -23,7 +23,7 @@ from megavis.parallel.progress_bar import shown
 
 
 class CheckpointReader:
-    """Random access to the logical tensors of a checkpoint. A context manager."""
+    """Random access to the logical tensors of a checkpoint; a context manager."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.manifest = folder, read_manifest(folder)
@@ -71,16 +71,13 @@ class CheckpointReader:
     def read(
         self, key: str, start: int = 0, length: int | None = None, *, dimension: int | None = None
     ) -> Tensor:
-        """Return a logical tensor, or a slice of it along one dimension.
+        """Return a logical tensor, or a slice of it. Raises UserError if there is none.
 
         Args:
             key: `<kind>/<parameter name>`.
             start: first index of the slice.
             length: of the slice; by default to the end.
             dimension: of the slice; by default that of the stored slices.
-
-        Raises:
-            UserError: the checkpoint has no such tensor.
         """
         if key not in self.manifest.tensors:
             raise UserError(f"{self.folder}: has no tensor {key}; it was saved by another model")
@@ -116,9 +113,7 @@ class CheckpointReader:
 def read_weights(checkpoint: Path, prefix: str = "") -> dict[str, Tensor]:
     """Read full parameters from a checkpoint of any layout; EMA weights if there are any.
 
-    Args:
-        checkpoint: folder of one step.
-        prefix: of the names to read; it is removed from the result.
+    `prefix` selects names, and is removed from them.
     """
     start = f"weight/{prefix}"
     with CheckpointReader(checkpoint) as reader:

@@ -107,13 +107,9 @@ def _of_file(
 def write_weights(
     run_folder: Path, weights: Mapping[str, Tensor], *, seed: int, tokenizer: str | None
 ) -> Path:
-    """Write a checkpoint of step 0 with weights only, without optimizer states.
+    """Write a checkpoint of step 0 with float32 weights only, without optimizer states.
 
-    Args:
-        run_folder: a run without a checkpoint of step 0.
-        weights: float32 tensors by parameter name.
-        seed: of the run's config.
-        tokenizer: SHA-256 of the palette, if any.
+    The run has none of that step; `tokenizer` is the SHA-256 of its palette, if any.
     """
     partial, name = partial_folder(run_folder, 0), "weights.safetensors"
     shutil.rmtree(partial, ignore_errors=True)

@@ -31,10 +31,10 @@ class ParameterStates:
     """Read and write the training state of parameters inside a DeepSpeed engine.
 
     All methods are collective over the data-parallel group: call them for the same parameters.
+    `averages`: the engine keeps an EMA of the weights.
     """
 
     def __init__(self, engine: Any, zero_stage: int, *, averages: bool = False) -> None:
-        """Wrap an engine; `averages` says whether it keeps an EMA of the weights."""
         self._engine, self._zero_stage, self.averages = engine, zero_stage, averages
 
     def kinds(self, parameter: nn.Parameter) -> tuple[TensorKind, ...]:
@@ -184,5 +184,4 @@ def set_gathered(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 def _is_split(parameter: nn.Parameter) -> bool:
-    """Return whether ZeRO-3 has partitioned the parameter."""
     return hasattr(parameter, "ds_id")

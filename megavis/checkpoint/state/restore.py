@@ -35,14 +35,8 @@ def load_training_state(
 ) -> CheckpointManifest:
     """Load weights, moments and step count into a DeepSpeed engine of any layout.
 
-    Args:
-        folder: a checkpoint whose files were verified (`newest_intact_checkpoint`).
-        layers: layers of this process.
-        states: of the engine.
-        context: of the job.
-
-    Raises:
-        UserError: on every process, if the model differs.
+    The files of `folder` were verified (`newest_intact_checkpoint`). Raises UserError on every
+    process if the model differs.
     """
     with CheckpointReader(folder) as reader:
         averages = states.averages and reader.evaluated == AVERAGE
@@ -65,16 +59,8 @@ def start_from_weights(
 ) -> None:
     """Load another run's weights into a DeepSpeed engine of any layout, before its first step.
 
-    Parameters that declare so (`Start`) keep their initial weights.
-
-    Args:
-        folder: checkpoint of the other run.
-        layers: layers of this process.
-        states: of the engine.
-        context: of the job.
-
-    Raises:
-        UserError: on every process, if a file is damaged or the model differs.
+    Parameters that declare so (`Start`) keep their initial weights. Raises UserError on every
+    process if a file is damaged or the model differs.
     """
     check_files(folder, context)
     with CheckpointReader(folder) as reader:
@@ -93,14 +79,8 @@ def start_encoder(
 ) -> None:
     """Load the weights of an encoder into a DeepSpeed engine of any layout, before its first step.
 
-    Args:
-        pretrained: the encoder's initial weights; all others keep theirs.
-        layers: layers of this process.
-        states: of the engine.
-        context: of the job.
-
-    Raises:
-        UserError: on every process, if a file is damaged or lacks a tensor.
+    All other weights keep their initial values. Raises UserError on every process if a file is
+    damaged or lacks a tensor.
     """
     check_files(pretrained.checkpoint, context)
     with CheckpointReader(pretrained.checkpoint) as reader:
@@ -127,11 +107,8 @@ def load_weights(folder: Path, layers: LocalLayers, context: ParallelContext) ->
 def check_files(folder: Path, context: ParallelContext) -> CheckpointManifest:
     """Verify size and SHA-256 of all files; the files are divided among the processes.
 
-    Returns:
-        The checkpoint's manifest, as the main process reads it.
-
-    Raises:
-        UserError: on every process, naming the first damaged file.
+    Returns the manifest as the main process reads it. Raises UserError on every process, naming the
+    first damaged file.
     """
     # Other nodes may see an outdated folder, and would resume from another checkpoint.
     manifest = context.on_main(lambda: read_manifest(folder))

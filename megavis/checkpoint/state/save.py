@@ -64,9 +64,10 @@ class _Share:
 
 
 class Snapshot:
-    """A checkpoint in this process's memory.
+    """A checkpoint in this process's memory, with the tensors that it owns.
 
     `write` may run in a thread while training continues; then every process calls `publish`.
+    Creation is collective over all processes.
     """
 
     def __init__(
@@ -78,7 +79,6 @@ class Snapshot:
         states: ParameterStates,
         context: ParallelContext,
     ) -> None:
-        """Copy the tensors that this process owns. Collective over all processes."""
         self.step = progress.step
         self._run_folder, self._progress, self._context = run_folder, progress, context
         self._partial = partial_folder(run_folder, progress.step)
@@ -108,8 +108,7 @@ class Snapshot:
     def publish(self) -> None:
         """Publish the checkpoint atomically. Collective over all processes.
 
-        Raises:
-            OSError: on every process, if any process could not write.
+        Raises OSError on every process if any process could not write.
         """
         mine = (self._file, self._stored, self._share.entries, self._failure)
         gathered: list = [None] * self._context.world.size
@@ -183,10 +182,8 @@ def _join(shares: list[dict[str, LogicalTensor]]) -> dict[str, LogicalTensor]:
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> StoredFile:
     """Write a safetensors file, flush it, read it back, and return its size and hash.
 
-    The header has a CRC-32 of each tensor, to find the damaged one in a damaged file.
-
-    Raises:
-        OSError, SafetensorError: it cannot be written, or not be read back as written.
+    The header has a CRC-32 of each tensor, to find the damaged one in a damaged file. Raises
+    OSError or SafetensorError if the file cannot be written, or not be read back as written.
     """
     checksums = {key: _checksum(tensor) for key, tensor in tensors.items()}
     # In a single entry: safetensors writes several in varying order, and equal tensors must give

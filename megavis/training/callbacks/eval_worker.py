@@ -30,10 +30,6 @@ def evaluate_during(config: RunConfig, context: ParallelContext) -> Iterator[Non
 
     At the end, all processes wait for the newest checkpoint's metrics, at most
     `evaluation.finish_within` seconds; after an error or a signal, they do not wait.
-
-    Args:
-        config: of the run.
-        context: of the job; its main process starts the child.
     """
     if config.evaluation is None:
         yield

@@ -18,7 +18,11 @@ from megavis.training.callbacks.callback import StepState
 
 
 class SampleImages:
-    """Writes a grid every N steps to `samples/` and TensorBoard."""
+    """Writes a grid every N steps to `samples/` and TensorBoard.
+
+    `dataset` has held-out images to start from; None for unconditional samples. Raises UserError if
+    the objective does not support such samples.
+    """
 
     def __init__(
         self,
@@ -29,18 +33,6 @@ class SampleImages:
         every: int,
         num_images: int,
     ) -> None:
-        """Check that samples are possible.
-
-        Args:
-            run_folder: receives the images.
-            dataset: held-out images to start from; None for unconditional samples.
-            objective: of the run.
-            every: steps between grids.
-            num_images: images per grid.
-
-        Raises:
-            UserError: the objective does not support such samples.
-        """
         try:
             self.gallery = Gallery(objective, run_folder)
         except UserError as error:

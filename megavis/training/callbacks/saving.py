@@ -19,10 +19,13 @@ class SaveCheckpoint:
     """Saves the checkpoints that are due, that a callback requests, and the last one.
 
     Training waits while weights and states are copied to host memory; a thread then writes them. A
-    failed write is reported and training continues, except at the end.
+    failed write is counted in `failures` and reported, and training continues, except at the end.
+    Creation is collective over all processes.
 
-    Attributes:
-        failures: checkpoints that could not be written.
+    Args:
+        saving: determines when a checkpoint is due.
+        take: copies the state of the run after a step.
+        published: called after a checkpoint is published.
     """
 
     def __init__(
@@ -32,13 +35,6 @@ class SaveCheckpoint:
         *,
         published: Callable[[], None],
     ) -> None:
-        """Collective over all processes.
-
-        Args:
-            saving: determines when a checkpoint is due.
-            take: copies the state of the run after a step.
-            published: called after a checkpoint is published.
-        """
         self._saving, self._take, self._published = saving, take, published
         self.failures = 0
         self._agreement = AsyncFlag()
@@ -61,10 +57,7 @@ class SaveCheckpoint:
         self._stall += time.perf_counter() - began
 
     def record_stall(self, state: StepState) -> None:
-        """Record how long training has waited for checkpoints since the last logged step.
-
-        A callback.
-        """
+        """Record the wait for checkpoints since the last logged step; a callback."""
         if state.record and self._stall:
             state.record["save_stall_s"], self._stall = self._stall, 0.0
             if self.failures:

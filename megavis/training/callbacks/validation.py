@@ -18,7 +18,10 @@ _COUNT = "images"
 
 
 class Validate:
-    """Mean loss on held-out images, every N steps and before the first."""
+    """Mean loss on held-out images, every N steps and before the first.
+
+    `is_urgent` is called before each batch, on all processes, to decide whether to abort.
+    """
 
     def __init__(
         self,
@@ -28,14 +31,6 @@ class Validate:
         *,
         is_urgent: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Set the images and the interval.
-
-        Args:
-            dataset: held-out images.
-            every: steps between validations.
-            num_images: number of images.
-            is_urgent: called before each batch, on all processes, to decide whether to abort.
-        """
         self.dataset, self.every, self.num_images = dataset, every, num_images
         self.is_urgent = is_urgent
 
@@ -57,13 +52,8 @@ class Validate:
         """Repeat the validation that a signal aborted just before the run was saved.
 
         The metrics then equal those of an uninterrupted run. Collective over all processes, with
-        the state that was saved.
-
-        Args:
-            state: after the step that the run resumes from.
-            callbacks: called after it, as without interruption.
-            metrics: of the main process.
-            run_folder: its metrics show whether the validation was done.
+        the state that was saved. `callbacks` follow the validation, as without interruption; the
+        metrics in the run folder show whether it was done.
         """
         if not state.is_due(self.every):
             return

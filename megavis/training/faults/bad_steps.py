@@ -44,6 +44,9 @@ _LEAST_SHARE = 1e-3
 class WatchBadSteps:
     """A callback that names bad steps and counts them in the metrics.
 
+    `history` and `batches_skipped` are those of the checkpoint that the run resumes from. Creation
+    is collective over all processes.
+
     Attributes:
         judge: detects spikes.
         row: the streak of bad steps that requires a rollback or the end of training, if any.
@@ -57,14 +60,6 @@ class WatchBadSteps:
         history: LossHistory,
         batches_skipped: int,
     ) -> None:
-        """Collective over all processes.
-
-        Args:
-            settings: criteria for bad steps, and the longest allowed streak.
-            saving: determines when a checkpoint is due, for which all earlier steps must be known.
-            history: from the checkpoint that the run resumes from.
-            batches_skipped: likewise; determines the positions of a step's images.
-        """
         self.settings, self.saving, self.batches_skipped = settings, saving, batches_skipped
         self.judge = SpikeDetector(settings.spike_threshold, settings.spike_window, history)
         self.row: BadStepStreak | None = None
@@ -126,10 +121,9 @@ class BadStepStreak:
 
 
 class BadStepsError(UserError):
-    """Too many bad steps in a row, and no rollback that is allowed or possible."""
+    """Too many bad steps in a row up to `step`, and no rollback that is allowed or possible."""
 
     def __init__(self, step: int, text: str) -> None:
-        """Describe what happened up to the last bad step."""
         super().__init__(text)
         self.step = step
 
@@ -138,15 +132,13 @@ class SpikeDetector:
     """Detects loss spikes from the losses alone, so identically in every layout.
 
     A loss is a spike if it lies more than `threshold` deviations above the median of the last
-    `window` good ones. The deviation is 1.4826 times the median distance from that median, which a
-    few odd losses do not move; it counts as at least a thousandth of the median.
-
-    Attributes:
-        bad_since: first step of the current streak of bad steps, if any.
+    `window` good ones; with `threshold` 0 no finite loss is. The deviation is 1.4826 times the
+    median distance from that median, which a few odd losses do not move; it counts as at least a
+    thousandth of the median. `bad_since` is the first step of the current streak of bad steps, if
+    any.
     """
 
     def __init__(self, threshold: float, window: int, history: LossHistory) -> None:
-        """Continue from a history; with `threshold` 0 no finite loss is a spike."""
         self.threshold, self.window = threshold, window
         self._recent = deque(history.recent, maxlen=window)
         self.bad_since, self._bad_steps = history.bad_since, history.bad_steps
@@ -185,8 +177,8 @@ def roll_back(
 ) -> Found:
     """Return the checkpoint to resume from, with the skipped data recorded in it.
 
-    Called on every process. Newer checkpoints are set aside. The checkpoint records the skipped
-    data, so a resumed run skips the same data, in any layout.
+    Called on every process. Newer checkpoints are set aside. A resumed run skips the same data, in
+    any layout.
 
     Raises:
         BadStepsError: on every process, if rollback is not allowed, or no checkpoint is old enough.

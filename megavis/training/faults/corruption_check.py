@@ -41,7 +41,10 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class CheckReplicas:
-    """End training if processes disagree; a check also precedes every checkpoint."""
+    """End training if processes disagree; a check also precedes every checkpoint.
+
+    The check is on training images, in the order of `seed` with `batches_skipped` batches skipped.
+    """
 
     def __init__(
         self,
@@ -52,23 +55,13 @@ class CheckReplicas:
         seed: int,
         batches_skipped: int,
     ) -> None:
-        """Set the interval and the data to check with.
-
-        Args:
-            every: steps between checks.
-            saving: determines when a checkpoint is due.
-            samples: the training images.
-            seed: of their order.
-            batches_skipped: batches skipped so far.
-        """
         self.every, self.saving, self.samples = every, saving, samples
         self._order, self._batches_skipped = samples.order(seed), batches_skipped
 
     def __call__(self, state: StepState) -> None:
         """Check if due.
 
-        Raises:
-            CorruptionError: on every process, naming what differs, the ranks and their hosts.
+        Raises CorruptionError on every process, naming what differs, the ranks and their hosts.
         """
         due = state.is_due(self.every) or state.needs_checkpoint(self.saving)
         if state.loss is None or state.goes_back or not (due or state.is_last):
@@ -114,13 +107,7 @@ class CheckReplicas:
 
 @dataclass(frozen=True)
 class Losses:
-    """Losses of one process on the same images.
-
-    Attributes:
-        part: the part of the model.
-        first: the loss.
-        second: the loss, computed again.
-    """
+    """Losses of one process, which has a part of the model, of two passes over the same images."""
 
     part: int
     first: float
@@ -192,7 +179,6 @@ def _repeats(engine: Engine) -> bool:
 
 
 def _share(parameter: nn.Parameter) -> Tensor:
-    """Return a process's share of a weight that ZeRO-3 has partitioned."""
     split: Any = parameter
     share: Tensor = split.ds_tensor
     return share
@@ -214,12 +200,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def loss_disagreement(losses: Mapping[str, Losses], allowed: float) -> str:
-    """Describe losses that differ by more than allowed; empty if none do.
-
-    Args:
-        losses: losses by process.
-        allowed: see `allowed_difference`.
-    """
+    """Describe losses, by process, that differ by more than `allowed`; empty if none do."""
     torn = [name for name, mine in losses.items() if not _agree(mine.first, mine.second, allowed)]
     if torn:
         return f"two passes over the same images give two losses on {', '.join(torn)}"

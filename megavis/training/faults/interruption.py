@@ -23,12 +23,9 @@ RECORD_NAME = "restarts.json"
 
 
 class Signals:
-    """Records a signal instead of terminating; a context manager around the whole job.
+    """Records a signal in `received` instead of terminating; a context manager around the job.
 
     A second Ctrl-C interrupts at once.
-
-    Attributes:
-        received: whether this process has received one.
     """
 
     def __init__(self) -> None:
@@ -56,12 +53,10 @@ class Signals:
 class StopOnSignal:
     """End training after a step, with a checkpoint, once any process gets a signal.
 
-    Attributes:
-        has_stopped: whether it has ended training early.
+    Created on every process. `has_stopped`: it has ended training early.
     """
 
     def __init__(self, signals: Signals) -> None:
-        """Join the other processes; called on every process."""
         self._signals = signals
         self._agreement = AsyncFlag()
         self._agreed = False
@@ -85,16 +80,9 @@ class StopOnSignal:
 
 
 def count_restart(run_folder: Path, first_step: int, limit: int, context: ParallelContext) -> None:
-    """Count this start if it was automatic, else begin at 0; called on every process.
+    """Count an automatic start in the run folder, else begin at 0; called on every process.
 
-    Args:
-        run_folder: the run, which stores the count.
-        first_step: step of the checkpoint that it resumes from.
-        limit: restarts allowed from the same checkpoint.
-        context: ranks and groups of this process.
-
-    Raises:
-        UserError: on every process, if the limit is exceeded.
+    Raises UserError on every process after `limit` restarts from the checkpoint of `first_step`.
     """
     context.on_main(lambda: _count(run_folder / RECORD_NAME, first_step, limit))
 

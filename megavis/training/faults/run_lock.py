@@ -38,15 +38,12 @@ _LOOK_SECONDS = 0.5
 
 
 class RunLock:
-    """The lock of a run folder, for one process; a context manager."""
+    """The lock of a run folder, which is created if missing, for one process; a context manager.
+
+    `patience`: seconds to wait for a live holder to finish.
+    """
 
     def __init__(self, run_folder: Path, *, patience: float = 0.0) -> None:
-        """Prepare.
-
-        Args:
-            run_folder: created if missing.
-            patience: seconds to wait for a live holder to finish.
-        """
         self._folder, self._patience = run_folder, patience
         self._holder = Holder.of_this_process()
         self._path = run_folder
@@ -54,11 +51,7 @@ class RunLock:
         self._beats = threading.Thread(target=self._beat, name="run-lock", daemon=True)
 
     def __enter__(self) -> RunLock:
-        """Take the lock.
-
-        Raises:
-            UserError: another process holds it, or the folder cannot be written.
-        """
+        """Take the lock. Raises UserError if it is held, or the folder cannot be written."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._take(time.monotonic() + self._patience)

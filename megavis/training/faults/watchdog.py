@@ -36,16 +36,12 @@ _A_MONTH = 30 * 24 * 3600.0
 
 
 class Watchdog:
-    """Ends the job if something takes too long; a context manager around training."""
+    """Ends the job if something takes too long; a context manager around training.
+
+    `patience`: seconds that a step may take; 0: no limit. A single process is not watched.
+    """
 
     def __init__(self, context: ParallelContext, *, patience: float) -> None:
-        """Prepare.
-
-        Args:
-            context: ranks and groups of this process.
-            patience: seconds that a step may take; 0: no limit. A single process is not
-                watched.
-        """
         self._rank, self._size = context.world.rank, context.world.size
         self._patience = patience if self._size > 1 else 0.0
         self._doing, self._deadline = "starting", float("inf")
@@ -152,10 +148,8 @@ class Watchdog:
 def collective_timeout(patience: float) -> float:
     """Return how many seconds a collective may wait: longer than any watched window.
 
-    So the watchdog names a hanging process before NCCL ends any.
-
-    Args:
-        patience: seconds that a step may take; 0: no limit, which is a month here.
+    So the watchdog names a hanging process before NCCL ends any. Without a limit, `patience` 0,
+    that is a month.
     """
     if not patience:
         return _A_MONTH

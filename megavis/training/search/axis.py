@@ -20,11 +20,7 @@ class SweepAxis:
 
     @classmethod
     def parse(cls, text: str) -> SweepAxis:
-        """Parse `KEY=V,V,...`, or `KEY=LOW..HIGH:COUNT` for a logarithmic grid.
-
-        Raises:
-            ValueError: the text has another form.
-        """
+        """Parse `KEY=V,V,...`, or a logarithmic grid, `KEY=LOW..HIGH:COUNT`; raises ValueError."""
         key, equals, values = text.partition("=")
         if not equals or not key or not values:
             raise ValueError(f"'{text}' is not KEY=V,V,... or KEY=LOW..HIGH:COUNT")

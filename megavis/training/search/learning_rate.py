@@ -63,15 +63,13 @@ class TrialResult:
 
 
 class SpikeWatch:
-    """A callback that gives up a run whose loss rises and stays high, or is not a number."""
+    """A callback that gives up a run whose loss rises and stays high, or is not a number.
+
+    Losses logged before an interruption are read from the run's folder; see `is_lost` for
+    `patience`.
+    """
 
     def __init__(self, folder: Path, patience: int) -> None:
-        """Watch a run.
-
-        Args:
-            folder: of the run; provides losses logged before an interruption, and records the end.
-            patience: consecutive high logged losses required.
-        """
         self._folder, self._patience = folder, patience
         self._losses: list[float] | None = None
 
@@ -124,12 +122,15 @@ def search_rates(
 ) -> list[TrialResult]:
     """Try rates from large to small until the final validation loss starts to rise.
 
+    Called on every process, as is `report`, with each outcome, including those of an earlier
+    search.
+
     Args:
         loaded: the config of all runs, except for rate and name.
         rates: in any order, each above 0.
-        context: the job; called on every process.
+        context: the job.
         patience: see `is_lost`.
-        report: called on every process with each outcome, including those of an earlier search.
+        report: receives each outcome.
 
     Returns:
         The outcomes, largest rate first.
@@ -234,12 +235,7 @@ def markdown_of(outcomes: Sequence[TrialResult]) -> str:
 
 
 def draw_search(outcomes: Sequence[TrialResult], *, name: str) -> Figure:
-    """Plot the final validation loss over the rate; given-up runs are at the top.
-
-    Args:
-        outcomes: from `search_rates`.
-        name: of the config, for the title.
-    """
+    """Plot the final validation loss over the rate; given-up runs are at the top."""
     figure, axes = plain_axes("learning rate", "final validation loss")
     axes.set_xscale("log")
     finished = [outcome for outcome in outcomes if outcome.state == "finished"]

@@ -36,11 +36,9 @@ Load = Callable[[Sequence[str]], LoadedConfig]
 
 @dataclass(frozen=True)
 class Point:
-    """One point of the grid.
+    """One point of the grid: a value per key, and a chain of configs.
 
-    Attributes:
-        values: one per key.
-        runs: configs of the chain, each trained from the weights of the previous run.
+    Each is trained from the weights of the previous run.
     """
 
     values: tuple[str, ...]
@@ -99,12 +97,8 @@ def points_of(axes: Sequence[SweepAxis], loads: Sequence[Load]) -> list[Point]:
 def train_run(loaded: LoadedConfig, context: ParallelContext) -> bool:
     """Train one run to its end, from its newest checkpoint.
 
-    Returns:
-        False if too many of its steps in a row were bad: it is given up, and not resumed by a later
-        sweep.
-
-    Raises:
-        UserError: the folder holds another run.
+    Returns False if too many of its steps in a row were bad: it is given up, and not resumed by a
+    later sweep. Raises UserError if the folder holds another run.
     """
     config = loaded.config
     context.on_main(lambda: check_earlier_run(config))
@@ -135,13 +129,8 @@ def draw_sweep(
 ) -> Figure:
     """Draw a heat map of the last two keys for each combination of the others, as in figure 3.
 
-    The last key is on the vertical axis, the one before it on the horizontal axis.
-
-    Args:
-        axes: the keys.
-        scores: in the order of `points_of`; nan for none.
-        name: of the config, for the title.
-        what: name of the score.
+    The last key is on the vertical axis, the one before it on the horizontal axis. Scores are in
+    the order of `points_of`, nan for none; `what` names them.
     """
     import numpy as np
     from matplotlib.figure import Figure

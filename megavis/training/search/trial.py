@@ -1,4 +1,4 @@
-"""Train one run of a search or sweep, in which a run that diverges is a result and not an error."""
+"""Train a run of a search or sweep, where divergence is a result, and tell whether it finished."""
 
 from __future__ import annotations
 
@@ -27,10 +27,7 @@ def train_trial(
 ) -> None:
     """Train a run from its newest checkpoint; give it up if too many steps in a row are bad.
 
-    Args:
-        loaded: its config.
-        context: the job; called on every process.
-        callbacks: called after each step, after those of the config.
+    Called on every process. `callbacks` follow those of the config after each step.
     """
     folder = Path(loaded.config.folder)
     run = Trainer.open(loaded, context)
@@ -62,11 +59,8 @@ def is_finished(config: RunConfig, folder: Path) -> bool:
     """Return whether the last step is saved and validated and, when fine-tuning, evaluated.
 
     A signal may abort the last validation, or come before the evaluation, when the last step is
-    saved already; a restarted run repeats them.
-
-    Args:
-        config: of the run; with more steps than the run has had, it is not finished.
-        folder: of the run.
+    saved already; a restarted run repeats them. With more steps in the config than the run has had,
+    it is not finished.
     """
     newest = next(iter(checkpoints_by_age(folder)), None)
     step = int(newest.name.removeprefix("step-")) if newest is not None else 0
