@@ -16,10 +16,7 @@ from megavis.config.finetune_checks import (
     check_null_label,
 )
 from megavis.config.parallel import ParallelConfig
-from megavis.config.schema import (
-    ConfigIssue,
-    RunConfig,
-)
+from megavis.config.schema import ConfigIssue, RunConfig
 
 
 def check_config(config: RunConfig) -> Iterator[ConfigIssue]:
@@ -42,10 +39,7 @@ def check_config(config: RunConfig) -> Iterator[ConfigIssue]:
     if config.schedule.min_rate and config.schedule.decay != "cosine":
         yield "schedule.min_rate", "applies to schedule.decay cosine, not constant"
     if config.schedule.warmup_rate is not None and not config.schedule.warmup_steps:
-        yield (
-            "schedule.warmup_rate",
-            "applies to schedule.warmup_steps, which is 0",
-        )
+        yield ("schedule.warmup_rate", "applies to schedule.warmup_steps, which is 0")
     is_linear = config.finetune is not None and config.finetune.linear_evaluation
     algorithm = config.optimizer.algorithm
     if algorithm in ("sgd", "lars") and not is_linear:

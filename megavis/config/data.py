@@ -6,15 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from megavis.config.section import (
-    Above0,
-    AtLeast0,
-    Fraction,
-    NonNegative,
-    Positive,
-    Section,
-    Share,
-)
+from megavis.config.section import Above0, AtLeast0, Fraction, NonNegative, Positive, Section, Share
 
 # The labels of the two forms are not keys: `SchemaNames` removes them from pydantic's errors.
 UNION_LABELS = ("one folder", "several folders")

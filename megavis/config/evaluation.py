@@ -13,8 +13,7 @@ class EvaluationConfig(Section):
     """Evaluation during training: a separate process evaluates checkpoints as they appear."""
 
     what: Annotated[
-        tuple[Literal["loss", "probe", "neighbors", "samples", "frechet"], ...],
-        Field(strict=False),
+        tuple[Literal["loss", "probe", "neighbors", "samples", "frechet"], ...], Field(strict=False)
     ] = ("loss", "probe")
     """Validation loss, linear probe, nearest neighbours, an image grid, Fréchet distance."""
     every: Positive = 1

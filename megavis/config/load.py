@@ -49,10 +49,7 @@ class LoadedConfig:
 
 
 def load_config(
-    path: str | Path,
-    overrides: Sequence[str] = (),
-    *,
-    count_images: CountImages | None = None,
+    path: str | Path, overrides: Sequence[str] = (), *, count_images: CountImages | None = None
 ) -> LoadedConfig:
     """Read a YAML file, apply `key=value` words, check everything.
 
@@ -77,9 +74,7 @@ def load_config(
 
 
 def _validate(
-    tree: dict[str, Any],
-    source: ConfigSource,
-    count_images: CountImages | None,
+    tree: dict[str, Any], source: ConfigSource, count_images: CountImages | None
 ) -> RunConfig:
     names = SchemaNames(tree)
     if names.objective is None:

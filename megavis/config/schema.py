@@ -121,12 +121,7 @@ class ModelConfig(Section):
     def has_dropout(self) -> bool:
         """Whether anything is drawn from torch's generators; `drop_path` is not."""
         return any(
-            (
-                self.hidden_dropout,
-                self.residual_dropout,
-                self.attention_dropout,
-                self.mlp_dropout,
-            )
+            (self.hidden_dropout, self.residual_dropout, self.attention_dropout, self.mlp_dropout)
         )
 
     def without_dropout(self) -> ModelConfig:

@@ -21,11 +21,7 @@ class Section(BaseModel):
     """A group of keys: strict types, no unknown keys, immutable once read."""
 
     model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        frozen=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
     sampling_keys: ClassVar[frozenset[str]] = frozenset()
     """Keys that affect only sampling, neither weights nor losses."""

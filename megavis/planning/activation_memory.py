@@ -303,12 +303,10 @@ def _weights(stack: StackShape, layout: Layout, num_tokens: int) -> float:
 
 
 def _is_full(layout: Layout) -> bool:
-    """Return whether activation checkpointing is `full`."""
     return layout.parallel.activation_checkpointing == "full"
 
 
 def _is_selective(layout: Layout) -> bool:
-    """Return whether activation checkpointing is `selective`."""
     return layout.parallel.activation_checkpointing == "selective"
 
 

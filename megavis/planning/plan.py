@@ -133,21 +133,9 @@ _Simpler = tuple[str, Callable[[Layout], bool], Callable[[Layout], bool]]
 
 # Description of a feature, whether a layout has it, and which layouts do not.
 _FEATURES: tuple[_Simpler, ...] = (
-    (
-        "ZeRO-{0.zero_stage}",
-        lambda own: own.zero_stage > 1,
-        lambda other: other.zero_stage <= 1,
-    ),
-    (
-        "tensor size {0.tensor}",
-        lambda own: own.tensor > 1,
-        lambda other: other.tensor == 1,
-    ),
-    (
-        "context size {0.context}",
-        lambda own: own.context > 1,
-        lambda other: other.context == 1,
-    ),
+    ("ZeRO-{0.zero_stage}", lambda own: own.zero_stage > 1, lambda other: other.zero_stage <= 1),
+    ("tensor size {0.tensor}", lambda own: own.tensor > 1, lambda other: other.tensor == 1),
+    ("context size {0.context}", lambda own: own.context > 1, lambda other: other.context == 1),
     (
         "{0.pipeline} pipeline stages",
         lambda own: own.pipeline > 1,

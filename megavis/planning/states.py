@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megavis.config.parallel import ParallelConfig
 from megavis.planning.activation_memory import ActivationMemory, activation_memory
 from megavis.planning.layouts import Layout
 from megavis.planning.parameters import Layers
@@ -52,52 +51,6 @@ class StateMemory:
         return self.weights + self.gradients + self.optimizer + self.average + self.gathered
 
 
-def state_memory(
-    num_parameters: float,
-    largest_layer: float,
-    *,
-    parallel: ParallelConfig,
-    precision: str,
-    num_replicas: int,
-    keeps_average: bool,
-    num_trained: float,
-    num_moments: int,
-) -> StateMemory:
-    """Return the model states of a process.
-
-    Args:
-        num_parameters: in this process's slice of its stage, before ZeRO partitioning.
-        largest_layer: parameters of its largest layer, likewise.
-        parallel: the layout.
-        precision: `float32`, `bf16` or `fp16`.
-        num_replicas: processes with the same weights, context × data.
-        keeps_average: whether an EMA of the weights is kept.
-        num_trained: those of `num_parameters` that are not frozen.
-        num_moments: of the optimizer, for each trained parameter.
-    """
-    stage, size = parallel.zero_stage, number_size(precision)
-
-    def held(count: float, from_stage: int) -> float:
-        """Return the parameters per process of a state that ZeRO partitions from a stage on."""
-        return count / (num_replicas if stage >= from_stage else 1)
-
-    near = parallel.hierarchical_partition_size
-    copied = num_parameters / near if near > 1 else 0.0
-    optimizer = FLOAT32 * (num_moments + (stage > 0))
-    own = held(num_trained, 1) if parallel.offload_optimizer == "none" else 0.0
-    return StateMemory(
-        weights=(
-            (held(num_parameters, 3) + copied) * size
-            if parallel.offload_parameters == "none"
-            else 0.0
-        ),
-        gradients=held(num_trained, 2) * (FLOAT32 + size * keeps_half_gradients(stage, precision)),
-        optimizer=own * optimizer,
-        average=own * FLOAT32 * keeps_average,
-        gathered=largest_layer * size if stage == 3 else 0.0,
-    )
-
-
 def keeps_half_gradients(zero_stage: int, precision: str) -> bool:
     """Return whether DeepSpeed keeps bf16 gradients in addition to float32 ones."""
     return zero_stage == 1 and precision == "bf16"
@@ -124,20 +77,30 @@ def states_of(
         layers: parameters of the model.
         layout: the layout.
         stage: of the pipeline.
-        precision: see `state_memory`.
-        keeps_average: likewise.
+        precision: `float32`, `bf16` or `fp16`.
+        keeps_average: whether an EMA of the weights is kept.
         trained: the parameters that are not frozen; default: all.
-        num_moments: see `state_memory`; default: those of Adam and Adafactor.
+        num_moments: for each trained parameter; default: those of Adam and Adafactor.
     """
-    return state_memory(
-        parameters_held(layers, layout, stage),
-        layers.largest(layout.tensor),
-        parallel=layout.parallel,
-        precision=precision,
-        num_replicas=layout.replicas,
-        keeps_average=keeps_average,
-        num_trained=parameters_held(trained or layers, layout, stage),
-        num_moments=num_moments,
+    parallel, zero_stage, size = layout.parallel, layout.zero_stage, number_size(precision)
+    num_parameters = parameters_held(layers, layout, stage)
+    num_trained = parameters_held(trained or layers, layout, stage)
+
+    def held(count: float, from_stage: int) -> float:
+        """Return the parameters per process of a state that ZeRO partitions from a stage on."""
+        return count / (layout.replicas if zero_stage >= from_stage else 1)
+
+    near = parallel.hierarchical_partition_size
+    copied = num_parameters / near if near > 1 else 0.0
+    on_device = parallel.offload_parameters == "none"
+    own = held(num_trained, 1) if parallel.offload_optimizer == "none" else 0.0
+    gradient = FLOAT32 + size * keeps_half_gradients(zero_stage, precision)
+    return StateMemory(
+        weights=(held(num_parameters, 3) + copied) * size if on_device else 0.0,
+        gradients=held(num_trained, 2) * gradient,
+        optimizer=own * FLOAT32 * (num_moments + (zero_stage > 0)),
+        average=own * FLOAT32 * keeps_average,
+        gathered=layers.largest(layout.tensor) * size if zero_stage == 3 else 0.0,
     )
 
 

@@ -16,12 +16,7 @@ from megavis.reports.charts import NUM_COLORS
 from megavis.reports.published_comparison import compare
 from megavis.reports.results import first_sections, metrics_table, result_sections
 from megavis.reports.run_record import RunRecord
-from megavis.reports.training_sections import (
-    events_table,
-    headline,
-    overview,
-    training_charts,
-)
+from megavis.reports.training_sections import events_table, headline, overview, training_charts
 from megavis.training.provenance import versions
 
 _PICTURES = {

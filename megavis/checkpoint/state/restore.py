@@ -51,11 +51,7 @@ def load_training_state(
 
 
 def start_from_weights(
-    folder: Path,
-    *,
-    layers: LocalLayers,
-    states: ParameterStates,
-    context: ParallelContext,
+    folder: Path, *, layers: LocalLayers, states: ParameterStates, context: ParallelContext
 ) -> None:
     """Load another run's weights into a DeepSpeed engine of any layout, before its first step.
 
