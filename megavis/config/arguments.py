@@ -36,8 +36,7 @@ def _whole_number(text: str, *, least: int) -> int:
 def output_file(text: str) -> Path:
     """Parse the path of a file to write, whose folders are created when it is written.
 
-    Raises:
-        argparse.ArgumentTypeError: it cannot be written there.
+    Raises argparse.ArgumentTypeError if it cannot be written there.
     """
     path = Path(text)
     if path.is_dir():

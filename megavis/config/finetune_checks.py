@@ -114,13 +114,7 @@ def _check_linear_evaluation(config: RunConfig, settings: FinetuneConfig) -> Ite
 def check_finetuning_batch(
     config: RunConfig, micro: int, data_parallel: int
 ) -> Iterator[ConfigIssue]:
-    """Yield problems with the micro-batch of a process.
-
-    Args:
-        config: the run.
-        micro: images per micro-batch.
-        data_parallel: copies of the model.
-    """
+    """Yield problems with a micro-batch of `micro` images on each of `data_parallel` processes."""
     settings = config.finetune
     if settings is None:
         return

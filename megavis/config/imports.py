@@ -18,16 +18,7 @@ from megavis.config.papers import room_module, rooms
 
 @dataclass(frozen=True)
 class ImportOption:
-    """An option of `megavis import`.
-
-    Attributes:
-        name: as users type it; forms that share an option share this declaration.
-        help: one line.
-        type: converts the text.
-        choices: legal values; None: all.
-        default: value of an option that is not given.
-        metavar: placeholder in the help.
-    """
+    """An option of `megavis import`, as for argparse; forms may share one declaration."""
 
     name: str
     help: str

@@ -2,8 +2,6 @@
 
 Every error names the file, the line and the key, and says what would be right. All errors of
 one reading are raised as one `UserError`.
-
-Known keys, and error messages for unknown keys and values.
 """
 
 from __future__ import annotations

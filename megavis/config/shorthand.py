@@ -109,11 +109,9 @@ def shorthand_keys(section: str) -> list[str]:
 
 
 def write_out_preset(model: dict[str, Any], *, wins: bool = False) -> dict[str, Any]:
-    """Expand the preset of a `model` section.
+    """Expand the preset of a `model` section; one of an unknown name stays, to be reported.
 
-    Args:
-        model: the section. A preset of an unknown name stays, to be reported.
-        wins: whether the preset overrides keys of the section.
+    With `wins`, the preset overrides keys of the section.
     """
     preset = PRESETS.get(str(model.get("preset")))
     if preset is None:
@@ -135,12 +133,9 @@ def take_shorthand(tree: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def write_out_epochs(
     tree: dict[str, Any], shorthand: Shorthand, count_images: CountImages | None
 ) -> Iterator[ConfigIssue]:
-    """Replace epochs by steps, and yield errors.
+    """Replace epochs by steps in a tree without shorthand, and yield errors.
 
-    Args:
-        tree: the config's sections, without shorthand; receives the steps.
-        shorthand: the shorthand keys.
-        count_images: counts the images in shards; None to not count.
+    Without `count_images`, `data.num_images` must say how many images an epoch has.
     """
     lengths = dict(_lengths(shorthand))
     folder = tree.get("data", {}).get("train") if isinstance(tree.get("data"), dict) else None

@@ -18,11 +18,7 @@ _KEY = "tokenizer"
 
 
 def load_run_config(run_folder: Path) -> RunConfig:
-    """Return the config of a run folder, with the paths of tokenizers inside it.
-
-    Raises:
-        UserError: see `load_config`.
-    """
+    """Return the config of a run folder, with the paths of tokenizers inside it."""
     config = load_config(run_folder / "config.yaml").config
     inside = tokenizers_inside(config, run_folder)
     return with_tokenizers(config, {name: str(run_folder / name) for name in inside})

@@ -173,8 +173,8 @@ def _note_lines(node: yaml.MappingNode, prefix: str, source: ConfigSource) -> No
 def apply_override(tree: dict[str, Any], word: str, source: ConfigSource) -> None:
     """Set the key of a `key=value` word.
 
-    Raises:
-        UserError: the word has another form, its value is not YAML, or its section holds a value.
+    Raises UserError if the word has another form, its value is not YAML, or its section holds a
+    value.
     """
     key, equals, text = word.partition("=")
     if not equals or not key:

@@ -34,12 +34,7 @@ _BICUBIC = 3  # PIL.Image.Resampling.BICUBIC
 
 
 class Exported(NamedTuple):
-    """A folder that was written.
-
-    Attributes:
-        form: the class or function that opens it.
-        difference: maximum difference from the run on random inputs; None if not compared.
-    """
+    """What opens a written folder, and its difference from the run on random inputs, if compared."""
 
     form: str
     difference: float | None
@@ -48,8 +43,7 @@ class Exported(NamedTuple):
 def write_huggingface(run: Run, folder: Path) -> Exported:
     """Write a folder for ImageGPT, ViTMAE or ViT, or one for megavis if none of them fits.
 
-    Raises:
-        UserError: the exported network does not match the run.
+    Raises UserError if the exported network does not match the run.
     """
     weights = read_weights(step_folder(run.folder, run.step))
     for fits, write in ((_is_imagegpt, _write_imagegpt), (_is_vit_mae, _write_vit_mae)):
@@ -74,8 +68,7 @@ def write_huggingface(run: Run, folder: Path) -> Exported:
 def write_timm(run: Run, folder: Path) -> Exported:
     """Write a folder for timm's Vision Transformer.
 
-    Raises:
-        UserError: the run is not a plain ViT, or the exported network does not match it.
+    Raises UserError if the run is not a plain ViT, or the exported network does not match it.
     """
     weights = read_weights(step_folder(run.folder, run.step))
     try:

@@ -47,11 +47,7 @@ _PREFIX = "plain."
 
 
 def check_agreement(ours: Tensor, theirs: Tensor) -> float:
-    """Return the maximum absolute difference of two networks' outputs of equal shape.
-
-    Raises:
-        UserError: it exceeds 1e-4.
-    """
+    """Return the maximum absolute difference of two outputs; raises UserError above 1e-4."""
     difference = float((ours - theirs).abs().max())
     if not difference <= TOLERANCE:
         raise UserError(
@@ -66,14 +62,8 @@ def write_run(
 ) -> None:
     """Write a run folder whose checkpoint refers to `model.safetensors` at its top level.
 
-    Args:
-        folder: the new folder.
-        run: the run, whose config, palette and tokenizers are written too.
-        weights: unsharded parameters under megavis' names.
-        extra: further tensors for the same file.
-
-    Raises:
-        UserError: a tokenizer cannot be opened.
+    The file has the unsharded parameters under megavis' names, and `extra` tensors. Config, palette
+    and tokenizers of the run are written too. Raises UserError if a tokenizer cannot be opened.
     """
     assert run.checkpoint is not None
     _write_checkpoint(folder, run.checkpoint, weights, extra)
@@ -121,7 +111,9 @@ def _write_checkpoint(
 
 
 class PlainForm:
-    """The inputs of `plain_loader.py` besides the weights.
+    """The inputs of `plain_loader.py` besides the weights, from a run on one process.
+
+    Raises UserError if `plain_loader.py` does not support this model; says why.
 
     Attributes:
         settings: section `plain` of `config.json`.
@@ -132,11 +124,6 @@ class PlainForm:
 
     @torch.no_grad()
     def __init__(self, run: Run) -> None:
-        """Extract them from a run on one process.
-
-        Raises:
-            UserError: `plain_loader.py` does not support this model; says why.
-        """
         paper = run.objective.backbone
         if not isinstance(paper, Composition):
             raise UserError(f"a run of {run.config.objective.name} has no Transformer")
@@ -193,11 +180,7 @@ class PlainForm:
 
     @torch.no_grad()
     def check(self, folder: Path) -> float:
-        """Compare the loader's output with the run's; return the maximum difference.
-
-        Raises:
-            UserError: it exceeds 1e-4.
-        """
+        """Compare the loader's output with the run's; return the difference, at most 1e-4."""
         return check_agreement(plain_features(str(folder), self.tokens), self.expected)
 
 

@@ -36,14 +36,9 @@ _ADDED = ("learned", "sincos", "none")
 
 
 def as_vit(run: Run, weights: Mapping[str, Tensor]) -> TimmViT:
-    """Convert a run to timm's parameter names.
+    """Convert a run on one process, and its unsharded parameters, to timm's parameter names.
 
-    Args:
-        run: the run, on one process.
-        weights: its unsharded parameters under megavis' names.
-
-    Raises:
-        UserError: the run is not a plain ViT with a class token; names the config key.
+    Raises UserError if it is not a plain ViT with a class token; names the config key.
     """
     paper = _paper(run)
     reader = run.runner.layers.modules[0]
@@ -154,8 +149,7 @@ def full_attention_tokens(run: Run, images: Tensor) -> Tensor:
 def timm_settings(vit: TimmViT) -> dict[str, Any]:
     """Return the `config.json` for `timm.create_model("local-dir:DIR")`.
 
-    Raises:
-        UserError: the norms' epsilon is not that of timm's ViTs.
+    Raises UserError if the norms' epsilon is not that of timm's ViTs.
     """
     if vit.epsilon != EPSILON:
         raise UserError(f"timm's ViTs have model.norm_epsilon {EPSILON}, not {vit.epsilon}")

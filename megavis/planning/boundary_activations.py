@@ -185,12 +185,7 @@ def _score(
 def saved_tensors(
     run: Callable[[], Any], modules: Iterable[nn.Module] = ()
 ) -> tuple[Storages, Any]:
-    """Return the tensors that autograd saves during `run`, and the result of `run`.
-
-    Args:
-        run: a forward pass.
-        modules: modules whose parameters are not counted.
-    """
+    """Return the tensors but parameters that autograd saves during `run`, and its result."""
     parameters = [parameter for module in modules for parameter in module.parameters()]
     # Keep the tensors alive: the address of a freed storage may be reused.
     saved: Storages = {}
@@ -220,9 +215,7 @@ def _place(tensor: Tensor) -> int:
 class LiveStorages(TorchDispatchMode):
     """Track storages created by operations in this context until they are freed.
 
-    Attributes:
-        sizes: bytes of live storages by address.
-        most: peak bytes.
+    `sizes` has the bytes of live storages by address, `most` their peak.
     """
 
     def __init__(self) -> None:

@@ -66,14 +66,10 @@ def _apart(size: int, layout: Layout, devices_per_node: int) -> Group:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One kind of communication.
+    """One kind of communication: purpose and collective, and bytes and calls of a process per step.
 
-    Attributes:
-        kind: purpose and collective.
-        inside: bytes that a process sends within its node per step.
-        between: bytes that it sends to other nodes per step.
-        calls: number of calls per step.
-        is_hidden: whether it overlaps with computation.
+    Bytes are those sent inside the node and between nodes; a hidden transfer overlaps with
+    computation.
     """
 
     kind: str
@@ -108,12 +104,9 @@ def transfers(shape: ModelShape, layout: Layout, devices_per_node: int) -> list[
 
 @dataclass(frozen=True)
 class BlockTraffic:
-    """Tokens per image whose hidden states a block communicates in its tensor group.
+    """Tokens per image whose hidden states a block all-reduces, all-gathers and reduce-scatters.
 
-    Attributes:
-        reduced: all-reduced, in both passes.
-        gathered: all-gathered, in both passes.
-        scattered: reduce-scattered, in both passes.
+    In its tensor group, in both passes.
     """
 
     reduced: float

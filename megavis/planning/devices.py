@@ -93,10 +93,10 @@ class Cluster:
 
 
 def open_device(name: str, *, memory: str | None = None, interconnect: str | None = None) -> Device:
-    """Return a device by name or from a file.
+    """Return a device of `DEVICES`, or from a YAML file with the keys of `Device`.
 
     Args:
-        name: of `DEVICES`, or path of a YAML file with the keys of `Device`.
+        name: of the device or the file.
         memory: for example `80GB`; default: the device's own.
         interconnect: of `NETWORKS`, or GB/s per GPU; default: the device's own.
 

@@ -23,13 +23,8 @@ _CHECKPOINTING = ("none", "selective", "full")
 class Plan:
     """A layout and its cost.
 
-    Attributes:
-        layout: the layout.
-        memory: of the process with the highest peak.
-        traffic: transfers of a process per step.
-        time: of a step.
-        steps: of the run.
-        fits: whether the memory suffices.
+    `memory` is that of the process with the highest peak, `traffic` that of a process per step, and
+    `steps` the length of the run.
     """
 
     layout: Layout
@@ -60,12 +55,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """All legal layouts, and the recommended one.
+    """The legal layouts, those that fit first, fastest first, then the others, smallest first.
 
-    Attributes:
-        plans: those that fit, fastest first; then the others, smallest first.
-        best: the simplest of the fastest ones; None if none fits.
-        reasons: explanation, one sentence each.
+    `best` is the simplest of the fastest ones, if any fits; each reason is a sentence.
     """
 
     plans: tuple[Plan, ...]

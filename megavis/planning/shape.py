@@ -61,13 +61,7 @@ class StackShape:
 
     @classmethod
     def of(cls, stack: PlannedStack, precision: str, *, is_only_stack: bool) -> StackShape:
-        """Return the shape of a planned stack.
-
-        Args:
-            stack: of the model.
-            precision: compute precision.
-            is_only_stack: see `StackShape`.
-        """
+        """Return the shape of a planned stack in a compute precision."""
         model = stack.core.model
         has_memory = stack.work.num_memory > 0
         return cls(
@@ -166,12 +160,7 @@ class ModelShape:
 
 
 def shape_of(objective: Trainable, ends: Mapping[LayoutKey, BoundaryActivations]) -> ModelShape:
-    """Return the shape of an objective's model without allocating it, in a single-process context.
-
-    Args:
-        objective: the objective.
-        ends: boundary activations, for the layouts to plan.
-    """
+    """Return the shape of a model without allocating it, in a single-process context."""
     config, plans = objective.config, objective.layer_plans()
     inner, matrices = plans[-1].inner, count_parameters(objective)
     stacks = stacks_of(plans)
@@ -205,11 +194,7 @@ def _gradient_size(config: RunConfig) -> int:
 
 
 def require_blocks(config: RunConfig) -> None:
-    """Check that the config can be planned.
-
-    Raises:
-        UserError: the config has no Transformer, or fine-tunes one.
-    """
+    """Raise UserError if the config has no Transformer to plan, or fine-tunes one."""
     if not config.objective.has_blocks:
         name = config.objective.name
         raise UserError(

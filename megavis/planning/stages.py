@@ -14,8 +14,7 @@ from megavis.model.stack import LayerPlan
 def stage_bounds(plans: Sequence[LayerPlan], num_stages: int) -> list[int]:
     """Divide a list of layers into stages of about equal work, each with at least one block.
 
-    Returns:
-        Bounds: stage i holds `layers[bounds[i]:bounds[i + 1]]`.
+    Returns bounds: stage i holds `layers[bounds[i]:bounds[i + 1]]`.
     """
     places, weights = block_weights(plans)
     inner = balanced_bounds(tuple(weights), num_stages)[1:-1]
@@ -27,14 +26,8 @@ def balanced_bounds(weights: tuple[float, ...], num_parts: int) -> tuple[int, ..
     """Divide weights into consecutive non-empty parts with the least possible largest sum.
 
     Among these, choose the division with the largest smallest part, then the one with the latest
-    bounds, as DeepSpeed's `partition_balanced` does for equal weights.
-
-    Args:
-        weights: at least `num_parts`.
-        num_parts: 1 or more.
-
-    Returns:
-        Bounds: part i is `weights[bounds[i]:bounds[i + 1]]`.
+    bounds, as DeepSpeed's `partition_balanced` does for equal weights. Returns bounds: part i is
+    `weights[bounds[i]:bounds[i + 1]]`.
     """
     sums = [0.0, *itertools.accumulate(weights)]
     # By number of weights: largest part, smallest part and bounds of the best division.

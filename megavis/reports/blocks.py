@@ -22,15 +22,9 @@ _MOST_ITEMS = 8
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text.
+    """A table of text, with a title above and a caption below it.
 
-    Attributes:
-        title: above the block.
-        columns: c names.
-        rows: of c cells each.
-        caption: below the block.
-        marked: indices of highlighted rows.
-        closed: collapsed until the reader opens it.
+    Rows whose index is in `marked` are highlighted; a `closed` table is collapsed at first.
     """
 
     title: str
@@ -56,15 +50,9 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG embedded in the page.
+    """A PNG embedded in the page as a data URI, with its size in pixels.
 
-    Attributes:
-        title: above the block.
-        uri: content as a data URI.
-        caption: below the block.
-        width: pixels.
-        height: pixels.
-        on_white: drawn for a white background.
+    `on_white`: it was drawn for a white background.
     """
 
     title: str
@@ -78,14 +66,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Confusion:
-    """A confusion matrix: how often each class (row) was predicted as each class (column).
-
-    Attributes:
-        title: above the block.
-        names: the c class names.
-        counts: c rows of c counts.
-        caption: below the block.
-    """
+    """A confusion matrix: how often each class (row) was predicted as each class (column)."""
 
     title: str
     names: Sequence[str]
@@ -104,13 +85,7 @@ Block = Chart | Table | Picture | Confusion
 
 @dataclass(frozen=True)
 class PageSection:
-    """A heading and its content.
-
-    Attributes:
-        title: the heading.
-        blocks: in order.
-        note: below the heading.
-    """
+    """A heading, a note below it, and blocks."""
 
     title: str
     blocks: Sequence[Block]
@@ -144,12 +119,7 @@ def markdown_table(path: Path) -> Table:
 
 
 def tables_of(value: Any, *, title: str) -> list[Table]:
-    """Convert any JSON value to tables: scalars first, then nested values.
-
-    Args:
-        value: a JSON value.
-        title: of the first table; those of nested values add their key.
-    """
+    """Convert any JSON value to tables: scalars first, then nested values under their key."""
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
         return [_table_of_records(value, title)]
     if isinstance(value, list):

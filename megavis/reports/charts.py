@@ -79,13 +79,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart with its caption.
+    """A chart as an SVG element.
 
-    Attributes:
-        title: above it.
-        svg: the SVG element.
-        legend: label and CSS variable of each labelled line.
-        caption: what is needed to interpret it, such as N, split and seed.
+    `legend` has label and CSS variable of each labelled line; the caption says what is needed to
+    interpret the chart, such as N, split and seed.
     """
 
     title: str
@@ -96,15 +93,7 @@ class Chart:
 
 
 def line_chart(title: str, lines: Sequence[Line], *, x: str, y: str, caption: str = "") -> Chart:
-    """Draw curves in one chart.
-
-    Args:
-        title: above the chart.
-        lines: at least one.
-        x: label of the x axis.
-        y: label of the y axis.
-        caption: below the chart.
-    """
+    """Draw curves, at least one, in a chart; `x` and `y` label the axes."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator

@@ -60,11 +60,7 @@ class RunPage:
 
 
 def render(runs: Sequence[RunRecord]) -> str:
-    """Render one or several runs as an HTML page.
-
-    Raises:
-        OSError: a file of a run cannot be read.
-    """
+    """Render one or several runs as an HTML page. Raises OSError if a file cannot be read."""
     import jinja2
 
     environment = jinja2.Environment(

@@ -18,15 +18,7 @@ from megavis.reports.run_record import RunRecord
 
 @dataclass(frozen=True)
 class RunResult:
-    """A result of a run that is comparable with a paper's table.
-
-    Attributes:
-        measure: see `PublishedTable`.
-        run: name of the run.
-        what: description.
-        images: number of images and data set.
-        value: formatted with its unit.
-    """
+    """A result of a run that is comparable with the tables of a paper with this measure."""
 
     measure: str
     run: str
@@ -37,14 +29,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class PaperComparison:
-    """Comparison with one paper on a page.
-
-    Attributes:
-        title: title of the paper.
-        own: results of the runs; None if none are comparable.
-        compared: the paper's tables with the same measures.
-        others: the paper's other tables.
-    """
+    """The runs' results, if any are comparable, and a paper's tables: of the same measures, and others."""
 
     title: str
     own: Table | None

@@ -135,13 +135,11 @@ def _known_blocks(stem: str, run: RunRecord, content: Any) -> list[Block]:
 
 @dataclass(frozen=True)
 class EvalMetric:
-    """One metric.
+    """One metric, in its unit: `%`, `dB`, `nats`, `m`, or none.
 
     Attributes:
         group: what was evaluated, for example `linear probe`.
         name: of the metric in its group, for example `trained`.
-        value: in `unit`.
-        unit: `%`, `dB`, `nats`, or empty.
         note: further information, for example `layer 2`.
         step: of the evaluated checkpoint, if the file names it.
     """

@@ -21,16 +21,9 @@ from megavis.training.provenance import read_commands, read_faults, read_starts
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run.
+    """One run: its `config.yaml`, empty if there is none, and the lines of its records.
 
-    Attributes:
-        folder: path of the run folder.
-        config_text: content of `config.yaml`; empty if there is none.
-        config: the parsed `config.yaml`.
-        metrics: records of `metrics.jsonl`, at least one.
-        starts: records of `starts.jsonl`.
-        commands: records of `commands.jsonl`.
-        faults: records of `faults.jsonl`.
+    There is at least one line of metrics.
     """
 
     folder: Path
@@ -43,11 +36,7 @@ class RunRecord:
 
     @classmethod
     def read(cls, folder: Path) -> RunRecord:
-        """Read a run folder.
-
-        Raises:
-            UserError: the folder has no metrics.
-        """
+        """Read a run folder. Raises UserError if it has no metrics."""
         path = folder / "metrics.jsonl"
         if not path.exists():
             raise UserError(f"{folder} is not a run folder: it has no metrics.jsonl")
