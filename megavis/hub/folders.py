@@ -34,7 +34,7 @@ _BICUBIC = 3  # PIL.Image.Resampling.BICUBIC
 
 
 class Exported(NamedTuple):
-    """What opens a written folder, and its difference from the run on random inputs, if measured."""
+    """What opens a written folder, and its difference from the run on random inputs, if known."""
 
     form: str
     difference: float | None

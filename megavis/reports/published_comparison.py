@@ -29,7 +29,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class PaperComparison:
-    """The runs' comparable results, if any, and a paper's tables: of the same measures, and others."""
+    """The runs' comparable results, if any, and a paper's tables: of the same measures, others."""
 
     title: str
     own: Table | None
