@@ -25,9 +25,9 @@ from data_tools import __version__
 from data_tools.job_report import say
 from data_tools.measurements import measured_units, read_measurements
 from data_tools.near_duplicates import find_duplicates
-from data_tools.opt_outs import Excluded
 from data_tools.selection import DECISION_NAME, dropped_name
 from data_tools.sources import ImageSource
+from megavis.config.errors import UserError
 from megavis.data.format.files import write_atomically, write_json
 
 MEASURED, LIKE = "measurements", "like"
@@ -308,3 +308,50 @@ def fit_likeness(wanted: np.ndarray, found: np.ndarray) -> Likeness:
         scores = model.predict_proba(features[test])[:, 1]
     both = len(set(labels[test])) == 2
     return Likeness(model, float(roc_auc_score(labels[test], scores)) if both else float("nan"))
+
+
+_SHA256_DIGITS, _PERCEPTUAL_DIGITS = 64, 16
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """Hashes of images that must not be used.
+
+    Attributes:
+        sha256: of files, in hexadecimal.
+        perceptual: ImageHash's `phash`, 64 bits; near-duplicates are excluded too.
+    """
+
+    sha256: frozenset[str] = frozenset()
+    perceptual: tuple[int, ...] = ()
+
+
+def read_excluded(path: Path | None) -> Excluded:
+    """Read a file of `--exclude`; the rest of a line after its hash is ignored.
+
+    Raises:
+        UserError: it cannot be read, or a line has no hash.
+    """
+    if path is None:
+        return Excluded()
+    sha256, perceptual = set(), set()
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--exclude {path} cannot be read: {error}") from None
+    for number, line in enumerate(lines, 1):
+        word = (line.split() or [""])[0].lower()
+        if not word or word.startswith("#"):
+            continue
+        if len(word) not in (_SHA256_DIGITS, _PERCEPTUAL_DIGITS) or set(word) - set(
+            "0123456789abcdef"
+        ):
+            raise UserError(
+                f"--exclude {path} line {number}: {word!r} is neither a SHA-256 (64 hexadecimal "
+                "digits) nor a perceptual hash (16)"
+            )
+        if len(word) == _SHA256_DIGITS:
+            sha256.add(word)
+        else:
+            perceptual.add(int(word, 16))
+    return Excluded(frozenset(sha256), tuple(sorted(perceptual)))

@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import copy
 import hashlib
+import io
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -27,7 +29,6 @@ from data_tools.job_report import say
 from data_tools.jobs import add_job_arguments, run_job
 from data_tools.shard_tasks import Encoded, encode_each
 from data_tools.sources import FileSource, SourceFile, SourceImage
-from data_tools.wav import one_second, read_wav
 from megavis.config.errors import UserError
 from megavis.data.codecs.arrays import RecordingsCodec
 from megavis.data.codecs.cepstra import HOP, SAMPLE_RATE
@@ -199,3 +200,31 @@ def read_noises(folder: Path) -> list[np.ndarray]:
         except RefusedImageError as refusal:
             raise UserError(f"{path}: {refusal}") from None
     return [noise for noise in noises if len(noise) >= SAMPLE_RATE]
+
+
+def read_wav(content: bytes) -> np.ndarray:
+    """Read the samples of a mono WAV file, int16 `[t]`.
+
+    Raises:
+        RefusedImageError: it is not such a file, or its rate is not 16 kHz.
+    """
+    from scipy.io import wavfile
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", wavfile.WavFileWarning)  # truncated files
+            rate, samples = wavfile.read(io.BytesIO(content))
+    except Exception:
+        # The reader raises almost any exception on damaged bytes: struct.error, ValueError, ...
+        raise RefusedImageError("no WAV file, or a damaged one") from None
+    if rate != SAMPLE_RATE:
+        raise RefusedImageError(f"{rate} Hz, not {SAMPLE_RATE}")
+    if samples.ndim != 1 or samples.dtype != np.int16:
+        raise RefusedImageError("not one channel of 16 bits")
+    return samples
+
+
+def one_second(samples: np.ndarray) -> np.ndarray:
+    """Return the first second, int16 `[16000]`, padded with silence."""
+    first = samples[:SAMPLE_RATE]
+    return np.pad(first, (0, SAMPLE_RATE - len(first)))

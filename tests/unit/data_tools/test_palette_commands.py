@@ -14,7 +14,7 @@ import webdataset
 from image_files import bad_files, encoded, real_jpegs, real_picture, tree
 from PIL import Image
 
-from data_tools import palette_shards
+from data_tools import palette
 from data_tools import shard_tasks as units
 from data_tools.__main__ import main
 from megavis.data.format.manifest import Manifest
@@ -138,7 +138,7 @@ def test_interrupted_job_resumes(images, palette_file, tmp_path, monkeypatch):
     """An interrupted job finishes with the bytes of an uninterrupted one."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert shards(images, palette_file, whole) == 0
-    decode_image = palette_shards.decode_image
+    decode_image = palette.decode_image
     calls = []
 
     def dies(content, **options):
@@ -147,7 +147,7 @@ def test_interrupted_job_resumes(images, palette_file, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return decode_image(content, **options)
 
-    monkeypatch.setattr(palette_shards, "decode_image", dies)
+    monkeypatch.setattr(palette, "decode_image", dies)
     assert shards(images, palette_file, broken) == 130
     assert not (broken / "manifest.json").exists()
     assert (broken / "shard-000000.tar").exists()

@@ -9,7 +9,7 @@ import pytest
 from image_files import encoded, real_jpegs
 from PIL import Image
 
-from data_tools import palette_shards
+from data_tools import palette
 from data_tools.__main__ import main
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.dataset import ShardDataset
@@ -53,9 +53,9 @@ def brute_force(square, centers):
 
 def test_several_sizes_share_one_decode(folder, tmp_path, monkeypatch):
     decoded = []
-    decode = palette_shards.decode_image
+    decode = palette.decode_image
     monkeypatch.setattr(
-        palette_shards,
+        palette,
         "decode_image",
         lambda content, **options: decoded.append(1) or decode(content, **options),
     )

@@ -21,8 +21,8 @@ from image_sources import (
 )
 
 from data_tools.__main__ import build_parser, main
-from data_tools.ground_truth import read_truth
-from data_tools.palette_fit import sample_pixels
+from data_tools.imagenet import read_truth
+from data_tools.palette import sample_pixels
 from data_tools.source_formats import find_layout, open_source
 from data_tools.sources import FileSource
 from megavis.config.errors import UserError

@@ -10,7 +10,7 @@ from scipy.io import wavfile
 from data_tools import spoken_words
 from data_tools.__main__ import main
 from data_tools.decode import RefusedImageError
-from data_tools.wav import one_second, read_wav
+from data_tools.speech_shards import one_second, read_wav
 from megavis.data.codecs.cepstra import cepstra
 from megavis.data.loading.dataset import ShardDataset
 

@@ -1,0 +1,347 @@
+"""`latents` and `ids`: encode square crops of images with a trained tokenizer.
+
+Latents are mean and scale of a VAE, from which training samples, in float16, for the image and the
+flipped image, so that training can flip at random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from data_tools.decode import RefusedImageError, decode_image, decoder_versions
+from data_tools.jobs import add_job_arguments, run_job
+from data_tools.resize import RESIZE, Crop, add_crop_arguments, crop_from
+from data_tools.shard_tasks import Encoded
+from data_tools.source_formats import add_source_arguments, open_source
+from data_tools.sources import SourceImage
+from megavis.config.errors import UserError
+from megavis.data.codecs.arrays import LatentsCodec
+from megavis.data.codecs.codec import IdsCodec
+
+if TYPE_CHECKING:  # torch is slow to import, and only needed for encoding
+    from megavis.tokenizers.network_tokenizer import IdTokenizer, LatentTokenizer
+
+
+def add_encoding_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a verb that encodes images with a network."""
+    add_source_arguments(parser)
+    parser.add_argument(
+        "--tokenizer", type=Path, required=True, metavar="RUN", help="run folder that trained it"
+    )
+    parser.add_argument("--size", type=int, required=True, help="side of its input images")
+    add_crop_arguments(parser, ("center", "area"))
+    parser.add_argument("--batch-size", type=int, default=16, help="images per batch")
+    parser.add_argument("--device", default="cpu", help="cpu (one core per worker) or cuda")
+    add_job_arguments(parser)
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """Preparation of images and the network that encodes them.
+
+    Attributes:
+        run_folder: of the tokenizer, which is opened once per process.
+        kind: of the tokenizer.
+        sha256: identity of the tokenizer.
+        device: `cpu` or `cuda`.
+        size: side of the images.
+        crop: square crops to keep.
+        batch_size: images per batch; affects the last bits of the results.
+    """
+
+    run_folder: Path
+    kind: str
+    sha256: str
+    device: str
+    size: int
+    crop: Crop
+    batch_size: int
+
+    def settings(self) -> dict[str, Any]:
+        """Return everything that affects the bytes."""
+        return {
+            "tokenizer": self.sha256,
+            "size": self.size,
+            "preparation": [RESIZE, str(self.crop), decoder_versions()],
+            "arithmetic": [self.device, self.batch_size],
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """Return the manifest's fields that do not depend on the kind of output."""
+        preparation = {"resize": RESIZE, "crop": str(self.crop), "decoders": decoder_versions()}
+        return {"image_size": self.size, "preparation": preparation}
+
+    def tokenizer(self) -> LatentTokenizer | IdTokenizer:
+        """Return the network. Raises UserError if its run has been trained since the job began."""
+        return _opened(self.run_folder, self.sha256, self.device)
+
+    def images(self, pictures: Sequence[SourceImage]) -> tuple[np.ndarray, list[Refused]]:
+        """Return the square crops of all images, and the reasons for rejected ones.
+
+        Returns:
+            uint8 `[p * count, size, size, 3]` of the p images that are not rejected, with the crops
+            of an image adjacent; and for each given image the reason, or None.
+        """
+        squares: list[np.ndarray] = []
+        refused: list[Refused] = []
+        for picture in pictures:
+            try:
+                image = decode_image(picture.content)
+                [crops] = self.crop.squares(image, sizes=(self.size,), name=picture.name)
+            except RefusedImageError as refusal:
+                refused.append(refusal)
+                continue
+            squares += crops
+            refused.append(None)
+        shape = (0, self.size, self.size, 3)
+        return np.stack(squares) if squares else np.empty(shape, np.uint8), refused
+
+
+Refused = RefusedImageError | None
+
+
+def encoding_from(
+    arguments: argparse.Namespace,
+) -> tuple[Encoding, LatentTokenizer | IdTokenizer]:
+    """Return encoding and opened network from the options of `add_encoding_arguments`.
+
+    Raises:
+        UserError: the options are invalid, or there is no tokenizer.
+    """
+    if min(arguments.size, arguments.batch_size) < 1:
+        raise UserError("--size and --batch-size must be at least 1")
+    from megavis.tokenizers.network_tokenizer import open_tokenizer
+
+    device = _checked_device(arguments.device)
+    tokenizer = open_tokenizer(arguments.tokenizer)
+    encoding = Encoding(
+        run_folder=arguments.tokenizer.resolve(),
+        kind=tokenizer.kind,
+        sha256=tokenizer.identity(),
+        device=device,
+        size=arguments.size,
+        crop=crop_from(arguments),
+        batch_size=arguments.batch_size,
+    )
+    return encoding, tokenizer
+
+
+def mirrored(images: np.ndarray) -> np.ndarray:
+    """Flip images `[b, h, w, 3]` horizontally."""
+    return np.ascontiguousarray(images[:, :, ::-1])
+
+
+def _checked_device(name: str) -> str:
+    import torch
+
+    if name not in ("cpu", "cuda"):
+        raise UserError(f"--device must be cpu or cuda, not {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch finds no GPU here; use --device cpu")
+    return name
+
+
+@functools.lru_cache(maxsize=1)
+def _opened(run_folder: Path, sha256: str, device: str) -> LatentTokenizer | IdTokenizer:
+    import torch
+
+    from megavis.tokenizers.network_tokenizer import open_tokenizer
+
+    # The summation order of a convolution must not depend on the number of cores, so that a rerun
+    # elsewhere gives the same bytes. On GPUs, tokenizers ensure this (`full_float32`).
+    if device == "cpu":
+        torch.set_num_threads(1)
+    tokenizer = open_tokenizer(run_folder, device=device)
+    if tokenizer.identity() != sha256:
+        raise UserError(
+            f"{run_folder} has a newer checkpoint than when this job began: run the same command "
+            "again with another --out, or stop the training"
+        )
+    return tokenizer
+
+
+_NOT_FINITE = "latents not finite in float16"
+
+
+def add_latent_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `latents` to its parser."""
+    add_encoding_arguments(parser)
+    parser.add_argument(
+        "--no-flip", action="store_true", help="omit the flipped images, for half the size"
+    )
+
+
+def run_latents(arguments: argparse.Namespace) -> int:
+    """Write the shard folder. Raises UserError and OSError."""
+    from megavis.tokenizers.network_tokenizer import LatentTokenizer
+
+    encoding, tokenizer = encoding_from(arguments)
+    if not isinstance(tokenizer, LatentTokenizer):
+        raise UserError(f"{arguments.tokenizer} gives ids, not latents: use the verb ids")
+    shape = tokenizer.latent_shape(arguments.size)
+    encoder = LatentEncoder(encoding, shape, flipped=not arguments.no_flip)
+    return run_job(open_source(arguments), encoder, arguments, label="latents")
+
+
+@dataclass(frozen=True)
+class LatentEncoder:
+    """Decode and resize images, and encode them as float16 latents.
+
+    Attributes:
+        encoding: preparation and network.
+        shape: channels, height and width of the latents.
+        flipped: store the flipped image's latents too.
+    """
+
+    encoding: Encoding
+    shape: tuple[int, int, int]
+    flipped: bool
+    suffix: str = LatentsCodec.suffix
+    folders: tuple[str, ...] = ("",)
+
+    @property
+    def batch_size(self) -> int:
+        """Images per batch."""
+        return self.encoding.batch_size
+
+    def settings(self, folder: str) -> dict[str, Any]:
+        """Return everything that affects the bytes."""
+        return {**self.encoding.settings(), "flipped": self.flipped}
+
+    def prepare(self, directory: Path) -> None:
+        """No further files are needed."""
+
+    def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
+        """Return the payloads of each image, one per crop."""
+        images, refused = self.encoding.images(pictures)
+        views = self._views(images)
+        count = self.encoding.crop.count
+        encoded: list[Encoded] = []
+        for refusal in refused:
+            encoded.append(refusal or self._payloads([next(views) for _ in range(count)]))
+        return encoded
+
+    def describe(self, folder: str) -> dict[str, Any]:
+        """Return the manifest's fields of a data set of latents."""
+        return {
+            **self.encoding.describe(),
+            "kind": "latents",
+            "latent_shape": self.shape,
+            "flipped": self.flipped,
+            "tokenizer": {"kind": self.encoding.kind, "sha256": self.encoding.sha256},
+        }
+
+    def _views(self, images: np.ndarray) -> Any:
+        """Encode images `[b, s, s, 3]`; yields float32 `[f, 2, c, h, w]`, f is 2 if flipped."""
+        import torch
+
+        if not len(images):
+            return iter(())
+        both = [images, mirrored(images)] if self.flipped else [images]
+        tokenizer = self.encoding.tokenizer()
+        latents = [tokenizer.encode(torch.from_numpy(view)).float().cpu() for view in both]
+        return iter(torch.stack(latents, dim=1).numpy())
+
+    def _payloads(self, views: list[np.ndarray]) -> Encoded:
+        codec = LatentsCodec(self.shape, flipped=self.flipped)
+        try:
+            return [[codec.encode(view) for view in views]]
+        except ValueError:  # the codec rejects what training could not use
+            return RefusedImageError(_NOT_FINITE)
+
+
+def add_id_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `ids` to its parser."""
+    add_encoding_arguments(parser)
+    parser.add_argument(
+        "--flip", action="store_true", help="store flipped images too, as separate samples"
+    )
+
+
+def run_ids(arguments: argparse.Namespace) -> int:
+    """Write the shard folder. Raises UserError and OSError."""
+    from megavis.tokenizers.network_tokenizer import IdTokenizer
+
+    encoding, tokenizer = encoding_from(arguments)
+    if not isinstance(tokenizer, IdTokenizer):
+        raise UserError(f"{arguments.tokenizer} gives latents, not ids: use the verb latents")
+    num_tokens = tokenizer.num_tokens(arguments.size)
+    encoder = IdEncoder(encoding, num_tokens, tokenizer.vocabulary_size, flip=arguments.flip)
+    return run_job(open_source(arguments), encoder, arguments, label="ids")
+
+
+@dataclass(frozen=True)
+class IdEncoder:
+    """Decode and resize images, and encode them as ids of two bytes.
+
+    Attributes:
+        encoding: preparation and network.
+        num_tokens: ids per image.
+        vocabulary_size: size of the codebook.
+        flip: store flipped images as additional samples.
+    """
+
+    encoding: Encoding
+    num_tokens: int
+    vocabulary_size: int
+    flip: bool
+    suffix: str = IdsCodec.suffix
+    folders: tuple[str, ...] = ("",)
+
+    @property
+    def batch_size(self) -> int:
+        """Images per batch."""
+        return self.encoding.batch_size
+
+    def settings(self, folder: str) -> dict[str, Any]:
+        """Return everything that affects the bytes."""
+        return {**self.encoding.settings(), "flip": self.flip}
+
+    def prepare(self, directory: Path) -> None:
+        """No further files are needed."""
+
+    def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
+        """Return the payloads of each image: its crops, then the flipped ones."""
+        images, refused = self.encoding.images(pictures)
+        codec = IdsCodec(self.num_tokens, vocabulary_size=self.vocabulary_size)
+        payloads = [[codec.encode(ids) for ids in view] for view in self._views(images)]
+        count = self.encoding.crop.count
+        encoded: list[Encoded] = []
+        start = 0
+        for refusal in refused:
+            if refusal is not None:
+                encoded.append(refusal)
+                continue
+            encoded.append([[code for view in payloads for code in view[start : start + count]]])
+            start += count
+        return encoded
+
+    def describe(self, folder: str) -> dict[str, Any]:
+        """Return the manifest's fields of a data set of ids."""
+        return {
+            **self.encoding.describe(),
+            "kind": "ids",
+            "num_tokens": self.num_tokens,
+            "tokenizer": {
+                "kind": self.encoding.kind,
+                "sha256": self.encoding.sha256,
+                "num_tokens": self.vocabulary_size,
+            },
+        }
+
+    def _views(self, images: np.ndarray) -> list[np.ndarray]:
+        """Return ids `[b, n]` of images `[b, s, s, 3]` and, with `flip`, of flipped ones."""
+        import torch
+
+        if not len(images):
+            return []
+        both = [images, mirrored(images)] if self.flip else [images]
+        tokenizer = self.encoding.tokenizer()
+        return [tokenizer.encode(torch.from_numpy(view)).cpu().numpy() for view in both]
