@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ import numpy as np
 from data_tools.decode import RefusedImageError, decode_image, decoder_versions
 from data_tools.jobs import add_job_arguments, run_job
 from data_tools.resize import RESIZE, Crop, add_crop_arguments, crop_from
-from data_tools.shard_tasks import Encoded
+from data_tools.shard_tasks import Encoded, ShardEncoder
 from data_tools.source_formats import add_source_arguments, open_source
 from data_tools.sources import SourceImage
 from megavis.config.errors import UserError
@@ -26,7 +26,12 @@ from megavis.data.codecs.arrays import LatentsCodec
 from megavis.data.codecs.codec import IdsCodec
 
 if TYPE_CHECKING:  # torch is slow to import, and only needed for encoding
+    from torch import Tensor
+
     from megavis.tokenizers.network_tokenizer import IdTokenizer, LatentTokenizer
+
+
+_NOT_FINITE = "latents not finite in float16"
 
 
 def add_encoding_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,6 +108,17 @@ class Encoding:
         shape = (0, self.size, self.size, 3)
         return np.stack(squares) if squares else np.empty(shape, np.uint8), refused
 
+    def codes(self, images: np.ndarray, *, flipped: bool) -> Iterator[tuple[Tensor, ...]]:
+        """Encode square crops uint8 `[b, s, s, 3]`, each with its mirror image if `flipped`."""
+        import torch
+
+        if not len(images):
+            return iter(())
+        both = [images, np.ascontiguousarray(images[:, :, ::-1])] if flipped else [images]
+        tokenizer = self.tokenizer()
+        views = [tokenizer.encode(torch.from_numpy(view)).cpu() for view in both]
+        return zip(*views, strict=True)
+
 
 Refused = RefusedImageError | None
 
@@ -131,11 +147,6 @@ def encoding_from(
         batch_size=arguments.batch_size,
     )
     return encoding, tokenizer
-
-
-def mirrored(images: np.ndarray) -> np.ndarray:
-    """Flip images `[b, h, w, 3]` horizontally."""
-    return np.ascontiguousarray(images[:, :, ::-1])
 
 
 def _checked_device(name: str) -> str:
@@ -167,7 +178,34 @@ def _opened(run_folder: Path, sha256: str, device: str) -> LatentTokenizer | IdT
     return tokenizer
 
 
-_NOT_FINITE = "latents not finite in float16"
+@dataclass(frozen=True)
+class NetworkEncoder(ShardEncoder):
+    """Decode and resize images, and encode them with a network.
+
+    Attributes:
+        encoding: preparation and network.
+        flip: encode the mirror images too.
+    """
+
+    encoding: Encoding
+    flip: bool
+
+    @property
+    def batch_size(self) -> int:
+        """Images per batch."""
+        return self.encoding.batch_size
+
+    def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
+        """Return the payloads of each image."""
+        images, refused = self.encoding.images(pictures)
+        codes, count = self.encoding.codes(images, flipped=self.flip), self.encoding.crop.count
+        return [
+            refusal or self.payloads([next(codes) for _ in range(count)]) for refusal in refused
+        ]
+
+    def payloads(self, crops: list[tuple[Tensor, ...]]) -> Encoded:
+        """Return an image's payloads from the codes of its crops and their mirror images."""
+        raise NotImplementedError
 
 
 def add_latent_arguments(parser: argparse.ArgumentParser) -> None:
@@ -186,47 +224,20 @@ def run_latents(arguments: argparse.Namespace) -> int:
     if not isinstance(tokenizer, LatentTokenizer):
         raise UserError(f"{arguments.tokenizer} gives ids, not latents: use the verb ids")
     shape = tokenizer.latent_shape(arguments.size)
-    encoder = LatentEncoder(encoding, shape, flipped=not arguments.no_flip)
+    encoder = LatentEncoder(encoding, not arguments.no_flip, shape)
     return run_job(open_source(arguments), encoder, arguments, label="latents")
 
 
 @dataclass(frozen=True)
-class LatentEncoder:
-    """Decode and resize images, and encode them as float16 latents.
+class LatentEncoder(NetworkEncoder):
+    """Encode images as float16 latents of `shape`, `[c, h, w]`, one sample per crop."""
 
-    Attributes:
-        encoding: preparation and network.
-        shape: channels, height and width of the latents.
-        flipped: store the flipped image's latents too.
-    """
-
-    encoding: Encoding
     shape: tuple[int, int, int]
-    flipped: bool
     suffix: str = LatentsCodec.suffix
-    folders: tuple[str, ...] = ("",)
-
-    @property
-    def batch_size(self) -> int:
-        """Images per batch."""
-        return self.encoding.batch_size
 
     def settings(self, folder: str) -> dict[str, Any]:
         """Return everything that affects the bytes."""
-        return {**self.encoding.settings(), "flipped": self.flipped}
-
-    def prepare(self, directory: Path) -> None:
-        """No further files are needed."""
-
-    def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
-        """Return the payloads of each image, one per crop."""
-        images, refused = self.encoding.images(pictures)
-        views = self._views(images)
-        count = self.encoding.crop.count
-        encoded: list[Encoded] = []
-        for refusal in refused:
-            encoded.append(refusal or self._payloads([next(views) for _ in range(count)]))
-        return encoded
+        return {**self.encoding.settings(), "flipped": self.flip}
 
     def describe(self, folder: str) -> dict[str, Any]:
         """Return the manifest's fields of a data set of latents."""
@@ -234,25 +245,15 @@ class LatentEncoder:
             **self.encoding.describe(),
             "kind": "latents",
             "latent_shape": self.shape,
-            "flipped": self.flipped,
+            "flipped": self.flip,
             "tokenizer": {"kind": self.encoding.kind, "sha256": self.encoding.sha256},
         }
 
-    def _views(self, images: np.ndarray) -> Any:
-        """Encode images `[b, s, s, 3]`; yields float32 `[f, 2, c, h, w]`, f is 2 if flipped."""
-        import torch
-
-        if not len(images):
-            return iter(())
-        both = [images, mirrored(images)] if self.flipped else [images]
-        tokenizer = self.encoding.tokenizer()
-        latents = [tokenizer.encode(torch.from_numpy(view)).float().cpu() for view in both]
-        return iter(torch.stack(latents, dim=1).numpy())
-
-    def _payloads(self, views: list[np.ndarray]) -> Encoded:
-        codec = LatentsCodec(self.shape, flipped=self.flipped)
+    def payloads(self, crops: list[tuple[Tensor, ...]]) -> Encoded:
+        """Return one payload per crop."""
+        codec = LatentsCodec(self.shape, flipped=self.flip)
         try:
-            return [[codec.encode(view) for view in views]]
+            return [[codec.encode(np.stack([each.float() for each in crop])) for crop in crops]]
         except ValueError:  # the codec rejects what training could not use
             return RefusedImageError(_NOT_FINITE)
 
@@ -273,55 +274,27 @@ def run_ids(arguments: argparse.Namespace) -> int:
     if not isinstance(tokenizer, IdTokenizer):
         raise UserError(f"{arguments.tokenizer} gives latents, not ids: use the verb latents")
     num_tokens = tokenizer.num_tokens(arguments.size)
-    encoder = IdEncoder(encoding, num_tokens, tokenizer.vocabulary_size, flip=arguments.flip)
+    encoder = IdEncoder(encoding, arguments.flip, num_tokens, tokenizer.vocabulary_size)
     return run_job(open_source(arguments), encoder, arguments, label="ids")
 
 
 @dataclass(frozen=True)
-class IdEncoder:
-    """Decode and resize images, and encode them as ids of two bytes.
+class IdEncoder(NetworkEncoder):
+    """Encode images as ids of two bytes; an image's crops come before their mirror images."""
 
-    Attributes:
-        encoding: preparation and network.
-        num_tokens: ids per image.
-        vocabulary_size: size of the codebook.
-        flip: store flipped images as additional samples.
-    """
-
-    encoding: Encoding
     num_tokens: int
     vocabulary_size: int
-    flip: bool
     suffix: str = IdsCodec.suffix
-    folders: tuple[str, ...] = ("",)
-
-    @property
-    def batch_size(self) -> int:
-        """Images per batch."""
-        return self.encoding.batch_size
 
     def settings(self, folder: str) -> dict[str, Any]:
         """Return everything that affects the bytes."""
         return {**self.encoding.settings(), "flip": self.flip}
 
-    def prepare(self, directory: Path) -> None:
-        """No further files are needed."""
-
-    def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
-        """Return the payloads of each image: its crops, then the flipped ones."""
-        images, refused = self.encoding.images(pictures)
+    def payloads(self, crops: list[tuple[Tensor, ...]]) -> Encoded:
+        """Return the payloads of all crops, then of the mirror images."""
         codec = IdsCodec(self.num_tokens, vocabulary_size=self.vocabulary_size)
-        payloads = [[codec.encode(ids) for ids in view] for view in self._views(images)]
-        count = self.encoding.crop.count
-        encoded: list[Encoded] = []
-        start = 0
-        for refusal in refused:
-            if refusal is not None:
-                encoded.append(refusal)
-                continue
-            encoded.append([[code for view in payloads for code in view[start : start + count]]])
-            start += count
-        return encoded
+        views = zip(*crops, strict=True)
+        return [[codec.encode(ids.numpy()) for view in views for ids in view]]
 
     def describe(self, folder: str) -> dict[str, Any]:
         """Return the manifest's fields of a data set of ids."""
@@ -335,13 +308,3 @@ class IdEncoder:
                 "num_tokens": self.vocabulary_size,
             },
         }
-
-    def _views(self, images: np.ndarray) -> list[np.ndarray]:
-        """Return ids `[b, n]` of images `[b, s, s, 3]` and, with `flip`, of flipped ones."""
-        import torch
-
-        if not len(images):
-            return []
-        both = [images, mirrored(images)] if self.flip else [images]
-        tokenizer = self.encoding.tokenizer()
-        return [tokenizer.encode(torch.from_numpy(view)).cpu().numpy() for view in both]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import io
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from PIL import Image
 from data_tools.decode import decode_image, decoder_versions
 from data_tools.jobs import add_job_arguments, run_job
 from data_tools.resize import CROP, RESIZE, check_aspect, resize_and_crop
-from data_tools.shard_tasks import Encoded, encode_each
+from data_tools.shard_tasks import Encoded, ShardEncoder, encode_each
 from data_tools.source_formats import add_source_arguments, open_source
 from data_tools.sources import SourceImage
 from megavis.config.errors import UserError
@@ -66,7 +65,7 @@ def check_quality(quality: int) -> None:
 
 
 @dataclass(frozen=True)
-class JpegEncoder:
+class JpegEncoder(ShardEncoder):
     """Write JPEG files; every image is decoded to reject those that training cannot read.
 
     Attributes:
@@ -77,7 +76,6 @@ class JpegEncoder:
     sizes: tuple[int, ...]
     quality: int
     suffix: str = JpegCodec.suffix
-    batch_size: int = 16
 
     @property
     def folders(self) -> tuple[str, ...]:
@@ -87,9 +85,6 @@ class JpegEncoder:
     def settings(self, folder: str) -> dict[str, Any]:
         """Return everything that affects the bytes."""
         return {"jpeg": [self._size(folder), self.quality], "preparation": self._preparation()}
-
-    def prepare(self, directory: Path) -> None:
-        """No further files are needed."""
 
     def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
         """Return one JPEG file per image and folder."""

@@ -15,7 +15,7 @@ import multiprocessing
 import string
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -185,12 +185,7 @@ def _record(recipe: LetterRecipe, counts: dict[str, int]) -> dict[str, Any]:
     import matplotlib
 
     return {
-        "size": recipe.size,
-        "letters": recipe.letters,
-        "glyph": list(recipe.glyph),
-        "colors": recipe.colors,
-        "clutter": recipe.clutter,
-        "seed": recipe.seed,
+        **asdict(recipe),
         "images": counts,
         "fonts": {part: list(fonts) for part, fonts in FONTS.items()},
         "versions": {

@@ -19,7 +19,7 @@ from PIL import Image
 
 from data_tools.decode import RefusedImageError, decode_image, decoder_versions
 from data_tools.run_features import RunFeatures
-from data_tools.shard_tasks import Encoded
+from data_tools.shard_tasks import Encoded, ShardEncoder
 from data_tools.sources import SourceImage
 from megavis.config.errors import UserError
 from megavis.data.format.shards import ShardIndex, map_file
@@ -47,7 +47,7 @@ def measurement(num_features: int = NUM_FEATURES) -> np.dtype:
 
 
 @dataclass(frozen=True)
-class MeasurementEncoder:
+class MeasurementEncoder(ShardEncoder):
     """Decode and measure images.
 
     Attributes:
@@ -56,17 +56,12 @@ class MeasurementEncoder:
 
     network: RunFeatures | None = None
     suffix: str = "msr"
-    batch_size: int = 16
-    folders: tuple[str, ...] = ("",)
 
     def settings(self, folder: str) -> dict[str, Any]:
         """Return everything that affects the values."""
         versions = {**decoder_versions(), "imagehash": version("ImageHash")}
         network = {} if self.network is None else {"network": self.network.sha256}
         return {"measurement": 1, "versions": versions, **network}
-
-    def prepare(self, directory: Path) -> None:
-        """No further files are needed."""
 
     def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
         """Return the measurement of each image."""

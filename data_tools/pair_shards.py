@@ -23,7 +23,7 @@ from data_tools.image_folder import list_images
 from data_tools.jobs import add_job_arguments, run_job
 from data_tools.jpeg_shards import add_quality_argument, check_quality, encode_jpeg
 from data_tools.resize import CROP, RESIZE, nearest_square, resize_and_crop
-from data_tools.shard_tasks import Encoded, encode_each
+from data_tools.shard_tasks import Encoded, ShardEncoder, encode_each
 from data_tools.source_formats import add_classes_argument, read_class_names
 from data_tools.sources import FileSource, SourceFile, SourceImage
 from megavis.config.errors import UserError
@@ -137,7 +137,7 @@ def read_pair(file: SourceFile, root: Path) -> bytes:
 
 
 @dataclass(frozen=True)
-class PairEncoder:
+class PairEncoder(ShardEncoder):
     """Decode, resize and crop image and target alike.
 
     Attributes:
@@ -150,15 +150,10 @@ class PairEncoder:
     quality: int
     target_resize: str
     suffix: str = PairsCodec.suffix
-    batch_size: int = 16
-    folders: tuple[str, ...] = ("",)
 
     def settings(self, folder: str) -> dict[str, Any]:
         """Return everything that affects the bytes."""
         return {"pairs": [self.size, self.quality], "preparation": self._preparation()}
-
-    def prepare(self, directory: Path) -> None:
-        """No further files are needed."""
 
     def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
         """Return one payload per pair."""

@@ -23,7 +23,7 @@ from data_tools.job_report import ProgressBar, say
 from data_tools.jobs import add_job_arguments, run_job
 from data_tools.line_figure import line_figure
 from data_tools.resize import RESIZE, Crop, add_crop_arguments, crop_from, resize_and_crop
-from data_tools.shard_tasks import Encoded, encode_each
+from data_tools.shard_tasks import Encoded, ShardEncoder, encode_each
 from data_tools.source_formats import add_source_arguments, open_source
 from data_tools.sources import ImageSource, SourceImage, SourcePart
 from megavis.config.arguments import output_file
@@ -222,7 +222,7 @@ def run_shards(arguments: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True)
-class PaletteEncoder:
+class PaletteEncoder(ShardEncoder):
     """Decode and resize images to each size, and encode them with nine bits per token.
 
     Attributes:
@@ -239,7 +239,6 @@ class PaletteEncoder:
     palette_sha256: str
     num_colors: int
     suffix: str = PaletteCodec.suffix
-    batch_size: int = 16
 
     @property
     def folders(self) -> tuple[str, ...]:

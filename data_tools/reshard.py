@@ -205,12 +205,11 @@ class MergedSource:
 
 
 @dataclass(frozen=True)
-class CopyEncoder:
+class CopyEncoder(ShardEncoder):
     """Copies payloads unchanged."""
 
     sources: tuple[Folder, ...]
     batch_size: int = 256
-    folders: tuple[str, ...] = ("",)
 
     @property
     def suffix(self) -> str:

@@ -34,25 +34,28 @@ class ShardEncoder(Protocol):
 
     It is picklable and small: large data (tables, weights) is loaded on the first call of `encode`
     and kept for the next unit of the process.
-
-    Attributes:
-        folders: the shard folders below `--out`; "" is `--out` itself.
-        suffix: of the tar members.
-        batch_size: images per call of `encode` (the last batch of a unit may be smaller).
     """
 
     @property
-    def folders(self) -> tuple[str, ...]: ...  # noqa: D102 - see above
+    def suffix(self) -> str:
+        """Suffix of the tar members."""
+
     @property
-    def suffix(self) -> str: ...  # noqa: D102 - see above
+    def folders(self) -> tuple[str, ...]:
+        """The shard folders below `--out`; by default `--out` itself."""
+        return ("",)
+
     @property
-    def batch_size(self) -> int: ...  # noqa: D102 - see above
+    def batch_size(self) -> int:
+        """Images per call of `encode`; the last batch of a unit may be smaller."""
+        return 16
 
     def settings(self, folder: str) -> dict[str, Any]:
         """Return everything that affects the bytes of `folder`, as JSON values."""
 
     def prepare(self, directory: Path) -> None:
-        """Write further files of a shard folder. Raises UserError if that is impossible."""
+        """Write further files of a shard folder; by default none."""
+        return
 
     def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
         """Encode each image; the result depends only on the batch."""

@@ -27,7 +27,7 @@ import numpy as np
 from data_tools.decode import RefusedImageError
 from data_tools.job_report import say
 from data_tools.jobs import add_job_arguments, run_job
-from data_tools.shard_tasks import Encoded, encode_each
+from data_tools.shard_tasks import Encoded, ShardEncoder, encode_each
 from data_tools.sources import FileSource, SourceFile, SourceImage
 from megavis.config.errors import UserError
 from megavis.data.codecs.arrays import RecordingsCodec
@@ -149,19 +149,15 @@ def _hash(name: str) -> int:
 
 
 @dataclass(frozen=True)
-class SpeechEncoder:
+class SpeechEncoder(ShardEncoder):
     """Store one second of each recording."""
 
     suffix: str = RecordingsCodec.suffix
     batch_size: int = 64
-    folders: tuple[str, ...] = ("",)
 
     def settings(self, folder: str) -> dict[str, Any]:
         """Return everything that affects the bytes."""
         return {"sample_rate": SAMPLE_RATE, "frame_shape": _FRAME_SHAPE}
-
-    def prepare(self, directory: Path) -> None:
-        """No further files are needed."""
 
     def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
         """Return the samples of each recording."""

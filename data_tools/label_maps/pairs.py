@@ -12,7 +12,7 @@ from data_tools.decode import RefusedImageError, decode_image, decoder_versions
 from data_tools.jpeg_shards import kept_jpeg
 from data_tools.pair_shards import encode_png
 from data_tools.resize import check_aspect
-from data_tools.shard_tasks import Encoded, encode_each
+from data_tools.shard_tasks import Encoded, ShardEncoder, encode_each
 from data_tools.sources import SourceImage
 from megavis.data.codecs.jpeg import PairsCodec, join, split
 from megavis.data.codecs.label_maps import to_pixels
@@ -24,7 +24,7 @@ ReadMap = Callable[[bytes], np.ndarray]
 
 
 @dataclass(frozen=True)
-class LabelMapEncoder:
+class LabelMapEncoder(ShardEncoder):
     """Keep JPEG files, re-encode other images as JPEG, and encode maps as PNG.
 
     Attributes:
@@ -37,15 +37,10 @@ class LabelMapEncoder:
     target: dict[str, Any]
     read_map: ReadMap
     suffix: str = PairsCodec.suffix
-    batch_size: int = 16
-    folders: tuple[str, ...] = ("",)
 
     def settings(self, folder: str) -> dict[str, Any]:
         """Return everything that affects the bytes."""
         return {"label_maps": [self.quality, self.target], "preparation": self._preparation()}
-
-    def prepare(self, directory: Any) -> None:
-        """No further files are needed."""
 
     def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
         """Return one payload per pair."""

@@ -110,7 +110,6 @@ def _planes(file: SourceFile, root: Path, side: int) -> np.ndarray:
     return np.frombuffer(content, np.uint8).reshape(3, side, side)
 
 
-_SIDE = 32
 _KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
     ("numpy", "ndarray"): np.ndarray,
     ("numpy", "dtype"): np.dtype,
@@ -139,21 +138,21 @@ def list_pickled(root: Path, batches: list[str], *, labels: str, meta: str) -> L
         if len(numbers) != len(_pixels(root / batch)):
             raise UserError(f"{root / batch} is damaged: its labels are not as many as its images")
         files += [
-            SourceFile(f"{batch}/{place:05d}", int(label), 3 * _SIDE**2, batch, place)
+            SourceFile(f"{batch}/{place:05d}", int(label), 3 * _CIFAR_SIDE**2, batch, place)
             for place, label in enumerate(numbers)
         ]
     return Listing(names, files, _read)
 
 
 def _read(file: SourceFile, root: Path) -> bytes:
-    planes = _pixels(root / file.path)[file.offset].reshape(3, _SIDE, _SIDE)
+    planes = _pixels(root / file.path)[file.offset].reshape(3, _CIFAR_SIDE, _CIFAR_SIDE)
     return ppm(planes.transpose(1, 2, 0))
 
 
 def _pixels(path: Path) -> np.ndarray:
     """Return uint8 `[images, 3072]`."""
     pixels = _value(path, "data", np.ndarray)
-    if pixels.dtype != np.uint8 or pixels.shape[1:] != (3 * _SIDE**2,):
+    if pixels.dtype != np.uint8 or pixels.shape[1:] != (3 * _CIFAR_SIDE**2,):
         raise UserError(f"{path} holds {pixels.dtype} {list(pixels.shape)}, not uint8 [n, 3072]")
     return pixels
 
