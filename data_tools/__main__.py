@@ -16,9 +16,8 @@ from megavis.config.errors import UserError
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
-    Returns:
-        0 on success, 1 if `verify` finds an error or writing fails, 2 for a user's mistake, 130
-        if interrupted.
+    Returns 0 on success, 1 if `verify` finds an error or writing fails, 2 for a user's mistake, 130
+    if interrupted.
     """
     try:
         arguments = build_parser().parse_args(argv)
@@ -37,15 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @dataclass(frozen=True)
 class Verb:
-    """One command.
+    """One command: one word, or two in a group of verbs.
 
-    Attributes:
-        name: one word, or two in a group of verbs.
-        description: what it does, for `--help`.
-        example: options of a typical call.
-        module: in `data_tools`; imported only when the command is used.
-        add_arguments: the module's function that adds options.
-        run: the module's function that does the work and returns the exit code.
+    `module` is imported only when the command is used. Its function `add_arguments` adds options,
+    and `run` does the work and returns the exit code.
     """
 
     name: str

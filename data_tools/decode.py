@@ -43,12 +43,8 @@ def decode_image(content: bytes, *, min_side: int = 0) -> np.ndarray:
 
     Grey, palette and CMYK images become RGB; 16-bit grey is scaled to 8 bits (rounded), 16-bit
     colour keeps its high bytes; transparency is composited on white; animations give their first
-    frame.
-
-    Args:
-        content: the bytes of the file.
-        min_side: if set, a JPEG may be decoded at a scale of n / 8 whose sides are at least this;
-            faster, but not equal to decoding at full size and resizing.
+    frame. With `min_side`, a JPEG may be decoded at a scale of n / 8 whose sides are at least this:
+    faster, but not equal to decoding at full size and resizing.
 
     Raises:
         RefusedImageError: zero bytes, not an image, truncated, damaged, too large, or of a pixel

@@ -90,9 +90,8 @@ class Encoding:
     def images(self, pictures: Sequence[SourceImage]) -> tuple[np.ndarray, list[Refused]]:
         """Return the square crops of all images, and the reasons for rejected ones.
 
-        Returns:
-            uint8 `[p * count, size, size, 3]` of the p images that are not rejected, with the crops
-            of an image adjacent; and for each given image the reason, or None.
+        Crops are uint8 `[p * count, size, size, 3]` of the p images that are not rejected, those of
+        an image adjacent. Each given image has a reason, or None.
         """
         squares: list[np.ndarray] = []
         refused: list[Refused] = []
@@ -126,11 +125,7 @@ Refused = RefusedImageError | None
 def encoding_from(
     arguments: argparse.Namespace,
 ) -> tuple[Encoding, LatentTokenizer | IdTokenizer]:
-    """Return encoding and opened network from the options of `add_encoding_arguments`.
-
-    Raises:
-        UserError: the options are invalid, or there is no tokenizer.
-    """
+    """Return encoding and opened network from the options of `add_encoding_arguments`."""
     if min(arguments.size, arguments.batch_size) < 1:
         raise UserError("--size and --batch-size must be at least 1")
     from megavis.tokenizers.network_tokenizer import open_tokenizer

@@ -47,9 +47,6 @@ def run_units(
         workers: number of processes; 0 for this one. Ignored by Ray.
         engine: `local` or `ray`.
         advance: called with numbers of processed files, including those of earlier runs.
-
-    Raises:
-        UserError: a folder has other shards, or Ray is not installed.
     """
     if engine == "ray":
         results = _on_ray(units)
@@ -103,10 +100,7 @@ def _in_processes(units: Sequence[Unit], *, workers: int) -> Iterator[UnitResult
 
 
 def end_with_parent() -> None:
-    """End this worker process when its parent is gone.
-
-    Otherwise a worker whose parent was killed waits for its next unit forever.
-    """
+    """End this worker process when its parent is gone, instead of waiting for its next unit."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

@@ -65,10 +65,8 @@ class Thresholds:
 class Reference:
     """Images to exclude with their near-duplicates: opt-outs, then evaluation sets.
 
-    Attributes:
-        hashes: uint64 `[m]`.
-        names: name of each; the hash of an opt-out.
-        num_excluded: number of opt-outs.
+    `hashes` are uint64 `[m]`; the name of an opt-out, of which there are `num_excluded`, is its
+    hash.
     """
 
     hashes: np.ndarray
@@ -103,9 +101,6 @@ def decide(
         thresholds: criteria.
         excluded: hashes of opt-outs.
         evaluation: folders with measurements of evaluation sets.
-
-    Raises:
-        OSError: writing fails.
     """
     (out / DECISION_NAME).unlink(missing_ok=True)  # invalid while the lists change
     likeness = None
@@ -141,14 +136,8 @@ def own_reasons(
 ) -> np.ndarray:
     """Return why each image of a unit is dropped on its own, regardless of others.
 
-    Args:
-        values: measurements `[n]`.
-        thresholds: criteria.
-        excluded: hashes of opt-outs.
-        likeness: the classifier, if any.
-
-    Returns:
-        Strings as objects `[n]`: the most important reason, or an empty string.
+    From measurements `[n]`, strings as objects `[n]`: the most important reason, or an empty
+    string.
     """
     reason = np.full(len(values), "", object)
     shorter = np.minimum(values["width"], values["height"]).astype(np.int64)
@@ -267,11 +256,9 @@ def _say(out: Path, report: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Likeness:
-    """A trained classifier.
+    """A trained classifier of features `[n, D]`.
 
-    Attributes:
-        model: maps features `[n, D]` to probabilities.
-        area: area under the ROC curve on held-out images of both collections; 0.5 is chance.
+    `area` is that under the ROC curve on held-out images of both collections; 0.5 is chance.
     """
 
     model: Any
@@ -315,11 +302,9 @@ _SHA256_DIGITS, _PERCEPTUAL_DIGITS = 64, 16
 
 @dataclass(frozen=True)
 class Excluded:
-    """Hashes of images that must not be used.
+    """Hashes of images that must not be used: SHA-256 of files, and ImageHash's `phash`, 64 bits.
 
-    Attributes:
-        sha256: of files, in hexadecimal.
-        perceptual: ImageHash's `phash`, 64 bits; near-duplicates are excluded too.
+    Near-duplicates of the latter are excluded too.
     """
 
     sha256: frozenset[str] = frozenset()
@@ -327,11 +312,7 @@ class Excluded:
 
 
 def read_excluded(path: Path | None) -> Excluded:
-    """Read a file of `--exclude`; the rest of a line after its hash is ignored.
-
-    Raises:
-        UserError: it cannot be read, or a line has no hash.
-    """
+    """Read a file of `--exclude`; the rest of a line after its hash is ignored."""
     if path is None:
         return Excluded()
     sha256, perceptual = set(), set()

@@ -73,8 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure the images and decide. Raises UserError and OSError.
 
-    Returns:
-        0, or 1 if writing failed or a worker was killed; then a rerun continues.
+    Returns 1 if writing failed or a worker was killed; then a rerun continues.
     """
     _check(arguments)
     check_installed()

@@ -74,10 +74,7 @@ def font_path(font: str) -> Path:
 def glyph(font: str, letter: str, points: int) -> np.ndarray:
     """Render a letter as coverage uint8 `[h, w]`, without margins. Raises UserError.
 
-    Args:
-        font: a name of `FONTS`.
-        letter: one character.
-        points: font size; the height of a capital letter is about 0.7 times this, in pixels.
+    The height of a capital letter is about 0.7 times `points`, in pixels.
     """
     # Pillow has basic layout built in; the other depends on system libraries.
     type_face = ImageFont.truetype(

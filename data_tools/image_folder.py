@@ -21,14 +21,8 @@ def list_images(root: Path | str, *, class_names: Sequence[str] | None = None) -
     """List the files below `root`; the first folder on the path to a file is its class.
 
     Files directly in `root` have no class. Hidden files and folders are skipped; links are
-    followed, but each folder is visited once.
-
-    Args:
-        root: the image folder.
-        class_names: classes of another data set, whose numbering is used.
-
-    Raises:
-        UserError: `root` is not a folder or is empty, or a class is not among `class_names`.
+    followed, but each folder is visited once. With `class_names` of another data set, its numbering
+    is used. Raises UserError if `root` is not a folder or is empty, or a class is not among them.
     """
     root = Path(root)
     if not root.is_dir():
@@ -50,15 +44,8 @@ def label_by_folder(
 ) -> FileSource:
     """Return a source of files whose class is the first folder of their name, if any.
 
-    Args:
-        files: without labels.
-        description: one line for the manifest.
-        root: what the files are read from.
-        class_names: classes of another data set, whose numbering is used; by default classes are
-            numbered in order of their names.
-
-    Raises:
-        UserError: a class is not among `class_names`.
+    Classes are numbered in order of their names, or as in `class_names`, those of another data set;
+    a class that is not among them raises UserError.
     """
     classes = [file.name.split("/")[0] if "/" in file.name else "" for file in files]
     number = number_classes(sorted(set(classes) - {""}), class_names, root=root)
@@ -73,8 +60,7 @@ def number_classes(
 ) -> dict[str, int]:
     """Return the number of each class: its index in `known`, or in `found` if that is None.
 
-    Raises:
-        UserError: a found class is not known.
+    Raises UserError if a found class is not known.
     """
     classes = found if known is None else known
     if unknown := sorted(set(found) - set(classes)):

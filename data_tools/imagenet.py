@@ -33,11 +33,8 @@ def train_tar(path: Path, *, class_names: Sequence[str] | None = None) -> FileSo
     """List `ILSVRC2012_img_train.tar`, a tar with one tar per class, without unpacking it.
 
     Every header is read once (one seek per image); images are later read at their offsets. A
-    damaged class tar yields the images before the damage, and is reported.
-
-    Raises:
-        UserError: it has no class tars, or a class is not among `class_names`.
-        OSError: it cannot be read.
+    damaged class tar yields the images before the damage, and is reported. Raises UserError and
+    OSError.
     """
     files: list[SourceFile] = []
     with path.open("rb") as file:
@@ -88,15 +85,9 @@ def validation(
 ) -> FileSource:
     """List the flat validation set, a tar or a folder, with labels from its ground truth.
 
-    Args:
-        root: `ILSVRC2012_img_val.tar`, or its unpacked folder.
-        truth: classes of the images.
-        class_names: classes of the training set, if they differ from those of `truth`.
-
-    Raises:
-        UserError: a class is not among `class_names`, the ground truth is truncated, or has none of
-            the images.
-        OSError: it cannot be read.
+    `class_names` are those of the training set, if they differ from those of `truth`. Raises
+    UserError if a class is not among them or the ground truth does not match the images, and
+    OSError.
     """
     known = truth.class_names if class_names is None else class_names
     files = flat_files(root).files
@@ -121,12 +112,7 @@ def validation(
 
 
 def flat_files(root: Path) -> FileSource:
-    """List the flat validation set, a tar or a folder, without labels.
-
-    Raises:
-        UserError: it is empty.
-        OSError: it cannot be read.
-    """
+    """List the flat validation set, a tar or a folder, without labels."""
     if root.is_dir():
         return list_images(root)
     description = f"ImageNet validation tar {root.name}"
@@ -171,8 +157,7 @@ class GroundTruth:
     def class_of(self, name: str) -> str | None:
         """Return the class of an image, or None if its name has no number.
 
-        Raises:
-            UserError: the list ends before its number: it is truncated, or of another data set.
+        Raises UserError if the list ends before its number.
         """
         if self.by_stem:
             return self.by_stem.get(Path(name).stem)
@@ -199,13 +184,9 @@ def find_truth(place: Path) -> Path | None:
 def read_truth(path: Path) -> GroundTruth:
     """Read the classes of the validation images.
 
-    Args:
-        path: the development kit (`ILSVRC2012_devkit_t12`: a folder, its .tar.gz, or the list with
-            its meta.mat next to it), Kaggle's `LOC_val_solution.csv`, or a text file with one class
-            name per line, in order of the images' numbers.
-
-    Raises:
-        UserError: it is none of these, is damaged, or has an unknown class.
+    From the development kit (`ILSVRC2012_devkit_t12`: a folder, its .tar.gz, or the list with its
+    meta.mat next to it), Kaggle's `LOC_val_solution.csv`, or a text file with one class name per
+    line, in order of the images' numbers. Raises UserError for all else.
     """
     try:
         return _read(path)

@@ -31,10 +31,7 @@ def say(text: str) -> None:
 class ProgressBar:
     """Progress on standard error: a bar on a terminal, a line every ten seconds in a log.
 
-    Args:
-        label: name of the work.
-        total: number of items; 0 if unknown.
-        unit: plural name of the items.
+    `unit` is the plural name of the items, whose total is 0 if unknown.
     """
 
     def __init__(self, label: str, *, total: int, unit: str = "images") -> None:
@@ -94,13 +91,7 @@ class ProgressBar:
 
 @dataclass
 class JobOutcome:
-    """Outcome of a job.
-
-    Attributes:
-        results: of the finished units, in any order.
-        failure: what ended the job early, if anything.
-        seconds: duration.
-    """
+    """Results of the finished units, in any order, and what ended the job early, if anything."""
 
     results: list[UnitResult] = field(default_factory=list)
     failure: Failure | None = None
@@ -125,12 +116,7 @@ class JobOutcome:
 
 
 def write_memory_figure(path: Path, outcome: JobOutcome) -> bool:
-    """Plot memory over time, if the job was long enough; return whether it was. Raises OSError.
-
-    Args:
-        path: PNG file to write.
-        outcome: of the job.
-    """
+    """Plot memory over time, if the job was long enough; return whether it was. Raises OSError."""
     course = [(images, peak / 2**20) for images, peak in outcome.memory_course()]
     if len(course) < _POINTS_OF_A_FIGURE or course[-1][0] < _IMAGES_OF_A_FIGURE:
         return False
@@ -142,20 +128,10 @@ def write_memory_figure(path: Path, outcome: JobOutcome) -> bool:
 def write_report(
     path: Path, outcome: JobOutcome, *, finished: Sequence[str] = ()
 ) -> dict[str, list[str]]:
-    """Write the report of a job.
+    """Write the report of a job; return the names of rejected files by reason. Raises OSError.
 
-    Values under `measured` differ between runs; all others depend only on the images.
-
-    Args:
-        path: JSON file to write.
-        outcome: of the job.
-        finished: existing shards, which are excluded from the failed ones.
-
-    Returns:
-        The names of rejected files by reason, both sorted.
-
-    Raises:
-        OSError: writing fails.
+    Values under `measured` differ between runs; all others depend only on the images. Of the failed
+    shards, existing ones, `finished`, are excluded.
     """
     results = outcome.results
     skipped: dict[str, list[str]] = defaultdict(list)

@@ -68,9 +68,7 @@ def check_quality(quality: int) -> None:
 class JpegEncoder(ShardEncoder):
     """Write JPEG files; every image is decoded to reject those that training cannot read.
 
-    Attributes:
-        sizes: sides of the squares; empty to keep images unchanged.
-        quality: JPEG quality of encoded images.
+    Without `sizes`, the sides of the squares, images are kept unchanged.
     """
 
     sizes: tuple[int, ...]
@@ -117,13 +115,7 @@ class JpegEncoder(ShardEncoder):
 
 
 def kept_jpeg(content: bytes, image: np.ndarray, quality: int) -> bytes:
-    """Return JPEG files unchanged, and re-encode others.
-
-    Args:
-        content: the file.
-        image: its pixels uint8 `[h, w, 3]`.
-        quality: JPEG quality of encoded images.
-    """
+    """Return a JPEG file unchanged, and re-encode others from their pixels uint8 `[h, w, 3]`."""
     if content.startswith(_JPEG_START) and _reads(content):
         return content
     return encode_jpeg(image, quality)

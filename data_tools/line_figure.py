@@ -9,13 +9,9 @@ from collections.abc import Sequence
 def line_figure(
     points: Sequence[tuple[float, float]], *, xlabel: str, ylabel: str, doubling: bool = False
 ) -> bytes:
-    """Plot y over x, with y starting at zero; return the PNG.
+    """Plot y over x, at least one point, with y starting at zero; return the PNG.
 
-    Args:
-        points: (x, y), at least one.
-        xlabel: below the x axis.
-        ylabel: label of the y axis.
-        doubling: use a logarithmic x axis with a tick per point; else a linear one from zero.
+    With `doubling` the x axis is logarithmic with a tick per point; else linear from zero.
     """
     # Imported here, since it is slow. Without pyplot, which would need a display.
     from matplotlib.figure import Figure

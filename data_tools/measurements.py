@@ -48,11 +48,7 @@ def measurement(num_features: int = NUM_FEATURES) -> np.dtype:
 
 @dataclass(frozen=True)
 class MeasurementEncoder(ShardEncoder):
-    """Decode and measure images.
-
-    Attributes:
-        network: computes features to use in place of colour and texture.
-    """
+    """Decode and measure images; features of a network may replace colour and texture."""
 
     network: RunFeatures | None = None
     suffix: str = "msr"
@@ -94,12 +90,9 @@ def _pixels_or_refusal(picture: SourceImage) -> np.ndarray | RefusedImageError:
 
 
 def measure(content: bytes, pixels: np.ndarray, vector: np.ndarray) -> np.ndarray:
-    """Return the measurement of an image, shape `[]`.
+    """Return the measurement of an image, shape `[]`, from file, pixels and features `[D]`.
 
-    Args:
-        content: the bytes of its file.
-        pixels: uint8 `[h, w, 3]`.
-        vector: features `[D]`, clipped to the range of float16.
+    Features are clipped to the range of float16.
     """
     measured = np.zeros((), measurement(len(vector)))
     measured["height"], measured["width"] = pixels.shape[:2]

@@ -16,14 +16,9 @@ _BITS = 64
 
 
 def close_pairs(hashes: np.ndarray, *, distance: int) -> np.ndarray:
-    """Return all pairs of hashes that differ in at most `distance` bits.
+    """Return all pairs of hashes uint64 `[n]` that differ in at most `distance` bits, 0 to 10.
 
-    Args:
-        hashes: uint64 `[n]`.
-        distance: 0 to 10.
-
-    Returns:
-        int64 `[m, 2]`: sorted pairs of indices i < j.
+    The result is int64 `[m, 2]`: sorted pairs of indices i < j.
     """
     found = [np.empty((0, 2), np.int64)]
     edges = np.linspace(0, _BITS, distance + 2).round().astype(int).tolist()
@@ -53,15 +48,10 @@ def _pairs_of_band(
 
 
 def find_duplicates(hashes: np.ndarray, *, distance: int, num_fixed: int = 0) -> np.ndarray:
-    """Keep hashes greedily: drop each one that is close to an earlier kept one.
+    """Keep hashes uint64 `[n]` greedily: drop each one that is close to an earlier kept one.
 
-    Args:
-        hashes: uint64 `[n]`, in order of preference.
-        distance: in bits, 0 to 10.
-        num_fixed: number of hashes at the beginning that are always kept.
-
-    Returns:
-        int64 `[n]`: for dropped hashes the index of a close kept one; -1 for kept ones.
+    The first `num_fixed` are always kept. Returns int64 `[n]`: for dropped hashes the index of a
+    close kept one; -1 for kept ones.
     """
     duplicate_of = np.full(len(hashes), -1, np.int64)
     if not len(hashes):

@@ -77,8 +77,7 @@ class PairFile(SourceFile):
 def pair_up(images: FileSource, targets: FileSource) -> FileSource:
     """Match images with targets; files without a partner are rejected and counted.
 
-    Raises:
-        UserError: no two files have the same name.
+    Raises UserError if no two files have the same name.
     """
     partners, taken = _by_stem(targets), _by_stem(images)
     if not partners.keys() & taken.keys():
@@ -138,12 +137,9 @@ def read_pair(file: SourceFile, root: Path) -> bytes:
 
 @dataclass(frozen=True)
 class PairEncoder(ShardEncoder):
-    """Decode, resize and crop image and target alike.
+    """Decode, resize and crop image and target alike, to squares of `size`.
 
-    Attributes:
-        size: side of the squares.
-        quality: of the images' JPEG files.
-        target_resize: `nearest` or `bicubic`.
+    `target_resize` is `nearest` or `bicubic`.
     """
 
     size: int

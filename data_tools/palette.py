@@ -88,10 +88,7 @@ def sample_pixels(source: ImageSource, *, num_pixels: int, size: int, seed: int)
 
     Images come in random order and give equally many pixels, at least 64 each, so that only part of
     a large source is read: of webdataset tars, in random order, only the beginnings. Invalid files
-    are skipped.
-
-    Raises:
-        UserError: no file is a valid image.
+    are skipped. Raises UserError if no file is a valid image.
     """
     random = np.random.default_rng(seed)
     parts = source.parts(files_per_part=_ALL, seed=seed)
@@ -225,11 +222,7 @@ def run_shards(arguments: argparse.Namespace) -> int:
 class PaletteEncoder(ShardEncoder):
     """Decode and resize images to each size, and encode them with nine bits per token.
 
-    Attributes:
-        sizes: sides of the images.
-        crop: square crops to keep.
-        fast: decode JPEG at a reduced scale, at least twice the size after the first resize.
-        palette_path, palette_sha256, num_colors: the palette, loaded once per process.
+    With `fast`, JPEG is decoded at a reduced scale, at least twice the size after the first resize.
     """
 
     sizes: tuple[int, ...]

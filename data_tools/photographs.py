@@ -48,11 +48,8 @@ _ATTEMPTS = 20
 class Photograph:
     """One photograph of an installed package.
 
-    Attributes:
-        name: name of the class.
-        package, path: of the file.
-        held_out: edge (left, right, bottom) of the strip that is held out from training,
-            chosen so that both parts show the subject.
+    `held_out` is the edge (left, right, bottom) of the strip that is held out from training, chosen
+    so that both parts show the subject.
     """
 
     name: str

@@ -52,14 +52,9 @@ def add_reshard_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the new folder and verify it.
+    """Write the new folder and verify it; return 1 if writing failed or the new folder is damaged.
 
-    Returns:
-        0, or 1 if writing failed or the new folder is damaged.
-
-    Raises:
-        UserError: the folders do not match, or one is damaged or unfinished.
-        OSError: writing fails.
+    Raises UserError if the folders do not match, or one is damaged or unfinished.
     """
     folders = [Folder(path.resolve(), Manifest.read(path)) for path in arguments.folders]
     out = arguments.out.resolve()

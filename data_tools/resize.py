@@ -69,10 +69,8 @@ class Crop:
     ) -> list[list[np.ndarray]]:
         """Return, for each size, the squares uint8 `[size, size, 3]` of `image` `[h, w, 3]`.
 
-        Random crops are seeded by `name` and are the same for every size.
-
-        Raises:
-            RefusedImageError: one side is more than 64 times the other.
+        Random crops are seeded by `name` and are the same for every size. Raises RefusedImageError
+        if one side is more than 64 times the other.
         """
         if self.kind == "center":
             return [[resize_and_crop(image, size=size)] for size in sizes]
@@ -109,10 +107,7 @@ def resize_and_crop(image: np.ndarray, *, size: int) -> np.ndarray:
     """Resize the shorter side to `size`, crop the center: uint8 `[h, w, 3]` to `[size, size, 3]`.
 
     The longer side becomes round(longer * size / shorter); the crop starts at
-    floor((longer - size) / 2). Smaller images are enlarged.
-
-    Raises:
-        RefusedImageError: one side is more than 64 times the other.
+    floor((longer - size) / 2). Smaller images are enlarged. Raises as `check_aspect`.
     """
     height, width = scaled_size(image, size)
     return _resize(image, height=height, width=width, window=_centre_window(height, width, size))
@@ -126,11 +121,7 @@ def nearest_square(image: np.ndarray, *, size: int) -> np.ndarray:
 
 
 def scaled_size(image: np.ndarray, shorter_side: int) -> tuple[int, int]:
-    """Return height and width of `image` when resized to `shorter_side`.
-
-    Raises:
-        RefusedImageError: one side is more than 64 times the other.
-    """
+    """Return height and width of `image` for a shorter side; raises as `check_aspect`."""
     check_aspect(image)
     height, width = image.shape[:2]
     shorter = min(height, width)

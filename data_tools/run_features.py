@@ -53,11 +53,7 @@ class RunFeatures:
 
     @classmethod
     def open(cls, run_folder: Path) -> RunFeatures:
-        """Open the newest checkpoint of a run.
-
-        Raises:
-            UserError: there is none, or the network takes no images or has no layers.
-        """
+        """Open the newest checkpoint of a run, which must have layers and take images."""
         sha256 = _identity(run_folder)
         run = _opened(run_folder.resolve(), sha256)
         if not run.config.model.num_layers or not _takes_pictures(run):

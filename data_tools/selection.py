@@ -50,11 +50,7 @@ class ImageSelection:
         return in_validation == (self.split == "validation")
 
     def dropped(self, number: int | None = None) -> dict[str, str]:
-        """Return the reasons of the images that `filter` dropped, by name.
-
-        Args:
-            number: of the tar, for webdataset tars; None for the full source.
-        """
+        """Return the reasons of the images that `filter` dropped, of one tar or of all, by name."""
         if self.filtered is None:
             return {}
         paths = (
@@ -69,8 +65,7 @@ class ImageSelection:
     def of_files(self, source: FileSource) -> FileSource:
         """Return the selected files, including dropped ones, which are reported later.
 
-        Raises:
-            UserError: the split is empty.
+        Raises UserError if the split is empty.
         """
         if self.split == "all" and self.filtered is None:
             return source
@@ -110,11 +105,7 @@ def _lines(path: Path) -> Iterator[dict[str, str]]:
 
 
 def open_selection(split: Split, share: float, filtered: Path | None) -> ImageSelection:
-    """Return the selection of the command line.
-
-    Raises:
-        UserError: the share is out of range, or `filtered` is not a finished folder of `filter`.
-    """
+    """Return the selection of the command line. Raises UserError if `filter` has not finished."""
     if not 0 < share < 1:
         raise UserError("--validation-share must lie between 0 and 1")
     if filtered is None:

@@ -79,14 +79,10 @@ def encode_each(
 
 @dataclass(frozen=True)
 class Unit:
-    """The task of writing one shard; small enough to send to another process.
+    """The task of writing one shard, with the same file name in each of the shard folders.
 
-    Attributes:
-        directories: the shard folders.
-        shard: file name of the tar, the same in each of them.
-        part: the part of the source to read.
-        encoder: encodes the images.
-        jobs: identity of the job for each folder.
+    It is small enough to send to another process. `jobs` has the identity of the job for each
+    folder.
     """
 
     directories: tuple[Path, ...]
@@ -147,9 +143,7 @@ def plan_units(
 def do_unit(unit: Unit, advance: Callable[[int], None] | None = None) -> UnitResult:
     """Write what is missing of a unit; call `advance` with numbers of processed files.
 
-    Raises:
-        UserError: a folder has shards of another job.
-        OSError: writing fails.
+    Raises UserError if a folder has shards of another job, and OSError.
     """
     indexes = [
         finished_index(path, job=job) for path, job in zip(unit.paths, unit.jobs, strict=True)
@@ -174,12 +168,9 @@ def do_unit(unit: Unit, advance: Callable[[int], None] | None = None) -> UnitRes
 
 
 def refuse_other_jobs(units: Sequence[Unit]) -> None:
-    """Compare the job of the units with that of one finished shard in each folder.
+    """Raise UserError if a folder has shards of another job, by one finished shard in each.
 
     A unit checks only its own shard, so others would be written before it is rejected.
-
-    Raises:
-        UserError: a folder has shards of another job.
     """
     for unit in units[:1]:  # all have the same folders and jobs
         for directory, job in zip(unit.directories, unit.jobs, strict=True):
@@ -191,8 +182,7 @@ def refuse_other_jobs(units: Sequence[Unit]) -> None:
 def finished_index(path: Path, *, job: str) -> ShardIndex | None:
     """Return the index of an intact tar, or None if it must be written (again).
 
-    Raises:
-        UserError: it was written by another job and must not be overwritten.
+    Raises UserError if it was written by another job.
     """
     index = _index_of(index_path(path), job=job)
     if index is None:

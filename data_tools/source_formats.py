@@ -99,12 +99,7 @@ def _add_selection_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def open_source(arguments: argparse.Namespace) -> ImageSource:
-    """Open the source chosen by the options of `add_source_arguments`.
-
-    Raises:
-        UserError: the path does not exist or has no known layout, or the options do not match it.
-        OSError: it cannot be read.
-    """
+    """Open the source chosen by `add_source_arguments`. Raises UserError and OSError."""
     selection = open_selection(arguments.split, arguments.validation_share, arguments.selection)
     classes = read_class_names(arguments.classes_from)
     place: Path = arguments.source
@@ -128,11 +123,7 @@ def open_source(arguments: argparse.Namespace) -> ImageSource:
 
 
 def _hash_split(layout: str, split: str) -> Split:
-    """Return the split to make by a hash of the names, given the official splits of a layout.
-
-    Raises:
-        UserError: the layout has no such split.
-    """
+    """Return the split to make by a hash of the names, given the official splits of a layout."""
     if layout in DATA_SETS and (VALIDATION in DATA_SETS[layout].sizes or split in OFFICIAL_SPLITS):
         return "all"
     if split in OFFICIAL_SPLITS:
@@ -144,10 +135,7 @@ def _hash_split(layout: str, split: str) -> Split:
 
 
 def open_unlabelled(place: Path) -> ImageSource:
-    """Open a source without labels; of a labelled data set its test set.
-
-    Raises UserError and OSError.
-    """
+    """Open a source without labels; of a labelled data set its test set."""
     layout = find_layout(place)
     if layout in DATA_SETS:
         return DATA_SETS[layout].open(place, TEST, class_names=None)
@@ -159,12 +147,7 @@ def open_unlabelled(place: Path) -> ImageSource:
 
 
 def find_layout(place: Path) -> str:
-    """Detect the layout of a path.
-
-    Raises:
-        UserError: the path does not exist or has no known layout.
-        OSError: it cannot be read.
-    """
+    """Detect the layout of a path. Raises UserError if it has none that is known, and OSError."""
     if place.is_dir():
         return _folder_layout(place)
     if "{" in str(place) and not place.exists():
@@ -238,10 +221,9 @@ def _validation(place: Path, truth: Path | None, classes: Sequence[str] | None) 
 
 
 def list_jpeg_shards(folder: Path, *, class_names: Sequence[str] | None = None) -> FileSource:
-    """List the images of a folder written by `jpeg`, with the names of their source.
+    """List the images of a finished folder written by `jpeg`, with the names of their source.
 
-    Raises:
-        UserError: it is unfinished or has no images, or `class_names` differ.
+    Raises UserError if it is unfinished or has no images, or `class_names` differ.
     """
     manifest = Manifest.read(folder)
     if manifest.kind != "jpeg":
@@ -268,11 +250,7 @@ def _shard_files(folder: Path, manifest: Manifest) -> Iterator[SourceFile]:
 
 
 def read_class_names(place: Path | None) -> tuple[str, ...] | None:
-    """Return the class names of `--classes-from`, or None without it.
-
-    Raises:
-        UserError: they cannot be read, or one occurs twice.
-    """
+    """Return the class names of `--classes-from`, or None. Raises UserError."""
     if place is None or place.is_dir():
         return Manifest.read(place).class_names if place else None
     try:

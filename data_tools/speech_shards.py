@@ -71,14 +71,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def sources(root: Path, words: Sequence[str] = ()) -> dict[str, FileSource]:
-    """Return the recordings of each part.
+    """Return the recordings of each part of a Speech Commands folder.
 
-    Args:
-        root: a Speech Commands folder.
-        words: words to use as classes; all if empty.
-
-    Raises:
-        UserError: this is not a folder, or it or one of its parts does not have these words.
+    Without `words`, all of them are classes. Raises UserError if this is not a folder, or it or one
+    of its parts does not have these words.
     """
     if not root.is_dir():
         raise UserError(f"{root} is not a folder of recordings")
@@ -184,11 +180,7 @@ def _payload(recording: SourceImage) -> bytes:
 
 
 def read_noises(folder: Path) -> list[np.ndarray]:
-    """Read the recordings of a folder that last a second or more, int16 `[t]`, sorted by name.
-
-    Raises:
-        UserError: a recording cannot be read.
-    """
+    """Read the recordings of a folder that last a second or more, int16 `[t]`, sorted by name."""
     noises = []
     for path in sorted(folder.glob("*.wav")):
         try:
@@ -199,11 +191,7 @@ def read_noises(folder: Path) -> list[np.ndarray]:
 
 
 def read_wav(content: bytes) -> np.ndarray:
-    """Read the samples of a mono WAV file, int16 `[t]`.
-
-    Raises:
-        RefusedImageError: it is not such a file, or its rate is not 16 kHz.
-    """
+    """Read the samples of a mono WAV file of 16 kHz, int16 `[t]`; raises RefusedImageError."""
     from scipy.io import wavfile
 
     try:

@@ -42,11 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the recordings, unless the folder has the same ones already.
-
-    Raises:
-        UserError: an option is invalid, or the synthesizer is not installed.
-    """
+    """Write the recordings, unless the folder has the same ones already. Raises UserError."""
     counts = {"train": arguments.voices, **dict.fromkeys(LISTS, arguments.held_out_voices)}
     if min(*counts.values(), arguments.takes) < 1 or arguments.seed < 0:
         raise UserError(
@@ -138,11 +134,7 @@ def recorded(spoken: np.ndarray, random: np.random.Generator) -> np.ndarray:
 
 
 class Synthesizer:
-    """espeak-ng, from the library and voices in `espeakng-loader`.
-
-    Raises:
-        UserError: the package is not installed.
-    """
+    """espeak-ng, from `espeakng-loader`; raises UserError if that is not installed."""
 
     def __init__(self) -> None:
         try:
@@ -170,9 +162,6 @@ class Synthesizer:
             voice: accent and voice, for example `en-us+f3`.
             speed: in words per minute.
             pitch: 0 to 99.
-
-        Raises:
-            UserError: the synthesizer produces no sound.
         """
         from scipy.signal import resample_poly
 

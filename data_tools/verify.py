@@ -40,11 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def find_problems(directory: Path) -> list[str]:
-    """Return a message for each error in a shard folder.
-
-    Raises:
-        UserError: there is no manifest to compare with.
-    """
+    """Return a message for each error in a shard folder. Raises UserError without a manifest."""
     manifest = Manifest.read(directory)
     problems = [f"{name} is not in the manifest" for name in _strays(directory, manifest)]
     with ProgressBar("verifying", total=manifest.num_samples, unit="samples") as progress:

@@ -114,15 +114,7 @@ class TarPart:
 
 @dataclass(frozen=True)
 class TarSource:
-    """Webdataset tars in order of their names.
-
-    Attributes:
-        description: one line for the manifest.
-        root: the given folder or tar.
-        tars: paths and sizes of the tars.
-        class_names: names of the classes, indexed by label.
-        selection: images to select.
-    """
+    """Webdataset tars, paths and sizes in order of names, and a selection of their images."""
 
     description: str
     root: Path
@@ -157,15 +149,10 @@ class _Sample:
 def list_tars(
     place: Path, *, selection: ImageSelection, class_names: Sequence[str] | None = None
 ) -> TarSource:
-    """List webdataset tars.
+    """List webdataset tars: a folder, a tar, or a pattern such as `web/{00000..00123}.tar`.
 
-    Args:
-        place: a folder, a tar, or a pattern such as `web/{00000..00123}.tar`.
-        selection: images to select.
-        class_names: names of the classes; without them labels are ignored.
-
-    Raises:
-        UserError: there is no such tar, or two have the same name.
+    Without `class_names`, labels are ignored. Raises UserError if there is no such tar, or two have
+    the same name.
     """
     if place.is_dir():
         paths = sorted(place.glob("*.tar"))

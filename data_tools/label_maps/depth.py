@@ -111,8 +111,7 @@ def _as_bytes(metres: np.ndarray) -> bytes:
 def read_depth(content: bytes) -> np.ndarray:
     """Read depths in metres and return tenths of a millimetre, int64 `[h, w]`; 0: unknown.
 
-    Raises:
-        RefusedImageError: a depth is negative, not a number, or too large.
+    Raises RefusedImageError if a depth is negative, not a number, or too large.
     """
     metres = np.load(io.BytesIO(content), allow_pickle=False)
     if not np.isfinite(metres).all() or (metres < 0).any():
@@ -131,11 +130,7 @@ class NyuFile(SourceFile):
 
 
 def list_nyu(labelled: Path, splits: Path, part: str, *, cuts: bool) -> FileSource:
-    """Return the images of one part.
-
-    Raises:
-        UserError: a file is missing or wrong, or the two do not match.
-    """
+    """Return the images of one part. Raises UserError if the two files do not match."""
     images, depths = (_array(labelled, name) for name in ("images", "depths"))
     if images.ndim != 4 or images.shape[1] != 3 or depths.shape != (
         images.shape[0], *images.shape[2:]

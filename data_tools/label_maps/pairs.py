@@ -27,10 +27,7 @@ ReadMap = Callable[[bytes], np.ndarray]
 class LabelMapEncoder(ShardEncoder):
     """Keep JPEG files, re-encode other images as JPEG, and encode maps as PNG.
 
-    Attributes:
-        quality: JPEG quality of encoded images.
-        target: the manifest's `target`.
-        read_map: a picklable function; raises RefusedImageError.
+    `target` is that of the manifest; `read_map` is picklable and raises RefusedImageError.
     """
 
     quality: int

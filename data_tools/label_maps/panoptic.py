@@ -54,23 +54,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PanopticFile(SourceFile):
-    """An image with its map.
-
-    Attributes:
-        map_path: of the PNG file.
-        segments: JSON, `[[id, class, crowd], ...]`.
-    """
+    """An image with the path of its map and its segments as JSON, `[[id, class, crowd], ...]`."""
 
     map_path: str = ""
     segments: str = "[]"
 
 
 def list_panoptic(images: Path, maps: Path, annotations: Path) -> tuple[FileSource, dict[str, Any]]:
-    """Return the images with their maps, and the manifest's description of the maps.
-
-    Raises:
-        UserError: a folder or the JSON file is missing, or has another format.
-    """
+    """Return the images with their maps, and the manifest's description of the maps."""
     for folder in (images, maps):
         if not folder.is_dir():
             raise UserError(f"{folder} is not a folder")
@@ -157,8 +148,8 @@ def _read_pair(file: SourceFile, root: Path) -> bytes:
 def read_panoptic(content: bytes) -> np.ndarray:
     """Decode a map with its segments to class + 256 · segment + 65536 · crowd, int64 `[h, w]`.
 
-    Raises:
-        RefusedImageError: not a PNG, a pixel of an unlisted segment, or a segment without pixels.
+    Raises RefusedImageError for other than a PNG, a pixel of an unlisted segment, or a segment
+    without pixels.
     """
     listed, png = split(content)
     segments = json.loads(listed)

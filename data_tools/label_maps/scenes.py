@@ -180,14 +180,9 @@ def draw_scene(
     walls: tuple[float, float] = _WALLS,
     class_colors: bool = False,
 ) -> Scene:
-    """Draw a scene of one to `most_objects` objects.
+    """Draw a scene of one to `most_objects` objects, before a wall at a distance in metres.
 
-    Args:
-        random: source of all draws.
-        size: side in pixels.
-        most_objects: most objects.
-        walls: smallest and largest distance of the wall in metres.
-        class_colors: whether a texture's colors are near those of the class.
+    With `class_colors`, a texture's colors are near those of the class.
     """
     rows, columns = (np.indices((size, size)) + 0.5) / size
 

@@ -109,9 +109,6 @@ def _matrix(path: Path) -> tuple[int, np.ndarray]:
     """Return the offset of the data in one of NORB's files, and the array.
 
     The header has a type, the number of dimensions and at least three dimensions, int32 each.
-
-    Raises:
-        UserError: it is missing or not such a file.
     """
     try:
         head = np.fromfile(path, "<i4", 8)

@@ -78,11 +78,7 @@ def list_stl10(root: Path, split: str) -> Listing:
 
 
 def _records(path: Path, length: int) -> np.ndarray:
-    """Return a file as memory-mapped uint8 `[records, length]`.
-
-    Raises:
-        UserError: it is missing, empty, or not a whole number of records.
-    """
+    """Return a file as memory-mapped uint8 `[records, length]`."""
     if not path.is_file():
         raise UserError(f"{path} is missing")
     size = path.stat().st_size
@@ -121,14 +117,8 @@ _KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
 def list_pickled(root: Path, batches: list[str], *, labels: str, meta: str) -> Listing:
     """List CIFAR's Python version, with the image names of the binary version.
 
-    Args:
-        root: the folder.
-        batches: names of its files.
-        labels: key of the labels in a batch.
-        meta: file and key of the class names, separated by `:`.
-
-    Raises:
-        UserError: a file is missing or damaged, or names an unexpected function.
+    `labels` is the key of the labels in each of `batches`, and `meta` file and key of the class
+    names, separated by `:`. Raises UserError if a file is damaged or names an unexpected function.
     """
     path, key = meta.split(":")
     names = [name.decode() for name in _value(root / path, key, list)]

@@ -61,13 +61,10 @@ class LabelledSet:
         return any(all((root / name).exists() for name in group) for group in self.markers)
 
     def parts_of(self, split: str) -> tuple[str, ...]:
-        """Return the official splits that `--split` stands for.
+        """Return the official splits that `--split` stands for. Raises UserError for others.
 
         `all` is everything that may be used for training. Without an official validation set,
         the caller splits the training set into `train` and `validation`.
-
-        Raises:
-            UserError: the data set has no such split.
         """
         trained = tuple(part for part in (TRAIN, VALIDATION) if part in self.sizes)
         if split == "all" or (split == VALIDATION and split not in self.sizes):
@@ -79,14 +76,9 @@ class LabelledSet:
     def open(self, root: Path, split: str, *, class_names: Sequence[str] | None) -> FileSource:
         """Return the images of the official splits that `--split` stands for.
 
-        Args:
-            root: the unpacked folder of the data set.
-            split: value of `--split`.
-            class_names: classes of `--classes-from`, which must be the same.
-
-        Raises:
-            UserError: a file is missing, has the wrong size or is damaged, or a label is invalid.
-            OSError: reading fails.
+        `root` is the unpacked folder; `class_names`, of `--classes-from`, must be those of the data
+        set. Raises UserError if a file is missing, has the wrong size or is damaged, or a label is
+        invalid, and OSError.
         """
         if not root.is_dir():
             raise UserError(f"{root} is not a folder: give the unpacked folder of {self.name}")
@@ -128,11 +120,7 @@ def _check_labels(
 
 
 def image_file(root: Path, name: str, label: int, *, listed_in: str) -> SourceFile:
-    """Return a listed image by its path below `root`.
-
-    Raises:
-        UserError: it does not exist.
-    """
+    """Return a listed image by its path below `root`; raises UserError if it does not exist."""
     try:
         size = (root / name).stat().st_size
     except OSError:
@@ -141,11 +129,7 @@ def image_file(root: Path, name: str, label: int, *, listed_in: str) -> SourceFi
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return the non-empty lines of a text file.
-
-    Raises:
-        UserError: it is missing, empty, or not text.
-    """
+    """Return the non-empty lines of a text file; raises UserError if there are none."""
     try:
         lines = [stripped for line in path.read_text().splitlines() if (stripped := line.strip())]
     except (OSError, UnicodeDecodeError) as error:
@@ -159,8 +143,7 @@ def read_lines(path: Path) -> list[str]:
 def read_columns(path: Path, count: int) -> list[list[str]]:
     """Split each line of a text file into `count` words; the last takes the rest of the line.
 
-    Raises:
-        UserError: it cannot be read, or a line has fewer than `count` words.
+    Raises UserError if a line has fewer.
     """
     rows = [line.split(maxsplit=count - 1) for line in read_lines(path)]
     for row in rows:
@@ -171,11 +154,7 @@ def read_columns(path: Path, count: int) -> list[list[str]]:
 
 @functools.lru_cache(maxsize=2)
 def hdf5_array(path: Path, name: str, *, wanted: str) -> Any:
-    """Return an array of an HDF5 file, read on access.
-
-    Raises:
-        UserError: h5py is not installed, or the file is not the one that is `wanted`.
-    """
+    """Return an array of an HDF5 file, read on access. Raises UserError."""
     try:
         import h5py
     except ImportError:

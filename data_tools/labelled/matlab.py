@@ -84,11 +84,7 @@ def list_cars(root: Path, split: str) -> Listing:
 
 
 def read_mat(path: Path, name: str) -> Any:
-    """Return one variable of a .mat file (version 5), with dimensions of size 1 removed.
-
-    Raises:
-        UserError: it is missing, damaged, or has no such variable.
-    """
+    """Return one variable of a .mat file (version 5), with dimensions of size 1 removed."""
     from scipy.io import loadmat
 
     try:

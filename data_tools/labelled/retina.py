@@ -57,14 +57,9 @@ def _read_eye(file: SourceFile, root: Path) -> bytes:
 
 
 def prepare_eye(pixels: np.ndarray, *, radius: int) -> np.ndarray:
-    """Scale an image to an eyeball radius, subtract the local average, and crop to the disc.
+    """Scale uint8 `[h, w, 3]` to an eyeball radius in pixels, subtract the local average, and crop.
 
-    Args:
-        pixels: uint8 `[h, w, 3]`.
-        radius: of the eyeball in pixels.
-
-    Returns:
-        uint8 `[h', w', 3]`, sides of at most 1.8 radii, grey outside 90 % of the radius.
+    Returns uint8 `[h', w', 3]`, sides of at most 1.8 radii, grey outside 90 % of the radius.
     """
     from scipy.ndimage import gaussian_filter
 
