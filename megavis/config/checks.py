@@ -39,7 +39,7 @@ def check_config(config: RunConfig) -> Iterator[ConfigIssue]:
     if config.schedule.min_rate and config.schedule.decay != "cosine":
         yield "schedule.min_rate", "applies to schedule.decay cosine, not constant"
     if config.schedule.warmup_rate is not None and not config.schedule.warmup_steps:
-        yield ("schedule.warmup_rate", "applies to schedule.warmup_steps, which is 0")
+        yield "schedule.warmup_rate", "applies to schedule.warmup_steps, which is 0"
     is_linear = config.finetune is not None and config.finetune.linear_evaluation
     algorithm = config.optimizer.algorithm
     if algorithm in ("sgd", "lars") and not is_linear:
@@ -128,10 +128,8 @@ def _check_sizes(config: RunConfig) -> Iterator[ConfigIssue]:
             f" use {_divisors(model.num_attention_heads)}",
         )
     if model.mlp_size % tensor:
-        yield (
-            "model.ffn_hidden_size",
-            f"{model.mlp_size} is not divisible by tensor_model_parallel_size {tensor}",
-        )
+        text = f"{model.mlp_size} is not divisible by tensor_model_parallel_size {tensor}"
+        yield "model.ffn_hidden_size", text
     # A fine-tuned model is the backbone alone.
     blocks = model.num_layers
     blocks += config.objective.num_further_blocks if config.finetune is None else 0
@@ -162,10 +160,8 @@ def _check_positions(config: RunConfig) -> Iterator[ConfigIssue]:
             " change num_attention_heads",
         )
     if model.positions == "sincos" and model.hidden_size % 4:
-        yield (
-            "model.positions",
-            f"sincos needs a hidden_size divisible by 4, not {model.hidden_size}",
-        )
+        text = f"sincos needs a hidden_size divisible by 4, not {model.hidden_size}"
+        yield "model.positions", text
 
 
 def _check_data(data: DataConfig) -> Iterator[ConfigIssue]:
@@ -184,10 +180,8 @@ def _check_data(data: DataConfig) -> Iterator[ConfigIssue]:
         text = f"{data.crop_size} is too large for data.short_sides"
         yield "data.crop_size", f"{text} = {list(data.short_sides)}"
     if data.short_side is not None and data.short_side < data.image_size:
-        yield (
-            "data.short_side",
-            f"{data.short_side} is too small for data.image_size = {data.image_size}",
-        )
+        text = f"{data.short_side} is too small for data.image_size = {data.image_size}"
+        yield "data.short_side", text
 
 
 def _check_samples(config: RunConfig) -> Iterator[ConfigIssue]:
@@ -247,19 +241,15 @@ def _check_hierarchy(parallel: ParallelConfig) -> Iterator[ConfigIssue]:
 
 def _check_offload(parallel: ParallelConfig) -> Iterator[ConfigIssue]:
     if parallel.offload_parameters != "none" and parallel.zero_stage != 3:
-        yield (
-            "parallel.offload_parameters",
-            f"needs zero_stage 3, not {parallel.zero_stage}; set it to 3 or this to none",
-        )
+        text = f"needs zero_stage 3, not {parallel.zero_stage}; set it to 3 or this to none"
+        yield "parallel.offload_parameters", text
     if parallel.offload_optimizer == "cpu" and parallel.zero_stage == 0:
         yield "parallel.offload_optimizer", "needs zero_stage 1, 2 or 3; the nearest is 1"
     if parallel.offload_optimizer == "nvme" and parallel.zero_stage != 3:
         yield "parallel.offload_optimizer", "nvme needs zero_stage 3; the nearest choice is cpu"
     if parallel.offload_optimizer != "none" and parallel.pipeline_model_parallel_size > 1:
-        yield (
-            "parallel.offload_optimizer",
-            "does not work with pipeline parallelism in DeepSpeed; the nearest choice is none",
-        )
+        text = "does not work with pipeline parallelism in DeepSpeed; the nearest choice is none"
+        yield "parallel.offload_optimizer", text
     offloads = (parallel.offload_optimizer, parallel.offload_parameters)
     if "nvme" in offloads and not parallel.nvme_path:
         yield "parallel.nvme_path", "names the folder for nvme offload and must be given"

@@ -32,10 +32,8 @@ def check_finetuning(config: RunConfig) -> Iterator[ConfigIssue]:
     if config.data.validation is None:
         yield "data.validation", "must name labelled shards: the best step is chosen on them"
     if config.training.validate_every == 0:
-        yield (
-            "training.validate_every",
-            "must be 1 or more: steps between measurements of the accuracy",
-        )
+        text = "must be 1 or more: steps between measurements of the accuracy"
+        yield "training.validate_every", text
     if settings.visibility == "full" and settings.generative_weight:
         yield (
             "finetune.visibility",
@@ -69,10 +67,8 @@ def _check_layer(config: RunConfig, settings: FinetuneConfig) -> Iterator[Config
         yield "finetune.layer", f"is {layer}; the model has layers 0 to {last}"
         return
     if settings.concatenate % 2 == 0:
-        yield (
-            "finetune.concatenate",
-            f"{settings.concatenate} layers have no middle: use an odd number",
-        )
+        text = f"{settings.concatenate} layers have no middle: use an odd number"
+        yield "finetune.concatenate", text
     elif not around <= layer <= last - around:
         text = f"{settings.concatenate} layers around layer {layer} are not within 0 to {last}"
         yield "finetune.concatenate", f"{text}; change finetune.layer"
@@ -97,15 +93,11 @@ def _check_linear_evaluation(config: RunConfig, settings: FinetuneConfig) -> Ite
         text = f"must be 0, not {config.drop_path}: linear_evaluation freezes the layers"
         yield "finetune.drop_path", text
     if config.model.has_dropout:
-        yield (
-            "model",
-            "has dropout, which finetune.linear_evaluation does not allow; set its dropouts to 0",
-        )
+        text = "has dropout, which finetune.linear_evaluation does not allow; set its dropouts to 0"
+        yield "model", text
     if config.parallel.pipeline_model_parallel_size > 1:
-        yield (
-            "parallel.pipeline_model_parallel_size",
-            "must be 1 for finetune.linear_evaluation: a frozen stage has no gradient to send",
-        )
+        text = "must be 1 for finetune.linear_evaluation: a frozen stage has no gradient to send"
+        yield "parallel.pipeline_model_parallel_size", text
     if config.parallel.activation_checkpointing != "none":
         text = "has no effect under finetune.linear_evaluation without gradients; set it to none"
         yield "parallel.activation_checkpointing", text

@@ -155,10 +155,8 @@ def write_out_epochs(
         steps = _IN_STEPS[key]
         keys = tree.setdefault(section, {})
         if steps in keys:
-            yield (
-                f"{section}.{key}",
-                f"is short for {section}.{steps}, which is given too; keep one",
-            )
+            text = f"is short for {section}.{steps}, which is given too; keep one"
+            yield f"{section}.{key}", text
         keys[steps] = math.ceil(epochs * (images or 1) / batch_size)
 
 
