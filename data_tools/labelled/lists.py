@@ -8,7 +8,7 @@ their names, so the split is the same on every machine.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from data_tools.decode import decode_image
@@ -161,12 +161,9 @@ def _list_divided(
         raise UserError(f"{root} has no class folders")
     chosen: list[SourceFile] = []
     for label, name in enumerate(classes):
-        ordered = _ordered([file for file in source.files if file.name.startswith(f"{name}/")])
+        own = (file for file in source.files if file.name.startswith(f"{name}/"))
+        ordered = sorted(own, key=lambda file: hashlib.sha256(file.name.encode()).digest())
         for place, file in enumerate(ordered):
             if belongs(place, len(ordered)) == split:
                 chosen.append(SourceFile(file.name, label, file.num_bytes, file.path))
     return Listing(classes, chosen)
-
-
-def _ordered(files: Sequence[SourceFile]) -> list[SourceFile]:
-    return sorted(files, key=lambda file: hashlib.sha256(file.name.encode()).digest())

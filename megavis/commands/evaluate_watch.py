@@ -87,7 +87,8 @@ def _watch(args: argparse.Namespace) -> None:
 def _waiting_steps(args: argparse.Namespace, pruned: set[int]) -> Iterator[int]:
     """Yield the steps of checkpoints to evaluate, polling after each."""
     while True:
-        done = {record["step"] for record in _records(args.run_folder)} | pruned
+        records = read_json_lines(args.run_folder / "evaluation" / RESULTS_NAME)
+        done = {record["step"] for record in records} | pruned
         newest, last = _newest_step(args.run_folder), _last_step(args.run_folder)
         waiting = [
             step
@@ -97,10 +98,6 @@ def _waiting_steps(args: argparse.Namespace, pruned: set[int]) -> Iterator[int]:
         if not waiting:
             return
         yield waiting[0]
-
-
-def _records(run_folder: Path) -> list[dict[str, Any]]:
-    return read_json_lines(run_folder / "evaluation" / RESULTS_NAME)
 
 
 def _newest_step(run_folder: Path) -> int:
@@ -119,13 +116,6 @@ def _last_step(run_folder: Path) -> int | None:
     return int(yaml.safe_load(path.read_text(encoding="utf-8"))["training"]["steps"])
 
 
-def _is_finished(run_folder: Path) -> bool:
-    path = run_folder / "config.yaml"
-    if not path.exists():
-        return False
-    return is_finished(load_config(path).config, run_folder)
-
-
 def _wait(args: argparse.Namespace) -> bool:
     """Wait until the next poll; return whether the run has ended."""
     if args.until_input_ends:
@@ -133,7 +123,8 @@ def _wait(args: argparse.Namespace) -> bool:
         with selectors.PollSelector() as selector:
             selector.register(sys.stdin, selectors.EVENT_READ)
             return bool(selector.select(args.interval))
-    if _is_finished(args.run_folder):
+    path = args.run_folder / "config.yaml"
+    if path.exists() and is_finished(load_config(path).config, args.run_folder):
         return True
     time.sleep(args.interval)
     return False

@@ -78,8 +78,9 @@ def draw_likelihood(args: argparse.Namespace) -> int:
     """Score every checkpoint of every run and plot."""
     with feature_job(args, alone=True):
         scores = [score for folder in args.run_folders for score in _scores(folder, args)]
-        pixels = _pixel_accuracy(args)
-    picture = figures.draw_likelihood(scores, pixels=pixels)
+        data = probe_data(open_run(args.run_folders[0], step=None), args)
+        pixels = score_pixels(data, ProbeSettings(seed=args.seed))
+    picture = figures.draw_likelihood(scores, pixels=pixels.accuracy)
     folder = args.run_folders[0] / "evaluation"
     save_figure(folder, "likelihood", picture, [vars(score) for score in scores])
     return 0
@@ -108,12 +109,6 @@ def _scores(folder: Path, args: argparse.Namespace) -> Iterator[CheckpointScore]
         report_cache(cache)
         sys.stdout.flush()
         yield score
-
-
-def _pixel_accuracy(args: argparse.Namespace) -> float:
-    """Return the accuracy of raw pixels on the first run's images."""
-    opened = open_run(args.run_folders[0], step=None)
-    return score_pixels(probe_data(opened, args), ProbeSettings(seed=args.seed)).accuracy
 
 
 def draw_completions(args: argparse.Namespace) -> int:

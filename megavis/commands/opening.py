@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def open_run(
         )
 
 
-def network_identity(opened: Run, *, seed: int | None = None) -> dict[str, Any]:
+def network_identity(opened: Run, *, seed: int | None = None) -> Mapping[str, Any]:
     """Return what identifies a run's network, or one like it with fresh weights of a seed."""
     config, checkpoint = opened.config, opened.checkpoint
     if seed is not None:

@@ -263,15 +263,12 @@ def _moments(here: Sequence[_StackHere], head: float, layout: Layout) -> Iterato
     freed = head
     for stack in reversed(here):
         freed += stack.bridge
-        yield _moment(stack.stack, layout, freed)
+        shape, num_tokens = stack.stack, stack.stack.work.num_tokens
+        # The memory's gradient is accumulated by the blocks above.
+        gradients = num_tokens * _backward(shape, layout) + _memory(shape)
+        weights = _weights(shape, layout, num_tokens)
+        yield _Moment(_recomputed(shape, layout), gradients, freed, weights)
         freed += stack.blocks
-
-
-def _moment(stack: StackShape, layout: Layout, freed: float) -> _Moment:
-    # The memory's gradient, accumulated by the blocks above.
-    gradients = stack.work.num_tokens * _backward(stack, layout) + _memory(stack)
-    weights = _weights(stack, layout, stack.work.num_tokens)
-    return _Moment(_recomputed(stack, layout), gradients, freed, weights)
 
 
 def _head_backward(shape: ModelShape, ends: BoundaryActivations, layout: Layout) -> float:

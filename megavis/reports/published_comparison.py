@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megavis.evaluation.published import PublishedPaper, PublishedTable, published_papers
 from megavis.reports.blocks import Table, number, percent
 from megavis.reports.known_results import probed_shards
-from megavis.reports.run_record import RunRecord
+from megavis.reports.run_record import RunRecord, read_result
 
 
 @dataclass(frozen=True)
@@ -96,14 +92,9 @@ def run_results(run: RunRecord) -> Iterator[RunResult]:
         if find is None:
             continue
         try:
-            yield from list(find(run, _read(path)))
+            yield from list(find(run, read_result(path)))
         except (KeyError, TypeError, ValueError):
             continue  # the file's own section shows its content
-
-
-def _read(path: Path) -> Any:
-    text = path.read_text(encoding="utf-8")
-    return list(csv.DictReader(io.StringIO(text))) if path.suffix == ".csv" else json.loads(text)
 
 
 def _probe(run: RunRecord, result: dict[str, Any]) -> Iterator[RunResult]:

@@ -28,7 +28,7 @@ from megavis.reports.blocks import (
 )
 from megavis.reports.charts import Chart
 from megavis.reports.known_results import KNOWN_RESULTS
-from megavis.reports.run_record import RunRecord
+from megavis.reports.run_record import RunRecord, read_result
 from megavis.training.metrics import read_json_lines
 
 _SHOWN = (".json", ".jsonl", ".csv", ".md", ".png")
@@ -172,17 +172,12 @@ def eval_metrics(folder: Path) -> Iterator[EvalMetric]:
         path = folder / "evaluation" / name
         if path.exists():
             try:
-                content = _content(path)
+                content = read_result(path)
                 step = content.get("step") if isinstance(content, dict) else None
                 found = [replace(measure, step=step) for measure in read(content)]
             except (LookupError, TypeError, ValueError, csv.Error):
                 continue
             yield from found
-
-
-def _content(path: Path) -> Any:
-    text = path.read_text(encoding="utf-8")
-    return json.loads(text) if path.suffix == ".json" else [*csv.DictReader(text.splitlines())]
 
 
 def _probe(result: dict[str, Any]) -> Iterator[EvalMetric]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import functools
+import json
 import math
 import statistics
 from collections.abc import Iterator
@@ -17,6 +19,12 @@ from megavis.checkpoint.format.manifest import CheckpointManifest, read_manifest
 from megavis.config.errors import UserError
 from megavis.training.metrics import read_metrics
 from megavis.training.provenance import read_commands, read_faults, read_starts
+
+
+def read_result(path: Path) -> Any:
+    """Return the content of a JSON or CSV file, the latter as a list of rows by column."""
+    text = path.read_text(encoding="utf-8")
+    return json.loads(text) if path.suffix == ".json" else [*csv.DictReader(text.splitlines())]
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,25 @@ from megavis.config.choices import RUN_NAME, RUN_NAME_RULE
 from megavis.config.errors import UserError
 
 
-def add_config(parser: argparse.ArgumentParser, *, text: str = "YAML file") -> None:
-    """Add the config file and its overrides; `read_config` reads them."""
+def add_config(
+    parser: argparse.ArgumentParser, *, text: str = "YAML file", writes: str | None = None
+) -> None:
+    """Add the config file and its overrides, which `read_config` reads.
+
+    `writes` is an option for a file, which is checked first.
+    """
     parser.add_argument("config", help=text)
     # Without a default argparse lists it among required arguments.
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value", help="keys to override"
     )
-    parser.set_defaults(check=read_config)
+
+    def check(args: argparse.Namespace) -> None:
+        if writes is not None:
+            require_writable(getattr(args, writes.removeprefix("--")), writes)
+        read_config(args)
+
+    parser.set_defaults(check=check)
 
 
 def read_config(args: argparse.Namespace) -> None:

@@ -11,7 +11,6 @@ from megavis.commands.options.shared import (
     add_json,
     read_config,
     refuse_options,
-    require_writable,
 )
 from megavis.config.arguments import non_negative, positive
 from megavis.config.errors import UserError
@@ -188,19 +187,14 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
         " run, peak memory, the slowest process, and the share of each part of a step."
     )
     parser.epilog = "example: megavis bench yaml_configs/igpt/s_32.yaml data.train=none --steps 20"
-    add_config(parser)
+    add_config(parser, writes="--profile")
     add_device(parser)
     parser.add_argument("--steps", type=positive, default=10, help="steps to time")
     parser.add_argument(
         "--profile", type=Path, metavar="FILE", help="also write a trace for chrome://tracing"
     )
     add_json(parser)
-    parser.set_defaults(run="training:time_step", check=_check_bench)
-
-
-def _check_bench(args: argparse.Namespace) -> None:
-    require_writable(args.profile, "--profile")
-    read_config(args)
+    parser.set_defaults(run="training:time_step")
 
 
 def add_parity(parser: argparse.ArgumentParser) -> None:
@@ -213,7 +207,7 @@ def add_parity(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "example: megavis parity yaml_configs/igpt/demo.yaml --layouts all --processes 4"
     )
-    add_config(parser)
+    add_config(parser, writes="--json")
     parser.add_argument(
         "--layouts",
         default="all",
@@ -229,12 +223,7 @@ def add_parity(parser: argparse.ArgumentParser) -> None:
         help="default: cuda if each process has a GPU, else cpu",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")
-    parser.set_defaults(run="training:check_parity", check=_check_parity)
-
-
-def _check_parity(args: argparse.Namespace) -> None:
-    require_writable(args.json, "--json")
-    read_config(args)
+    parser.set_defaults(run="training:check_parity")
 
 
 def add_params(parser: argparse.ArgumentParser) -> None:
@@ -267,7 +256,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         " code 2 if no layout fits."
     )
     parser.epilog = "example: megavis plan yaml_configs/igpt/xl_64.yaml --gpus 64 --gpu a100"
-    add_config(parser)
+    add_config(parser, writes="--write")
     parser.add_argument("--gpus", type=positive, required=True, help="total number of GPUs")
     parser.add_argument("--gpus-per-node", type=positive, default=8, help="GPUs per node")
     parser.add_argument("--gpu", default="h100", help="a100, h100, h200 or a YAML file")
@@ -280,9 +269,4 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--write", type=Path, metavar="FILE", help="write the recommended layout as a config"
     )
-    parser.set_defaults(run="plan:run", check=_check_plan)
-
-
-def _check_plan(args: argparse.Namespace) -> None:
-    require_writable(args.write, "--write")
-    read_config(args)
+    parser.set_defaults(run="plan:run")

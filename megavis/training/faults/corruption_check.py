@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megavis.config.errors import CORRUPTION_EXIT_CODE, CorruptionError
 from megavis.config.schema import CheckpointConfig
@@ -159,7 +159,9 @@ def _replicated(engine: Engine) -> Iterator[tuple[str, Tensor]]:
         suffix = "" if is_shared else f" (part {context.tensor.rank})"
         if zero_stage == 3:
             if is_shared:
-                yield f"{name} (share {context.replicas.rank})", _share(parameter)
+                # ZeRO-3's share of a partitioned weight.
+                share: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
+                yield f"{name} (share {context.replicas.rank})", share
             continue
         yield f"{name}{suffix}", parameter
         if zero_stage == 0:
@@ -176,12 +178,6 @@ def _repeats(engine: Engine) -> bool:
     context = engine.context
     is_exact = context.device.type == "cpu" or engine.config.training.deterministic
     return is_exact or context.tensor.size == 1
-
-
-def _share(parameter: nn.Parameter) -> Tensor:
-    split: Any = parameter
-    share: Tensor = split.ds_tensor
-    return share
 
 
 def checksum(tensor: Tensor) -> Tensor:
