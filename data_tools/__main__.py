@@ -169,13 +169,17 @@ VERBS = (
         "verify",
         "read every byte of a shard folder and report errors",
         "demo/train",
-        "verify",
+        "inspection",
+        "add_verify_arguments",
+        "run_verify",
     ),
     Verb(
         "inspect",
         "write a contact sheet of a shard folder",
         "demo/train --out sheet.png",
-        "contact_sheet",
+        "inspection",
+        "add_inspect_arguments",
+        "run_inspect",
     ),
 )
 GROUPS = {

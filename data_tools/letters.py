@@ -23,9 +23,9 @@ import numpy as np
 from PIL import Image, features
 from PIL import __version__ as pillow_version
 
-from data_tools.contact_sheet import tile
 from data_tools.engines import end_with_parent
 from data_tools.fonts import FONTS, describe_fonts, glyph
+from data_tools.inspection import tile
 from data_tools.job_report import ProgressBar, say
 from data_tools.made_folder import make_folder
 from data_tools.photographs import cut_crops, load_photograph, photographs

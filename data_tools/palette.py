@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 
 from data_tools.decode import RefusedImageError, decode_image, decoder_versions
-from data_tools.job_report import ProgressBar, say
+from data_tools.job_report import ProgressBar, line_figure, say
 from data_tools.jobs import add_job_arguments, run_job
-from data_tools.line_figure import line_figure
 from data_tools.resize import RESIZE, Crop, add_crop_arguments, crop_from, resize_and_crop
 from data_tools.shard_tasks import Encoded, ShardEncoder, encode_each
 from data_tools.source_formats import add_source_arguments, open_source

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data_tools.inspection import find_problems
 from data_tools.job_report import say
 from data_tools.jobs import add_job_arguments, manifest_of, run_job, write_manifest
 from data_tools.shard_tasks import Encoded, ShardEncoder, UnitResult
 from data_tools.sources import ImageSource, Refuse, SourceImage, SourcePart
-from data_tools.verify import find_problems
 from megavis.config.errors import UserError
 from megavis.data.codecs.registry import suffix_of
 from megavis.data.format.files import sha256_of_file, write_atomically

@@ -25,7 +25,7 @@ from megavis.checkpoint.format.folder import (
     saved_steps,
     step_folder,
 )
-from megavis.commands.evaluate_images import device_of
+from megavis.commands.evaluate import device_of
 from megavis.commands.features import feature_cache, network_of, probe_data
 from megavis.commands.opening import job_closed, open_held_out, open_run
 from megavis.commands.options.images import DISTANCE

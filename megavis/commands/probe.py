@@ -1,17 +1,58 @@
-"""`megavis probe`: linear probe of a run, of raw pixels and of untrained networks."""
+"""`megavis probe` and `megavis transfer`: linear probes of a run, on its own or other data sets.
+
+The baselines are raw pixels and untrained networks of the same model. Other data sets are shards
+with a folder per split, listed on the command line or in a YAML file:
+
+cifar10: {path: shards/cifar10}
+pets:
+  path: shards/pets
+  splits: {train: trainval, test: test, validation: null}
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from megavis.commands.features import feature_job, probe_run, read_layers
-from megavis.commands.opening import open_run
+from pydantic import ValidationError
+
+from megavis.commands.features import (
+    feature_cache,
+    feature_job,
+    network_of,
+    probe_run,
+    read_layers,
+    report_cache,
+    untrained_networks,
+)
+from megavis.commands.opening import open_run, open_shards, training_shards
+from megavis.config.errors import UserError
+from megavis.config.schema import ConfigIssue
+from megavis.config.section import Section
+from megavis.config.yaml_tree import ConfigSource, read_tree
+from megavis.data.loading.leakage import Shards
 from megavis.evaluation.concatenation import ConcatenatedScore
+from megavis.evaluation.feature_cache import FeatureCache
 from megavis.evaluation.linear import RECIPES, LayerScore
-from megavis.evaluation.probe import ProbeSettings
+from megavis.evaluation.networks import Network
+from megavis.evaluation.probe import Pair, ProbeData, ProbeSettings
 from megavis.evaluation.probe_result import ProbeResult
+from megavis.evaluation.transfer import (
+    PIXELS,
+    TRAINED,
+    Task,
+    TransferResult,
+    TransferSettings,
+    first_examples,
+    markdown_of,
+    num_fitted,
+    transfer,
+    write_transfer,
+)
+from megavis.notebook import Run
 
 
 def run(args: argparse.Namespace) -> int:
@@ -96,3 +137,203 @@ def _low_data(result: ProbeResult) -> Iterator[str]:
         scores = {s.features: s for s in result.low_data if s.images_per_class == count}
         cells = [f"{scores[kind].mean:.1%} ± {scores[kind].deviation:.1%}" for kind in kinds]
         yield f"{count:>9}" + "".join(f"{cell:>16}" for cell in cells)
+
+
+def probe_data_sets(args: argparse.Namespace) -> int:
+    """Probe each data set, write and print the table."""
+    data_sets = read_data_sets(args.data_sets)
+    with feature_job(args):
+        opened = open_run(args.run_folder, step=args.step, precision=args.precision)
+        results = _results(opened, data_sets, args)
+    if not results:
+        return 0
+    title = _title(opened, args)
+    out = args.out or opened.folder / "evaluation"
+    written = write_transfer(out, results, title=title, step=opened.step, seed=args.seed)
+    sys.stdout.write(markdown_of(results, title=title) + "".join(f"{path}\n" for path in written))
+    return 0
+
+
+def _results(
+    opened: Run, data_sets: Mapping[str, LabelledFolders], args: argparse.Namespace
+) -> list[TransferResult]:
+    """Return one result per data set and kind of features; none on other processes."""
+    settings = _settings(opened, args)
+    cache = feature_cache(opened, args)
+    # Open all before evaluating the first, so mistakes are reported immediately.
+    trained_on = training_shards(opened)
+    data = {
+        name: _open(opened, folders, trained_on, examples=args.examples)
+        for name, folders in data_sets.items()
+    }
+    seen = _features(opened, data, args, cache)
+    if opened.context.world.size > 1:
+        # Compute all features first, so no process waits for the main one to fit a classifier.
+        seen = iter([each for each in seen if opened.context.is_main])
+        if not opened.context.is_main:
+            return []
+    results = [
+        transfer(_task(name, data[name], features, pair, args), settings)
+        for name, features, pair in seen
+    ]
+    report_cache(cache)
+    order = list(data)
+    return sorted(results, key=lambda result: order.index(result.data_set))
+
+
+def _settings(opened: Run, args: argparse.Namespace) -> TransferSettings:
+    num_layers = opened.config.model.num_layers
+    if args.layer is not None and args.layer > num_layers:
+        raise UserError(f"--layer {args.layer}: must be a number from 0 to {num_layers}")
+    return TransferSettings(
+        layers=read_layers(args.layers, num_layers),
+        layer=args.layer,
+        images_per_class=args.images_per_class,
+        draws=args.draws,
+        seed=args.seed,
+    )
+
+
+def _features(
+    opened: Run,
+    data: Mapping[str, ProbeData],
+    args: argparse.Namespace,
+    cache: FeatureCache | None,
+) -> Iterator[tuple[str, str, Pair]]:
+    """Yield data set name, network name and features, one network after another."""
+    for features, network in _networks(opened, args, cache):
+        for name, images in data.items():
+            yield name, features, images.features(network)
+    if args.no_pixels or not opened.context.is_main:
+        return
+    for name, images in data.items():
+        if images.train.manifest.kind != "ids":  # ids are not quantities
+            yield name, PIXELS, images.pixels()
+
+
+def _networks(
+    opened: Run, args: argparse.Namespace, cache: FeatureCache | None
+) -> Iterator[tuple[str, Network]]:
+    yield TRAINED, network_of(opened, cache)
+    for number, network in enumerate(untrained_networks(opened, args, cache)):
+        yield f"untrained, seed {args.seed + number}", network
+
+
+def _task(name: str, data: ProbeData, features: str, pair: Pair, args: argparse.Namespace) -> Task:
+    """Return a data set with its splits."""
+    train, test = pair
+    if args.examples is None:
+        selection = data.divide(train.labels, ProbeSettings(seed=args.seed))
+    else:
+        train, selection = first_examples(train, args.examples, name=name)
+    return Task(name, features, train, test, selection, _splits(data), num_equal=data.num_equal)
+
+
+def _open(
+    opened: Run, folders: LabelledFolders, trained_on: Sequence[Shards], *, examples: int | None
+) -> ProbeData:
+    """Open the splits of a data set."""
+    train = open_shards(opened, folders.train)
+    selection = open_shards(opened, folders.validation) if folders.validation else None
+    if examples is not None and selection is not None:
+        examples = num_fitted(examples)
+    return ProbeData(
+        train,
+        open_shards(opened, folders.test),
+        palette=opened.palette if train.manifest.kind == "palette" else None,
+        num_train=examples,
+        selection=selection,
+        trained_on=trained_on,
+    )
+
+
+def _splits(data: ProbeData) -> dict[str, str]:
+    """Describe the images of each split, from the shards' manifests."""
+    folders = {"train": data.train, "selection": data.selection, "test": data.validation}
+    return {
+        part: f"{shards.manifest.source.description} ({shards.directory})"
+        for part, shards in folders.items()
+        if shards is not None
+    }
+
+
+def _title(opened: Run, args: argparse.Namespace) -> str:
+    images = "all training images" if args.examples is None else f"{args.examples} training images"
+    return (
+        f"# Transfer of {opened.config.name}, step {opened.step}\n\n"
+        f"Linear classifiers on frozen features, fitted on {images}. Layer and penalty were chosen"
+        f" on the held-out part of these, never on the test images. Seed {args.seed}."
+    )
+
+
+@dataclass(frozen=True)
+class LabelledFolders:
+    """The shard folders of one data set; without `validation`, a part of `train` selects."""
+
+    train: str
+    test: str
+    validation: str | None
+
+
+class _Splits(Section):
+    train: str = "train"
+    validation: str | None = "validation"
+    test: str = "test"
+
+
+class _Entry(Section):
+    path: str
+    splits: _Splits = _Splits()
+
+    @property
+    def folders(self) -> LabelledFolders:
+        splits, held_out = self.splits, None
+        if splits.validation is not None:
+            held_out = f"{self.path}/{splits.validation}"
+            # The default folder may be missing; an explicitly named one must exist.
+            if "validation" not in splits.model_fields_set and not Path(held_out).is_dir():
+                held_out = None
+        return LabelledFolders(
+            f"{self.path}/{splits.train}", f"{self.path}/{splits.test}", held_out
+        )
+
+
+def read_data_sets(text: str) -> dict[str, LabelledFolders]:
+    """Parse comma-separated `name:folder` pairs, or read the YAML file of that name."""
+    if text.endswith((".yaml", ".yml")):
+        return _read_file(Path(text))
+    pairs = [part.partition(":")[::2] for part in text.split(",")]
+    if not all(name and folder for name, folder in pairs) or len(dict(pairs)) < len(pairs):
+        raise UserError(
+            f"--data-sets {text}: this is no YAML file, nor a list of different names as"
+            " cifar10:shards/cifar10,pets:shards/pets"
+        )
+    return {name: _Entry(path=folder).folders for name, folder in pairs}
+
+
+def _read_file(path: Path) -> dict[str, LabelledFolders]:
+    source = ConfigSource(str(path))
+    found: dict[str, LabelledFolders] = {}
+    complaints: list[ConfigIssue] = []
+    for name, keys in read_tree(path, source).items():
+        try:
+            found[str(name)] = _Entry.model_validate(keys).folders
+        except ValidationError as error:
+            complaints += _explain(str(name), error)
+    if complaints:
+        raise source.error(complaints)
+    if not found:
+        raise UserError(f"{path} names no data set; one is, for example, cifar10: {{path: FOLDER}}")
+    return found
+
+
+def _explain(name: str, error: ValidationError) -> Iterator[ConfigIssue]:
+    for each in error.errors():
+        sections = [str(part) for part in each["loc"]]
+        known = ", ".join((_Splits if "splits" in sections[:-1] else _Entry).model_fields)
+        text = {
+            "extra_forbidden": f"unknown key; known here: {known}",
+            "missing": "is missing; it names the folder of the splits",
+            "model_type": f"must hold keys, not {each['input']!r}; known here: {known}",
+        }.get(each["type"], f"must be a text, not {each['input']!r}")
+        yield ".".join([name, *sections]), text

@@ -11,8 +11,18 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
-from megavis.reports.blocks import Block, Confusion, Table, number, percent, tables_of, text, words
-from megavis.reports.charts import Line, line_chart
+from megavis.reports.blocks import (
+    Block,
+    Confusion,
+    Line,
+    Table,
+    line_chart,
+    number,
+    percent,
+    tables_of,
+    text,
+    words,
+)
 from megavis.reports.run_record import RunRecord
 
 _MOST_NAMES = 25

@@ -11,8 +11,7 @@ from importlib import resources
 from markupsafe import Markup
 
 from megavis.evaluation.published import published_papers
-from megavis.reports.blocks import Block, PageSection, Picture, picture, text, words
-from megavis.reports.charts import NUM_COLORS
+from megavis.reports.blocks import NUM_COLORS, Block, PageSection, Picture, picture, text, words
 from megavis.reports.published_comparison import compare
 from megavis.reports.results import first_sections, metrics_table, result_sections
 from megavis.reports.run_record import RunRecord

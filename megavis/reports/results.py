@@ -16,6 +16,7 @@ from typing import Any
 
 from megavis.reports.blocks import (
     Block,
+    Chart,
     Confusion,
     PageSection,
     Table,
@@ -26,7 +27,6 @@ from megavis.reports.blocks import (
     tables_of,
     words,
 )
-from megavis.reports.charts import Chart
 from megavis.reports.known_results import KNOWN_RESULTS
 from megavis.reports.run_record import RunRecord, read_result
 from megavis.training.metrics import read_json_lines

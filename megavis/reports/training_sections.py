@@ -7,8 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megavis.reports.blocks import Table, number, text, words
-from megavis.reports.charts import Chart, Line, line_chart
+from megavis.reports.blocks import Chart, Line, Table, line_chart, number, text, words
 from megavis.reports.run_record import RunRecord
 
 Colored = Sequence[tuple[int, str, RunRecord]]

@@ -13,7 +13,7 @@ from small_network import Small
 from small_vqgan import write_untrained_run
 
 from megavis.cli import main
-from megavis.commands import evaluate_images
+from megavis.commands import evaluate
 from megavis.data.format.files import sha256_of_file
 from megavis.evaluation.images.feature_networks import (
     EfficientNetFeatures,
@@ -31,7 +31,7 @@ CPU, NAME = ["--device", "cpu"], "efficientnet-lite0"
 @pytest.fixture(autouse=True)
 def network(monkeypatch):
     network = Small()
-    monkeypatch.setattr(evaluate_images, "open_network", lambda *_: network)
+    monkeypatch.setattr(evaluate, "open_network", lambda *_: network)
     return network
 
 

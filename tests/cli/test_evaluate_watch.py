@@ -11,7 +11,7 @@ from small_network import Small
 
 from megavis.checkpoint.format.folder import step_folder
 from megavis.cli import main
-from megavis.commands import evaluate_images, evaluate_watch
+from megavis.commands import evaluate, evaluate_watch
 from megavis.config.evaluation import EvaluationConfig
 from megavis.config.load import load_config
 from megavis.evaluation.feature_cache import cached_features
@@ -58,7 +58,7 @@ def test_checkpoints_are_evaluated_once(run_folder, copied, capsys):
 
 
 def test_frechet_distance_matches_evaluate_samples(copied, shards, tmp_path, monkeypatch, capsys):
-    for command in (evaluate_watch, evaluate_images):
+    for command in (evaluate_watch, evaluate):
         monkeypatch.setattr(command, "open_network", lambda *_: Small())
     reference, npz, out = (tmp_path / name for name in ("reference.npz", "drawn.npz", "out.json"))
     words = ["--num-images", "30", "--out", str(reference)]

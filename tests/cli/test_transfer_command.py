@@ -10,7 +10,7 @@ import pytest
 
 from data_tools.__main__ import main as data_tools
 from megavis.cli import main
-from megavis.commands.transfer import LabelledFolders, read_data_sets
+from megavis.commands.probe import LabelledFolders, read_data_sets
 from megavis.config.errors import UserError
 
 pytestmark = pytest.mark.once

@@ -106,7 +106,7 @@ def add_transfer(parser: argparse.ArgumentParser) -> None:
     add_feature_arguments(parser)
     add_layout_argument(parser)
     parser.add_argument("--out", type=Path, help="folder; default: RUN/evaluation")
-    parser.set_defaults(run="transfer:run")
+    parser.set_defaults(run="probe:probe_data_sets")
 
 
 def add_features(parser: argparse.ArgumentParser) -> None:

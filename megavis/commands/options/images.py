@@ -179,7 +179,7 @@ def _add_samples(verbs: Any) -> None:
     )
     add_network_arguments(samples)
     add_image_file_arguments(samples)
-    samples.set_defaults(run="evaluate_images:evaluate_samples")
+    samples.set_defaults(run="evaluate:evaluate_samples")
     statistics = verbs.add_parser(
         "statistics",
         help="feature statistics of real images, for later comparisons",
@@ -202,7 +202,7 @@ def _add_samples(verbs: Any) -> None:
     )
     add_network_arguments(statistics)
     add_image_file_arguments(statistics)
-    statistics.set_defaults(run="evaluate_images:write_reference")
+    statistics.set_defaults(run="evaluate:write_reference")
 
 
 def _add_class_accuracy(verbs: Any) -> None:
@@ -237,7 +237,7 @@ def _add_class_accuracy(verbs: Any) -> None:
         "--seed", type=non_negative, default=0, help="random seed of the classifier"
     )
     add_device(parser)
-    parser.set_defaults(run="evaluate_images:evaluate_classes")
+    parser.set_defaults(run="evaluate:evaluate_classes")
 
 
 def _add_reconstruction(verbs: Any) -> None:
@@ -252,7 +252,7 @@ def _add_reconstruction(verbs: Any) -> None:
     add_image_arguments(parser, num_images=5000)
     add_perceptual_arguments(parser)
     add_network_arguments(parser)
-    parser.set_defaults(run="evaluate_images:evaluate_reconstruction")
+    parser.set_defaults(run="evaluate:evaluate_reconstruction")
 
 
 def _add_label_maps(verbs: Any) -> None:
@@ -277,7 +277,7 @@ def _add_label_maps(verbs: Any) -> None:
             "--batch-size", type=positive, default=32, help="images per batch; default: 32"
         )
         add_options(parser)
-        parser.set_defaults(run=f"evaluate_label_maps:evaluate_{kind}")
+        parser.set_defaults(run=f"evaluate:evaluate_{kind}")
 
 
 def _add_watch(verbs: Any) -> None:

@@ -239,7 +239,7 @@ def add_params(parser: argparse.ArgumentParser) -> None:
         "--processes", type=positive, help="also print the memory of each of N processes"
     )
     add_json(parser)
-    parser.set_defaults(run="params:run", check=_check_params)
+    parser.set_defaults(run="plan:count", check=_check_params)
 
 
 def _check_params(args: argparse.Namespace) -> None:
