@@ -1,4 +1,4 @@
-"""`verify` reads every byte of a shard folder and reports errors; `inspect` draws a contact sheet."""
+"""`verify` reads every byte of a shard folder; `inspect` draws a contact sheet of it."""
 
 from __future__ import annotations
 
