@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from megavis.composition.autoencoder_config import AutoencoderConfig
+from megavis.composition.shared_keys import AutoencoderConfig
 from megavis.composition.tokens import blank_batch
 from megavis.composition.trainable import Backbone, SequenceBatch, Trainable
 from megavis.data.format.manifest import Manifest

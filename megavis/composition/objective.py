@@ -14,7 +14,7 @@ from typing import Any, ClassVar, final
 
 from torch import Tensor, nn
 
-from megavis.composition.second_stack import SecondStack
+from megavis.composition.encoder_decoder import SecondStack
 from megavis.composition.trainable import Backbone, SequenceBatch, Trainable
 from megavis.config.choices import PositionKind
 from megavis.config.errors import UserError

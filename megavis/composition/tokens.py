@@ -2,8 +2,8 @@
 
 - `Colors`: palette ids, one per pixel.
 - `Patches`: squares of standardised pixels. `Frames`: frames of a spectrogram.
-- `TokenIds`: codebook ids, from shards or from a frozen tokenizer (`codebook.py`).
-- `Latents`: real-valued, drawn from a frozen VAE's posterior (`latents.py`).
+- `TokenIds`: codebook ids, from shards or from a frozen tokenizer (`encoded_tokens.py`).
+- `Latents`: real-valued, drawn from a frozen VAE's posterior (`encoded_tokens.py`).
 
 Legend: b images, n tokens of an image, d values of a token, v vocabulary size, H and W pixels, h
 hidden size.

@@ -14,8 +14,8 @@ from functools import cached_property, partial
 from torch import nn
 
 from megavis.composition.asking import TRANSFORMED, Asking
-from megavis.composition.codebook import TokenIds
 from megavis.composition.condition import Condition
+from megavis.composition.encoded_tokens import TokenIds
 from megavis.composition.objective import Objective
 from megavis.composition.reader import Reader, Role, Slot
 from megavis.composition.tokens import Colors, Patches, Tokens

@@ -27,7 +27,7 @@ from megavis.checkpoint.format.manifest import (
 from megavis.checkpoint.format.tensor_reader import read_weights
 from megavis.checkpoint.state.save import write_tensors
 from megavis.composition.composition import Composition
-from megavis.composition.pooled_features import PooledFeatures
+from megavis.composition.condition import PooledFeatures
 from megavis.composition.reader import Reader
 from megavis.config.errors import UserError
 from megavis.config.load import dump_config

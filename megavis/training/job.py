@@ -9,7 +9,7 @@ from pathlib import Path
 
 from deepspeed.accelerator import get_accelerator
 
-from megavis.composition.pretrained_encoder import KEY, PretrainedEncoder
+from megavis.composition.encoded_image import KEY, PretrainedEncoder
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import NOT_ALLOWED, UserError
 from megavis.config.load import LoadedConfig

@@ -23,7 +23,7 @@ from megavis.checkpoint.state.restore import (
     start_encoder,
 )
 from megavis.checkpoint.state.save import Snapshot, TrainingProgress
-from megavis.composition.pretrained_encoder import PretrainedEncoder
+from megavis.composition.encoded_image import PretrainedEncoder
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UnfinishedError
 from megavis.config.load import LoadedConfig, dump_config

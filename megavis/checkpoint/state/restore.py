@@ -21,7 +21,7 @@ from megavis.checkpoint.state.parameter_states import (
     logical_shape,
     set_gathered,
 )
-from megavis.composition.pretrained_encoder import PretrainedEncoder
+from megavis.composition.encoded_image import PretrainedEncoder
 from megavis.config.errors import UserError
 from megavis.model.declarations import starts_fresh
 from megavis.model.positions import LEARNED, is_grid, resize_table

@@ -13,16 +13,13 @@ import torch
 from torch import nn
 
 from megavis.composition.asking import TRANSFORMED, Asking, InContext, Mask, Query, Shift
-from megavis.composition.codebook import TokenIds
 from megavis.composition.composition import Composition
-from megavis.composition.condition import Condition, Labels
+from megavis.composition.condition import Condition, Labels, PooledFeatures
 from megavis.composition.encoded_image import EncodedImage
-from megavis.composition.latents import Latents
-from megavis.composition.pooled_features import PooledFeatures
+from megavis.composition.encoded_tokens import Latents, TokenIds
+from megavis.composition.encoder_decoder import SecondStack, Visible
 from megavis.composition.reader import Role
-from megavis.composition.second_stack import SecondStack
 from megavis.composition.tokens import Colors, Frames, Patches, Tokens, Vectors
-from megavis.composition.visible import Visible
 from megavis.config.choices import PositionKind
 from megavis.densities.categorical import Categorical
 from megavis.densities.decoders import DecoderSpec, PatchHead

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from functools import cached_property, partial
 
 from megavis.composition.asking import Asking, Query, Shift
-from megavis.composition.codebook import TokenIds
 from megavis.composition.composition import Composition
+from megavis.composition.encoded_tokens import TokenIds
 from megavis.composition.tokens import Patches
 from megavis.data.format.manifest import Manifest
 from megavis.densities.categorical import Categorical

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 
-from megavis.composition.encoded_image import EncodedImage
-from megavis.composition.pretrained_encoder import PretrainedEncoder
+from megavis.composition.encoded_image import EncodedImage, PretrainedEncoder
 from megavis.composition.reader import Role
 from megavis.composition.trainable import Likelihood
 from megavis.model.encoder import EncoderSizes

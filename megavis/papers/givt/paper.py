@@ -19,7 +19,7 @@ from torch import nn
 from megavis.composition.asking import TRANSFORMED, Asking, Shift
 from megavis.composition.composition import Composition
 from megavis.composition.condition import Condition, Labels
-from megavis.composition.latents import Latents
+from megavis.composition.encoded_tokens import Latents
 from megavis.composition.reader import Role
 from megavis.composition.trainable import Likelihood
 from megavis.densities.gaussians import CorrelatedGaussian, GaussianMixture, Gaussians

@@ -15,10 +15,9 @@ from collections.abc import Mapping
 from functools import cached_property, partial
 
 from megavis.composition.asking import Query
-from megavis.composition.codebook import TokenIds
 from megavis.composition.composition import Composition
-from megavis.composition.condition import Condition, LearnedTokens
-from megavis.composition.pooled_features import PooledFeatures
+from megavis.composition.condition import Condition, LearnedTokens, PooledFeatures
+from megavis.composition.encoded_tokens import TokenIds
 from megavis.composition.reader import Role
 from megavis.composition.tokens import Patches
 from megavis.densities.categorical import Categorical

@@ -10,9 +10,8 @@ from __future__ import annotations
 from functools import cached_property
 
 from megavis.composition.composition import Composition
-from megavis.composition.second_stack import SecondStack
+from megavis.composition.encoder_decoder import SecondStack, Visible
 from megavis.composition.tokens import Patches
-from megavis.composition.visible import Visible
 from megavis.densities.squared_error import SquaredError
 from megavis.model.embeddings import TokenHead
 from megavis.papers.mae.config import MAEConfig

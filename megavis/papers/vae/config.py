@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from megavis.composition.autoencoder_config import AutoencoderConfig
+from megavis.composition.shared_keys import AutoencoderConfig
 from megavis.config.schema import Positive
 from megavis.config.section import AtLeast0
 from megavis.tokenizers.shapes import VAEShape
