@@ -22,8 +22,7 @@ from data_tools.shard_tasks import Encoded, ShardEncoder
 from data_tools.source_formats import add_source_arguments, open_source
 from data_tools.sources import SourceImage
 from megavis.config.errors import UserError
-from megavis.data.codecs.arrays import LatentsCodec
-from megavis.data.codecs.codec import IdsCodec
+from megavis.data.codecs.codec import IdsCodec, LatentsCodec
 
 if TYPE_CHECKING:  # torch is slow to import, and only needed for encoding
     from torch import Tensor

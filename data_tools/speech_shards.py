@@ -30,9 +30,8 @@ from data_tools.jobs import add_job_arguments, run_job
 from data_tools.shard_tasks import Encoded, ShardEncoder, encode_each
 from data_tools.sources import FileSource, SourceFile, SourceImage
 from megavis.config.errors import UserError
-from megavis.data.codecs.arrays import RecordingsCodec
-from megavis.data.codecs.cepstra import HOP, SAMPLE_RATE
-from megavis.data.codecs.sound import write_noises
+from megavis.data.codecs.codec import RecordingsCodec
+from megavis.data.codecs.sound import HOP, SAMPLE_RATE, write_noises
 
 LISTS = {"validation": "validation_list.txt", "test": "testing_list.txt"}
 NOISE, UNKNOWN, SILENCE = "_background_noise_", "_unknown_", "_silence_"

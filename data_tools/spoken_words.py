@@ -19,7 +19,7 @@ from data_tools.job_report import ProgressBar, say
 from data_tools.made_folder import make_folder
 from data_tools.speech_shards import LISTS
 from megavis.config.errors import UserError
-from megavis.data.codecs.cepstra import SAMPLE_RATE
+from megavis.data.codecs.sound import SAMPLE_RATE
 
 RECORD_NAME = "words.json"
 WORDS = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go")

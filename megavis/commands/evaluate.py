@@ -27,13 +27,15 @@ from megavis.data.format.files import write_json
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches
 from megavis.evaluation.images.classifier import class_accuracies, fit_classifier
-from megavis.evaluation.images.depth_errors import DepthErrors
 from megavis.evaluation.images.feature_networks import FeatureNetwork, open_network
 from megavis.evaluation.images.generation import (
     MANIFOLD_COUNT,
     FeatureCollector,
     FeatureSummary,
     compare,
+    holds_statistics,
+    read_statistics,
+    write_statistics,
 )
 from megavis.evaluation.images.image_files import (
     Images,
@@ -43,13 +45,8 @@ from megavis.evaluation.images.image_files import (
     image_batches,
     open_images,
 )
-from megavis.evaluation.images.panoptic_quality import PanopticQuality
-from megavis.evaluation.images.reconstruction import Distances, PairScores, reconstructions
-from megavis.evaluation.images.statistics_files import (
-    holds_statistics,
-    read_statistics,
-    write_statistics,
-)
+from megavis.evaluation.images.label_map_metrics import DepthErrors, PanopticQuality
+from megavis.evaluation.images.pair_metrics import Distances, PairScores, reconstructions
 from megavis.model.autoencoder_losses import open_perceptual
 from megavis.notebook import Run
 from megavis.parallel.device import choose_device, set_arithmetic

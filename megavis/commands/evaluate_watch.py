@@ -34,15 +34,18 @@ from megavis.config.load import load_config
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import read_round_robin
 from megavis.evaluation.images.feature_networks import open_network
-from megavis.evaluation.images.generation import FeatureCollector, ImageSetComparison, compare
-from megavis.evaluation.images.statistics_files import read_statistics
+from megavis.evaluation.images.generation import (
+    FeatureCollector,
+    ImageSetComparison,
+    compare,
+    read_statistics,
+)
 from megavis.evaluation.likelihood import mean_loss
 from megavis.evaluation.linear import HeldOutSplit, best_layer, score_layers
 from megavis.evaluation.neighbors import accuracy_by_layer
 from megavis.evaluation.probe import Pair, ProbeData, ProbeSettings
 from megavis.notebook import Run
-from megavis.sampling.grids import save_png
-from megavis.sampling.pictures import Gallery
+from megavis.sampling.pictures import Gallery, save_png
 from megavis.training.metrics import read_json_lines
 from megavis.training.search.trial import is_finished
 

@@ -23,7 +23,7 @@ from megavis.commands.opening import (
 from megavis.commands.options.shared import refuse_options
 from megavis.commands.quiet import quietly
 from megavis.config.errors import UserError
-from megavis.evaluation.feature_cache import (
+from megavis.evaluation.features import (
     FOLDER,
     CachedFile,
     FeatureCache,

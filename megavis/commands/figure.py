@@ -41,14 +41,13 @@ from megavis.data.loading.leakage import check_no_overlap
 from megavis.data.loading.loader import read_round_robin
 from megavis.evaluation import figures, neighbors
 from megavis.evaluation.figures import FigureInput, RenderedFigure, Row, write_png, write_table
-from megavis.evaluation.images.completions import score_completions
+from megavis.evaluation.images.pair_metrics import score_completions
 from megavis.evaluation.likelihood import CheckpointScore, score_checkpoint
 from megavis.evaluation.neighbors import NeighborAccuracy
 from megavis.evaluation.probe import ProbeSettings, score_pixels
 from megavis.evaluation.probe_result import ProbeResult
 from megavis.notebook import Run
-from megavis.sampling.grids import completion_grid, save_png
-from megavis.sampling.pictures import pixels_of
+from megavis.sampling.pictures import completion_grid, pixels_of, save_png
 
 
 def draw_depth(args: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ from megavis.data.codecs.transforms import evaluation_transform
 from megavis.data.loading import leakage
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.leakage import Shards
-from megavis.evaluation.feature_cache import identity_of_network
+from megavis.evaluation.features import identity_of_network
 from megavis.notebook import Run
 from megavis.parallel.context import close_context, current_context
 

@@ -24,7 +24,7 @@ from megavis.config.parallel import ParallelConfig
 from megavis.config.schema import RunConfig
 from megavis.config.yaml_tree import BASED_ON, ConfigSource, apply_override, dump_tree
 from megavis.data.format.files import write_atomically
-from megavis.model.parts import StackSize
+from megavis.model.stack import StackSize
 from megavis.papers import build_objective
 from megavis.parallel.context import open_context
 from megavis.parallel.launch import read_launch

@@ -34,9 +34,8 @@ from megavis.config.schema import ConfigIssue
 from megavis.config.section import Section
 from megavis.config.yaml_tree import ConfigSource, read_tree
 from megavis.data.loading.leakage import Shards
-from megavis.evaluation.concatenation import ConcatenatedScore
-from megavis.evaluation.feature_cache import FeatureCache
-from megavis.evaluation.linear import RECIPES, LayerScore
+from megavis.evaluation.features import FeatureCache
+from megavis.evaluation.linear import RECIPES, ConcatenatedScore, LayerScore
 from megavis.evaluation.networks import Network
 from megavis.evaluation.probe import Pair, ProbeData, ProbeSettings
 from megavis.evaluation.probe_result import ProbeResult

@@ -33,9 +33,8 @@ from megavis.evaluation.moments import compare, largest_differences
 from megavis.notebook import Run
 from megavis.parallel.context import open_context
 from megavis.parallel.launch import read_launch
-from megavis.sampling.grids import save_png
 from megavis.sampling.npz import write_npz
-from megavis.sampling.pictures import Gallery, picture, picture_of_rounds
+from megavis.sampling.pictures import Gallery, picture, picture_of_rounds, save_png
 from megavis.sampling.sampler import Sampler
 from megavis.tokenizers.palette import Palette
 

@@ -30,8 +30,7 @@ from megavis.data.loading.batch import Batch
 from megavis.model.core import MEMORY
 from megavis.model.flops import Workload
 from megavis.model.layer_state import LayerState, PackedState
-from megavis.model.parts import stacks_of
-from megavis.model.stack import LayerPlan
+from megavis.model.stack import LayerPlan, stacks_of
 from megavis.schedules.orders import gather_tokens, to_raster
 from megavis.schedules.schedule import Arrangement, Question
 from megavis.tokenizers.patches import to_grid

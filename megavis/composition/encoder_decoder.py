@@ -21,8 +21,7 @@ from megavis.model.core import Core
 from megavis.model.embeddings import grid_positions
 from megavis.model.flops import Workload
 from megavis.model.init import filled, normal
-from megavis.model.parts import Bridge, block_plans, bridge_plan
-from megavis.model.stack import LayerPlan
+from megavis.model.stack import Bridge, LayerPlan, block_plans, bridge_plan
 from megavis.model.visibility import VisibilityKind
 from megavis.schedules.schedule import Arrangement, Question
 

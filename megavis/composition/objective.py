@@ -26,8 +26,7 @@ from megavis.model.dropout import SAMPLES, carries_samples
 from megavis.model.flops import Workload
 from megavis.model.heads import Head
 from megavis.model.init import Initialization
-from megavis.model.parts import block_plans, model_flops, stacks_of
-from megavis.model.stack import LayerPlan
+from megavis.model.stack import LayerPlan, block_plans, model_flops, stacks_of
 from megavis.model.visibility import VisibilityKind
 from megavis.parallel.context import ParallelContext
 from megavis.schedules.schedule import Schedule

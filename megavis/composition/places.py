@@ -13,9 +13,9 @@ from torch import Tensor
 
 from megavis.composition.asking import Asking, InContext
 from megavis.composition.tokens import Frames, Patches, Tokens
+from megavis.densities.categorical import Place
 from megavis.densities.density import Density
-from megavis.densities.place import Place
-from megavis.schedules.random_masking import RandomMasking
+from megavis.schedules.masked import RandomMasking
 from megavis.schedules.schedule import Schedule
 
 

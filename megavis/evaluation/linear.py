@@ -1,8 +1,9 @@
-"""Linear classifiers on fixed features.
+"""Linear classifiers on fixed features of one layer, or of several concatenated layers.
 
 iGPT, sections 2.4 and 3.4: logistic regression by L-BFGS. Layer and strength of the L2 penalty are
 selected on a held-out part of the training features; then the classifier is fitted on all of them
-(section 3.1) and evaluated once on the validation set.
+(section 3.1) and evaluated once on the validation set. Section 4.4: "we concatenate features from 5
+layers centered at the best single layer".
 
 The paper uses scikit-learn's L-BFGS and mentions neither standardization nor a penalty: `PLAIN`
 takes unchanged features and scikit-learn's default penalty.
@@ -302,3 +303,85 @@ def _settings_of_fits(x: np.ndarray) -> Iterator[None]:
         # A weak penalty on separable features converges very slowly; the result is good enough.
         warnings.simplefilter("ignore", ConvergenceWarning)
         yield
+
+
+@dataclass(frozen=True)
+class ConcatenatedScore:
+    """The score of a classifier on several layers' features.
+
+    Attributes:
+        features: `trained` or `untrained`.
+        layers: the adjacent layers.
+        num_features: their total width.
+        penalty: the chosen weight of the L2 penalty.
+        selection_accuracy: see `LayerScore`.
+        selection_loss: see `LayerScore`.
+        accuracy: see `LayerScore`.
+        vote_accuracy: see `LayerScore`.
+    """
+
+    features: str
+    layers: tuple[int, ...]
+    num_features: int
+    penalty: float
+    selection_accuracy: float
+    selection_loss: float
+    accuracy: float
+    vote_accuracy: float | None
+
+
+def adjacent_layers(centre: int, *, count: int, num_features: int) -> tuple[int, ...]:
+    """Return `count` adjacent layers of 0 .. `num_features` - 1, centered if possible.
+
+    At either end of the network the window is shifted inward.
+
+    Raises:
+        UserError: there are fewer layers.
+    """
+    if not 0 < count <= num_features:
+        raise UserError(
+            f"--concatenate {count}: the network has features of {num_features} layers;"
+            f" choose a number from 1 to {num_features}"
+        )
+    first = min(max(centre - count // 2, 0), num_features - count)
+    return tuple(range(first, first + count))
+
+
+def score_concatenated(
+    name: str,
+    train: LabelledFeatures,
+    validation: LabelledFeatures,
+    selection: HeldOutSplit,
+    *,
+    centre: int,
+    count: int,
+    recipe: FitRecipe = STANDARDIZED,
+) -> ConcatenatedScore:
+    """Score `count` concatenated adjacent layers by the same procedure as a single layer.
+
+    Args:
+        name: name of the features, for the record.
+        train: features for fitting.
+        validation: features for evaluation only.
+        selection: split of `train`.
+        centre: the best single layer.
+        count: number of layers.
+        recipe: of the fits.
+
+    Raises:
+        UserError: there are fewer layers.
+    """
+    layers = adjacent_layers(centre, count=count, num_features=len(train.layers))
+    together = train.concatenated(layers)
+    others = validation.concatenated(layers)
+    score: LayerScore = score_layers(together, others, selection, recipe=recipe)[0]
+    return ConcatenatedScore(
+        features=name,
+        layers=layers,
+        num_features=together.layers.shape[-1],
+        penalty=score.penalty,
+        selection_accuracy=score.selection_accuracy,
+        selection_loss=score.selection_loss,
+        accuracy=score.accuracy,
+        vote_accuracy=score.vote_accuracy,
+    )

@@ -19,8 +19,7 @@ from torch import Tensor
 from megavis.composition.trainable import Trainable
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import round_robin_batches
-from megavis.evaluation.feature_cache import FeatureCache, identity_of_data
-from megavis.evaluation.features import LabelledFeatures, view_of
+from megavis.evaluation.features import FeatureCache, LabelledFeatures, identity_of_data, view_of
 from megavis.model.inference import Inference
 from megavis.parallel.context import ParallelContext
 

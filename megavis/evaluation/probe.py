@@ -15,15 +15,16 @@ import numpy as np
 from megavis.config.errors import UserError
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.leakage import Shards, check_no_overlap
-from megavis.evaluation.concatenation import ConcatenatedScore, score_concatenated
 from megavis.evaluation.features import LabelledFeatures, pixel_features
 from megavis.evaluation.linear import (
     STANDARDIZED,
+    ConcatenatedScore,
     FitRecipe,
     HeldOutSplit,
     LayerScore,
     best_layer,
     divide,
+    score_concatenated,
     score_layers,
 )
 from megavis.evaluation.low_data import LowDataScore, score_low_data

@@ -13,8 +13,7 @@ from pydantic import TypeAdapter
 
 from megavis.config.errors import UserError
 from megavis.data.format.files import write_json
-from megavis.evaluation.concatenation import ConcatenatedScore
-from megavis.evaluation.linear import LayerScore, best_layer
+from megavis.evaluation.linear import ConcatenatedScore, LayerScore, best_layer
 from megavis.evaluation.low_data import LowDataScore
 
 

@@ -1,4 +1,13 @@
-"""Activation functions of the papers' MLPs."""
+"""Activation functions of the papers' MLPs, and their recomputation in the backward pass.
+
+Norms and activation functions are recomputed, never matrix products. Megatron-Core's
+`recompute_modules`, whose implementation needs CUDA, does the same. The output of such a function
+takes as much memory as its input, and is kept only because the matrix product that reads it needs
+it for the gradient of its weight.
+
+"Reducing Activation Recomputation in Large Transformer Models", section 5, recomputes what takes
+much memory and few operations, there the scores of attention. No kernel stores those any more.
+"""
 
 from __future__ import annotations
 
@@ -53,3 +62,64 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": gelu_tanh,
 }
 """Activations by their names in `model.activation`."""
+
+
+Branch = tuple[Tensor, Tensor | None]
+"""Output of a branch of a block or of a matrix product, and a bias that the caller adds."""
+
+
+def with_recomputed(
+    function: Callable[[Tensor], Tensor], x: Tensor, use: Callable[[Tensor], Branch]
+) -> Branch:
+    """Return `use(function(x))`; only `x` is kept of `function`, which is computed anew.
+
+    Args:
+        function: draws no random numbers. Its parameters accumulate their gradients.
+        x: its input.
+        use: must be done with its argument, but for the gradient, when it returns. The gradient of
+            its first result starts the recomputation.
+    """
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return use(function(x))
+    middle = _Forgotten.apply(function, x)
+    used = use(middle)
+    _free(middle, until=used[0])
+    return used
+
+
+class _Forgotten(torch.autograd.Function):
+    """A function of which only the input is kept; `_free` adds what the backward pass needs."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(x)
+        return function(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None]:
+        x, again = ctx.repeated
+        ctx.repeated = None
+        torch.autograd.backward(again, gradient)
+        return None, x.grad
+
+
+def _free(middle: Tensor, *, until: Tensor) -> None:
+    """Free the memory of an output of `_Forgotten` until the gradient of another tensor arrives."""
+    node: Any = middle.grad_fn
+    storage = middle.untyped_storage()
+    size = storage.nbytes()
+
+    def restore(_: Tensor) -> None:
+        (saved,) = node.saved_tensors
+        x = saved.detach().requires_grad_()
+        with torch.enable_grad():
+            again = node.function(x)
+        node.repeated = x, again
+        # In place of the tensor's own data, which autograd would notice.
+        storage.resize_(size)
+        storage.copy_(again.untyped_storage())
+
+    storage.resize_(0)
+    until.register_hook(restore)

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megavis.config.schema import ModelConfig, RunConfig
-from megavis.model.activations import ACTIVATIONS
+from megavis.model.activations import ACTIVATIONS, Branch, with_recomputed
 from megavis.model.attention import Attention, CrossAttention
 from megavis.model.context_parallel import all_tokens, own_tokens
 from megavis.model.dropout import SAMPLES, SplitDropout, add_to_residual, draw_kept, drop_path_of
 from megavis.model.init import Initialization
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.norms import GainNorm, Norm
-from megavis.model.recompute import Branch, with_recomputed
 from megavis.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megavis.model.visibility import (
     AttentionContext,

@@ -27,9 +27,8 @@ from megavis.model.embeddings import LastNorm, PatchEmbedding, ReplicatedLinear,
 from megavis.model.flops import Workload
 from megavis.model.init import Initialization, normal, truncated_normal, xavier_uniform
 from megavis.model.layer_state import LayerState, PackedState
-from megavis.model.parts import block_plans
 from megavis.model.positions import Positions
-from megavis.model.stack import LayerPlan
+from megavis.model.stack import LayerPlan, block_plans
 from megavis.tokenizers.patches import patchify
 
 ROWS = "rows"

@@ -1,23 +1,30 @@
-"""The model as a list of layers, for every engine.
+"""The model as a list of layers, for every engine: stacks of blocks, and bridges between them.
 
 With one pipeline stage the list is an ordinary module; with several, DeepSpeed's `PipelineModule`
 takes the same list. Each layer is seeded by its name, so its weights do not depend on which process
-builds it or on the order of building.
+builds it or on the order of building. Stacks may differ in width, heads, visibility and number of
+tokens. FLOPs and the division into pipeline stages are derived from the list.
+
+Legend: b images, s tokens, h hidden size of the lower stack, w hidden size of the upper stack.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol, cast
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from megavis.model.core import Core
+from megavis.model.core import Block, Core
 from megavis.model.declarations import ParamGroupOptions, add_options
+from megavis.model.embeddings import LastNorm, ReplicatedLinear, to_stream
 from megavis.model.flops import Workload, forward_flops
-from megavis.model.layer_state import PackedState
+from megavis.model.init import Fill, xavier_uniform
+from megavis.model.layer_state import LayerState, PackedState
 from megavis.parallel.random import seeded
 
 Predictions = Tensor | tuple[Tensor, ...]
@@ -171,3 +178,185 @@ class LocalLayers:
             for name, buffer in module.named_buffers():
                 if name in kept:
                     yield f"{plan.name}.{name}", buffer
+
+
+class Bridge(nn.Module):
+    """Connects two stacks: the final norm of the lower one, and a linear map to the upper width.
+
+    Under sequence and context parallelism it gathers all tokens on every process, and splits its
+    output again.
+    """
+
+    def __init__(self, below: Core, above: Core, fill: Fill = xavier_uniform) -> None:
+        super().__init__()
+        self.below, self.above = below, above
+        self.norm = LastNorm(below)
+        self.linear = ReplicatedLinear(below.model.hidden_size, above.model.hidden_size, fill)
+
+    @property
+    def core(self) -> Core:
+        """The core of the lower stack."""
+        return self.below
+
+    @property
+    def feature_norm(self) -> LastNorm:
+        """The final norm of the lower stack."""
+        return self.norm
+
+    def forward(self, state: PackedState) -> PackedState:
+        """Map `[s, b, h]` to `[s', b, w]`, with the tensors that the upper stack carries."""
+        stream = LayerState.unpack(state, self.below.carried_names)
+        hidden = self.linear(self.norm.whole(stream.hidden))
+        hidden, carried = self.enter(hidden, stream.carried)
+        named = {name: carried[name] for name in self.above.carried_names}
+        return LayerState(to_stream(hidden, self.above), named).pack()
+
+    def enter(
+        self, hidden: Tensor, carried: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return the tokens `[b, s', w]` of the upper stack, and the tensors that it carries.
+
+        Override to add mask tokens and positions.
+
+        Args:
+            hidden: `[b, s, w]`, complete on every process.
+            carried: the tensors that the lower stack carries.
+        """
+        return hidden, carried
+
+
+def block_plans(
+    core: Core,
+    work: Workload,
+    *,
+    seed: int,
+    depth: int,
+    deepens: bool = True,
+    gives_features: bool = False,
+    phase: Phase = "step",
+    num_passing: int = 0,
+) -> list[LayerPlan]:
+    """Return the blocks of a stack.
+
+    Args:
+        core: core of the stack.
+        work: workload of an image; `num_outputs` are the outputs per token of the head or bridge
+            above the stack.
+        seed: the run's seed.
+        depth: depth of the first block; see `LayerPlan`.
+        deepens: whether depth increases from block to block.
+        gives_features: see `LayerPlan`.
+        phase: see `LayerPlan`.
+        num_passing: see `PlannedStack`.
+    """
+    stack = PlannedStack(core, work, num_passing)
+    return [
+        LayerPlan(
+            f"{core.stack.name}.{i}",
+            partial(Block, core, i + 1),
+            seed,
+            depth + i * deepens,
+            stack=stack,
+            gives_features=gives_features,
+            phase=phase,
+        )
+        for i in range(core.model.num_layers)
+    ]
+
+
+def bridge_plan(name: str, build: Callable[[], Bridge], *, seed: int, depth: int) -> LayerPlan:
+    """Return a bridge as a feature layer; its matrix is part of the lower stack's workload."""
+    return LayerPlan(name, build, seed, depth, gives_features=True)
+
+
+def stacks_of(plans: Iterable[LayerPlan]) -> list[PlannedStack]:
+    """Return the stacks of a model, from bottom to top."""
+    return [plan.stack for plan, _ in distinct_layers(plans) if plan.stack is not None]
+
+
+def distinct_layers(plans: Iterable[LayerPlan]) -> Iterator[tuple[LayerPlan, int]]:
+    """Yield one block of each stack with the number of its blocks, and all other layers with 1."""
+    for stack, group in itertools.groupby(plans, lambda plan: plan.stack):
+        layers = list(group)
+        if stack is None:
+            yield from ((plan, 1) for plan in layers)
+        else:
+            yield layers[0], len(layers)
+
+
+@dataclass(frozen=True)
+class StackSize:
+    """Sizes of a stack of blocks, for tables.
+
+    Attributes:
+        name: prefix of its parameter names.
+        num_layers: number of blocks.
+        hidden_size: width of the residual stream.
+        num_heads: attention heads.
+        num_tokens: tokens of an image.
+        flops: FLOPs of a training step for one image, including the head or bridge above.
+        phase: when it runs in generation.
+    """
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_tokens: int
+    flops: float
+    phase: Phase
+
+    @classmethod
+    def of(cls, stack: PlannedStack, phase: Phase, inside: str = "") -> StackSize:
+        """Return the sizes of a stack; `inside` is the name of its enclosing layer and a dot."""
+        model = stack.core.model
+        return cls(
+            name=f"{inside}{stack.core.stack.name}",
+            num_layers=model.num_layers,
+            hidden_size=model.hidden_size,
+            num_heads=model.num_attention_heads,
+            num_tokens=stack.work.num_tokens,
+            flops=3 * stack.flops,
+            phase=phase,
+        )
+
+
+def stack_sizes(plans: Iterable[LayerPlan]) -> list[StackSize]:
+    """Return all stacks of a model from bottom to top, including those inside other layers."""
+    found = []
+    for plan, _ in distinct_layers(plans):
+        if plan.stack is not None:
+            found.append(StackSize.of(plan.stack, plan.phase))
+        if plan.inner is not None:
+            found.append(StackSize.of(plan.inner, plan.phase, inside=f"{plan.name}."))
+    return found
+
+
+def model_flops(plans: Sequence[LayerPlan]) -> float:
+    """Return the FLOPs of one image's forward and backward pass."""
+    stacks = sum(stack.flops for stack in stacks_of(plans))
+    return 3 * (stacks + sum(plan.own_flops for plan in plans))
+
+
+def block_weights(plans: Sequence[LayerPlan]) -> tuple[list[int], list[float]]:
+    """Return the index of each block in a list of layers, and its cost for balancing a pipeline.
+
+    The cost of a block is the average of its stack, in units of a block of the first stack. Other
+    layers belong to the preceding block, and the first layer to the following one; their cost
+    counts only if no stack's workload includes it: decoders do, maps of tokens do not.
+    """
+    places = [i for i, plan in enumerate(plans) if plan.stack is not None]
+    costs = [_block_flops(stack) for i in places if (stack := plans[i].stack) is not None]
+    starts = [0, *places[1:], len(plans)]
+    others = (
+        sum(plan.own_flops for plan in plans[start:end])
+        for start, end in itertools.pairwise(starts)
+    )
+    weights = [(cost + other) / costs[0] for cost, other in zip(costs, others, strict=True)]
+    return places, weights
+
+
+def _block_flops(stack: PlannedStack) -> float:
+    model, work = stack.core.model, stack.work
+    head = 2 * work.num_read * model.hidden_size * work.num_outputs
+    return (stack.flops - head) / model.num_layers

@@ -24,8 +24,7 @@ from megavis.composition.trainable import SequenceBatch, Trainable
 from megavis.config.schema import RunConfig
 from megavis.model.attention import Attention
 from megavis.model.layer_state import LayerState, PackedState
-from megavis.model.parts import distinct_layers
-from megavis.model.stack import LayerPlan, PlannedStack, Predictions
+from megavis.model.stack import LayerPlan, PlannedStack, Predictions, distinct_layers
 from megavis.papers import build_objective
 from megavis.parallel.context import close_context, open_virtual_context
 from megavis.planning.layouts import LayoutKey, layout_key

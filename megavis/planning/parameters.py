@@ -12,8 +12,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from megavis.composition.trainable import Trainable
-from megavis.model.parts import StackSize, block_weights, distinct_layers, stack_sizes, stacks_of
-from megavis.model.stack import LayerPlan
+from megavis.model.stack import (
+    LayerPlan,
+    StackSize,
+    block_weights,
+    distinct_layers,
+    stack_sizes,
+    stacks_of,
+)
 from megavis.parallel.tensors import partition_dimension
 from megavis.planning.stages import balanced_bounds
 

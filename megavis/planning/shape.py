@@ -13,8 +13,7 @@ from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.config.schema import RunConfig
 from megavis.model.flops import Workload
-from megavis.model.parts import stacks_of
-from megavis.model.stack import PlannedStack
+from megavis.model.stack import PlannedStack, stacks_of
 from megavis.model.visibility import VisibilityKind
 from megavis.planning.boundary_activations import DTYPES, BoundaryActivations
 from megavis.planning.layouts import Layout, LayoutKey

@@ -7,8 +7,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from megavis.model.parts import block_weights
-from megavis.model.stack import LayerPlan
+from megavis.model.stack import LayerPlan, block_weights
 
 
 def stage_bounds(plans: Sequence[LayerPlan], num_stages: int) -> list[int]:

@@ -14,7 +14,7 @@ from megavis.cli import main
 from megavis.commands import evaluate, evaluate_watch
 from megavis.config.evaluation import EvaluationConfig
 from megavis.config.load import load_config
-from megavis.evaluation.feature_cache import cached_features
+from megavis.evaluation.features import cached_features
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import read_launch
 from megavis.training.callbacks import eval_worker

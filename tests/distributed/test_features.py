@@ -10,7 +10,7 @@ import pytest
 from run_jobs import train_run
 
 from megavis.cli import main
-from megavis.evaluation.feature_cache import FOLDER, cached_features
+from megavis.evaluation.features import FOLDER, cached_features
 from megavis.parallel.launch import Launch
 
 pytestmark = pytest.mark.once

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from written_shards import write_payloads
 
-from megavis.data.codecs.arrays import LatentsCodec
+from megavis.data.codecs.codec import LatentsCodec
 from megavis.data.format.manifest import SourceIdentity, TokenizerIdentity
 
 

@@ -6,8 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from megavis.config.errors import UserError
-from megavis.data.codecs.arrays import LatentsCodec, RecordingsCodec
-from megavis.data.codecs.codec import Codec, IdsCodec, PaletteCodec, PaletteLike
+from megavis.data.codecs.codec import (
+    Codec,
+    IdsCodec,
+    LatentsCodec,
+    PaletteCodec,
+    PaletteLike,
+    RecordingsCodec,
+)
 from megavis.data.codecs.jpeg import JpegCodec, PairsCodec
 from megavis.data.codecs.transforms import CropKind, Transform
 from megavis.data.format.manifest import Manifest, ShardKind, TargetMaps

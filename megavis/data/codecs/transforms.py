@@ -20,7 +20,6 @@ from megavis.data.codecs.augment import (
     RandAugment,
     RandomErasing,
 )
-from megavis.data.codecs.cepstra import HOP
 from megavis.data.codecs.crops import (
     NUM_WINDOW_DRAWS,
     Smoothing,
@@ -35,7 +34,7 @@ from megavis.data.codecs.crops import (
     square_window,
 )
 from megavis.data.codecs.label_maps import nearest
-from megavis.data.codecs.sound import NUM_SOUND_DRAWS, SoundAugment, sound_augment
+from megavis.data.codecs.sound import HOP, NUM_SOUND_DRAWS, SoundAugment, sound_augment
 
 CropKind = Literal[
     "random_resized",

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from megavis.config.errors import UserError
 from megavis.data.format.files import write_atomically
-from megavis.data.format.token_packing import MAX_TOKENS
+from megavis.data.format.shards import MAX_TOKENS
 
 MANIFEST_NAME = "manifest.json"
 PALETTE_NAME = "palette.npy"

@@ -21,12 +21,11 @@ from megavis.composition.encoder_decoder import SecondStack, Visible
 from megavis.composition.reader import Role
 from megavis.composition.tokens import Colors, Frames, Patches, Tokens, Vectors
 from megavis.config.choices import PositionKind
-from megavis.densities.categorical import Categorical
+from megavis.densities.categorical import Categorical, Place
 from megavis.densities.decoders import DecoderSpec, PatchHead
 from megavis.densities.density import Density
 from megavis.densities.diffusion import Diffusion, DiffusionProcess
 from megavis.densities.gaussians import GaussianMixture
-from megavis.densities.place import Place
 from megavis.densities.squared_error import SquaredError
 from megavis.model.adapter import Adapter
 from megavis.model.embeddings import TokenHead
@@ -58,10 +57,9 @@ from megavis.papers.compose.sections import (
     ShiftAsking,
     SquaredErrorDensity,
 )
-from megavis.schedules.masked import MaskedShare, Rounds
+from megavis.schedules.masked import MaskedShare, RandomMasking, Rounds
 from megavis.schedules.one_by_one import OneByOne
 from megavis.schedules.orders import Orders
-from megavis.schedules.random_masking import RandomMasking
 from megavis.schedules.schedule import Schedule
 from megavis.schedules.segmented import Grouping
 from megavis.tokenizers.patches import pixel_range

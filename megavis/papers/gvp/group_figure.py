@@ -19,11 +19,10 @@ from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.data.loading.loader import read_round_robin
 from megavis.evaluation.figures import FigureInput, RenderedFigure
-from megavis.evaluation.images.completions import score_filling
+from megavis.evaluation.images.pair_metrics import score_filling
 from megavis.model.autoencoder_losses import open_perceptual
 from megavis.parallel.random import derive_seed
-from megavis.sampling.grids import completion_grid
-from megavis.sampling.pictures import pixels_of
+from megavis.sampling.pictures import completion_grid, pixels_of
 from megavis.sampling.sampler import Sampler
 from megavis.schedules.orders import gather_tokens, random_orders
 

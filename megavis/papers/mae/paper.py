@@ -15,7 +15,7 @@ from megavis.composition.tokens import Patches
 from megavis.densities.squared_error import SquaredError
 from megavis.model.embeddings import TokenHead
 from megavis.papers.mae.config import MAEConfig
-from megavis.schedules.random_masking import RandomMasking
+from megavis.schedules.masked import RandomMasking
 
 
 class MAE(Composition):

@@ -18,10 +18,9 @@ from megavis.config.errors import UserError
 from megavis.data.loading.batch import Batch
 from megavis.data.loading.loader import read_round_robin
 from megavis.evaluation.figures import FigureInput, RenderedFigure
-from megavis.evaluation.images.completions import score_filling
+from megavis.evaluation.images.pair_metrics import score_filling
 from megavis.model.inference import Inference
-from megavis.sampling.grids import hide, image_grid
-from megavis.sampling.pictures import pixels_of
+from megavis.sampling.pictures import hide, image_grid, pixels_of
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,11 @@ from functools import cached_property
 from megavis.composition.asking import InContext
 from megavis.composition.composition import Composition
 from megavis.composition.tokens import Frames, Patches
-from megavis.densities.place import Place
+from megavis.densities.categorical import Place
 from megavis.model.embeddings import TokenHead
 from megavis.model.init import Initialization, normal
 from megavis.papers.mp3.config import MP3Config
-from megavis.schedules.random_masking import RandomMasking
+from megavis.schedules.masked import RandomMasking
 
 
 class MP3(Composition):

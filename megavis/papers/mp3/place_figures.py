@@ -22,7 +22,7 @@ from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches, read_round_robin
 from megavis.evaluation.figures import FigureInput, RenderedFigure, plain_axes
 from megavis.model.inference import Inference
-from megavis.sampling.grids import image_grid
+from megavis.sampling.pictures import image_grid
 from megavis.schedules.orders import gather_tokens
 
 if TYPE_CHECKING:

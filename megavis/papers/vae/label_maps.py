@@ -41,8 +41,7 @@ from megavis.model.init import (
     zeros,
 )
 from megavis.model.layer_state import LayerState, PackedState, as_bits, from_bits
-from megavis.model.parts import block_plans, model_flops
-from megavis.model.stack import LayerPlan
+from megavis.model.stack import LayerPlan, block_plans, model_flops
 from megavis.papers.vae.label_maps_config import LabelMapVAEConfig
 from megavis.parallel.context import ParallelContext
 from megavis.parallel.random import normal as normal_draws

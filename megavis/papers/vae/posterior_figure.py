@@ -14,10 +14,10 @@ from megavis.composition.trainable import Trainable
 from megavis.data.loading.batch import Batch
 from megavis.data.loading.loader import read_round_robin
 from megavis.evaluation.figures import FigureInput, RenderedFigure
-from megavis.evaluation.images.completions import signal_to_noise
+from megavis.evaluation.images.pair_metrics import signal_to_noise
 from megavis.model.inference import Inference
 from megavis.papers.vae.paper import VAEObjective
-from megavis.sampling.grids import image_grid
+from megavis.sampling.pictures import image_grid
 
 
 def applies(objective: Trainable) -> bool:

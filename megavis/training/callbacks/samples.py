@@ -12,8 +12,7 @@ from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.data.loading.loader import Readable, read_batch
 from megavis.model.inference import Inference
-from megavis.sampling.grids import save_png
-from megavis.sampling.pictures import Gallery
+from megavis.sampling.pictures import Gallery, save_png
 from megavis.training.callbacks.callback import StepState
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from megavis.densities.categorical import Categorical
 from megavis.model.flops import Workload
 from megavis.model.init import filled, normal
-from megavis.model.parts import Bridge, block_plans, bridge_plan
+from megavis.model.stack import Bridge, block_plans, bridge_plan
 from megavis.papers.igpt.paper import IGPT
 
 GROUPS = ("content_groups", "query_groups")

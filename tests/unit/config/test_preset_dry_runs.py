@@ -24,7 +24,7 @@ from megavis.config.load import dump_config, load_config
 from megavis.config.schema import FinetuneConfig
 from megavis.data.codecs.sound import write_noises
 from megavis.data.format.manifest import SourceIdentity, TargetMaps, TokenizerIdentity
-from megavis.data.format.token_packing import payload_bytes
+from megavis.data.format.shards import payload_bytes
 from megavis.papers.darl.config import DARLConfig
 from megavis.tokenizers.label_map_vae import LabelMapVAE
 from megavis.tokenizers.network_tokenizer import open_tokenizer

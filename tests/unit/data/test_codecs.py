@@ -15,11 +15,10 @@ from shard_folder import identity, write_folder
 from written_shards import write_payloads
 
 from megavis.config.errors import UserError
-from megavis.data.codecs.arrays import LatentsCodec, RecordingsCodec
 from megavis.data.codecs.augment import RandAugment
-from megavis.data.codecs.cepstra import cepstra
-from megavis.data.codecs.codec import IdsCodec, PaletteCodec
+from megavis.data.codecs.codec import IdsCodec, LatentsCodec, PaletteCodec, RecordingsCodec
 from megavis.data.codecs.jpeg import DamagedImageError, JpegCodec, PairsCodec, decode_rgb, join
+from megavis.data.codecs.sound import cepstra
 from megavis.data.codecs.transforms import Transform
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches

@@ -13,8 +13,15 @@ from megavis.config.errors import UserError
 from megavis.data.codecs.codec import PaletteCodec
 from megavis.data.format.files import atomic_writer
 from megavis.data.format.manifest import Manifest
-from megavis.data.format.shards import ShardReader, index_path, open_shard, write_index
-from megavis.data.format.token_packing import pack_tokens, payload_bytes, unpack_tokens
+from megavis.data.format.shards import (
+    ShardReader,
+    index_path,
+    open_shard,
+    pack_tokens,
+    payload_bytes,
+    unpack_tokens,
+    write_index,
+)
 
 
 def unpack_slowly(payload, num_tokens):

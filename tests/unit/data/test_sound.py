@@ -12,9 +12,8 @@ from written_shards import write_payloads
 from megavis.config.data import DataConfig
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
-from megavis.data.codecs.arrays import RecordingsCodec
-from megavis.data.codecs.cepstra import cepstra
-from megavis.data.codecs.sound import SoundAugment, sound_augment, write_noises
+from megavis.data.codecs.codec import RecordingsCodec
+from megavis.data.codecs.sound import SoundAugment, cepstra, sound_augment, write_noises
 from megavis.data.codecs.transforms import Transform, evaluation_transform, training_transform
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import BatchLoader

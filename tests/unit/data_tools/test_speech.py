@@ -11,7 +11,7 @@ from data_tools import spoken_words
 from data_tools.__main__ import main
 from data_tools.decode import RefusedImageError
 from data_tools.speech_shards import one_second, read_wav
-from megavis.data.codecs.cepstra import cepstra
+from megavis.data.codecs.sound import cepstra
 from megavis.data.loading.dataset import ShardDataset
 
 pytestmark = pytest.mark.once

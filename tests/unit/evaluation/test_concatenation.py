@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from megavis.config.errors import UserError
-from megavis.evaluation.concatenation import adjacent_layers, score_concatenated
 from megavis.evaluation.features import LabelledFeatures
-from megavis.evaluation.linear import divide, score_layers
+from megavis.evaluation.linear import adjacent_layers, divide, score_concatenated, score_layers
 
 pytestmark = pytest.mark.once
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megavis.data.loading.dataset import ShardDataset
-from megavis.evaluation.feature_cache import FeatureCache, identity_of_data
+from megavis.evaluation.features import FeatureCache, identity_of_data
 from megavis.evaluation.networks import Network
 
 pytestmark = pytest.mark.once

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from megavis.data.codecs.label_maps import to_pixels
-from megavis.evaluation.images.depth_errors import DepthErrors
-from megavis.evaluation.images.panoptic_quality import PanopticQuality
+from megavis.evaluation.images.label_map_metrics import DepthErrors, PanopticQuality
 
 NUM_CLASSES = 4
 

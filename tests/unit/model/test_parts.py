@@ -174,7 +174,7 @@ def test_layer_depths_and_names(two_stacks):
 
 
 def test_stages_balance_work(two_stacks, build, tmp_path):
-    from megavis.model.parts import block_weights
+    from megavis.model.stack import block_weights
     from megavis.planning.stages import stage_bounds
 
     plans = two_stacks[0].layer_plans()

@@ -6,7 +6,7 @@ from small_batches import batch_of, photographs
 from tiny import VIT, tiny
 from torch.utils.flop_counter import FlopCounterMode
 
-from megavis.model.recompute import with_recomputed
+from megavis.model.activations import with_recomputed
 from megavis.planning.boundary_activations import num_bytes, saved_tensors
 
 SELECTIVE = "parallel.activation_checkpointing=selective"

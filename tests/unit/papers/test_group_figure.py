@@ -8,7 +8,7 @@ from small_batches import photographs
 from megavis.config.errors import UserError
 from megavis.papers.gvp.group_figure import fill
 from megavis.parallel.random import derive_seed
-from megavis.sampling.grids import patches_to_pixels
+from megavis.sampling.pictures import patches_to_pixels
 from megavis.sampling.sampler import Sampler
 from megavis.schedules.orders import gather_tokens, random_orders
 

@@ -10,7 +10,7 @@ from PIL import Image
 from tiny import tiny
 
 from megavis.config.errors import UserError
-from megavis.evaluation.images.completions import (
+from megavis.evaluation.images.pair_metrics import (
     repeat_last_row,
     score_completions,
     signal_to_noise,

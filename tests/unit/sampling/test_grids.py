@@ -7,8 +7,14 @@ from PIL import Image
 
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.data.loading.batch import Batch
-from megavis.sampling.grids import completion_grid, hide, image_grid, sample_grid, save_png
-from megavis.sampling.pictures import picture
+from megavis.sampling.pictures import (
+    completion_grid,
+    hide,
+    image_grid,
+    picture,
+    sample_grid,
+    save_png,
+)
 from megavis.sampling.sampler import Sampler
 from megavis.tokenizers.palette import Palette
 

@@ -5,9 +5,9 @@ import torch
 
 from megavis.config.errors import UserError
 from megavis.parallel.random import uniform
+from megavis.schedules.masked import RandomMasking
 from megavis.schedules.one_by_one import OneByOne
 from megavis.schedules.orders import Orders, random_orders
-from megavis.schedules.random_masking import RandomMasking
 from megavis.schedules.schedule import GenerationProgress, NoOptions
 from megavis.schedules.segmented import GroupOptions, Groups, even_group_ends
 

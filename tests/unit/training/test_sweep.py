@@ -10,7 +10,7 @@ import pytest
 from tiny import tiny
 
 from megavis.cli import main
-from megavis.evaluation.feature_cache import cached_features
+from megavis.evaluation.features import cached_features
 from megavis.training.engine import Engine
 from megavis.training.search.axis import SweepAxis
 from megavis.training.search.sweep import draw_sweep, points_of

@@ -6,7 +6,7 @@ import pytest
 import torch
 from skimage.metrics import peak_signal_noise_ratio
 
-from megavis.evaluation.images.completions import score_filling
+from megavis.evaluation.images.pair_metrics import score_filling
 
 pytestmark = pytest.mark.once
 

@@ -6,7 +6,7 @@ import torch
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 
 from megavis.config.errors import UserError
-from megavis.evaluation.images.reconstruction import PairScores
+from megavis.evaluation.images.pair_metrics import PairScores
 
 pytestmark = pytest.mark.once
 
