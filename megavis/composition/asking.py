@@ -114,21 +114,20 @@ class Embedded:
 
 
 class Shift(Asking):
-    """Next-token prediction: row t holds the token at position t - 1, row 0 the start token."""
+    """Next-token prediction: row t holds the token at position t - 1, row 0 the start token.
+
+    Args:
+        place: which position is added to a row: that of the token that it predicts (`asked`),
+            of the token that it holds (`content`), or both, from separate tables.
+        by_groups: a row attends to all rows of its token's group and of earlier groups, rather
+            than to the rows before it; a prefix in group 0 then attends to itself fully.
+    """
 
     num_inputs = 3
 
     def __init__(
         self, place: Literal["asked", "content", "both"], *, by_groups: bool = False
     ) -> None:
-        """Build.
-
-        Args:
-            place: which position is added to a row: that of the token that it predicts (`asked`),
-                of the token that it holds (`content`), or both, from separate tables.
-            by_groups: a row attends to all rows of its token's group and of earlier groups, rather
-                than to the rows before it; a prefix in group 0 then attends to itself fully.
-        """
         self.place, self.by_groups = place, by_groups
         self.visibility: VisibilityKind = "two_stream" if by_groups else "causal"
         self.extra_tensors = ("content_groups", "query_groups") if by_groups else ()
@@ -240,6 +239,11 @@ class Query(Asking):
     "XLNet: Generalized Autoregressive Pretraining for Language Understanding", section 2.3. Both
     streams share the projection of queries, as in XLNet's code; "Denoising Autoregressive
     Representation Learning", appendix A.5, which refers to it, has "an additional query head".
+
+    Args:
+        num_front: condition rows in front, in group 0.
+        starts: begin with a start token, in group 0.
+        queries: False omits the query stream: the last content row before a token predicts it.
     """
 
     num_inputs = 5
@@ -247,13 +251,6 @@ class Query(Asking):
     extra_tensors = ("content_groups", "query_groups")
 
     def __init__(self, *, num_front: int = 0, starts: bool = False, queries: bool = True) -> None:
-        """Build.
-
-        Args:
-            num_front: condition rows in front, in group 0.
-            starts: begin with a start token, in group 0.
-            queries: False omits the query stream: the last content row before a token predicts it.
-        """
         self.num_front, self.starts, self.queries = num_front, starts, queries
 
     @property

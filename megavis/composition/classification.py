@@ -47,6 +47,10 @@ class Classifier(nn.Module):
     Attributes:
         below: features `[s, b, h]` of the layers below the one that the classifier is attached to.
             Their forward passes append to it; the classifier clears it.
+
+    Args:
+        processes: the data-parallel group, for the batch norm of linear evaluation.
+        below: see the class.
     """
 
     def __init__(
@@ -56,14 +60,6 @@ class Classifier(nn.Module):
         processes: ProcessGroup,
         below: list[Tensor],
     ) -> None:
-        """Build.
-
-        Args:
-            core: sizes and groups.
-            settings: the config's `finetune` section.
-            processes: the data-parallel group, for the batch norm of linear evaluation.
-            below: see the class.
-        """
         super().__init__()
         self.core, self.read_out = core, settings.read_out
         self.below = below
@@ -122,7 +118,6 @@ def add_classifier(head: Head, classifier: Classifier) -> Head:
 
     Args:
         head: any paper's last layer.
-        classifier: added to the head as a submodule.
     """
     features: list[Tensor] = []
 
@@ -165,7 +160,6 @@ class Classification(Trainable):
 
     Attributes:
         paper: the composition that is fine-tuned.
-        settings: the config's `finetune` section.
     """
 
     def __init__(self, paper: Composition) -> None:

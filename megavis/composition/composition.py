@@ -175,7 +175,6 @@ class Composition(Words):
 
         Args:
             read: tokens in raster order, or on their grid for a transform.
-            plan: the arrangement.
         """
         ask = partial(self.asks.rows, question=plan.question)
         return self._rows(read, plan, plan.num_content, ask)
@@ -286,7 +285,6 @@ class Composition(Words):
         Args:
             tokens: `[r, n, ...]` in the order of generation.
             question: its plan has one row, or r.
-            known: the condition.
             since: number of positions in the KV cache.
         """
         rows = self.asks.rows(tokens, question, since)
@@ -296,7 +294,6 @@ class Composition(Words):
         """Compute the parts of a condition that all steps of generation share.
 
         Args:
-            known: the condition.
             run_once: `Inference.once`.
         """
 

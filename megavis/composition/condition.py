@@ -59,7 +59,6 @@ class Condition:
         Args:
             core: core of the blocks that attend to it.
             num_rows: rows of an image in these blocks.
-            seed: the run's seed.
         """
         return []
 
@@ -122,7 +121,6 @@ class Condition:
         """Return default conditions for a grid of `num_images` generated images.
 
         Args:
-            num_images: b.
             examples: images to complete, or to condition on.
 
         Raises:
@@ -158,7 +156,15 @@ class LearnedTokens(Condition):
 
 
 class Labels(Condition):
-    """The class of an image: a row of a table, whose last row may be the null label."""
+    """The class of an image: a row of a table, whose last row may be the null label.
+
+    Args:
+        num_classes: number of classes; 0 for unconditional models.
+        dropout: probability of the null label in training; 0: there is no null label.
+        seed: the run's seed; label dropout is a function of seed and sample.
+        num_special_rows: rows of the table between the classes and the null label.
+        deviation: initial standard deviation of the table.
+    """
 
     names: tuple[str, ...] = ("labels",)
     roles: tuple[Role, ...] = ("start",)
@@ -173,16 +179,6 @@ class Labels(Condition):
         deviation: float = 1.0,
         classes_key: str = "objective.num_classes",
     ) -> None:
-        """Build.
-
-        Args:
-            num_classes: number of classes; 0 for unconditional models.
-            dropout: probability of the null label in training; 0: there is no null label.
-            seed: the run's seed; label dropout is a function of seed and sample.
-            num_special_rows: rows of the table between the classes and the null label.
-            deviation: initial standard deviation of the table.
-            classes_key: config key of `num_classes`, for messages.
-        """
         self.num_classes, self.dropout, self.seed = num_classes, dropout, seed
         self.deviation, self.classes_key = deviation, classes_key
         self.has_null_label = num_classes > 0 and dropout > 0
@@ -272,14 +268,6 @@ class PooledFeatures(Condition):
     roles: tuple[Role, ...] = ("front",)
 
     def __init__(self, image_size: int, *, size: int, tokenizer: str, size_key: str) -> None:
-        """Build.
-
-        Args:
-            image_size: side of the images in pixels.
-            size: e.
-            tokenizer: run folder of the tokenizer.
-            size_key: config key of `size`, for messages.
-        """
         self.image_size, self.size, self.run_folder = image_size, size, tokenizer
         self.size_key = size_key
 

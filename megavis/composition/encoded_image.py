@@ -43,20 +43,17 @@ _NAME = "embedding.encoder"
 
 
 class EncodedImage(Condition):
-    """An image, after other conditions."""
+    """An image, after other conditions.
+
+    Args:
+        others: other conditions; None for none.
+    """
 
     reads_images = True
 
     def __init__(
         self, image_size: int, sizes: EncoderSizes, *, others: Condition | None = None
     ) -> None:
-        """Build.
-
-        Args:
-            image_size: side of the images in pixels.
-            sizes: sizes of the encoder.
-            others: other conditions; None for none.
-        """
         self.image_size, self.sizes = image_size, sizes
         self.others = others or Condition()
         self.names = (*self.others.names, "image")
@@ -211,7 +208,6 @@ class PretrainedEncoder:
     Attributes:
         checkpoint: folder of a step of the other run.
         source: config of the other run.
-        prefix: of the encoder's parameter names.
         num_patches: n, patches that the encoder reads.
     """
 
@@ -228,9 +224,6 @@ class PretrainedEncoder:
 
         Args:
             run: folder of the other run.
-            model: of the encoder's blocks.
-            sizes: of the encoder.
-            prefix: of the encoder's parameter names.
             num_patches: n.
 
         Raises:

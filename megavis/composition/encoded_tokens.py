@@ -30,19 +30,16 @@ if TYPE_CHECKING:
 
 
 class TokenIds(Vocabulary):
-    """Ids of a frozen tokenizer, precomputed or encoded on the fly."""
+    """Ids of a frozen tokenizer, precomputed or encoded on the fly.
+
+    Args:
+        side: side of the grid of ids.
+        tokenizer: run folder of the tokenizer; None if all inputs are ids.
+    """
 
     def __init__(
         self, *, image_size: int, side: int, vocabulary_size: int, tokenizer: str | None
     ) -> None:
-        """Build.
-
-        Args:
-            image_size: side of the images in pixels.
-            side: side of the grid of ids.
-            vocabulary_size: v.
-            tokenizer: run folder of the tokenizer; None if all inputs are ids.
-        """
         self.image_size, self.grid = image_size, (side, side)
         self.vocabulary_size, self.run_folder = vocabulary_size, tokenizer
         self.sample_shape = (image_size, image_size, 3)
@@ -73,11 +70,7 @@ class TokenIds(Vocabulary):
 
     @cached_property
     def tokenizer(self) -> IdTokenizer:
-        """The frozen tokenizer.
-
-        Raises:
-            UserError: it gives no ids, or does not fit the config.
-        """
+        """The frozen tokenizer. Raises UserError: it gives no ids, or does not fit the config."""
         assert self.run_folder is not None
         opened = open_ids_tokenizer(self.run_folder)
         where = f"objective.tokenizer: {self.run_folder}"
@@ -144,7 +137,15 @@ def open_ids_tokenizer(run_folder: str) -> IdTokenizer:
 
 
 class Latents(Vectors):
-    """Real-valued tokens, drawn from the posterior's mean and scale."""
+    """Real-valued tokens, drawn from the posterior's mean and scale.
+
+    Args:
+        stacked: horizontally adjacent latents per token.
+        seed: the run's seed; posterior draws are functions of seed and sample.
+        tokenizer: run folder of the VAE; None if all inputs are latents.
+        beta: required β of the VAE's run; None: any.
+        image_size: side of the VAE's images in pixels.
+    """
 
     sample_type = torch.float16
 
@@ -159,17 +160,6 @@ class Latents(Vectors):
         beta: float | None,
         image_size: int,
     ) -> None:
-        """Build.
-
-        Args:
-            channels: c.
-            side: h and w.
-            stacked: horizontally adjacent latents per token.
-            seed: the run's seed; posterior draws are functions of seed and sample.
-            tokenizer: run folder of the VAE; None if all inputs are latents.
-            beta: required β of the VAE's run; None: any.
-            image_size: side of the VAE's images in pixels.
-        """
         self.shape, self.stacked, self.seed = (channels, side, side), stacked, seed
         self.run_folder, self.beta, self.image_size = tokenizer, beta, image_size
         self.grid, self.width = (side, side // stacked), channels * stacked

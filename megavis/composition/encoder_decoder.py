@@ -73,7 +73,14 @@ class Visible(Asking):
 
 
 class SecondStack:
-    """A decoder with full attention and without stochastic depth."""
+    """A decoder with full attention and without stochastic depth.
+
+    Args:
+        below: core of the encoder.
+        asks: asking kind of the encoder.
+        sizes: values of `model` keys that differ from the encoder's.
+        positions: position encoding of the decoder.
+    """
 
     def __init__(
         self,
@@ -84,15 +91,6 @@ class SecondStack:
         grid: tuple[int, int],
         positions: PositionKind,
     ) -> None:
-        """Build.
-
-        Args:
-            below: core of the encoder.
-            asks: asking kind of the encoder.
-            sizes: values of `model` keys that differ from the encoder's.
-            grid: rows and columns of the token grid.
-            positions: position encoding of the decoder.
-        """
         model = below.model.model_copy(update={**sizes, "ffn_hidden_size": None})
         self.core = below.with_stack(name="decoder", model=model, carried_names=(), drop_path=0.0)
         self.below, self.num_front, self.grid = below, asks.num_front, grid
@@ -116,7 +114,14 @@ class SecondStack:
 
 
 class MaskTokens(Bridge):
-    """Bridge from encoder to decoder: append mask tokens, and add positions to all tokens."""
+    """Bridge from encoder to decoder: append mask tokens, and add positions to all tokens.
+
+    Args:
+        below: core of the encoder.
+        above: core of the decoder.
+        num_front: rows in front of the tokens.
+        positions: position encoding of the decoder.
+    """
 
     def __init__(
         self,
@@ -127,15 +132,6 @@ class MaskTokens(Bridge):
         grid: tuple[int, int],
         positions: PositionKind,
     ) -> None:
-        """Build.
-
-        Args:
-            below: core of the encoder.
-            above: core of the decoder.
-            num_front: rows in front of the tokens.
-            grid: rows and columns of the token grid.
-            positions: position encoding of the decoder.
-        """
         super().__init__(below, above)
         fill, self.num_front = normal(0.02), num_front
         self.mask = filled(above.model.hidden_size, fill=fill)

@@ -27,7 +27,6 @@ class Mixing:
     Attributes:
         mixup: α of λ ~ Beta(α, α) for mixup; 0 disables it.
         cutmix: α of λ ~ Beta(α, α) for CutMix; 0 disables it.
-        seed: seed of the draws.
     """
 
     def __init__(self, *, mixup: float, cutmix: float, seed: int) -> None:
@@ -42,7 +41,6 @@ class Mixing:
             images: uint8 `[b, h, w, 3]`.
             labels: int64 `[b]`, none missing.
             sample_index: int64 `[b]`, consecutive pairs (2k, 2k + 1).
-            num_classes: c.
 
         Returns:
             Mixed images uint8 `[b, h, w, 3]`, and their class probabilities float32 `[b, c]`.
@@ -61,8 +59,6 @@ class Mixing:
 
         Args:
             draws: uniform `[b, 4]`: mixup or CutMix, λ, and the rectangle's centre.
-            height: height of the images.
-            width: width of the images.
         """
         which, share, row, column = draws.unbind(1)
         sums = _quantile(self.mixup, share)[:, None, None].expand(-1, height, width)
@@ -78,11 +74,8 @@ def rectangles(share: Tensor, row: Tensor, column: Tensor, height: int, width: i
     is clipped at the border.
 
     Args:
-        share: λ, `[b]`.
         row: vertical centre, `[b]` in [0, 1).
         column: horizontal centre, `[b]` in [0, 1).
-        height: height of the images.
-        width: width of the images.
     """
     ratio = (1.0 - share).clamp(min=0.0).sqrt()
 

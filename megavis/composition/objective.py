@@ -35,7 +35,11 @@ __all__ = ["Objective", "SequenceBatch"]
 
 
 class Objective(Trainable, Backbone):
-    """A paper, from a batch to a loss."""
+    """A paper, from a batch to a loss.
+
+    Args:
+        visibility: replaces the paper's visibility.
+    """
 
     paper: Any
     """The paper's section of the config, an instance of `config_type`."""
@@ -49,13 +53,6 @@ class Objective(Trainable, Backbone):
         *,
         visibility: VisibilityKind | None = None,
     ) -> None:
-        """Build.
-
-        Args:
-            config: the run's config.
-            context: ranks and groups of this process.
-            visibility: replaces the paper's visibility.
-        """
         super().__init__(config, context)
         assert isinstance(config.objective, self.config_type)
         self.paper = config.objective

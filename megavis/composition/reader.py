@@ -56,9 +56,6 @@ class Reader(nn.Module):
         """Build the parts in order.
 
         Args:
-            core: sizes and groups.
-            asking: the asking kind.
-            slots: the parts by name.
             conditions: roles of the parts that embed a condition, in the order of the inputs.
             extras: names of float tensors, the last inputs, that are carried to the head.
         """

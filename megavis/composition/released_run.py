@@ -39,10 +39,8 @@ class ReleasedRun:
     Attributes:
         objective: the paper's section.
         weights: whole, by megavis's names.
-        image_size: side of the images in pixels.
         sections: further config sections, such as `model`.
         validates: the sections require `data.validation`.
-        palette: the run's colours.
         compare: runs both networks on random input; None: the released one cannot be run here.
         compared: what `compare` compares, for the command's message.
     """

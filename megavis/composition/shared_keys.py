@@ -47,12 +47,9 @@ def check_hiding(
     """Check the token counts of an encoder that sees some tokens, and of its decoder.
 
     Args:
-        config: the run's config.
         count: tokens of an image.
         ratio: share of the tokens hidden from the encoder.
         class_token: whether a class token comes first in both.
-        ratio_key: config key of `ratio`.
-        class_key: config key of `class_token`.
     """
     seen = context_size(count, ratio)
     if count and seen == count:
@@ -79,11 +76,8 @@ def check_placed(
     In fine-tuning without the paper's own loss, all tokens may have one.
 
     Args:
-        config: the run's config.
         mask_ratio: share of the tokens outside the context.
         given_ratio: share of the tokens, within the context, whose position is given.
-        ratio_key: config key of `mask_ratio`.
-        given_key: config key of `given_ratio`.
     """
     tells_all = config.classifies_only
     kind = config.model.positions or "none"
@@ -121,7 +115,6 @@ def check_encoder(
     """Check that an encoder's patches tile the image, and that the layout divides its sizes.
 
     Args:
-        config: the run's config.
         patch_size: side of its patches in pixels.
         hidden_size: its width; that of `model` by default.
         num_heads: its attention heads; those of `model` by default.
@@ -156,7 +149,6 @@ def check_tokens(
     """Check that the layout divides the tokens, under sequence and context parallelism.
 
     Args:
-        config: the run's config.
         counts: token counts, each of which is split.
         what: description of the tokens, with their number, for the message.
         remedy: what to do about it, for the message, besides doing without the key.
@@ -179,8 +171,6 @@ def check_adapter(
     Args:
         token_size: channels of a token.
         bottleneck: hidden channels; 4 · `token_size` by default.
-        blocks_key: config key of the number of blocks.
-        bottleneck_key: config key of `bottleneck`.
     """
     half, groups = token_size // 2, min(32, token_size // 2)
     hidden = (bottleneck or 4 * token_size) // 2

@@ -132,11 +132,7 @@ class Tokens(ABC):
 
 
 class Vocabulary(Tokens):
-    """Ids of a vocabulary.
-
-    Attributes:
-        vocabulary_size: v.
-    """
+    """Ids of a vocabulary."""
 
     vocabulary_size: int
 
@@ -159,11 +155,7 @@ class Vocabulary(Tokens):
 
 
 class Vectors(Tokens):
-    """Real-valued tokens.
-
-    Attributes:
-        width: d.
-    """
+    """Real-valued tokens."""
 
     width: int
 
@@ -180,18 +172,16 @@ class Vectors(Tokens):
 
 
 class Colors(Vocabulary):
-    """Palette ids, one per pixel, as in palette shards."""
+    """Palette ids, one per pixel, as in palette shards.
+
+    Args:
+        vocabulary_size: v, the maximum number of colours.
+        windows: whether samples are windows of larger images.
+    """
 
     sample_type = torch.int64
 
     def __init__(self, *, image_size: int, vocabulary_size: int, windows: bool = False) -> None:
-        """Build.
-
-        Args:
-            image_size: side of the images in pixels.
-            vocabulary_size: v, the maximum number of colours.
-            windows: whether samples are windows of larger images.
-        """
         self.grid, self.vocabulary_size = (image_size, image_size), vocabulary_size
         self.sample_shape, self.windows = (image_size**2,), windows
 

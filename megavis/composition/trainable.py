@@ -197,11 +197,7 @@ class Likelihood:
 
 
 class Backbone(ABC):
-    """The part of a trained model that takes inputs and provides features.
-
-    Attributes:
-        config: the run's config.
-    """
+    """The part of a trained model that takes inputs and provides features."""
 
     config: RunConfig
 
@@ -249,11 +245,7 @@ class Backbone(ABC):
         return False
 
     def composition(self) -> Composition:
-        """Return the paper as a composition.
-
-        Raises:
-            UserError: it has no Transformer blocks.
-        """
+        """Return the paper as a composition. Raises UserError: it has no Transformer blocks."""
         raise UserError(f"runs of {self.config.objective.name} have no Transformer blocks")
 
     def feature_inputs(self, batch: Batch) -> tuple[Tensor, ...]:

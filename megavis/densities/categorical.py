@@ -104,13 +104,6 @@ class Categorical(Density):
     options_type = CategoricalOptions
 
     def __init__(self, core: Core, vocabulary_size: int, *, fill: Fill) -> None:
-        """Build.
-
-        Args:
-            core: sizes and groups.
-            vocabulary_size: v.
-            fill: initialises the projection to logits.
-        """
         self.core, self.num_outputs, self.fill = core, vocabulary_size, fill
 
     def build_head(self) -> Head:
@@ -154,18 +147,16 @@ class _CategoricalSampling(Drawing):
 
 
 class Place(Density):
-    """Cross-entropy over the positions of the grid."""
+    """Cross-entropy over the positions of the grid.
+
+    Args:
+        num_skipped: leading tokens without a position, such as a class token.
+        build_head: builds the last layer, which returns `[b, num_skipped + n, n]`.
+    """
 
     def __init__(
         self, num_places: int, *, num_skipped: int, build_head: Callable[[], Head]
     ) -> None:
-        """Build.
-
-        Args:
-            num_places: n.
-            num_skipped: leading tokens without a position, such as a class token.
-            build_head: builds the last layer, which returns `[b, num_skipped + n, n]`.
-        """
         self.num_outputs, self.num_skipped, self._build = num_places, num_skipped, build_head
 
     def build_head(self) -> Head:

@@ -36,8 +36,6 @@ class DecoderSpec:
     """Specification of a decoder.
 
     Attributes:
-        kind: see the module's docstring.
-        width: d.
         layers: number of layers of an `mlp` or `transformer`.
         denoises: whether the decoder takes noisy patches.
         appends_gamma: whether γ is appended to each pixel as an extra channel.

@@ -110,8 +110,6 @@ class Draws:
 
     Attributes:
         keys: int64 `[r, q]`, identifies each token to sample.
-        seed: seed of all draws.
-        name: name of the step.
         position: the first position to sample.
         blocks: draws already generated for this name, by the first position of each block.
     """
@@ -143,7 +141,6 @@ class Draws:
         """Draw uniform values in [0, 1) for each token: float32 `[r · q, count]`.
 
         Args:
-            purpose: names the draws.
             count: draws per token.
             first: index of the first draw.
         """

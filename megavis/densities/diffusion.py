@@ -60,7 +60,13 @@ class DiffusionOptions:
 
 
 class Diffusion(Density):
-    """Denoising loss, and ancestral sampling."""
+    """Denoising loss, and ancestral sampling.
+
+    Args:
+        process: parameters of the diffusion.
+        build_head: builds a `DenoisingHead`.
+        decoder: see `Density`; this is the cost of each sampling step.
+    """
 
     options_type = DiffusionOptions
     names = ("gamma",)
@@ -73,14 +79,6 @@ class Diffusion(Density):
         build_head: Callable[[], Head],
         decoder: DecoderWork = NO_DECODER,
     ) -> None:
-        """Build.
-
-        Args:
-            num_outputs: d.
-            process: parameters of the diffusion.
-            build_head: builds a `DenoisingHead`.
-            decoder: see `Density`; this is the cost of each sampling step.
-        """
         self.num_outputs, self.process, self._build = num_outputs, process, build_head
         self.decoder = decoder
         self._beta: dict[torch.device, BetaNoise] = {}
@@ -214,7 +212,6 @@ class DiffusionProcess:
         beta: parameters (a, b) of γ ~ Beta(a, b) in training.
         predicts: whether the decoder predicts the clean patch or the noise.
         value_range: range of a patch's values, to which estimates are clamped; None: unbounded.
-        sampling_steps: denoising steps.
         temperature: multiplies the noise in sampling.
         seed: the run's seed; noise and γ of training are functions of seed and sample.
     """

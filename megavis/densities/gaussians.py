@@ -48,11 +48,7 @@ _VALUES_AT_ONCE = 2**14
 
 @dataclass(frozen=True)
 class GaussianOptions:
-    """Sampling options of a Gaussian.
-
-    Raises:
-        UserError: a value is out of range.
-    """
+    """Sampling options of a Gaussian. Raises UserError: a value is out of range."""
 
     temperature: float = 1.0
     """Multiplies the standard deviations, 0 or more: variance scaling, t in table 1."""
@@ -82,18 +78,15 @@ def _check_range(**values: float) -> None:
 
 
 class Gaussians(Density):
-    """Base class of both forms; distributions are computed in float32."""
+    """Base class of both forms; distributions are computed in float32.
+
+    Args:
+        build_head: builds the last layer, which returns `Predictions`.
+    """
 
     def __init__(
         self, num_outputs: int, form: ScaleForm, *, build_head: Callable[[], Head]
     ) -> None:
-        """Build.
-
-        Args:
-            num_outputs: parameters per token.
-            form: maps outputs to scales.
-            build_head: builds the last layer, which returns `Predictions`.
-        """
         self.num_outputs, self.form, self._build = num_outputs, form, build_head
 
     def build_head(self) -> Head:
@@ -296,8 +289,6 @@ def draw_guided(guided: Guided, keys: Tensor, *, seed: int, purpose: str) -> tup
     Args:
         guided: densities of m values, `[m]` each.
         keys: int64 `[m]`; each draw is a function of key, seed and purpose.
-        seed: seed of the draws.
-        purpose: names the draws.
 
     Returns:
         Values float32 `[m]`, and counts of the rejection sampling, int64 `[3]`: values requested,

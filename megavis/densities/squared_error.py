@@ -19,7 +19,14 @@ from megavis.tokenizers.patches import normalize_patches, with_statistics_of
 
 
 class SquaredError(Density):
-    """Mean squared error; sampling returns the prediction."""
+    """Mean squared error; sampling returns the prediction.
+
+    Args:
+        normalize: standardise each target by its own mean and standard deviation ("Masked
+            Autoencoders Are Scalable Vision Learners", section 4, normalized pixels).
+        num_skipped: leading rows whose predictions are ignored.
+        build_head: builds the last layer, which returns `[b, num_skipped + q, d]`.
+    """
 
     def __init__(
         self,
@@ -30,16 +37,6 @@ class SquaredError(Density):
         build_head: Callable[[], Head],
         decoder: DecoderWork = NO_DECODER,
     ) -> None:
-        """Build.
-
-        Args:
-            num_outputs: d.
-            normalize: standardise each target by its own mean and standard deviation ("Masked
-                Autoencoders Are Scalable Vision Learners", section 4, normalized pixels).
-            num_skipped: leading rows whose predictions are ignored.
-            build_head: builds the last layer, which returns `[b, num_skipped + q, d]`.
-            decoder: see `Density`.
-        """
         self.num_outputs, self.normalize, self._build = num_outputs, normalize, build_head
         self.num_skipped, self.decoder = num_skipped, decoder
 

@@ -36,7 +36,6 @@ class ClassResult:
     """Accuracy on a set of labelled images.
 
     Attributes:
-        num_images: number of images.
         top1: fraction of images whose most likely class is correct, in [0, 1].
         top5: fraction whose class is among the five most likely (or all, if there are fewer).
         num_views: random draws of each image's inputs, such as BERT's masks.
@@ -74,11 +73,7 @@ def evaluate_classifier(
     per rank are left out at the end.
 
     Args:
-        runner: the network.
-        objective: the classification.
         dataset: labelled images.
-        num_views: see `ClassResult`.
-        batch_size: images per forward pass and rank.
     """
     context, num_classes = runner.context, objective.settings.num_classes
     # Top-1 and top-5 counts, then the rows of the confusion matrix.
@@ -127,7 +122,6 @@ class ClassProbabilities:
 
     Attributes:
         probabilities: float64 `[b, c]`.
-        labels: int64 `[b]`.
     """
 
     probabilities: Tensor

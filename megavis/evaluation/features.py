@@ -105,9 +105,7 @@ def pixel_features(
 
     Args:
         dataset: images; those without a label are left out.
-        palette: of palette shards.
         limit: maximum number of images, from the first.
-        batch_size: images per read.
 
     Raises:
         UserError: the shards hold ids, which are not quantities.
@@ -154,7 +152,6 @@ class FeatureCache:
     """Features cached in a run folder.
 
     Attributes:
-        folder: of the files.
         num_read: number of cache hits.
         num_computed: number of cache misses.
         seconds: time spent computing features.
@@ -225,7 +222,6 @@ def identity_of_network(
     Args:
         config: of the run. Its seed matters: random masks and fresh weights depend on it.
         checkpoint: folder of the weights; None for freshly initialized ones.
-        dtype: of the weights.
         tokenizer: SHA-256 of the tokenizer that encodes images on the fly, if any.
 
     Raises:
@@ -265,7 +261,6 @@ class CachedFile:
     """One file of features.
 
     Attributes:
-        path: of the file.
         key: what its features are of; None where it is damaged.
         shape: `(L + 1, b, h)`.
     """

@@ -37,8 +37,6 @@ class FigureInput:
 
     Attributes:
         folder: the run folder.
-        objective: of the run.
-        runner: runs the network.
         images: held-out images in the run's input format.
     """
 
@@ -92,7 +90,6 @@ def draw_depth(result: ProbeResult, *, name: str) -> Figure:
 
     Args:
         result: a probe of several layers.
-        name: name of the run, for the title.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -153,13 +150,7 @@ def draw_likelihood(scores: Sequence[CheckpointScore], *, pixels: float) -> Figu
 
 
 def draw_confusion(confusion: np.ndarray, class_names: Sequence[str], *, title: str) -> Figure:
-    """Draw a confusion matrix of classes (rows) and predictions (columns).
-
-    Args:
-        confusion: int64 `[c, c]`.
-        class_names: c names.
-        title: above the figure.
-    """
+    """Draw a confusion matrix of classes (rows) and predictions (columns)."""
     import numpy as np
     from matplotlib.figure import Figure
 

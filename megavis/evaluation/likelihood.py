@@ -24,7 +24,6 @@ class CheckpointScore:
 
     Attributes:
         run: name of the run.
-        step: optimizer steps.
         validation_loss: the objective's mean loss over the validation images.
         layer: best layer on held-out training images.
         accuracy: of its linear probe on the validation images, in [0, 1].
@@ -51,9 +50,7 @@ class LikelihoodResult:
 
     Attributes:
         run: name of the run.
-        step: optimizer steps.
         data: shard folder of the images.
-        num_images: number of images.
         dimension: description of a dimension.
         dimensions_per_image: number of dimensions per image.
         given: condition of the network, if any.
@@ -61,7 +58,6 @@ class LikelihoodResult:
         bits_per_dimension: the same with logarithms to base 2.
         nats_per_image: sum over all dimensions.
         loss: validation loss as in training.
-        precision: of the weights.
     """
 
     run: str
@@ -94,10 +90,6 @@ def measure_likelihood(
     """Measure the likelihood of images.
 
     Args:
-        name: name of the run.
-        step: step of its checkpoint.
-        runner: the network.
-        objective: of the run.
         dataset: images that the network was not trained on.
         limit: maximum number of images, from the first.
 
@@ -140,11 +132,9 @@ def mean_loss(
     """Return the objective's mean loss over images, all with equal weight.
 
     Args:
-        runner: the model.
         objective: of the run; its random draws are those of validation during training.
         dataset: images; labels are not needed.
         limit: maximum number of images, from the first.
-        batch_size: images per forward pass.
     """
     batches = evaluation_batches(dataset, batch_size=batch_size, limit=limit)
     total, count = 0.0, 0

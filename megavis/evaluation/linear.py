@@ -124,9 +124,7 @@ def divide(labels: np.ndarray, *, share: float, seed: int) -> HeldOutSplit:
     """Hold out a stratified `share` of the training features.
 
     Args:
-        labels: int64 `[b]`.
         share: in (0, 1).
-        seed: of the split.
 
     Raises:
         UserError: there are fewer than two classes, or too few images of one.
@@ -160,9 +158,7 @@ def score_layers(
     Args:
         train: features for fitting.
         validation: features for evaluation only.
-        selection: split of `train`.
         layers: layers to score; by default all.
-        recipe: of the fits.
     """
     chosen = range(len(train.layers)) if layers is None else layers
     x = train.layers[0]
@@ -210,7 +206,6 @@ def choose_penalty(
         x: features `[b, width]`.
         y: int64 `[b]`.
         selections: splits of the features, whose scores are averaged.
-        recipe: of the fits.
     """
 
     def score(place: int, penalty: float) -> HeldOutScore:
@@ -234,7 +229,6 @@ def majority_vote(answers: np.ndarray, *, seed: int = 0) -> np.ndarray:
 
     Args:
         answers: int64 `[views, b]`.
-        seed: of the ties.
 
     Returns:
         int64 `[b]`.
@@ -277,7 +271,6 @@ def fit_classifier(
         x: features `[b, width]`.
         y: int64 `[b]`.
         penalty: positive.
-        standardize: see `FitRecipe`.
 
     Returns:
         A scikit-learn pipeline of an optional `StandardScaler` and `LogisticRegression`.
@@ -314,10 +307,6 @@ class ConcatenatedScore:
         layers: the adjacent layers.
         num_features: their total width.
         penalty: the chosen weight of the L2 penalty.
-        selection_accuracy: see `LayerScore`.
-        selection_loss: see `LayerScore`.
-        accuracy: see `LayerScore`.
-        vote_accuracy: see `LayerScore`.
     """
 
     features: str
@@ -363,10 +352,6 @@ def score_concatenated(
         name: name of the features, for the record.
         train: features for fitting.
         validation: features for evaluation only.
-        selection: split of `train`.
-        centre: the best single layer.
-        count: number of layers.
-        recipe: of the fits.
 
     Raises:
         UserError: there are fewer layers.

@@ -33,9 +33,7 @@ class LowDataScore:
     Attributes:
         features: `trained`, `untrained` or `pixels`.
         layer: l of the features.
-        images_per_class: labelled images per class.
         accuracies: accuracy on the validation set for each draw, in [0, 1].
-        mean: of the accuracies.
         deviation: sample standard deviation of the accuracies (divided by draws - 1).
     """
 
@@ -68,7 +66,6 @@ def score_low_data(
         images_per_class: sizes of subsets, each at least 2.
         draws: subsets of each size, at least 2.
         seed: of the subsets, which are the same for all features.
-        recipe: of the fits.
     """
     scores = []
     for count in images_per_class:

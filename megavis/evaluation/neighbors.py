@@ -45,7 +45,6 @@ def neighbor_accuracy(
         train_labels: int64 `[t]`, each 0 or more.
         held_out: `[v, h]`.
         labels: int64 `[v]`.
-        k: number of neighbours.
     """
     center = train.mean(0)
     known, asked = F.normalize(train - center, dim=1), F.normalize(held_out - center, dim=1)
@@ -60,11 +59,7 @@ def neighbor_accuracy(
 def accuracy_by_layer(
     train: LabelledFeatures, held_out: LabelledFeatures, *, k: int
 ) -> list[float]:
-    """Return `neighbor_accuracy` of each layer.
-
-    Raises:
-        UserError: one of the sets has no labels.
-    """
+    """Return `neighbor_accuracy` of each layer. Raises UserError: one of the sets has no labels."""
     if not (len(train.labels) and len(held_out.labels)):
         raise UserError("nearest neighbours need labelled images, and there are none")
     return [

@@ -38,8 +38,6 @@ class Network:
     to save memory, since classifiers are fitted only there.
 
     Attributes:
-        objective: of the run.
-        context: ranks and groups of this process.
         build: builds the runner; called only if features have to be computed.
         cache: cache of the features, if any.
         identity: everything that its features depend on except the images, as JSON values;
@@ -128,12 +126,9 @@ def extract(
     single process would compute, so the results are equal.
 
     Args:
-        runner: the network.
-        objective: of the run.
         dataset: images, with or without labels.
         num_images: at most the size of the data set.
         view: index of the random draw of the inputs; see `view_of`.
-        batch_size: images per forward pass.
 
     Returns:
         On the main process, `layers` is `[L + 1, num_images, h]`, including images without a label;

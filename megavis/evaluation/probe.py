@@ -43,7 +43,6 @@ class ProbeData:
     Attributes:
         train: images for fitting the classifiers.
         validation: images for evaluation only.
-        palette: colours of the tokens of palette shards.
         num_train: maximum number of training images; None for all.
         num_validation: maximum number of validation images; None for all.
         selection: images for selecting layer and penalty, which are then fitted too; None to use a
@@ -140,8 +139,6 @@ class ProbeSettings:
             `selection` set.
         concatenate: number of adjacent layers to score together, around the best one; 0 for none.
         images_per_class: subset sizes to score with few labels.
-        draws: random subsets of each size.
-        recipe: of the fits.
 
     Raises:
         UserError: a value is too small.
@@ -175,9 +172,7 @@ def probe(
     Args:
         trained: `data.features` of the network.
         untrained: those of at least one network with fresh weights; consumed one at a time.
-        data: the images.
         step: optimizer steps of the network, for the record.
-        settings: of the probe; default: `ProbeSettings()`.
 
     Raises:
         UserError: the images have no labels, or are too few.

@@ -31,7 +31,6 @@ class ProbeResult:
         num_validation: images for the accuracies.
         num_classes: classes among the training images.
         num_views: random draws of each validation image's inputs.
-        seed: of the split.
         splits: shard folders: `train`, `validation` and, if given, `selection`.
         num_equal: validation images that are also in the other shards; None if these were too
             large to compare.
@@ -79,11 +78,7 @@ class ProbeResult:
 
     @classmethod
     def read(cls, path: Path) -> ProbeResult:
-        """Read a result.
-
-        Raises:
-            UserError: the file is missing, or has another format.
-        """
+        """Read a result. Raises UserError: the file is missing, or has another format."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             names = {each.name for each in dataclasses.fields(cls)}

@@ -35,11 +35,9 @@ class Task:
     """A data set as features of a network, or as pixels.
 
     Attributes:
-        name: name of the data set.
         features: `trained`, `raw pixels`, or the name of an untrained network.
         train: features for fitting.
         test: features for evaluation only.
-        selection: split of `train`.
         splits: descriptions of the images in `train` and `test`, for the record.
         num_equal: test images that were also trained on; None if unknown.
     """
@@ -61,7 +59,6 @@ class TransferSettings:
         layers: candidates for the best layer; None for all.
         layer: a layer to score in addition to the best one, if given.
         images_per_class: subset sizes to score the best layer with few labels.
-        draws: random subsets of each size.
         seed: of the subsets.
 
     Raises:
@@ -111,8 +108,6 @@ class TransferResult:
 
     Attributes:
         data_set: name of the data set.
-        features: see `Task`.
-        splits: see `Task`.
         num_train: training images of the final classifier.
         num_held_out: training images on which layer and penalty were selected.
         num_test: test images.
@@ -148,7 +143,6 @@ def first_examples(
     Args:
         train: features of the training images; held-out ones come last.
         examples: number of images.
-        name: name of the data set.
 
     Raises:
         UserError: there are fewer images, or fewer than two classes.

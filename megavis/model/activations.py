@@ -75,7 +75,6 @@ def with_recomputed(
 
     Args:
         function: draws no random numbers. Its parameters accumulate their gradients.
-        x: its input.
         use: must be done with its argument, but for the gradient, when it returns. The gradient of
             its first result starts the recomputation.
     """

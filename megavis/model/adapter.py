@@ -20,20 +20,19 @@ _KERNEL = 3
 
 
 class Adapter(nn.Module):
-    """A stack of coupling blocks; `inverse` inverts `forward` up to rounding."""
+    """A stack of coupling blocks; `inverse` inverts `forward` up to rounding.
+
+    Args:
+        num_channels: c, even.
+        num_blocks: number of coupling blocks, 8 in the paper.
+        bottleneck: hidden channels for all c channels, twice those of a block's convolutions;
+            4 · c in the paper.
+
+    Raises:
+        ValueError: c is odd, or the norms' groups do not divide the channels.
+    """
 
     def __init__(self, num_channels: int, *, num_blocks: int = 8, bottleneck: int = 64) -> None:
-        """Build.
-
-        Args:
-            num_channels: c, even.
-            num_blocks: number of coupling blocks, 8 in the paper.
-            bottleneck: hidden channels for all c channels, twice those of a block's convolutions;
-                4 · c in the paper.
-
-        Raises:
-            ValueError: c is odd, or the norms' groups do not divide the channels.
-        """
         super().__init__()
         half, hidden = num_channels // 2, bottleneck // 2
         if num_channels % 2 or hidden % min(32, half) or half % min(32, half):

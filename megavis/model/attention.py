@@ -99,7 +99,6 @@ class Attention(nn.Module):
 
         Args:
             hidden_states: `[s, b, h]` (s split under sequence and context parallelism).
-            attention_mask: visibility and positions.
 
         Returns:
             `[q, b, h]` (q split likewise) and the output bias `[h]`, which the caller adds.

@@ -136,7 +136,6 @@ class PerceptualBackbone:
     """A network of convolutions, each followed by a ReLU.
 
     Attributes:
-        name: name of the network.
         levels: indices of the convolutions in torchvision's `features`, by level; the features of a
             level are those after its last convolution.
         widths: output channels of each level.

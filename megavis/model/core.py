@@ -46,8 +46,6 @@ class StackSpec:
     Attributes:
         name: prefix of the blocks' names; also names the draws of drop path.
         model: width, heads, MLP, number of blocks, norms, biases and dropout.
-        visibility_kind: which token attends to which.
-        initialization: initialization of a block's matrices.
         carried_names: names of the tensors that are carried with the hidden states; see
             `LayerState`. With `drop_path`, the last is `SAMPLES`.
         drop_path: probability of dropping a branch of the last block for an image; it increases
@@ -296,7 +294,6 @@ class Block(TransformerLayer):
 
         Args:
             hidden: hidden states of all tokens.
-            attention_context: visibility, positions and cache.
             memory: output of an encoder, `[c, b, h]`, if there is one.
         """
         recomputes = self.checkpointing == "selective" and self.training

@@ -227,7 +227,6 @@ class _Block:
         """Apply the block to hidden states `[b, h]` of the new tokens, in place.
 
         Args:
-            hidden: hidden states of the new tokens.
             write: writes the new keys and values `[2, b, n, d]` to the cache.
             keys: all keys including the new ones, as from `_places`.
             values: all values including the new ones, as from `_places`.

@@ -42,9 +42,7 @@ def draw_kept(
 
     Args:
         samples: int64 `[b]`.
-        num_parts: p.
         rate: probability of 0.
-        seed: the run's seed.
         block: number of the block, prefixed by the name of its stack unless that is the first.
     """
     draws = uniform(samples, num_parts, seed=seed, purpose=f"drop-path-{block}")

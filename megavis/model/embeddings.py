@@ -46,9 +46,6 @@ def grid_positions(
 
     Args:
         core: determines the hidden size.
-        kind: see `Positions`.
-        grid: rows and columns.
-        fill: initialises learned positions.
     """
     height, width = grid
     return Positions(
@@ -101,7 +98,12 @@ class LastNorm(Norm):
 
 
 class TokenHead(Head):
-    """The final norm and a linear map of each token, for example to pixels or positions."""
+    """The final norm and a linear map of each token, for example to pixels or positions.
+
+    Args:
+        num_skipped: leading tokens that predict nothing.
+        hands_on: name of a carried tensor to return after the predictions.
+    """
 
     norm: LastNorm
 
@@ -114,15 +116,6 @@ class TokenHead(Head):
         num_skipped: int = 0,
         hands_on: str | None = None,
     ) -> None:
-        """Build.
-
-        Args:
-            core: sizes and groups.
-            num_outputs: outputs per token.
-            fill: initialises the matrix.
-            num_skipped: leading tokens that predict nothing.
-            hands_on: name of a carried tensor to return after the predictions.
-        """
         super().__init__(core, LastNorm(core))
         self.num_skipped, self.hands_on = num_skipped, hands_on
         self.linear = ReplicatedLinear(core.megatron.hidden_size, num_outputs, fill)

@@ -40,7 +40,6 @@ class EncoderSizes:
     """Sizes of an encoder.
 
     Attributes:
-        num_layers: number of blocks.
         patch_size: side of a patch in pixels.
         hidden_size: width; None for the decoder's width and MLP size.
         num_heads: attention heads; None for the decoder's.
@@ -109,9 +108,7 @@ class EncoderSizes:
 
         Args:
             above: core of the decoder.
-            image_size: side of the images in pixels.
             num_rows: rows of an image in the decoder.
-            seed: the run's seed.
             name: prefix of all parameter names.
         """
         core, width = self.core(above, f"{name}.blocks"), above.model.hidden_size
@@ -139,15 +136,14 @@ def _passing(name: str) -> str:
 
 
 class EncoderInput(nn.Module):
-    """Patch embedding with learned positions."""
+    """Patch embedding with learned positions.
+
+    Args:
+        core: core of the encoder.
+        sizes: its patch size, which must divide the image size, and the scale of positions.
+    """
 
     def __init__(self, core: Core, sizes: EncoderSizes) -> None:
-        """Build.
-
-        Args:
-            core: core of the encoder.
-            sizes: its patch size, which must divide the image size, and the scale of positions.
-        """
         super().__init__()
         patch_size, std = sizes.patch_size, sizes.position_std
         width, numbers = core.model.hidden_size, 3 * patch_size**2

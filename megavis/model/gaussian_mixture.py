@@ -68,8 +68,6 @@ class Mixture:
         Args:
             outputs: `[..., k + 2 · k · d]`: k logits, then for each component d means and d scales,
                 in the order of the released checkpoints.
-            num_components: k.
-            form: maps outputs to scales.
         """
         wide = outputs.float()
         logits, rest = wide[..., :num_components], wide[..., num_components:]

@@ -91,8 +91,6 @@ def scaled_by_size(width: int, depth: int, *, mlp: float) -> Initialization:
     """Return the initialization of iGPT's released code: normal, scaled by width and depth.
 
     Args:
-        width: hidden size.
-        depth: number of blocks.
         mlp: standard deviation of the MLP's matrices.
     """
     projection, output = normal(width**-0.5), normal((width * depth) ** -0.5)

@@ -44,6 +44,10 @@ class Positions(nn.Module):
     """Encodes positions of tokens on a grid of `height` × `width`.
 
     Only learned positions have a `weight`, one vector per cell in raster order.
+
+    Args:
+        scale: multiplies the coordinates of sin-cos positions; training size / current size
+            interpolates them. Rotary positions are scaled in `turns`.
     """
 
     def __init__(
@@ -56,17 +60,6 @@ class Positions(nn.Module):
         fill: Fill,
         scale: float = 1.0,
     ) -> None:
-        """Build.
-
-        Args:
-            kind: kind of encoding.
-            height: rows of the grid.
-            width: columns of the grid.
-            hidden_size: h.
-            fill: initialises learned positions.
-            scale: multiplies the coordinates of sin-cos positions; training size / current size
-                interpolates them. Rotary positions are scaled in `turns`.
-        """
         super().__init__()
         self.kind, self.width, self.hidden_size, self.scale = kind, width, hidden_size, scale
         self.is_row = height == 1
@@ -116,10 +109,6 @@ class RelativeBias(nn.Module):
     `weight` is float32 `[n, (2H - 1)(2W - 1) + 3]`, initially zero: one value for each offset in
     rows and columns, then one for a query off the grid, one for a key off the grid, and one for
     both. It is split over the tensor group by heads.
-
-    Args:
-        num_heads: n.
-        grid: H and W.
     """
 
     def __init__(self, num_heads: int, grid: tuple[int, int]) -> None:
@@ -237,8 +226,6 @@ def angles(coordinates: Tensor, head_size: int, *, scale: float = 1.0) -> Tensor
 
     Args:
         coordinates: `[..., axes]`.
-        head_size: d.
-        scale: see `turns`.
 
     Returns:
         float32 `[..., d / 2]`, radians.

@@ -242,12 +242,8 @@ def block_plans(
         core: core of the stack.
         work: workload of an image; `num_outputs` are the outputs per token of the head or bridge
             above the stack.
-        seed: the run's seed.
         depth: depth of the first block; see `LayerPlan`.
         deepens: whether depth increases from block to block.
-        gives_features: see `LayerPlan`.
-        phase: see `LayerPlan`.
-        num_passing: see `PlannedStack`.
     """
     stack = PlannedStack(core, work, num_passing)
     return [
@@ -290,10 +286,6 @@ class StackSize:
 
     Attributes:
         name: prefix of its parameter names.
-        num_layers: number of blocks.
-        hidden_size: width of the residual stream.
-        num_heads: attention heads.
-        num_tokens: tokens of an image.
         flops: FLOPs of a training step for one image, including the head or bridge above.
         phase: when it runs in generation.
     """

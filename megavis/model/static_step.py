@@ -40,6 +40,12 @@ class StaticStep:
 
     Every call reads and writes the same memory: `hidden`, `turn` and `position` are copied in, the
     result is copied out.
+
+    Args:
+        cache: `[L, 2, b, n, capacity, d]`.
+        reach: number of tokens that it may see.
+        hidden: hidden states like those of each call.
+        turn: rotations likewise.
     """
 
     def __init__(
@@ -50,15 +56,6 @@ class StaticStep:
         hidden: Tensor,
         turn: Tensor | None,
     ) -> None:
-        """Allocate.
-
-        Args:
-            blocks: the blocks.
-            cache: `[L, 2, b, n, capacity, d]`.
-            reach: number of tokens that it may see.
-            hidden: hidden states like those of each call.
-            turn: rotations likewise.
-        """
         self._rooms = [(block, room) for block, room in zip(blocks, cache, strict=True)]
         self._reach = reach
         self._hidden, self._result = hidden.clone(), torch.empty_like(hidden)

@@ -32,7 +32,6 @@ class Visibility:
     """A visibility kind and its tensors.
 
     Attributes:
-        kind: see the module's docstring.
         content_groups: for `two_stream`, int64 `[b, c]`, the group of each content token.
         query_groups: for `two_stream`, int64 `[b, q]`, the group of each query token; q may be 0.
         context: for `context`, int64 `[b, c]`, the indices of the tokens that are attended to.
@@ -146,7 +145,6 @@ class OncePerStep:
 
         Args:
             name: name of the value, which must include all that it depends on besides the tensors.
-            make: computes the value.
             tensors: the tensors that it is computed from.
         """
         known, made = self._made.get(name, ([], None))
@@ -165,7 +163,6 @@ class AttentionContext:
     """Inputs of attention besides hidden states.
 
     Attributes:
-        visibility: which token attends to which.
         coordinates: int64 `[b, s, axes]` of tokens, for rotary and relative positions.
         cache: KV cache of earlier tokens, in generation.
         query_start: compute outputs only for tokens from this index on; earlier ones only provide

@@ -67,10 +67,7 @@ def generate_in_steps(
     """Generate images step by step; collective over all processes of the job.
 
     Args:
-        runner: the model, in any layout.
-        paper: the paper.
         images: int64 `[b]`, indices of the images, on the runner's device.
-        settings: options of density, schedule and search.
         order: int64 `[b or 1, n]`, the order of generation.
         known: the condition, one row per image.
         given: the first tokens `[b, p, ...]` in the order.

@@ -42,9 +42,6 @@ def write_npz(
     Args:
         path: the file; batches are kept in `<path>.parts` until all are complete.
         draw: generates the images with the given indices.
-        num_images: N.
-        batch_size: images of a batch, b.
-        context: ranks and groups of this process.
         settings: JSON values that determine the images, including the network.
 
     Raises:

@@ -97,8 +97,6 @@ def patches_to_pixels(chosen: Tensor, grid: tuple[int, int], height: int, width:
     Args:
         chosen: mask of patches in raster order.
         grid: rows and columns of patches.
-        height: h.
-        width: w.
     """
     rows, columns = grid
     cells = chosen.view(len(chosen), rows, columns)
@@ -120,7 +118,6 @@ class Gallery:
         """Check the config.
 
         Args:
-            objective: the paper.
             folder: the run folder.
 
         Raises:
@@ -137,10 +134,8 @@ class Gallery:
         """Return a grid uint8 `[H, W, 3]`; collective over all processes of the job.
 
         Args:
-            runner: the model.
             examples: held-out images to start from, on the runner's device; None generates
                 unconditionally.
-            num_images: number of images.
 
         Raises:
             UserError: the grid needs held-out images and there are none.
@@ -176,13 +171,10 @@ def picture(
     Args:
         samplers: one per column; a single one without examples.
         examples: held-out images to complete, or to predict others from.
-        num_images: number of images without examples.
         share: share of each example's tokens, the first in the order, that is given.
         num_copies: samples per sampler and example; the paper's default when None.
         conditions: conditions by name; the paper's defaults when None.
-        later: see `Sampler.draw`.
         num_columns: columns of a grid without examples.
-        batch_size: images that a process generates at once.
 
     Returns:
         uint8 `[H, W, 3]`; with examples one row per image: original | given part | completions,
@@ -223,7 +215,6 @@ def pixels_of(tokens: Tensor, grid: tuple[int, int], images: np.ndarray) -> np.n
 
     Args:
         tokens: the mask.
-        grid: rows and columns of tokens.
         images: images made of these tokens.
     """
     return patches_to_pixels(tokens, grid, *images.shape[1:3]).cpu().numpy()
@@ -257,8 +248,6 @@ def picture_of_reconstructions(
     """Show images above their reconstructions; collective over all processes of the job.
 
     Args:
-        runner: the model.
-        objective: the autoencoder.
         originals: samples in the form of the shards.
 
     Returns:

@@ -31,8 +31,16 @@ class Sampler:
     """Generates images with a run and one set of options.
 
     Attributes:
-        paper: the run's paper.
         acceptance: statistics of guidance.
+
+    Args:
+        folder: the run folder, which may contain a palette.
+        options: options of the paper's density, schedule and search, by name.
+        seed: draws are functions of seed and image index.
+        spell: maps an option's name to how the user writes it, for messages.
+
+    Raises:
+        UserError: runs of this paper generate no images, or an option does not apply.
     """
 
     def __init__(
@@ -45,19 +53,6 @@ class Sampler:
         seed: int = 0,
         spell: Callable[[str], str] = str,
     ) -> None:
-        """Build.
-
-        Args:
-            runner: the model, in any layout.
-            objective: the paper.
-            folder: the run folder, which may contain a palette.
-            options: options of the paper's density, schedule and search, by name.
-            seed: draws are functions of seed and image index.
-            spell: maps an option's name to how the user writes it, for messages.
-
-        Raises:
-            UserError: runs of this paper generate no images, or an option does not apply.
-        """
         self.runner, self.folder, self.seed = runner, folder, seed
         self.paper = objective.generation()
         self.settings = settings_of(self.paper, options or {}, seed=seed, spell=spell)
@@ -152,7 +147,6 @@ class Sampler:
             originals: samples to complete, in the form of the shards.
             num_given: given positions p, the first in the order.
             later: conditions for the second half of the order (GIVT, figure 19).
-            batch_size: images that a process generates at once.
 
         Returns:
             The tokenizer's tokens `[b, n, ...]` in raster order, the same on every process.
@@ -281,8 +275,6 @@ def distribute_batches(
     Args:
         draw: generates the images with the given indices, int64 `[b]`, which may exceed
             `num_images`.
-        num_images: total number of images.
-        batch_size: images that a process generates at once.
         data: the data-parallel group.
 
     Returns:
@@ -341,9 +333,7 @@ def settings_of(
     """Distribute options to the density, the schedule and beam search.
 
     Args:
-        paper: the paper.
         options: values by name; None means the default.
-        seed: seed of all draws.
         spell: maps an option's name to how the user writes it, for messages.
 
     Raises:

@@ -29,18 +29,17 @@ from megavis.schedules.schedule import Arrangement, GenerationProgress, Schedule
 
 
 class Masked(Schedule):
-    """Masked tokens are group 1, the others group 0; all positions are inputs, in one order."""
+    """Masked tokens are group 1, the others group 0; all positions are inputs, in one order.
+
+    Args:
+        orders: the token at each position, the same for all images.
+        seed: the run's seed; the mask is a function of seed and sample.
+    """
 
     takes_given = False
     names = ("mask",)
 
     def __init__(self, orders: Orders, *, seed: int) -> None:
-        """Build.
-
-        Args:
-            orders: the token at each position, the same for all images.
-            seed: the run's seed; the mask is a function of seed and sample.
-        """
         self.orders, self.seed = orders, seed
 
     @property
@@ -109,11 +108,7 @@ class MaskedShare(Masked):
 
 @dataclass(frozen=True)
 class RoundOptions:
-    """Options of generation in rounds.
-
-    Raises:
-        UserError: a value is out of its range.
-    """
+    """Options of generation in rounds. Raises UserError: a value is out of its range."""
 
     rounds: int = 16
     """Forward passes per image, 1 or more."""
@@ -143,19 +138,16 @@ class RoundOptions:
 
 
 class Rounds(Masked):
-    """Mask a share cos(π/2 · u) of the tokens, with u drawn for each image."""
+    """Mask a share cos(π/2 · u) of the tokens, with u drawn for each image.
+
+    Args:
+        least_masking: u is uniform in [0, 1 - least_masking).
+    """
 
     options_type = RoundOptions
     needs_score = True
 
     def __init__(self, orders: Orders, *, least_masking: float, seed: int) -> None:
-        """Build.
-
-        Args:
-            orders: see `Masked`.
-            least_masking: u is uniform in [0, 1 - least_masking).
-            seed: see `Masked`.
-        """
         super().__init__(orders, seed=seed)
         self.least_masking = least_masking
 
@@ -211,7 +203,14 @@ def _gumbel(draws: Tensor) -> Tensor:
 
 
 class RandomMasking(Schedule):
-    """The first positions of a random order are the context; predict the others, or all tokens."""
+    """The first positions of a random order are the context; predict the others, or all tokens.
+
+    Args:
+        mask_ratio: η in [0, 1), the share of the tokens outside the context.
+        placed_ratio: share of the tokens, at the start of the context, that get their position.
+        asks_context: predict the tokens of the context too.
+        seed: the run's seed; the order is a function of seed and sample.
+    """
 
     def __init__(
         self,
@@ -222,15 +221,6 @@ class RandomMasking(Schedule):
         asks_context: bool = True,
         seed: int,
     ) -> None:
-        """Set up.
-
-        Args:
-            num_positions: n.
-            mask_ratio: η in [0, 1), the share of the tokens outside the context.
-            placed_ratio: share of the tokens, at the start of the context, that get their position.
-            asks_context: predict the tokens of the context too.
-            seed: the run's seed; the order is a function of seed and sample.
-        """
         self.asks_context = asks_context
         self.num_positions, self.mask_ratio, self.seed = num_positions, mask_ratio, seed
         self.num_placed = round(placed_ratio * num_positions)

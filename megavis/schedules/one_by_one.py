@@ -14,19 +14,17 @@ from megavis.schedules.schedule import Arrangement, GenerationProgress, Schedule
 
 
 class OneByOne(Schedule):
-    """Predict one token per step: every position is a group of its own."""
+    """Predict one token per step: every position is a group of its own.
+
+    Args:
+        prefix: number of tokens at the start that are given, not predicted.
+        name: names the random draws of a step; `{}` is replaced by the position.
+    """
 
     is_sequential = True
     names = ("order",)
 
     def __init__(self, orders: Orders, *, name: str = "token/{}", prefix: int = 0) -> None:
-        """Build.
-
-        Args:
-            orders: the token at each position.
-            prefix: number of tokens at the start that are given, not predicted.
-            name: names the random draws of a step; `{}` is replaced by the position.
-        """
         self.orders, self._name, self.prefix = orders, name, prefix
 
     @property

@@ -21,15 +21,14 @@ from megavis.parallel.random import derive_seed, uniform
 
 
 class Orders:
-    """The token at each position: shared by all images, or drawn for each."""
+    """The token at each position: shared by all images, or drawn for each.
+
+    Args:
+        shared: int64 `[n]`, the order of all images; of features if each image has its own.
+        seed: draws an order for each image; None if all share one.
+    """
 
     def __init__(self, shared: Tensor, *, seed: int | None = None) -> None:
-        """Build.
-
-        Args:
-            shared: int64 `[n]`, the order of all images; of features if each image has its own.
-            seed: draws an order for each image; None if all share one.
-        """
         self._shared, self._seed = DeviceConstant(shared), seed
         self.num_positions = len(shared)
 
@@ -40,10 +39,6 @@ class Orders:
         Args:
             kind: a kind of `fixed_order`, or `random`: an order for each image, raster for
                 features.
-            height: rows of the grid.
-            width: columns of the grid.
-            block: k, for the kinds that have blocks.
-            seed: the run's seed.
         """
         is_random = kind == "random"
         shared = fixed_order(
@@ -72,9 +67,6 @@ def order_of_run(order: str | Sequence[int], side: int, *, block: int, seed: int
 
     Args:
         order: the cells themselves, or a kind; `random` is drawn once for the run.
-        side: rows and columns of the grid.
-        block: k, for the kinds that have blocks.
-        seed: the run's seed.
     """
     if not isinstance(order, str):
         return torch.tensor(order)
@@ -106,8 +98,6 @@ def fixed_order(kind: OrderKind, *, height: int, width: int, block: int = 1) -> 
         kind: `raster`: row by row. `nested_raster`: block by block in raster order, and in raster
             order within a block. `round_robin`: the first cell of every block in raster order,
             then the second cell of every block, and so on.
-        height: rows of the grid.
-        width: columns of the grid.
         block: k; ignored by `raster`.
 
     Returns:
@@ -135,8 +125,6 @@ def random_orders(sample_index: Tensor, num_cells: int, *, seed: int) -> Tensor:
 
     Args:
         sample_index: int64 `[b]`.
-        num_cells: n.
-        seed: the run's seed.
 
     Returns:
         int64 `[b, n]`; all permutations are equally likely up to ties of 24-bit draws.

@@ -178,7 +178,6 @@ class GenerationProgress:
     Attributes:
         score: log-likelihood of the tokens just sampled, float32 `[b, positions]`.
         images: int64 `[b]`, indices of the images; draws are functions of seed and index.
-        seed: seed of the draws.
     """
 
     score: Tensor | None

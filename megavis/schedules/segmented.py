@@ -30,11 +30,7 @@ MEAN_SHARE, SHARE_DEVIATION = 0.5, 0.1
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """Options of generation group by group.
-
-    Raises:
-        UserError: `groups` is below 1.
-    """
+    """Options of generation group by group. Raises UserError: `groups` is below 1."""
 
     groups: int = 1
     """Number of groups, of about equal size, into which the tokens to generate are cut."""
@@ -103,7 +99,14 @@ class Groups(Schedule):
 
 
 class Grouping(Groups):
-    """Draw or fix the order z and the group boundaries of each image."""
+    """Draw or fix the order z and the group boundaries of each image.
+
+    Args:
+        cut: how boundaries are chosen.
+        boundaries: n_0 .. n_{K-1} if `cut` is `given`, else None.
+        shuffled: draw an order for each image instead of raster order.
+        seed: the run's seed; draws are functions of seed and sample.
+    """
 
     names = ("order", "boundaries")
 
@@ -117,16 +120,6 @@ class Grouping(Groups):
         shuffled: bool,
         seed: int,
     ) -> None:
-        """Build.
-
-        Args:
-            cut: how boundaries are chosen.
-            num_tokens: T.
-            num_groups: K; ignored if boundaries are given.
-            boundaries: n_0 .. n_{K-1} if `cut` is `given`, else None.
-            shuffled: draw an order for each image instead of raster order.
-            seed: the run's seed; draws are functions of seed and sample.
-        """
         self.cut, self.num_tokens, self.num_groups = cut, num_tokens, num_groups
         self.shuffled, self.seed = shuffled, seed
         self.bounds = boundary_range(cut, num_tokens, num_groups, boundaries)
@@ -163,7 +156,6 @@ class Grouping(Groups):
         Args:
             index: int64 `[b]`.
             choices: `order`, int64 `[b or 1, T]`; `boundaries`, n_0 .. n_{K-1} for all images.
-            is_named: ignored.
 
         Raises:
             UserError: the order is not a permutation, or the boundaries do not increase.
@@ -229,9 +221,7 @@ def draw_boundaries(
     Args:
         kind: one of the paper's three settings.
         sample_index: int64 `[b]`.
-        num_tokens: T.
         num_groups: K; at most `max_groups(kind, T)`.
-        seed: the run's seed.
     """
     if kind == "fixed":
         fixed = fixed_length(num_tokens, num_groups, device=sample_index.device)
@@ -259,7 +249,6 @@ def mixed_length(draws: Tensor, share: Tensor, num_groups: int) -> Tensor:
     Args:
         draws: uniform `[b, T - 1]`, one for each possible boundary from 1 to T - 1.
         share: uniform `[b, 1]`, mapped to p.
-        num_groups: K.
     """
     num_tokens = draws.shape[1] + 1
     normal = torch.erfinv(2.0 * share - 1.0) * 2.0**0.5
@@ -294,7 +283,6 @@ def groups_of(boundaries: Tensor, num_tokens: int) -> Tensor:
 
     Args:
         boundaries: n_0 .. n_{K-1}, int64 `[b, K]`, increasing.
-        num_tokens: T.
     """
     places = torch.arange(num_tokens, device=boundaries.device)
     return (boundaries[:, :, None] <= places).sum(dim=1)

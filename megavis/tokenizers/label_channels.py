@@ -25,7 +25,6 @@ class LabelChannels:
     """Groups of one-hot channels; a pixel has one label per group.
 
     Attributes:
-        kind: kind of the label maps.
         sizes: channels per group: void and classes, and void and segments; or depth bins.
         min_depth: lower bound of the first bin, in metres.
         max_depth: upper bound of the last bin, in metres.

@@ -35,20 +35,12 @@ class LabelMapShape:
     """Sizes of the network.
 
     Attributes:
-        target: kind of the label maps.
         channels: per group; see `LabelChannels`.
         depth_range: smallest and largest depth in metres.
         image_size: side of a map in pixels.
         patch_size: side of a patch in pixels.
         downsampling: side in pixels of the square that a latent represents.
-        latent_channels: d.
-        hidden_size: h.
         mlp_size: width of the MLP.
-        num_heads: attention heads.
-        encoder_layers: blocks of the encoder.
-        decoder_layers: blocks of the decoder.
-        norm_epsilon: of all norms.
-        activation: of the MLP.
     """
 
     target: TargetKind

@@ -183,11 +183,7 @@ OPERATIONS: tuple[Operation, ...] = (
 
 @dataclass(frozen=True)
 class RandomErasing:
-    """Replace a rectangle of some images by noise.
-
-    Attributes:
-        probability: of erasing, in [0, 1].
-    """
+    """Replace a rectangle of some images by noise."""
 
     probability: float
 

@@ -130,7 +130,6 @@ class IdsCodec(Codec):
     """Ids of a discrete tokenizer, little-endian uint16: uint16 `[b, n]` in raster order.
 
     Args:
-        num_tokens: n.
         vocabulary_size: at most 65,536.
     """
 

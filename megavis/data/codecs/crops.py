@@ -75,8 +75,6 @@ def random_window(
     allowed ratio is returned.
 
     Args:
-        height: of the image.
-        width: of the image.
         draws: `[40]` in [0, 1): four per attempt (area, ratio, top, left).
         scale: smallest and largest fraction of the area.
         ratio: smallest and largest width / height.
@@ -101,8 +99,6 @@ def square_window(height: int, width: int, draws: np.ndarray, *, size: int) -> W
     """Return a random or centered square window.
 
     Args:
-        height: of the image.
-        width: of the image.
         draws: `[2]` in [0, 1), vertical and horizontal position; `[0]` for the center.
         size: side of the square.
 

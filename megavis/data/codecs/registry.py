@@ -28,7 +28,6 @@ def codec_of(
     """Return the codec that reads a shard folder.
 
     Args:
-        manifest: of the folder.
         transform: crop and augmentation; if None, images are read as stored.
         palette: maps the pixels of JPEG shards to ids, if given.
 

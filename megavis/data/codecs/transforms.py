@@ -78,7 +78,6 @@ class Transform:
         augment: applied after crop and flip, if given.
         erase: applied last, if given.
         sound: augments recordings, if given.
-        seed: of the draws.
     """
 
     image_size: int

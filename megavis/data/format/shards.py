@@ -138,9 +138,7 @@ class ShardWriter:
 
         Args:
             key: webdataset key: unique in the data set, without dots or slashes.
-            payload: content of the tar member.
             label: class index, or -1.
-            source: name of the source file.
 
         Raises:
             ValueError: the key is empty or contains a dot or a slash.
@@ -174,7 +172,6 @@ def open_shard(path: Path, *, job: str, suffix: str) -> Iterator[ShardWriter]:
     and calls `write_index`. A tar without an index is therefore unfinished.
 
     Args:
-        path: the tar.
         job: identity of the job that makes it.
         suffix: of the member names, as the codec declares it: `tok`, `jpg`, `lat`, `ids`.
 

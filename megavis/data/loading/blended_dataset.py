@@ -25,7 +25,6 @@ class BlendedDataset:
         weights: relative weight of each in training; see `BlendedOrder`.
 
     Attributes:
-        parts: the folders.
         class_names, labels: see `Samples`.
         manifest: the first folder's, with the shards and classes of all folders.
 

@@ -46,7 +46,6 @@ class ShardDataset:
     Attributes:
         directory: the shard folder; its cache for a URL.
         manifest: the folder's; with a palette, that of the resulting ids.
-        transform: as given.
         class_names: names of the classes, indexed by label.
         labels: int64 `[N]`, -1 for a sample without a label; a replaced sample has the label of
             its replacement.
@@ -361,11 +360,7 @@ class TrainingSubset(Subset):
 
 
 def subset_per_class(dataset: ShardDataset, count: int, *, seed: int) -> TrainingSubset:
-    """Return `count` random samples per class.
-
-    Raises:
-        UserError: a class has fewer.
-    """
+    """Return `count` random samples per class. Raises UserError: a class has fewer."""
     return TrainingSubset(dataset, sample_per_class(dataset.labels, count, seed=seed))
 
 
@@ -375,7 +370,6 @@ def sample_per_class(labels: np.ndarray, count: int, *, seed: int, draw: int = 0
     Args:
         labels: int64 `[b]`; samples with -1 are ignored.
         count: samples per class that occurs.
-        seed: of all draws.
         draw: number of this draw, from 0.
 
     Returns:

@@ -293,7 +293,6 @@ class Prefetcher(Generic[Item]):
     Args:
         read: a thread-safe function. It must not refer to this object, which could then never be
             collected.
-        first: first argument.
         end: argument to stop before; None for an endless iterator.
         threads: number of threads, 1 or more.
     """

@@ -107,10 +107,6 @@ class RepeatedOrder:
     them out to the processes, so that copies of an image are never adjacent on a process. Here
     copies are `APART` positions apart, so that Mixup never mixes them and the order does not depend
     on the number of processes.
-
-    Args:
-        order: of single samples.
-        repeats: number of copies of each sample.
     """
 
     APART = 32

@@ -62,7 +62,6 @@ class RemoteFolder:
         """Fetch everything but the shards.
 
         Args:
-            url: of the shard folder.
             cache: local folder for the caches of all data sets.
 
         Raises:
@@ -103,10 +102,6 @@ class RemoteFolder:
 
     def fetch(self, name: str, *, sha256: str | None = None) -> Path:
         """Return the path of a file in the cache, fetching it if needed.
-
-        Args:
-            name: of the file.
-            sha256: expected hash.
 
         Raises:
             OSError: it cannot be fetched.

@@ -23,11 +23,7 @@ _LEARNING_RATE = 3e-3
 
 
 class ImageClassifier(nn.Module):
-    """Three convolutions with stride 2, and a linear layer on the remaining 4² positions.
-
-    Args:
-        num_classes: c.
-    """
+    """Three convolutions with stride 2, and a linear layer on the remaining 4² positions."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
@@ -52,9 +48,6 @@ def fit_classifier(
     Args:
         images: uint8 `[N, H, W, 3]`, on the compute device.
         labels: int64 `[N]`, each below c.
-        num_classes: c.
-        epochs: number of epochs.
-        seed: of the weights and the sample order.
     """
     with seeded(seed, "classifier"):
         classifier = ImageClassifier(num_classes).to(images.device)
@@ -87,10 +80,7 @@ def class_accuracies(
     """Return the classifier's accuracy on images.
 
     Args:
-        classifier: the classifier.
-        images: uint8 `[N, H, W, 3]`.
         labels: int64 `[N]`.
-        class_names: names of the classes, by label.
 
     Returns:
         `images`, their number; `all`, the accuracy on all images; and `classes`, the accuracy on

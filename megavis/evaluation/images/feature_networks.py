@@ -46,8 +46,6 @@ class NetworkName:
     """Description of a network, shown with each result.
 
     Attributes:
-        name: display name.
-        sha256: of its weights.
         resize: its resize of input images.
         is_published: whether it gives the published metrics.
     """
@@ -75,11 +73,7 @@ class FeatureNetwork(Protocol):
 
 
 class InceptionFeatures:
-    """Inception with weights from a file.
-
-    Raises:
-        UserError: the file has other content.
-    """
+    """Inception with weights from a file. Raises UserError: the file has other content."""
 
     def __init__(self, path: Path, device: torch.device) -> None:
         weights = read_weights_file(path)

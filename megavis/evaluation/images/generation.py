@@ -49,9 +49,7 @@ class FeatureSummary:
     Attributes:
         network: of the features; None for statistics of other tools, which do not record it.
         source: path of the images.
-        sha256: hash of the images.
         num_images: N; None if unknown.
-        gaussian: of the features.
         spatial: of the spatial features, if any.
         features: float32 `[m, d]` of evenly spaced images, if kept.
         class_score: mean and standard deviation over splits; None without logits.
@@ -71,8 +69,6 @@ class FeatureCollector:
     """Collect the features of one set of images.
 
     Args:
-        network: computes the features.
-        num_images: N, the number of images to come.
         num_kept: most feature vectors to keep.
 
     Raises:
@@ -123,7 +119,6 @@ class ImageSetComparison:
     """Metrics of two sets of images, with their conditions.
 
     Attributes:
-        network: of the features.
         samples: the set to evaluate.
         reference: the set to compare with.
         numbers: metrics by name: `fid` and `sfid` with the published network, else
@@ -216,9 +211,7 @@ def compare(
     """Compare samples with a reference.
 
     Args:
-        samples: summary of the samples.
         reference: summary of the reference, collected or read from a file.
-        device: for the search of neighbours.
 
     Raises:
         UserError: the features are of different networks.

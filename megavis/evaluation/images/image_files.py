@@ -37,7 +37,6 @@ class Images(Protocol):
 
     Attributes:
         path: location of the images.
-        sha256: hash of the images.
     """
 
     path: Path
@@ -94,7 +93,6 @@ class FolderImages:
     """All PNG and JPEG files in a folder and its subfolders, by name.
 
     Args:
-        path: the folder.
         image_size: size to which the shorter side is resized and the center is cropped; None if all
             images have the same size already.
 
@@ -147,10 +145,6 @@ class ShardImages:
         labels: int64 `[N]`; -1 for images without a label.
         class_names: names of the classes.
 
-    Args:
-        path: the folder.
-        image_size: see `FolderImages`; for jpeg shards.
-
     Raises:
         UserError: the shards are of another kind, or images differ in size without `image_size`.
     """
@@ -189,15 +183,7 @@ class ShardImages:
 
 
 def open_images(path: Path, *, image_size: int | None = None) -> Images:
-    """Open images of any of the three kinds.
-
-    Args:
-        path: a file or a folder.
-        image_size: see `FolderImages`.
-
-    Raises:
-        UserError: there are none.
-    """
+    """Open images of any of the three kinds. Raises UserError: there are none."""
     if not path.exists():
         raise UserError(f"{path} does not exist")
     if path.is_dir():

@@ -107,7 +107,6 @@ def score_filling(
         originals: uint8 `[b, h, w, 3]`.
         made: uint8 `[b, h, w, 3]`, equal to the originals outside the hidden pixels.
         hidden: bool `[b, h, w]`, the predicted pixels.
-        perceptual: a perceptual distance to measure too.
 
     Returns:
         `psnr`: in dB, over the hidden pixels of all images; `psnr_of_images`: the mean over images
@@ -154,11 +153,7 @@ def reconstructions(
 
 
 class PairScores:
-    """Mean scores of pairs of images and reconstructions.
-
-    Args:
-        perceptual: a perceptual distance to measure too.
-    """
+    """Mean scores of pairs of images and reconstructions."""
 
     def __init__(self, perceptual: PerceptualDistance | None = None) -> None:
         self._perceptual = perceptual
@@ -190,7 +185,6 @@ class Distances:
     """Fréchet distance between reconstructions and originals.
 
     Args:
-        network: feature network.
         num_images: number of pairs to come.
 
     Raises:

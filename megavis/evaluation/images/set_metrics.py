@@ -135,7 +135,6 @@ def precision_and_recall(
     Args:
         samples: `[n, d]`, n > `neighbors`.
         reference: `[m, d]`, m > `neighbors`.
-        neighbors: k.
     """
     precision = _share_inside(samples, reference, neighbors)
     return precision, _share_inside(reference, samples, neighbors)
