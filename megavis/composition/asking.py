@@ -71,7 +71,6 @@ class Asking(ABC):
         Args:
             tokens: `[b, at least known, ...]`, in the order of the plan (in raster order for
                 `InContext`).
-            question: the known positions, and those to predict.
             since: number of positions in the KV cache; only rows after these are returned.
         """
 
@@ -85,13 +84,7 @@ class Asking(ABC):
 
     @abstractmethod
     def embed(self, reader: Reader, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
-        """Embed rows.
-
-        Args:
-            reader: the first layer, whose parts embed.
-            rows: output of `rows`.
-            known: conditions by the role of the part that embeds them.
-        """
+        """Embed the output of `rows`; `known` has the conditions by the role of their part."""
 
     @abstractmethod
     def workload(self, plan: Arrangement, num_outputs: int) -> Workload:
@@ -192,13 +185,15 @@ class Shift(Asking):
 
 
 class Mask(Asking):
-    """One row per position, which holds its token, or the mask token if that is hidden."""
+    """One row per position, which holds its token, or the mask token if that is hidden.
+
+    `num_front` condition rows come first.
+    """
 
     num_inputs = 3
     visibility: VisibilityKind = "full"
 
     def __init__(self, *, num_front: int = 0) -> None:
-        """Build with `num_front` condition rows in front."""
         self.num_front = num_front
 
     @property
@@ -319,7 +314,10 @@ class Query(Asking):
 
 
 class InContext(Asking):
-    """One row per token, which attends to the context rows; some rows get their position."""
+    """One row per token, which attends to the context rows; some rows get their position.
+
+    `num_front` condition rows come first and belong to the context.
+    """
 
     num_inputs = 3
     visibility: VisibilityKind = "context"
@@ -327,7 +325,6 @@ class InContext(Asking):
     permutes = False
 
     def __init__(self, *, num_front: int) -> None:
-        """Build with `num_front` condition rows in front, which belong to the context."""
         self.num_front = num_front
 
     @property

@@ -1,15 +1,17 @@
 """A paper as a composition: sequences, loss, features and generation, derived from its choices.
 
 The choices themselves (tokens, schedule, asking, density, condition) and the first layer are in
-`words.py`.
+`objective.py`. `Places` is the interface of a model that predicts the position of every patch, for
+figures and accuracies.
 
-Legend: b images, n positions of the sequence, q predicted positions, r rows of generation.
+Legend: b images, n positions of the sequence (patches for `Places`), q predicted positions, r rows
+of generation, c patches in the context, d values of a patch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -17,20 +19,20 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from megavis.composition.asking import AskedRows
+from megavis.composition.asking import AskedRows, InContext
 from megavis.composition.condition import Known
-from megavis.composition.objective import SequenceBatch
-from megavis.composition.places import Places
+from megavis.composition.objective import Objective
 from megavis.composition.reader import Reader
-from megavis.composition.tokens import blank_batch
-from megavis.composition.words import Words
+from megavis.composition.tokens import Frames, Patches, blank_batch
+from megavis.composition.trainable import SequenceBatch
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.batch import Batch
+from megavis.densities.categorical import Place
 from megavis.model.core import MEMORY
-from megavis.model.flops import Workload
 from megavis.model.layer_state import LayerState, PackedState
-from megavis.model.stack import LayerPlan, stacks_of
+from megavis.model.stack import stacks_of
+from megavis.schedules.masked import RandomMasking
 from megavis.schedules.orders import gather_tokens, to_raster
 from megavis.schedules.schedule import Arrangement, Question
 from megavis.tokenizers.patches import to_grid
@@ -38,7 +40,7 @@ from megavis.tokenizers.patches import to_grid
 RunOnce = Callable[[Callable[[nn.Module], PackedState]], PackedState]
 
 
-class Composition(Words):
+class Composition(Objective):
     """A paper defined by its choices."""
 
     @property
@@ -77,18 +79,6 @@ class Composition(Words):
     def tokenizer_identity(self) -> str | None:
         """SHA-256 of the frozen tokenizer; None without one."""
         return self.predicts.identity or self.reads.identity or self.condition.identity
-
-    def workload(self) -> Workload:
-        """Return the workload of one training image."""
-        plan, upper = self.schedule.draw(torch.zeros(1, dtype=torch.int64)), self.second_stack
-        width = self.num_outputs if upper is None else upper.core.model.hidden_size
-        work = self.asks.workload(plan, width)
-        return replace(work, num_memory=self.condition.num_memory)
-
-    def encoder_layers(self) -> list[LayerPlan]:
-        """Return the encoder layers of the condition."""
-        num_rows, seed = self.workload().num_tokens, self.config.seed
-        return self.condition.layers(self.core, num_rows=num_rows, seed=seed)
 
     def check_data(self, manifest: Manifest) -> Iterator[str]:
         """Check that the shards suit tokens and condition."""
@@ -180,7 +170,7 @@ class Composition(Words):
         return self._rows(read, plan, plan.num_content, ask)
 
     def feature_rows(self, read: Tensor, plan: Arrangement) -> AskedRows:
-        """Return the rows that hold all tokens; for the arguments see `training_rows`."""
+        """Return the rows that hold all tokens; for `read` see `training_rows`."""
         return self._rows(read, plan, None, partial(self.asks.feature_rows, plan=plan))
 
     def _rows(
@@ -239,7 +229,13 @@ class Composition(Words):
 
     def places(self) -> Places:
         """Return the `Places` interface; raise UserError if the paper predicts no positions."""
-        return Places.of(self.reads, self.schedule, self.asks, self.density) or super().places()
+        reads, schedule, asks, density = self.reads, self.schedule, self.asks, self.density
+        if not isinstance(density, Place):
+            return super().places()
+        assert isinstance(reads, Frames | Patches)
+        assert isinstance(schedule, RandomMasking)
+        assert isinstance(asks, InContext)
+        return Places(reads, schedule, asks, density)
 
     def composition(self) -> Composition:
         """Return itself."""
@@ -262,11 +258,9 @@ class Composition(Words):
         return self.reads.blank(images)
 
     def tokens_of(self, inputs: Tensor, index: Tensor | None = None) -> Tensor:
-        """Return the tokenizer's output for samples.
+        """Return the tokenizer's output for `Batch.inputs`, or for tokens.
 
-        Args:
-            inputs: `Batch.inputs`, or tokens.
-            index: int64 `[b]`, the samples, which determine the tokenizer's draws if there are any.
+        `index`, int64 `[b]`, determines the tokenizer's draws if there are any.
 
         Raises:
             UserError: the inputs have the wrong shape or type.
@@ -291,11 +285,7 @@ class Composition(Words):
         return (*rows, *known, *self._blank_inputs(rows))
 
     def prepare(self, known: Known, run_once: RunOnce) -> Known:
-        """Compute the parts of a condition that all steps of generation share.
-
-        Args:
-            run_once: `Inference.once`.
-        """
+        """Compute what all steps of generation share, where `run_once` is `Inference.once`."""
 
         def encode(start: Callable[[nn.Module], PackedState]) -> Tensor:
             state = LayerState.unpack(run_once(start), self.core.carried_names)
@@ -305,9 +295,6 @@ class Composition(Words):
 
     def given(self, tokens: Tensor) -> Tensor:
         """Return the tokenizer's tokens as the model predicts them, `[b, n, ...]` in raster order.
-
-        Args:
-            tokens: output of the tokenizer.
 
         Raises:
             UserError: there is a learned transform, which mixes all tokens of an image, so that
@@ -332,13 +319,55 @@ class Composition(Words):
         self.reads.check_images(folder)
 
     def to_images(self, tokens: Tensor, folder: Path) -> Tensor:
-        """Decode tokens to images uint8 `[b, H, W, 3]`.
-
-        Args:
-            tokens: output of `undo`, in raster order.
-            folder: the run folder, which may contain a palette.
+        """Decode the output of `undo` to images uint8 `[b, H, W, 3]`.
 
         Raises:
             UserError: there is no decoder.
         """
         return self.reads.to_images(tokens, folder)
+
+
+@dataclass(frozen=True)
+class Places:
+    """The choices of a paper that predicts positions."""
+
+    reads: Frames | Patches
+    schedule: RandomMasking
+    asks: InContext
+    density: Place
+
+    @property
+    def num_places(self) -> int:
+        """Patches n of an image."""
+        return self.schedule.num_positions
+
+    @property
+    def num_placed(self) -> int:
+        """Number of context patches, the first ones, that get their position."""
+        return self.schedule.num_placed
+
+    @property
+    def mask_ratio(self) -> float:
+        """Share of the patches outside the context in training."""
+        return self.schedule.mask_ratio
+
+    def patches_of(self, images: Tensor) -> Tensor:
+        """Cut samples into patches float32 `[b, n, d]`; raise UserError if they do not fit."""
+        return self.reads.of(images)
+
+    def images_of(self, patches: Tensor) -> Tensor:
+        """Invert `patches_of`; raise UserError for frames of a spectrogram."""
+        return self.reads.to_images(patches)
+
+    def context_of(self, sample_index: Tensor, mask_ratio: float) -> Tensor:
+        """Draw the context of samples `[b]`: int64 `[b, c]`, distinct patches."""
+        plan = self.schedule.draw(sample_index, mask_ratio)
+        return plan.order[:, : plan.num_content]
+
+    def inputs_with(self, patches: Tensor, context: Tensor) -> tuple[Tensor, ...]:
+        """Return model inputs for patches `[b, n, d]` with the context int64 `[b, c]`."""
+        return self.asks.rows_of(patches, context, self.num_placed)
+
+    def outputs(self, predictions: Any) -> Tensor:
+        """Return the position logits of each patch, `[b, n, n]`."""
+        return self.density.outputs(predictions)

@@ -9,6 +9,7 @@ Legend: b images, n positions, w width of the decoder.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +22,7 @@ from megavis.model.core import Core
 from megavis.model.embeddings import grid_positions
 from megavis.model.flops import Workload
 from megavis.model.init import filled, normal
-from megavis.model.stack import Bridge, LayerPlan, block_plans, bridge_plan
+from megavis.model.stack import Bridge, LayerPlan, block_plans
 from megavis.model.visibility import VisibilityKind
 from megavis.schedules.schedule import Arrangement, Question
 
@@ -33,14 +34,13 @@ ORDER = "order"
 
 
 class Visible(Asking):
-    """One row per known token, in the order of the arrangement."""
+    """One row per known token, in the arrangement's order, after `num_front` condition rows."""
 
     num_inputs = 2
     visibility: VisibilityKind = "full"
     extra_tensors = (ORDER,)
 
     def __init__(self, *, num_front: int = 0) -> None:
-        """Build with `num_front` condition rows in front."""
         self.num_front = num_front
 
     @property
@@ -100,28 +100,20 @@ class SecondStack:
         """Return bridge and blocks, below a head with `num_outputs` outputs per token."""
         rows, depth = self.num_front + self.grid[0] * self.grid[1], self.below.model.num_layers + 1
         work = Workload.of_one_stream(rows, num_outputs, causal=False)
-        bridge = bridge_plan("bridge", self._bridge, seed=seed, depth=depth)
-        return [bridge, *block_plans(self.core, work, seed=seed, depth=depth + 1)]
-
-    def _bridge(self) -> MaskTokens:
-        return MaskTokens(
+        build = partial(
+            MaskTokens,
             self.below,
             self.core,
             num_front=self.num_front,
             grid=self.grid,
             positions=self.positions,
         )
+        bridge = LayerPlan("bridge", build, seed, depth, gives_features=True)
+        return [bridge, *block_plans(self.core, work, seed=seed, depth=depth + 1)]
 
 
 class MaskTokens(Bridge):
-    """Bridge from encoder to decoder: append mask tokens, and add positions to all tokens.
-
-    Args:
-        below: core of the encoder.
-        above: core of the decoder.
-        num_front: rows in front of the tokens.
-        positions: position encoding of the decoder.
-    """
+    """Bridge from encoder to decoder: append mask tokens, and add positions to all tokens."""
 
     def __init__(
         self,

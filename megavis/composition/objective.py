@@ -1,7 +1,9 @@
-"""Base class of papers with Transformer blocks: sequences, layers and a loss.
+"""The choices that define a paper with Transformer blocks, and the layers derived from them.
 
-An objective does not depend on ranks. It turns a batch into a sequence, builds the layers around
-the blocks, and scores the head's output. Its interface to the engine is in `trainable.py`.
+A paper chooses the tokens that it reads and predicts, a schedule (what is known when), an asking
+kind (which row predicts a token), a density (how a token is predicted), a condition (what else is
+known), and the parts of its first layer. Sequences, loss, features and generation are derived in
+`composition.py`. Nothing here depends on ranks; the interface to the engine is in `trainable.py`.
 """
 
 from __future__ import annotations
@@ -9,37 +11,39 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, final
 
+import torch
 from torch import Tensor, nn
 
+from megavis.composition.asking import TRANSFORMED, Asking
+from megavis.composition.condition import Condition
+from megavis.composition.encoded_tokens import TokenIds
 from megavis.composition.encoder_decoder import SecondStack
+from megavis.composition.reader import Reader, Role, Slot
+from megavis.composition.tokens import Colors, Patches, Tokens
 from megavis.composition.trainable import Backbone, SequenceBatch, Trainable
 from megavis.config.choices import PositionKind
 from megavis.config.errors import UserError
 from megavis.config.schema import RunConfig
 from megavis.data.loading.batch import Batch
 from megavis.densities.density import Density
-from megavis.model.core import BLOCKS, Core, StackSpec
+from megavis.model.core import BLOCKS, MEMORY, Core, StackSpec
 from megavis.model.dropout import SAMPLES, carries_samples
+from megavis.model.embeddings import grid_positions
 from megavis.model.flops import Workload
 from megavis.model.heads import Head
-from megavis.model.init import Initialization
+from megavis.model.init import Initialization, filled, normal, vision_transformer
+from megavis.model.positions import carried_names
 from megavis.model.stack import LayerPlan, block_plans, model_flops, stacks_of
 from megavis.model.visibility import VisibilityKind
 from megavis.parallel.context import ParallelContext
 from megavis.schedules.schedule import Schedule
 
-__all__ = ["Objective", "SequenceBatch"]
-
 
 class Objective(Trainable, Backbone):
-    """A paper, from a batch to a loss.
-
-    Args:
-        visibility: replaces the paper's visibility.
-    """
+    """A paper, defined by its choices; `visibility` replaces that of the asking kind."""
 
     paper: Any
     """The paper's section of the config, an instance of `config_type`."""
@@ -69,35 +73,17 @@ class Objective(Trainable, Backbone):
         )
         self.core = Core.create(config, context.megatron_groups(), stack)
 
-    @property
-    def backbone(self) -> Objective:
-        """The objective itself."""
-        return self
+    # The choices.
 
     @property
     @abstractmethod
-    def visibility_kind(self) -> VisibilityKind:
-        """Which token attends to which."""
+    def reads(self) -> Tokens:
+        """The input tokens."""
 
     @property
-    def position_kind(self) -> PositionKind:
-        """Position encoding: the config's, or the paper's default."""
-        return self.config.model.positions or self.default_positions
-
-    @property
-    @abstractmethod
-    def carried_names(self) -> tuple[str, ...]:
-        """Names of the tensors that are carried with the hidden states, in order.
-
-        Blocks use `coordinates`, `content_groups`, `query_groups` and `context`, and attend to an
-        encoder's `memory`; all others pass through to the head. With drop path,
-        `core.carried_names` adds the sample indices.
-        """
-
-    @property
-    def relative_grid(self) -> tuple[int, int] | None:
-        """Rows and columns of the grid of a relative position bias; None without one."""
-        return None
+    def predicts(self) -> Tokens:
+        """The predicted tokens, by default the input tokens."""
+        return self.reads
 
     @property
     @abstractmethod
@@ -106,38 +92,196 @@ class Objective(Trainable, Backbone):
 
     @property
     @abstractmethod
+    def asks(self) -> Asking:
+        """Which row predicts a token."""
+
+    @property
+    @abstractmethod
     def density(self) -> Density:
         """How a token is predicted, scored and sampled."""
 
+    @cached_property
+    def condition(self) -> Condition:
+        """What the model is conditioned on, by default nothing."""
+        return Condition()
+
+    @cached_property
+    def second_stack(self) -> SecondStack | None:
+        """Second stack of blocks, such as MAE's decoder; None without one."""
+        return None
+
     @property
-    def num_outputs(self) -> int:
-        """Outputs of the head per position, summed over all processes."""
-        return self.density.num_outputs
+    def has_transform(self) -> bool:
+        """True if the first layer contains a learned, invertible transform of the tokens."""
+        return False
+
+    @property
+    def part_names(self) -> Mapping[Role, str]:
+        """Names of the first layer's parts, which begin their parameters', in building order.
+
+        Parts that are not needed are not built.
+        """
+        return {}
+
+    @property
+    def deviations(self) -> Mapping[Role, float]:
+        """Initial standard deviation of learned positions and vectors, where it is not 0.02."""
+        return {}
+
+    @property
+    def extra_tensors(self) -> tuple[str, ...]:
+        """Names of the density's head inputs besides hidden states."""
+        return ()
+
+    @property
+    def relative_grid(self) -> tuple[int, int] | None:
+        """Rows and columns of the grid of a relative position bias; None without one."""
+        return None
 
     @property
     def weights_need_their_seed(self) -> bool:
         """True if weights are only valid with the `seed` that they were trained with."""
         return False
 
-    @abstractmethod
+    def initialization(self) -> Initialization:
+        """Return the initialization of a block's matrices, by default that of MAE's code."""
+        return vision_transformer()
+
+    def patches(self) -> Patches:
+        """Return patches of `objective.patch_size`² pixels."""
+        return Patches(image_size=self.config.data.image_size, patch_size=self.paper.patch_size)
+
+    def ids(self) -> TokenIds:
+        """Return ids of `objective.tokenizer`, one per patch of that size."""
+        paper, size = self.paper, self.config.data.image_size
+        return TokenIds(
+            image_size=size,
+            side=size // paper.patch_size,
+            vocabulary_size=paper.vocabulary_size,
+            tokenizer=paper.tokenizer,
+        )
+
+    def colours(self) -> Colors:
+        """Return ids of a palette of `objective.vocabulary_size` colours."""
+        data, count = self.config.data, self.paper.vocabulary_size
+        windows = data.crop == "window"
+        return Colors(image_size=data.image_size, vocabulary_size=count, windows=windows)
+
+    # What follows from them: the first layer, and all layers.
+
+    @property
+    def backbone(self) -> Objective:
+        """The objective itself."""
+        return self
+
+    @property
+    def position_kind(self) -> PositionKind:
+        """Position encoding: the config's, or the paper's default."""
+        return self.config.model.positions or self.default_positions
+
+    @property
+    def visibility_kind(self) -> VisibilityKind:
+        """Visibility of the asking kind."""
+        return self.asks.visibility
+
+    @property
+    def carried_names(self) -> tuple[str, ...]:
+        """Names of the tensors that are carried with the hidden states, in order.
+
+        Blocks use those of visibility and coordinates, and attend to an encoder's `memory`; all
+        others pass through to the head. With drop path, `core.carried_names` adds the sample
+        indices.
+        """
+        return (
+            *self.asks.extra_tensors,
+            *((TRANSFORMED,) if self.has_transform else ()),
+            *carried_names(self.position_kind),
+            *self.extra_tensors,
+            *((MEMORY,) if "memory" in self.condition.roles else ()),
+        )
+
+    @property
+    def carries_gradient(self) -> bool:
+        """True with a transform, trained by the loss on its tokens, or an encoder's memory."""
+        return self.has_transform or "memory" in self.condition.roles
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs of the head per position, summed over all processes."""
+        return self.density.num_outputs
+
+    def slots(self) -> dict[str, Slot]:
+        """Return the parts of the first layer by name."""
+        needed = {*self.asks.roles, *self.condition.roles}
+        needed |= {"transform"} if self.has_transform else set()
+        names = {role: name for role, name in self.part_names.items() if role in needed}
+        return {name: Slot(role, partial(self.part, role)) for role, name in names.items()}
+
+    def part(self, role: Role) -> nn.Module | nn.Parameter:
+        """Build a part of the first layer."""
+        conditional = self.condition.part(role, self.core)
+        if conditional is not None:
+            return conditional
+        fill = normal(self.deviations.get(role, 0.02))
+        if role == "content":
+            return self.reads.embedding(self.core)
+        if role in ("positions", "asked_positions"):
+            return grid_positions(self.core, self.position_kind, self.reads.grid, fill=fill)
+        assert role in ("start", "query", "mask", "front"), f"the paper builds its {role}"
+        return filled(self.core.model.hidden_size, fill=fill)
+
+    def build_embedding(self) -> nn.Module:
+        """Build the first layer, from `SequenceBatch.inputs` to a `PackedState` of `[s, b, h]`."""
+        return Reader(
+            self.core,
+            self.asks,
+            self.slots(),
+            conditions=self.condition.roles,
+            extras=self.extra_tensors,
+        )
+
+    def build_head(self) -> Head:
+        """Build the last layer, from a `PackedState` of `[s, b, h]` to one or more predictions."""
+        return self.density.build_head()
+
     def workload(self) -> Workload:
-        """Return the workload of the blocks for one image."""
+        """Return the workload of the blocks for one training image."""
+        plan, upper = self.schedule.draw(torch.zeros(1, dtype=torch.int64)), self.second_stack
+        width = self.num_outputs if upper is None else upper.core.model.hidden_size
+        work = self.asks.workload(plan, width)
+        return replace(work, num_memory=self.condition.num_memory)
 
     def flops_per_image(self) -> float:
         """Return the FLOPs of a training step for one image, summed over the layers."""
         return model_flops(self.layer_plans())
 
-    @abstractmethod
-    def initialization(self) -> Initialization:
-        """Return the initialization of a block's matrices."""
+    def layer_plans(self) -> list[LayerPlan]:
+        """Return the model: embedding, encoder if there is one, blocks, head."""
+        seed, core, work = self.config.seed, self.core, self.workload()
+        build = carries_samples(self.build_embedding) if core.drop_path else self.build_embedding
+        embedding = LayerPlan("embedding", build, seed)
+        encoder = self.condition.layers(core, num_rows=work.num_tokens, seed=seed)
+        blocks = block_plans(core, work, seed=seed, depth=1, gives_features=True)
+        upper = self.upper_layers()
+        plans = [embedding, *blocks, *upper]
+        num_read, decoder = stacks_of(plans)[-1].work.num_read, self.density.decoder
+        head = LayerPlan(
+            "head",
+            self.build_head,
+            seed,
+            depth=len(plans),
+            inner=decoder.stack(num_read),
+            flops=decoder.flops * num_read,
+            gives_features=not upper,
+        )
+        return [embedding, *encoder, *plans[1:], head]
 
-    @abstractmethod
-    def build_embedding(self) -> nn.Module:
-        """Build the first layer, from `SequenceBatch.inputs` to a `PackedState` of `[s, b, h]`."""
+    def upper_layers(self) -> list[LayerPlan]:
+        """Return bridge and blocks of the second stack, if there is one."""
+        upper = self.second_stack
+        return [] if upper is None else upper.layers(self.num_outputs, seed=self.config.seed)
 
-    def build_head(self) -> Head:
-        """Build the last layer, from a `PackedState` of `[s, b, h]` to one or more predictions."""
-        return self.density.build_head()
+    # Training and features.
 
     def outputs(self, predictions: Any) -> Tensor:
         """Return the head's output gathered and batch first; see `Density.outputs`."""
@@ -193,37 +337,3 @@ class Objective(Trainable, Backbone):
         if not self.core.drop_path:
             return sequence
         return replace(sequence, inputs=(*sequence.inputs, batch.sample_index))
-
-    def layer_plans(self) -> list[LayerPlan]:
-        """Return the model: embedding, encoder if there is one, blocks, head."""
-        seed, core = self.config.seed, self.core
-        build = carries_samples(self.build_embedding) if core.drop_path else self.build_embedding
-        embedding = LayerPlan("embedding", build, seed)
-        blocks = block_plans(core, self.workload(), seed=seed, depth=1, gives_features=True)
-        upper = self.upper_layers()
-        plans = [embedding, *blocks, *upper]
-        num_read, decoder = stacks_of(plans)[-1].work.num_read, self.density.decoder
-        head = LayerPlan(
-            "head",
-            self.build_head,
-            seed,
-            depth=len(plans),
-            inner=decoder.stack(num_read),
-            flops=decoder.flops * num_read,
-            gives_features=not upper,
-        )
-        return [embedding, *self.encoder_layers(), *plans[1:], head]
-
-    @cached_property
-    def second_stack(self) -> SecondStack | None:
-        """Second stack of blocks, such as MAE's decoder; None without one."""
-        return None
-
-    def upper_layers(self) -> list[LayerPlan]:
-        """Return bridge and blocks of the second stack, if there is one."""
-        upper = self.second_stack
-        return [] if upper is None else upper.layers(self.num_outputs, seed=self.config.seed)
-
-    def encoder_layers(self) -> list[LayerPlan]:
-        """Return the layers after the first one that encode a condition, if there are any."""
-        return []

@@ -24,9 +24,8 @@ from megavis.parallel.context import ParallelContext
 
 if TYPE_CHECKING:
     from megavis.composition.classification import Classification
-    from megavis.composition.composition import Composition
+    from megavis.composition.composition import Composition, Places
     from megavis.composition.encoded_image import PretrainedEncoder
-    from megavis.composition.places import Places
 
 
 class Trainable(ABC):

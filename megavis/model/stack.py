@@ -260,11 +260,6 @@ def block_plans(
     ]
 
 
-def bridge_plan(name: str, build: Callable[[], Bridge], *, seed: int, depth: int) -> LayerPlan:
-    """Return a bridge as a feature layer; its matrix is part of the lower stack's workload."""
-    return LayerPlan(name, build, seed, depth, gives_features=True)
-
-
 def stacks_of(plans: Iterable[LayerPlan]) -> list[PlannedStack]:
     """Return the stacks of a model, from bottom to top."""
     return [plan.stack for plan, _ in distinct_layers(plans) if plan.stack is not None]

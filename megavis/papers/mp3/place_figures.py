@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megavis.composition.places import Places
+from megavis.composition.composition import Places
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.data.loading.dataset import ShardDataset

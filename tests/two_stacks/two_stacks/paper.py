@@ -13,7 +13,7 @@ from torch import nn
 from megavis.densities.categorical import Categorical
 from megavis.model.flops import Workload
 from megavis.model.init import filled, normal
-from megavis.model.stack import Bridge, block_plans, bridge_plan
+from megavis.model.stack import Bridge, LayerPlan, block_plans
 from megavis.papers.igpt.paper import IGPT
 
 GROUPS = ("content_groups", "query_groups")
@@ -56,7 +56,7 @@ class TwoStacks(IGPT):
     def upper_layers(self):
         count, depth, seed = self.num_tokens, self.core.model.num_layers + 1, self.config.seed
         work = Workload(2 * count, count, count, count, self.num_outputs)
-        bridge = bridge_plan("bridge", self._build_bridge, seed=seed, depth=depth)
+        bridge = LayerPlan("bridge", self._build_bridge, seed, depth, gives_features=True)
         return [bridge, *block_plans(self.upper, work, seed=seed, depth=depth + 1)]
 
     def _build_bridge(self) -> nn.Module:
