@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -98,22 +98,17 @@ class AutoencoderObjective(Trainable, Backbone):
         paper, size, seed = self.paper, self.config.data.image_size, self.config.seed
         plans = [LayerPlan(paper.name, self.build_autoencoder, seed)]
         if paper.adversarial_weight:
-            filters, penalises = paper.discriminator_filters, paper.r1_weight > 0
-            plans.append(
-                LayerPlan(
-                    "discriminator",
-                    lambda: DiscriminatorLayer(size, filters, penalises=penalises),
-                    seed,
-                    options=self._discriminator_options(),
-                )
+            build = partial(
+                DiscriminatorLayer,
+                size,
+                paper.discriminator_filters,
+                penalises=paper.r1_weight > 0,
             )
+            rate = paper.discriminator_learning_rate
+            scale = 1.0 if rate is None else rate / self.config.optimizer.learning_rate
+            options = ParamGroupOptions(scale, paper.discriminator_betas)
+            plans.append(LayerPlan("discriminator", build, seed, options=options))
         return plans
-
-    def _discriminator_options(self) -> ParamGroupOptions:
-        """Return the discriminator's learning rate and betas."""
-        rate = self.paper.discriminator_learning_rate
-        scale = 1.0 if rate is None else rate / self.config.optimizer.learning_rate
-        return ParamGroupOptions(scale, self.paper.discriminator_betas)
 
     def sequence(self, batch: Batch) -> SequenceBatch:
         """Return the inputs; the images themselves are the target."""
@@ -176,11 +171,8 @@ class AutoencoderObjective(Trainable, Backbone):
         The discriminator is not counted.
         """
         size = self.config.data.image_size
-        with (
-            torch.device("meta"),
-            torch.no_grad(),
-            FlopCounterMode(display=False) as counter,
-        ):
+        counter = FlopCounterMode(display=False)
+        with torch.device("meta"), torch.no_grad(), counter:
             self.plain_network(torch.empty(1, 3, size, size))
         return 3.0 * counter.get_total_flops()
 

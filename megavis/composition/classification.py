@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megavis.composition.composition import Composition
-from megavis.composition.mixing import Mixing
+from megavis.composition.mixing import mix
 from megavis.composition.trainable import SequenceBatch, Trainable
 from megavis.config.errors import UserError
 from megavis.config.schema import FinetuneConfig
@@ -44,13 +44,10 @@ class Classifier(nn.Module):
 
     Replicated on every process of the tensor group: c is small and need not divide.
 
-    Attributes:
-        below: features `[s, b, h]` of the layers below the one that the classifier is attached to.
-            Their forward passes append to it; the classifier clears it.
-
     Args:
         processes: the data-parallel group, for the batch norm of linear evaluation.
-        below: see the class.
+        below: features `[s, b, h]` of the layers below the one that the classifier is attached to.
+            Their forward passes append to it; the classifier clears it.
     """
 
     def __init__(
@@ -64,13 +61,13 @@ class Classifier(nn.Module):
         self.core, self.read_out = core, settings.read_out
         self.below = below
         width = core.megatron.hidden_size * settings.concatenate
+        evaluates = settings.linear_evaluation
         self.standardize: nn.Module | None = None
-        deviation = 0.0
-        if settings.linear_evaluation:
-            deviation = 0.01
-            self.standardize = BatchNorm(width, processes) if settings.standardize else None
-        if settings.classifier_std is not None:
-            deviation = settings.classifier_std
+        if evaluates and settings.standardize:
+            self.standardize = BatchNorm(width, processes)
+        deviation = settings.classifier_std
+        if deviation is None:
+            deviation = 0.01 if evaluates else 0.0
         fill: Fill = normal(deviation) if deviation else zeros
         self.linear = ReplicatedLinear(width, settings.num_classes, fill)
         # The pretrained run has no classifier for these classes.
@@ -111,13 +108,10 @@ class ClassHead(Head):
 
 
 def add_classifier(head: Head, classifier: Classifier) -> Head:
-    """Make a paper's head return class logits after its own predictions.
+    """Make a paper's last layer return class logits after its own predictions.
 
     Uses hooks rather than a wrapper module, so that parameters keep the names under which the
     pretrained run saved them.
-
-    Args:
-        head: any paper's last layer.
     """
     features: list[Tensor] = []
 
@@ -273,18 +267,21 @@ class Classification(Trainable):
 
     def training_sequence(self, batch: Batch) -> SequenceBatch:
         """Return the sequence of mixed images, with class probabilities instead of labels."""
-        return self.paper.with_samples(self._mixed_sequence(batch), batch)
-
-    def _mixed_sequence(self, batch: Batch) -> SequenceBatch:
         if not self.mixes:
-            return self.sequence(batch)
+            return self.paper.with_samples(self.sequence(batch), batch)
         settings = self.settings
-        mix = Mixing(mixup=settings.mixup, cutmix=settings.cutmix, seed=self.config.seed)
         images, classes = mix(
-            batch.inputs, batch.labels, batch.sample_index, num_classes=settings.num_classes
+            batch.inputs,
+            batch.labels,
+            batch.sample_index,
+            num_classes=settings.num_classes,
+            mixup=settings.mixup,
+            cutmix=settings.cutmix,
+            seed=self.config.seed,
         )
         mixed = self.sequence(dataclasses.replace(batch, inputs=images))
-        return SequenceBatch(mixed.inputs, (*mixed.targets[:-1], classes))
+        mixed = SequenceBatch(mixed.inputs, (*mixed.targets[:-1], classes))
+        return self.paper.with_samples(mixed, batch)
 
     def inputs_from(
         self, inputs: Any, *, sample_index: Tensor | None = None, **options: Any
@@ -298,12 +295,8 @@ class Classification(Trainable):
     def loss(self, predictions: Any, targets: tuple[Tensor, ...]) -> Tensor:
         """Return the mean cross-entropy in nats, plus the weighted loss of the paper.
 
-        Unlabelled images contribute 0 to the cross-entropy.
-
-        Args:
-            predictions: output of the head.
-            targets: the paper's targets, then labels int64 `[b]` or class probabilities float32
-                `[b, c]`.
+        Unlabelled images contribute 0 to the cross-entropy. The last of `targets` is labels int64
+        `[b]` or class probabilities float32 `[b, c]`; those of the paper come before.
         """
         own, logits = divide(predictions)
         *own_targets, labels = targets

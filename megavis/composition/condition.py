@@ -142,17 +142,15 @@ class Condition:
 
 
 class LearnedTokens(Condition):
-    """Learned vectors in front of all rows, the same for all images, such as class tokens."""
+    """`count` learned vectors in front of all rows, the same for all images: class tokens."""
 
     def __init__(self, count: int) -> None:
-        """Build `count` vectors."""
         self.count = count
 
     def part(self, role: Role, core: Core) -> nn.Module | nn.Parameter | None:
         """Build the vectors `[count, h]`."""
-        if role != "front":
-            return None
-        return filled(self.count, core.model.hidden_size, fill=normal(0.02))
+        fill = normal(0.02)
+        return filled(self.count, core.model.hidden_size, fill=fill) if role == "front" else None
 
 
 class Labels(Condition):

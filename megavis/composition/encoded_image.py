@@ -43,11 +43,7 @@ _NAME = "embedding.encoder"
 
 
 class EncodedImage(Condition):
-    """An image, after other conditions.
-
-    Args:
-        others: other conditions; None for none.
-    """
+    """An image, after other conditions."""
 
     reads_images = True
 
@@ -70,18 +66,15 @@ class EncodedImage(Condition):
         return self.sizes.layers(core, image_size=size, num_rows=num_rows, seed=seed, name=_NAME)
 
     def pretrained(self, run: str, above: ModelConfig) -> PretrainedEncoder:
-        """Open the run that the encoder starts from.
-
-        Args:
-            run: folder of a Vision Transformer's run.
-            above: the decoder's settings.
+        """Open the Vision Transformer's run from which the encoder starts, below a decoder `above`.
 
         Raises:
             UserError: there is no such run, or its weights do not fit.
         """
         sizes, count = self.sizes, self.num_memory
-        model = sizes.model(above)
-        return PretrainedEncoder.open(Path(run), model, sizes, prefix=_NAME, num_patches=count)
+        return PretrainedEncoder.open(
+            Path(run), sizes.model(above), sizes, prefix=_NAME, num_patches=count
+        )
 
     def check(self, manifest: Manifest, tokens: Tokens, name: str) -> Iterator[str]:
         """Check that shards hold images, or pairs of images and targets."""
@@ -157,10 +150,7 @@ class EncodedImage(Condition):
         return list(images_and_targets(examples.inputs))
 
     def encoder_input(self, images: Tensor) -> Tensor:
-        """Return the encoder's input, float32 `[b, H, W, 3]` in [-1, 1].
-
-        Args:
-            images: uint8, or float in [-1, 1].
+        """Return the encoder's input, float32 `[b, H, W, 3]` in [-1, 1], for uint8 or such images.
 
         Raises:
             UserError: the images have the wrong shape.
@@ -184,8 +174,7 @@ def images_and_targets(samples: Tensor) -> tuple[Tensor, Tensor]:
 KEY = "objective.encoder_from_run"
 """Config key that names the other run."""
 
-_PATCHES = {"linear_patches.weight": "weight", "linear_patches.bias": "bias"}
-_ENCODER_MEAN = _ENCODER_DEVIATION = (0.5, 0.5, 0.5)
+_PATCHES = ("linear_patches.weight", "linear_patches.bias")
 _KEYS = {
     "num_layers": "objective.encoder_layers",
     "hidden_size": "objective.encoder_hidden_size",
@@ -208,6 +197,7 @@ class PretrainedEncoder:
     Attributes:
         checkpoint: folder of a step of the other run.
         source: config of the other run.
+        prefix: begins the encoder's parameter names.
         num_patches: n, patches that the encoder reads.
     """
 
@@ -220,11 +210,7 @@ class PretrainedEncoder:
     def open(
         cls, run: Path, model: ModelConfig, sizes: EncoderSizes, *, prefix: str, num_patches: int
     ) -> PretrainedEncoder:
-        """Open another run and compare it with the encoder.
-
-        Args:
-            run: folder of the other run.
-            num_patches: n.
+        """Open another run and compare it with the encoder's sizes and the `model` of its blocks.
 
         Raises:
             UserError: there is no such run, or its weights do not fit.
@@ -237,17 +223,12 @@ class PretrainedEncoder:
         return cls(checkpoint, source, f"{prefix}.", num_patches)
 
     def tensor(self, reader: CheckpointReader, name: str) -> Tensor | None:
-        """Return the whole initial value of a parameter; None for those not of the other run.
-
-        Args:
-            reader: of `checkpoint`.
-            name: of a parameter of this run's model.
-        """
+        """Return the whole initial value of a parameter; None for those not of the other run."""
         if not name.startswith(self.prefix):
             return None
         inner = name.removeprefix(self.prefix)
         if inner in _PATCHES:
-            return self._patches(reader)[_PATCHES[inner]]
+            return self._patches(reader)[_PATCHES.index(inner)]
         if inner == "positions.weight":
             return resize_table(self._positions(reader), self.num_patches)
         if inner.startswith("norm."):
@@ -255,22 +236,15 @@ class PretrainedEncoder:
             bridge = f"bridge.{inner}"
             has_bridge = reader.shape(f"weight/{bridge}") is not None
             return reader.read(reader.weight_key(bridge if has_bridge else f"head.{inner}"))
-        if inner.startswith("blocks."):
-            return reader.read(reader.weight_key(inner))
-        return None
+        return reader.read(reader.weight_key(inner)) if inner.startswith("blocks.") else None
 
-    def _patches(self, reader: CheckpointReader) -> dict[str, Tensor]:
+    def _patches(self, reader: CheckpointReader) -> tuple[Tensor, Tensor]:
         weight, bias = (
             reader.read(reader.weight_key(f"embedding.patches.{kind}"))
             for kind in ("weight", "bias")
         )
-        weight, bias = for_other_pixels(
-            weight,
-            bias,
-            (CHANNEL_MEAN, CHANNEL_DEVIATION),
-            (_ENCODER_MEAN, _ENCODER_DEVIATION),
-        )
-        return {"weight": weight, "bias": bias}
+        encoder = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+        return for_other_pixels(weight, bias, (CHANNEL_MEAN, CHANNEL_DEVIATION), encoder)
 
     def _positions(self, reader: CheckpointReader) -> Tensor:
         """Return the other run's table of positions, `[n', h]`."""

@@ -10,6 +10,7 @@ latents, H and W pixels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -188,15 +189,13 @@ class Latents(Vectors):
         elif self.run_folder is None:
             yield "holds images; name the VAE's run folder in objective.tokenizer"
         elif manifest.target is not None or (Path(self.run_folder) / "config.yaml").exists():
-            yield from self._check_target(manifest)
-
-    def _check_target(self, manifest: Manifest) -> Iterator[str]:
-        """Check that the VAE encodes what images, or the targets of pairs, show."""
-        held = manifest.target.kind if manifest.target else None
-        encoded = self.tokenizer.target_kind
-        if held != encoded:
-            words = [f"{kind} maps" if kind else "images of colours" for kind in (held, encoded)]
-            yield f"holds {words[0]}; the VAE of objective.tokenizer encodes {words[1]}"
+            held = manifest.target.kind if manifest.target else None
+            encoded = self.tokenizer.target_kind
+            if held != encoded:
+                words = [
+                    f"{kind} maps" if kind else "images of colours" for kind in (held, encoded)
+                ]
+                yield f"holds {words[0]}; the VAE of objective.tokenizer encodes {words[1]}"
 
     def _check_latents(self, manifest: Manifest) -> Iterator[str]:
         if manifest.latent_shape != self.shape:
@@ -240,8 +239,7 @@ class Latents(Vectors):
         mean, scale = samples.float().unbind(1)
         if index is None:
             return mean
-        count = mean[0].numel()
-        noise = normal(index, count, seed=self.seed, purpose="posterior")
+        noise = normal(index, mean[0].numel(), seed=self.seed, purpose="posterior")
         return mean + scale * noise.view_as(mean)
 
     def sequence(self, tokens: Tensor) -> Tensor:
@@ -256,8 +254,9 @@ class Latents(Vectors):
 
     def prior(self, images: Tensor, *, seed: int) -> Tensor:
         """Draw latents `[b, c, h, w]` from the VAE's prior, N(0, 1)."""
-        count = self.shape[0] * self.shape[1] * self.shape[2]
-        return normal(images, count, seed=seed, purpose="prior").view(-1, *self.shape)
+        return normal(images, math.prod(self.shape), seed=seed, purpose="prior").view(
+            -1, *self.shape
+        )
 
     def check_images(self, folder: Path) -> None:
         """Raise UserError if there is no VAE, or it does not fit."""

@@ -21,61 +21,46 @@ from megavis.densities.diffusion import BetaNoise
 from megavis.parallel.random import uniform
 
 
-class Mixing:
-    """Mixes the pairs of a micro-batch.
+def mix(
+    images: Tensor,
+    labels: Tensor,
+    sample_index: Tensor,
+    *,
+    num_classes: int,
+    mixup: float,
+    cutmix: float,
+    seed: int,
+) -> tuple[Tensor, Tensor]:
+    """Mix the pairs of a micro-batch.
 
-    Attributes:
+    Args:
+        images: uint8 `[b, h, w, 3]`.
+        labels: int64 `[b]`, none missing.
+        sample_index: int64 `[b]`, consecutive pairs (2k, 2k + 1).
         mixup: α of λ ~ Beta(α, α) for mixup; 0 disables it.
         cutmix: α of λ ~ Beta(α, α) for CutMix; 0 disables it.
+
+    Returns:
+        Mixed images uint8 `[b, h, w, 3]`, and their class probabilities float32 `[b, c]`.
     """
-
-    def __init__(self, *, mixup: float, cutmix: float, seed: int) -> None:
-        self.mixup, self.cutmix, self.seed = mixup, cutmix, seed
-
-    def __call__(
-        self, images: Tensor, labels: Tensor, sample_index: Tensor, *, num_classes: int
-    ) -> tuple[Tensor, Tensor]:
-        """Mix a micro-batch.
-
-        Args:
-            images: uint8 `[b, h, w, 3]`.
-            labels: int64 `[b]`, none missing.
-            sample_index: int64 `[b]`, consecutive pairs (2k, 2k + 1).
-
-        Returns:
-            Mixed images uint8 `[b, h, w, 3]`, and their class probabilities float32 `[b, c]`.
-        """
-        of_pairs = uniform(sample_index // 2, 4, seed=self.seed, purpose="mixing")
-        own = self._shares(of_pairs, images.shape[1], images.shape[2])
-        partners = _swapped(images)
-        # Rounded, since tokens are made from uint8 images, as without mixing.
-        mixed = own * images + (1.0 - own) * partners
-        share = own.mean(dim=(1, 2))
-        classes = F.one_hot(labels, num_classes).float()
-        return mixed.round().to(torch.uint8), share * classes + (1.0 - share) * _swapped(classes)
-
-    def _shares(self, draws: Tensor, height: int, width: int) -> Tensor:
-        """Return the weight of its own image at each pixel: float32 `[b, h, w, 1]`.
-
-        Args:
-            draws: uniform `[b, 4]`: mixup or CutMix, λ, and the rectangle's centre.
-        """
-        which, share, row, column = draws.unbind(1)
-        sums = _quantile(self.mixup, share)[:, None, None].expand(-1, height, width)
-        outside = 1.0 - rectangles(_quantile(self.cutmix, share), row, column, height, width)
-        cuts = which < (0.5 if self.mixup else 1.0) * bool(self.cutmix)
-        return torch.where(cuts[:, None, None], outside, sums)[..., None]
+    height, width = images.shape[1:3]
+    which, share, row, column = uniform(sample_index // 2, 4, seed=seed, purpose="mixing").unbind(1)
+    sums = _quantile(mixup, share)[:, None, None].expand(-1, height, width)
+    outside = 1.0 - rectangles(_quantile(cutmix, share), row, column, height, width)
+    cuts = which < (0.5 if mixup else 1.0) * bool(cutmix)
+    own = torch.where(cuts[:, None, None], outside, sums)[..., None]
+    # Rounded, since tokens are made from uint8 images, as without mixing.
+    mixed = own * images + (1.0 - own) * _swapped(images)
+    share = own.mean(dim=(1, 2))
+    classes = F.one_hot(labels, num_classes).float()
+    return mixed.round().to(torch.uint8), share * classes + (1.0 - share) * _swapped(classes)
 
 
 def rectangles(share: Tensor, row: Tensor, column: Tensor, height: int, width: int) -> Tensor:
     """Return 1 inside CutMix's rectangles and 0 elsewhere: float32 `[b, h, w]`.
 
-    A rectangle has √(1 - λ) of the image's height and width, is centred anywhere in the image, and
-    is clipped at the border.
-
-    Args:
-        row: vertical centre, `[b]` in [0, 1).
-        column: horizontal centre, `[b]` in [0, 1).
+    A rectangle has √(1 - λ) of the image's height and width, where λ is `share`, is centred at
+    `row` and `column` in [0, 1), and is clipped at the border; all three are `[b]`.
     """
     ratio = (1.0 - share).clamp(min=0.0).sqrt()
 

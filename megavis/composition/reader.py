@@ -42,7 +42,12 @@ PositionRole = Literal["positions", "asked_positions"]
 
 
 class Reader(nn.Module):
-    """Embeds rows: content, positions, and vectors that stand for absent tokens."""
+    """Embeds rows: content, positions, and vectors that stand for absent tokens.
+
+    Args:
+        conditions: roles of the parts that embed a condition, in the order of the inputs.
+        extras: names of float tensors, the last inputs, that are carried to the head.
+    """
 
     def __init__(
         self,
@@ -53,12 +58,6 @@ class Reader(nn.Module):
         conditions: Sequence[Role] = (),
         extras: Sequence[str] = (),
     ) -> None:
-        """Build the parts in order.
-
-        Args:
-            conditions: roles of the parts that embed a condition, in the order of the inputs.
-            extras: names of float tensors, the last inputs, that are carried to the head.
-        """
         super().__init__()
         self.core, self.asking = core, asking
         self.conditions, self.extras = tuple(conditions), tuple(extras)

@@ -73,11 +73,9 @@ def check_placed(
 ) -> Iterator[ConfigIssue]:
     """Check that only tokens with a given position have a position encoding.
 
-    In fine-tuning without the paper's own loss, all tokens may have one.
-
-    Args:
-        mask_ratio: share of the tokens outside the context.
-        given_ratio: share of the tokens, within the context, whose position is given.
+    In fine-tuning without the paper's own loss, all tokens may have one. `mask_ratio` is the share
+    of the tokens outside the context, `given_ratio` that of tokens within it whose position is
+    given.
     """
     tells_all = config.classifies_only
     kind = config.model.positions or "none"
@@ -97,11 +95,13 @@ def check_placed(
         yield "model.positions", f"{kind} is not for sets of patches; use {known} or none"
 
 
-def check_patches(config: RunConfig, patch_size: int) -> Iterator[ConfigIssue]:
-    """Check that patches with sides of `patch_size` pixels tile the image."""
+def check_patches(
+    config: RunConfig, patch_size: int, *, key: str = "objective.patch_size"
+) -> Iterator[ConfigIssue]:
+    """Check that patches with sides of `patch_size` pixels (`key`) tile the image."""
     side = config.data.image_size
     if side % patch_size:
-        yield "objective.patch_size", f"{patch_size} does not divide data.image_size {side}"
+        yield key, f"{patch_size} does not divide data.image_size {side}"
 
 
 def check_encoder(
@@ -115,22 +115,19 @@ def check_encoder(
     """Check that an encoder's patches tile the image, and that the layout divides its sizes.
 
     Args:
-        patch_size: side of its patches in pixels.
         hidden_size: its width; that of `model` by default.
         num_heads: its attention heads; those of `model` by default.
         key: maps the name of a size to its config key.
     """
-    side, parallel = config.data.image_size, config.parallel
-    if side % patch_size:
-        yield key("patch_size"), f"{patch_size} does not divide data.image_size {side}"
+    yield from check_patches(config, patch_size, key=key("patch_size"))
     width = hidden_size or config.model.hidden_size
     heads = num_heads or config.model.num_attention_heads
     if width % heads:
         yield key("num_attention_heads"), f"width {width} does not divide by {heads} heads"
-    if heads % parallel.head_parts:
-        text = f"{heads} heads do not divide by {parallel.head_parts_text}"
+    if heads % config.parallel.head_parts:
+        text = f"{heads} heads do not divide by {config.parallel.head_parts_text}"
         yield key("num_attention_heads"), text
-    count = (side // patch_size) ** 2
+    count = (config.data.image_size // patch_size) ** 2
     what, remedy = f"{count} patches of the encoder", f"change {key('patch_size')}"
     yield from check_tokens(config, count, what=what, remedy=remedy)
 
@@ -151,7 +148,7 @@ def check_tokens(
     Args:
         counts: token counts, each of which is split.
         what: description of the tokens, with their number, for the message.
-        remedy: what to do about it, for the message, besides doing without the key.
+        remedy: what to do about it besides doing without the key, for the message.
     """
     parallel, context = config.parallel, config.parallel.context_parallel_size
     remedy += ", or " if remedy else ""

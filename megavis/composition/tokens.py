@@ -65,11 +65,9 @@ class Tokens(ABC):
 
     @abstractmethod
     def of(self, samples: Any, index: Tensor | None = None) -> Tensor:
-        """Return the tokens of samples `[b, ...]`, in the tokenizer's form.
+        """Return the tokens of samples as in the shards, `[b, ...]`, in the tokenizer's form.
 
-        Args:
-            samples: samples as in the shards, or tokens, which are returned.
-            index: int64 `[b]`, the samples, if tokens are drawn.
+        Tokens are returned unchanged. `index`, int64 `[b]`, determines draws, if tokens are drawn.
 
         Raises:
             UserError: the samples have the wrong shape or type.
@@ -108,11 +106,9 @@ class Tokens(ABC):
 
     @abstractmethod
     def to_images(self, tokens: Tensor, folder: Path) -> Tensor:
-        """Decode tokens to images, uint8 `[b, H, W, 3]`.
+        """Decode the output of `of` to images, uint8 `[b, H, W, 3]`.
 
-        Args:
-            tokens: output of `of`.
-            folder: the run folder, which may contain a palette.
+        The run `folder` may contain a palette.
 
         Raises:
             UserError: there is no decoder.
@@ -172,12 +168,7 @@ class Vectors(Tokens):
 
 
 class Colors(Vocabulary):
-    """Palette ids, one per pixel, as in palette shards.
-
-    Args:
-        vocabulary_size: v, the maximum number of colours.
-        windows: whether samples are windows of larger images.
-    """
+    """Palette ids, one per pixel, as in palette shards, or with `windows` of larger images."""
 
     sample_type = torch.int64
 
@@ -253,12 +244,11 @@ class Patches(Vectors):
 
 
 class Frames(Vectors):
-    """Frames of a spectrogram, each a token."""
+    """`count` frames of a spectrogram of `width` values, each a token."""
 
     sample_type = torch.float32
 
     def __init__(self, count: int, width: int) -> None:
-        """Build for `count` frames of `width` values."""
         self.grid, self.width, self.sample_shape = (1, count), width, (count, width)
 
     def of(self, samples: Any, index: Tensor | None = None) -> Tensor:

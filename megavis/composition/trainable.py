@@ -62,10 +62,7 @@ class Trainable(ABC):
         return self.sequence(batch)
 
     def blank_sequence(self, num_images: int, device: torch.device) -> SequenceBatch:
-        """Return such a batch's training sequence: `megavis plan` counts what it takes.
-
-        On the meta device, too, where tensors have shapes and no numbers.
-        """
+        """Return the training sequence of a blank batch, whose size `megavis plan` counts."""
         return self.training_sequence(self.backbone.blank_batch(num_images, device))
 
     @abstractmethod
@@ -80,12 +77,11 @@ class Trainable(ABC):
     def inputs_from(
         self, inputs: Any, *, sample_index: Tensor | None = None, **options: Any
     ) -> tuple[Tensor, ...]:
-        """Return `SequenceBatch.inputs` for a user's own data.
+        """Return `SequenceBatch.inputs` for a user's own data, and options of the paper.
 
         Args:
             inputs: samples in the form of the shards (`Batch.inputs`), or tokens.
             sample_index: int64 `[b]`, the samples that determine random draws.
-            **options: options of the paper.
 
         Raises:
             UserError: an option does not apply, or a value does not fit.

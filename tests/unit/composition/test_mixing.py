@@ -9,7 +9,7 @@ from class_logits import PATCHES, WORDS, class_logits
 from scipy import stats
 from small_batches import photographs
 
-from megavis.composition.mixing import Mixing
+from megavis.composition.mixing import mix
 from megavis.config.errors import UserError
 from megavis.data.loading.batch import Batch
 from megavis.parallel.random import uniform
@@ -50,8 +50,8 @@ def mixed_by_loops(images, labels, pairs, *, mixup, cutmix):
 def test_mixing_matches_plain_loops(mixup, cutmix):
     images, labels = photographs(24, SIDE, seed=0), torch.randint(CLASSES, (24,))
     index = torch.arange(100, 124)
-    mix = Mixing(mixup=mixup, cutmix=cutmix, seed=5)
-    mixed, shares = mix(images, labels, index, num_classes=CLASSES)
+    options = {"num_classes": CLASSES, "mixup": mixup, "cutmix": cutmix, "seed": 5}
+    mixed, shares = mix(images, labels, index, **options)
     expected, classes, cuts = mixed_by_loops(
         images.numpy(), labels.tolist(), (index // 2).tolist(), mixup=mixup, cutmix=cutmix
     )
@@ -60,7 +60,7 @@ def test_mixing_matches_plain_loops(mixup, cutmix):
     assert np.abs(mixed.numpy() - expected).max() < 0.6
     np.testing.assert_allclose(shares, classes, atol=1e-4)
     # An even micro-batch is mixed as in the whole batch.
-    again, _ = mix(images[6:10], labels[6:10], index[6:10], num_classes=CLASSES)
+    again, _ = mix(images[6:10], labels[6:10], index[6:10], **options)
     assert torch.equal(again, mixed[6:10])
 
 
