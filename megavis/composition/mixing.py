@@ -11,13 +11,11 @@ Legend: b images (an even number), h and w their height and width, c classes.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megavis.densities.diffusion import BetaNoise
+from megavis.densities.diffusion import beta_noise
 from megavis.parallel.random import uniform
 
 
@@ -82,10 +80,4 @@ def _quantile(alpha: float, draws: Tensor) -> Tensor:
     """Return λ ~ Beta(α, α) `[b]` for draws in [0, 1); 1 where α is 0."""
     if not alpha:
         return torch.ones_like(draws)
-    return _beta(alpha, draws.device).from_uniform(draws)
-
-
-@functools.cache
-def _beta(alpha: float, device: torch.device) -> BetaNoise:
-    """Return Beta(α, α), tabulated once per process and device."""
-    return BetaNoise(alpha, alpha, device)
+    return beta_noise(alpha, alpha, draws.device).from_uniform(draws)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,14 +49,10 @@ class CategoricalOptions:
             raise UserError(f"top-p must lie in (0, 1], not {self.top_p}")
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Return the probability of each id after all filters.
+        """Return the probability of each id after all filters: `[m, v]` for logits `[m, v]`.
 
-        Args:
-            logits: `[m, v]`. Ties are broken in favour of the lower id.
-
-        Returns:
-            float64 `[m, v]`, each row sums to 1. In float64, so that cumulative sums over the
-            vocabulary lose no id to rounding.
+        Ties are broken in favour of the lower id. In float64, so that cumulative sums over the
+        vocabulary lose no id to rounding.
         """
         wide = logits.double()
         if self.temperature > 0:
@@ -68,15 +65,7 @@ class CategoricalOptions:
         return torch.zeros_like(likely).scatter_(1, ids, likely)
 
     def draw(self, logits: Tensor, uniforms: Tensor) -> Tensor:
-        """Sample ids by inverting the cumulative distribution.
-
-        Args:
-            logits: `[m, v]`.
-            uniforms: `[m]` in [0, 1).
-
-        Returns:
-            int64 `[m]`.
-        """
+        """Sample ids int64 `[m]` of logits `[m, v]`, by inversion at `uniforms` `[m]` in [0, 1)."""
         if self.temperature == 0:
             return logits.argmax(dim=1)
         cumulative = self.probabilities(logits).cumsum(dim=1)
@@ -104,18 +93,13 @@ class Categorical(Density):
     options_type = CategoricalOptions
 
     def __init__(self, core: Core, vocabulary_size: int, *, fill: Fill) -> None:
-        self.core, self.num_outputs, self.fill = core, vocabulary_size, fill
-
-    def build_head(self) -> Head:
-        """Return the final norm and a projection to logits."""
-        return VocabularyHead(self.core, self.num_outputs, self.fill)
+        super().__init__(vocabulary_size, partial(VocabularyHead, core, vocabulary_size, fill))
+        self.core = core
 
     def per_token_loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        """Return the cross-entropy of each token in nats, `[b, q]`.
+        """Return the cross-entropy of each token in nats, `[b, q]`, for ids int64 `[b, q]`.
 
-        Args:
-            predictions: this process's logits `[q, b, v / tensor size]`.
-            targets: ids int64 `[b, q]`.
+        Predictions are this process's logits `[q, b, v / tensor size]`.
         """
         return split_cross_entropy(predictions, targets.t().contiguous(), self.core).t()
 
@@ -157,11 +141,8 @@ class Place(Density):
     def __init__(
         self, num_places: int, *, num_skipped: int, build_head: Callable[[], Head]
     ) -> None:
-        self.num_outputs, self.num_skipped, self._build = num_places, num_skipped, build_head
-
-    def build_head(self) -> Head:
-        """Return the last layer."""
-        return self._build()
+        super().__init__(num_places, build_head)
+        self.num_skipped = num_skipped
 
     def outputs(self, predictions: Tensor) -> Tensor:
         """Return the logits of each token, `[b, n, n]`."""
@@ -175,12 +156,7 @@ class Place(Density):
         return places.expand(len(tokens), -1), ()
 
     def per_token_loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        """Return the cross-entropy of each token in nats, `[b, n]`.
-
-        Args:
-            predictions: output of the head.
-            targets: true positions int64 `[b, n]`.
-        """
+        """Return the cross-entropy of each token in nats, `[b, n]`, for int64 `[b, n]`."""
         return nats(self.outputs(predictions), targets)
 
     def measures(self, predictions: Tensor, targets: tuple[Tensor, ...]) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ of a token.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -28,20 +28,22 @@ _BLOCK = 32
 
 
 class Density(ABC):
-    """A family of distributions over tokens, and the head that predicts its parameters."""
+    """A family of distributions over tokens, and the head that predicts its parameters.
+
+    Args:
+        num_outputs: outputs of the head per position, summed over all processes.
+        build_head: builds the last layer.
+    """
 
     options_type: ClassVar[type] = NoOptions
     """Dataclass of the user's sampling options."""
     names: tuple[str, ...] = ()
     """Names of the choices that `corrupted` accepts."""
-    num_outputs: int
-    """Outputs of the head per position, summed over all processes."""
     decoder: DecoderWork = NO_DECODER
     """Work of the head in training before its final linear layer."""
 
-    @abstractmethod
-    def build_head(self) -> Head:
-        """Return the last layer."""
+    def __init__(self, num_outputs: int, build_head: Callable[[], Head]) -> None:
+        self.num_outputs, self.build_head = num_outputs, build_head
 
     def corrupted(
         self, tokens: Tensor, index: Tensor, choices: Mapping[str, Any] | None = None
@@ -64,12 +66,7 @@ class Density(ABC):
 
     @abstractmethod
     def per_token_loss(self, predictions: Any, targets: Any) -> Tensor:
-        """Return the loss of each predicted token, float32 `[b, q]`.
-
-        Args:
-            predictions: output of the head.
-            targets: the true tokens `[b, q, ...]`.
-        """
+        """Return the loss of each token, float32 `[b, q]`, given the true ones `[b, q, ...]`."""
 
     def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
         """Return metrics of a batch besides its loss, from the same arguments as the loss."""
@@ -82,9 +79,7 @@ class Density(ABC):
     def restored(self, predictions: Any, targets: Tensor) -> Tensor:
         """Return the predicted tokens `[b, q, ...]`, to be shown as images.
 
-        Args:
-            predictions: output of the head.
-            targets: the true tokens `[b, q, ...]`, used for statistics that are not predicted.
+        The true tokens `[b, q, ...]` provide statistics that are not predicted.
 
         Raises:
             UserError: the predictions are not tokens.
@@ -92,11 +87,7 @@ class Density(ABC):
         raise UserError("the predictions of this model cannot be shown as images")
 
     def drawing(self, options: Any, *, scored: bool) -> Drawing:
-        """Return a sampler of tokens.
-
-        Args:
-            options: instance of `options_type`.
-            scored: whether to return log-likelihoods.
+        """Return a sampler of tokens; `scored`: with log-likelihoods.
 
         Raises:
             UserError: the density cannot be sampled, or not with these options.
@@ -138,12 +129,7 @@ class Draws:
         return self.blocks[start][:, self.position - start]
 
     def uniform(self, purpose: str, count: int = 1, *, first: int = 0) -> Tensor:
-        """Draw uniform values in [0, 1) for each token: float32 `[r · q, count]`.
-
-        Args:
-            count: draws per token.
-            first: index of the first draw.
-        """
+        """Draw `count` uniform values in [0, 1) for each token: float32 `[r · q, count]`."""
         keys = self.keys.flatten()
         return uniform(keys, count, seed=self.seed, purpose=purpose, first=first)
 
@@ -192,7 +178,6 @@ class Drawing(ABC):
         """Sample the tokens at the last positions of `state`.
 
         Args:
-            head: the model's last layer.
             state: input of the head, with `num_lanes` times as many rows.
             draws: one key per token; several per row to sample several candidates.
         """

@@ -13,6 +13,7 @@ Legend: b images, q positions, d values of a patch; x⁰ clean patch, x noisy pa
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -79,35 +80,16 @@ class Diffusion(Density):
         build_head: Callable[[], Head],
         decoder: DecoderWork = NO_DECODER,
     ) -> None:
-        self.num_outputs, self.process, self._build = num_outputs, process, build_head
-        self.decoder = decoder
-        self._beta: dict[torch.device, BetaNoise] = {}
-
-    def build_head(self) -> Head:
-        """Return the last layer."""
-        return self._build()
-
-    def beta(self, device: torch.device) -> BetaNoise:
-        """Return the distribution of γ, tabulated once per device."""
-        if device not in self._beta:
-            self._beta[device] = BetaNoise(*self.process.beta, device)
-        return self._beta[device]
+        super().__init__(num_outputs, build_head)
+        self.process, self.decoder = process, decoder
 
     def draw_noise(self, index: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
         """Draw ε `[b, n, d]` and γ `[b, n, 1]` as functions of seed and sample."""
         width, seed = self.num_outputs, self.process.seed
         noise = normal(index, num_positions * width, seed=seed, purpose="noise")
         draws = uniform(index, num_positions, seed=seed, purpose="gamma")
-        gamma = self.beta(index.device).from_uniform(draws)
+        gamma = beta_noise(*self.process.beta, index.device).from_uniform(draws)
         return noise.unflatten(1, (num_positions, width)), gamma[..., None]
-
-    def noisy(self, clean: Tensor, noise: Tensor, gamma: Tensor) -> Tensor:
-        """Return the noisy patches, each followed by its γ: `[b, n, d + 1]`."""
-        return with_gamma(corrupt(clean, noise, gamma), gamma)
-
-    def target(self, clean: Tensor, noise: Tensor) -> Tensor:
-        """Return the prediction target, clean patches or noise, `[b, n, d]`."""
-        return noise if self.process.predicts == "noise" else clean
 
     def corrupted(
         self, tokens: Tensor, index: Tensor, choices: Mapping[str, Any] | None = None
@@ -122,7 +104,8 @@ class Diffusion(Density):
             gamma = _expanded(torch.as_tensor(chosen, device=gamma.device), gamma)
             if not bool(((gamma >= 0) & (gamma <= 1)).all()):
                 raise UserError(f"gamma must be in [0, 1], not {chosen}")
-        return self.target(tokens, noise), (self.noisy(tokens, noise, gamma),)
+        target = noise if self.process.predicts == "noise" else tokens
+        return target, (with_gamma(corrupt(tokens, noise, gamma), gamma),)
 
     def blank_inputs(self, shape: tuple[int, int], device: torch.device) -> tuple[Tensor, ...]:
         """Return zeros `[b, m, d + 1]`."""
@@ -177,7 +160,7 @@ class _AncestralSampling(Drawing):
         patches = reverse_process(
             partial(self._denoise, decoder, output),
             noise_of,
-            self.density.beta(output.device).schedule(self.num_steps),
+            beta_noise(*self.density.process.beta, output.device).schedule(self.num_steps),
             temperature=self.temperature,
         )
         return Drawn(patches.float())
@@ -234,14 +217,13 @@ Denoiser = Callable[[Tensor, Tensor], Tensor]
 
 
 class BetaNoise:
-    """γ ~ Beta(a, b), sampled by the inverse of its cumulative distribution.
+    """γ ~ Beta(a, b) with a, b > 0, sampled by the inverse of its cumulative distribution.
 
     The inverse has no closed form. It is tabulated once over the logit of the probability, which
     resolves both ends, and interpolated on the device.
     """
 
     def __init__(self, a: float, b: float, device: torch.device) -> None:
-        """Tabulate for a, b > 0."""
         from scipy.special import betaincinv, expit
 
         logits = np.linspace(-_LARGEST_LOGIT, _LARGEST_LOGIT, _NUM_POINTS)
@@ -269,13 +251,18 @@ class BetaNoise:
         are at most `num_steps + 1` values. Cached, since their number is read from the device.
         """
         if num_steps not in self._schedules:
-            self._schedules[num_steps] = self._make_schedule(num_steps)
+            steps = torch.arange(1, num_steps, device=self._table.device)
+            gammas = self.quantile(steps / num_steps)
+            inside = gammas[(gammas > _NOTHING) & (gammas < 1.0 - _NOTHING)]
+            ends = inside.new_zeros(1), inside.new_ones(1)
+            self._schedules[num_steps] = torch.cat([ends[0], inside, ends[1]])
         return self._schedules[num_steps]
 
-    def _make_schedule(self, num_steps: int) -> Tensor:
-        gammas = self.quantile(torch.arange(1, num_steps, device=self._table.device) / num_steps)
-        inside = gammas[(gammas > _NOTHING) & (gammas < 1.0 - _NOTHING)]
-        return torch.cat([inside.new_zeros(1), inside, inside.new_ones(1)])
+
+@functools.cache
+def beta_noise(a: float, b: float, device: torch.device) -> BetaNoise:
+    """Return Beta(a, b), tabulated once per process and device."""
+    return BetaNoise(a, b, device)
 
 
 def corrupt(clean: Tensor, noise: Tensor, gamma: Tensor) -> Tensor:

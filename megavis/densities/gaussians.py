@@ -17,6 +17,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
@@ -87,11 +88,8 @@ class Gaussians(Density):
     def __init__(
         self, num_outputs: int, form: ScaleForm, *, build_head: Callable[[], Head]
     ) -> None:
-        self.num_outputs, self.form, self._build = num_outputs, form, build_head
-
-    def build_head(self) -> Head:
-        """Return the last layer."""
-        return self._build()
+        super().__init__(num_outputs, build_head)
+        self.form = form
 
     @abstractmethod
     def distribution(self, parameters: Tensor) -> Distribution:
@@ -100,9 +98,7 @@ class Gaussians(Density):
     def per_token_loss(self, predictions: Predictions, targets: Tensor | None) -> Tensor:
         """Return -log p of each token in nats, `[b, q]` (equation 2).
 
-        Args:
-            predictions: output of the head.
-            targets: tokens `[b, q, d]`; None if the predictions contain them.
+        The targets, tokens `[b, q, d]`, are None if the predictions contain them.
         """
         tokens = targets if isinstance(predictions, Tensor) else predictions[1]
         assert tokens is not None
@@ -120,7 +116,7 @@ class Gaussians(Density):
 
 
 class GaussianMixture(Gaussians):
-    """k Gaussians with diagonal covariance."""
+    """`num_components` Gaussians with diagonal covariance."""
 
     options_type = MixtureOptions
 
@@ -132,7 +128,6 @@ class GaussianMixture(Gaussians):
         num_components: int,
         build_head: Callable[[], Head],
     ) -> None:
-        """Build; `num_components` is k, for the rest see `Gaussians`."""
         super().__init__(num_outputs, form, build_head=build_head)
         self.num_components = num_components
 
@@ -193,7 +188,7 @@ class _GuidedSampling(Drawing):
         shape = draws.keys.shape
         parameters = parameters_of(head(state))[:, -shape[1] :]
         halves = [for_each_key(half, draws).flatten(0, 1) for half in parameters.chunk(2)]
-        flat = self._guide(halves, draws).flatten()
+        flat = self._guide(halves, draws).map(Tensor.flatten)
         size = flat.mean.numel() // draws.num_tokens
         numbers = draws.keys.flatten()[:, None] * size
         numbers = numbers + torch.arange(size, device=numbers.device)
@@ -266,15 +261,8 @@ class Guided:
         highest = self.log_density(points).amax(0)
         return highest + self.proposal_log_scale + 0.5 * math.log(2.0 * math.pi)
 
-    def select(self, rows: Tensor | slice) -> Guided:
-        """Return the densities at the indices or in the range `rows` of m values."""
-        return self._map(lambda part: part[rows])
-
-    def flatten(self) -> Guided:
-        """Return the densities as one dimension."""
-        return self._map(Tensor.flatten)
-
-    def _map(self, change: Callable[[Tensor], Tensor]) -> Guided:
+    def map(self, change: Callable[[Tensor], Tensor]) -> Guided:
+        """Return densities whose parameters are changed alike."""
         parts = (self.mean, self.log_scale, self.other_mean, self.other_log_scale)
         mean, log_scale, other_mean, other_log_scale = map(change, parts)
         return Guided(mean, log_scale, other_mean, other_log_scale, self.weight)
@@ -296,49 +284,24 @@ def draw_guided(guided: Guided, keys: Tensor, *, seed: int, purpose: str) -> tup
     """
     fallback = normal(keys, 1, seed=seed, purpose=f"{purpose}/fallback")[:, 0]
     values = guided.mean + guided.log_scale.exp() * fallback
+    log_bound, is_found = guided.log_bound(), torch.zeros_like(keys, dtype=torch.bool)
     counts = keys.new_zeros(3)
     counts[0] = len(keys)
-    if keys.is_cuda:
-        return _draw_for_all(guided, keys, values, counts, seed=seed, purpose=purpose)
-    log_bound = guided.log_bound()
-    waiting = torch.arange(len(keys), device=keys.device)
-    for tries in _ROUNDS:
-        if not len(waiting):
-            break
-        part, name = guided.select(waiting), f"{purpose}/{tries}"
-        noise = normal(keys[waiting], tries, seed=seed, purpose=f"{name}/value")
-        heights = uniform(keys[waiting], tries, seed=seed, purpose=f"{name}/height")
-        accepted, proposals = _try(part, log_bound[waiting], noise.t(), heights.t())
-        hit, place = accepted.max(dim=0)
-        values[waiting[hit]] = proposals.gather(0, place[None])[0][hit]
-        tried = torch.where(hit, place + 1, tries)
-        counts += torch.stack([counts.new_zeros(()), hit.sum(), tried.sum()])
-        waiting = waiting[~hit]
-    return values, counts
-
-
-def _draw_for_all(
-    guided: Guided, keys: Tensor, values: Tensor, counts: Tensor, *, seed: int, purpose: str
-) -> tuple[Tensor, Tensor]:
-    """Replace `values` `[m]` by accepted proposals without synchronizing with the host."""
-    for start in range(0, len(keys), _VALUES_AT_ONCE):
-        rows = slice(start, start + _VALUES_AT_ONCE)
-        part, own_keys = guided.select(rows), keys[rows]
-        log_bound = part.log_bound()
-        is_found = torch.zeros_like(own_keys, dtype=torch.bool)
+    for rows in torch.arange(len(keys), device=keys.device).split(_VALUES_AT_ONCE):
         for tries in _ROUNDS:
-            name = f"{purpose}/{tries}"
-            noise = normal(own_keys, tries, seed=seed, purpose=f"{name}/value")
-            heights = uniform(own_keys, tries, seed=seed, purpose=f"{name}/height")
-            accepted, proposals = _try(part, log_bound, noise.t(), heights.t())
+            name, waiting = f"{purpose}/{tries}", ~is_found[rows]
+            if not keys.is_cuda:
+                rows, waiting = rows[waiting], waiting[waiting]
+            noise = normal(keys[rows], tries, seed=seed, purpose=f"{name}/value")
+            heights = uniform(keys[rows], tries, seed=seed, purpose=f"{name}/height")
+            part = guided.map(itemgetter(rows))
+            accepted, proposals = _try(part, log_bound[rows], noise.t(), heights.t())
             hit, place = accepted.max(dim=0)
-            is_new = hit & ~is_found
-            made = proposals.gather(0, place[None])[0]
-            values[rows] = torch.where(is_new, made, values[rows])
-            tried = torch.where(hit, place + 1, tries).masked_fill(is_found, 0)
-            counts[1] += is_new.sum()
-            counts[2] += tried.sum()
-            is_found = is_found | hit
+            drawn = proposals.gather(0, place[None])[0]
+            values[rows] = torch.where(hit & waiting, drawn, values[rows])
+            counts[1] += (hit & waiting).sum()
+            counts[2] += torch.where(hit, place + 1, tries).masked_fill(~waiting, 0).sum()
+            is_found[rows] |= hit
     return values, counts
 
 

@@ -37,20 +37,11 @@ class SquaredError(Density):
         build_head: Callable[[], Head],
         decoder: DecoderWork = NO_DECODER,
     ) -> None:
-        self.num_outputs, self.normalize, self._build = num_outputs, normalize, build_head
-        self.num_skipped, self.decoder = num_skipped, decoder
-
-    def build_head(self) -> Head:
-        """Return the last layer."""
-        return self._build()
+        super().__init__(num_outputs, build_head)
+        self.normalize, self.num_skipped, self.decoder = normalize, num_skipped, decoder
 
     def per_token_loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean squared error over the values of each token: `[b, q]`.
-
-        Args:
-            predictions: `[b, num_skipped + q, d]`.
-            targets: `[b, q, d]`, not yet standardised.
-        """
+        """Return the mean squared error over the values of each token, `[b, q]`."""
         if self.normalize:
             targets = normalize_patches(targets)
         return (self.outputs(predictions).float() - targets).square().mean(-1)
