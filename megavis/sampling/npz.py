@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megavis.config.errors import UserError
-from megavis.data.format.files import write_atomically
+from megavis.data.format.files import atomic_writer, write_atomically
 from megavis.parallel.context import ParallelContext
 
 Draw = Callable[[Tensor], Tensor]
@@ -37,11 +37,10 @@ def write_npz(
     context: ParallelContext,
     settings: Mapping[str, Any],
 ) -> None:
-    """Generate images into `path`; collective over all processes of the job.
+    """Generate N images into `path`; collective over all processes of the job.
 
     Args:
         path: the file; batches are kept in `<path>.parts` until all are complete.
-        draw: generates the images with the given indices.
         settings: JSON values that determine the images, including the network.
 
     Raises:
@@ -57,13 +56,13 @@ def write_npz(
     for start in missing[context.data.rank :: context.data.size]:
         images = draw(torch.arange(start, min(start + batch_size, num_images)))
         if context.tensor.rank == context.context.rank == 0:
-            _save(_part(folder, start), images.cpu().numpy())
+            with atomic_writer(_part(folder, start)) as file:
+                np.save(file, images.cpu().numpy())
     dist.barrier()
     if context.is_main:
         joined = np.concatenate([np.load(_part(folder, start)) for start in starts])
-        partial = path.with_name(f".{path.name}.partial.npz")
-        np.savez(partial, arr_0=joined)
-        partial.replace(path)
+        with atomic_writer(path) as file:
+            np.savez(file, arr_0=joined)
         shutil.rmtree(folder)
     dist.barrier()
 
@@ -82,10 +81,3 @@ def _check_settings(path: Path, wanted: str, context: ParallelContext) -> None:
 
 def _part(folder: Path, start: int) -> Path:
     return folder / f"{start:09d}.npy"
-
-
-def _save(path: Path, images: np.ndarray) -> None:
-    partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
-        np.save(file, images)
-    partial.replace(path)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 from torch import Tensor
 
@@ -69,13 +70,8 @@ def completion_grid(
 ) -> np.ndarray:
     """Show completions, one row per image: original | given part | completions.
 
-    Args:
-        originals: uint8 `[b, h, w, 3]`.
-        given: bool `[h, w]` or `[b, h, w]`, true where the original was given.
-        completions: uint8 `[b, h, w, 3]` each.
-
-    Returns:
-        uint8 `[H, W, 3]`.
+    Images are uint8 `[b, h, w, 3]`; `given`, bool `[h, w]` or `[b, h, w]`, is true where the
+    original was given.
     """
     columns = [originals, hide(originals, given), *completions]
     return image_grid([list(row) for row in zip(*columns, strict=True)])
@@ -91,18 +87,6 @@ def sample_grid(images: np.ndarray, *, num_columns: int = 8) -> np.ndarray:
     )
 
 
-def patches_to_pixels(chosen: Tensor, grid: tuple[int, int], height: int, width: int) -> Tensor:
-    """Expand a mask of patches to pixels: bool `[b, n]` to `[b, h, w]`.
-
-    Args:
-        chosen: mask of patches in raster order.
-        grid: rows and columns of patches.
-    """
-    rows, columns = grid
-    cells = chosen.view(len(chosen), rows, columns)
-    return cells.repeat_interleave(height // rows, 1).repeat_interleave(width // columns, 2)
-
-
 def save_png(path: Path, pixels: np.ndarray) -> None:
     """Write uint8 `[H, W, 3]` as a PNG file, atomically. Raises OSError."""
     buffer = io.BytesIO()
@@ -112,17 +96,13 @@ def save_png(path: Path, pixels: np.ndarray) -> None:
 
 
 class Gallery:
-    """Makes the default image grid of a run, after checking that the config supports one."""
+    """Makes the default image grid of a run.
+
+    Raises:
+        UserError: models of this config cannot generate images.
+    """
 
     def __init__(self, objective: Trainable, folder: Path) -> None:
-        """Check the config.
-
-        Args:
-            folder: the run folder.
-
-        Raises:
-            UserError: models of this config cannot generate images.
-        """
         self.objective, self.folder = objective, folder
         if not objective.reconstructs:
             paper = objective.generation()
@@ -211,13 +191,13 @@ def picture(
 
 
 def pixels_of(tokens: Tensor, grid: tuple[int, int], images: np.ndarray) -> np.ndarray:
-    """Expand a mask of tokens, bool `[b, n]`, to the pixels of `images` `[b, h, w, 3]`.
+    """Expand a mask of tokens in raster order, bool `[b, n]`, to pixels `[b, h, w]`.
 
-    Args:
-        tokens: the mask.
-        images: images made of these tokens.
+    `grid` is the rows and columns of tokens, `images` `[b, h, w, 3]` are made of these.
     """
-    return patches_to_pixels(tokens, grid, *images.shape[1:3]).cpu().numpy()
+    height, width = images.shape[1:3]
+    cells = tokens.view(len(tokens), *grid).cpu().numpy()
+    return cells.repeat(height // grid[0], axis=1).repeat(width // grid[1], axis=2)
 
 
 def picture_of_rounds(sampler: Sampler, conditions: Mapping[str, Tensor], count: int) -> np.ndarray:
@@ -228,8 +208,6 @@ def picture_of_rounds(sampler: Sampler, conditions: Mapping[str, Tensor], count:
     Raises:
         UserError: the paper generates one token at a time.
     """
-    import torch
-
     if sampler.paper.schedule.is_sequential:
         raise UserError("rounds can be shown only for runs that generate many tokens at once")
     images = torch.arange(count, device=sampler.device)
@@ -245,13 +223,9 @@ def picture_of_rounds(sampler: Sampler, conditions: Mapping[str, Tensor], count:
 def picture_of_reconstructions(
     runner: Inference, objective: Trainable, originals: Tensor
 ) -> np.ndarray:
-    """Show images above their reconstructions; collective over all processes of the job.
+    """Show samples in the form of the shards above their reconstructions, in pairs of rows.
 
-    Args:
-        originals: samples in the form of the shards.
-
-    Returns:
-        uint8 `[H, W, 3]`, pairs of rows: originals, reconstructions.
+    Collective over all processes of the job.
     """
     inputs = objective.inputs_from(originals.to(runner.context.device))
     made = objective.reconstruction(runner.predictions(inputs)).cpu().numpy()

@@ -156,7 +156,9 @@ class Sampler:
         """
         known = dict(conditions or {})
         self._check(originals, num_images, num_given)
-        tokens = self._transformed(originals) if originals is not None and num_given else None
+        tokens = None
+        if originals is not None and num_given:
+            tokens = self.paper.given(self.paper.tokens_of(originals.to(self.device)))
         if later is not None:
             # Raise errors before any work is done.
             self.known(later, num_images)
@@ -196,10 +198,6 @@ class Sampler:
         conditions = self.paper.condition.balanced(images)
         tokens = self.tokens(images, conditions=conditions)
         return self.to_images(self.from_order(tokens, self.order_of(images)))
-
-    def _transformed(self, originals: Tensor) -> Tensor:
-        tokens = self.paper.tokens_of(originals.to(self.device))
-        return self.paper.given(tokens)
 
     def given_part(self, count: int, num_given: int) -> Tensor:
         """Return the mask of given tokens for originals 0 to `count` - 1: bool `[count, n]`."""
@@ -272,10 +270,7 @@ def distribute_batches(
 ) -> Tensor:
     """Generate images in batches, distributed over the data-parallel processes.
 
-    Args:
-        draw: generates the images with the given indices, int64 `[b]`, which may exceed
-            `num_images`.
-        data: the data-parallel group.
+    `draw` generates the images with the given indices, int64 `[b]`, which may exceed `num_images`.
 
     Returns:
         All images in the order of their indices, the same on every process.
@@ -330,11 +325,7 @@ def settings_of(
     seed: int = 0,
     spell: Callable[[str], str] = str,
 ) -> GenerationSettings:
-    """Distribute options to the density, the schedule and beam search.
-
-    Args:
-        options: values by name; None means the default.
-        spell: maps an option's name to how the user writes it, for messages.
+    """Distribute options by name (None: the default) to density, schedule and beam search.
 
     Raises:
         UserError: an option does not apply to this paper, or a value is out of range.

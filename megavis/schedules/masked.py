@@ -24,7 +24,7 @@ from torch import Tensor
 from megavis.config.errors import UserError
 from megavis.parallel.random import uniform
 from megavis.schedules.boundaries import context_size
-from megavis.schedules.orders import Orders, gather_tokens
+from megavis.schedules.orders import Orders, gather_tokens, random_orders
 from megavis.schedules.schedule import Arrangement, GenerationProgress, Schedule, Step
 
 
@@ -156,9 +156,8 @@ class Rounds(Masked):
         draw = uniform(index, 1, seed=self.seed, purpose="masked-share")
         share = torch.cos(math.pi / 2 * (1.0 - self.least_masking) * draw)
         count = (share * self.orders.num_positions).ceil()
-        order = uniform(index, self.orders.num_positions, seed=self.seed, purpose="mask")
-        rank = order.argsort(dim=1, stable=True).argsort(dim=1, stable=True)
-        return rank < count
+        order = random_orders(index, self.orders.num_positions, seed=self.seed, purpose="mask")
+        return order.argsort(dim=1) < count
 
     def order_of(self, images: Tensor, options: RoundOptions, *, seed: int) -> Tensor:
         """Return the order of all images: int64 `[1, n]`."""
@@ -236,9 +235,7 @@ class RandomMasking(Schedule):
 
     def draw(self, index: Tensor, mask_ratio: float | None = None) -> Arrangement:
         """Draw the context of samples `[b]`; η defaults to its value in training."""
-        draws = uniform(index, self.num_positions, seed=self.seed, purpose="context")
-        # A stable sort breaks ties (one in 2^24) the same way on every device.
-        order = draws.argsort(dim=1, stable=True)
+        order = random_orders(index, self.num_positions, seed=self.seed, purpose="context")
         ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         return self._arranged(order, self.num_context(ratio), self.num_placed)
 

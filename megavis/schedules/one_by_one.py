@@ -82,22 +82,14 @@ class OneByOne(Schedule):
                 f"this model was trained with a prefix of {self.prefix} tokens: give as many, not"
                 f" {num_given}"
             )
-        if num_given == order.shape[1]:
-            return None
-        asked = slice(num_given, num_given + 1)
-        return Step(
-            self.along(order, self.prefix), num_given, asked, 0, self._name.format(num_given)
-        )
+        return self._step(self.along(order, self.prefix), num_given, 0)
 
     def after(self, step: Step, progress: GenerationProgress, options: Any) -> Step | None:
         """Predict the next position."""
-        position = step.asked.stop
-        if position == step.plan.num_positions:
+        return self._step(step.plan, step.asked.stop, step.number + 1)
+
+    def _step(self, plan: Arrangement, position: int, number: int) -> Step | None:
+        if position == plan.num_positions:
             return None
-        return Step(
-            step.plan,
-            position,
-            slice(position, position + 1),
-            step.number + 1,
-            self._name.format(position),
-        )
+        asked = slice(position, position + 1)
+        return Step(plan, position, asked, number, self._name.format(position))

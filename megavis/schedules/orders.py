@@ -34,12 +34,7 @@ class Orders:
 
     @classmethod
     def of_kind(cls, kind: OrderKind, height: int, width: int, *, block: int, seed: int) -> Orders:
-        """Return the orders of a grid.
-
-        Args:
-            kind: a kind of `fixed_order`, or `random`: an order for each image, raster for
-                features.
-        """
+        """Return orders of a grid: a kind of `fixed_order`, or one for each image (`random`)."""
         is_random = kind == "random"
         shared = fixed_order(
             "raster" if is_random else kind, height=height, width=width, block=block
@@ -65,8 +60,7 @@ class Orders:
 def order_of_run(order: str | Sequence[int], side: int, *, block: int, seed: int) -> Tensor:
     """Return the order int64 `[n]` that all images of a run share.
 
-    Args:
-        order: the cells themselves, or a kind; `random` is drawn once for the run.
+    `order` is the cells themselves, or a kind; `random` is drawn once for the run.
     """
     if not isinstance(order, str):
         return torch.tensor(order)
@@ -77,11 +71,7 @@ def order_of_run(order: str | Sequence[int], side: int, *, block: int, seed: int
 
 
 def check_order(order: Tensor, num_tokens: int) -> None:
-    """Check that each row of `order`, int64 `[b, num_tokens]`, is a permutation.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Raise UserError unless each row of `order`, int64 `[b, num_tokens]`, is a permutation."""
     every = torch.arange(num_tokens, device=order.device)
     fits = order.ndim == 2 and order.shape[1] == num_tokens
     if not fits or not torch.equal(order.sort(dim=1).values, every.expand(len(order), -1)):
@@ -92,16 +82,13 @@ def check_order(order: Tensor, num_tokens: int) -> None:
 
 
 def fixed_order(kind: OrderKind, *, height: int, width: int, block: int = 1) -> Tensor:
-    """Return an order that all images share.
+    """Return an order that all images share, int64 `[n]`.
 
     Args:
         kind: `raster`: row by row. `nested_raster`: block by block in raster order, and in raster
             order within a block. `round_robin`: the first cell of every block in raster order,
             then the second cell of every block, and so on.
         block: k; ignored by `raster`.
-
-    Returns:
-        int64 `[n]`.
 
     Raises:
         ValueError: k does not divide both sides, or the kind is `random`.
@@ -120,16 +107,14 @@ def fixed_order(kind: OrderKind, *, height: int, width: int, block: int = 1) -> 
     return blocks.permute(1, 3, 0, 2).flatten()
 
 
-def random_orders(sample_index: Tensor, num_cells: int, *, seed: int) -> Tensor:
-    """Draw an order for each image as a function of seed and sample.
+def random_orders(
+    sample_index: Tensor, num_cells: int, *, seed: int, purpose: str = "order"
+) -> Tensor:
+    """Draw an order for each image `[b]` as a function of seed and sample: int64 `[b, num_cells]`.
 
-    Args:
-        sample_index: int64 `[b]`.
-
-    Returns:
-        int64 `[b, n]`; all permutations are equally likely up to ties of 24-bit draws.
+    All permutations are equally likely up to ties of 24-bit draws.
     """
-    draws = uniform(sample_index, num_cells, seed=seed, purpose="order")
+    draws = uniform(sample_index, num_cells, seed=seed, purpose=purpose)
     # A stable sort breaks ties the same way on every device.
     return draws.argsort(dim=1, stable=True)
 

@@ -10,7 +10,6 @@ Legend: b images, T tokens of an image, K predicted groups.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,74 +39,18 @@ class GroupOptions:
             raise UserError(f"groups must be at least 1, not {self.groups}")
 
 
-class Groups(Schedule):
-    """Base class of schedules of groups: the steps of generation."""
-
-    options_type = GroupOptions
-
-    @property
-    def needs_given(self) -> bool:
-        """True: the first predicted group needs a given one."""
-        return True
-
-    @property
-    @abstractmethod
-    def num_positions(self) -> int:
-        """Positions n of the sequence."""
-
-    @property
-    def columns(self) -> tuple[Mapping[str, Any], ...]:
-        """All hidden tokens at once, and in 4 and 12 groups."""
-        hidden = max(1, self.num_positions * 3 // 4)
-        return tuple({"groups": n} for n in sorted({1, min(4, hidden), min(12, hidden)}))
-
-    def order_of(self, images: Tensor, options: GroupOptions, *, seed: int) -> Tensor:
-        """Draw an order for each image `[b]` as a function of seed and index: int64 `[b, n]`."""
-        return random_orders(images, self.num_positions, seed=seed)
-
-    def first(
-        self, order: Tensor, *, num_images: int, num_given: int, options: GroupOptions
-    ) -> Step:
-        """Predict the first group.
-
-        Raises:
-            UserError: nothing is given, or there are more groups than tokens left.
-        """
-        ends = even_group_ends(num_given, order.shape[1], options.groups)
-        plan = Arrangement(
-            order, self._groups(order, ends), num_content=order.shape[1], num_given=ends[0]
-        )
-        return Step(plan, ends[0], slice(ends[0], ends[1]), 0, "group/0")
-
-    def after(self, step: Step, progress: GenerationProgress, options: GroupOptions) -> Step | None:
-        """Predict the next group."""
-        count, number = step.plan.num_positions, step.number + 1
-        if step.asked.stop == count:
-            return None
-        start = step.asked.stop
-        stop = even_group_ends(step.plan.num_given, count, options.groups)[number + 1]
-        return replace(
-            step, known=start, asked=slice(start, stop), number=number, name=f"group/{number}"
-        )
-
-    @staticmethod
-    def _groups(order: Tensor, ends: tuple[int, ...]) -> Tensor:
-        """Return the group of each position: int64 `[1, n]`."""
-        starts = torch.tensor(ends[:-1], device=order.device)
-        positions = torch.arange(order.shape[1], device=order.device)
-        return (starts[:, None] <= positions).sum(0)[None]
-
-
-class Grouping(Groups):
-    """Draw or fix the order z and the group boundaries of each image.
+class Grouping(Schedule):
+    """Group by group: draw or fix the order z and the group boundaries of each image.
 
     Args:
         cut: how boundaries are chosen.
+        num_groups: K; ignored if boundaries are given.
         boundaries: n_0 .. n_{K-1} if `cut` is `given`, else None.
         shuffled: draw an order for each image instead of raster order.
         seed: the run's seed; draws are functions of seed and sample.
     """
 
+    options_type = GroupOptions
     names = ("order", "boundaries")
 
     def __init__(
@@ -126,9 +69,15 @@ class Grouping(Groups):
         self._given = None if boundaries is None else DeviceConstant(torch.tensor(boundaries))
 
     @property
-    def num_positions(self) -> int:
-        """Tokens T."""
-        return self.num_tokens
+    def needs_given(self) -> bool:
+        """True: the first predicted group needs a given one."""
+        return True
+
+    @property
+    def columns(self) -> tuple[Mapping[str, Any], ...]:
+        """All hidden tokens at once, and in 4 and 12 groups."""
+        hidden = max(1, self.num_tokens * 3 // 4)
+        return tuple({"groups": n} for n in sorted({1, min(4, hidden), min(12, hidden)}))
 
     @property
     def is_random(self) -> bool:
@@ -151,11 +100,9 @@ class Grouping(Groups):
     def chosen(self, index: Tensor, choices: Mapping[str, Any], *, is_named: bool) -> Arrangement:
         """Return the arrangement of a user's order and groups; draw those that are absent.
 
-        All tokens are content and all are predicted, so that shapes do not depend on boundaries.
-
-        Args:
-            index: int64 `[b]`.
-            choices: `order`, int64 `[b or 1, T]`; `boundaries`, n_0 .. n_{K-1} for all images.
+        The choices are `order`, int64 `[b or 1, T]`, and `boundaries`, n_0 .. n_{K-1} for all
+        images. All tokens are content and all are predicted, so that shapes do not depend on
+        boundaries.
 
         Raises:
             UserError: the order is not a permutation, or the boundaries do not increase.
@@ -197,6 +144,34 @@ class Grouping(Groups):
             seed=self.seed,
         )
 
+    def order_of(self, images: Tensor, options: GroupOptions, *, seed: int) -> Tensor:
+        """Draw an order for each image `[b]` as a function of seed and index: int64 `[b, n]`."""
+        return random_orders(images, self.num_tokens, seed=seed)
+
+    def first(
+        self, order: Tensor, *, num_images: int, num_given: int, options: GroupOptions
+    ) -> Step:
+        """Predict the first group.
+
+        Raises:
+            UserError: nothing is given, or there are more groups than tokens left.
+        """
+        ends = even_group_ends(num_given, order.shape[1], options.groups)
+        groups = groups_of(torch.tensor([ends[:-1]], device=order.device), order.shape[1])
+        plan = Arrangement(order, groups, num_content=order.shape[1], num_given=ends[0])
+        return Step(plan, ends[0], slice(ends[0], ends[1]), 0, "group/0")
+
+    def after(self, step: Step, progress: GenerationProgress, options: GroupOptions) -> Step | None:
+        """Predict the next group."""
+        count, number = step.plan.num_positions, step.number + 1
+        if step.asked.stop == count:
+            return None
+        start = step.asked.stop
+        stop = even_group_ends(step.plan.num_given, count, options.groups)[number + 1]
+        return replace(
+            step, known=start, asked=slice(start, stop), number=number, name=f"group/{number}"
+        )
+
 
 def even_group_ends(num_given: int, num_tokens: int, num_groups: int) -> tuple[int, ...]:
     """Return the ends of the given tokens and of `num_groups` groups of about equal size.
@@ -216,13 +191,7 @@ def even_group_ends(num_given: int, num_tokens: int, num_groups: int) -> tuple[i
 def draw_boundaries(
     kind: Segmentation, sample_index: Tensor, *, num_tokens: int, num_groups: int, seed: int
 ) -> Tensor:
-    """Draw n_0 .. n_{K-1} for each sample: int64 `[b, K]`, increasing, each in [0, T - 1].
-
-    Args:
-        kind: one of the paper's three settings.
-        sample_index: int64 `[b]`.
-        num_groups: K; at most `max_groups(kind, T)`.
-    """
+    """Draw n_0 .. n_{K-1} for each sample: int64 `[b, K]`, increasing, each in [0, T - 1]."""
     if kind == "fixed":
         fixed = fixed_length(num_tokens, num_groups, device=sample_index.device)
         return fixed.expand(len(sample_index), -1)
@@ -281,8 +250,7 @@ def _smallest(draws: Tensor, count: int) -> Tensor:
 def groups_of(boundaries: Tensor, num_tokens: int) -> Tensor:
     """Return the group of each position of the order: int64 `[b, T]`, from 0 to K.
 
-    Args:
-        boundaries: n_0 .. n_{K-1}, int64 `[b, K]`, increasing.
+    Boundaries n_0 .. n_{K-1}, int64 `[b, K]`, increase.
     """
     places = torch.arange(num_tokens, device=boundaries.device)
     return (boundaries[:, :, None] <= places).sum(dim=1)

@@ -8,7 +8,7 @@ from small_batches import photographs
 from megavis.config.errors import UserError
 from megavis.papers.gvp.group_figure import fill
 from megavis.parallel.random import derive_seed
-from megavis.sampling.pictures import patches_to_pixels
+from megavis.sampling.pictures import pixels_of
 from megavis.sampling.sampler import Sampler
 from megavis.schedules.orders import gather_tokens, random_orders
 
@@ -34,7 +34,7 @@ def test_given_patches_stay_and_others_are_not_read(sampler):
     images, drawing = photographs(2, 12), sampler(groups=3)
     first = filled(drawing, images)
     assert first.given.sum(1).tolist() == [3, 3]
-    pixels = patches_to_pixels(first.given, (3, 3), 12, 12)
+    pixels = torch.from_numpy(pixels_of(first.given, (3, 3), images.numpy()))
     assert pixels.sum() == 2 * 3 * 16
     assert torch.equal(first.images[pixels], images[pixels])
     other = torch.where(pixels[..., None], images, photographs(2, 12, seed=2))

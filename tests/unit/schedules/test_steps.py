@@ -9,7 +9,7 @@ from megavis.schedules.masked import RandomMasking
 from megavis.schedules.one_by_one import OneByOne
 from megavis.schedules.orders import Orders, random_orders
 from megavis.schedules.schedule import GenerationProgress, NoOptions
-from megavis.schedules.segmented import GroupOptions, Groups, even_group_ends
+from megavis.schedules.segmented import Grouping, GroupOptions, even_group_ends
 
 NOTHING = GenerationProgress(None, torch.arange(2), 0)
 
@@ -45,18 +45,10 @@ def test_orders_are_shared_or_drawn_per_image():
     assert shared.draw(index).groups.tolist() == [[1, 2, 3, 4, 5, 6]]
 
 
-class Plain(Groups):
-    num_positions = 9
-
-    def draw(self, index):
-        raise AssertionError
-
-    for_features = draw
-
-
 @pytest.mark.parametrize(("num_given", "groups"), [(3, 3), (2, 1), (1, 8), (4, 2)])
 def test_each_group_sees_all_earlier_groups(num_given, groups):
-    schedule, options, images = Plain(), GroupOptions(groups), torch.tensor([4, 9])
+    schedule = Grouping("random", num_tokens=9, num_groups=2, shuffled=True, seed=0)
+    options, images = GroupOptions(groups), torch.tensor([4, 9])
     order = schedule.order_of(images, options, seed=5)
     assert torch.equal(order, random_orders(images, 9, seed=5))
     ends = even_group_ends(num_given, 9, groups)
