@@ -40,7 +40,7 @@ TOKENIZERS: dict[str, str] = {
 
 
 class NetworkTokenizer(nn.Module, ABC):
-    """Base class of both kinds of tokenizer.
+    """Base class of both kinds of tokenizer; `settings`, JSON values, determine the outputs.
 
     Attributes:
         kind: short name of the network, as recorded in shards: `vae`, `vqgan`.
@@ -51,19 +51,13 @@ class NetworkTokenizer(nn.Module, ABC):
     prefix: ClassVar[str]
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """Store the settings, JSON values that determine the outputs."""
         super().__init__()
         self.settings = dict(settings)
 
     @classmethod
+    @abstractmethod
     def from_config(cls, config: Mapping[str, Any]) -> NetworkTokenizer:
-        """Return the network that a run's config describes, by its `objective` section alone."""
-        return cls.from_objective(config["objective"])
-
-    @classmethod
-    def from_objective(cls, section: Mapping[str, Any]) -> NetworkTokenizer:
-        """Build the network described by the `objective` section of a run's config."""
-        raise NotImplementedError(f"{cls.__name__} needs other sections too")
+        """Return the network that a run's config describes, with initial weights."""
 
     def identity(self) -> str:
         """Return the SHA-256 of kind, settings and weights as 64 hexadecimal digits."""

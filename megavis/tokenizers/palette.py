@@ -8,14 +8,13 @@ the released code exactly.
 from __future__ import annotations
 
 import hashlib
-import os
-import secrets
 from pathlib import Path
 
 import numpy as np
 from scipy.spatial import cKDTree
 
 from megavis.config.errors import UserError
+from megavis.data.format.files import atomic_writer
 
 MAX_COLORS = 512
 _UNKNOWN = np.uint16(0xFFFF)
@@ -89,13 +88,8 @@ class Palette:
 
     def save(self, path: Path | str) -> None:
         """Write the centres in the format of the released `kmeans_centers.npy`, atomically."""
-        path = Path(path)
-        partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(8)}")
-        with partial.open("wb") as file:
+        with atomic_writer(Path(path)) as file:
             np.save(file, self.centers, allow_pickle=False)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
 
     @classmethod
     def load(cls, path: Path | str) -> Palette:
@@ -127,12 +121,9 @@ class Palette:
         tied = np.flatnonzero(distances[:, 1] - distances[:, 0] < _TIE_MARGIN)
         for start in range(0, len(tied), 4096):
             rows = tied[start : start + 4096]
-            tokens[rows] = self._brute_force(points[rows])
+            differences = points[rows, None] - self.centers.astype(np.float64)
+            tokens[rows] = (differences**2).sum(axis=-1).argmin(axis=-1)
         return tokens
-
-    def _brute_force(self, points: np.ndarray) -> np.ndarray:
-        differences = points[:, None, :] - self.centers.astype(np.float64)[None]
-        return (differences**2).sum(axis=-1).argmin(axis=-1).astype(np.uint16)
 
 
 def to_unit(pixels: np.ndarray) -> np.ndarray:
@@ -143,12 +134,7 @@ def to_unit(pixels: np.ndarray) -> np.ndarray:
 def fit_palette(
     pixels: np.ndarray, *, num_colors: int = MAX_COLORS, seed: int
 ) -> tuple[Palette, float]:
-    """Fit a palette to pixels by mini-batch k-means, deterministically.
-
-    Args:
-        pixels: uint8 `[n, 3]`.
-        num_colors: k, at most 512.
-        seed: seed of the initial centres and the mini-batches.
+    """Fit `num_colors` colours to pixels uint8 `[n, 3]` by mini-batch k-means, deterministically.
 
     Returns:
         The palette, and the squared distance to the nearest centre in 0..255 units, summed over the

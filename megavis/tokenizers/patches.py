@@ -49,8 +49,7 @@ def for_other_pixels(
     Args:
         weight: `[h, d]`.
         bias: `[h]`.
-        trained: mean and standard deviation of each channel, by which the patches of the training
-            images were standardised.
+        trained: statistics by which the patches of the training images were standardised.
         given: those by which the patches that the result reads are standardised.
 
     Returns:
@@ -92,12 +91,7 @@ def patchify(images: Tensor, patch_size: int) -> Tensor:
 
 
 def unpatchify(patches: Tensor, patch_size: int, *, rows: int | None = None) -> Tensor:
-    """Invert `patchify`: `[b, n, d]` to `[b, height, width, 3]`.
-
-    Args:
-        patches: patches in raster order.
-        patch_size: p.
-        rows: rows of patches; √n by default.
+    """Invert `patchify`: `[b, n, d]`, in `rows` rows (√n by default), to `[b, height, width, 3]`.
 
     Raises:
         ValueError: `rows` does not divide n.
@@ -170,16 +164,10 @@ def to_grid(tokens: Tensor, *, height: int) -> Tensor:
 
 
 def standardize_frames(frames: Tensor) -> Tensor:
-    """Standardise each of the d values over the frames of a recording.
+    """Standardise each of the d values over the frames of recordings, `[b, n, d]`, to float32.
 
     Cepstral mean and variance normalisation, which removes loudness and the stationary effects of
-    microphone and room.
-
-    Args:
-        frames: float `[b, n, d]`.
-
-    Returns:
-        float32 `[b, n, d]`; zeros where a value is constant over the frames.
+    microphone and room. Values that are constant over the frames become zero.
     """
     wide = frames.float()
     centred = wide - wide.mean(1, keepdim=True)

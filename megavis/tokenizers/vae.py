@@ -10,6 +10,7 @@ grid, d (c as a tokenizer) channels of a latent.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -31,11 +32,7 @@ _LOWEST_LOG_VARIANCE, _HIGHEST_LOG_VARIANCE = -30.0, 20.0
 
 
 class VAE(LatentTokenizer):
-    """A trained `VAENetwork`.
-
-    Args:
-        shape: sizes of the network.
-    """
+    """A trained `VAENetwork`."""
 
     kind = "vae"
     prefix = "vae."
@@ -46,9 +43,9 @@ class VAE(LatentTokenizer):
         self.network = VAENetwork(shape)
 
     @classmethod
-    def from_objective(cls, section: Mapping[str, Any]) -> VAE:
-        """Build the network of a `vae` objective section, with initial weights."""
-        return cls(VAEShape.from_section(section))
+    def from_config(cls, config: Mapping[str, Any]) -> VAE:
+        """Build the network of a run of objective `vae`, with initial weights."""
+        return cls(VAEShape.from_section(config["objective"]))
 
     def latent_shape(self, image_size: int) -> tuple[int, int, int]:
         """Return (c, h, w); raise UserError if downsampling does not divide the image size."""
@@ -198,11 +195,9 @@ class VAENetwork(nn.Module):
         return bounded_posterior(self.encoder(pixels))
 
     def forward(self, pixels: Tensor, noise: Tensor) -> tuple[Tensor, Posterior]:
-        """Reconstruct images from a sample of the posterior.
+        """Reconstruct images `[b, 3, H, W]` in [0, 1] from a sample of the posterior.
 
-        Args:
-            pixels: `[b, 3, H, W]` in [0, 1].
-            noise: standard normal noise `[b, d, h, w]`.
+        `noise` is standard normal, `[b, d, h, w]`.
 
         Returns:
             Reconstructed pixels, not clipped, and the posterior.
@@ -218,11 +213,8 @@ def group_norm(channels: int, groups: int) -> nn.GroupNorm:
 
 
 def _blocks(inputs: int, outputs: int, shape: VAEShape) -> nn.Sequential:
-    count = shape.blocks_per_level
-    widths = [inputs] + [outputs] * count
-    return nn.Sequential(
-        *(VAEResidualBlock(widths[i], widths[i + 1], shape.groups) for i in range(count))
-    )
+    widths = itertools.pairwise([inputs] + [outputs] * shape.blocks_per_level)
+    return nn.Sequential(*(VAEResidualBlock(*pair, shape.groups) for pair in widths))
 
 
 def initialize(network: nn.Module) -> None:

@@ -12,6 +12,7 @@ sides of their grid, z channels of the encoder's output, d channels of a codeboo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -32,11 +33,7 @@ from megavis.tokenizers.vae import VAEDecoder, VAEEncoder, group_norm, initializ
 
 
 class VQGAN(IdTokenizer):
-    """A trained `VQGANNetwork`.
-
-    Args:
-        shape: sizes of the network.
-    """
+    """A trained `VQGANNetwork`."""
 
     kind = "vqgan"
     prefix = "vqgan."
@@ -51,9 +48,9 @@ class VQGAN(IdTokenizer):
         self.network = VQGANNetwork(shape)
 
     @classmethod
-    def from_objective(cls, section: Mapping[str, Any]) -> VQGAN:
-        """Build the network of a `vqgan` objective section, with initial weights."""
-        return cls(VQGANShape.from_section(section))
+    def from_config(cls, config: Mapping[str, Any]) -> VQGAN:
+        """Build the network of a run of objective `vqgan`, with initial weights."""
+        return cls(VQGANShape.from_section(config["objective"]))
 
     @property
     def vocabulary_size(self) -> int:
@@ -136,10 +133,7 @@ class VQGANNetwork(nn.Module):
         return pixels if self.is_maskgit else (pixels + 1.0) / 2.0
 
     def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor, Quantized]:
-        """Reconstruct images, with a straight-through gradient past the codebook.
-
-        Args:
-            pixels: `[b, 3, H, W]` in [0, 1].
+        """Reconstruct images `[b, 3, H, W]` in [0, 1], with a straight-through gradient.
 
         Returns:
             Reconstructed pixels, not clipped; the vectors `[b, d, h, w]`; and their codes and ids.
@@ -226,10 +220,8 @@ class Level(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, count: int, groups: int, attends: bool) -> None:
         super().__init__()
-        widths = [inputs] + [outputs] * count
-        self.block = nn.ModuleList(
-            VQGANResidualBlock(widths[i], widths[i + 1], groups) for i in range(count)
-        )
+        widths = itertools.pairwise([inputs] + [outputs] * count)
+        self.block = nn.ModuleList(VQGANResidualBlock(*pair, groups) for pair in widths)
         self.attn = nn.ModuleList(AttentionBlock(outputs, groups) for _ in range(count * attends))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -258,10 +250,8 @@ class VQGANEncoder(nn.Module):
                 level.downsample = Halve(width)
             self.down.append(level)
         self.mid = Middle(width, groups)
-        self.norm_out, self.conv_out = (
-            group_norm(width, groups),
-            _conv(width, shape.latent_channels),
-        )
+        self.norm_out = group_norm(width, groups)
+        self.conv_out = _conv(width, shape.latent_channels)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Map `[b, 3, H, W]` in [-1, 1] to `[b, z, h, w]`."""

@@ -24,8 +24,8 @@ class SmallCodebook(IdTokenizer):
         self.codes = torch.nn.Parameter(torch.zeros(entries, 3 * PATCH**2))
 
     @classmethod
-    def from_objective(cls, section):
-        return cls(section["entries"])
+    def from_config(cls, config):
+        return cls(config["objective"]["entries"])
 
     @property
     def vocabulary_size(self):

@@ -45,14 +45,14 @@ from megavis.model.stack import LayerPlan, block_plans, model_flops
 from megavis.papers.vae.label_maps_config import LabelMapVAEConfig
 from megavis.parallel.context import ParallelContext
 from megavis.parallel.random import normal as normal_draws
-from megavis.tokenizers.label_channels import (
+from megavis.tokenizers.label_map_vae import (
     LabelChannels,
+    LabelMapShape,
     embed_labels,
     patch_pixels,
     resize_tokens,
     unpatch_pixels,
 )
-from megavis.tokenizers.label_map_vae import LabelMapShape
 from megavis.tokenizers.vae import bounded_posterior
 
 NOISE, MOMENTS = "noise", "moments"

@@ -98,7 +98,7 @@ def tokenizer(folder):
         write_run(Path(folder), network, section, **parts)
         return open_tokenizer(folder)
     section = {**RUNS[folder].objective.model_dump(mode="json"), "filters": 32}
-    network = {"vae": VAE, "vqgan": VQGAN}[section["name"]].from_objective(section)
+    network = {"vae": VAE, "vqgan": VQGAN}[section["name"]].from_config({"objective": section})
     write_run(Path(folder), network, section)
     return open_tokenizer(folder)
 

@@ -18,14 +18,14 @@ from megavis.data.codecs.transforms import Transform
 from megavis.data.loading.dataset import ShardDataset
 from megavis.notebook import Run
 from megavis.parallel.context import close_context, current_context
-from megavis.tokenizers.label_channels import (
+from megavis.tokenizers.label_map_vae import (
     LabelChannels,
+    LabelMapVAE,
     embed_labels,
     patch_pixels,
     resize_tokens,
     unpatch_pixels,
 )
-from megavis.tokenizers.label_map_vae import LabelMapVAE
 from megavis.tokenizers.network_tokenizer import open_tokenizer
 
 PANOPTIC = LabelChannels("panoptic", (5, 4))
