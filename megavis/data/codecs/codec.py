@@ -50,10 +50,8 @@ class Codec(ABC):
     def decode(self, payloads: Payloads, positions: np.ndarray) -> tuple[np.ndarray, Refusals]:
         """Decode payloads of valid length.
 
-        Args:
-            payloads: of b samples.
-            positions: int64 `[b]`, which determine random crops and flips. Whether a payload is
-                refused depends on its bytes only.
+        Positions int64 `[b]` determine random crops and flips. Whether a payload is refused depends
+        on its bytes only.
 
         Returns:
             An array with b rows, undefined in the refused ones, and the reason for each refusal.
@@ -214,9 +212,8 @@ class LatentsCodec(Codec):
 
     def decode(self, payloads: Payloads, positions: np.ndarray) -> tuple[np.ndarray, Refusals]:
         """Decode to float16 `[b, 2, c, h, w]`."""
-        shape = (len(payloads), *self.shape)
-        joined = np.concatenate(payloads) if payloads else np.empty(0, np.uint8)
-        views = joined.view("<f2").reshape(shape).astype(np.float16, copy=False)
+        rows = _stack(payloads, self.num_bytes)
+        views = rows.view("<f2").reshape(-1, *self.shape).astype(np.float16, copy=False)
         finite = np.isfinite(views).all(axis=(1, 2, 3, 4, 5))
         refused = {int(row): NOT_FINITE for row in np.flatnonzero(~finite)}
         which = np.zeros(len(payloads), np.int64)

@@ -51,7 +51,6 @@ def shift(
     Args:
         image: `[h, w]` or `[h, w, 3]`, each side above 4.
         draws: `[2]` in [0, 1): vertical and horizontal position.
-        border: padding mode.
     """
     height, width = image.shape[:2]
     widths = [(_SHIFT, _SHIFT)] * 2 + [(0, 0)] * (image.ndim - 2)
@@ -96,11 +95,9 @@ def random_window(
 
 
 def square_window(height: int, width: int, draws: np.ndarray, *, size: int) -> Window:
-    """Return a random or centered square window.
+    """Return a random or centered square window with sides of `size` pixels.
 
-    Args:
-        draws: `[2]` in [0, 1), vertical and horizontal position; `[0]` for the center.
-        size: side of the square.
+    Draws `[2]` in [0, 1) are the vertical and horizontal position; with `[0]` it is centered.
 
     Raises:
         WrongSizeError: the image is smaller than the square.
@@ -129,7 +126,6 @@ def cut_scaled(
         image: uint8 `[h, w, 3]`.
         draws: `[3]` in [0, 1): length, vertical and horizontal position.
         short_sides: smallest and largest length, at least `size`.
-        size: side of the square.
     """
     smallest, largest = short_sides
     length = smallest + math.floor(draws[0] * (largest - smallest + 1))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import io
 import struct
 import warnings
+from collections.abc import Callable
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -51,28 +52,18 @@ class JpegCodec(Codec):
 
     def decode(self, payloads: Payloads, positions: np.ndarray) -> tuple[np.ndarray, Refusals]:
         """Decode to pixels uint8 `[b, size, size, 3]`, or to ids uint16 `[b, size · size]`."""
-        pixels, refused = self._decode_pixels(payloads, positions)
+        transform = self._transform
+        assert transform is not None
+        draws, size = transform.draws(positions), transform.image_size
+        pixels = np.empty((len(payloads), size, size, 3), np.uint8)
+
+        def fill(row: int, payload: np.ndarray) -> None:
+            pixels[row] = transform(decode_rgb(payload), draws[row])
+
+        refused = _refused(payloads, fill)
         if self._palette is None:
             return pixels, refused
-        num_tokens = pixels.shape[1] * pixels.shape[2]
-        return self._palette.encode(pixels).reshape(len(pixels), num_tokens), refused
-
-    def _decode_pixels(
-        self, payloads: Payloads, positions: np.ndarray
-    ) -> tuple[np.ndarray, Refusals]:
-        assert self._transform is not None
-        size = self._transform.image_size
-        pixels = np.empty((len(payloads), size, size, 3), np.uint8)
-        refused = {}
-        draws = self._transform.draws(positions)
-        for row, payload in enumerate(payloads):
-            try:
-                pixels[row] = self._transform(decode_rgb(payload), draws[row])
-            except DamagedImageError:
-                refused[row] = DAMAGED
-            except WrongSizeError as error:
-                refused[row] = str(error)
-        return pixels, refused
+        return self._palette.encode(pixels).reshape(len(pixels), size**2), refused
 
 
 def decode_rgb(content: bytes | np.ndarray) -> np.ndarray:
@@ -124,27 +115,31 @@ class PairsCodec(Codec):
 
     def decode(self, payloads: Payloads, positions: np.ndarray) -> tuple[np.ndarray, Refusals]:
         """Decode to pixels uint8 `[b, 2, size, size, 3]`."""
-        transform = self._transform
+        transform, kind = self._transform, self._target
         assert transform is not None
-        size = transform.image_size
+        draws, size = transform.draws(positions), transform.image_size
         pixels = np.empty((len(payloads), 2, size, size, 3), np.uint8)
-        refused = {}
-        draws = transform.draws(positions)
-        for row, payload in enumerate(payloads):
-            try:
-                image, target = split(bytes(payload))
-                pixels[row, 0] = transform(decode_rgb(image), draws[row])
-                pixels[row, 1] = self._transformed_target(decode_png(target), draws[row])
-            except DamagedImageError:
-                refused[row] = DAMAGED
-            except WrongSizeError as error:
-                refused[row] = str(error)
-        return pixels, refused
 
-    def _transformed_target(self, target: np.ndarray, draws: np.ndarray) -> np.ndarray:
-        assert self._transform is not None
-        moved = self._transform(target, draws, is_map=self._target is not None)
-        return renumbered(moved) if self._target == "panoptic" else moved
+        def fill(row: int, payload: np.ndarray) -> None:
+            image, target = split(bytes(payload))
+            pixels[row, 0] = transform(decode_rgb(image), draws[row])
+            moved = transform(decode_png(target), draws[row], is_map=kind is not None)
+            pixels[row, 1] = renumbered(moved) if kind == "panoptic" else moved
+
+        return pixels, _refused(payloads, fill)
+
+
+def _refused(payloads: Payloads, fill: Callable[[int, np.ndarray], None]) -> Refusals:
+    """Fill the row of each payload; return those that cannot be decoded or cropped."""
+    refused = {}
+    for row, payload in enumerate(payloads):
+        try:
+            fill(row, payload)
+        except DamagedImageError:
+            refused[row] = DAMAGED
+        except WrongSizeError as error:
+            refused[row] = str(error)
+    return refused
 
 
 def join(image: bytes, target: bytes) -> bytes:

@@ -20,6 +20,7 @@ from megavis.data.format.manifest import Manifest, ShardKind, TargetMaps
 
 _WHOLE = ("none", "shifted")
 """Crops that keep the stored size."""
+_FIXED = "whose pixels cannot be changed"
 
 
 def codec_of(
@@ -35,9 +36,10 @@ def codec_of(
         UserError: the kind of shard does not support the transform or the palette.
     """
     if transform is not None and transform.crop == "scaled_center":
-        transform = _skip_crop_if_resized(manifest, transform)
+        was_resized = manifest.image_size == transform.image_size
+        transform = replace(transform, crop="none") if was_resized else transform
     if palette is None:
-        return _CODECS[manifest.kind](manifest, transform)
+        return _CODECS[manifest.kind][1](manifest, transform)
     if manifest.kind == "jpeg":
         return _jpeg(manifest, transform, palette)
     if manifest.kind != "palette":
@@ -51,19 +53,12 @@ def codec_of(
 
 def suffix_of(manifest: Manifest) -> str:
     """Return the suffix of a shard folder's tar members."""
-    return _SUFFIXES[manifest.kind]
-
-
-def _skip_crop_if_resized(manifest: Manifest, transform: Transform) -> Transform:
-    """Return `transform`, without its crop if the stored images have been resized already."""
-    if manifest.image_size != transform.image_size:
-        return transform
-    return replace(transform, crop="none")
+    return _CODECS[manifest.kind][0].suffix
 
 
 def _palette(manifest: Manifest, transform: Transform | None) -> Codec:
     if transform is not None:
-        _require_no_augmentation(manifest, transform)
+        _require_no_augmentation(f"{manifest.kind} shards, {_FIXED}", transform)
         _require_crop_of_stored_pixels(manifest, transform)
     return PaletteCodec(
         manifest.num_tokens or 0, vocabulary_size=manifest.vocabulary_size, transform=transform
@@ -109,7 +104,7 @@ def _pairs(manifest: Manifest, transform: Transform | None) -> Codec:
     assert manifest.image_size is not None
     if transform is None:
         return PairsCodec(Transform(image_size=manifest.image_size))
-    _require_no_augmentation(manifest, transform)
+    _require_no_augmentation(f"{manifest.kind} shards, {_FIXED}", transform)
     _require_crop_of_stored_pixels(manifest, transform)
     if transform.crop in _WHOLE and transform.image_size != manifest.image_size:
         stored, wanted = manifest.image_size, transform.image_size
@@ -125,9 +120,7 @@ def _label_maps(target: TargetMaps, transform: Transform | None) -> Codec:
     wanted = "set data.crop to random_resized, or to center, which resizes whole images here"
     if transform is None:
         raise UserError(f"holds {target.kind} maps of many sizes; {wanted}")
-    changes = {"rand_augment": transform.augment, "random_erasing": transform.erase}
-    for key in (key for key, change in changes.items() if change is not None):
-        raise UserError(f"holds {target.kind} maps, which must fit their images: remove data.{key}")
+    _require_no_augmentation(f"{target.kind} maps, which must fit their images", transform)
     if transform.crop not in ("random_resized", "center", "whole"):
         text = f"holds {target.kind} maps of many sizes, which data.crop {transform.crop}"
         raise UserError(f"{text} does not fit; {wanted}")
@@ -136,12 +129,10 @@ def _label_maps(target: TargetMaps, transform: Transform | None) -> Codec:
     return PairsCodec(changed, target=target.kind)
 
 
-def _require_no_augmentation(manifest: Manifest, transform: Transform) -> None:
+def _require_no_augmentation(held: str, transform: Transform) -> None:
     changes = {"rand_augment": transform.augment, "random_erasing": transform.erase}
     for key in (key for key, change in changes.items() if change is not None):
-        raise UserError(
-            f"holds {manifest.kind} shards, whose pixels cannot be changed: remove data.{key}"
-        )
+        raise UserError(f"holds {held}: remove data.{key}")
 
 
 def _require_crop_of_stored_pixels(manifest: Manifest, transform: Transform) -> None:
@@ -160,7 +151,7 @@ def _require_crop_of_stored_pixels(manifest: Manifest, transform: Transform) -> 
 def _require_as_stored(manifest: Manifest, transform: Transform | None, *, may_flip: bool) -> None:
     if transform is None:
         return
-    _require_no_augmentation(manifest, transform)
+    _require_no_augmentation(f"{manifest.kind} shards, {_FIXED}", transform)
     if transform.crop != "none":
         raise UserError(
             f"holds {manifest.kind} shards, which cannot be cropped: set data.crop to none, or"
@@ -172,19 +163,12 @@ def _require_as_stored(manifest: Manifest, transform: Transform | None, *, may_f
         )
 
 
-_CODECS: Mapping[ShardKind, Callable[[Manifest, Transform | None], Codec]] = {
-    "palette": _palette,
-    "jpeg": _jpeg,
-    "pairs": _pairs,
-    "latents": _latents,
-    "ids": _ids,
-    "recordings": _recordings,
-}
-_SUFFIXES: Mapping[ShardKind, str] = {
-    "palette": PaletteCodec.suffix,
-    "jpeg": JpegCodec.suffix,
-    "pairs": PairsCodec.suffix,
-    "latents": LatentsCodec.suffix,
-    "ids": IdsCodec.suffix,
-    "recordings": RecordingsCodec.suffix,
+_Build = Callable[[Manifest, Transform | None], Codec]
+_CODECS: Mapping[ShardKind, tuple[type[Codec], _Build]] = {
+    "palette": (PaletteCodec, _palette),
+    "jpeg": (JpegCodec, _jpeg),
+    "pairs": (PairsCodec, _pairs),
+    "latents": (LatentsCodec, _latents),
+    "ids": (IdsCodec, _ids),
+    "recordings": (RecordingsCodec, _recordings),
 }

@@ -280,11 +280,9 @@ def _check_palette(directory: Path, manifest: Manifest) -> None:
 
 
 class Subset:
-    """Some samples of a data set, in any order.
+    """Some samples of a data set, in any order, with `indices` int64 `[m]` into it.
 
-    Attributes:
-        dataset: the full data set.
-        indices: int64 `[m]`, indices into `dataset`.
+    Implements `Samples`, for training.
     """
 
     def __init__(self, dataset: ShardDataset, indices: np.ndarray) -> None:
@@ -303,31 +301,6 @@ class Subset:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Read samples; indices int64 `[b]` refer to the subset. See `ShardDataset.read`."""
         return self.dataset.read(self.indices[indices], positions=positions)
-
-
-def shuffled(dataset: ShardDataset) -> Subset:
-    """Return all samples in an order that depends only on their number, not on a run's seed.
-
-    A prefix then has all classes, even if the folder is sorted by class.
-    """
-    # Imported here, so that tools that only list or write shards start without torch.
-    import torch
-
-    from megavis.parallel.random import uniform
-
-    draws = uniform(torch.arange(len(dataset)), 1, seed=0, purpose="subset")[:, 0]
-    return Subset(dataset, draws.argsort(stable=True).numpy())
-
-
-def halves(dataset: ShardDataset) -> tuple[Subset, Subset]:
-    """Return two disjoint halves of the shuffled data set."""
-    order = shuffled(dataset).indices
-    middle = (len(order) + 1) // 2
-    return Subset(dataset, order[:middle]), Subset(dataset, order[middle:])
-
-
-class TrainingSubset(Subset):
-    """A subset for training, which implements `Samples`."""
 
     @property
     def manifest(self) -> Manifest:
@@ -359,9 +332,30 @@ class TrainingSubset(Subset):
         return SampleOrder(len(self), seed)
 
 
-def subset_per_class(dataset: ShardDataset, count: int, *, seed: int) -> TrainingSubset:
+def shuffled(dataset: ShardDataset) -> Subset:
+    """Return all samples in an order that depends only on their number, not on a run's seed.
+
+    A prefix then has all classes, even if the folder is sorted by class.
+    """
+    # Imported here, so that tools that only list or write shards start without torch.
+    import torch
+
+    from megavis.parallel.random import uniform
+
+    draws = uniform(torch.arange(len(dataset)), 1, seed=0, purpose="subset")[:, 0]
+    return Subset(dataset, draws.argsort(stable=True).numpy())
+
+
+def halves(dataset: ShardDataset) -> tuple[Subset, Subset]:
+    """Return two disjoint halves of the shuffled data set."""
+    order = shuffled(dataset).indices
+    middle = (len(order) + 1) // 2
+    return Subset(dataset, order[:middle]), Subset(dataset, order[middle:])
+
+
+def subset_per_class(dataset: ShardDataset, count: int, *, seed: int) -> Subset:
     """Return `count` random samples per class. Raises UserError: a class has fewer."""
-    return TrainingSubset(dataset, sample_per_class(dataset.labels, count, seed=seed))
+    return Subset(dataset, sample_per_class(dataset.labels, count, seed=seed))
 
 
 def sample_per_class(labels: np.ndarray, count: int, *, seed: int, draw: int = 0) -> np.ndarray:

@@ -8,6 +8,7 @@ only state.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -104,7 +105,8 @@ class BatchLoader:
         if self._closed:
             raise StopIteration
         if self._prefetcher is None:  # start threads on first use
-            self._prefetcher = self._start()
+            first = self.start_step * self.accumulation_steps
+            self._prefetcher = Prefetcher(_Reader(self), first=first, threads=self.threads)
         try:
             return next(self._prefetcher)
         except Exception:
@@ -122,10 +124,6 @@ class BatchLoader:
         self._closed = True
         if self._prefetcher is not None:
             self._prefetcher.close()
-
-    def _start(self) -> Prefetcher[Batch]:
-        first = self.start_step * self.accumulation_steps
-        return Prefetcher(_Reader(self), first=first, threads=self.threads)
 
 
 class Readable(Protocol):
@@ -204,12 +202,7 @@ def _evaluate(
         indices = np.arange(start + rank * each, start + (rank + 1) * each, dtype=np.int64)
         return read_batch(dataset, indices, indices)
 
-    num_batches = -(-count // (batch_size * num_ranks))
-    batches = Prefetcher(read, end=num_batches, threads=DEFAULT_THREADS)
-    try:
-        yield from batches
-    finally:
-        batches.close()
+    return _prefetched(read, -(-count // (batch_size * num_ranks)))
 
 
 def round_robin_batches(
@@ -238,11 +231,12 @@ def round_robin_batches(
         indices = np.arange(start, min(start + batch_size, num_samples), dtype=np.int64)
         return read_batch(dataset, indices, indices)
 
-    batches = Prefetcher(read, end=last // data_parallel_size + 1, threads=DEFAULT_THREADS)
-    try:
+    return _prefetched(read, last // data_parallel_size + 1)
+
+
+def _prefetched(read: Callable[[int], Batch], count: int) -> Iterator[Batch]:
+    with contextlib.closing(Prefetcher(read, end=count, threads=DEFAULT_THREADS)) as batches:
         yield from batches
-    finally:
-        batches.close()
 
 
 def read_batch(dataset: Readable, indices: np.ndarray, positions: np.ndarray) -> Batch:
