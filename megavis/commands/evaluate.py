@@ -33,7 +33,6 @@ from megavis.evaluation.images.generation import (
     FeatureCollector,
     FeatureSummary,
     compare,
-    holds_statistics,
     read_statistics,
     write_statistics,
 )
@@ -41,7 +40,7 @@ from megavis.evaluation.images.image_files import (
     Images,
     NpzImages,
     ShardImages,
-    holds_images,
+    holds_array,
     image_batches,
     open_images,
 )
@@ -154,13 +153,13 @@ def default_output(given: Path, file: Path, name: str) -> Path:
 def _reference(args: argparse.Namespace, network: FeatureNetwork) -> FeatureSummary:
     """Read statistics, or compute them from images; both if an ADM file holds both."""
     path: Path = args.reference
-    if not holds_statistics(path):
+    if not holds_array(path, "mu"):
         size = args.image_size if path.is_dir() else None
         return collect_features(
             open_images(path, image_size=size), network, args, num_kept=MANIFOLD_COUNT
         )
     statistics = read_statistics(path)
-    if statistics.features is not None or not holds_images(path):
+    if statistics.features is not None or not holds_array(path, "arr_0"):
         return statistics
     seen = collect_features(NpzImages(path), network, args, num_kept=MANIFOLD_COUNT)
     return replace(statistics, features=seen.features)

@@ -9,7 +9,6 @@ Legend: m networks, b images, c classes.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megavis.composition.classification import Classification, is_among_likeliest
-from megavis.data.format.files import write_atomically
+from megavis.data.format.files import write_json
 from megavis.data.loading.batch import Batch
 from megavis.data.loading.loader import Readable, evaluation_batches
 from megavis.evaluation.features import view_of
@@ -53,9 +52,7 @@ class ClassResult:
     def write(self, path: Path, *, class_names: Sequence[str], **record: Any) -> None:
         """Write the result and further fields as JSON, atomically."""
         content = {**record, **dataclasses.asdict(self), "class_names": list(class_names)}
-        content["confusion"] = self.confusion.tolist()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(content, indent=1).encode() + b"\n")
+        write_json(path, {**content, "confusion": self.confusion.tolist()})
 
 
 @torch.no_grad()
@@ -71,9 +68,6 @@ def evaluate_classifier(
 
     Collective over all processes of the job. Data-parallel ranks divide the images; fewer than one
     per rank are left out at the end.
-
-    Args:
-        dataset: labelled images.
     """
     context, num_classes = runner.context, objective.settings.num_classes
     # Top-1 and top-5 counts, then the rows of the confusion matrix.
@@ -93,7 +87,17 @@ def evaluate_classifier(
         cells = batch.labels * num_classes + torch.from_numpy(answers).to(context.device)
         counts[2:] += torch.bincount(cells, minlength=num_classes**2)
     dist.all_reduce(counts, group=context.data.group)
-    return _result(counts.cpu().numpy(), num_classes, num_views)
+    top1, top5 = counts[:2].tolist()
+    confusion = counts[2:].view(num_classes, num_classes).cpu().numpy()
+    num_images = int(confusion.sum())
+    return ClassResult(
+        num_images=num_images,
+        top1=top1 / num_images,
+        top5=top5 / num_images,
+        num_views=num_views,
+        vote=float(confusion.trace() / num_images),
+        confusion=confusion,
+    )
 
 
 @torch.no_grad()
@@ -101,19 +105,6 @@ def class_logits(runner: Inference, objective: Classification, batch: Batch) -> 
     """Return a fine-tuned network's logits `[b, c]`; labels are not passed to it."""
     predictions = runner.predictions(objective.sequence(batch).inputs)
     return objective.outputs(predictions)
-
-
-def _result(counts: np.ndarray, num_classes: int, num_views: int) -> ClassResult:
-    confusion = counts[2:].reshape(num_classes, num_classes)
-    num_images = int(confusion.sum())
-    return ClassResult(
-        num_images=num_images,
-        top1=float(counts[0] / num_images),
-        top5=float(counts[1] / num_images),
-        num_views=num_views,
-        vote=float(confusion.trace() / num_images),
-        confusion=confusion,
-    )
 
 
 @dataclass(frozen=True)
@@ -147,11 +138,7 @@ def predict_classes(
 
 
 def average(members: Sequence[ClassProbabilities]) -> ClassProbabilities:
-    """Return the mean of the probabilities of m networks.
-
-    Raises:
-        ValueError: their images have different labels.
-    """
+    """Return the mean of the probabilities of m networks. Raises ValueError: labels differ."""
     first = members[0]
     if any(not torch.equal(first.labels, member.labels) for member in members):
         raise ValueError("the networks were evaluated on different images")

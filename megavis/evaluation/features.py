@@ -19,6 +19,7 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -101,17 +102,16 @@ def pixel_features(
     """Return the model's inputs after resize and crop; `layers` is `[1, b, width]`.
 
     These are the colours of palette tokens or the pixels of jpeg shards, both in [-1, 1], the means
-    of latents, or unchanged frames.
+    of latents, or unchanged frames. Images without a label are left out.
 
     Args:
-        dataset: images; those without a label are left out.
         limit: maximum number of images, from the first.
 
     Raises:
         UserError: the shards hold ids, which are not quantities.
     """
     pixels, labels = [], []
-    for batch in _batches(dataset, limit=limit, batch_size=batch_size):
+    for batch in evaluation_batches(dataset, batch_size=batch_size, limit=limit):
         pixels.append(_quantities(batch.inputs.numpy(), dataset, palette).reshape(len(batch), -1))
         labels.append(batch.labels.numpy())
     return LabelledFeatures(np.concatenate(pixels)[None], np.concatenate(labels)).labelled
@@ -132,10 +132,6 @@ def _quantities(inputs: np.ndarray, dataset: ShardDataset, palette: Palette | No
         f"{dataset.directory} holds {kind}, which cannot serve as pixels: use jpeg shards"
         " of the same images"
     )
-
-
-def _batches(dataset: Readable, *, limit: int | None, batch_size: int) -> Iterator[Batch]:
-    return evaluation_batches(dataset, batch_size=batch_size, limit=limit)
 
 
 FOLDER = Path("evaluation") / "features"
@@ -211,7 +207,9 @@ class FeatureCache:
     def _files(self, key: Key) -> list[tuple[Path, int]]:
         """Return the files of a key and how many images each has, the smallest first."""
         paths = self.folder.glob(f"{_name(key)}-*.safetensors")
-        return sorted(((path, int(path.stem.rpartition("-")[2])) for path in paths), key=_count)
+        return sorted(
+            ((path, int(path.stem.rpartition("-")[2])) for path in paths), key=itemgetter(1)
+        )
 
 
 def identity_of_network(
@@ -272,15 +270,14 @@ class CachedFile:
 
 def cached_features(run_folder: Path) -> list[CachedFile]:
     """Return what a run folder keeps, sorted by path; reads no features."""
-    return [_describe(path) for path in sorted((run_folder / FOLDER).glob("*.safetensors"))]
-
-
-def _describe(path: Path) -> CachedFile:
-    about = _about(path)
-    if about is None:
-        return CachedFile(path, None, ())
-    with safe_open(path, framework="pt") as file:
-        return CachedFile(path, about["key"], tuple(file.get_slice("layers").get_shape()))
+    found = []
+    for path in sorted((run_folder / FOLDER).glob("*.safetensors")):
+        about, shape = _about(path), ()
+        if about is not None:
+            with safe_open(path, framework="pt") as file:
+                shape = tuple(file.get_slice("layers").get_shape())
+        found.append(CachedFile(path, about and about["key"], shape))
+    return found
 
 
 def clear_features(run_folder: Path) -> int:
@@ -295,10 +292,6 @@ def clear_features(run_folder: Path) -> int:
 
 def _name(key: Key) -> str:
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _count(entry: tuple[Path, int]) -> int:
-    return entry[1]
 
 
 def _checksum(features: LabelledFeatures) -> int:

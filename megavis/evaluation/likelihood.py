@@ -87,10 +87,9 @@ def measure_likelihood(
     *,
     limit: int | None = None,
 ) -> LikelihoodResult:
-    """Measure the likelihood of images.
+    """Measure the likelihood of images that the network was not trained on.
 
     Args:
-        dataset: images that the network was not trained on.
         limit: maximum number of images, from the first.
 
     Raises:
@@ -129,16 +128,12 @@ def mean_loss(
     limit: int | None = None,
     batch_size: int = 64,
 ) -> float:
-    """Return the objective's mean loss over images, all with equal weight.
+    """Return the objective's mean loss over images, all with equal weight; labels are not needed.
 
-    Args:
-        objective: of the run; its random draws are those of validation during training.
-        dataset: images; labels are not needed.
-        limit: maximum number of images, from the first.
+    Random draws are those of validation during training.
     """
-    batches = evaluation_batches(dataset, batch_size=batch_size, limit=limit)
     total, count = 0.0, 0
-    for batch in batches:
+    for batch in evaluation_batches(dataset, batch_size=batch_size, limit=limit):
         sequence = objective.sequence(batch.to(runner.context.device))
         loss = objective.loss(runner.predictions(sequence.inputs), sequence.targets)
         total, count = total + float(loss) * len(batch), count + len(batch)

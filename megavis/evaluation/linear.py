@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
@@ -121,10 +121,7 @@ class LayerScore:
 
 
 def divide(labels: np.ndarray, *, share: float, seed: int) -> HeldOutSplit:
-    """Hold out a stratified `share` of the training features.
-
-    Args:
-        share: in (0, 1).
+    """Hold out a stratified `share`, in (0, 1), of the training features, with labels int64 `[b]`.
 
     Raises:
         UserError: there are fewer than two classes, or too few images of one.
@@ -153,13 +150,7 @@ def score_layers(
     layers: Sequence[int] | None = None,
     recipe: FitRecipe = STANDARDIZED,
 ) -> list[LayerScore]:
-    """Score each layer's features. Fits that do not converge are accepted silently.
-
-    Args:
-        train: features for fitting.
-        validation: features for evaluation only.
-        layers: layers to score; by default all.
-    """
+    """Score the features of each layer, or of `layers`; fits need not converge."""
     chosen = range(len(train.layers)) if layers is None else layers
     x = train.layers[0]
     workers = len(os.sched_getaffinity(0)) if x.nbytes <= SINGLE_THREAD_BYTES else 1
@@ -200,13 +191,7 @@ def choose_penalty(
     selections: Sequence[HeldOutSplit],
     recipe: FitRecipe = STANDARDIZED,
 ) -> HeldOutScore:
-    """Return the penalty with the best score on held-out features.
-
-    Args:
-        x: features `[b, width]`.
-        y: int64 `[b]`.
-        selections: splits of the features, whose scores are averaged.
-    """
+    """Return the penalty with the best score on held-out features, averaged over the splits."""
 
     def score(place: int, penalty: float) -> HeldOutScore:
         scores = []
@@ -225,14 +210,7 @@ def choose_penalty(
 
 
 def majority_vote(answers: np.ndarray, *, seed: int = 0) -> np.ndarray:
-    """Return the majority vote for each image, ties broken at random (iGPT, section 4.6).
-
-    Args:
-        answers: int64 `[views, b]`.
-
-    Returns:
-        int64 `[b]`.
-    """
+    """Return the majority vote `[b]` of int64 `[views, b]`, ties at random (iGPT, section 4.6)."""
     classes, places = np.unique(answers, return_inverse=True)
     counts = np.zeros((answers.shape[1], len(classes)), np.float32)
     for view in places.reshape(answers.shape):
@@ -245,10 +223,7 @@ def majority_vote(answers: np.ndarray, *, seed: int = 0) -> np.ndarray:
 def _score_held_out(classifier: Any, x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     """Return accuracy, and the mean of log p(y) in nats with p clipped to at least 1e-12.
 
-    Args:
-        classifier: result of `fit_classifier`.
-        x: features `[b, width]`.
-        y: int64 `[b]`; classes that were not fitted have probability 0.
+    Classes that were not fitted have probability 0.
     """
     classes = classifier.classes_
     places = np.searchsorted(classes, y).clip(max=len(classes) - 1)
@@ -262,15 +237,10 @@ def _score_held_out(classifier: Any, x: np.ndarray, y: np.ndarray) -> tuple[floa
 def fit_classifier(
     x: np.ndarray, y: np.ndarray, *, penalty: float, standardize: bool = True
 ) -> Any:
-    """Fit logistic regression by L-BFGS, with or without standardization.
+    """Fit logistic regression by L-BFGS to features `[b, width]`, with or without standardization.
 
     Minimizes mean cross-entropy + penalty · ½‖w‖², without a penalty on biases; w refers to the
     standardized features.
-
-    Args:
-        x: features `[b, width]`.
-        y: int64 `[b]`.
-        penalty: positive.
 
     Returns:
         A scikit-learn pipeline of an optional `StandardScaler` and `LogisticRegression`.
@@ -300,13 +270,12 @@ def _settings_of_fits(x: np.ndarray) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ConcatenatedScore:
-    """The score of a classifier on several layers' features.
+    """The score of a classifier on several layers' features; for the other fields see `LayerScore`.
 
     Attributes:
         features: `trained` or `untrained`.
         layers: the adjacent layers.
         num_features: their total width.
-        penalty: the chosen weight of the L2 penalty.
     """
 
     features: str
@@ -346,12 +315,9 @@ def score_concatenated(
     count: int,
     recipe: FitRecipe = STANDARDIZED,
 ) -> ConcatenatedScore:
-    """Score `count` concatenated adjacent layers by the same procedure as a single layer.
+    """Score `count` concatenated adjacent layers around `centre` by the procedure for one layer.
 
-    Args:
-        name: name of the features, for the record.
-        train: features for fitting.
-        validation: features for evaluation only.
+    `name` is that of the features, for the record.
 
     Raises:
         UserError: there are fewer layers.
@@ -359,14 +325,6 @@ def score_concatenated(
     layers = adjacent_layers(centre, count=count, num_features=len(train.layers))
     together = train.concatenated(layers)
     others = validation.concatenated(layers)
-    score: LayerScore = score_layers(together, others, selection, recipe=recipe)[0]
-    return ConcatenatedScore(
-        features=name,
-        layers=layers,
-        num_features=together.layers.shape[-1],
-        penalty=score.penalty,
-        selection_accuracy=score.selection_accuracy,
-        selection_loss=score.selection_loss,
-        accuracy=score.accuracy,
-        vote_accuracy=score.vote_accuracy,
-    )
+    score = asdict(score_layers(together, others, selection, recipe=recipe)[0])
+    score.pop("layer")
+    return ConcatenatedScore(name, layers, together.layers.shape[-1], **score)

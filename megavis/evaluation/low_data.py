@@ -60,9 +60,6 @@ def score_low_data(
 
     Args:
         name: name of the features, for the record.
-        train: features from which subsets are drawn.
-        validation: features for evaluation only.
-        layer: layer to score.
         images_per_class: sizes of subsets, each at least 2.
         draws: subsets of each size, at least 2.
         seed: of the subsets, which are the same for all features.

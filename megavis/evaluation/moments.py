@@ -41,12 +41,7 @@ class Moments:
 
 
 def compare(drawn: Tensor, held_out: Tensor) -> dict[str, Any]:
-    """Return the moments of both, and the largest differences over channels.
-
-    Args:
-        drawn: generated latents `[b, c, h, w]`.
-        held_out: latents `[b', c, h, w]` of held-out images.
-    """
+    """Return the moments of generated and held-out latents, and the largest differences."""
     return {
         "num_drawn": len(drawn),
         "num_held_out": len(held_out),
@@ -59,13 +54,8 @@ def compare(drawn: Tensor, held_out: Tensor) -> dict[str, Any]:
 def largest_differences(latents: Tensor, held_out: Tensor) -> dict[str, float]:
     """Return the largest difference over channels between the moments of two sets of latents.
 
-    Args:
-        latents: `[b, c, h, w]`.
-        held_out: `[b', c, h, w]`.
-
-    Returns:
-        `mean`: in standard deviations of the held-out channel; `deviation`: largest ratio minus
-        one; `horizontal` and `vertical`: differences of correlations.
+    `mean`: in standard deviations of the held-out channel; `deviation`: largest ratio minus one;
+    `horizontal` and `vertical`: differences of correlations.
     """
     ours, theirs = asdict(Moments.of(latents)), asdict(Moments.of(held_out))
     scale = torch.tensor(theirs["deviation"])

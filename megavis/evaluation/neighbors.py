@@ -38,14 +38,7 @@ class NeighborAccuracy:
 def neighbor_accuracy(
     train: Tensor, train_labels: np.ndarray, held_out: Tensor, labels: np.ndarray, *, k: int
 ) -> float:
-    """Return the accuracy of the neighbours' vote on held-out images.
-
-    Args:
-        train: `[t, h]`.
-        train_labels: int64 `[t]`, each 0 or more.
-        held_out: `[v, h]`.
-        labels: int64 `[v]`.
-    """
+    """Return the accuracy of the neighbours' vote, from `[t, h]` for `[v, h]`."""
     center = train.mean(0)
     known, asked = F.normalize(train - center, dim=1), F.normalize(held_out - center, dim=1)
     nearest = (asked @ known.t()).topk(min(k, len(known)), dim=1).indices
@@ -59,7 +52,7 @@ def neighbor_accuracy(
 def accuracy_by_layer(
     train: LabelledFeatures, held_out: LabelledFeatures, *, k: int
 ) -> list[float]:
-    """Return `neighbor_accuracy` of each layer. Raises UserError: one of the sets has no labels."""
+    """Return `neighbor_accuracy` of each layer. Raises UserError: a set has no labels."""
     if not (len(train.labels) and len(held_out.labels)):
         raise UserError("nearest neighbours need labelled images, and there are none")
     return [

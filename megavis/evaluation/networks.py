@@ -39,7 +39,6 @@ class Network:
 
     Attributes:
         build: builds the runner; called only if features have to be computed.
-        cache: cache of the features, if any.
         identity: everything that its features depend on except the images, as JSON values;
             needed with a cache.
     """
@@ -71,10 +70,9 @@ class Network:
         """Return f^l = mean over tokens of n^l for l = 0 .. L (iGPT, section 2.4).
 
         A BERT model's inputs are masked as in training, each image with its own mask, "to keep
-        inputs in-distribution" (section 4.6).
+        inputs in-distribution" (section 4.6). Images without a label are left out.
 
         Args:
-            dataset: images; those without a label are left out.
             limit: maximum number of images, from the first.
             num_views: independent random draws of each image's inputs.
 
@@ -94,21 +92,14 @@ class Network:
         assert self.identity is not None
         key = {**self.identity, **identity_of_data(dataset), "view": number}
         kept = cache.read(key, count) if self.context.is_main else None
-        if self._from_main(kept is not None):
+        # The others may not share the main process's disk.
+        if self.context.from_main(kept is not None):
             return kept or NOTHING
         with cache.timed():
             found = extract(self.runner, self.objective, dataset, view=number, num_images=count)
         if self.context.is_main:
             cache.write(key, found)
         return found
-
-    def _from_main(self, answer: bool) -> bool:
-        """Broadcast the main process's answer: the others may not share its disk."""
-        if self.context.world.size == 1:
-            return answer
-        flag = torch.tensor(int(answer), device=self.context.device)
-        dist.broadcast(flag, src=0, group=self.context.world.group)
-        return bool(flag)
 
 
 def extract(
@@ -123,12 +114,7 @@ def extract(
     """Compute the features of the first `num_images` images in one view.
 
     Collective over all processes of the job. Data-parallel ranks take turns at the batches that a
-    single process would compute, so the results are equal.
-
-    Args:
-        dataset: images, with or without labels.
-        num_images: at most the size of the data set.
-        view: index of the random draw of the inputs; see `view_of`.
+    single process would compute, so the results are equal. For `view` see `view_of`.
 
     Returns:
         On the main process, `layers` is `[L + 1, num_images, h]`, including images without a label;

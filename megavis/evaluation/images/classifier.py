@@ -45,9 +45,7 @@ def fit_classifier(
 ) -> ImageClassifier:
     """Fit a classifier by Adam with a decaying learning rate; deterministic on a CPU.
 
-    Args:
-        images: uint8 `[N, H, W, 3]`, on the compute device.
-        labels: int64 `[N]`, each below c.
+    Images uint8 `[N, H, W, 3]` are on the compute device; labels int64 `[N]` are below c.
     """
     with seeded(seed, "classifier"):
         classifier = ImageClassifier(num_classes).to(images.device)
@@ -77,10 +75,7 @@ def classify_images(classifier: ImageClassifier, images: Tensor) -> Tensor:
 def class_accuracies(
     classifier: ImageClassifier, images: Tensor, labels: Tensor, class_names: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the classifier's accuracy on images.
-
-    Args:
-        labels: int64 `[N]`.
+    """Return the classifier's accuracy on images uint8 `[N, H, W, 3]` with labels int64 `[N]`.
 
     Returns:
         `images`, their number; `all`, the accuracy on all images; and `classes`, the accuracy on

@@ -20,10 +20,10 @@ from megavis.config.errors import UserError
 from megavis.data.format.files import sha256_of_file
 from megavis.evaluation.images.inception import IMAGE_SIZE, Inception
 from megavis.tokenizers.network_tokenizer import read_weights_file
+from megavis.tokenizers.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 
 PUBLISHED_WEIGHTS = "6726825d"
 """Prefix of the SHA-256 in the names of torch-fidelity's and pytorch-fid's weight files."""
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,9 @@ class EfficientNetFeatures:
         pixels = images.to(self._device).movedim(3, 1).float() / 255.0
         side = (self._SIDE, self._SIDE)
         x = F.interpolate(pixels, size=side, mode="bicubic", antialias=True).clamp(0.0, 1.0)
-        mean, std = (x.new_tensor(values)[:, None, None] for values in (_MEAN, _STD))
+        mean, std = (
+            x.new_tensor(values)[:, None, None] for values in (CHANNEL_MEAN, CHANNEL_DEVIATION)
+        )
         features = self._network.extract_features((x - mean) / std).mean((2, 3))
         return Activations(features, self._network._fc(features))
 
@@ -139,6 +141,6 @@ def open_network(inception: Path | None, name: str | None, device: torch.device)
             "choose one network: --inception FILE for the published metrics, or --network"
             " efficientnet-lite0 for results that compare only with each other"
         )
-    return (
-        EfficientNetFeatures(device) if inception is None else InceptionFeatures(inception, device)
-    )
+    if inception is None:
+        return EfficientNetFeatures(device)
+    return InceptionFeatures(inception, device)

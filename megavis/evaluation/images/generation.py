@@ -208,10 +208,7 @@ class ImageSetComparison:
 def compare(
     samples: FeatureSummary, reference: FeatureSummary, *, device: torch.device
 ) -> ImageSetComparison:
-    """Compare samples with a reference.
-
-    Args:
-        reference: summary of the reference, collected or read from a file.
+    """Compare samples with a reference, collected or read; search neighbours on `device`.
 
     Raises:
         UserError: the features are of different networks.
@@ -283,15 +280,6 @@ def write_statistics(path: Path, summary: FeatureSummary) -> None:
     np.savez(content, allow_pickle=False, **arrays)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, content.getvalue())
-
-
-def holds_statistics(path: Path) -> bool:
-    """Return whether the file is an `.npz` with `mu`."""
-    try:
-        with zipfile.ZipFile(path) as file:
-            return "mu.npy" in file.namelist()
-    except (OSError, zipfile.BadZipFile):
-        return False
 
 
 def read_statistics(path: Path) -> FeatureSummary:

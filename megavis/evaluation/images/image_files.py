@@ -194,11 +194,11 @@ def open_images(path: Path, *, image_size: int | None = None) -> Images:
     return NpzImages(path)
 
 
-def holds_images(path: Path) -> bool:
-    """Return whether the file is an `.npz` with `arr_0`."""
+def holds_array(path: Path, name: str) -> bool:
+    """Return whether the file is an `.npz` with this array."""
     try:
         with zipfile.ZipFile(path) as file:
-            return _MEMBER in file.namelist()
+            return f"{name}.npy" in file.namelist()
     except (OSError, zipfile.BadZipFile):
         return False
 

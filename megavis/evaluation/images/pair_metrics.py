@@ -42,11 +42,9 @@ def repeat_last_row(images: Tensor, num_rows: int) -> Tensor:
 
 
 def signal_to_noise(made: Tensor, true: Tensor) -> Tensor:
-    """Return the PSNR of each image in dB: 10 log₁₀(255² / mean squared error), float64 `[b]`.
+    """Return the PSNR of each image in dB, 10 log₁₀(255² / mean squared error): float64 `[b]`.
 
-    Args:
-        made: 0 to 255, `[b, ...]`.
-        true: likewise, or broadcastable to it; equal images give infinity.
+    Values are in 0 .. 255, and shapes may broadcast; equal images give infinity.
     """
     errors = (made.double() - true.double()).square().flatten(1).mean(1)
     return 10.0 * torch.log10(255.0**2 / errors)
@@ -64,12 +62,7 @@ class Completions:
 
 
 def score_completions(originals: Tensor, completed: Tensor, given: Tensor) -> Completions:
-    """Compare completions with originals outside the given part.
-
-    Args:
-        originals: uint8 `[b, h, w, 3]`.
-        completed: `[n, b, h, w, 3]`.
-        given: bool `[b, h, w]`.
+    """Compare completions `[n, b, h, w, 3]` with originals outside the given part `[b, h, w]`.
 
     Raises:
         UserError: the given part is not the first rows of every image.
@@ -141,12 +134,7 @@ def reconstructions(
 
     Reconstruction is deterministic: a VAE decodes the posterior mean.
     """
-    batches = evaluation_batches(
-        dataset,
-        batch_size=_BATCH_SIZE,
-        limit=num_images,
-    )
-    for batch in batches:
+    for batch in evaluation_batches(dataset, batch_size=_BATCH_SIZE, limit=num_images):
         originals = batch.inputs.to(runner.context.device)
         made = objective.reconstruction(runner.predictions(objective.inputs_from(originals)))
         yield objective.shown(originals), made
@@ -170,9 +158,9 @@ class PairScores:
             "ssim": structural_similarity(made, originals),
         }
         if self._perceptual is not None:
-            pixels = (x.permute(0, 3, 1, 2).float() / 255.0 for x in (made, originals))
             with torch.no_grad():
-                scores[self._perceptual.name] = self._perceptual(*pixels)
+                distance = self._perceptual(_pixels(made), _pixels(originals))
+            scores[self._perceptual.name] = distance
         for name, values in scores.items():
             self._values[name] += values.tolist()
 
@@ -213,14 +201,7 @@ class Distances:
 
 
 def structural_similarity(first: Tensor, second: Tensor) -> Tensor:
-    """Return the SSIM of each pair of images, averaged over full windows.
-
-    Args:
-        first: 0 to 255, `[b, H, W, 3]`.
-        second: likewise.
-
-    Returns:
-        float64 `[b]`, at most 1.
+    """Return the SSIM of pairs of images in 0 .. 255, averaged over full windows: float64 `[b]`.
 
     Raises:
         UserError: the images are smaller than a window.

@@ -130,12 +130,7 @@ class RunningClassScore:
 def precision_and_recall(
     samples: Tensor, reference: Tensor, *, neighbors: int = NEIGHBORS
 ) -> tuple[float, float]:
-    """Return precision and recall, in [0, 1].
-
-    Args:
-        samples: `[n, d]`, n > `neighbors`.
-        reference: `[m, d]`, m > `neighbors`.
-    """
+    """Return precision and recall, in [0, 1], of more than `neighbors` vectors `[n, d]` each."""
     precision = _share_inside(samples, reference, neighbors)
     return precision, _share_inside(reference, samples, neighbors)
 
