@@ -31,8 +31,7 @@ from megavis.evaluation.features import (
     clear_features,
 )
 from megavis.evaluation.networks import Network
-from megavis.evaluation.probe import Pair, ProbeData, ProbeSettings, probe
-from megavis.evaluation.probe_result import ProbeResult
+from megavis.evaluation.probe import Pair, ProbeData, ProbeResult, ProbeSettings, probe
 from megavis.model.inference import Inference
 from megavis.notebook import Run
 from megavis.parallel.context import open_context

@@ -44,8 +44,7 @@ from megavis.evaluation.figures import FigureInput, RenderedFigure, Row, write_p
 from megavis.evaluation.images.pair_metrics import score_completions
 from megavis.evaluation.likelihood import CheckpointScore, score_checkpoint
 from megavis.evaluation.neighbors import NeighborAccuracy
-from megavis.evaluation.probe import ProbeSettings, score_pixels
-from megavis.evaluation.probe_result import ProbeResult
+from megavis.evaluation.probe import ProbeResult, ProbeSettings, score_pixels
 from megavis.notebook import Run
 from megavis.sampling.pictures import completion_grid, pixels_of, save_png
 

@@ -37,8 +37,7 @@ from megavis.data.loading.leakage import Shards
 from megavis.evaluation.features import FeatureCache
 from megavis.evaluation.linear import RECIPES, ConcatenatedScore, LayerScore
 from megavis.evaluation.networks import Network
-from megavis.evaluation.probe import Pair, ProbeData, ProbeSettings
-from megavis.evaluation.probe_result import ProbeResult
+from megavis.evaluation.probe import Pair, ProbeData, ProbeResult, ProbeSettings
 from megavis.evaluation.transfer import (
     PIXELS,
     TRAINED,

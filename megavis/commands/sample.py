@@ -29,12 +29,12 @@ from megavis.data.format.files import write_json
 from megavis.data.format.manifest import MANIFEST_NAME, PALETTE_NAME
 from megavis.data.loading.batch import Batch
 from megavis.data.loading.loader import read_batch, read_round_robin
-from megavis.evaluation.moments import compare, largest_differences
+from megavis.evaluation.images.set_metrics import largest_differences
+from megavis.evaluation.moments import compare
 from megavis.notebook import Run
 from megavis.parallel.context import open_context
 from megavis.parallel.launch import read_launch
-from megavis.sampling.npz import write_npz
-from megavis.sampling.pictures import Gallery, picture, picture_of_rounds, save_png
+from megavis.sampling.pictures import Gallery, picture, picture_of_rounds, save_png, write_npz
 from megavis.sampling.sampler import Sampler
 from megavis.tokenizers.palette import Palette
 

@@ -1,21 +1,24 @@
-"""Metrics of sets of images: Fréchet distance, inception score, precision and recall.
+"""Metrics of sets of images or latents.
 
-"GANs Trained by a Two Time-Scale Update Rule Converge to a Local Nash Equilibrium" (Heusel et al.,
-2017), equation 6: ‖μ₁ − μ₂‖² + Tr(Σ₁ + Σ₂ − 2 (Σ₁Σ₂)^½).
-"Improved Techniques for Training GANs" (Salimans et al., 2016), section 4: exp E KL(p(y|x) ‖ p(y)),
-the mean over ten consecutive splits of the images.
+Fréchet distance: "GANs Trained by a Two Time-Scale Update Rule Converge to a Local Nash
+Equilibrium" (Heusel et al., 2017), equation 6: ‖μ₁ − μ₂‖² + Tr(Σ₁ + Σ₂ − 2 (Σ₁Σ₂)^½).
+Inception score: "Improved Techniques for Training GANs" (Salimans et al., 2016), section 4:
+exp E KL(p(y|x) ‖ p(y)), the mean over ten consecutive splits of the images.
 "Improved Precision and Recall Metric for Assessing Generative Models" (Kynkäänniemi et al., 2019),
 equations 1 and 2: a set's manifold is the union of balls around its vectors, with the distance to
 the k-th nearest other vector as radius. Precision is the fraction of samples in the manifold of the
 reference, recall the fraction of the reference in that of the samples.
+First and second moments compare generated with held-out latents.
 
-Legend: b images per batch, N images, c classes, d features, n and m vectors of two sets.
+Legend: b images (per batch), N images, c classes, or channels of latents of h × w, d features, n
+and m vectors of two sets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -148,3 +151,67 @@ def _distances(rows: Tensor, columns: Tensor) -> Iterator[Tensor]:
     """Yield blocks `[·, m]` of the distances between vectors `[n, d]` and `[m, d]`."""
     for block in rows.split(max(1, _BLOCK // len(columns))):
         yield torch.cdist(block, columns)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Moments of each channel over images and positions.
+
+    Attributes:
+        mean: `[c]`.
+        deviation: `[c]`, standard deviations.
+        horizontal: `[c]`, correlation of horizontal neighbours.
+        vertical: `[c]`, correlation of vertical neighbours.
+    """
+
+    mean: list[float]
+    deviation: list[float]
+    horizontal: list[float]
+    vertical: list[float]
+
+    @classmethod
+    def of(cls, latents: Tensor) -> Moments:
+        """Compute the moments of latents `[b, c, h, w]`."""
+        wide = latents.double()
+        return cls(
+            wide.mean((0, 2, 3)).tolist(),
+            wide.transpose(0, 1).flatten(1).std(1).tolist(),
+            _correlation(wide[..., 1:], wide[..., :-1]).tolist(),
+            _correlation(wide[..., 1:, :], wide[..., :-1, :]).tolist(),
+        )
+
+
+def compare(drawn: Tensor, held_out: Tensor) -> dict[str, Any]:
+    """Return the moments of generated and held-out latents, and the largest differences."""
+    return {
+        "num_drawn": len(drawn),
+        "num_held_out": len(held_out),
+        "largest_difference": largest_differences(drawn, held_out),
+        "drawn": asdict(Moments.of(drawn)),
+        "held_out": asdict(Moments.of(held_out)),
+    }
+
+
+def largest_differences(latents: Tensor, held_out: Tensor) -> dict[str, float]:
+    """Return the largest difference over channels between the moments of two sets of latents.
+
+    `mean`: in standard deviations of the held-out channel; `deviation`: largest ratio minus one;
+    `horizontal` and `vertical`: differences of correlations.
+    """
+    ours, theirs = asdict(Moments.of(latents)), asdict(Moments.of(held_out))
+    scale = torch.tensor(theirs["deviation"])
+    units = {"mean": scale, "deviation": scale}
+    return {
+        name: float(
+            ((torch.tensor(ours[name]) - torch.tensor(value)).abs() / units.get(name, 1.0)).max()
+        )
+        for name, value in theirs.items()
+    }
+
+
+def _correlation(first: Tensor, second: Tensor) -> Tensor:
+    """Return the correlation of each channel, `[c]`."""
+    pairs = [part.transpose(0, 1).flatten(1) for part in (first, second)]
+    centred = [part - part.mean(1, keepdim=True) for part in pairs]
+    product = (centred[0] * centred[1]).mean(1)
+    return product / (centred[0].square().mean(1) * centred[1].square().mean(1)).sqrt()

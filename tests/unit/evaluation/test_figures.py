@@ -9,7 +9,7 @@ from megavis.data.loading.dataset import ShardDataset
 from megavis.evaluation.figures import depth_rows, draw_depth, draw_likelihood
 from megavis.evaluation.likelihood import CheckpointScore, mean_loss
 from megavis.evaluation.linear import LayerScore
-from megavis.evaluation.probe_result import ProbeResult
+from megavis.evaluation.probe import ProbeResult
 
 pytestmark = pytest.mark.once
 

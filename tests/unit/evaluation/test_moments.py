@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from megavis.evaluation.moments import Moments, compare
+from megavis.evaluation.images.set_metrics import Moments, compare
 
 pytestmark = pytest.mark.once
 
