@@ -319,11 +319,7 @@ class Composition(Objective):
         self.reads.check_images(folder)
 
     def to_images(self, tokens: Tensor, folder: Path) -> Tensor:
-        """Decode the output of `undo` to images uint8 `[b, H, W, 3]`.
-
-        Raises:
-            UserError: there is no decoder.
-        """
+        """Decode the output of `undo` to uint8 `[b, H, W, 3]`; UserError without a decoder."""
         return self.reads.to_images(tokens, folder)
 
 

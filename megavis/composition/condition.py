@@ -88,11 +88,7 @@ class Condition:
         return ()
 
     def given(self, values: Mapping[str, Tensor], count: int, device: torch.device) -> Known:
-        """Return the conditions of `count` images from a user's values.
-
-        Raises:
-            UserError: a value is out of range, missing, or not a condition of this model.
-        """
+        """Return conditions of `count` images for a user's values; UserError if they do not fit."""
         for name in values:
             if name not in self.names:
                 raise UserError(f"this model is not conditioned on {name}")
@@ -103,11 +99,7 @@ class Condition:
         return {}
 
     def null(self, known: Known) -> Known:
-        """Return the null condition in the form of `known`, for guidance.
-
-        Raises:
-            UserError: the model was not trained without its condition.
-        """
+        """Return the null condition like `known`; UserError if it was not trained."""
         raise UserError(
             "guidance needs a model that was trained with objective.label_dropout; this one has no"
             " prediction without a class"
@@ -129,11 +121,7 @@ class Condition:
         return {}
 
     def balanced(self, numbers: Tensor) -> Mapping[str, Tensor]:
-        """Return evenly distributed conditions for images with indices `numbers`, int64 `[b]`.
-
-        Raises:
-            UserError: the model generates only from other images.
-        """
+        """Return evenly distributed conditions for int64 `[b]`; UserError if they are images."""
         return {}
 
     def shown(self, examples: Batch) -> list[Tensor]:
@@ -210,11 +198,7 @@ class Labels(Condition):
         return (self.rows(values.get("labels"), count, device),)
 
     def rows(self, labels: Tensor | None, count: int, device: torch.device) -> Tensor:
-        """Return the table's rows int64 `[b]` of classes `[b]`; -1 or None means no class.
-
-        Raises:
-            UserError: a label is out of range, or missing for a model without a null label.
-        """
+        """Return rows int64 `[b]` of classes; -1 or None: no class. UserError if out of range."""
         if labels is None and (self.has_null_label or not self.num_classes):
             return torch.full((count,), self.null_row, device=device)
         if not self.num_classes:
@@ -283,11 +267,7 @@ class PooledFeatures(Condition):
         return self.for_features(batch.inputs)
 
     def for_features(self, samples: Tensor) -> Known:
-        """Return the features float32 `[b, e]` of images uint8 `[b, H, W, 3]`.
-
-        Raises:
-            UserError: the images have the wrong size or type.
-        """
+        """Return features float32 `[b, e]` of uint8 `[b, H, W, 3]`; UserError for others."""
         check_images(samples, self.image_size)
         return (self.tokenizer.to(samples.device).features(samples).mean(1),)
 
@@ -304,11 +284,7 @@ class PooledFeatures(Condition):
 
     @cached_property
     def tokenizer(self) -> IdTokenizer:
-        """The frozen tokenizer.
-
-        Raises:
-            UserError: it gives no ids, or does not fit the image or feature size.
-        """
+        """The frozen tokenizer; raise UserError if it does not fit the image or feature size."""
         opened = open_ids_tokenizer(self.run_folder)
         opened.num_tokens(self.image_size)
         if opened.feature_size != self.size:

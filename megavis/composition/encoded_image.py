@@ -66,11 +66,7 @@ class EncodedImage(Condition):
         return self.sizes.layers(core, image_size=size, num_rows=num_rows, seed=seed, name=_NAME)
 
     def pretrained(self, run: str, above: ModelConfig) -> PretrainedEncoder:
-        """Open the Vision Transformer's run from which the encoder starts, below a decoder `above`.
-
-        Raises:
-            UserError: there is no such run, or its weights do not fit.
-        """
+        """Open the run that the encoder starts from, below a decoder `above`, or raise UserError."""
         sizes, count = self.sizes, self.num_memory
         return PretrainedEncoder.open(
             Path(run), sizes.model(above), sizes, prefix=_NAME, num_patches=count
@@ -150,11 +146,7 @@ class EncodedImage(Condition):
         return list(images_and_targets(examples.inputs))
 
     def encoder_input(self, images: Tensor) -> Tensor:
-        """Return the encoder's input, float32 `[b, H, W, 3]` in [-1, 1], for uint8 or such images.
-
-        Raises:
-            UserError: the images have the wrong shape.
-        """
+        """Return float32 `[b, H, W, 3]` in [-1, 1] for uint8 or such; UserError for others."""
         side = self.image_size
         if images.shape[1:] != (side, side, 3):
             raise UserError(
@@ -210,11 +202,7 @@ class PretrainedEncoder:
     def open(
         cls, run: Path, model: ModelConfig, sizes: EncoderSizes, *, prefix: str, num_patches: int
     ) -> PretrainedEncoder:
-        """Open another run and compare it with the encoder's sizes and the `model` of its blocks.
-
-        Raises:
-            UserError: there is no such run, or its weights do not fit.
-        """
+        """Open another run; UserError unless it fits `sizes` and the `model` of the blocks."""
         checkpoint = chosen_checkpoint(run, None)
         source = load_config(run / "config.yaml").config
         difference = next(_differences(source, model, sizes), None)

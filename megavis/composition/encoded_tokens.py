@@ -51,11 +51,7 @@ class TokenIds(Vocabulary):
         return None if self.run_folder is None else self.tokenizer.identity()
 
     def of(self, samples: Any, index: Tensor | None = None) -> Tensor:
-        """Encode images uint8 `[b, H, W, 3]` as ids int64 `[b, n]`; ids are returned unchanged.
-
-        Raises:
-            UserError: images have the wrong size, or there is no tokenizer.
-        """
+        """Encode uint8 `[b, H, W, 3]` as int64 `[b, n]`, or return ids; UserError for others."""
         if samples.ndim == 2:
             ids: Tensor = samples.long()
             return ids
@@ -263,11 +259,7 @@ class Latents(Vectors):
         self.to_images(torch.zeros(1, *self.shape), folder)
 
     def to_images(self, tokens: Tensor, folder: Path | None = None) -> Tensor:
-        """Decode latents `[b, c, h, w]` to images uint8 `[b, H, W, 3]`.
-
-        Raises:
-            UserError: there is no VAE, or it does not fit the config.
-        """
+        """Decode latents `[b, c, h, w]` to uint8 `[b, H, W, 3]`; UserError without a VAE."""
         if self.run_folder is None:
             raise UserError("images need the VAE: name its run folder in objective.tokenizer")
         return self.tokenizer.to(tokens.device).decode(tokens)
@@ -281,11 +273,7 @@ class Latents(Vectors):
 
     @cached_property
     def tokenizer(self) -> LatentTokenizer:
-        """The frozen VAE.
-
-        Raises:
-            UserError: it gives no latents, or latents or β do not fit the config.
-        """
+        """The frozen VAE; raise UserError if it gives no latents, or if they or β do not fit."""
         from megavis.tokenizers.network_tokenizer import LatentTokenizer, open_tokenizer
 
         assert self.run_folder is not None

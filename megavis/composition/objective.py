@@ -292,11 +292,7 @@ class Objective(Trainable, Backbone):
         return self.density.measures(predictions, targets)
 
     def token_losses(self, predictions: Any, targets: tuple[Tensor, ...]) -> Tensor:
-        """Return the loss of each position, float32 `[b, n]`, of a sequential schedule.
-
-        Raises:
-            UserError: tokens are not predicted one by one.
-        """
+        """Return the loss of each position, `[b, n]`; UserError unless they are sequential."""
         if not self.schedule.is_sequential:
             name = self.config.objective.name
             raise UserError(f"{name} does not predict the patches of an order one by one")

@@ -102,11 +102,7 @@ class Trainable(ABC):
         return None
 
     def generation(self) -> Composition:
-        """Return the paper as a composition that generates images.
-
-        Raises:
-            UserError: models of this config generate no images.
-        """
+        """Return the composition that generates images; UserError if models cannot."""
         raise UserError(f"runs of {self.config.objective.name} generate no images")
 
     def classification(self) -> Classification | None:
@@ -114,19 +110,11 @@ class Trainable(ABC):
         return None
 
     def pretrained(self) -> PretrainedEncoder | None:
-        """Open the run that a part of the weights starts from; None if all start at random.
-
-        Raises:
-            UserError: there is no such run, or its weights do not fit.
-        """
+        """Open the run that some weights start from, if any; raise UserError if they do not fit."""
         return None
 
     def places(self) -> Places:
-        """Return the `Places` interface of a paper that predicts the position of every patch.
-
-        Raises:
-            UserError: it does not.
-        """
+        """Return the interface of a paper that predicts positions; UserError for others."""
         name = self.config.objective.name
         raise UserError(f"{name} does not predict the positions of patches")
 
@@ -140,20 +128,12 @@ class Trainable(ABC):
         return inputs
 
     def reconstruction(self, predictions: Any) -> Tensor:
-        """Return an autoencoder's reconstructed images, uint8 `[b, H, W, 3]`.
-
-        Raises:
-            UserError: it is not an autoencoder.
-        """
+        """Return an autoencoder's images, uint8 `[b, H, W, 3]`; UserError for others."""
         name = self.config.objective.name
         raise UserError(f"runs of {name} do not reconstruct images; those of vae and vqgan do")
 
     def reconstructed_maps(self, predictions: Any) -> Tensor:
-        """Return the label maps that came out, uint8 `[b, H, W, 3]` as in shards.
-
-        Raises:
-            UserError: the model does not reconstruct label maps.
-        """
+        """Return label maps uint8 `[b, H, W, 3]` as in shards; UserError if there are none."""
         raise UserError(f"runs of {self.config.objective.name} do not reconstruct label maps")
 
     def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
@@ -220,11 +200,7 @@ class Backbone(ABC):
         return self.config.objective.missing_null_label is not None
 
     def check_unlabelled(self) -> None:
-        """Check that the model can run on samples without their class.
-
-        Raises:
-            UserError: there is no input for "no class"; names the key that would add one.
-        """
+        """Raise UserError if the model has no input for "no class", with the key that adds one."""
         key = self.config.objective.missing_null_label
         if key is not None:
             raise UserError(f"{key} {NO_NULL_LABEL}")
@@ -244,10 +220,6 @@ class Backbone(ABC):
         raise UserError(f"runs of {self.config.objective.name} have no Transformer blocks")
 
     def feature_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Return `SequenceBatch.inputs` for features of the blocks, without labels.
-
-        Raises:
-            UserError: there are no blocks, or the model has no input for "no class".
-        """
+        """Return `SequenceBatch.inputs` for features, without labels, or raise UserError."""
         name = self.config.objective.name
         raise UserError(f"{name} has no Transformer blocks, and so no features")

@@ -27,11 +27,7 @@ from megavis.model.layer_state import PackedState
 
 @dataclass(frozen=True)
 class CategoricalOptions:
-    """Sampling options of ids, applied in the order of the fields.
-
-    Raises:
-        UserError: a value is out of range.
-    """
+    """Sampling options of ids, in the order of use; raise UserError if out of range."""
 
     temperature: float = 1.0
     """Divides the logits, 0 or more; 0 takes the argmax."""

@@ -87,11 +87,7 @@ class Density(ABC):
         raise UserError("the predictions of this model cannot be shown as images")
 
     def drawing(self, options: Any, *, scored: bool) -> Drawing:
-        """Return a sampler of tokens; `scored`: with log-likelihoods.
-
-        Raises:
-            UserError: the density cannot be sampled, or not with these options.
-        """
+        """Return a sampler of tokens, if `scored` with log-likelihoods, or raise UserError."""
         raise UserError("this model predicts nothing that can be sampled")
 
 

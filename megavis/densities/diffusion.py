@@ -42,11 +42,7 @@ _NOTHING = 1e-6
 
 @dataclass(frozen=True)
 class DiffusionOptions:
-    """Sampling options of a diffusion density; the config's values by default.
-
-    Raises:
-        UserError: a value is out of range.
-    """
+    """Sampling options, by default the config's; raise UserError if out of range."""
 
     temperature: float | None = None
     """Multiplies the noise, 0 or more."""
@@ -120,11 +116,7 @@ class Diffusion(Density):
         return predictions
 
     def drawing(self, options: DiffusionOptions, *, scored: bool) -> Drawing:
-        """Return an ancestral sampler of patches (appendices E and F).
-
-        Raises:
-            UserError: `scored`, but a diffusion decoder has no tractable likelihood.
-        """
+        """Return an ancestral sampler (appendices E and F); UserError if `scored`."""
         if scored:
             raise UserError(UNSCORED.format("a diffusion decoder"))
         process = self.process

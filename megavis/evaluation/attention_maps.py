@@ -51,11 +51,7 @@ class AttentionMaps:
 def measure_attention(
     runner: Inference, objective: Trainable, dataset: ShardDataset, *, num_images: int
 ) -> AttentionMaps:
-    """Measure attention on held-out images with all tokens visible.
-
-    Raises:
-        UserError: attention is not bidirectional, or positions are rotary.
-    """
+    """Measure attention with all tokens visible; UserError for other visibilities."""
     paper = objective.backbone.composition()
     _check_visibility(paper)
     total: AttentionMaps | None = None

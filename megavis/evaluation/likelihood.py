@@ -147,11 +147,7 @@ def score_checkpoint(
     data: ProbeData,
     settings: ProbeSettings,
 ) -> CheckpointScore:
-    """Return loss and best layer's accuracy of a checkpoint on the same validation images.
-
-    Raises:
-        UserError: the images have no labels, or are too few.
-    """
+    """Return loss and best layer's accuracy on the same validation images; raises as `probe`."""
     features = data.features(network)
     num_train, num_validation = (len(part.labels) for part in features)
     best = score_best_layer(features, data, settings)

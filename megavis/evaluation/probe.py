@@ -184,11 +184,7 @@ class ProbeData:
         return {name: str(folder.directory) for name, folder in folders.items() if folder}
 
     def divide(self, labels: np.ndarray, settings: ProbeSettings) -> HeldOutSplit:
-        """Split the images to fit, with labels int64 `[b]`, to select layer and penalty.
-
-        Raises:
-            UserError: there are too few, or `selection` has no labels or other classes.
-        """
+        """Split images with labels int64 `[b]` to select layer and penalty. Raises UserError."""
         if self.selection is None:
             return divide(labels, share=settings.held_out_share, seed=settings.seed)
         first = len(labels) - int((self.selection.labels >= 0).sum())

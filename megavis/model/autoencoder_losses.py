@@ -71,11 +71,7 @@ class PerceptualDistance:
 
     @classmethod
     def load(cls, path: str | Path, linear: str | Path | None = None) -> PerceptualDistance:
-        """Read `.safetensors` files, or `.pth` files of plain tensors.
-
-        Raises:
-            UserError: a file is missing, or contains something else.
-        """
+        """Read `.safetensors` files, or `.pth` files of plain tensors; UserError for others."""
         weights = read_weights_file(path)
         given = None if linear is None else read_weights_file(linear)
         try:
@@ -85,11 +81,7 @@ class PerceptualDistance:
             raise UserError(f"{files}: {error}") from None
 
     def __call__(self, first: Tensor, second: Tensor) -> Tensor:
-        """Return the distance of images `[b, 3, H, W]` in [0, 1]: float32 `[b]`.
-
-        Raises:
-            UserError: they are too small for the network.
-        """
+        """Return the distance `[b]` of images `[b, 3, H, W]` in [0, 1]; UserError if too small."""
         smallest = self.backbone.smallest
         if min(first.shape[2:]) < smallest:
             size = "×".join(map(str, first.shape[2:]))
@@ -208,11 +200,7 @@ def _linear_of(linear: Mapping[str, Tensor], number: int, width: int) -> Tensor:
 
 
 def open_perceptual(weights: str | None, lpips_weights: str | None) -> PerceptualDistance | None:
-    """Open the distance selected by `add_perceptual_arguments`; None if there is none.
-
-    Raises:
-        UserError: a file is missing, or does not contain weights.
-    """
+    """Open the distance of `add_perceptual_arguments`, if any. Raises UserError."""
     if weights is None:
         if lpips_weights:
             raise UserError("--lpips-weights also needs --perceptual-weights")

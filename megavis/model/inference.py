@@ -67,11 +67,7 @@ class Inference:
 
     @property
     def head(self) -> Head:
-        """The last layer, on the last stage.
-
-        Raises:
-            TypeError: the model has no head, like an autoencoder.
-        """
+        """The last layer, on the last stage; raise TypeError for models without a head."""
         last = self.layers.modules[-1]
         if not isinstance(last, Head):
             raise TypeError(f"{type(last).__name__} is not a head")

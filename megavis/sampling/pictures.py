@@ -105,11 +105,7 @@ def save_png(path: Path, pixels: np.ndarray) -> None:
 
 
 class Gallery:
-    """Makes the default image grid of a run.
-
-    Raises:
-        UserError: models of this config cannot generate images.
-    """
+    """Makes the default image grid of a run; raise UserError if its models generate no images."""
 
     def __init__(self, objective: Trainable, folder: Path) -> None:
         self.objective, self.folder = objective, folder

@@ -119,11 +119,7 @@ class Sampler:
         return self.runner.on_first_stage(lambda layer: self.paper.undo(layer, raster))
 
     def to_images(self, tokens: Tensor) -> Tensor:
-        """Decode tokens in raster order to images uint8 `[b, H, W, 3]`.
-
-        Raises:
-            UserError: there is no decoder.
-        """
+        """Decode tokens in raster order to uint8 `[b, H, W, 3]`; UserError without a decoder."""
         return self.paper.to_images(tokens, self.folder)
 
     def draw(
@@ -302,11 +298,7 @@ def _gather(mine: Tensor, data: Axis) -> Tensor:
 
 @dataclass(frozen=True)
 class Search:
-    """Options of beam search, for schedules that generate one token at a time.
-
-    Raises:
-        UserError: a value is below 1.
-    """
+    """Options of beam search, for sequential schedules; raise UserError for a value below 1."""
 
     beams: int = 1
     """Sequences kept per image."""

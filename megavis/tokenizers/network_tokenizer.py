@@ -79,11 +79,7 @@ class LatentTokenizer(NetworkTokenizer):
 
     @abstractmethod
     def latent_shape(self, image_size: int) -> tuple[int, int, int]:
-        """Return (c, h, w) for images of side `image_size`.
-
-        Raises:
-            UserError: the network does not support this size.
-        """
+        """Return (c, h, w) for images of side `image_size`; raise UserError if not supported."""
 
     @abstractmethod
     def encode(self, images: Tensor) -> Tensor:
@@ -109,11 +105,7 @@ class IdTokenizer(NetworkTokenizer):
 
     @abstractmethod
     def num_tokens(self, image_size: int) -> int:
-        """Return n, the number of ids per image of side `image_size`.
-
-        Raises:
-            UserError: the network does not support this size.
-        """
+        """Return n for images of side `image_size`; raise UserError if not supported."""
 
     @abstractmethod
     def features(self, images: Tensor) -> Tensor:
@@ -186,11 +178,7 @@ def _tokenizer_class(run_folder: Path, section: Mapping[str, Any]) -> Any:
 
 
 def grid_side(image_size: int, downsampling: int, *, network: str) -> int:
-    """Return the side of the latent grid.
-
-    Raises:
-        UserError: `image_size` is not a multiple of `downsampling`.
-    """
+    """Return the side of the latent grid; UserError unless `downsampling` divides the image."""
     side, rest = divmod(image_size, downsampling)
     if rest or not side:
         raise UserError(

@@ -75,11 +75,7 @@ class Palette:
         return tokens.reshape(images.shape[:-1])
 
     def decode(self, tokens: np.ndarray) -> np.ndarray:
-        """Decode tokens, integers `[...]` in [0, k), to colours uint8 `[..., 3]`.
-
-        Raises:
-            ValueError: a token is outside [0, k).
-        """
+        """Decode integers `[...]` to colours uint8 `[..., 3]`; raise ValueError outside [0, k)."""
         tokens = np.asarray(tokens)
         if tokens.size and (tokens.min() < 0 or tokens.max() >= len(self)):
             raise ValueError(f"tokens must be in [0, {len(self)})")
@@ -93,11 +89,7 @@ class Palette:
 
     @classmethod
     def load(cls, path: Path | str) -> Palette:
-        """Read centres from a `.npy` file, float32 `[k, 3]` in [-1, 1], without unpickling.
-
-        Raises:
-            UserError: the file is missing, or does not contain such an array.
-        """
+        """Read a `.npy` file, float32 `[k, 3]` in [-1, 1], without unpickling. Raises UserError."""
         try:
             centers = np.load(path, allow_pickle=False)
         except FileNotFoundError:

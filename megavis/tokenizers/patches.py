@@ -77,11 +77,7 @@ def pixel_range() -> tuple[float, float]:
 
 
 def patchify(images: Tensor, patch_size: int) -> Tensor:
-    """Cut `[b, height, width, 3]` into patches in raster order: `[b, n, d]`.
-
-    Raises:
-        ValueError: `patch_size` does not divide both sides.
-    """
+    """Cut `[b, height, width, 3]` into patches in raster order, `[b, n, d]`. Raises ValueError."""
     batch, height, width, channels = images.shape
     if height % patch_size or width % patch_size:
         raise ValueError(f"patches of {patch_size} do not divide images of {height} × {width}")

@@ -64,11 +64,7 @@ def _maskgit_name(name: str, last: int) -> str:
 
 
 def released_shape(tensors: Mapping[str, Tensor]) -> VQGANShape:
-    """Infer the sizes of a released network from its tensors.
-
-    Raises:
-        UserError: a tensor is missing, unexpected, or has the wrong shape.
-    """
+    """Infer the sizes of a released network; raise UserError if a tensor does not fit them."""
     try:
         shape = _sizes(tensors)
         with torch.device("meta"):

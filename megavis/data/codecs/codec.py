@@ -138,11 +138,7 @@ class IdsCodec(Codec):
         self.num_bytes = 2 * num_tokens
 
     def encode(self, ids: np.ndarray) -> bytes:
-        """Encode ids `[n]`.
-
-        Raises:
-            ValueError: the shape is not `[n]`, or an id is outside the vocabulary.
-        """
+        """Encode ids `[n]`; raise ValueError for another shape, or ids outside the vocabulary."""
         ids = ids.reshape(self.num_tokens)
         if ids.size and (ids.min() < 0 or ids.max() >= self.vocabulary_size):
             raise ValueError(f"ids must lie in [0, {self.vocabulary_size})")

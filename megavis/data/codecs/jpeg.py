@@ -67,11 +67,7 @@ class JpegCodec(Codec):
 
 
 def decode_rgb(content: bytes | np.ndarray) -> np.ndarray:
-    """Decode a JPEG or PNG file to uint8 `[h, w, 3]`.
-
-    Raises:
-        DamagedImageError: it is truncated, damaged, or of another format.
-    """
+    """Decode a JPEG or PNG file to uint8 `[h, w, 3]`. Raises DamagedImageError."""
     import simplejpeg
 
     try:

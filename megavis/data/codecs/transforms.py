@@ -185,11 +185,7 @@ class Transform:
 
 
 def training_transform(config: DataConfig, *, seed: int) -> Transform:
-    """Return the training transform of a `data` section; `seed` is the run's.
-
-    Raises:
-        UserError: the file of `data.background_noise` cannot be used.
-    """
+    """Return a `data` section's training transform; UserError if its noises cannot be read."""
     num_frames = config.frames[0] if config.frames else 0
     return Transform(
         image_size=config.image_size,

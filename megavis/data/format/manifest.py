@@ -174,11 +174,7 @@ class Manifest(_Strict):
 
     @classmethod
     def read(cls, directory: Path | str) -> Manifest:
-        """Read the manifest of a shard folder.
-
-        Raises:
-            UserError: it is missing, is not JSON, or does not match the schema.
-        """
+        """Read a folder's manifest; UserError if it is missing or does not match the schema."""
         path = Path(directory) / MANIFEST_NAME
         try:
             content = path.read_bytes()

@@ -35,11 +35,7 @@ def payload_bytes(num_tokens: int) -> int:
 
 
 def pack_tokens(tokens: np.ndarray) -> np.ndarray:
-    """Pack tokens `[b, n]`, each in [0, 512), to uint8 `[b, payload_bytes(n)]`.
-
-    Raises:
-        ValueError: a token does not fit in nine bits.
-    """
+    """Pack `[b, n]` to uint8 `[b, payload_bytes(n)]`; ValueError for tokens of 512 or more."""
     if tokens.size and (tokens.min() < 0 or tokens.max() >= MAX_TOKENS):
         raise ValueError(f"tokens must lie in [0, {MAX_TOKENS})")
     tokens = tokens.astype(np.uint16, copy=False)
@@ -49,11 +45,7 @@ def pack_tokens(tokens: np.ndarray) -> np.ndarray:
 
 
 def unpack_tokens(payload: np.ndarray, *, num_tokens: int) -> np.ndarray:
-    """Unpack uint8 `[b, payload_bytes(n)]` to uint16 `[b, n]`, each in [0, 512).
-
-    Raises:
-        ValueError: the rows are not `payload_bytes(num_tokens)` long.
-    """
+    """Unpack uint8 `[b, payload_bytes(n)]` to uint16 `[b, n]`; ValueError for other lengths."""
     if payload.shape[1] != payload_bytes(num_tokens):
         raise ValueError(
             f"{num_tokens} tokens take {payload_bytes(num_tokens)} bytes, not {payload.shape[1]}"
@@ -101,11 +93,7 @@ class ShardIndex:
 
     @classmethod
     def from_json(cls, content: bytes, *, path: Path) -> ShardIndex:
-        """Parse an index file; errors name `path`.
-
-        Raises:
-            UserError: this is not an index, or has another version.
-        """
+        """Parse an index file; UserError, which names `path`, for other content."""
         try:
             values: dict[str, Any] = json.loads(content)
             version = values.pop("index_version")
@@ -197,11 +185,7 @@ def _member(name: str, payload: bytes) -> bytes:
 
 
 class ShardReader:
-    """Memory-mapped random access to the samples of one shard.
-
-    Raises:
-        UserError: the tar or its index is missing or damaged.
-    """
+    """Memory-mapped random access to one shard; raise UserError if it is missing or damaged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -101,11 +101,7 @@ class RemoteFolder:
         return self.fetch(entry.name, sha256=entry.sha256)
 
     def fetch(self, name: str, *, sha256: str | None = None) -> Path:
-        """Return the path of a file in the cache, fetching it if needed.
-
-        Raises:
-            OSError: it cannot be fetched.
-        """
+        """Return the path of a file in the cache, fetching it if needed. Raises OSError."""
         target = self.directory / name
         if not target.exists():
             with _locked(target):

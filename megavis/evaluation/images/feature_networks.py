@@ -93,11 +93,7 @@ class InceptionFeatures:
 
 
 class EfficientNetFeatures:
-    """EfficientNet-Lite0, trained on ImageNet, from a package that includes its weights.
-
-    Raises:
-        UserError: the package is not installed.
-    """
+    """EfficientNet-Lite0, trained on ImageNet, from a package; UserError without it."""
 
     _SIDE = 224
 
@@ -131,11 +127,7 @@ class EfficientNetFeatures:
 
 
 def open_network(inception: Path | None, name: str | None, device: torch.device) -> FeatureNetwork:
-    """Open a network from a file of Inception's weights, or by name.
-
-    Raises:
-        UserError: neither or both are given, or it cannot be opened.
-    """
+    """Open Inception from a file, or a network by name; UserError unless exactly one is given."""
     if (inception is None) == (name is None):
         raise UserError(
             "choose one network: --inception FILE for the published metrics, or --network"

@@ -208,11 +208,7 @@ class ImageSetComparison:
 def compare(
     samples: FeatureSummary, reference: FeatureSummary, *, device: torch.device
 ) -> ImageSetComparison:
-    """Compare samples with a reference, collected or read; search neighbours on `device`.
-
-    Raises:
-        UserError: the features are of different networks.
-    """
+    """Compare samples with a reference; raise UserError if features are of different networks."""
     network = samples.network
     assert network is not None
     _check_networks(network, samples, reference)
@@ -283,11 +279,7 @@ def write_statistics(path: Path, summary: FeatureSummary) -> None:
 
 
 def read_statistics(path: Path) -> FeatureSummary:
-    """Read statistics written by megavis or another tool.
-
-    Raises:
-        UserError: the file is damaged, or has other content.
-    """
+    """Read statistics written by megavis or another tool; raise UserError for other content."""
     try:
         with np.load(path, allow_pickle=False) as file:
             # Skip arr_0 of ADM's files, which has 2 GB.

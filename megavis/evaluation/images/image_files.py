@@ -45,19 +45,11 @@ class Images(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, indices: np.ndarray) -> np.ndarray:
-        """Read images uint8 `[b, H, W, 3]`; `indices` int64 `[b]` increase from call to call.
-
-        Raises:
-            UserError: an image cannot be read.
-        """
+        """Read uint8 `[b, H, W, 3]`; indices int64 `[b]` ascend. Raises UserError."""
 
 
 class NpzImages:
-    """The array `arr_0`, uint8 `[N, H, W, 3]`, the format of ADM's evaluation.
-
-    Raises:
-        UserError: there is no such array.
-    """
+    """The array `arr_0`, uint8 `[N, H, W, 3]`, ADM's format; raise UserError if there is none."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.sha256 = path, sha256_of_file(path)

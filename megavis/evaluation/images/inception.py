@@ -65,11 +65,7 @@ class Inception(nn.Module):
 
     @classmethod
     def from_weights(cls, weights: Mapping[str, Tensor]) -> Inception:
-        """Build the network with given weights.
-
-        Raises:
-            UserError: a tensor is missing, unexpected, or has the wrong shape.
-        """
+        """Build the network with given weights; raise UserError if these do not fit."""
         with torch.device("meta"):
             network = cls()
         try:

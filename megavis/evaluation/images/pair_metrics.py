@@ -148,11 +148,7 @@ class PairScores:
         self._values: defaultdict[str, list[float]] = defaultdict(list)
 
     def add(self, originals: Tensor, made: Tensor) -> None:
-        """Add pairs of images uint8 `[b, H, W, 3]`.
-
-        Raises:
-            UserError: they are too small for a metric.
-        """
+        """Add pairs of uint8 `[b, H, W, 3]`; raise UserError if they are too small for a metric."""
         scores = {
             "psnr": signal_to_noise(made, originals),
             "ssim": structural_similarity(made, originals),
@@ -201,11 +197,7 @@ class Distances:
 
 
 def structural_similarity(first: Tensor, second: Tensor) -> Tensor:
-    """Return the SSIM of pairs of images in 0 .. 255, averaged over full windows: float64 `[b]`.
-
-    Raises:
-        UserError: the images are smaller than a window.
-    """
+    """Return the SSIM of pairs in 0 .. 255, float64 `[b]`; raise UserError below 11² pixels."""
     if min(first.shape[1:3]) < WINDOW:
         size = "×".join(map(str, first.shape[1:3]))
         raise UserError(f"SSIM needs images of at least {WINDOW}² pixels; these have {size}")
