@@ -29,8 +29,7 @@ from megavis.data.format.files import write_json
 from megavis.data.format.manifest import MANIFEST_NAME, PALETTE_NAME
 from megavis.data.loading.batch import Batch
 from megavis.data.loading.loader import read_batch, read_round_robin
-from megavis.evaluation.images.set_metrics import largest_differences
-from megavis.evaluation.moments import compare
+from megavis.evaluation.images.set_metrics import compare, largest_differences
 from megavis.notebook import Run
 from megavis.parallel.context import open_context
 from megavis.parallel.launch import read_launch

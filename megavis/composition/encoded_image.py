@@ -66,7 +66,7 @@ class EncodedImage(Condition):
         return self.sizes.layers(core, image_size=size, num_rows=num_rows, seed=seed, name=_NAME)
 
     def pretrained(self, run: str, above: ModelConfig) -> PretrainedEncoder:
-        """Open the run that the encoder starts from, below a decoder `above`, or raise UserError."""
+        """Open the run that the encoder below `above` starts from, or raise UserError."""
         sizes, count = self.sizes, self.num_memory
         return PretrainedEncoder.open(
             Path(run), sizes.model(above), sizes, prefix=_NAME, num_patches=count

@@ -7,7 +7,7 @@ import torch
 from small_batches import run_layers
 from tiny import tiny
 
-from megavis.composition import composition, latents
+from megavis.composition import composition, encoded_tokens
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.batch import Batch
@@ -303,8 +303,8 @@ def test_batch_is_tokenized_once(make, monkeypatch, words):
     """Inputs and targets share the tokens; with an adapter nothing is gathered."""
     objective, _ = make(*words)
     turned, gathered = [], []
-    turn, take = latents.to_tokens, composition.gather_tokens
-    monkeypatch.setattr(latents, "to_tokens", lambda grid: turned.append(0) or turn(grid))
+    turn, take = encoded_tokens.to_tokens, composition.gather_tokens
+    monkeypatch.setattr(encoded_tokens, "to_tokens", lambda grid: turned.append(0) or turn(grid))
     monkeypatch.setattr(composition, "gather_tokens", lambda *v: gathered.append(0) or take(*v))
     objective.sequence(objective.blank_batch(2, torch.device("cpu")))
     assert (len(turned), len(gathered)) == (1, 0 if words else 2)
