@@ -18,8 +18,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from data_tools.image_folder import label_by_folder, list_images, number_classes
-from data_tools.sources import CUT_OFF, FileSource, SourceFile, printable
+from data_tools.sources import (
+    CUT_OFF,
+    FileSource,
+    SourceFile,
+    label_by_folder,
+    list_images,
+    number_classes,
+    printable,
+)
 from data_tools.tars import BrokenTarError, Stretch, tar_members, why_not
 from megavis.config.errors import UserError
 

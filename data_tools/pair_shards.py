@@ -19,13 +19,12 @@ import numpy as np
 from PIL import Image
 
 from data_tools.decode import RefusedImageError, decode_image, decoder_versions
-from data_tools.image_folder import list_images
 from data_tools.jobs import add_job_arguments, run_job
 from data_tools.jpeg_shards import add_quality_argument, check_quality, encode_jpeg
 from data_tools.resize import CROP, RESIZE, nearest_square, resize_and_crop
 from data_tools.shard_tasks import Encoded, ShardEncoder, encode_each
 from data_tools.source_formats import add_classes_argument, read_class_names
-from data_tools.sources import FileSource, SourceFile, SourceImage
+from data_tools.sources import FileSource, SourceFile, SourceImage, list_images
 from megavis.config.errors import UserError
 from megavis.data.codecs.jpeg import PairsCodec, join, split
 

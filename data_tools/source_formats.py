@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from data_tools.image_folder import list_images
 from data_tools.imagenet import (
     KAGGLE_TRUTH,
     VALIDATION_START,
@@ -22,9 +21,8 @@ from data_tools.imagenet import (
 from data_tools.labelled.data_set import OFFICIAL_SPLITS, TEST, VALIDATION
 from data_tools.labelled.table import DATA_SETS
 from data_tools.selection import SPLITS, ImageSelection, Split, check_made_for, open_selection
-from data_tools.sources import FileSource, ImageSource, SourceFile
-from data_tools.tars import first_member, is_tar
-from data_tools.web_tars import list_tars
+from data_tools.sources import FileSource, ImageSource, SourceFile, list_images
+from data_tools.tars import first_member, is_tar, list_tars
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import MANIFEST_NAME, Manifest
 from megavis.data.format.shards import ShardReader

@@ -1,11 +1,32 @@
-"""Read tars member by member, and detect where they are damaged or truncated."""
+"""Read tars member by member, and detect where they are damaged or truncated.
+
+Webdataset tars, as written by img2dataset, have jpg, json and txt members with a common key. Each
+of them is one part of a source and becomes one shard, so huge collections are never listed.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import json
+import os
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
+
+from data_tools.selection import ImageSelection
+from data_tools.sources import (
+    CUT_OFF,
+    MAX_FILE_BYTES,
+    TOO_LARGE,
+    Refuse,
+    SourceImage,
+    SourcePart,
+    printable,
+)
+from megavis.config.errors import UserError
 
 _BLOCK = tarfile.BLOCKSIZE
 _CHUNK_BYTES = 1 << 20
@@ -118,3 +139,171 @@ def first_member(path: Path) -> str:
             return next((member.name for member in tar_members(file)), "")
         except BrokenTarError:
             return ""
+
+
+_IMAGES = {"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "jp2"}
+_LABEL = "cls"
+_MAX_LABEL_BYTES = 64
+_SECOND_IMAGE = "another image of its sample"
+_WRONG_LABEL = "label outside the list of classes"
+
+
+@dataclass(frozen=True)
+class TarPart:
+    """One tar.
+
+    Attributes:
+        path: path of the tar.
+        number: its index among the tars of the source.
+        num_files: number of images according to img2dataset's `_stats.json`; 0 without it.
+        num_classes: upper bound of labels (`.cls` members); 0 to ignore labels.
+        selection: images to select.
+    """
+
+    path: Path
+    number: int
+    num_files: int
+    num_classes: int
+    selection: ImageSelection
+
+    def pictures(self, refuse: Refuse) -> Iterator[SourceImage]:
+        """Yield the images of the tar in order."""
+        dropped = self.selection.dropped(self.number)
+        try:
+            with self.path.open("rb") as file:
+                for place, sample in enumerate(self._samples(file, refuse)):
+                    name = self._name(sample.image)
+                    if not self.selection.has(name):
+                        continue
+                    reason = dropped.get(name) or self._refusal(file, sample)
+                    if reason:
+                        refuse(name, reason)
+                        continue
+                    label = -1 if sample.label is None else int(sample.label)
+                    key = f"{self.number:06d}-{place:06d}"
+                    yield SourceImage(
+                        key, name, label, _content(file, sample.image, MAX_FILE_BYTES)
+                    )
+        except OSError:
+            refuse(self.path.name, "unreadable file")
+
+    def _name(self, member: tarfile.TarInfo) -> str:
+        return f"{self.path.name}/{printable(member.name)}"
+
+    def _samples(self, file: BinaryIO, refuse: Refuse) -> Iterator[_Sample]:
+        """Yield the samples that have an image."""
+        for _, members in itertools.groupby(self._members(file, refuse), key=_key):
+            image, label = None, None
+            for member in members:
+                suffix = member.name.rpartition(".")[2].lower()
+                if suffix in _IMAGES and image is not None:
+                    refuse(self._name(member), _SECOND_IMAGE)
+                elif suffix in _IMAGES:
+                    image = member
+                elif suffix == _LABEL and self.num_classes:
+                    text = _content(file, member, _MAX_LABEL_BYTES)
+                    label = text.decode("utf-8", "replace").strip()
+            if image is not None:
+                yield _Sample(image, label)
+
+    def _members(self, file: BinaryIO, refuse: Refuse) -> Iterator[tarfile.TarInfo]:
+        try:
+            yield from tar_members(file)
+        except BrokenTarError as error:  # members before the damage are kept
+            refuse(self.path.name, str(error))
+
+    def _refusal(self, file: BinaryIO, sample: _Sample) -> str:
+        """Return why a sample is rejected; empty if it is not."""
+        image, label = sample.image, sample.label
+        if image.size > MAX_FILE_BYTES:
+            return TOO_LARGE
+        if reason := why_not(image):
+            return reason
+        if image.offset_data + image.size > os.fstat(file.fileno()).st_size:
+            return CUT_OFF
+        known = label is None or (label.isdecimal() and int(label) < self.num_classes)
+        return "" if known or label == "-1" else _WRONG_LABEL
+
+
+@dataclass(frozen=True)
+class TarSource:
+    """Webdataset tars, paths and sizes in order of names, and a selection of their images."""
+
+    description: str
+    root: Path
+    tars: tuple[tuple[Path, int], ...]
+    class_names: tuple[str, ...] = ()
+    selection: ImageSelection = ImageSelection()
+
+    @property
+    def sha256(self) -> str:
+        """Identity of the names and sizes, and of the selection."""
+        digest = hashlib.sha256(self.selection.identity.encode())
+        for path, num_bytes in self.tars:
+            digest.update(f"{path.name}\0{num_bytes}\n".encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()
+
+    def parts(self, *, files_per_part: int, seed: int) -> list[SourcePart]:
+        """Return one part per tar, regardless of the arguments."""
+        return [
+            TarPart(path, number, _stated_count(path), len(self.class_names), self.selection)
+            for number, (path, _) in enumerate(self.tars)
+        ]
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """The members of one key: its first image, and the text of its label."""
+
+    image: tarfile.TarInfo
+    label: str | None
+
+
+def list_tars(
+    place: Path, *, selection: ImageSelection, class_names: Sequence[str] | None = None
+) -> TarSource:
+    """List webdataset tars: a folder, a tar, or a pattern such as `web/{00000..00123}.tar`.
+
+    Without `class_names`, labels are ignored. Raises UserError if there is no such tar, or two have
+    the same name.
+    """
+    if place.is_dir():
+        paths = sorted(place.glob("*.tar"))
+    elif "{" in str(place):
+        from braceexpand import braceexpand
+
+        paths = [Path(name) for name in braceexpand(str(place))]
+    else:
+        paths = [place]
+    if missing := [path for path in paths if not path.is_file()]:
+        raise UserError(f"{missing[0]} does not exist")
+    if not paths or len({path.name for path in paths}) < len(paths):
+        raise UserError(f"{place} must match one or more tars with different names")
+    tars = tuple((path, path.stat().st_size) for path in paths)
+    return TarSource(
+        f"{len(tars)} webdataset tars of {printable(place.name)}",
+        place,
+        tars,
+        tuple(class_names or ()),
+        selection,
+    )
+
+
+def _key(member: tarfile.TarInfo) -> str:
+    """Return the webdataset key: the path up to the first dot of the file name."""
+    folder, slash, name = member.name.rpartition("/")
+    return folder + slash + name.partition(".")[0]
+
+
+def _content(file: BinaryIO, member: tarfile.TarInfo, limit: int) -> bytes:
+    # The iterator over members seeks by itself afterwards.
+    file.seek(member.offset_data)
+    return file.read(min(member.size, limit))
+
+
+def _stated_count(path: Path) -> int:
+    try:
+        stats = json.loads(path.with_name(f"{path.stem}_stats.json").read_bytes())
+        return int(stats["successes"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0

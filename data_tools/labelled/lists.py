@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from data_tools.decode import decode_image
-from data_tools.image_folder import list_images
 from data_tools.labelled.data_set import (
     TEST,
     TRAIN,
@@ -23,7 +22,7 @@ from data_tools.labelled.data_set import (
     read_columns,
     read_lines,
 )
-from data_tools.sources import SourceFile
+from data_tools.sources import SourceFile, list_images
 from megavis.config.errors import UserError
 
 _PETS = {TRAIN: "trainval", TEST: "test"}

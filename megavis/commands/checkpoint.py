@@ -16,9 +16,8 @@ from megavis.checkpoint.format.folder import (
     saved_steps,
     step_folder,
 )
-from megavis.checkpoint.format.manifest import read_manifest
+from megavis.checkpoint.format.manifest import damages, read_manifest
 from megavis.checkpoint.state import convert as conversion
-from megavis.checkpoint.state.damage import damages
 from megavis.config.errors import UserError
 from megavis.config.load import dump_config, load_config
 from megavis.config.tokenizers import load_run_config

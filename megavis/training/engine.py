@@ -33,7 +33,7 @@ from megavis.model.stack import LayerPlan, LayerStack, LocalLayers
 from megavis.parallel.context import ModelParallelUnit, ParallelContext
 from megavis.parallel.random import derive_seed
 from megavis.planning.boundary_activations import DTYPES
-from megavis.planning.stages import stage_bounds
+from megavis.planning.parameters import stage_bounds
 from megavis.training.deepspeed_config import deepspeed_config
 from megavis.training.forward_clock import ForwardClock
 from megavis.training.optimizer import GradientNorm, WeightAverage, build_optimizer, learning_rate

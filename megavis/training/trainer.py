@@ -37,17 +37,16 @@ from megavis.papers import build_objective
 from megavis.parallel.context import ParallelContext
 from megavis.parallel.launch import Launch
 from megavis.training.callbacks.callback import Callback, StepState
-from megavis.training.callbacks.device_metrics import WatchHardware
 from megavis.training.callbacks.eval_worker import evaluate_during
 from megavis.training.callbacks.progress import (
     CollectGarbage,
     LogMetrics,
     ReportReplacedSamples,
     ShowProgress,
+    WatchHardware,
 )
-from megavis.training.callbacks.samples import SampleImages
 from megavis.training.callbacks.saving import SaveCheckpoint
-from megavis.training.callbacks.validation import Validate
+from megavis.training.callbacks.validation import SampleImages, Validate
 from megavis.training.dashboards import check_dashboards
 from megavis.training.engine import Engine
 from megavis.training.faults.bad_steps import (
@@ -57,8 +56,12 @@ from megavis.training.faults.bad_steps import (
     roll_back,
 )
 from megavis.training.faults.corruption_check import CheckReplicas
-from megavis.training.faults.interruption import Signals, StopOnSignal, count_restart
-from megavis.training.faults.messages import forgiving_messages
+from megavis.training.faults.interruption import (
+    Signals,
+    StopOnSignal,
+    count_restart,
+    forgiving_messages,
+)
 from megavis.training.faults.watchdog import Watchdog
 from megavis.training.finetune import Finetuning
 from megavis.training.job import (

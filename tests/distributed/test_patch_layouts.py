@@ -19,7 +19,7 @@ from megavis.papers import build_objective
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import Launch
 from megavis.planning.layouts import is_legal
-from megavis.planning.stages import stage_bounds
+from megavis.planning.parameters import stage_bounds
 from megavis.training.engine import Engine
 from megavis.training.job import open_job
 from megavis.training.parity import Curve, train_briefly

@@ -23,8 +23,7 @@ from faults import AT_ANY_TIME, FAULTS, PATIENCE, ViolationError, expect, leftov
 from job import LAYOUTS, Job, newest_step
 
 from megavis.checkpoint.format.folder import latest_checkpoint
-from megavis.checkpoint.format.manifest import read_manifest
-from megavis.checkpoint.state.damage import damages
+from megavis.checkpoint.format.manifest import damages, read_manifest
 from megavis.training.metrics import read_metrics
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))

@@ -1,4 +1,4 @@
-"""The `manifest.json` of a checkpoint folder.
+"""The `manifest.json` of a checkpoint folder, and the damage of files that differ from it.
 
 A logical tensor has the same name and shape in every layout. It is stored as slices along at most
 one dimension; each slice is written by one process.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from pydantic import (
 
 from megavis.config.errors import UserError
 from megavis.data.format.files import sha256_of_file, write_atomically
+from megavis.parallel.progress_bar import shown
 
 MANIFEST = "manifest.json"
 CHECKSUMS = "crc32"
@@ -180,3 +182,71 @@ def file_damage(path: Path, stored: StoredFile) -> str | None:
             f"{path}: its SHA-256 differs from the manifest, so it has changed since it was saved"
         )
     return None
+
+
+_PIECE = 1 << 24
+_LENGTH_BYTES = 8
+
+
+def damages(folder: Path) -> Iterator[str]:
+    """Read every byte of a checkpoint and yield a message for each damaged file.
+
+    In a file with a wrong SHA-256, tensors are compared with the checksums in the file's header.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except UserError as error:
+        yield str(error)
+        return
+    total = sum(stored.size for stored in manifest.files.values())
+    files = shown(
+        sorted(manifest.files.items()),
+        f"verifying {folder.name}",
+        total=total,
+        unit="B",
+        size=lambda file: file[1].size,
+    )
+    for name, stored in files:
+        damage = file_damage(folder / name, stored)
+        if damage is not None:
+            yield f"{damage}: {', '.join(_damaged_tensors(folder / name, stored))}"
+
+
+def _damaged_tensors(path: Path, stored: StoredFile) -> list[str]:
+    """Return the names of the tensors whose bytes have changed."""
+    if not path.is_file() or path.stat().st_size != stored.size:
+        return ["the whole file"]
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        try:
+            if length > stored.size:
+                raise ValueError
+            header = json.loads(file.read(length))
+            checksums = json.loads(header.pop("__metadata__", {}).get(CHECKSUMS, "{}"))
+            found = [
+                key
+                for key, entry in header.items()
+                if key in checksums
+                and _checksum_at(path, _LENGTH_BYTES + length, entry["data_offsets"])
+                != checksums[key]
+            ]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            # Not JSON, or not of the expected form.
+            return ["its header"]
+    if found or checksums:
+        return found or ["its header"]
+    return ["any tensor: the file has no checksums of tensors"]
+
+
+def _checksum_at(path: Path, start: int, offsets: list[int]) -> int:
+    """Return the CRC-32 of the bytes `[begin, end)` after `start`."""
+    begin, end = offsets
+    checksum = 0
+    with path.open("rb") as file:
+        file.seek(start + begin)
+        while begin < end:
+            piece = file.read(min(_PIECE, end - begin))
+            if not piece:
+                break
+            checksum, begin = zlib.crc32(piece, checksum), begin + len(piece)
+    return checksum

@@ -1,15 +1,17 @@
-"""Stop on a signal, and limit restarts that make no progress."""
+"""Stop on a signal, limit restarts that make no progress, outlive a log that cannot be written."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 from megavis.config.errors import UserError
 from megavis.data.format.files import write_atomically
@@ -109,3 +111,34 @@ def _count(record: Path, first_step: int, limit: int) -> None:
         )
     content = {"step": first_step, "restarts": restarts}
     write_atomically(record, json.dumps(content).encode())
+
+
+class _Forgiving:
+    """A text stream that drops what cannot be written."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+
+@contextlib.contextmanager
+def forgiving_messages() -> Iterator[None]:
+    """Ignore errors of standard error within the block."""
+    stream: Any = _Forgiving(sys.stderr)
+    with contextlib.redirect_stderr(stream):
+        yield

@@ -13,10 +13,10 @@ from megavis.checkpoint.format.manifest import (
     CheckpointManifest,
     LogicalTensor,
     TensorSlice,
+    damages,
     read_manifest,
 )
 from megavis.checkpoint.format.tensor_reader import CheckpointReader
-from megavis.checkpoint.state.damage import damages
 from megavis.checkpoint.state.save import write_tensors
 from megavis.cli import main
 from megavis.config.load import load_config

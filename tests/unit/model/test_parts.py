@@ -175,7 +175,7 @@ def test_layer_depths_and_names(two_stacks):
 
 def test_stages_balance_work(two_stacks, build, tmp_path):
     from megavis.model.stack import block_weights
-    from megavis.planning.stages import stage_bounds
+    from megavis.planning.parameters import stage_bounds
 
     plans = two_stacks[0].layer_plans()
     places, weights = block_weights(plans)
@@ -193,7 +193,7 @@ def test_stages_balance_work(two_stacks, build, tmp_path):
 def test_balanced_bounds_minimize_the_largest_stage():
     from itertools import combinations, pairwise
 
-    from megavis.planning.stages import balanced_bounds
+    from megavis.planning.parameters import balanced_bounds
 
     weights = (1.0, 1.0, 0.4, 2.5, 0.4, 1.0, 0.4, 0.4, 2.5)
 
@@ -209,7 +209,7 @@ def test_balanced_bounds_minimize_the_largest_stage():
 def test_stage_bounds_of_equal_blocks_match_deepspeed(build, tmp_path, num_blocks, num_stages):
     from deepspeed.runtime.utils import partition_balanced
 
-    from megavis.planning.stages import stage_bounds
+    from megavis.planning.parameters import stage_bounds
 
     objective, _ = build(tmp_path / "c.yaml", f"model.num_layers={num_blocks}")
     theirs = partition_balanced([0, *[1] * num_blocks, 0], num_stages)

@@ -7,8 +7,8 @@ import pytest
 from torch import nn
 
 from megavis.checkpoint.format.folder import latest_checkpoint, prune, saved_steps
+from megavis.checkpoint.format.manifest import damages
 from megavis.checkpoint.state import save
-from megavis.checkpoint.state.damage import damages
 from megavis.checkpoint.state.save import Snapshot, TrainingProgress
 from megavis.config.schema import CheckpointConfig
 from megavis.training.callbacks.callback import StepState
