@@ -13,16 +13,11 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from megavis.checkpoint.format.folder import require_run_folder
-from megavis.commands.opening import (
-    job_closed,
-    network_identity,
-    open_held_out,
-    open_shards,
-    training_shards,
-)
+from megavis.commands.opening import job_closed, network_identity, open_held_out, open_shards
 from megavis.commands.options.shared import refuse_options
 from megavis.commands.quiet import quietly
 from megavis.config.errors import UserError
+from megavis.data.loading.leakage import training_shards
 from megavis.evaluation.features import (
     FOLDER,
     CachedFile,
@@ -51,7 +46,7 @@ def probe_data(opened: Run, args: argparse.Namespace) -> ProbeData:
         num_train=args.train_images,
         num_validation=args.validation_images,
         selection=open_shards(opened, args.selection) if args.selection else None,
-        trained_on=training_shards(opened),
+        trained_on=list(training_shards(opened.config)),
     )
 
 

@@ -24,20 +24,14 @@ from megavis.commands.features import (
     report_cache,
     untrained_network,
 )
-from megavis.commands.opening import (
-    job_closed,
-    open_held_out,
-    open_run,
-    open_shards,
-    training_shards,
-)
+from megavis.commands.opening import job_closed, open_held_out, open_run, open_shards
 from megavis.commands.options.figures import GENERAL_FIGURES
 from megavis.commands.options.shared import spelled
 from megavis.commands.quiet import quietly
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.config.figures import FigureSpec, paper_figures
-from megavis.data.loading.leakage import check_no_overlap
+from megavis.data.loading.leakage import check_no_overlap, training_shards
 from megavis.data.loading.loader import read_round_robin
 from megavis.evaluation import figures, neighbors
 from megavis.evaluation.figures import FigureInput, RenderedFigure, Row, write_png, write_table
@@ -167,7 +161,7 @@ def _neighbor_scores(
     """Return a score per layer, and a record for reproducing them."""
     held_out = open_held_out(opened, args.images, option="--images")
     train = open_shards(opened, opened.config.data.train_sources[0].path)
-    check_no_overlap(held_out, [train, *training_shards(opened)])
+    check_no_overlap(held_out, [train, *training_shards(opened.config)])
     cache = feature_cache(opened, args)
     fresh = untrained_network(opened, cache, seed=opened.config.seed)
     pairs = [

@@ -7,17 +7,11 @@ import sys
 from pathlib import Path
 
 from megavis.checkpoint.format.folder import finetuned_step
-from megavis.commands.opening import (
-    job_closed,
-    open_held_out,
-    open_run,
-    open_shards,
-    training_shards,
-)
+from megavis.commands.opening import job_closed, open_held_out, open_run, open_shards
 from megavis.config.errors import UserError
 from megavis.data.format.files import write_json
 from megavis.data.loading.dataset import Subset, halves, shuffled
-from megavis.data.loading.leakage import check_no_overlap
+from megavis.data.loading.leakage import check_no_overlap, training_shards
 from megavis.evaluation.classes import ClassProbabilities, average, predict_classes
 from megavis.evaluation.likelihood import LikelihoodResult, measure_likelihood
 from megavis.notebook import Run
@@ -30,7 +24,7 @@ def measure(args: argparse.Namespace) -> int:
             args.run_folder, step=args.step, device=args.device, precision=args.precision
         )
         images = open_held_out(opened, args.images, option="--images")
-        check_no_overlap(images, training_shards(opened))
+        check_no_overlap(images, list(training_shards(opened.config)))
         result = measure_likelihood(
             opened.config.name,
             opened.step,

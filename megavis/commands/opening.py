@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,7 @@ import torch
 from megavis.commands.quiet import quietly
 from megavis.config.errors import UserError
 from megavis.data.codecs.transforms import evaluation_transform
-from megavis.data.loading import leakage
 from megavis.data.loading.dataset import ShardDataset
-from megavis.data.loading.leakage import Shards
 from megavis.evaluation.features import identity_of_network
 from megavis.notebook import Run
 from megavis.parallel.context import close_context, current_context
@@ -76,8 +74,3 @@ def open_held_out(opened: Run, folder: str | None, *, option: str) -> ShardDatas
     if folder is None:
         raise UserError(f"the run has no data.validation; name a shard folder with {option}")
     return open_shards(opened, folder)
-
-
-def training_shards(opened: Run) -> Sequence[Shards]:
-    """Return the run's training shards that still exist; none may be used for evaluation."""
-    return list(leakage.training_shards(opened.config))

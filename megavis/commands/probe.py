@@ -28,12 +28,12 @@ from megavis.commands.features import (
     report_cache,
     untrained_networks,
 )
-from megavis.commands.opening import open_run, open_shards, training_shards
+from megavis.commands.opening import open_run, open_shards
 from megavis.config.errors import UserError
 from megavis.config.schema import ConfigIssue
 from megavis.config.section import Section
 from megavis.config.yaml_tree import ConfigSource, read_tree
-from megavis.data.loading.leakage import Shards
+from megavis.data.loading.leakage import Shards, training_shards
 from megavis.evaluation.features import FeatureCache
 from megavis.evaluation.linear import RECIPES, ConcatenatedScore, LayerScore
 from megavis.evaluation.networks import Network
@@ -159,7 +159,7 @@ def _results(
     settings = _settings(opened, args)
     cache = feature_cache(opened, args)
     # Open all before evaluating the first, so mistakes are reported immediately.
-    trained_on = training_shards(opened)
+    trained_on = list(training_shards(opened.config))
     data = {
         name: _open(opened, folders, trained_on, examples=args.examples)
         for name, folders in data_sets.items()
@@ -193,10 +193,7 @@ def _settings(opened: Run, args: argparse.Namespace) -> TransferSettings:
 
 
 def _features(
-    opened: Run,
-    data: Mapping[str, ProbeData],
-    args: argparse.Namespace,
-    cache: FeatureCache | None,
+    opened: Run, data: Mapping[str, ProbeData], args: argparse.Namespace, cache: FeatureCache | None
 ) -> Iterator[tuple[str, str, Pair]]:
     """Yield data set name, network name and features, one network after another."""
     for features, network in _networks(opened, args, cache):

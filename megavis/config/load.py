@@ -108,8 +108,7 @@ def _validate(
 
 def dump_config(config: RunConfig) -> str:
     """Return the resolved config as YAML that `load_config` reads back to the same config."""
-    tree = config.model_dump(mode="json")
-    return dump_tree(tree)
+    return dump_tree(config.model_dump(mode="json"))
 
 
 class SchemaNames:

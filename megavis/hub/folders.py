@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from megavis.checkpoint.format.folder import step_folder
 from megavis.checkpoint.format.tensor_reader import read_weights
 from megavis.config.errors import UserError
+from megavis.config.schema import RunConfig
 from megavis.config.tokenizers import exported_names
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.hub import plain_loader
@@ -46,9 +47,10 @@ def write_huggingface(run: Run, folder: Path) -> Exported:
     Raises UserError if the exported network does not match the run.
     """
     weights = read_weights(step_folder(run.folder, run.step))
-    for fits, write in ((_is_imagegpt, _write_imagegpt), (_is_vit_mae, _write_vit_mae)):
-        if fits(run):
-            return write(run, weights, folder)
+    if run.config.finetune is None and _passes(fits_imagegpt, run):
+        return _write_imagegpt(run, weights, folder)
+    if _passes(fits_vit_mae, run):
+        return _write_vit_mae(run, weights, folder)
     try:
         vit = as_vit(run, weights)
     except UserError as error:
@@ -82,17 +84,9 @@ def write_timm(run: Run, folder: Path) -> Exported:
     return Exported("timm's VisionTransformer", difference)
 
 
-def _is_imagegpt(run: Run) -> bool:
+def _passes(check: Callable[[RunConfig], object], run: Run) -> bool:
     try:
-        fits_imagegpt(run.config)
-    except UserError:
-        return False
-    return run.config.finetune is None
-
-
-def _is_vit_mae(run: Run) -> bool:
-    try:
-        fits_vit_mae(run.config)
+        check(run.config)
     except UserError:
         return False
     return True
