@@ -73,11 +73,7 @@ def _decode_jpeg(content: bytes, min_side: int) -> np.ndarray | None:
         raise RefusedImageError("too large")
     try:
         return simplejpeg.decode_jpeg(
-            content,
-            colorspace="RGB",
-            min_height=min_side,
-            min_width=min_side,
-            strict=True,
+            content, colorspace="RGB", min_height=min_side, min_width=min_side, strict=True
         )
     except ValueError as error:
         truncated = "premature end" in str(error).lower()

@@ -121,9 +121,7 @@ class Encoding:
 Refused = RefusedImageError | None
 
 
-def encoding_from(
-    arguments: argparse.Namespace,
-) -> tuple[Encoding, LatentTokenizer | IdTokenizer]:
+def encoding_from(arguments: argparse.Namespace) -> tuple[Encoding, LatentTokenizer | IdTokenizer]:
     """Return encoding and opened network from the options of `add_encoding_arguments`."""
     if min(arguments.size, arguments.batch_size) < 1:
         raise UserError("--size and --batch-size must be at least 1")

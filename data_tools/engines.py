@@ -34,11 +34,7 @@ class Failure:
 
 
 def run_units(
-    units: Sequence[Unit],
-    *,
-    workers: int,
-    engine: str,
-    advance: Callable[[int], None],
+    units: Sequence[Unit], *, workers: int, engine: str, advance: Callable[[int], None]
 ) -> Iterator[UnitResult | Failure]:
     """Yield the result of each unit; stop after the first failure.
 

@@ -202,10 +202,7 @@ def _run(units: Sequence[Unit], arguments: argparse.Namespace, *, label: str) ->
     total = sum(unit.part.num_files for unit in units)
     with ProgressBar(label, total=total) as progress:
         for result in run_units(
-            units,
-            workers=arguments.workers,
-            engine=arguments.engine,
-            advance=progress.advance,
+            units, workers=arguments.workers, engine=arguments.engine, advance=progress.advance
         ):
             if isinstance(result, Failure):
                 outcome.failure = result

@@ -46,9 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `speech` to its parser."""
     parser.add_argument("source", type=Path, help="a folder of word/*.wav at 16 kHz")
     parser.add_argument(
-        "--words",
-        default="",
-        help="comma-separated words to use as classes; default: all words",
+        "--words", default="", help="comma-separated words to use as classes; default: all words"
     )
     add_job_arguments(parser)
 

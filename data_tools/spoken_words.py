@@ -88,13 +88,7 @@ def drawn_voices(
 
 
 def speak(
-    synthesizer: Synthesizer,
-    voice: str,
-    words: Sequence[str],
-    *,
-    takes: int,
-    out: Path,
-    seed: int,
+    synthesizer: Synthesizer, voice: str, words: Sequence[str], *, takes: int, out: Path, seed: int
 ) -> list[str]:
     """Write recordings of one voice; return their names below `out`, in Speech Commands' format.
 

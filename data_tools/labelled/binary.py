@@ -15,14 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from data_tools.labelled.data_set import (
-    TEST,
-    TRAIN,
-    UNLABELED,
-    Listing,
-    ppm,
-    read_lines,
-)
+from data_tools.labelled.data_set import TEST, TRAIN, UNLABELED, Listing, ppm, read_lines
 from data_tools.sources import SourceFile
 from megavis.config.errors import UserError
 

@@ -11,14 +11,7 @@ from data_tools.labelled.array_files import (
 )
 from data_tools.labelled.binary import list_cifar10, list_cifar100, list_stl10
 from data_tools.labelled.clevr_kitti import list_clevr_count, list_clevr_distance, list_kitti
-from data_tools.labelled.data_set import (
-    EXTRA,
-    TEST,
-    TRAIN,
-    UNLABELED,
-    VALIDATION,
-    LabelledSet,
-)
+from data_tools.labelled.data_set import EXTRA, TEST, TRAIN, UNLABELED, VALIDATION, LabelledSet
 from data_tools.labelled.lists import (
     list_aircraft,
     list_caltech101,

@@ -20,11 +20,7 @@ import torch
 import yaml
 from torch.utils.tensorboard import SummaryWriter
 
-from megavis.checkpoint.format.folder import (
-    latest_checkpoint,
-    saved_steps,
-    step_folder,
-)
+from megavis.checkpoint.format.folder import latest_checkpoint, saved_steps, step_folder
 from megavis.commands.evaluate import device_of
 from megavis.commands.features import feature_cache, network_of, probe_data
 from megavis.commands.opening import job_closed, open_held_out, open_run

@@ -20,12 +20,7 @@ from megavis.commands.options.shared import (
     add_step,
     refuse_options,
 )
-from megavis.config.arguments import (
-    add_perceptual_arguments,
-    non_negative,
-    output_file,
-    positive,
-)
+from megavis.config.arguments import add_perceptual_arguments, non_negative, output_file, positive
 from megavis.config.errors import UserError
 
 DISTANCE = "frechet"

@@ -116,10 +116,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
         "--keep-last", type=positive, required=True, help="number of newest checkpoints to keep"
     )
     prune.add_argument(
-        "--keep-every",
-        type=non_negative,
-        default=0,
-        help="also keep every N-th step; 0: none",
+        "--keep-every", type=non_negative, default=0, help="also keep every N-th step; 0: none"
     )
     convert = _add_verb(
         verbs, "convert", "re-slice a checkpoint for another layout, offline", "checkpoint:convert"
