@@ -66,39 +66,26 @@ class Attention(nn.Module):
         projection = copy.copy(config)
         projection.sequence_parallel = config.sequence_parallel and not self.chooses
         width = config.hidden_size
-        options = {"config": projection, "bias": has_bias}
+        options: dict[str, Any] = {
+            "config": projection,
+            "bias": has_bias,
+            "tp_group": self.tensor_group,
+        }
         self.linear_q = ColumnParallelLinear(
-            width,
-            width,
-            init_method=initialization.query,
-            tp_group=self.tensor_group,
-            **options,
+            width, width, init_method=initialization.query, **options
         )
         # Rows are ordered by `join_keys_values`, so that splitting them assigns complete heads to
         # each process.
         self.linear_kv = ColumnParallelLinear(
-            width,
-            2 * width,
-            init_method=initialization.key_value,
-            tp_group=self.tensor_group,
-            **options,
+            width, 2 * width, init_method=initialization.key_value, **options
         )
-        self.linear_proj = RowParallelLinear(
-            width,
-            width,
-            config=config,
-            bias=has_bias,
-            init_method=initialization.attention_output,
-            tp_group=self.tensor_group,
-        )
+        options |= {"config": config, "init_method": initialization.attention_output}
+        self.linear_proj = RowParallelLinear(width, width, **options)
 
     def forward(
         self, hidden_states: Tensor, attention_mask: AttentionContext, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend.
-
-        Args:
-            hidden_states: `[s, b, h]` (s split under sequence and context parallelism).
+        """Attend from `[s, b, h]` (s split under sequence and context parallelism).
 
         Returns:
             `[q, b, h]` (q split likewise) and the output bias `[h]`, which the caller adds.
@@ -254,16 +241,10 @@ class CrossAttention(Attention):
         attention_mask: AttentionContext,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend.
+        """Attend from all `[s, b, h]` to the memory `[c, b, h]`, which every process has.
 
-        Args:
-            hidden_states: `[s, b, h]` (s split under sequence and context parallelism).
-            key_value_states: the memory `[c, b, h]`, replicated on every process.
-            attention_mask: context of the self-attention; only its cache is used, which stores the
-                memory's keys and values.
-
-        Returns:
-            Like self-attention, for all s tokens.
+        Of the self-attention's context only the cache is used, which stores the memory's keys and
+        values. Returns like self-attention, for all s tokens.
         """
         own = gather_tokens(hidden_states, self.config, self.tensor_group)
         query = self._heads(self.linear_q(own)[0], 1)[0]
@@ -278,12 +259,7 @@ class CrossAttention(Attention):
 
 
 def join_keys_values(keys: Tensor, values: Tensor, num_heads: int) -> Tensor:
-    """Interleave the rows of two projections in the order of `linear_kv`.
-
-    Args:
-        keys: weight `[n · d, h]` or bias `[n · d]` of the key projection.
-        values: the same of the value projection.
-        num_heads: n, summed over all processes.
+    """Interleave the rows of two projections, weights `[n · d, h]` or biases, as in `linear_kv`.
 
     Returns:
         `[2 · n · d, ...]`: head by head, each head's keys before its values.

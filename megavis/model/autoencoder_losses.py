@@ -27,35 +27,35 @@ from torch.func import functional_call
 
 from megavis.config.errors import UserError
 from megavis.tokenizers.network_tokenizer import read_weights_file
+from megavis.tokenizers.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 
 _PARTS = ("weight", "bias")
 _PADDING = {3: 1, 5: 2, 11: 2}  # by kernel size
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Of ImageNet's colours, which the perceptual backbones expect."""
 _SLOPE, _SMALLEST_SIDE, _LARGEST_MULTIPLE = 0.2, 4, 8
 """Of the discriminator: slope of leaky ReLU, side of the last grid, and most channels in multiples
 of `filters`."""
 
 
 class PerceptualDistance:
-    """Perceptual distance of two images, with constant weights."""
+    """Perceptual distance of two images, with constant weights.
+
+    Args:
+        weights: state dict of a VGG-16 or an AlexNet (`features.0.weight`, ...).
+        linear: w of each level, as `lin0.model.1.weight` `[1, channels, 1, 1]` and so on, as in
+            the package lpips; None for w = 1.
+
+    Raises:
+        UserError: a tensor is missing, or has the wrong shape.
+    """
 
     def __init__(
         self, weights: Mapping[str, Tensor], linear: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Build from state dicts.
-
-        Args:
-            weights: state dict of a VGG-16 or an AlexNet (`features.0.weight`, ...).
-            linear: w of each level, as `lin0.model.1.weight` `[1, channels, 1, 1]` and so on, as in
-                the package lpips; None for w = 1.
-
-        Raises:
-            UserError: a tensor is missing, or has the wrong shape.
-        """
         self.backbone = _backbone_of(weights)
         self._weights = {name: weights[name].float() for name in self.backbone.names}
-        self._mean, self._deviation = (torch.tensor(n)[:, None, None] for n in (_MEAN, _STD))
+        self._mean, self._deviation = (
+            torch.tensor(values)[:, None, None] for values in (CHANNEL_MEAN, CHANNEL_DEVIATION)
+        )
         self._linear: list[Tensor] | None = None
         if linear is not None:
             self._linear = [

@@ -292,9 +292,7 @@ class Block(TransformerLayer):
     ) -> Tensor:
         """Map `[s, b, h]` to `[q, b, h]`, the tokens from `attention_context.query_start` on.
 
-        Args:
-            hidden: hidden states of all tokens.
-            memory: output of an encoder, `[c, b, h]`, if there is one.
+        `memory`, `[c, b, h]`, is the output of an encoder, if there is one.
         """
         recomputes = self.checkpointing == "selective" and self.training
         if recomputes or attention_context.query_start or attention_context.kept is not None:

@@ -75,9 +75,7 @@ def set_start(parameters: Iterable[Tensor], start: Start) -> None:
 def starts_fresh(parameter: Tensor, *, is_saved: bool) -> bool:
     """Return whether a parameter keeps its initial weights when fine-tuning starts.
 
-    Args:
-        parameter: a parameter of the fine-tuned model.
-        is_saved: whether the pretrained run has this parameter.
+    `is_saved`: whether the pretrained run has this parameter.
     """
     start: Start = getattr(parameter, _START, "saved")
     return start == "fresh" or (start == "saved or fresh" and not is_saved)

@@ -6,7 +6,12 @@ preallocated tensor. The computation follows Megatron's layer step by step, and 
 folded into the weights: a norm's gain and bias into the projection after it, the 1/√d of attention
 into the query projection, and the 1.702 of iGPT's activation into the matrices around it.
 
-Legend: b images, n heads of this process, d head size, h hidden size, t tokens so far.
+A static step decodes over tensors that stay where they are, so that a CUDA graph can replay it: the
+position is a tensor, and attention hides the part of the cache that is not written yet. A graph
+saves the host's time, which at small batches is longer than the device's. On a CPU the same is
+computed without a graph; it has not been run on a GPU yet.
+
+Legend: b images, n heads of this process, d head size, h hidden size, t tokens so far, L blocks.
 """
 
 from __future__ import annotations
@@ -28,24 +33,18 @@ from megavis.model.core import Block
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.norms import Norm
 from megavis.model.positions import angles
-from megavis.model.static_step import REACH, StaticStep
 from megavis.model.visibility import KeyValueCache
 
 
 class IncrementalDecoder(KeyValueCache):
     """A KV cache, together with the blocks that extend it.
 
-    Copies the blocks' current weights, so create a new one for each batch of sequences.
+    Copies the current weights of the blocks of one stack, which `suits`, so create a new one for
+    each batch of sequences. With `static` it runs static steps; the blocks must not be split over a
+    tensor group.
     """
 
     def __init__(self, blocks: Sequence[Block], capacity: int, *, static: bool = False) -> None:
-        """Copy the weights.
-
-        Args:
-            blocks: of one stack, which `suits`.
-            capacity: maximum number of tokens.
-            static: run static steps; the blocks must not be split over a tensor group.
-        """
         super().__init__(capacity)
         self._static, self._steps = static, dict[int, StaticStep]()
         self._blocks = [_Block.of(block) for block in blocks]
@@ -115,10 +114,9 @@ class IncrementalDecoder(KeyValueCache):
 
 
 class _Projection:
-    """One of a block's four projections of single tokens, `[b, in]` to `[b, out]`."""
+    """One of a block's four projections of single tokens, by `[out, in]` and `[out]`."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Copy a weight `[out, in]` and keep a bias `[out]`."""
         self._weight, self._bias = weight.t().contiguous(), bias
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -137,15 +135,7 @@ class _Projection:
         gain: float,
         factor: float = 1.0,
     ) -> _Projection:
-        """Build from a projection, with the gain and bias of the preceding norm folded in.
-
-        Args:
-            norm: the norm; the rest of it is `_Block.normalise`.
-            weight: weight of the projection, `[out, in]`.
-            bias: bias of the projection, `[out]`.
-            gain: multiplies the norm's gain.
-            factor: multiplies the projection's output.
-        """
+        """Build from a projection times `factor`, with `gain` times its norm folded in."""
         wide = weight.float() * factor
         bias = None if bias is None else bias.float() * factor
         if norm.bias is not None:
@@ -228,8 +218,7 @@ class _Block:
 
         Args:
             write: writes the new keys and values `[2, b, n, d]` to the cache.
-            keys: all keys including the new ones, as from `_places`.
-            values: all values including the new ones, as from `_places`.
+            keys: all keys including the new ones, as from `_places`; `values` likewise.
             turn: rotations from `turn`; None without rotary positions.
             unseen: tokens to hide, bool `[t]`; None: none.
         """
@@ -308,3 +297,81 @@ def _mix(query: Tensor, keys: Tensor, values: Tensor, unseen: Tensor | None = No
     return F.scaled_dot_product_attention(
         query[:, :, None], keys, values, attn_mask=mask, scale=1.0
     )
+
+
+REACH = 256
+"""A static step sees a multiple of so many tokens, or all: there is a graph for each multiple."""
+
+
+class StaticStep:
+    """All blocks on a token, over a part of the cache; a CUDA graph on a GPU.
+
+    Every call reads and writes the same memory: `hidden`, `turn` and `position` are copied in, the
+    result is copied out.
+
+    Args:
+        cache: `[L, 2, b, n, capacity, d]`.
+        reach: number of tokens that it may see.
+        hidden: hidden states like those of each call.
+        turn: rotations likewise.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[_Block],
+        cache: Tensor,
+        reach: int,
+        hidden: Tensor,
+        turn: Tensor | None,
+    ) -> None:
+        self._rooms = [(block, room) for block, room in zip(blocks, cache, strict=True)]
+        self._reach = reach
+        self._hidden, self._result = hidden.clone(), torch.empty_like(hidden)
+        self._turn = None if turn is None else turn.clone()
+        self._position = torch.zeros(1, dtype=torch.int64, device=hidden.device)
+        self._tokens = torch.arange(reach, device=hidden.device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, hidden: Tensor, turn: Tensor | None, position: int) -> Tensor:
+        """Return the hidden states `[b, h]` of the token at a position, after all blocks."""
+        self._hidden.copy_(hidden)
+        self._position.fill_(position)
+        if self._turn is not None and turn is not None:
+            self._turn.copy_(turn)
+        if not hidden.is_cuda:
+            self._run()
+        else:
+            if self._graph is None:
+                self._graph = self._captured()
+            self._graph.replay()
+        return self._result.clone()
+
+    def _run(self) -> None:
+        self._result.copy_(self._hidden)
+        unseen = self._tokens > self._position
+        for block, room in self._rooms:
+            seen = room.flatten(1, 2)[:, :, : self._reach]
+            block.run_(
+                self._result,
+                functools.partial(self._write, room),
+                seen[0].transpose(1, 2),
+                seen[1],
+                self._turn,
+                unseen,
+            )
+
+    def _write(self, room: Tensor, new: Tensor) -> None:
+        """Write a token's keys and values `[2, b, n, d]` to a cache `[2, b, n, capacity, d]`."""
+        room.index_copy_(3, self._position, new.unsqueeze(3))
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        # Warm up on another stream: capturing allows no first use of a library.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._run()
+        return graph

@@ -99,11 +99,6 @@ def add_to_residual(
 ) -> Callable[[bool, bool], Callable[..., Tensor]]:
     """Return Megatron's bias-dropout-add with a fixed dropout probability.
 
-    Args:
-        dropout: probability of dropping an element of the branch.
-        config: determines whether tokens are split over the tensor group.
-        group: the tensor group.
-
     Returns:
         A function of `training` and a fusion flag, which returns a function of `([s, b, h], bias or
         None)`, the residual `[s, b, h]` and a probability, which is ignored.

@@ -42,11 +42,7 @@ def token_embedding(core: Core, vocabulary_size: int, fill: Fill) -> VocabParall
 def grid_positions(
     core: Core, kind: PositionKind, grid: tuple[int, int], *, fill: Fill
 ) -> Positions:
-    """Return positions on a grid, scaled by `model.position_scale`.
-
-    Args:
-        core: determines the hidden size.
-    """
+    """Return positions on a grid of rows and columns, scaled by `model.position_scale`."""
     height, width = grid
     return Positions(
         kind,

@@ -82,12 +82,7 @@ class EncoderSizes:
         return above.model_copy(update=changed)
 
     def core(self, above: Core, name: str) -> Core:
-        """Return a core for the encoder's blocks: a ViT with all biases and full attention.
-
-        Args:
-            above: core of the decoder.
-            name: prefix of the blocks' names.
-        """
+        """Return a core for the blocks `name` below `above`: a ViT with all biases."""
         passing = (_passing(each) for each in above.carried_names if each != MEMORY)
         return above.with_stack(
             name=name,
@@ -104,12 +99,8 @@ class EncoderSizes:
     ) -> list[LayerPlan]:
         """Return the encoder's blocks and output layer, which run once per image.
 
-        Layer decay treats them like the first layer, which embeds the patches.
-
-        Args:
-            above: core of the decoder.
-            num_rows: rows of an image in the decoder.
-            name: prefix of all parameter names.
+        Layer decay treats them like the first layer, which embeds the patches. `num_rows` is that
+        of an image in the decoder, whose core is `above`.
         """
         core, width = self.core(above, f"{name}.blocks"), above.model.hidden_size
         patches, own = self.num_patches(image_size), self.hidden_size
@@ -160,14 +151,9 @@ class EncoderInput(nn.Module):
         )
 
     def forward(self, images: Tensor, rows: LayerState | None = None) -> LayerState:
-        """Embed.
+        """Embed images `[b, H, W, 3]` in [-1, 1] as patches `[c, b, w]`.
 
-        Args:
-            images: float `[b, H, W, 3]` in [-1, 1].
-            rows: state of the decoder's rows `[m, b, h]`; None if only the encoder runs.
-
-        Returns:
-            Patches `[c, b, w]`, which carry the rows and all that these carry.
+        They carry the decoder's rows `[m, b, h]`, if there are any, and all that these carry.
         """
         places = torch.arange(self.side**2, device=images.device)[None]
         hidden = self.positions(self.linear_patches(patchify(images, self.patch_size)), places)

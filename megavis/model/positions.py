@@ -69,12 +69,7 @@ class Positions(nn.Module):
             set_start([self.weight], "saved or fresh")
 
     def forward(self, hidden: Tensor, places: Tensor) -> Tensor:
-        """Add absolute positions to `hidden`; other kinds return it unchanged.
-
-        Args:
-            hidden: embeddings of the tokens, `[b, s, h]`.
-            places: int64 `[b or 1, s]`, the cell of each token.
-        """
+        """Add absolute positions of cells `[b or 1, s]` to `[b, s, h]`; other kinds add none."""
         if self.weight is not None:
             return hidden + nn.functional.embedding(places, self.weight)
         if self.kind == "sincos":
@@ -87,12 +82,8 @@ class Positions(nn.Module):
     def carried(self, places: Tensor) -> dict[str, Tensor]:
         """Return the coordinates that rotary and relative kinds carry to the blocks, by name.
 
-        Args:
-            places: int64 `[b or 1, s]`, the cell of each token, `START` or `NOWHERE`.
-
-        Returns:
-            Empty for other kinds; else int64 `[b or 1, s, axes]`: the index in raster order for
-            `rope_1d`, row and column for the others.
+        For cells int64 `[b or 1, s]`, `START` or `NOWHERE`: int64 `[b or 1, s, axes]`, the index in
+        raster order for `rope_1d`, row and column for the others. Empty for absolute kinds.
         """
         names = carried_names(self.kind)
         if not names:
@@ -122,10 +113,7 @@ class RelativeBias(nn.Module):
     def forward(self, queries: Tensor, keys: Tensor, heads: slice = slice(None)) -> Tensor:
         """Return the bias `[b or 1, n, q, c]`, or only that of some heads.
 
-        Args:
-            queries: row and column of each query, or `OFF_GRID`, int64 `[b or 1, q, 2]`.
-            keys: row and column of each key, or `OFF_GRID`, int64 `[b or 1, c, 2]`.
-            heads: which of the n heads.
+        Queries and keys are rows and columns, or `OFF_GRID`, int64 `[b or 1, q or c, 2]`.
         """
         rows, columns = (keys[:, None] - queries[:, :, None]).unbind(-1)
         entries = (rows + self.height - 1) * (2 * self.width - 1) + columns + self.width - 1
@@ -153,11 +141,7 @@ def is_grid(num_cells: int) -> bool:
 
 
 def resize_table(table: Tensor, num_cells: int) -> Tensor:
-    """Interpolate learned positions from one square grid to another, bicubically.
-
-    Args:
-        table: float32 `[cells, h]` in raster order.
-        num_cells: cells of the new grid.
+    """Interpolate learned positions `[cells, h]` from one square grid to another, bicubically.
 
     Returns:
         `[num_cells, h]`; the table itself if the size is the same.
@@ -181,18 +165,10 @@ def carried_names(kind: PositionKind) -> tuple[str, ...]:
 
 
 def sincos(coordinates: Tensor, hidden_size: int) -> Tensor:
-    """Return sine and cosine features of coordinates.
+    """Return sine and cosine features of coordinates `[..., axes]`: float32 `[..., h]`.
 
-    Args:
-        coordinates: `[..., axes]`.
-        hidden_size: h, a multiple of 2 · axes.
-
-    Returns:
-        float32 `[..., h]`: sines then cosines of each axis, beginning with the last axis (the
-        column), as in MAE's `get_2d_sincos_pos_embed`.
-
-    Raises:
-        ValueError: `hidden_size` is not divisible.
+    Sines then cosines of each axis, beginning with the last axis (the column), as in MAE's
+    `get_2d_sincos_pos_embed`. Raises ValueError unless h is a multiple of 2 · axes.
     """
     axes = coordinates.shape[-1]
     if hidden_size % (2 * axes):
@@ -211,7 +187,6 @@ def turns(coordinates: Tensor, head_size: int, *, scale: float = 1.0) -> tuple[T
 
     Args:
         coordinates: `[b or 1, s, axes]`.
-        head_size: d, a multiple of 2 · axes.
         scale: multiplies coordinates; training size / current size interpolates them.
 
     Returns:
@@ -222,14 +197,7 @@ def turns(coordinates: Tensor, head_size: int, *, scale: float = 1.0) -> tuple[T
 
 
 def angles(coordinates: Tensor, head_size: int, *, scale: float = 1.0) -> Tensor:
-    """Return the rotation angle of each pair of channels.
-
-    Args:
-        coordinates: `[..., axes]`.
-
-    Returns:
-        float32 `[..., d / 2]`, radians.
-    """
+    """Return the angle of each pair of channels in radians: `[..., d / 2]` for `[..., axes]`."""
     frequencies = scale * _frequencies(head_size // coordinates.shape[-1], coordinates)
     return (coordinates[..., None].float() * frequencies).flatten(-2)
 

@@ -55,12 +55,7 @@ class Visibility:
         return self.num_content
 
     def visible_tokens(self, tokens: Tensor, *, dim: int) -> Tensor:
-        """Return the tokens that are attended to.
-
-        Args:
-            tokens: `[s, b, ...]` or `[b, s, ...]`.
-            dim: the dimension of tokens, 0 or 1; the other is that of images.
-        """
+        """Return the tokens attended to, of `[s, b, ...]` (`dim` 0) or `[b, s, ...]` (1)."""
         if self.kind == "two_stream":
             return tokens.narrow(dim, 0, self.num_content)
         if self.kind == "context":
@@ -68,14 +63,9 @@ class Visibility:
         return tokens
 
     def mask(self, num_queries: int, num_keys: int) -> Tensor | None:
-        """Return a mask, true where a query attends to a key; None if all do.
+        """Return a mask, true where a query (one of the last tokens) attends to a key.
 
-        Args:
-            num_queries: number of queries, which are the last tokens.
-            num_keys: number of tokens that are attended to.
-
-        Returns:
-            bool `[num_queries, num_keys]` or `[b, num_queries, num_keys]`.
+        bool `[num_queries, num_keys]` or `[b, num_queries, num_keys]`; None if all do.
         """
         if self.kind == "causal":
             everything = torch.ones(num_queries, num_keys, dtype=torch.bool)
@@ -143,9 +133,7 @@ class OncePerStep:
     def __call__(self, name: str, make: Callable[[], Any], *tensors: Tensor) -> Any:
         """Return the cached value for these tensors, or compute it.
 
-        Args:
-            name: name of the value, which must include all that it depends on besides the tensors.
-            tensors: the tensors that it is computed from.
+        The name must include all that it depends on besides the tensors.
         """
         known, made = self._made.get(name, ([], None))
         if len(known) == len(tensors) and all(
@@ -203,8 +191,7 @@ class KeyValueCache:
 
         Args:
             module: the module, since layer numbers of two stacks coincide.
-            key: `[b, heads, new, head_size]`.
-            value: `[b, heads, new, head_size]`.
+            key: `[b, heads, new, head_size]`; `value` likewise.
 
         Returns:
             Keys and values `[b, heads, length + new, head_size]`.
@@ -227,12 +214,7 @@ class KeyValueCache:
     def fixed(
         self, module: nn.Module, make: Callable[[], tuple[Tensor, ...]]
     ) -> tuple[Tensor, ...]:
-        """Return the keys and values of a memory, computed once per module.
-
-        Args:
-            module: the cross-attention module.
-            make: computes keys and values `[b, heads, c, head_size]`.
-        """
+        """Return keys and values `[b, heads, c, head_size]` of a memory, made once per module."""
         if module not in self._fixed:
             self._fixed[module] = torch.stack(make())
         return self._fixed[module].unbind()
