@@ -9,6 +9,7 @@ Legend: b images, n heads, s tokens, the last r² of them a square grid of cells
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -81,18 +82,15 @@ def attention_weights(runner: Inference, inputs: tuple[Tensor, ...]) -> list[Ten
     """
     parts: list[dict[str, Any]] = []
     blocks = [layer for layer in runner.layers.of_phase("step") if isinstance(layer, Block)]
-    hooks = []
-    for block in blocks:
-        parts.append({})
-        for name in ("linear_q", "linear_kv", "relative_bias"):
-            module = getattr(block.self_attention, name)
-            if module is not None:
-                hooks.append(module.register_forward_hook(_keeper(parts[-1], name)))
-    try:
+    with contextlib.ExitStack() as hooks:
+        for block in blocks:
+            parts.append({})
+            for name in ("linear_q", "linear_kv", "relative_bias"):
+                module = getattr(block.self_attention, name)
+                if module is not None:
+                    hook = module.register_forward_hook(_keeper(parts[-1], name))
+                    hooks.enter_context(hook)
         runner.predictions(inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
     size = blocks[0].self_attention.head_size
     weights = []
     for part in parts:
@@ -117,12 +115,9 @@ def _sums(weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def relative_map(weights: Tensor) -> Tensor:
-    """Average weights `[..., s, s]` over pairs of cells with the same offset.
+    """Average weights `[..., s, s]` over cells with the same offset: `[..., 2r - 1, 2r - 1]`.
 
     Tokens before the grid, such as a class token, are ignored.
-
-    Returns:
-        `[..., 2r - 1, 2r - 1]`.
     """
     side = math.isqrt(weights.shape[-1])
     cells = weights[..., -(side**2) :, -(side**2) :].flatten(-2)

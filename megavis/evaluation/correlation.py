@@ -66,11 +66,9 @@ def measure_correlations(
 def last_tokens(runner: Inference, inputs: tuple[Tensor, ...]) -> Tensor:
     """Return the output of the last norm, float32 `[b, s, h]`."""
     kept: list[Tensor] = []
-    hook = runner.head.feature_norm.register_forward_hook(lambda _, __, out: kept.append(out))
-    try:
+    norm = runner.head.feature_norm
+    with norm.register_forward_hook(lambda _, __, output: kept.append(output)):
         runner.predictions(inputs)
-    finally:
-        hook.remove()
     return kept[0].float().transpose(0, 1)
 
 

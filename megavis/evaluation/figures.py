@@ -86,11 +86,7 @@ def depth_rows(result: ProbeResult) -> list[Row]:
 
 
 def draw_depth(result: ProbeResult, *, name: str) -> Figure:
-    """Draw accuracy by depth (iGPT, Figure 2).
-
-    Args:
-        result: a probe of several layers.
-    """
+    """Draw accuracy by depth, of a probe of several layers (iGPT, Figure 2)."""
     from matplotlib.ticker import MaxNLocator
 
     figure, axes = plain_axes("layer", "linear probe accuracy (%)")
@@ -122,9 +118,7 @@ def draw_depth(result: ProbeResult, *, name: str) -> Figure:
 def draw_likelihood(scores: Sequence[CheckpointScore], *, pixels: float) -> Figure:
     """Draw accuracy over validation loss, one line per run (iGPT, Figure 3).
 
-    Args:
-        scores: checkpoints of one or more runs, in order of steps.
-        pixels: accuracy of raw pixels, in [0, 1].
+    Scores are in order of steps; `pixels` is the accuracy of raw pixels, in [0, 1].
     """
     figure, axes = plain_axes("validation loss, falling to the right", "best layer's accuracy (%)")
     axes.axhline(100 * pixels, color=_PIXELS, linestyle="--", label="raw pixels")

@@ -135,14 +135,10 @@ def num_fitted(examples: int) -> int:
 def first_examples(
     train: LabelledFeatures, examples: int, *, name: str
 ) -> tuple[LabelledFeatures, HeldOutSplit]:
-    """Return the first `examples` training images and their split.
+    """Return the first `examples` training images and their split; held-out ones come last.
 
     Shards are shuffled when they are written, so the first images are a random draw, the same for
     all runs that are compared.
-
-    Args:
-        train: features of the training images; held-out ones come last.
-        examples: number of images.
 
     Raises:
         UserError: there are fewer images, or fewer than two classes.

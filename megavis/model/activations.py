@@ -12,6 +12,7 @@ much memory and few operations, there the scores of attention. No kernel stores 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,15 +52,10 @@ class _QuickGelu(torch.autograd.Function):
         return torch.ops.aten.silu_backward(gradient, QUICK_GELU_FACTOR * x)
 
 
-def gelu_tanh(x: Tensor) -> Tensor:
-    """Return GELU with the tanh approximation."""
-    return F.gelu(x, approximate="tanh")
-
-
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "quick_gelu": quick_gelu,
     "gelu": F.gelu,
-    "gelu_tanh": gelu_tanh,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
 """Activations by their names in `model.activation`."""
 

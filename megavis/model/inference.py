@@ -98,16 +98,11 @@ class Inference:
             float32 `[L + 1, b, h]`.
         """
         pooled: list[Tensor] = []
-        hooks = [
-            watch_features(layer, lambda features: pooled.append(self._pool(features)))
-            for layer in self.layers.feature_layers()
-        ]
-        try:
-            with self.evaluating():
-                self._walk(inputs, None, layers=self.layers.up_to_features())
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with contextlib.ExitStack() as hooks, self.evaluating():
+            for layer in self.layers.feature_layers():
+                hook = watch_features(layer, lambda features: pooled.append(self._pool(features)))
+                hooks.enter_context(hook)
+            self._walk(inputs, None, layers=self.layers.up_to_features())
         return self._join_stages(tuple(pooled))
 
     @torch.no_grad()
@@ -123,11 +118,7 @@ class Inference:
 
     @torch.no_grad()
     def once(self, start: Callable[[nn.Module], PackedState]) -> PackedState:
-        """Run the layers of phase `once`; return their output on every process.
-
-        Args:
-            start: computes the input of these layers with the first layer.
-        """
+        """Run the layers of phase `once`, after `start`, on every process; return their output."""
         with self.evaluating(), whole_tokens():
             first = start(self.layers.modules[0]) if self.context.is_first_stage else ()
             return self._walk(first, None, layers=self.layers.of_phase("once"))

@@ -47,9 +47,7 @@ def filled(*shape: int, fill: Fill) -> nn.Parameter:
     return parameter
 
 
-def zeros(matrix: Tensor) -> object:
-    """Fill with zeros."""
-    return nn.init.zeros_(matrix)
+zeros: Fill = nn.init.zeros_
 
 
 def truncated_normal(std: float) -> Fill:
@@ -62,9 +60,8 @@ def truncated_normal(std: float) -> Fill:
     return partial(nn.init.trunc_normal_, mean=0.0, std=wide, a=-2.0 * wide, b=2.0 * wide)
 
 
-def xavier_uniform(matrix: Tensor) -> object:
-    """Fill with U(±√(6 / (rows + columns))), for the shape of the whole logical matrix."""
-    return nn.init.xavier_uniform_(matrix)
+xavier_uniform: Fill = nn.init.xavier_uniform_
+"""U(±√(6 / (rows + columns))), for the shape of the whole logical matrix."""
 
 
 def xavier_uniform_as_part_of(num_parts: int) -> Fill:
@@ -90,8 +87,7 @@ def vision_transformer() -> Initialization:
 def scaled_by_size(width: int, depth: int, *, mlp: float) -> Initialization:
     """Return the initialization of iGPT's released code: normal, scaled by width and depth.
 
-    Args:
-        mlp: standard deviation of the MLP's matrices.
+    `mlp` is the standard deviation of the MLP's matrices.
     """
     projection, output = normal(width**-0.5), normal((width * depth) ** -0.5)
     return Initialization(projection, projection, output, normal(mlp), normal(mlp))

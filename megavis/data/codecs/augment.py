@@ -69,15 +69,10 @@ class RandAugment:
     deviation: float
 
     def __call__(self, image: np.ndarray, draws: np.ndarray) -> np.ndarray:
-        """Augment one image.
+        """Augment an image uint8 `[h, w, 3]`.
 
-        Args:
-            image: uint8 `[h, w, 3]`.
-            draws: `[NUM_AUGMENT_DRAWS]` in [0, 1): for each operation its index, whether it is
-                applied, its strength and its sign.
-
-        Returns:
-            uint8 `[h, w, 3]`.
+        Draws `[NUM_AUGMENT_DRAWS]` in [0, 1) are, for each operation, its index, whether it is
+        applied, its strength and its sign.
         """
         picture = Image.fromarray(image)
         for which, whether, strength, sign in draws.reshape(-1, _DRAWS_AN_OPERATION).tolist():
@@ -190,10 +185,8 @@ class RandomErasing:
     def __call__(self, image: np.ndarray, draws: np.ndarray) -> np.ndarray:
         """Return uint8 `[h, w, 3]`: a copy, or the image itself if nothing is erased.
 
-        Args:
-            image: uint8 `[h, w, 3]`.
-            draws: `[NUM_ERASING_DRAWS]` in [0, 1): whether to erase, the noise seed, and for each
-                attempt area, height / width, top and left.
+        Draws `[NUM_ERASING_DRAWS]` in [0, 1) are whether to erase, the noise seed, and for each
+        attempt area, height / width, top and left.
         """
         if draws[0] >= self.probability:
             return image

@@ -91,15 +91,10 @@ class SoundAugment:
     noises: Sequence[np.ndarray] = ()
 
     def __call__(self, samples: np.ndarray, draws: np.ndarray) -> np.ndarray:
-        """Augment one recording.
+        """Augment a recording, float32 `[t]` in [-1, 1].
 
-        Args:
-            samples: float32 `[t]` in [-1, 1].
-            draws: `[NUM_SOUND_DRAWS]` in [0, 1): shift, which noise, its first sample, whether it
-                is mixed in, its volume.
-
-        Returns:
-            float32 `[t]` in [-1, 1].
+        Draws `[NUM_SOUND_DRAWS]` in [0, 1) are shift, which noise, its first sample, whether it is
+        mixed in, its volume.
         """
         shift, which, start, whether, volume = draws.tolist()
         moved = move(samples, int(2 * self.largest_shift * shift) - self.largest_shift)
@@ -122,12 +117,9 @@ def move(samples: np.ndarray, shift: int) -> np.ndarray:
 
 
 def sound_augment(time_shift: float, noise: str | None, *, num_samples: int) -> SoundAugment | None:
-    """Return the augmentation of recordings of `num_samples`, or None if nothing is changed.
+    """Return the augmentation of recordings, or None if nothing is changed.
 
-    Args:
-        time_shift: largest shift in seconds.
-        noise: file of noises (`write_noises`), if any is mixed in.
-        num_samples: of a recording.
+    Shifts are in seconds; `noise` is a file of `write_noises`.
 
     Raises:
         UserError: the file is missing or damaged, or a noise in it is too short.

@@ -355,15 +355,9 @@ def subset_per_class(dataset: ShardDataset, count: int, *, seed: int) -> Subset:
 
 
 def sample_per_class(labels: np.ndarray, count: int, *, seed: int, draw: int = 0) -> np.ndarray:
-    """Draw indices of `count` samples per class without replacement.
+    """Draw indices of `count` samples per class that occurs, without replacement.
 
-    Args:
-        labels: int64 `[b]`; samples with -1 are ignored.
-        count: samples per class that occurs.
-        draw: number of this draw, from 0.
-
-    Returns:
-        int64 `[classes · count]`.
+    Labels int64 `[b]` of -1 are ignored; `draw` numbers the draws, from 0.
 
     Raises:
         UserError: a class has fewer.

@@ -64,13 +64,7 @@ class SampleOrder:
         self._key = _mix(_mix(start + _GOLDEN) ^ np.uint64(num_samples))
 
     def dataset_index(self, positions: np.ndarray) -> np.ndarray:
-        """Return the data set index of each position.
-
-        Args:
-            positions: int64 `[...]`, each at least 0.
-
-        Returns:
-            int64 `[...]` in [0, N); each index occurs once per epoch.
+        """Return the data set index in [0, N) of each position; each occurs once per epoch.
 
         Raises:
             ValueError: a position is negative.
@@ -152,13 +146,7 @@ class BlendedOrder:
         self._firsts = np.cumsum([0, *sizes])
 
     def dataset_index(self, positions: np.ndarray) -> np.ndarray:
-        """Return the index of each position in the concatenated sources.
-
-        Args:
-            positions: int64 `[...]`, each at least 0.
-
-        Returns:
-            int64 `[...]` in [0, sum of sizes).
+        """Return the index of each position in the concatenated sources, in [0, sum of sizes).
 
         Raises:
             ValueError: a position is negative.

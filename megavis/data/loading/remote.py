@@ -59,10 +59,7 @@ class RemoteFolder:
 
     @classmethod
     def open(cls, url: str, cache: Path | str | None) -> RemoteFolder:
-        """Fetch everything but the shards.
-
-        Args:
-            cache: local folder for the caches of all data sets.
+        """Fetch everything but the shards into a folder of the caches of all data sets.
 
         Raises:
             UserError: `cache` is None, cannot be written or is too small, or a file cannot be
@@ -77,13 +74,19 @@ class RemoteFolder:
 
     @classmethod
     def _open(cls, url: str, cache: Path) -> RemoteFolder:
-        content = io.BytesIO()
-        _retry(file_url(url, MANIFEST_NAME), lambda: _copy_manifest(url, content))
-        digest = hashlib.sha256(content.getvalue()).hexdigest()
+        source, buffer = file_url(url, MANIFEST_NAME), io.BytesIO()
+
+        def download() -> None:
+            buffer.seek(0)
+            buffer.truncate()
+            _copy(source, buffer)
+
+        _retry(source, download)
+        digest = hashlib.sha256(buffer.getvalue()).hexdigest()
         folder = cls(url, cache / digest[:16])
         folder.directory.mkdir(parents=True, exist_ok=True)
         if not (folder.directory / MANIFEST_NAME).exists():
-            write_atomically(folder.directory / MANIFEST_NAME, content.getvalue())
+            write_atomically(folder.directory / MANIFEST_NAME, buffer.getvalue())
         manifest = Manifest.read(folder.directory)
         folder._check_room(manifest)
         if manifest.kind == "palette":
@@ -130,12 +133,6 @@ def file_url(url: str, name: str) -> str:
     if whole.startswith("s3://"):  # webdataset does not read s3://
         return f"pipe:aws s3 cp {shlex.quote(whole)} -"
     return whole
-
-
-def _copy_manifest(url: str, buffer: io.BytesIO) -> None:
-    buffer.seek(0)
-    buffer.truncate()
-    _copy(file_url(url, MANIFEST_NAME), buffer)
 
 
 def _download(source: str, target: Path, sha256: str | None) -> None:
