@@ -151,9 +151,6 @@ class Classification(Trainable):
     """A paper's model with a classifier on top.
 
     Visibility, layers, sequence and loss are derived from the paper's.
-
-    Attributes:
-        paper: the composition that is fine-tuned.
     """
 
     def __init__(self, paper: Composition) -> None:

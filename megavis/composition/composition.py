@@ -216,7 +216,6 @@ class Composition(Objective):
         """Return the loss per predicted token, averaged over each image and then over images.
 
         Args:
-            predictions: output of the head.
             targets: tokens `[b, q, ...]`, absent with a transform; then weights `[b, q]`, absent
                 if all are predicted.
         """

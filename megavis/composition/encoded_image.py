@@ -188,7 +188,6 @@ class PretrainedEncoder:
 
     Attributes:
         checkpoint: folder of a step of the other run.
-        source: config of the other run.
         prefix: begins the encoder's parameter names.
         num_patches: n, patches that the encoder reads.
     """

@@ -76,10 +76,7 @@ class SecondStack:
     """A decoder with full attention and without stochastic depth.
 
     Args:
-        below: core of the encoder.
-        asks: asking kind of the encoder.
         sizes: values of `model` keys that differ from the encoder's.
-        positions: position encoding of the decoder.
     """
 
     def __init__(

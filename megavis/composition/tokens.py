@@ -39,7 +39,6 @@ class Tokens(ABC):
     """A kind of token.
 
     Attributes:
-        grid: rows and columns of the token grid.
         sample_shape: shape of a sample in the shards.
         sample_type: dtype of a sample in the shards.
     """

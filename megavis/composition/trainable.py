@@ -146,7 +146,6 @@ class SequenceBatch:
     """Inputs and targets of a batch; every tensor has the batch as its first dimension.
 
     Attributes:
-        inputs: inputs of the first layer.
         targets: inputs of the loss besides the head's output.
     """
 

@@ -36,7 +36,6 @@ class DecoderSpec:
     """Specification of a decoder.
 
     Attributes:
-        layers: number of layers of an `mlp` or `transformer`.
         denoises: whether the decoder takes noisy patches.
         appends_gamma: whether γ is appended to each pixel as an extra channel.
         channels: values of a patch per pixel.
@@ -126,7 +125,6 @@ class PatchHead(Head):
         """Decode `[b, s, h]`.
 
         Args:
-            output: output of the backbone.
             noisy: noisy patches `[b, s, d + 1]`, each followed by its γ; None without diffusion.
         """
         if self.noisy is None or noisy is None:

@@ -32,7 +32,6 @@ class Density(ABC):
 
     Args:
         num_outputs: outputs of the head per position, summed over all processes.
-        build_head: builds the last layer.
     """
 
     options_type: ClassVar[type] = NoOptions

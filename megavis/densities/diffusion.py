@@ -60,7 +60,6 @@ class Diffusion(Density):
     """Denoising loss, and ancestral sampling.
 
     Args:
-        process: parameters of the diffusion.
         build_head: builds a `DenoisingHead`.
         decoder: see `Density`; this is the cost of each sampling step.
     """

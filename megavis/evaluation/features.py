@@ -145,13 +145,7 @@ Key = Mapping[str, Any]
 
 @dataclass
 class FeatureCache:
-    """Features cached in a run folder.
-
-    Attributes:
-        num_read: number of cache hits.
-        num_computed: number of cache misses.
-        seconds: time spent computing features.
-    """
+    """Features cached in a run folder."""
 
     folder: Path
     num_read: int = 0

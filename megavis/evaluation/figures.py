@@ -36,7 +36,6 @@ class FigureInput:
     """Input of a figure: a run on one process, and held-out images.
 
     Attributes:
-        folder: the run folder.
         images: held-out images in the run's input format.
     """
 
@@ -58,7 +57,6 @@ class RenderedFigure:
     Attributes:
         picture: a chart, or pixels uint8 `[H, W, 3]`.
         rows: its values; empty if it has no table.
-        lines: text to print.
     """
 
     picture: Figure | np.ndarray

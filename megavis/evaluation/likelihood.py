@@ -23,12 +23,10 @@ class CheckpointScore:
     """One checkpoint: a point of iGPT's Figure 3.
 
     Attributes:
-        run: name of the run.
         validation_loss: the objective's mean loss over the validation images.
         layer: best layer on held-out training images.
         accuracy: of its linear probe on the validation images, in [0, 1].
         penalty: of the probe, selected on held-out training images like the layer.
-        num_train: training images of the probe.
         num_validation: labelled validation images.
         seed: of the probe's split of the training images.
     """
@@ -49,15 +47,10 @@ class LikelihoodResult:
     """Likelihood of held-out images under a network.
 
     Attributes:
-        run: name of the run.
-        data: shard folder of the images.
-        dimension: description of a dimension.
-        dimensions_per_image: number of dimensions per image.
         given: condition of the network, if any.
         nats_per_dimension: mean of -log p; may be negative for densities.
         bits_per_dimension: the same with logarithms to base 2.
         nats_per_image: sum over all dimensions.
-        loss: validation loss as in training.
     """
 
     run: str

@@ -82,7 +82,6 @@ class HeldOutScore:
     every held-out image correctly, then by the smaller penalty.
 
     Attributes:
-        accuracy: fraction of correct predictions, in [0, 1].
         log_likelihood: mean log p(label), in nats.
         negative_penalty: -1 times the weight of the L2 penalty.
     """
@@ -103,7 +102,6 @@ class LayerScore:
 
     Attributes:
         layer: l, from 0.
-        penalty: the selected weight of the L2 penalty.
         selection_accuracy: accuracy on the held-out training features, in [0, 1].
         selection_loss: cross-entropy on them, in nats.
         accuracy: accuracy on the validation set, in [0, 1], after fitting on all training
@@ -274,8 +272,6 @@ class ConcatenatedScore:
 
     Attributes:
         features: `trained` or `untrained`.
-        layers: the adjacent layers.
-        num_features: their total width.
     """
 
     features: str

@@ -32,7 +32,6 @@ class LowDataScore:
 
     Attributes:
         features: `trained`, `untrained` or `pixels`.
-        layer: l of the features.
         accuracies: accuracy on the validation set for each draw, in [0, 1].
         deviation: sample standard deviation of the accuracies (divided by draws - 1).
     """

@@ -43,14 +43,11 @@ class ProbeResult:
     """Result of a probe.
 
     Attributes:
-        step: optimizer steps of the trained network.
         trained: scores of the run's network by layer.
         untrained: the same for networks with the same config and fresh weights.
-        pixels: score of raw pixels.
         num_fitted: training images on which candidates were fitted.
         num_held_out: training images on which layer and penalty were selected.
         num_validation: images for the accuracies.
-        num_classes: classes among the training images.
         num_views: random draws of each validation image's inputs.
         splits: shard folders: `train`, `validation` and, if given, `selection`.
         num_equal: validation images that are also in the other shards; None if these were too
@@ -120,13 +117,8 @@ class ProbeData:
     """The images of a probe.
 
     Attributes:
-        train: images for fitting the classifiers.
-        validation: images for evaluation only.
-        num_train: maximum number of training images; None for all.
-        num_validation: maximum number of validation images; None for all.
         selection: images for selecting layer and penalty, which are then fitted too; None to use a
             part of the training images.
-        trained_on: training data of the network.
         num_equal: validation images that are also in the other sets, at most 1 %; None if these
             are too large to compare.
 
@@ -208,7 +200,6 @@ class ProbeSettings:
     """Settings of a probe.
 
     Attributes:
-        layers: layers to probe; None for all.
         seed: of the split of the training images, and of subsets.
         held_out_share: fraction of the training images to select layer and penalty on, without a
             `selection` set.
@@ -247,7 +238,6 @@ def probe(
     Args:
         trained: `data.features` of the network.
         untrained: those of at least one network with fresh weights; consumed one at a time.
-        step: optimizer steps of the network, for the record.
 
     Raises:
         UserError: the images have no labels, or are too few.

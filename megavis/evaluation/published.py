@@ -19,12 +19,10 @@ class PublishedTable:
 
     Attributes:
         table: its name in the paper, for example `Table 2`.
-        title: its subject.
         measure: kind of evaluation: `linear_probe`, `low_data`, `finetune`, `generation`,
             `transfer`, `classification` (linear probe and fine-tuning) and others.
         dataset: of all rows; empty if it is a column.
         metric: name and unit of the values.
-        columns: c names.
         rows: of c cells each, digits as printed; empty cells as in the paper.
     """
 
@@ -42,7 +40,6 @@ class PublishedPaper:
     """The tables of one paper.
 
     Attributes:
-        title: title of the paper.
         short: its short name, which occurs in the rows of its own models.
         tables: in the paper's order.
     """

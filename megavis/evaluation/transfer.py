@@ -36,8 +36,6 @@ class Task:
 
     Attributes:
         features: `trained`, `raw pixels`, or the name of an untrained network.
-        train: features for fitting.
-        test: features for evaluation only.
         splits: descriptions of the images in `train` and `test`, for the record.
         num_equal: test images that were also trained on; None if unknown.
     """
@@ -59,7 +57,6 @@ class TransferSettings:
         layers: candidates for the best layer; None for all.
         layer: a layer to score in addition to the best one, if given.
         images_per_class: subset sizes to score the best layer with few labels.
-        seed: of the subsets.
 
     Raises:
         UserError: a value is too small.
@@ -81,7 +78,6 @@ class TransferScore:
     """The score of one layer's classifier.
 
     Attributes:
-        layer: l of the features.
         layer_from: how it was selected, `held-out images` or `--layer`.
         labels: training data: `all` training images, or `25 a class`.
         penalty: weight of ½‖w‖² relative to the mean cross-entropy; None with few labels, where
@@ -107,12 +103,8 @@ class TransferResult:
     """Scores of features on one data set.
 
     Attributes:
-        data_set: name of the data set.
-        num_train: training images of the final classifier.
         num_held_out: training images on which layer and penalty were selected.
-        num_test: test images.
         num_equal: test images that were also trained on; None if unknown.
-        num_classes: classes among the training images.
         scores: the best layer first.
     """
 

@@ -130,7 +130,6 @@ class EncoderInput(nn.Module):
     """Patch embedding with learned positions.
 
     Args:
-        core: core of the encoder.
         sizes: its patch size, which must divide the image size, and the scale of positions.
     """
 

@@ -51,7 +51,6 @@ class Inference:
         """Return the head's output, the input of the objective's `loss` and `outputs`.
 
         Args:
-            inputs: inputs of the first layer.
             cache: KV cache of earlier tokens; `inputs` then contains only the new ones.
             finish: called on the last stage instead of the head, with the head and its input.
             whole: do not split tokens under sequence or context parallelism, since the length of a

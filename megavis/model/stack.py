@@ -65,7 +65,6 @@ class PlannedStack:
     """A stack of equal blocks.
 
     Attributes:
-        core: core of the stack.
         work: workload of its blocks, and of the head or bridge above them, for an image.
         num_passing: values per image that are carried through its blocks, with a gradient, to the
             stack above.
@@ -220,7 +219,6 @@ class Bridge(nn.Module):
 
         Args:
             hidden: `[b, s, w]`, complete on every process.
-            carried: the tensors that the lower stack carries.
         """
         return hidden, carried
 
@@ -239,7 +237,6 @@ def block_plans(
     """Return the blocks of a stack.
 
     Args:
-        core: core of the stack.
         work: workload of an image; `num_outputs` are the outputs per token of the head or bridge
             above the stack.
         depth: depth of the first block; see `LayerPlan`.
@@ -280,9 +277,7 @@ class StackSize:
     """Sizes of a stack of blocks, for tables.
 
     Attributes:
-        name: prefix of its parameter names.
         flops: FLOPs of a training step for one image, including the head or bridge above.
-        phase: when it runs in generation.
     """
 
     name: str

@@ -176,7 +176,6 @@ class KeyValueCache:
     """KV cache of every attention module on this process.
 
     Attributes:
-        capacity: maximum number of tokens.
         length: number of tokens that every module has stored.
     """
 

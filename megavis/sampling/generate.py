@@ -32,8 +32,6 @@ class GenerationSettings:
     """Validated options of generation.
 
     Attributes:
-        drawing: samples the tokens of a step.
-        schedule: options of the schedule.
         beams: sequences that beam search keeps per image, B.
         fans: candidates that it samples per beam, F.
         seed: draws are functions of seed and image index.

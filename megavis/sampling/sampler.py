@@ -75,10 +75,6 @@ class Sampler:
     def rounds(self, images: Tensor, **options: Unpack[DrawOptions]) -> Iterator[Tensor]:
         """Generate tokens; collective over the processes that share a copy of the model.
 
-        Args:
-            images: int64 `[b]`, indices of the images.
-            **options: see `DrawOptions`.
-
         Yields:
             Tokens `[b, n, ...]` after each step, in the order of generation and as the model
             predicts them. Later steps may modify a yielded tensor.
@@ -139,7 +135,6 @@ class Sampler:
 
         Args:
             num_images: b. If there are fewer originals or rows of conditions, they are repeated.
-            conditions: conditions by name.
             originals: samples to complete, in the form of the shards.
             num_given: given positions p, the first in the order.
             later: conditions for the second half of the order (GIVT, figure 19).

@@ -44,7 +44,6 @@ class Grouping(Schedule):
 
     Args:
         cut: how boundaries are chosen.
-        num_groups: K; ignored if boundaries are given.
         boundaries: n_0 .. n_{K-1} if `cut` is `given`, else None.
         shuffled: draw an order for each image instead of raster order.
         seed: the run's seed; draws are functions of seed and sample.

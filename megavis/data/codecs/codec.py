@@ -63,11 +63,7 @@ class Codec(ABC):
 
 
 class PaletteLike(Protocol):
-    """The part of a palette (`tokenizers/palette.py`) that decoding needs.
-
-    Attributes:
-        sha256: identity of the palette.
-    """
+    """The part of a palette (`tokenizers/palette.py`) that decoding needs."""
 
     @property
     def sha256(self) -> str: ...  # noqa: D102 - see above

@@ -126,7 +126,6 @@ class ShardWriter:
 
         Args:
             key: webdataset key: unique in the data set, without dots or slashes.
-            label: class index, or -1.
 
         Raises:
             ValueError: the key is empty or contains a dot or a slash.

@@ -21,7 +21,6 @@ class BlendedDataset:
     Classes are merged by name: those of the first folder keep their labels, new ones follow.
 
     Args:
-        parts: the folders, which must hold samples of the same form.
         weights: relative weight of each in training; see `BlendedOrder`.
 
     Attributes:

@@ -38,12 +38,10 @@ class BatchLoader:
     exception in a thread is raised by the `next` call for its batch.
 
     Args:
-        dataset: the samples.
         seed: of the sample order.
         micro_batch_size: samples b per micro-batch and rank.
         data_parallel_rank: rank of this reader; tensor- and pipeline-parallel ranks with the same
             data-parallel rank get the same batches.
-        data_parallel_size: number of readers.
         accumulation_steps: micro-batches per step.
         start_step: first step; starting at a later step costs no more.
         threads: micro-batches to read concurrently.

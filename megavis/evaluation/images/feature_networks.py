@@ -46,7 +46,6 @@ class NetworkName:
     """Description of a network, shown with each result.
 
     Attributes:
-        resize: its resize of input images.
         is_published: whether it gives the published metrics.
     """
 
@@ -60,11 +59,7 @@ class NetworkName:
 
 
 class FeatureNetwork(Protocol):
-    """A feature network on a device.
-
-    Attributes:
-        about: its description.
-    """
+    """A feature network on a device."""
 
     about: NetworkName
 

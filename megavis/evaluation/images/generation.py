@@ -119,8 +119,6 @@ class ImageSetComparison:
     """Metrics of two sets of images, with their conditions.
 
     Attributes:
-        samples: the set to evaluate.
-        reference: the set to compare with.
         numbers: metrics by name: `fid` and `sfid` with the published network, else
             `frechet_distance`; `inception_score` or `class_score`; `precision` and `recall`.
     """

@@ -33,11 +33,7 @@ _MEMBER = "arr_0.npy"
 
 
 class Images(Protocol):
-    """Images of one size, in a fixed order.
-
-    Attributes:
-        path: location of the images.
-    """
+    """Images of one size, in a fixed order."""
 
     path: Path
     sha256: str
@@ -135,7 +131,6 @@ class ShardImages:
 
     Attributes:
         labels: int64 `[N]`; -1 for images without a label.
-        class_names: names of the classes.
 
     Raises:
         UserError: the shards are of another kind, or images differ in size without `image_size`.

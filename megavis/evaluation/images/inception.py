@@ -122,12 +122,7 @@ class _Convolution(nn.Module):
 
 
 class _Mixed(nn.Module):
-    """Parallel branches, concatenated over channels.
-
-    Args:
-        branches: steps of each branch.
-        convolutions: convolutions by name.
-    """
+    """Parallel branches, concatenated over channels."""
 
     def __init__(self, branches: tuple[tuple[Step, ...], ...], **convolutions: nn.Module) -> None:
         super().__init__()
