@@ -29,6 +29,7 @@ from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import read_round_robin
+from megavis.evaluation.classes import accuracy_by_layer
 from megavis.evaluation.images.feature_networks import open_network
 from megavis.evaluation.images.generation import (
     FeatureCollector,
@@ -38,7 +39,6 @@ from megavis.evaluation.images.generation import (
 )
 from megavis.evaluation.likelihood import mean_loss
 from megavis.evaluation.linear import HeldOutSplit, best_layer, score_layers
-from megavis.evaluation.neighbors import accuracy_by_layer
 from megavis.evaluation.probe import Pair, ProbeData, ProbeSettings
 from megavis.notebook import Run
 from megavis.sampling.pictures import Gallery, save_png

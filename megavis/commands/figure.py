@@ -34,10 +34,10 @@ from megavis.config.figures import FigureSpec, paper_figures
 from megavis.data.loading.leakage import check_no_overlap, training_shards
 from megavis.data.loading.loader import read_round_robin
 from megavis.evaluation import figures, neighbors
+from megavis.evaluation.classes import NeighborAccuracy
 from megavis.evaluation.figures import FigureInput, RenderedFigure, Row, write_png, write_table
 from megavis.evaluation.images.pair_metrics import score_completions
 from megavis.evaluation.likelihood import CheckpointScore, score_checkpoint
-from megavis.evaluation.neighbors import NeighborAccuracy
 from megavis.evaluation.probe import ProbeResult, ProbeSettings, score_pixels
 from megavis.notebook import Run
 from megavis.sampling.pictures import completion_grid, pixels_of, save_png

@@ -10,9 +10,9 @@ import torch
 
 from megavis.config.errors import UserError
 from megavis.evaluation.attention_maps import relative_map
+from megavis.evaluation.classes import neighbor_accuracy
 from megavis.evaluation.correlation import correlation
 from megavis.evaluation.figures import FigureInput
-from megavis.evaluation.neighbors import neighbor_accuracy
 from megavis.papers.mp3 import place_figures
 
 
