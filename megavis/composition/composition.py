@@ -252,10 +252,6 @@ class Composition(Objective):
             raise UserError(self.config.objective.no_images)
         return self
 
-    def blank_tokens(self, images: Tensor) -> Tensor:
-        """Return zeros as tokens `[b, n, ...]` for images `[b]`, on their device."""
-        return self.reads.blank(images)
-
     def tokens_of(self, inputs: Tensor, index: Tensor | None = None) -> Tensor:
         """Return the tokenizer's output for `Batch.inputs`, or for tokens.
 
@@ -265,10 +261,6 @@ class Composition(Objective):
             UserError: the inputs have the wrong shape or type.
         """
         return self.reads.of(self.condition.predicted(inputs), index)
-
-    def prior(self, images: Tensor, *, seed: int) -> Tensor | None:
-        """Draw tokens from the tokenizer's prior; None if it has none."""
-        return self.reads.prior(images, seed=seed)
 
     def rows(
         self, tokens: Tensor, question: Question, known: Known, since: int = 0

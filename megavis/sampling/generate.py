@@ -78,7 +78,7 @@ def generate_in_steps(
     """
     drawing, schedule = settings.drawing, paper.schedule
     num_given = 0 if given is None else given.shape[1]
-    lanes = _Lanes.start(paper.blank_tokens(images), images, given, settings)
+    lanes = _Lanes.start(paper.reads.blank(images), images, given, settings)
     known = paper.prepare(known, runner.once)
     known = lanes.spread_known(known, paper)
     step = schedule.first(

@@ -217,7 +217,7 @@ def picture_of_rounds(sampler: Sampler, conditions: Mapping[str, Tensor], count:
         raise UserError("rounds can be shown only for runs that generate many tokens at once")
     images = torch.arange(count, device=sampler.device)
     order = sampler.order_of(images)
-    prior = sampler.paper.prior(images, seed=sampler.seed)
+    prior = sampler.paper.reads.prior(images, seed=sampler.seed)
     columns = [] if prior is None else [sampler.to_images(prior)]
     for tokens in sampler.rounds(images, conditions=conditions):
         columns.append(sampler.to_images(sampler.from_order(tokens, order)))

@@ -88,19 +88,9 @@ class RandAugment:
         return min(max(magnitude, 0.0), LARGEST_MAGNITUDE) / LARGEST_MAGNITUDE
 
 
-def _auto_contrast(image: Picture, strength: float, sign: float) -> Picture:
-    """Stretch each channel to 0 .. 255."""
-    return ImageOps.autocontrast(image)
-
-
-def _equalize(image: Picture, strength: float, sign: float) -> Picture:
-    """Equalize the histogram of each channel."""
-    return ImageOps.equalize(image)
-
-
-def _invert(image: Picture, strength: float, sign: float) -> Picture:
-    """Invert all values."""
-    return ImageOps.invert(image)
+def _always(change: Callable[[Picture], Picture]) -> Operation:
+    """Return an operation that ignores strength and sign."""
+    return lambda image, strength, sign: change(image)
 
 
 def _rotate(image: Picture, strength: float, sign: float) -> Picture:
@@ -157,9 +147,9 @@ def _move(*, shear: float = 0.0, shift: float = 0.0, along: int) -> Operation:
 
 
 OPERATIONS: tuple[Operation, ...] = (
-    _auto_contrast,
-    _equalize,
-    _invert,
+    _always(ImageOps.autocontrast),
+    _always(ImageOps.equalize),
+    _always(ImageOps.invert),
     _rotate,
     _posterize,
     _solarize,

@@ -95,7 +95,7 @@ def test_cached_sampling_equals_full_passes(build_composition, tmp_path, name):
     images = torch.arange(2)
     prefix = getattr(objective.schedule, "prefix", 0)
     order = sampler.order_of(images)
-    blank = objective.blank_tokens(images)
+    blank = objective.reads.blank(images)
     given = None
     if prefix:
         given = torch.randint(32, (2, prefix), generator=torch.Generator().manual_seed(0))

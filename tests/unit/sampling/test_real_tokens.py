@@ -187,7 +187,7 @@ def test_last_maskgit_round_is_the_sample(make):
     drawn = sampler.tokens(IMAGES, conditions={"labels": LABELS})
     torch.testing.assert_close(rounds[-1], drawn)
     assert not torch.equal(rounds[0], drawn)
-    assert sampler.paper.prior(IMAGES, seed=0).shape == (3, 2, 4, 4)
+    assert sampler.paper.reads.prior(IMAGES, seed=0).shape == (3, 2, 4, 4)
 
 
 @pytest.mark.parametrize(
