@@ -3,7 +3,9 @@
 A paper is a folder with its keys, `config.py`, and its model, `paper.py`. The first imports no
 torch, so mistakes in a config are reported immediately; the second is imported when the model is
 built. Adding a paper only adds files, and a run imports no other paper. A folder may hold variants
-of its paper: in `givt/`, `maskgit_config.py` and `maskgit.py` are `givt_maskgit`.
+of its paper, whose names begin with the folder's: the keys of `givt_maskgit` are a class in
+`givt/config.py`. Its model is in `paper.py` too; that of `vae_label_maps` has a file of its own,
+`vae/label_maps.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
 
 _Found = TypeVar("_Found")
 _ROOMS = "megavis.papers"
-_SUFFIX = "_config"
 
 
 def rooms() -> Iterator[str]:
@@ -45,13 +46,7 @@ class Papers(Mapping[str, _Found]):
         return self._find(name)
 
     def __iter__(self) -> Iterator[str]:
-        for room in rooms():
-            folder = importlib.import_module(f"{_ROOMS}.{room}")
-            for module in pkgutil.iter_modules(folder.__path__):
-                if module.name == "config":
-                    yield room
-                elif module.name.endswith(_SUFFIX):
-                    yield f"{room}_{module.name.removesuffix(_SUFFIX)}"
+        return (name for room in rooms() for name in _configs(room))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -59,22 +54,15 @@ class Papers(Mapping[str, _Found]):
 
 def paper_config(name: str) -> type[ObjectiveConfig]:
     """Return the config class with this `name`; raises KeyError if there is none."""
-    # Imported here: declarations of figures are read without the schema.
-    from megavis.config.schema import ObjectiveConfig
-
-    keys, _ = _modules(name)
-    for each in vars(importlib.import_module(keys)).values():
-        is_config = isinstance(each, type) and issubclass(each, ObjectiveConfig)
-        if is_config and each.model_fields["name"].default == name:
-            found: type[ObjectiveConfig] = each
-            return found
-    raise KeyError(name)
+    return _configs(_room(name))[name]
 
 
 def paper_class(name: str) -> Any:
     """Return the model class for such configs; raises KeyError if there is no such paper."""
-    keys, (_, model) = paper_config(name), _modules(name)
-    for value in vars(importlib.import_module(model)).values():
+    keys, room = paper_config(name), _room(name)
+    variant = name.removeprefix(room).removeprefix("_")
+    module = (variant and room_module(room, variant)) or f"{_ROOMS}.{room}.paper"
+    for value in vars(importlib.import_module(module)).values():
         if isinstance(value, type) and getattr(value, "config_type", None) is keys:
             return value
     raise KeyError(name)
@@ -84,13 +72,22 @@ PAPER_CONFIGS: Mapping[str, type[ObjectiveConfig]] = Papers(paper_config)
 """The config class of each paper by name."""
 
 
-def _modules(name: str) -> tuple[str, str]:
-    """Return the modules of a paper's keys and model; raises KeyError if there are none."""
-    parts = name.split("_")
-    for end in range(len(parts), 0, -1):
-        room, variant = "_".join(parts[:end]), "_".join(parts[end:])
-        keys, model = (variant + _SUFFIX, variant) if variant else ("config", "paper")
-        folder = f"{_ROOMS}.{room}"
-        if room.isidentifier() and find_spec(folder) and find_spec(f"{folder}.{keys}"):
-            return f"{folder}.{keys}", f"{folder}.{model}"
-    raise KeyError(name)
+def _room(name: str) -> str:
+    """Return the folder of a paper; raises KeyError if there is none."""
+    found = [room for room in rooms() if f"{name}_".startswith(f"{room}_")]
+    if not found:
+        raise KeyError(name)
+    return max(found, key=len)
+
+
+def _configs(room: str) -> dict[str, type[ObjectiveConfig]]:
+    """Return the config classes that are declared in a folder, by name."""
+    # Imported here: declarations of figures are read without the schema.
+    from megavis.config.schema import ObjectiveConfig
+
+    module = importlib.import_module(f"{_ROOMS}.{room}.config")
+    classes = [each for each in vars(module).values() if isinstance(each, type)]
+    declared = [each for each in classes if each.__module__ == module.__name__]
+    papers = [each for each in declared if issubclass(each, ObjectiveConfig)]
+    names = {each: each.model_fields["name"].default for each in papers}
+    return {name: each for each, name in names.items() if isinstance(name, str)}

@@ -14,7 +14,7 @@ from megavis.composition.encoded_image import EncodedImage, PretrainedEncoder
 from megavis.composition.reader import Role
 from megavis.composition.trainable import Likelihood
 from megavis.model.encoder import EncoderSizes
-from megavis.papers.givt.encoder_decoder_config import EncoderDecoderConfig
+from megavis.papers.givt.config import EncoderDecoderConfig
 from megavis.papers.givt.paper import GIVT
 
 

@@ -20,7 +20,7 @@ from megavis.composition.asking import TRANSFORMED, Mask
 from megavis.composition.reader import Reader, Role
 from megavis.model.embeddings import to_stream
 from megavis.model.layer_state import LayerState, PackedState
-from megavis.papers.givt.maskgit_config import MaskGITConfig
+from megavis.papers.givt.config import MaskGITConfig
 from megavis.papers.givt.paper import GIVT
 from megavis.schedules.masked import Rounds
 

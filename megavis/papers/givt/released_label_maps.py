@@ -22,7 +22,7 @@ from megavis.composition.released_run import ReleasedRun
 from megavis.config.errors import UserError
 from megavis.config.schema import ModelConfig
 from megavis.papers.givt.released import Arrays, dense, encoder_block_weights, norm, read_arrays
-from megavis.papers.vae.label_maps_config import LabelMapVAEConfig
+from megavis.papers.vae.config import LabelMapVAEConfig
 
 
 def read_label_map_vae(args: argparse.Namespace) -> ReleasedRun:

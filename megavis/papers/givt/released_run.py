@@ -10,8 +10,7 @@ from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.papers.givt.released import read_arrays, vae_shape, vae_weights
 from megavis.papers.givt.weights import ReleasedModel
-from megavis.papers.vae.config import VAEConfig
-from megavis.papers.vae.label_maps_config import LabelMapVAEConfig
+from megavis.papers.vae.config import LabelMapVAEConfig, VAEConfig
 
 
 def read_transformer(args: argparse.Namespace) -> ReleasedRun:

@@ -18,10 +18,13 @@ from torch import Tensor
 
 from megavis.config.errors import UserError
 from megavis.config.schema import ModelConfig
-from megavis.papers.givt.config import GIVTConfig, LatentTokensConfig
-from megavis.papers.givt.encoder_decoder_config import EncoderDecoderConfig
+from megavis.papers.givt.config import (
+    EncoderDecoderConfig,
+    GIVTConfig,
+    LatentTokensConfig,
+    MaskGITConfig,
+)
 from megavis.papers.givt.maskgit import REPLACEMENT
-from megavis.papers.givt.maskgit_config import MaskGITConfig
 from megavis.papers.givt.released import (
     Arrays,
     adapter_weights,

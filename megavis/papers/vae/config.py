@@ -1,12 +1,15 @@
-"""Config keys of the VAE: sizes (table 6 of GIVT) and loss weights."""
+"""Config keys of the VAEs, of images (sizes: table 6 of GIVT) and of label maps."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from megavis.composition.shared_keys import AutoencoderConfig
-from megavis.config.schema import Positive
-from megavis.config.section import AtLeast0
+from pydantic import Field
+
+from megavis.composition.shared_keys import AutoencoderConfig, check_patches, check_tokens
+from megavis.config.schema import ConfigIssue, ObjectiveConfig, Positive, RunConfig
+from megavis.config.section import Above0, AtLeast0
 from megavis.tokenizers.shapes import VAEShape
 
 
@@ -26,3 +29,79 @@ class VAEConfig(AutoencoderConfig):
     def shape(self) -> VAEShape:
         """Sizes of the network."""
         return VAEShape.from_section(dict(self))
+
+
+class LabelMapVAEConfig(ObjectiveConfig):
+    """Config keys of the VAE of label maps: channels, bottleneck and loss.
+
+    `model` describes the encoder; the decoder differs from it only in its number of blocks.
+    """
+
+    name: Literal["vae_label_maps"] = "vae_label_maps"
+    target: Literal["panoptic", "depth"] = "panoptic"
+    """Kind of the label maps."""
+    semantic_channels: Annotated[int, Field(ge=2, le=256)] = 134
+    """Channels for the classes of a panoptic map, including void; 1 + 133 for COCO."""
+    instance_channels: Annotated[int, Field(ge=2, le=256)] = 100
+    """Channels for the segments of a panoptic map, including void; further segments are ignored."""
+    depth_bins: Annotated[int, Field(ge=2)] = 256
+    """Number of bins of equal width that `depth_range` is divided into."""
+    depth_range: Annotated[tuple[AtLeast0, Above0], Field(strict=False)] = (0.001, 10.0)
+    """Smallest and largest depth in metres."""
+    patch_size: Positive = 16
+    """Side of a patch in pixels; a patch is a token of encoder and decoder."""
+    downsampling: Positive = 32
+    """Side in pixels of the square that a latent represents; the grid of tokens is resized to the
+    grid of latents and back."""
+    latent_channels: Positive = 16
+    """d, channels of a latent. The released COCO config of the VAE has 32, the paper and the
+    released second stage 16."""
+    decoder_layers: Positive = 12
+    """Blocks of the decoder."""
+    beta: AtLeast0 = 2.5e-4
+    """β, weight of the KL divergence from N(0, 1) in nats per map; 2.5e-4 for COCO, 2e-4 for
+    NYU."""
+
+    @property
+    def num_further_blocks(self) -> int:
+        """Blocks of the decoder."""
+        return self.decoder_layers
+
+    @property
+    def num_channels(self) -> int:
+        """One-hot channels of a pixel."""
+        if self.target == "depth":
+            return self.depth_bins
+        return self.semantic_channels + self.instance_channels
+
+    def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
+        """Check that patches and latents tile the map, and that the tokenizer supports `model`."""
+        yield from check_patches(config, self.patch_size)
+        side = config.data.image_size
+        if side % self.downsampling:
+            yield "objective.downsampling", f"{self.downsampling} does not divide the side {side}"
+        if self.depth_range[0] >= self.depth_range[1]:
+            yield "objective.depth_range", f"{list(self.depth_range)} must begin with the smaller"
+        tokens = (side // self.patch_size) ** 2
+        what, remedy = f"{tokens} patches", "change objective.patch_size"
+        yield from check_tokens(config, tokens, what=what, remedy=remedy)
+        yield from _check_blocks(config)
+
+
+def _check_blocks(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Check the keys of `model` that the tokenizer, a separate network, does not implement."""
+    model = config.model
+    needed = {
+        "normalization": ("layer_norm",),
+        "norm_bias": ("all",),
+        "activation": ("gelu", "gelu_tanh"),
+        "positions": (None, "learned"),
+    }
+    for key, allowed in needed.items():
+        if getattr(model, key) not in allowed:
+            words = " or ".join(str(value) for value in allowed if value is not None)
+            yield f"model.{key}", f"{getattr(model, key)} is not for label maps; use {words}"
+    if not (model.add_bias and model.has_biased_attention):
+        yield "model.add_bias", "false is not for label maps, whose VAE has biases; set it to true"
+    if model.drop_path:
+        yield "model.drop_path", f"{model.drop_path} is not for label maps; use 0"

@@ -42,7 +42,7 @@ from megavis.model.init import (
 )
 from megavis.model.layer_state import LayerState, PackedState, as_bits, from_bits
 from megavis.model.stack import LayerPlan, block_plans, model_flops
-from megavis.papers.vae.label_maps_config import LabelMapVAEConfig
+from megavis.papers.vae.config import LabelMapVAEConfig
 from megavis.parallel.context import ParallelContext
 from megavis.parallel.random import normal as normal_draws
 from megavis.tokenizers.label_map_vae import (

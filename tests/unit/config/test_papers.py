@@ -1,0 +1,93 @@
+"""Papers are found by the names of their folders, and variants by the classes in `config.py`."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megavis import papers
+from megavis.config.papers import PAPER_CONFIGS, paper_class
+
+CONFIG = '''
+from typing import Literal
+from megavis.config.schema import ObjectiveConfig
+from megavis.papers.igpt.config import IGPTConfig
+
+class SharedConfig(ObjectiveConfig):
+    """Keys of both."""
+
+class FirstConfig(SharedConfig):
+    """Those of the paper."""
+    name: Literal["two_rooms"] = "two_rooms"
+
+class SecondConfig(IGPTConfig):
+    """Those of a variant."""
+    name: Literal["two_rooms_second_kind"] = "two_rooms_second_kind"
+    size: int = 3
+
+class ThirdConfig(SharedConfig):
+    """Those of a variant with a file of its own."""
+    name: Literal["two_rooms_third"] = "two_rooms_third"
+'''
+MODELS = """
+from megavis.papers.two_rooms.config import FirstConfig, SecondConfig
+
+class First:
+    config_type = FirstConfig
+
+class Second(First):
+    config_type = SecondConfig
+"""
+THIRD = """
+from megavis.papers.two_rooms.config import ThirdConfig
+from megavis.papers.two_rooms.paper import First
+
+class Third(First):
+    config_type = ThirdConfig
+"""
+NAMES = {"two_rooms": "First", "two_rooms_second_kind": "Second", "two_rooms_third": "Third"}
+
+
+@pytest.fixture
+def two_rooms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A room of a paper and two variants, which imports the config of another room."""
+    room = tmp_path / "two_rooms"
+    room.mkdir()
+    files = {"__init__": "", "config": CONFIG, "paper": MODELS, "third": THIRD}
+    for name, text in files.items():
+        (room / f"{name}.py").write_text(text)
+    monkeypatch.setattr(papers, "__path__", [*papers.__path__, str(tmp_path)])
+    yield
+    for name in [name for name in sys.modules if name.startswith("megavis.papers.two_rooms")]:
+        del sys.modules[name]
+
+
+def test_a_config_file_holds_a_paper_and_its_variants(two_rooms: None) -> None:
+    assert {name for name in PAPER_CONFIGS if name.startswith("two_rooms")} == set(NAMES)
+    assert list(PAPER_CONFIGS).count("igpt") == 1
+    for name, model in NAMES.items():
+        assert PAPER_CONFIGS[name].__name__ == f"{model}Config"
+        assert paper_class(name).__name__ == model
+    assert PAPER_CONFIGS["two_rooms_second_kind"](vocabulary_size=4).size == 3
+
+
+@pytest.mark.parametrize(
+    "name", ["", "none", "two", "two_rooms_", "two_rooms_paper", "givt_config"]
+)
+def test_no_other_name_is_a_paper(two_rooms: None, name: str) -> None:
+    assert name not in PAPER_CONFIGS
+    with pytest.raises(KeyError):
+        paper_class(name)
+
+
+def test_the_config_of_a_variant_imports_no_other_room() -> None:
+    code = """import sys
+from megavis.config.papers import PAPER_CONFIGS
+PAPER_CONFIGS["givt_maskgit"]
+names = [name.split(".") for name in sys.modules if name.startswith("megavis.papers.")]
+assert {parts[2] for parts in names} == {"givt"}, names
+assert "torch" not in sys.modules
+"""
+    process = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
+    assert process.returncode == 0, process.stderr
