@@ -1,33 +1,51 @@
-"""GIVT-Causal: Generative Infinite-Vocabulary Transformers (Tschannen et al., 2024).
+"""GIVT: Generative Infinite-Vocabulary Transformers (Tschannen et al., 2024), in three forms.
 
-An image is the raster sequence of a VAE's real-valued latents. Each token is predicted from those
-before it as a mixture of Gaussians instead of logits over a vocabulary (section 3.2); a class
-embedding comes first.
+GIVT-Causal: an image is the raster sequence of a VAE's real-valued latents. Each token is predicted
+from those before it as a mixture of Gaussians instead of logits over a vocabulary (section 3.2); a
+class embedding comes first.
 
-Legend: d channels of a token, h hidden size.
+GIVT-MaskGIT: masked latents are predicted from the others (section 3.2), after "MaskGIT" (Chang et
+al., 2022): the mask ratio cos(π/2 · u) is drawn for each image.
+
+The encoder-decoder, the paper's model for dense prediction, after UViM: latents are predicted from
+an image (section 4.2, appendix B). It is GIVT-Causal with a cross-attention after each
+self-attention, to a Vision Transformer's encoding of the image (`composition/encoded_image.py`).
+
+Legend: b images, n tokens, d channels of a token, h hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from megavis.composition.asking import TRANSFORMED, Asking, Shift
+from megavis.composition.asking import TRANSFORMED, Asking, Mask, Shift
 from megavis.composition.composition import Composition
 from megavis.composition.condition import Condition, Labels
+from megavis.composition.encoded_image import EncodedImage, PretrainedEncoder
 from megavis.composition.encoded_tokens import Latents
-from megavis.composition.reader import Role
+from megavis.composition.reader import Reader, Role
 from megavis.composition.trainable import Likelihood
 from megavis.densities.gaussians import CorrelatedGaussian, GaussianMixture, Gaussians
 from megavis.model.adapter import Adapter
-from megavis.model.embeddings import TokenHead
+from megavis.model.embeddings import TokenHead, to_stream
+from megavis.model.encoder import EncoderSizes
 from megavis.model.gaussian_mixture import ScaleForm
 from megavis.model.init import Initialization, normal, truncated_normal, xavier_uniform
-from megavis.papers.givt.config import GIVTConfig, LatentTokensConfig
+from megavis.model.layer_state import LayerState, PackedState
+from megavis.papers.givt.config import (
+    EncoderDecoderConfig,
+    GIVTConfig,
+    LatentTokensConfig,
+    MaskGITConfig,
+)
+from megavis.schedules.masked import Rounds
 from megavis.schedules.one_by_one import OneByOne
 from megavis.schedules.orders import Orders
 from megavis.schedules.schedule import Schedule
@@ -155,3 +173,127 @@ class GIVT(Composition):
             given = f"the class, but for the {self.paper.label_dropout:.0%} that training drops"
         words = "number of the VAE's latents"
         return Likelihood(words, self.num_tokens * size, per_loss=size, given=given)
+
+
+MASKED, VISIBLE, REPLACEMENT = range(3)
+"""Special rows after the classes in the table of labels, as in the released models."""
+
+
+class MaskedReader(Reader):
+    """Embeds the label and all tokens; half of the width marks which tokens are masked."""
+
+    def __init__(self, paper: MaskGITConfig, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.paper, self.first_special = paper, paper.num_classes or 1
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> PackedState:
+        """Embed.
+
+        Args:
+            inputs: tokens `[b, n, d]`, or on their grid if the adapter has yet to transform them;
+                their places; the mask bool `[b, n]`, true where a token is masked; and label rows
+                int64 `[b]`.
+
+        Returns:
+            `[1 + n, b, h]`, the label first, which carries the tokens if there is an adapter.
+        """
+        tokens, places, mask, labels = inputs
+        tokens = self.transformed(tokens) if tokens.ndim == 4 else tokens
+        is_hidden = mask[..., None]
+        marks = torch.where(is_hidden, self._special(MASKED), self._special(VISIBLE))
+        if self.paper.masked_input == "zeros":
+            embedded = self.embed_content(tokens.masked_fill(is_hidden, 0.0))
+        else:
+            embedded = torch.where(
+                is_hidden, self._special(REPLACEMENT), self.embed_content(tokens)
+            )
+        # As in the released code, every second channel of each.
+        both = torch.cat([marks[..., ::2], embedded[..., ::2]], dim=-1)
+        label = self.part("start")(labels)[:, None]
+        label = label + self.front_rows(label, {}).sum(1, keepdim=True)
+        hidden = torch.cat([label, self.add_positions(both, places, "positions")], dim=1)
+        carried = {} if self.part("transform") is None else {TRANSFORMED: tokens}
+        # For rotary positions the label is at the first cell.
+        carried |= self.carried(F.pad(places, (1, 0)))
+        return LayerState(to_stream(hidden, self.core), carried).pack()
+
+    def _special(self, row: int) -> Tensor:
+        table: Tensor = self.part("start").weight
+        return table[self.first_special + row]
+
+
+class GIVTMaskGIT(GIVT):
+    """Predict masked latents."""
+
+    config_type = MaskGITConfig
+    paper: MaskGITConfig
+    num_special_rows = 3
+
+    @cached_property
+    def schedule(self) -> Rounds:
+        """Mask a drawn share of the tokens; generate in rounds."""
+        return Rounds(self.orders, least_masking=self.paper.least_masking, seed=self.config.seed)
+
+    @cached_property
+    def asks(self) -> Mask:
+        """One row per token, masked or not, after the label."""
+        return Mask(num_front=1)
+
+    @property
+    def likelihood(self) -> None:
+        """None: masked tokens are predicted independently."""
+        return None
+
+    @property
+    def part_names(self) -> Mapping[Role, str]:
+        """Names of the causal model's parts, and of the label's position."""
+        names = super().part_names
+        is_learned = self.position_kind == "learned"
+        return {**names, "front": "label_position"} if is_learned else names
+
+    def build_embedding(self) -> MaskedReader:
+        """Build the first layer."""
+        return MaskedReader(self.paper, self.core, self.asks, self.slots())
+
+
+class GIVTEncoderDecoder(GIVT):
+    """Next-token prediction of latents, given an image."""
+
+    config_type = EncoderDecoderConfig
+    paper: EncoderDecoderConfig
+
+    @cached_property
+    def condition(self) -> EncodedImage:
+        """The encoded image, after the class."""
+        return EncodedImage(
+            self.config.data.image_size,
+            EncoderSizes(
+                self.paper.encoder_layers,
+                self.paper.encoder_patch_size,
+                self.paper.encoder_hidden_size,
+                self.paper.encoder_num_attention_heads,
+                self.paper.encoder_learning_rate_scale,
+                self.paper.encoder_activation,
+                self.paper.encoder_norm_epsilon,
+                self.paper.position_std,
+            ),
+            others=self._labels(),
+        )
+
+    @property
+    def deviations(self) -> Mapping[Role, float]:
+        """`objective.position_std`, and otherwise GIVT's."""
+        std = self.paper.position_std
+        return super().deviations if std is None else {"positions": std}
+
+    def pretrained(self) -> PretrainedEncoder | None:
+        """Open the Vision Transformer that the encoder starts from."""
+        run = self.paper.encoder_from_run
+        return None if run is None else self.condition.pretrained(run, self.config.model)
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """Likelihood of the causal model, given the image."""
+        own = super().likelihood
+        assert own is not None
+        return replace(own, given="the image" + (f" and {own.given}" if own.given else ""))

@@ -24,7 +24,7 @@ from megavis.papers.givt.config import (
     LatentTokensConfig,
     MaskGITConfig,
 )
-from megavis.papers.givt.maskgit import REPLACEMENT
+from megavis.papers.givt.paper import REPLACEMENT
 from megavis.papers.givt.released import (
     Arrays,
     adapter_weights,
