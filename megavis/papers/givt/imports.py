@@ -7,7 +7,7 @@ from pathlib import Path
 from megavis.config.arguments import non_negative_number, positive
 from megavis.config.imports import IMAGE_SIZE, ImportOption, ImportSpec
 
-_RUN = "megavis.papers.givt.released_run:"
+_MODELS, _VAES = "megavis.papers.givt.released_models:", "megavis.papers.givt.released_vaes:"
 _BETA = ImportOption(
     "--beta",
     "the β it was trained with; default: the paper's",
@@ -19,7 +19,7 @@ IMPORTS = (
     ImportSpec(
         "givt",
         help="an .npz file of one of GIVT's released Transformers",
-        read=_RUN + "read_transformer",
+        read=_MODELS + "read_transformer",
         options=(
             ImportOption("--mode", "default: read from the file", choices=("causal", "maskgit")),
             ImportOption("--num-classes", "default: read from the file", type=positive),
@@ -30,7 +30,7 @@ IMPORTS = (
     ImportSpec(
         "givt-vae",
         help="an .npz file of one of GIVT's released VAEs",
-        read=_RUN + "read_vae",
+        read=_VAES + "read_vae",
         options=(
             _BETA,
             IMAGE_SIZE,
@@ -39,7 +39,7 @@ IMPORTS = (
     ImportSpec(
         "givt-label-vae",
         help="an .npz file of one of GIVT's released VAEs of label maps",
-        read="megavis.papers.givt.released_label_maps:read_label_map_vae",
+        read=_VAES + "read_label_map_vae",
         options=(
             ImportOption(
                 "--target",

@@ -6,7 +6,8 @@ import torch
 from golden_givt import GOLDEN, golden
 
 from megavis.config.errors import UserError
-from megavis.papers.givt.released import read_arrays, vae_shape, vae_weights
+from megavis.papers.givt.released_layers import read_arrays
+from megavis.papers.givt.released_vaes import vae_shape, vae_weights
 from megavis.tokenizers.shapes import VAEShape
 from megavis.tokenizers.vae import Posterior, VAENetwork
 

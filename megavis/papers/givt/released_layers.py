@@ -1,4 +1,4 @@
-"""Convert GIVT's released layers, adapter and VAE to megavis' names; for models see `weights.py`.
+"""Convert layers of GIVT's released models and VAEs to megavis' names.
 
 Flax stores kernels input first, and those of attention as (width, heads, head size), or (heads,
 head size, width) for the output. Functions that yield tensors by name raise UserError if an array
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from megavis.config.errors import UserError
 from megavis.model.attention import join_keys_values
-from megavis.tokenizers.shapes import VAEShape
 
 Arrays = Mapping[str, np.ndarray]
+Named = Iterator[tuple[str, Tensor]]
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
@@ -50,80 +50,11 @@ def adapter_weights(released: Arrays) -> dict[str, Tensor]:
             raise UserError(f"{name} is not an array of a released adapter")
         block, kind, number, part = found.groups()
         layer = f"blocks.{block}.{'conv' if kind == 'Conv' else 'norm'}_{number}"
-        renamed[f"{layer}.{'bias' if part == 'bias' else 'weight'}"] = _plain(array)
+        renamed[f"{layer}.{'bias' if part == 'bias' else 'weight'}"] = plain(array)
     return renamed
 
 
-def vae_weights(released: Arrays) -> dict[str, Tensor]:
-    """Rename a VAE's arrays to those of `VAENetwork`, preferring moving averages."""
-    arrays = _vae_arrays(released)
-    shape = vae_shape(arrays)
-    names = dict(_vae_layers(shape))
-    renamed = {}
-    for name, array in arrays.items():
-        layer, _, part = name.rpartition("/")
-        if layer not in names:
-            raise UserError(f"{name} is not an array of a released VAE")
-        renamed[f"{names[layer]}.{'bias' if part == 'bias' else 'weight'}"] = _plain(array)
-    return renamed
-
-
-def vae_shape(released: Arrays) -> VAEShape:
-    """Infer the sizes of a VAE from its arrays.
-
-    Raises:
-        UserError: the arrays are not those of a VAE.
-    """
-    arrays = _vae_arrays(released)
-    try:
-        filters = arrays["cnn_encoder/Conv_0/kernel"].shape[-1]
-        latent_channels = arrays["cnn_decoder/Conv_0/kernel"].shape[-2]
-    except KeyError as error:
-        raise UserError(f"the file has no {error.args[0]}; is it a released VAE?") from None
-    num_levels = sum(bool(re.fullmatch(r"cnn_decoder/Conv_\d+/kernel", n)) for n in arrays) - 1
-    pattern = r"cnn_encoder/ResBlock_\d+/Conv_0/kernel"
-    num_blocks = sum(bool(re.fullmatch(pattern, name)) for name in arrays)
-    per_level = num_blocks // (num_levels + 1)
-    firsts = (f"cnn_encoder/ResBlock_{level * per_level}" for level in range(num_levels))
-    widths = [arrays[f"{first}/Conv_1/kernel"].shape[-1] for first in firsts]
-    return VAEShape(
-        latent_channels=latent_channels,
-        filters=filters,
-        multipliers=tuple(width // filters for width in widths),
-        blocks_per_level=per_level,
-    )
-
-
-def _vae_arrays(released: Arrays) -> dict[str, np.ndarray]:
-    for prefix in ("ema_params/", "g_params/"):
-        found = {f"cnn_{n.removeprefix(prefix)}": a for n, a in released.items() if prefix in n}
-        if found:
-            return found
-    return dict(released)
-
-
-def _vae_layers(shape: VAEShape) -> Iterator[tuple[str, str]]:
-    """Yield the released name and megavis' name of every layer with parameters."""
-    count, levels = shape.blocks_per_level, len(shape.multipliers)
-    level_blocks = [f"levels.{level}.{i}" for level in range(levels) for i in range(count)]
-    middle_blocks = [f"middle.{i}" for i in range(count)]
-    enlargers = [f"enlargers.{i}" for i in range(levels - 1)]
-    for part, blocks, convolutions in (
-        ("encoder", level_blocks + middle_blocks, ["conv_in", "conv_out"]),
-        ("decoder", middle_blocks + level_blocks, ["conv_in", *enlargers, "conv_out"]),
-    ):
-        for number, name in enumerate(convolutions):
-            yield f"cnn_{part}/Conv_{number}", f"{part}.{name}"
-        yield f"cnn_{part}/GroupNorm_0", f"{part}.norm"
-        for number, name in enumerate(blocks):
-            old, new = f"cnn_{part}/ResBlock_{number}", f"{part}.{name}"
-            for i in (0, 1):
-                yield f"{old}/GroupNorm_{i}", f"{new}.norm_{i}"
-                yield f"{old}/Conv_{i}", f"{new}.conv_{i}"
-            yield f"{old}/Conv_2", f"{new}.shortcut"
-
-
-def _plain(array: np.ndarray) -> Tensor:
+def plain(array: np.ndarray) -> Tensor:
     """Convert an array to a tensor; a kernel `[..., in, out]` becomes output first."""
     tensor = torch.from_numpy(np.asarray(array, dtype=np.float32))
     if tensor.ndim == 4:
@@ -131,9 +62,6 @@ def _plain(array: np.ndarray) -> Tensor:
     elif tensor.ndim == 2:
         tensor = tensor.t()
     return tensor.contiguous()
-
-
-Named = Iterator[tuple[str, Tensor]]
 
 
 def block_weights(arrays: Arrays) -> Named:

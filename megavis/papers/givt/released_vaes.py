@@ -1,7 +1,8 @@
-"""Convert GIVT's released VAEs of label maps to megavis' names, and infer their config.
+"""Convert GIVT's released VAEs, of images and of label maps, and infer their config.
 
-They are Transformers (section 4.2 of "GIVT"). Blocks are named `encoder/encoderblock_3/...`, or
-stacked on axis 0 of `encoder/encoderblock/...`; likewise those of `decoder/`.
+Those of images are convolutional networks (appendix C.2). Those of label maps are Transformers
+(section 4.2), with blocks that are named `encoder/encoderblock_3/...`, or stacked on axis 0 of
+`encoder/encoderblock/...`; likewise those of `decoder/`.
 
 Legend: C one-hot channels of a pixel, h hidden size, p side of a patch in pixels.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +23,106 @@ from torch import Tensor
 from megavis.composition.released_run import ReleasedRun
 from megavis.config.errors import UserError
 from megavis.config.schema import ModelConfig
-from megavis.papers.givt.released import Arrays, dense, encoder_block_weights, norm, read_arrays
-from megavis.papers.vae.config import LabelMapVAEConfig
+from megavis.papers.givt.released_layers import (
+    Arrays,
+    dense,
+    encoder_block_weights,
+    norm,
+    plain,
+    read_arrays,
+)
+from megavis.papers.vae.config import LabelMapVAEConfig, VAEConfig
+from megavis.tokenizers.shapes import VAEShape
+
+
+def read_vae(args: argparse.Namespace) -> ReleasedRun:
+    """Convert a VAE, without its discriminator, which was not released.
+
+    Raises:
+        UserError: the file is not such a checkpoint.
+    """
+    arrays = read_arrays(args.source)
+    shape = vae_shape(arrays)
+    paper = VAEConfig(
+        latent_channels=shape.latent_channels,
+        filters=shape.filters,
+        multipliers=shape.multipliers,
+        blocks_per_level=shape.blocks_per_level,
+        perceptual_weight=0.0,
+        adversarial_weight=0.0,
+        **({} if args.beta is None else {"beta": args.beta}),
+    )
+    weights = {f"vae.network.{name}": tensor for name, tensor in vae_weights(arrays).items()}
+    return ReleasedRun(paper, weights, image_size=args.image_size)
+
+
+def vae_weights(released: Arrays) -> dict[str, Tensor]:
+    """Rename a VAE's arrays to those of `VAENetwork`, preferring moving averages."""
+    arrays = _vae_arrays(released)
+    shape = vae_shape(arrays)
+    names = dict(_vae_layers(shape))
+    renamed = {}
+    for name, array in arrays.items():
+        layer, _, part = name.rpartition("/")
+        if layer not in names:
+            raise UserError(f"{name} is not an array of a released VAE")
+        renamed[f"{names[layer]}.{'bias' if part == 'bias' else 'weight'}"] = plain(array)
+    return renamed
+
+
+def vae_shape(released: Arrays) -> VAEShape:
+    """Infer the sizes of a VAE from its arrays.
+
+    Raises:
+        UserError: the arrays are not those of a VAE.
+    """
+    arrays = _vae_arrays(released)
+    try:
+        filters = arrays["cnn_encoder/Conv_0/kernel"].shape[-1]
+        latent_channels = arrays["cnn_decoder/Conv_0/kernel"].shape[-2]
+    except KeyError as error:
+        raise UserError(f"the file has no {error.args[0]}; is it a released VAE?") from None
+    num_levels = sum(bool(re.fullmatch(r"cnn_decoder/Conv_\d+/kernel", n)) for n in arrays) - 1
+    pattern = r"cnn_encoder/ResBlock_\d+/Conv_0/kernel"
+    num_blocks = sum(bool(re.fullmatch(pattern, name)) for name in arrays)
+    per_level = num_blocks // (num_levels + 1)
+    firsts = (f"cnn_encoder/ResBlock_{level * per_level}" for level in range(num_levels))
+    widths = [arrays[f"{first}/Conv_1/kernel"].shape[-1] for first in firsts]
+    return VAEShape(
+        latent_channels=latent_channels,
+        filters=filters,
+        multipliers=tuple(width // filters for width in widths),
+        blocks_per_level=per_level,
+    )
+
+
+def _vae_arrays(released: Arrays) -> dict[str, np.ndarray]:
+    for prefix in ("ema_params/", "g_params/"):
+        found = {f"cnn_{n.removeprefix(prefix)}": a for n, a in released.items() if prefix in n}
+        if found:
+            return found
+    return dict(released)
+
+
+def _vae_layers(shape: VAEShape) -> Iterator[tuple[str, str]]:
+    """Yield the released name and megavis' name of every layer with parameters."""
+    count, levels = shape.blocks_per_level, len(shape.multipliers)
+    level_blocks = [f"levels.{level}.{i}" for level in range(levels) for i in range(count)]
+    middle_blocks = [f"middle.{i}" for i in range(count)]
+    enlargers = [f"enlargers.{i}" for i in range(levels - 1)]
+    for part, blocks, convolutions in (
+        ("encoder", level_blocks + middle_blocks, ["conv_in", "conv_out"]),
+        ("decoder", middle_blocks + level_blocks, ["conv_in", *enlargers, "conv_out"]),
+    ):
+        for number, name in enumerate(convolutions):
+            yield f"cnn_{part}/Conv_{number}", f"{part}.{name}"
+        yield f"cnn_{part}/GroupNorm_0", f"{part}.norm"
+        for number, name in enumerate(blocks):
+            old, new = f"cnn_{part}/ResBlock_{number}", f"{part}.{name}"
+            for i in (0, 1):
+                yield f"{old}/GroupNorm_{i}", f"{new}.norm_{i}"
+                yield f"{old}/Conv_{i}", f"{new}.conv_{i}"
+            yield f"{old}/Conv_2", f"{new}.shortcut"
 
 
 def read_label_map_vae(args: argparse.Namespace) -> ReleasedRun:

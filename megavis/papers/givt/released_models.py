@@ -7,16 +7,20 @@ Transformer of an encoder-decoder model under `encoder/`.
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megavis.composition.released_run import ReleasedRun
 from megavis.config.errors import UserError
+from megavis.config.load import load_config
 from megavis.config.schema import ModelConfig
 from megavis.papers.givt.config import (
     EncoderDecoderConfig,
@@ -25,20 +29,59 @@ from megavis.papers.givt.config import (
     MaskGITConfig,
 )
 from megavis.papers.givt.paper import REPLACEMENT
-from megavis.papers.givt.released import (
+from megavis.papers.givt.released_layers import (
     Arrays,
     adapter_weights,
     block_weights,
     dense,
     encoder_block_weights,
     norm,
+    read_arrays,
 )
+from megavis.papers.vae.config import LabelMapVAEConfig, VAEConfig
 
 Mode = Literal["causal", "maskgit"]
 _IMAGENET_CLASSES = 1000
 _ADAPTER = "params_adaptor/"
 _BLOCK = "decoder/EncDecBlock"
 _ENCODER, _ENCODER_BLOCK = "encoder/", "encoder/encoderblock_"
+
+
+def read_transformer(args: argparse.Namespace) -> ReleasedRun:
+    """Convert a causal or masked model, with its adapter if the file has one.
+
+    Raises:
+        UserError: the file is not such a checkpoint, or lacks the requested part.
+    """
+    arrays = dict(read_arrays(args.source))
+    if args.adapter is not None:
+        adapter = read_arrays(args.adapter)
+        arrays |= {f"params_adaptor/{name}": array for name, array in adapter.items()}
+    released = ReleasedModel(arrays, mode=args.mode, num_classes=args.num_classes)
+    paper = released.objective()
+    if args.tokenizer is not None:
+        pixels = _pixels_of_a_latent(args.tokenizer)
+        update = {"tokenizer": str(args.tokenizer), "downsampling": pixels}
+        paper = paper.model_copy(update=update)
+    size = released.side * paper.downsampling
+    if released.image_size not in (None, size):
+        raise UserError(
+            f"the encoder reads images of {released.image_size}² pixels, and the VAE of --tokenizer"
+            f" gives {released.side}² latents of images of {size}²"
+        )
+    return ReleasedRun(
+        paper, released.weights(), image_size=size, sections={"model": released.model()}
+    )
+
+
+def _pixels_of_a_latent(run_folder: Path) -> int:
+    path = run_folder / "config.yaml"
+    paper = load_config(path).config.objective
+    if isinstance(paper, LabelMapVAEConfig):
+        return paper.downsampling
+    if not isinstance(paper, VAEConfig):
+        raise UserError(f"--tokenizer: {run_folder} is a run of {paper.name}, not of a VAE")
+    return paper.shape.downsampling
 
 
 @dataclass(frozen=True)
