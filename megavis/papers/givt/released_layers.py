@@ -10,7 +10,9 @@ from __future__ import annotations
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -39,6 +41,56 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
         raise UserError(f"{path} is not an .npz file of arrays: {error}") from None
     inner = {name.removeprefix("params/"): a for name, a in arrays.items() if "params/" in name}
     return inner or arrays
+
+
+@dataclass(frozen=True)
+class ReleasedArrays:
+    """A released model.
+
+    Attributes:
+        arrays: arrays by their released names.
+    """
+
+    arrays: Arrays
+    kind: ClassVar[str] = "GIVT"
+    """Name of such models in errors."""
+
+    def array(self, name: str) -> np.ndarray:
+        """Return an array in float32; raises UserError if it is missing."""
+        if name not in self.arrays:
+            raise UserError(f"the file has no {name}; is it a released {self.kind}?")
+        return np.asarray(self.arrays[name], dtype=np.float32)
+
+    def tensor(self, name: str) -> Tensor:
+        """Return an array as a tensor; raises UserError if it is missing."""
+        return torch.from_numpy(self.array(name))
+
+    def inside(self, prefix: str) -> Arrays:
+        """Return the arrays whose names begin with `prefix`, without it."""
+        return {n.removeprefix(prefix): a for n, a in self.arrays.items() if n.startswith(prefix)}
+
+    def blocks(self, prefix: str, *, axis: int = 0) -> list[Arrays]:
+        """Return the arrays of each block, named inside the block.
+
+        Args:
+            prefix: blocks are `{prefix}3/...` or `{prefix}_3/...`, or stacked in `{prefix}/...`.
+            axis: on which they are stacked.
+
+        Raises:
+            UserError: there are none, or one is missing.
+        """
+        stacked = {name: np.moveaxis(a, axis, 0) for name, a in self.inside(f"{prefix}/").items()}
+        if stacked:
+            count = len(next(iter(stacked.values())))
+            return [{name: a[number] for name, a in stacked.items()} for number in range(count)]
+        found = (re.match(rf"{prefix}_?(\d+)/", name) for name in self.arrays)
+        starts = {int(match[1]): match[0] for match in found if match}
+        missing = set(range(max(starts, default=0) + 1)) - set(starts)
+        if missing:
+            raise UserError(
+                f"the file has no {prefix}{min(missing)}; is it a released {self.kind}?"
+            )
+        return [self.inside(starts[number]) for number in range(len(starts))]
 
 
 def adapter_weights(released: Arrays) -> dict[str, Tensor]:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from megavis.composition.released_run import ReleasedRun
@@ -31,6 +30,7 @@ from megavis.papers.givt.config import (
 from megavis.papers.givt.paper import REPLACEMENT
 from megavis.papers.givt.released_layers import (
     Arrays,
+    ReleasedArrays,
     adapter_weights,
     block_weights,
     dense,
@@ -44,7 +44,7 @@ Mode = Literal["causal", "maskgit"]
 _IMAGENET_CLASSES = 1000
 _ADAPTER = "params_adaptor/"
 _BLOCK = "decoder/EncDecBlock"
-_ENCODER, _ENCODER_BLOCK = "encoder/", "encoder/encoderblock_"
+_ENCODER, _ENCODER_BLOCK = "encoder/", "encoder/encoderblock"
 
 
 def read_transformer(args: argparse.Namespace) -> ReleasedRun:
@@ -56,7 +56,7 @@ def read_transformer(args: argparse.Namespace) -> ReleasedRun:
     arrays = dict(read_arrays(args.source))
     if args.adapter is not None:
         adapter = read_arrays(args.adapter)
-        arrays |= {f"params_adaptor/{name}": array for name, array in adapter.items()}
+        arrays |= {f"{_ADAPTER}{name}": array for name, array in adapter.items()}
     released = ReleasedModel(arrays, mode=args.mode, num_classes=args.num_classes)
     paper = released.objective()
     if args.tokenizer is not None:
@@ -85,16 +85,14 @@ def _pixels_of_a_latent(run_folder: Path) -> int:
 
 
 @dataclass(frozen=True)
-class ReleasedModel:
+class ReleasedModel(ReleasedArrays):
     """A released Transformer, and settings that may not follow from its arrays.
 
     Attributes:
-        arrays: arrays by their released names.
         mode: causal or masked; None to infer it from the number of positions.
         num_classes: number of classes; None to infer it from the rows of the labels.
     """
 
-    arrays: Arrays
     mode: Mode | None = None
     num_classes: int | None = None
 
@@ -149,7 +147,7 @@ class ReleasedModel:
         With `_is_per_channel`, the d logits have no effect, since a softmax over one component is
         1; they are replaced by a single zero logit.
         """
-        layer = {part: self._array(f"decoder/LogitsDense/{part}") for part in ("kernel", "bias")}
+        layer = {part: self.array(f"decoder/LogitsDense/{part}") for part in ("kernel", "bias")}
         if not self._is_per_channel:
             return layer
         size = self._token_size
@@ -161,20 +159,25 @@ class ReleasedModel:
     @property
     def _token_size(self) -> int:
         """Channels d of a token."""
-        return self._shape("EmbedTargets/kernel")[0]
+        return self.array("EmbedTargets/kernel").shape[0]
 
     @property
     def _num_outputs(self) -> int:
-        return self._shape("decoder/LogitsDense/kernel")[1]
+        return self.array("decoder/LogitsDense/kernel").shape[1]
+
+    @property
+    def _blocks(self) -> list[Arrays]:
+        return self.blocks(_BLOCK, axis=1)
 
     def model(self) -> ModelConfig:
         """Infer the `model` section."""
-        _, heads, head_size = self._block(0)["SelfAttn/query/kernel"].shape
+        blocks = self._blocks
+        _, heads, head_size = blocks[0]["SelfAttn/query/kernel"].shape
         return ModelConfig(
-            num_layers=self.num_layers,
+            num_layers=len(blocks),
             hidden_size=heads * head_size,
             num_attention_heads=heads,
-            ffn_hidden_size=self._block(0)["MLP/Dense_0/kernel"].shape[1],
+            ffn_hidden_size=blocks[0]["MLP/Dense_0/kernel"].shape[1],
             normalization="layer_norm",
             norm_bias="last",
             norm_epsilon=1e-6,
@@ -198,32 +201,23 @@ class ReleasedModel:
         """Side in pixels of the encoder's images; None without an encoder."""
         if not self.has_encoder:
             return None
-        patches = self._shape("pos_embedding_encoder")[1]
-        return math.isqrt(patches) * self._shape("EmbedPatches/kernel")[0]
+        patches = self.array("pos_embedding_encoder").shape[1]
+        return math.isqrt(patches) * self.array("EmbedPatches/kernel").shape[0]
 
     def _encoder(self) -> dict[str, Any]:
-        names = {name.split("/")[1] for name in self.arrays if name.startswith(_ENCODER_BLOCK)}
         assert self.image_size is not None
         return {
-            "encoder_layers": len(names),
-            "encoder_patch_size": self._shape("EmbedPatches/kernel")[0],
+            "encoder_layers": len(self.blocks(_ENCODER_BLOCK)),
+            "encoder_patch_size": self.array("EmbedPatches/kernel").shape[0],
             "downsampling": self.image_size // self.side,
         }
-
-    @property
-    def num_layers(self) -> int:
-        """Number of blocks."""
-        if f"{_BLOCK}/LayerNorm1/scale" in self.arrays:
-            return int(self.arrays[f"{_BLOCK}/LayerNorm1/scale"].shape[1])
-        names = {name.split("/")[1] for name in self.arrays if name.startswith(_BLOCK)}
-        return len(names)
 
     @property
     def is_masked(self) -> bool:
         """True for MaskGIT, which has one more position than tokens."""
         if self.mode is not None:
             return self.mode == "maskgit"
-        count = self._shape("decoder/pos_emb")[1]
+        count = self.array("decoder/pos_emb").shape[1]
         causal, masked = (any(_is_square(n * s) for s in (1, 2)) for n in (count, count - 1))
         if causal == masked:
             raise UserError(f"{count} positions do not identify the model; pass --mode")
@@ -235,9 +229,9 @@ class ReleasedModel:
         Raises:
             UserError: an array is missing.
         """
-        positions = torch.from_numpy(self._array("decoder/pos_emb")[0])
+        positions = self.tensor("decoder/pos_emb")[0]
         named = {
-            "embedding.labels.weight": torch.from_numpy(self._array("EmbedLabels/embedding")),
+            "embedding.labels.weight": self.tensor("EmbedLabels/embedding"),
             **dict(dense("embedding.linear", self.arrays, "EmbedTargets/")),
             "embedding.positions.weight": positions[1:] if self.is_masked else positions,
             **dict(norm("head.norm", self.arrays, "decoder/LayerNorm/")),
@@ -245,10 +239,10 @@ class ReleasedModel:
         }
         if self.is_masked:
             named["embedding.label_position"] = positions[0]
-        for name, tensor in adapter_weights(self._adapter_arrays()).items():
+        for name, tensor in adapter_weights(self.inside(_ADAPTER)).items():
             named[f"embedding.adapter.{name}"] = tensor
-        for number in range(self.num_layers):
-            for name, tensor in block_weights(self._block(number)):
+        for number, block in enumerate(self._blocks):
+            for name, tensor in block_weights(block):
                 named[f"blocks.{number}.{name}"] = tensor
         if self.has_encoder:
             named |= {f"embedding.encoder.{n}": tensor for n, tensor in self._encoder_weights()}
@@ -257,38 +251,19 @@ class ReleasedModel:
     def _encoder_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the encoder's tensors under megavis' names."""
         patches = {
-            "kernel": self._array("EmbedPatches/kernel").reshape(-1, self.model().hidden_size),
-            "bias": self._array("EmbedPatches/bias"),
+            "kernel": self.array("EmbedPatches/kernel").reshape(-1, self.model().hidden_size),
+            "bias": self.array("EmbedPatches/bias"),
         }
         yield from dense("linear_patches", patches)
-        yield "positions.weight", torch.from_numpy(self._array("pos_embedding_encoder")[0])
-        yield from norm("norm", self._inside("encoder/encoder_norm/"))
-        for number in range(self._encoder()["encoder_layers"]):
-            block = self._inside(f"{_ENCODER_BLOCK}{number}/")
+        yield "positions.weight", self.tensor("pos_embedding_encoder")[0]
+        yield from norm("norm", self.inside("encoder/encoder_norm/"))
+        for number, block in enumerate(self.blocks(_ENCODER_BLOCK)):
             for name, tensor in encoder_block_weights(block):
                 yield f"blocks.{number}.{name}", tensor
 
-    def _inside(self, prefix: str) -> Arrays:
-        """Return the arrays whose names begin with `prefix`, without it."""
-        return {n.removeprefix(prefix): a for n, a in self.arrays.items() if n.startswith(prefix)}
-
-    def _block(self, number: int) -> Arrays:
-        prefix = f"{_BLOCK}/"
-        if f"{prefix}LayerNorm1/scale" in self.arrays:
-            return {
-                name.removeprefix(prefix): np.moveaxis(array, 1, 0)[number]
-                for name, array in self.arrays.items()
-                if name.startswith(prefix)
-            }
-        prefix = f"{_BLOCK}{number}/"
-        found = self._inside(prefix)
-        if "SelfAttn/query/kernel" not in found:
-            raise UserError(f"the file has no {prefix}SelfAttn; is it a released GIVT?")
-        return found
-
     def _labels(self) -> dict[str, Any]:
         """Infer the number of classes and the null label from the rows of the table."""
-        rows = self._shape("EmbedLabels/embedding")[0] - (REPLACEMENT + 1) * self.is_masked
+        rows = self.array("EmbedLabels/embedding").shape[0] - (REPLACEMENT + 1) * self.is_masked
         classes = self.num_classes
         if classes is None:
             classes = {1: 0, _IMAGENET_CLASSES: 1000, _IMAGENET_CLASSES + 1: 1000}.get(rows)
@@ -297,31 +272,20 @@ class ReleasedModel:
         return {"num_classes": classes, "label_dropout": 0.1 if rows > max(1, classes) else 0.0}
 
     def _adapter(self) -> dict[str, Any]:
-        arrays = self._adapter_arrays()
+        arrays = self.inside(_ADAPTER)
         if not arrays:
             return {}
         blocks = {name.split("/")[0] for name in arrays}
         bottleneck = 2 * arrays["modules_0/Conv_0/kernel"].shape[3]
         return {"adapter_blocks": len(blocks), "adapter_bottleneck": bottleneck}
 
-    def _adapter_arrays(self) -> Arrays:
-        return self._inside(_ADAPTER)
-
     @property
     def _num_tokens(self) -> int:
-        return int(self._shape("decoder/pos_emb")[1] - self.is_masked)
+        return int(self.array("decoder/pos_emb").shape[1] - self.is_masked)
 
     def _stacked(self) -> int:
         """Infer whether pairs are stacked: the number of tokens is then half a square."""
         return 1 if _is_square(self._num_tokens) else 2
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        return self._array(name).shape
-
-    def _array(self, name: str) -> np.ndarray:
-        if name not in self.arrays:
-            raise UserError(f"the file has no {name}; is it a released GIVT?")
-        return np.asarray(self.arrays[name], dtype=np.float32)
 
 
 def _num_classes_error(rows: int, classes: int | None) -> str:

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from megavis.composition.released_run import ReleasedRun
@@ -25,6 +24,7 @@ from megavis.config.errors import UserError
 from megavis.config.schema import ModelConfig
 from megavis.papers.givt.released_layers import (
     Arrays,
+    ReleasedArrays,
     dense,
     encoder_block_weights,
     norm,
@@ -137,29 +137,29 @@ def read_label_map_vae(args: argparse.Namespace) -> ReleasedRun:
     )
     if args.beta is not None:
         paper = paper.model_copy(update={"beta": args.beta})
-    sections = {"model": released.model()}
-    return ReleasedRun(paper, released.weights(), image_size=released.image_size, sections=sections)
+    return ReleasedRun(
+        paper,
+        released.weights(),
+        image_size=released.image_size,
+        sections={"model": released.model()},
+    )
 
 
 @dataclass(frozen=True)
-class ReleasedLabelMapVAE:
-    """A released VAE of label maps.
+class ReleasedLabelMapVAE(ReleasedArrays):
+    """A released VAE of label maps."""
 
-    Attributes:
-        arrays: arrays by their released names.
-    """
-
-    arrays: Arrays
+    kind = "VAE of label maps"
 
     @property
     def patch_size(self) -> int:
         """Side of a patch in pixels."""
-        return self._array("embedding/kernel").shape[0]
+        return self.array("embedding/kernel").shape[0]
 
     @property
     def image_size(self) -> int:
         """Side of a map in pixels."""
-        return math.isqrt(self._array("pos_embedding_encoder").shape[1]) * self.patch_size
+        return math.isqrt(self.array("pos_embedding_encoder").shape[1]) * self.patch_size
 
     def objective(
         self, *, target: str, semantic_channels: int, num_latents: int
@@ -174,7 +174,7 @@ class ReleasedLabelMapVAE:
         Raises:
             UserError: the arrays are those of another model, or do not have such a target.
         """
-        channels, side = self._array("embedding/kernel").shape[2], math.isqrt(num_latents)
+        channels, side = self.array("embedding/kernel").shape[2], math.isqrt(num_latents)
         if side**2 != num_latents or self.image_size % side:
             raise UserError(
                 f"--latents: {num_latents} latents do not tile a square of {self.image_size} pixels"
@@ -193,13 +193,13 @@ class ReleasedLabelMapVAE:
             **keys,
             patch_size=self.patch_size,
             downsampling=self.image_size // side,
-            latent_channels=self._array("decoder_stem/kernel").shape[0],
-            decoder_layers=len(self._blocks("decoder")),
+            latent_channels=self.array("decoder_stem/kernel").shape[0],
+            decoder_layers=len(self.blocks("decoder/encoderblock")),
         )
 
     def model(self) -> ModelConfig:
         """Infer the `model` section, of the encoder."""
-        blocks = self._blocks("encoder")
+        blocks = self.blocks("encoder/encoderblock")
         width, heads, _ = blocks[0]["MultiHeadDotProductAttention_0/query/kernel"].shape
         return ModelConfig(
             num_layers=len(blocks),
@@ -221,43 +221,19 @@ class ReleasedLabelMapVAE:
         return {name: tensor.float().contiguous() for name, tensor in self._named()}
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
-        kernel = torch.from_numpy(self._array("embedding/kernel"))
-        yield "embedding.table", kernel.flatten(0, 2)
-        yield "embedding.bias", torch.from_numpy(self._array("embedding/bias"))
-        yield "embedding.positions.weight", self._positions("encoder")
+        yield "embedding.table", self.tensor("embedding/kernel").flatten(0, 2)
+        yield "embedding.bias", self.tensor("embedding/bias")
+        yield "embedding.positions.weight", self.tensor("pos_embedding_encoder")[0]
         yield from self._block_weights("encoder", "blocks")
         yield from norm("bottleneck.norm", self.arrays, "encoder/encoder_norm/")
         yield from dense("bottleneck.moments", self.arrays, "encoder_head/")
         yield from dense("bottleneck.linear", self.arrays, "decoder_stem/")
-        yield "bottleneck.positions.weight", self._positions("decoder")
+        yield "bottleneck.positions.weight", self.tensor("pos_embedding_decoder")[0]
         yield from self._block_weights("decoder", "decoder")
         yield from norm("head.norm", self.arrays, "decoder/encoder_norm/")
         yield from dense("head.linear", self.arrays, "decoder_head/")
 
-    def _positions(self, part: str) -> Tensor:
-        return torch.from_numpy(self._array(f"pos_embedding_{part}")[0])
-
     def _block_weights(self, part: str, own: str) -> Iterator[tuple[str, Tensor]]:
-        for number, block in enumerate(self._blocks(part)):
+        for number, block in enumerate(self.blocks(f"{part}/encoderblock")):
             for name, tensor in encoder_block_weights(block):
                 yield f"{own}.{number}.{name}", tensor
-
-    def _blocks(self, part: str) -> list[Arrays]:
-        """Return the arrays of each block of `encoder` or `decoder`, named inside the block."""
-        prefix = f"{part}/encoderblock"
-        stacked = self._inside(f"{prefix}/")
-        if stacked:
-            count = len(next(iter(stacked.values())))
-            return [{name: a[number] for name, a in stacked.items()} for number in range(count)]
-        names = {name.split("/")[1] for name in self.arrays if name.startswith(f"{prefix}_")}
-        if not names:
-            raise UserError(f"the file has no {prefix}; is it a released VAE of label maps?")
-        return [self._inside(f"{prefix}_{number}/") for number in range(len(names))]
-
-    def _inside(self, prefix: str) -> Arrays:
-        return {n.removeprefix(prefix): a for n, a in self.arrays.items() if n.startswith(prefix)}
-
-    def _array(self, name: str) -> np.ndarray:
-        if name not in self.arrays:
-            raise UserError(f"the file has no {name}; is it a released VAE of label maps?")
-        return np.asarray(self.arrays[name], dtype=np.float32)
