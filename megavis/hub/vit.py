@@ -29,7 +29,7 @@ from megavis.model.inference import Inference
 from megavis.model.stack import LayerStack, LocalLayers, watch_features
 from megavis.model.vit_blocks import TIMM, block_to
 from megavis.notebook import Run
-from megavis.papers.darl.timm_folder import EPSILON, TimmViT, timm_features
+from megavis.papers.darl.vit_folders import EPSILON, TimmViT, timm_features
 
 _WORDS = {"layer_norm": "normalization", "all": "norm_bias", "gelu": "activation"}
 _ADDED = ("learned", "sincos", "none")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megavis.config.imports import HEADS, ImportSpec
 
-_RUN = "megavis.papers.darl.released_run:"
+_RUN = "megavis.papers.darl.vit_folders:"
 
 IMPORTS = (
     ImportSpec(

@@ -17,7 +17,7 @@ from megavis.model.core import MEMORY
 from megavis.model.encoder import EncoderOutput
 from megavis.model.positions import resize_table
 from megavis.model.vit_blocks import TIMM, run_block
-from megavis.papers.darl.timm_folder import TimmViT, from_timm
+from megavis.papers.darl.vit_folders import TimmViT, from_timm
 from megavis.training.job import LoadedConfig, open_pretrained
 
 DECODER = "decoder: {num_layers: 1, hidden_size: 8, num_attention_heads: 2}"

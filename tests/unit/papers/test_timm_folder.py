@@ -12,7 +12,7 @@ from small_batches import batch_of, photographs
 from tiny import VIT, tiny
 
 from megavis.config.errors import UserError
-from megavis.papers.darl.timm_folder import TimmViT, from_timm, read_timm_folder, timm_features
+from megavis.papers.darl.vit_folders import TimmViT, from_timm, read_timm_folder, timm_features
 
 pytestmark = pytest.mark.once
 

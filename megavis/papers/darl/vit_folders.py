@@ -1,4 +1,4 @@
-"""Convert Vision Transformers of `timm` to DARL models with full attention, and run the former.
+"""Vision Transformers of `timm` and `transformers` as DARL models with full attention, and back.
 
 With full attention, DARL's start token is a class token, and its patch embedding and blocks are
 those of a ViT: such a run has timm's features, and can be fine-tuned like any other.
@@ -8,10 +8,12 @@ Legend: b images, T patches, p side of a patch, h hidden size, c classes.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,21 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megavis.checkpoint.format.hub_folder import read_hub_folder
+from megavis.composition.released_run import Compared, OpenedRun, ReleasedRun, random_images
 from megavis.config.errors import UserError
-from megavis.model.vit_blocks import TIMM, block_from, run_block
+from megavis.config.schema import FinetuneConfig, ModelConfig
+from megavis.model.vit_blocks import TIMM, TRANSFORMERS, block_from, block_to, run_block
+from megavis.papers.darl.config import DARLConfig
 from megavis.tokenizers.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, for_other_pixels
 
 EPSILON = 1e-6
 """Epsilon of the norms in timm's ViTs."""
 _USUAL_HEAD = 64
+_OUTER = (
+    ("patch_embed.proj", "embeddings.patch_embeddings.projection"),
+    ("norm", "layernorm"),
+)
 
 
 @dataclass(frozen=True)
@@ -191,3 +201,118 @@ def timm_features(model: TimmViT, images: Tensor) -> Tensor:
 
 def _pair(tensors: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
     return tensors[f"{name}.weight"], tensors[f"{name}.bias"]
+
+
+def transformers_settings(vit: TimmViT) -> dict[str, Any]:
+    """Return the `config.json` of `ViTModel`, or of `ViTForImageClassification`."""
+    classes = vit.num_classes
+    settings = {
+        "architectures": ["ViTForImageClassification" if classes else "ViTModel"],
+        "model_type": "vit",
+        "hidden_size": vit.hidden_size,
+        "num_hidden_layers": vit.num_layers,
+        "num_attention_heads": vit.num_heads,
+        "intermediate_size": vit.mlp_size,
+        "hidden_act": "gelu",
+        "layer_norm_eps": vit.epsilon,
+        "image_size": vit.image_size,
+        "patch_size": vit.patch_size,
+        "num_channels": 3,
+        "qkv_bias": True,
+    }
+    if classes:
+        names = {index: f"class {index}" for index in range(classes)}
+        settings |= {"id2label": names, "label2id": {name: i for i, name in names.items()}}
+    return settings
+
+
+def to_transformers(vit: TimmViT) -> dict[str, Tensor]:
+    """Return the tensors by the names of `transformers`."""
+    tensors = vit.tensors
+    found = {
+        "embeddings.cls_token": tensors["cls_token"],
+        "embeddings.position_embeddings": tensors["pos_embed"],
+    }
+    for kind in ("weight", "bias"):
+        found |= {f"{new}.{kind}": tensors[f"{old}.{kind}"] for old, new in _OUTER}
+    for layer in range(vit.num_layers):
+        ours = block_from(tensors, f"blocks.{layer}.", TIMM, num_heads=vit.num_heads)
+        block = block_to(ours, "", TRANSFORMERS, num_heads=vit.num_heads)
+        found |= {f"encoder.layer.{layer}.{name}": tensor for name, tensor in block.items()}
+    if vit.num_classes:
+        found = {f"vit.{name}": tensor for name, tensor in found.items()}
+        found |= {f"classifier.{kind}": tensors[f"head.{kind}"] for kind in ("weight", "bias")}
+    return {name: tensor.contiguous() for name, tensor in found.items()}
+
+
+def from_transformers(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> TimmViT:
+    """Undo `to_transformers`.
+
+    Raises:
+        UserError: a tensor is missing.
+    """
+    inner = {name.removeprefix("vit."): tensor.float() for name, tensor in tensors.items()}
+    heads, layers = settings["num_attention_heads"], settings["num_hidden_layers"]
+    try:
+        found = {
+            "cls_token": inner["embeddings.cls_token"],
+            "pos_embed": inner["embeddings.position_embeddings"],
+        }
+        for kind in ("weight", "bias"):
+            found |= {f"{old}.{kind}": inner[f"{new}.{kind}"] for old, new in _OUTER}
+        for layer in range(layers):
+            ours = block_from(inner, f"encoder.layer.{layer}.", TRANSFORMERS, num_heads=heads)
+            block = block_to(ours, "", TIMM, num_heads=heads)
+            found |= {f"blocks.{layer}.{name}": tensor for name, tensor in block.items()}
+    except KeyError as error:
+        raise UserError(f"the folder's weights have no {error.args[0]}; is it a ViT?") from None
+    if "classifier.weight" in inner:
+        found |= {f"head.{kind}": inner[f"classifier.{kind}"] for kind in ("weight", "bias")}
+    return TimmViT(found, heads, epsilon=settings.get("layer_norm_eps", 1e-12))
+
+
+def read_timm(args: argparse.Namespace) -> ReleasedRun:
+    """Convert a folder of timm; raises UserError where it is no plain ViT."""
+    return _run_of(read_timm_folder(args.source, num_heads=args.heads))
+
+
+def read_vit(args: argparse.Namespace) -> ReleasedRun:
+    """Convert a ViT folder of transformers; raises UserError where it is none."""
+    settings, tensors = read_hub_folder(args.source)
+    return _run_of(from_transformers(tensors, settings))
+
+
+def _run_of(model: TimmViT) -> ReleasedRun:
+    return ReleasedRun(
+        DARLConfig(patch_size=model.patch_size),
+        from_timm(model),
+        image_size=model.image_size,
+        sections={
+            "model": ModelConfig(
+                num_layers=model.num_layers,
+                hidden_size=model.hidden_size,
+                num_attention_heads=model.num_heads,
+                ffn_hidden_size=model.mlp_size,
+                normalization="layer_norm",
+                norm_epsilon=model.epsilon,
+                activation="gelu",
+                add_bias=True,
+                positions="learned",
+            ),
+            "finetune": FinetuneConfig(
+                num_classes=max(2, model.num_classes), visibility="full", read_out="first"
+            ),
+        },
+        validates=True,
+        compare=partial(_compare, model),
+        compared="features and class logits",
+    )
+
+
+def _compare(model: TimmViT, run: OpenedRun) -> Compared:
+    images = random_images(model.image_size)
+    theirs = timm_features(model, images)
+    yield run.features(images, layer=model.num_layers), theirs.mean(1)
+    if model.num_classes:
+        logits = theirs[:, 0] @ model.tensors["head.weight"].t() + model.tensors["head.bias"]
+        yield run.outputs(images), logits
