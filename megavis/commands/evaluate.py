@@ -26,10 +26,10 @@ from megavis.data.codecs.label_maps import TargetKind, nearest
 from megavis.data.format.files import write_json
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches
-from megavis.evaluation.images.classifier import fit_classifier
 from megavis.evaluation.images.feature_networks import (
     FeatureNetwork,
     class_accuracies,
+    fit_classifier,
     open_network,
 )
 from megavis.evaluation.images.generation import (

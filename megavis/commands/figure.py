@@ -33,7 +33,7 @@ from megavis.config.errors import UserError
 from megavis.config.figures import FigureSpec, paper_figures
 from megavis.data.loading.leakage import check_no_overlap, training_shards
 from megavis.data.loading.loader import read_round_robin
-from megavis.evaluation import figures, neighbors
+from megavis.evaluation import classes, figures
 from megavis.evaluation.classes import NeighborAccuracy
 from megavis.evaluation.figures import FigureInput, RenderedFigure, Row, write_png, write_table
 from megavis.evaluation.images.pair_metrics import score_completions
@@ -148,7 +148,7 @@ def draw_neighbors(args: argparse.Namespace) -> int:
         f" {args.neighbors} nearest vote: highest at layer {best.layer}, {best.trained:.1%},"
         f" untrained there {best.untrained:.1%}, last layer {scores[-1].trained:.1%}"
     )
-    picture = neighbors.draw_neighbors(scores, name=args.run_folder.name, k=args.neighbors)
+    picture = classes.draw_neighbors(scores, name=args.run_folder.name, k=args.neighbors)
     rows = [{**asdict(score), **record} for score in scores]
     sys.stdout.write(f"{line}\n")
     save_figure(args.run_folder / "evaluation", "neighbors", picture, rows)
@@ -172,7 +172,7 @@ def _neighbor_scores(
         for network in (network_of(opened, cache), fresh)
     ]
     report_cache(cache)
-    columns = [neighbors.accuracy_by_layer(*pair, k=args.neighbors) for pair in pairs]
+    columns = [classes.accuracy_by_layer(*pair, k=args.neighbors) for pair in pairs]
     record = {
         "step": opened.step,
         "seed": opened.config.seed,
