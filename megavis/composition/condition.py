@@ -149,6 +149,7 @@ class Labels(Condition):
         dropout: probability of the null label in training; 0: there is no null label.
         seed: the run's seed; label dropout is a function of seed and sample.
         num_special_rows: rows of the table between the classes and the null label.
+        deviation: initial standard deviation of the table.
     """
 
     names: tuple[str, ...] = ("labels",)
@@ -161,8 +162,11 @@ class Labels(Condition):
         dropout: float,
         seed: int,
         num_special_rows: int = 0,
+        deviation: float = 1.0,
+        classes_key: str = "objective.num_classes",
     ) -> None:
         self.num_classes, self.dropout, self.seed = num_classes, dropout, seed
+        self.deviation, self.classes_key = deviation, classes_key
         self.has_null_label = num_classes > 0 and dropout > 0
         # Without classes all images share one row.
         self.num_rows = (num_classes or 1) + num_special_rows + int(self.has_null_label)
@@ -172,7 +176,7 @@ class Labels(Condition):
         """Build the table."""
         if role != self.roles[0]:
             return None
-        return EmbeddingTable(self.num_rows, core.megatron.hidden_size, normal(1.0))
+        return EmbeddingTable(self.num_rows, core.megatron.hidden_size, normal(self.deviation))
 
     def training(self, batch: Batch) -> Known:
         """Return rows int64 `[b]` of the labels, with the null row for absent or dropped ones."""
@@ -233,9 +237,9 @@ class Labels(Condition):
         yield from super().check(manifest, tokens, name)
         wanted, given = self.num_classes, len(manifest.class_names)
         if given > wanted > 0:
-            yield f"has {given} classes; objective.num_classes is {wanted}"
+            yield f"has {given} classes; {self.classes_key} is {wanted}"
         if wanted and not given:
-            text = f"has no labels, and objective.num_classes is {wanted}"
+            text = f"has no labels, and {self.classes_key} is {wanted}"
             yield f"{text}; give labelled shards, or train without classes"
 
 
