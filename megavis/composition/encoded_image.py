@@ -243,8 +243,7 @@ class PretrainedEncoder:
 
 
 def _patch_size(config: RunConfig) -> int:
-    size: int = getattr(config.objective, "patch_size", 0)
-    return size
+    return getattr(config.objective, "patch_size", 0)
 
 
 def _differences(source: RunConfig, model: ModelConfig, sizes: EncoderSizes) -> Iterator[str]:

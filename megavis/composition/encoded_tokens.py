@@ -53,8 +53,7 @@ class TokenIds(Vocabulary):
     def of(self, samples: Any, index: Tensor | None = None) -> Tensor:
         """Encode uint8 `[b, H, W, 3]` as int64 `[b, n]`, or return ids; UserError for others."""
         if samples.ndim == 2:
-            ids: Tensor = samples.long()
-            return ids
+            return samples.long()
         if samples.is_meta:
             # Only shapes matter on the meta device; do not open the tokenizer.
             return torch.zeros(

@@ -72,13 +72,11 @@ class Reader(nn.Module):
 
     def embed_content(self, tokens: Tensor) -> Tensor:
         """Embed tokens `[b, m, ...]` as `[b, m, h]`."""
-        hidden: Tensor = self.part("content")(tokens)
-        return hidden
+        return self.part("content")(tokens)
 
     def add_positions(self, hidden: Tensor, places: Tensor, role: PositionRole) -> Tensor:
         """Add absolute positions of the cells `[b or 1, m]` to `hidden` `[b, m, h]`."""
-        placed: Tensor = self.part(role)(hidden, places)
-        return placed
+        return self.part(role)(hidden, places)
 
     def vector(self, role: Literal["query", "mask"], hidden: Tensor) -> Tensor:
         """Return a query or mask vector `[h]` in the dtype of `hidden`; zeros without a part."""
@@ -105,8 +103,7 @@ class Reader(nn.Module):
 
     def carried(self, places: Tensor) -> Mapping[str, Tensor]:
         """Return the tensors that rotary and relative positions carry, for `Embedded.places`."""
-        carried: Mapping[str, Tensor] = self.part("positions").carried(places)
-        return carried
+        return self.part("positions").carried(places)
 
     def transformed(self, tokens: Tensor) -> Tensor:
         """Transform tokens on their grid `[b, d, h, w]`; return them as `[b, n, d]`."""

@@ -182,8 +182,7 @@ class Colors(Vocabulary):
                 f"the images have shape {list(samples.shape)} and type {samples.dtype}; this run"
                 f" expects ids [b, {self.num_tokens}]"
             )
-        ids: Tensor = samples.long()
-        return ids
+        return samples.long()
 
     def check(self, manifest: Manifest, name: str) -> Iterator[str]:
         """Check that shards hold palette ids of this size, with no more colours than logits."""

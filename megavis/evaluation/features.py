@@ -297,8 +297,7 @@ def _about(path: Path) -> dict[str, Any] | None:
     """Return the content of the header, or None if the file is damaged."""
     try:
         with safe_open(path, framework="pt") as file:
-            about: dict[str, Any] = json.loads(file.metadata()["about"])
-            return about
+            return json.loads(file.metadata()["about"])
     except (OSError, SafetensorError, KeyError, TypeError, ValueError):
         return None
 

@@ -28,8 +28,7 @@ def quick_gelu(x: Tensor) -> Tensor:
     """Return x · sigmoid(1.702 x), the approximation of GELU that iGPT uses."""
     if is_fused(x):
         return _quick_gelu(x)
-    result: Tensor = _QuickGelu.apply(x)
-    return result
+    return _QuickGelu.apply(x)
 
 
 @region

@@ -141,8 +141,7 @@ class Attention(nn.Module):
             return (cos[:, :, start:], sin[:, :, start:]), of_keys
 
         tensors = [places] if visibility.context is None else [places, visibility.context]
-        made: tuple[Turns, Turns] = context.once(f"turns from {start}", make, *tensors)
-        return made
+        return context.once(f"turns from {start}", make, *tensors)
 
     def _mixed(self, *arguments: Any) -> Tensor:
         """Apply `_attend`: `[q, b, n · d]`."""

@@ -199,8 +199,7 @@ class FeedForward(MLP):
             inner = inner + bias
         if self.recomputes and self.training:
             return with_recomputed(self.activation_func, inner, self.linear_fc2)
-        mixed: Branch = self.linear_fc2(self.activation_func(inner))
-        return mixed
+        return self.linear_fc2(self.activation_func(inner))
 
 
 class _Activation(nn.Module):
@@ -258,8 +257,7 @@ class Block(TransformerLayer):
     @property
     def feature_norm(self) -> nn.Module:
         """The norm before attention."""
-        norm: nn.Module = self.input_layernorm
-        return norm
+        return self.input_layernorm
 
     def forward(self, state: PackedState, cache: KeyValueCache | None = None) -> PackedState:
         """Run the layer; `cache` is the KV cache in generation."""
@@ -334,8 +332,7 @@ class Block(TransformerLayer):
         use = functools.partial(branch, **arguments)
         if self.checkpointing == "selective" and self.training:
             return with_recomputed(norm, hidden, use)
-        mixed: Branch = use(norm(hidden))
-        return mixed
+        return use(norm(hidden))
 
     def _added(self, add: Callable[..., Any], mixed: Branch) -> Tensor:
         """Return the output of a branch, with its bias added and dropout applied."""

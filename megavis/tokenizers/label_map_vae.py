@@ -295,8 +295,7 @@ class _Input(nn.Module):
 
     def forward(self, labels: Tensor) -> Tensor:
         patches = embed_labels(self.table, labels, self.shape.label_channels, self.shape.patch_size)
-        hidden: Tensor = patches + self.bias + self.positions.weight
-        return hidden
+        return patches + self.bias + self.positions.weight
 
 
 class _Attention(nn.Module):
@@ -313,8 +312,7 @@ class _Attention(nn.Module):
         pairs = self.linear_kv(hidden).unflatten(2, (self.num_heads, 2, -1))
         key, value = (part.transpose(1, 2) for part in pairs.unbind(3))
         mixed = F.scaled_dot_product_attention(query, key, value)
-        projected: Tensor = self.linear_proj(mixed.transpose(1, 2).flatten(2))
-        return projected
+        return self.linear_proj(mixed.transpose(1, 2).flatten(2))
 
 
 class _Block(nn.Module):
@@ -371,5 +369,4 @@ class _Output(nn.Module):
         self.linear = nn.Linear(shape.hidden_size, rows)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.linear(self.norm(hidden))
-        return logits
+        return self.linear(self.norm(hidden))

@@ -146,8 +146,7 @@ def open_tokenizer(
 
 def objective_section(run_folder: Path) -> dict[str, Any]:
     """Return the `objective` section of a run's config; raise UserError if there is none."""
-    section: dict[str, Any] = _read_config(run_folder)["objective"]
-    return section
+    return _read_config(run_folder)["objective"]
 
 
 def _read_config(run_folder: Path) -> dict[str, Any]:
