@@ -37,7 +37,7 @@ TRANSFORMED = "tokens"
 
 
 class Asking(ABC):
-    """Maps tokens and an arrangement to rows, and rows to hidden states."""
+    """Maps tokens and an arrangement to rows, after `num_front` condition rows; embeds rows."""
 
     num_inputs: ClassVar[int]
     """Number of tensors that `rows` returns."""
@@ -47,22 +47,22 @@ class Asking(ABC):
     """Names of the carried tensors that define the visibility, in order."""
     permutes: ClassVar[bool] = True
     """True if rows are in the order of the arrangement, False if in raster order."""
-    num_front: int = 0
-    """Condition rows before all others."""
+    fillers: tuple[Role, ...] = ()
+    """Roles of the parts that stand for absent tokens."""
+
+    def __init__(self, *, num_front: int = 0) -> None:
+        self.num_front = num_front
 
     @property
-    @abstractmethod
     def roles(self) -> tuple[Role, ...]:
         """Roles of the first layer's parts that rows use, if the paper has them."""
+        front: tuple[Role, ...] = ("front",) if self.num_front else ()
+        return ("content", "positions", *self.fillers, *front)
 
     @property
     def keeps_keys(self) -> bool:
         """True if a token's keys and values do not depend on later tokens."""
         return self.visibility == "causal"
-
-    @property
-    def _front(self) -> tuple[Role, ...]:
-        return ("front",) if self.num_front else ()
 
     @abstractmethod
     def rows(self, tokens: Tensor, question: Question, since: int = 0) -> AskedRows:
@@ -74,9 +74,9 @@ class Asking(ABC):
             since: number of positions in the KV cache; only rows after these are returned.
         """
 
-    @abstractmethod
     def feature_rows(self, tokens: Tensor, plan: Arrangement) -> AskedRows:
         """Return one row per token, hiding no more than the plan requires."""
+        return self.rows(tokens, plan.question)
 
     def shape_of(self, rows: AskedRows) -> tuple[int, int]:
         """Return the number of images b, and of embedded rows per image."""
@@ -121,15 +121,11 @@ class Shift(Asking):
     def __init__(
         self, place: Literal["asked", "content", "both"], *, by_groups: bool = False
     ) -> None:
+        super().__init__()
         self.place, self.by_groups = place, by_groups
+        self.fillers = ("asked_positions", "start") if place == "both" else ("start",)
         self.visibility: VisibilityKind = "two_stream" if by_groups else "causal"
         self.extra_tensors = ("content_groups", "query_groups") if by_groups else ()
-
-    @property
-    def roles(self) -> tuple[Role, ...]:
-        """Content, positions and start token."""
-        asked: tuple[Role, ...] = ("asked_positions",) if self.place == "both" else ()
-        return ("content", "positions", *asked, "start")
 
     def rows(self, tokens: Tensor, question: Question, since: int = 0) -> AskedRows:
         """Return tokens, their places, and per row its group or the place to add last.
@@ -185,31 +181,17 @@ class Shift(Asking):
 
 
 class Mask(Asking):
-    """One row per position, which holds its token, or the mask token if that is hidden.
-
-    `num_front` condition rows come first.
-    """
+    """One row per position, which holds its token, or the mask token if that is hidden."""
 
     num_inputs = 3
     visibility: VisibilityKind = "full"
-
-    def __init__(self, *, num_front: int = 0) -> None:
-        self.num_front = num_front
-
-    @property
-    def roles(self) -> tuple[Role, ...]:
-        """Content, positions, mask token and front rows."""
-        return ("content", "positions", "mask", *self._front)
+    fillers = ("mask",)
 
     def rows(self, tokens: Tensor, question: Question, since: int = 0) -> AskedRows:
         """Return all tokens, their places, and the mask bool `[b, n]`, true where hidden."""
         order, hidden = question.plan.order, question.hidden
         hidden = question.plan.groups > 0 if hidden is None else hidden
         return tokens, order, hidden.expand(len(tokens), -1)
-
-    def feature_rows(self, tokens: Tensor, plan: Arrangement) -> AskedRows:
-        """Return all tokens, with those hidden that the plan hides."""
-        return self.rows(tokens, plan.question)
 
     def embed(self, reader: Reader, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
         """See `Asking`."""
@@ -246,13 +228,9 @@ class Query(Asking):
     extra_tensors = ("content_groups", "query_groups")
 
     def __init__(self, *, num_front: int = 0, starts: bool = False, queries: bool = True) -> None:
-        self.num_front, self.starts, self.queries = num_front, starts, queries
-
-    @property
-    def roles(self) -> tuple[Role, ...]:
-        """Content, positions, start token, query vector and front rows."""
-        start: tuple[Role, ...] = ("start",) if self.starts else ()
-        return ("content", "positions", *start, "query", *self._front)
+        super().__init__(num_front=num_front)
+        self.starts, self.queries = starts, queries
+        self.fillers = ("start", "query") if starts else ("query",)
 
     def rows(self, tokens: Tensor, question: Question, since: int = 0) -> AskedRows:
         """Return the known tokens with their places and groups, and the asked places and groups.
@@ -314,23 +292,12 @@ class Query(Asking):
 
 
 class InContext(Asking):
-    """One row per token, which attends to the context rows; some rows get their position.
-
-    `num_front` condition rows come first and belong to the context.
-    """
+    """One row per token, which attends to the context rows; some rows get their position."""
 
     num_inputs = 3
     visibility: VisibilityKind = "context"
     extra_tensors = ("context",)
     permutes = False
-
-    def __init__(self, *, num_front: int) -> None:
-        self.num_front = num_front
-
-    @property
-    def roles(self) -> tuple[Role, ...]:
-        """Content, positions and front rows."""
-        return ("content", "positions", *self._front)
 
     def rows(self, tokens: Tensor, question: Question, since: int = 0) -> AskedRows:
         """Return tokens in raster order, the context rows int64 `[b, c]`, and the placed rows."""
@@ -343,10 +310,6 @@ class InContext(Asking):
         own = torch.arange(front, device=context.device).expand(len(context), -1)
         context = torch.cat([own, context + front], dim=1)
         return tokens, context.contiguous(), placed.contiguous()
-
-    def feature_rows(self, tokens: Tensor, plan: Arrangement) -> AskedRows:
-        """Return all rows, as the plan arranges them."""
-        return self.rows(tokens, plan.question)
 
     def embed(self, reader: Reader, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
         """See `Asking`."""

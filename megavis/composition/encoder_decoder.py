@@ -34,19 +34,11 @@ ORDER = "order"
 
 
 class Visible(Asking):
-    """One row per known token, in the arrangement's order, after `num_front` condition rows."""
+    """One row per known token, in the arrangement's order."""
 
     num_inputs = 2
     visibility: VisibilityKind = "full"
     extra_tensors = (ORDER,)
-
-    def __init__(self, *, num_front: int = 0) -> None:
-        self.num_front = num_front
-
-    @property
-    def roles(self) -> tuple[Role, ...]:
-        """Content, positions and front rows."""
-        return ("content", "positions", *self._front)
 
     def rows(self, tokens: Tensor, question: Question, since: int = 0) -> AskedRows:
         """Return the known tokens, and the places of all positions."""
