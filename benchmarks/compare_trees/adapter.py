@@ -75,7 +75,7 @@ def _kept(sequence_of: Callable[[Any], Any], seen: Training) -> Callable[[Any], 
 
 
 def _parameters(engine: Any) -> Parameters:
-    groups = engine.optimizer.param_groups
+    groups = engine.deepspeed.optimizer.param_groups
     group_of = {id(p): group for group in groups for p in group["params"]}
     rows = {}
     for name, parameter in engine.layers.named_parameters():

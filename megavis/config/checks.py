@@ -203,23 +203,17 @@ def _check_samples(config: RunConfig) -> Iterator[ConfigIssue]:
 
 def _check_deepspeed(parallel: ParallelConfig, precision: str) -> Iterator[ConfigIssue]:
     pipeline = parallel.pipeline_model_parallel_size > 1
-    if pipeline and parallel.zero_stage > 1:
-        yield (
-            "parallel.zero_stage",
-            f"{parallel.zero_stage} does not work with pipeline parallelism: DeepSpeed's pipeline"
-            " engine takes 0 or 1; the nearest legal choice is 1",
-        )
     if precision != "float32" and parallel.zero_stage == 0:
         yield (
             "parallel.zero_stage",
             f"0 keeps no float32 master weights and gradients under {precision}; the nearest legal"
             " choice is 1",
         )
-    if pipeline and precision == "fp16":
+    if pipeline and precision == "fp16" and parallel.zero_stage < 2:
         yield (
             "training.precision",
-            "fp16 accumulates pipeline gradients in half precision in DeepSpeed; the nearest legal"
-            " choice is bf16",
+            f"fp16 accumulates pipeline gradients in half precision in DeepSpeed under zero_stage"
+            f" {parallel.zero_stage}; the nearest legal choices are zero_stage 2 and bf16",
         )
     if parallel.hierarchical_partition_size > 1:
         yield from _check_hierarchy(parallel)
@@ -247,9 +241,11 @@ def _check_offload(parallel: ParallelConfig) -> Iterator[ConfigIssue]:
         yield "parallel.offload_optimizer", "needs zero_stage 1, 2 or 3; the nearest is 1"
     if parallel.offload_optimizer == "nvme" and parallel.zero_stage != 3:
         yield "parallel.offload_optimizer", "nvme needs zero_stage 3; the nearest choice is cpu"
-    if parallel.offload_optimizer != "none" and parallel.pipeline_model_parallel_size > 1:
-        text = "does not work with pipeline parallelism in DeepSpeed; the nearest choice is none"
-        yield "parallel.offload_optimizer", text
+    if parallel.pipeline_model_parallel_size > 1:
+        for key in ("offload_optimizer", "offload_parameters"):
+            if getattr(parallel, key) != "none":
+                text = "is not supported with pipeline parallelism; the nearest choice is none"
+                yield f"parallel.{key}", text
     offloads = (parallel.offload_optimizer, parallel.offload_parameters)
     if "nvme" in offloads and not parallel.nvme_path:
         yield "parallel.nvme_path", "names the folder for nvme offload and must be given"

@@ -76,6 +76,10 @@ def _zero(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
         # Prefetch the next block's weights while this one computes.
         section["stage3_prefetch_bucket_size"] = block_parameters(config.model)
         section["zero_hpz_partition_size"] = parallel.hierarchical_partition_size
+        if parallel.pipeline_model_parallel_size > 1:
+            # It sums gradient norms over the stages part by part, and stages would have different
+            # numbers of parts.
+            section["sub_group_size"] = 2**62
     for key, target in (
         ("offload_optimizer", parallel.offload_optimizer),
         ("offload_param", parallel.offload_parameters),

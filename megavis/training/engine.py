@@ -1,7 +1,7 @@
 """One training engine over DeepSpeed's two: the ordinary one and the pipeline one.
 
-Both run the same list of layers. Only this file handles the differences: which process holds which
-layers, and how a step is run.
+Both run the same list of layers. Only this file and `zero_pipeline.py` handle the differences:
+which process holds which layers, and how a step is run.
 
 DeepSpeed's pipeline calls `backward` on each floating-point tensor that a stage has sent, which
 would run common parts, such as an encoder whose memory is carried, once for each of them;
@@ -11,7 +11,7 @@ would run common parts, such as an encoder whose memory is carried, once for eac
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import deepspeed
@@ -37,6 +37,7 @@ from megavis.planning.parameters import stage_bounds
 from megavis.training.deepspeed_config import deepspeed_config
 from megavis.training.forward_clock import ForwardClock
 from megavis.training.optimizer import GradientNorm, WeightAverage, build_optimizer, learning_rate
+from megavis.training.zero_pipeline import open_zero_pipeline
 
 
 class Engine:
@@ -77,19 +78,25 @@ class Engine:
             self._norm_of_zero_0 = GradientNorm(
                 optimizer, context.model.group, config.optimizer.gradient_clipping
             )
-        self.deepspeed, self.optimizer, *_ = deepspeed.initialize(
-            model=module,
-            optimizer=optimizer,
-            config=settings,
-            mpu=None if self._pipelined else ModelParallelUnit(context),
-            dist_init_required=False,
-        )
+        self.deepspeed = self._open(module, optimizer, settings)
         decay = config.optimizer.ema_decay
         self.states = ParameterStates(
             self.deepspeed, config.parallel.zero_stage, averages=decay > 0
         )
         # After DeepSpeed's first use of the optimizer, which is not a training step.
         self._average = WeightAverage(decay, self.layers, self.states) if decay else None
+
+    def _open(self, module: Any, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> Any:
+        if self._pipelined and self.config.parallel.zero_stage > 1:
+            return open_zero_pipeline(module, optimizer, settings)
+        engine, *_ = deepspeed.initialize(
+            model=module,
+            optimizer=optimizer,
+            config=settings,
+            mpu=None if self._pipelined else ModelParallelUnit(self.context),
+            dist_init_required=False,
+        )
+        return engine
 
     def evaluated(self) -> contextlib.AbstractContextManager[None]:
         """Use the EMA of the weights, if there is one, within the block.
@@ -104,8 +111,9 @@ class Engine:
             num_mp=self.context.tensor.size,
             num_dp=self.context.replicas.size,
         )
+        built = _splitting(self.config, self.context)
         return _Pipeline(
-            [_PlannedLayer(plan) for plan in plans],
+            [_PlannedLayer(plan, built) for plan in plans],
             topology=topology,
             loss_fn=self.objective.loss,
             partition_method=stage_bounds(plans, self.context.pipeline.size),
@@ -223,10 +231,13 @@ def build_stack(objective: Trainable, context: ParallelContext) -> LayerStack:
 
     No process ever holds more of the model than its share and one layer.
     """
-    plans = objective.layer_plans()
-    if objective.config.parallel.zero_stage < 3:
-        return LayerStack(plans, objective.loss)
-    return LayerStack(plans, objective.loss, built=_Split(objective.config, context))
+    built = _splitting(objective.config, context)
+    return LayerStack(objective.layer_plans(), objective.loss, built=built)
+
+
+def _splitting(config: RunConfig, context: ParallelContext) -> Callable[[nn.Module], object]:
+    """Return what to do with each layer as soon as it is built."""
+    return _Split(config, context) if config.parallel.zero_stage == 3 else lambda layer: None
 
 
 class _Split:
@@ -291,12 +302,14 @@ class _Pipeline(PipelineModule):
 class _PlannedLayer(LayerSpec):
     """A layer plan in the form that DeepSpeed's pipeline builds lazily."""
 
-    def __init__(self, plan: LayerPlan) -> None:
+    def __init__(self, plan: LayerPlan, built: Callable[[nn.Module], object]) -> None:
         super().__init__(nn.Module)
-        self.plan = plan
+        self.plan, self.built = plan, built
 
     def build(self, log: bool = False) -> nn.Module:
-        return self.plan.build()
+        layer = self.plan.build()
+        self.built(layer)
+        return layer
 
 
 def with_one_backward(outputs: PackedState) -> PackedState:

@@ -57,6 +57,7 @@ def dtypes_of_sums(launch: Launch, config: RunConfig) -> set[str]:
         (2, {"zero_stage": 2}),
         (2, {"zero_stage": 3}),
         (4, {"zero_stage": 1, "pipeline_model_parallel_size": 2}),
+        (4, {"zero_stage": 2, "pipeline_model_parallel_size": 2}),
     ],
     ids=str,
 )

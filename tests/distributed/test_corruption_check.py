@@ -85,6 +85,7 @@ def test_corruption_is_reported_and_not_saved(
     [
         (4, ("tensor_model_parallel_size=2", "zero_stage=3")),
         (2, ("pipeline_model_parallel_size=2",)),
+        (4, ("pipeline_model_parallel_size=2", "zero_stage=3")),
         (2, ("context_parallel_size=2",)),
     ],
 )

@@ -182,7 +182,7 @@ def train_with_bad_steps(launch: Launch, path: str, words: list[str], bad: tuple
         spoils = launch.rank == 1 and number + 1 in bad
         real = engine.objective.loss
         loss = (lambda *words: real(*words) * float("nan")) if spoils else real
-        engine.deepspeed.module.loss = loss
+        engine.deepspeed.module.loss = engine.deepspeed.module.loss_fn = loss
         return step(engine, batches, number)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -191,7 +191,16 @@ def train_with_bad_steps(launch: Launch, path: str, words: list[str], bad: tuple
         train_run(launch, path, words)
 
 
-@pytest.mark.parametrize("layout", [("zero_stage=0",), ("zero_stage=1", "bf16"), ("zero_stage=3",)])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("zero_stage=0",),
+        ("zero_stage=1", "bf16"),
+        ("zero_stage=3",),
+        ("zero_stage=2", "float32", "parallel.pipeline_model_parallel_size=2"),
+        ("zero_stage=3", "bf16", "parallel.pipeline_model_parallel_size=2"),
+    ],
+)
 def test_steps_with_non_finite_gradients_are_skipped(
     run_job: Callable[..., list[Any]], tiny_config: Path, tmp_path: Path, layout: tuple[str, ...]
 ) -> None:
@@ -202,7 +211,7 @@ def test_steps_with_non_finite_gradients_are_skipped(
         "schedule.warmup_steps=1",
     ]
     words += ["checkpoint.every=1", "training.log_every=5"]
-    words += [f"training.precision={precision}" for precision in layout[1:]]
+    words += [f"training.precision={precision}" for precision in layout[1:2]] + [*layout[2:]]
     run_job(train_with_bad_steps, 2, str(tiny_config), words, (3, 4))
 
     folder = tmp_path / "tiny"

@@ -26,6 +26,7 @@ LAYOUTS: list[tuple[str, int, list[str]]] = [
     ("bf16", 2, ["zero_stage=3"]),
     ("bf16", 2, ["tensor_model_parallel_size=2", "zero_stage=2"]),
     ("bf16", 2, ["pipeline_model_parallel_size=2", "zero_stage=1"]),
+    ("bf16", 4, ["pipeline_model_parallel_size=2", "zero_stage=3"]),
     ("bf16", 2, ["context_parallel_size=2", "zero_stage=2"]),
     ("fp16", 2, ["zero_stage=1"]),
     ("fp16", 2, ["tensor_model_parallel_size=2", "zero_stage=2"]),
@@ -87,10 +88,18 @@ def test_loss_matches_float32_within_rounding(
     assert any(mine != one for mine, one in losses), f"{precision} was not used"
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["parallel.zero_stage=3"],
+        ["parallel.zero_stage=2", "parallel.pipeline_model_parallel_size=2"],
+    ],
+    ids=str,
+)
 def test_fp16_skips_overflowing_steps_and_resumes_exactly(
-    run_job: Any, tiny_config: Path, tmp_path: Path
+    run_job: Any, tiny_config: Path, tmp_path: Path, layout: list[str]
 ) -> None:
-    words = ["parallel.zero_stage=3", f"output={tmp_path}"]
+    words = [*layout, f"output={tmp_path}"]
     run_job(train_from_a_high_scale, 2, str(tiny_config), [*words, "name=whole"])
     rewind(tmp_path / "whole", tmp_path / "resumed", 4)
     run_job(train_from_a_high_scale, 2, str(tiny_config), [*words, "name=resumed"])

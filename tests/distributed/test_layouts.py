@@ -63,6 +63,29 @@ LAYOUTS: list[Any] = [
         },
     ),
     (3, {"pipeline_model_parallel_size": 3, "zero_stage": 1}),
+    by_deepspeed(4, {"pipeline_model_parallel_size": 2, "zero_stage": 2}),
+    by_deepspeed(
+        4,
+        {
+            "pipeline_model_parallel_size": 2,
+            "zero_stage": 3,
+            "hierarchical_partition_size": 2,
+            "activation_checkpointing": "full",
+        },
+    ),
+    (
+        4,
+        {
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "zero_stage": 3,
+        },
+    ),
+    (
+        4,
+        {"context_parallel_size": 2, "pipeline_model_parallel_size": 2, "zero_stage": 3},
+    ),
     (
         4,
         {
@@ -144,5 +167,5 @@ def test_legal_layouts(tiny_config: Path) -> None:
     # Three layers do not fill four stages.
     alone = {(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 1, 2), (2, 1, 2)}
     assert sizes == alone | {(1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)}
-    assert all(p.zero_stage <= 1 for p in layouts if p.pipeline_model_parallel_size > 1)
+    assert {p.zero_stage for p in layouts if p.pipeline_model_parallel_size > 1} == {0, 1, 2, 3}
     assert all(not p.sequence_parallel for p in layouts if p.tensor_model_parallel_size == 1)

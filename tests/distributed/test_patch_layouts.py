@@ -128,7 +128,7 @@ def encoder_passes(launch: Launch, config: RunConfig) -> tuple[int, int]:
         return len(counts), engine.accumulation_steps
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [0, 1, 2])
 def test_stage_inputs_have_one_backward_pass(run_job: Any, patch_config: Any, zero: int) -> None:
     layout = {"pipeline_model_parallel_size": 2, "zero_stage": zero}
     config = with_layout(make_config(patch_config("compose_memory")), **layout)
@@ -177,6 +177,7 @@ def test_second_stack_layouts_match_one_process(
         (2, split | {"activation_checkpointing": "full"}),
         (2, {"zero_stage": 3, "activation_checkpointing": "full"}),
         (4, split | stages),
+        (4, stages | {"zero_stage": 3, "activation_checkpointing": "full"}),
     ):
         curves = run_job(train_briefly, processes, with_layout(config, **layout), STEPS)
         assert largest_difference(curves, reference) <= TOLERANCE, layout

@@ -29,6 +29,7 @@ LAYOUTS = [
         ],
     ),
     (2, ["parallel.pipeline_model_parallel_size=2", "parallel.zero_stage=0"]),
+    (4, ["parallel.pipeline_model_parallel_size=2", "parallel.zero_stage=3"]),
     (4, ["parallel.tensor_model_parallel_size=2", "parallel.zero_stage=3"]),
     (2, ["parallel.context_parallel_size=2", "parallel.zero_stage=3"]),
 ]

@@ -19,6 +19,7 @@ LAYOUTS = [
     (2, {"zero_stage": 1}),
     (4, {"zero_stage": 3, "tensor_model_parallel_size": 2}),
     (4, {"zero_stage": 1, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+    (4, {"zero_stage": 3, "pipeline_model_parallel_size": 2}),
 ]
 
 

@@ -6,7 +6,9 @@ import itertools
 from collections.abc import Iterator
 
 import torch
+from deepspeed.runtime.pipe.schedule import ReduceTiedGrads
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 
 from megavis.config.load import load_config
@@ -51,6 +53,34 @@ def allocated_memory(launch: Launch, path: str, overrides: list[str]) -> tuple[i
         engine.train_step(itertools.repeat(batch), 0)  # Adam's states exist from here on
         saved = _backward_of_one(engine, batch)
         return live_storages(before), saved
+
+
+def pipeline_memory(launch: Launch, path: str, overrides: list[str]) -> tuple[int, int]:
+    """Return the bytes held after a step's passes, and the most weights held within them.
+
+    The weights are counted in numbers, in forward passes and whenever gradients are ready.
+    """
+    before = live_storages()
+    held, weights = [], []
+    with _engine(launch, read(path, overrides)) as engine:
+        parameters = [parameter for _, parameter in engine.layers.named_parameters()]
+        batches = itertools.repeat(_batch(engine))
+        engine.train_step(batches, 0)
+
+        def after_passes(pipeline) -> None:
+            held.append(live_storages(before))
+
+        def count(*_) -> None:
+            weights.append(sum(parameter.numel() for parameter in parameters))
+
+        instructions = engine.deepspeed._INSTRUCTION_MAP
+        engine.deepspeed._INSTRUCTION_MAP = {**instructions, ReduceTiedGrads: after_passes}
+        observers = [parameter.register_hook(count) for parameter in parameters]
+        observers.append(register_module_forward_hook(count))
+        engine.train_step(batches, 1)
+        for observer in observers:
+            observer.remove()
+    return held[0], max(weights)
 
 
 def peak_memory(launch: Launch, path: str, overrides: list[str]) -> int:

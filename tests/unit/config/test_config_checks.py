@@ -68,16 +68,6 @@ from megavis.config.errors import UserError
             " one process; set tensor_model_parallel_size to 2 or more, or this to false",
         ),
         (
-            ["parallel.pipeline_model_parallel_size=2", "parallel.zero_stage=2"],
-            "command line: parallel.zero_stage: 2 does not work with pipeline parallelism:"
-            " DeepSpeed's pipeline engine takes 0 or 1; the nearest legal choice is 1",
-        ),
-        (
-            ["parallel.pipeline_model_parallel_size=2", "parallel.zero_stage=3"],
-            "command line: parallel.zero_stage: 3 does not work with pipeline parallelism:"
-            " DeepSpeed's pipeline engine takes 0 or 1; the nearest legal choice is 1",
-        ),
-        (
             ["training.precision=bf16", "parallel.zero_stage=0"],
             "command line: parallel.zero_stage: 0 keeps no float32 master weights and gradients"
             " under bf16; the nearest legal choice is 1",
@@ -85,7 +75,8 @@ from megavis.config.errors import UserError
         (
             ["training.precision=fp16", "parallel.pipeline_model_parallel_size=2"],
             "command line: training.precision: fp16 accumulates pipeline gradients in half"
-            " precision in DeepSpeed; the nearest legal choice is bf16",
+            " precision in DeepSpeed under zero_stage 1; the nearest legal choices are zero_stage"
+            " 2 and bf16",
         ),
         (
             ["parallel.offload_parameters=cpu", "parallel.zero_stage=2"],
@@ -128,8 +119,17 @@ from megavis.config.errors import UserError
         ),
         (
             ["parallel.offload_optimizer=cpu", "parallel.pipeline_model_parallel_size=2"],
-            "command line: parallel.offload_optimizer: does not work with pipeline parallelism in"
-            " DeepSpeed; the nearest choice is none",
+            "command line: parallel.offload_optimizer: is not supported with pipeline parallelism;"
+            " the nearest choice is none",
+        ),
+        (
+            [
+                "parallel.offload_parameters=cpu",
+                "parallel.zero_stage=3",
+                "parallel.pipeline_model_parallel_size=2",
+            ],
+            "command line: parallel.offload_parameters: is not supported with pipeline parallelism;"
+            " the nearest choice is none",
         ),
         (
             ["parallel.offload_optimizer=nvme", "parallel.zero_stage=3"],
@@ -153,6 +153,12 @@ def test_incompatible_keys_give_one_message(complain, small, words, message):
         ["parallel.zero_stage=1", "training.precision=bf16"],
         ["parallel.pipeline_model_parallel_size=4", "training.precision=bf16"],
         ["parallel.pipeline_model_parallel_size=3", "parallel.zero_stage=0"],
+        ["parallel.pipeline_model_parallel_size=2", "parallel.zero_stage=3"],
+        [
+            "parallel.pipeline_model_parallel_size=2",
+            "parallel.zero_stage=2",
+            "training.precision=fp16",
+        ],
         ["parallel.tensor_model_parallel_size=8", "parallel.sequence_parallel=true"],
         ["parallel.context_parallel_size=4", "parallel.pipeline_model_parallel_size=2"],
         ["parallel.zero_stage=2", "parallel.offload_optimizer=cpu"],
