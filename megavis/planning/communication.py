@@ -68,8 +68,8 @@ def _apart(size: int, layout: Layout, devices_per_node: int) -> Group:
 class Transfer:
     """One kind of communication: purpose and collective, and bytes and calls of a process per step.
 
-    Bytes are those sent inside the node and between nodes; a hidden transfer overlaps with
-    computation.
+    Bytes are those sent inside the node and between nodes. A hidden transfer overlaps with
+    computation; the passes of a micro-batch wait for one in them, so pipeline bubbles grow with it.
     """
 
     kind: str
@@ -77,6 +77,7 @@ class Transfer:
     between: float
     calls: float
     is_hidden: bool = False
+    in_passes: bool = False
 
     def __add__(self, other: Transfer) -> Transfer:
         """Return the sum of two transfers of one kind."""
@@ -240,12 +241,17 @@ def _replica_transfers(shape: ModelShape, layout: Layout, group: Group) -> list[
         return [_sent(group, "gradients: all-reduce", FLOAT32 * held, _ALL_REDUCE, buckets)]
     if layout.zero_stage < 3:
         often = times if layout.zero_stage == 2 else 1
+        size, calls = gradients * often, buckets * often
+        reduced = _sent(group, "gradients: all-reduce", size, _ALL_REDUCE, calls)
+        in_passes = layout.zero_stage == 2 and layout.pipeline > 1
         return [
-            _sent(group, "gradients: all-reduce", gradients * often, _ALL_REDUCE, buckets * often),
+            replace(reduced, in_passes=in_passes),
             _sent(group, "ZeRO: all-gather of weights", weights, _GATHER, buckets),
         ]
-    # DeepSpeed keeps gathered weights from the forward to the backward pass up to a limit.
-    passes = times * (1 if 2 * held <= MOST_GATHERED else 2)
+    # DeepSpeed keeps gathered weights from the forward to the backward pass up to a limit, and
+    # gathers them ahead; neither with pipeline stages (`training/zero_pipeline.py`).
+    alone = layout.pipeline == 1
+    passes = times * (1 if alone and 2 * held <= MOST_GATHERED else 2)
     layers = sum(shape.layers.busiest(layout.pipeline).blocks) + 2
     near = layout.parallel.hierarchical_partition_size
     far_passes = passes if near == 1 else 1
@@ -253,17 +259,15 @@ def _replica_transfers(shape: ModelShape, layout: Layout, group: Group) -> list[
     if passes > far_passes:
         nearby = Group(near, min(near, group.in_a_node))
         gathers.append((nearby, "ZeRO: all-gather of copied weights", passes - far_passes))
-    return [
+    found = [
         *(
-            _sent(within, kind, weights * count, _GATHER, layers * count, True)
+            _sent(within, kind, weights * count, _GATHER, layers * count)
             for within, kind, count in gathers
         ),
-        _sent(group, "ZeRO: reduce-scatter", gradients * times, _GATHER, buckets * times, True),
+        _sent(group, "ZeRO: reduce-scatter", gradients * times, _GATHER, buckets * times),
     ]
+    return [replace(each, is_hidden=alone, in_passes=not alone) for each in found]
 
 
-def _sent(
-    group: Group, kind: str, size: float, factor: float, calls: float, is_hidden: bool = False
-) -> Transfer:
-    inside, between = group.sent(size, factor)
-    return Transfer(kind, inside, between, calls, is_hidden)
+def _sent(group: Group, kind: str, size: float, factor: float, calls: float) -> Transfer:
+    return Transfer(kind, *group.sent(size, factor), calls)

@@ -155,7 +155,7 @@ def _communication(traffic: Iterable[Transfer], cluster: Cluster) -> tuple[float
         seconds += transfer.between / (_LINK_SHARE * 1e9 * device.network_gb_per_s)
         if transfer.is_hidden:
             hidden += seconds
-        elif transfer.kind.startswith(("tensor", "context", "pipeline")):
+        elif transfer.in_passes or transfer.kind.startswith(("tensor", "context", "pipeline")):
             shown += seconds
         else:
             ends += seconds

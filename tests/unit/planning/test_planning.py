@@ -19,7 +19,7 @@ from megavis.planning.devices import Cluster, open_device
 from megavis.planning.layouts import Layout, layout_key
 from megavis.planning.plan import plan_layout
 from megavis.planning.shape import shape_of
-from megavis.planning.states import states_of
+from megavis.planning.states import parameters_held, states_of
 from megavis.planning.time import bubble_fraction
 
 pytestmark = pytest.mark.once
@@ -211,6 +211,25 @@ def test_data_parallel_communication_by_zero_stage(shape):
     assert sent(zero_stage=2) == pytest.approx({"gradients: all-reduce": 32, gather: 4})
     # 455 M parameters stay gathered from forward to backward: one gather each.
     assert sent(zero_stage=3) == pytest.approx({gather: 16, "ZeRO: reduce-scatter": 16})
+
+
+def test_stages_wait_for_weights_and_gradients_in_every_pass(shape):
+    """With stages nothing stays gathered, and bubbles grow with all that passes wait for."""
+    staged = layout_of(data=8, accumulation=4, pipeline_model_parallel_size=2)
+    number = 4 * max(parameters_held(shape.layers, staged, stage) for stage in range(2))
+    for zero_stage, kind, factor in (
+        (2, "gradients: all-reduce", 2 * 4),
+        (3, "ZeRO: all-gather of weights", 2 * 4),
+        (3, "ZeRO: reduce-scatter", 4),
+    ):
+        keys = {"zero_stage": zero_stage, "pipeline_model_parallel_size": 2}
+        layout = layout_of(data=8, accumulation=4, **keys)
+        (found,) = (each for each in transfers(shape, layout, 8) if each.kind == kind)
+        assert found.inside == pytest.approx(number * factor * 7 / 8)
+        assert found.in_passes
+        assert not found.is_hidden
+        alone = layout_of(data=8, accumulation=4, zero_stage=zero_stage)
+        assert not any(each.in_passes for each in transfers(shape, alone, 8))
 
 
 def test_hierarchical_partitioning_gathers_inside_a_node(shape):
