@@ -11,7 +11,8 @@ time limit or a crash loses the part that was running and nothing else.
 
     stage  minutes  what
     1      3        versions, an all-reduce, speed of products and memory, SDPA kernels, a CPU run
-    2      6        losses and gradients of every demo on the CPU and on the GPU, random numbers
+    2      6        losses and gradients of every demo on the CPU and on the GPU, random numbers,
+                    Transformer Engine and FP8 where installed
     3      5        ZeRO 0 to 3 from one checkpoint, float32 and bf16; saved at ZeRO-3, on at ZeRO-1
     4      3        waits for the device inside a step
     5      12       the papers' presets: step time, MFU, memory, where the time goes

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
+from benchmarks.gpu_check.engine import transformer_engine
 from benchmarks.gpu_check.models import DEMOS, job, plain_model, read_demo
 from benchmarks.gpu_check.passes import (
     BF16_GRADIENT,
@@ -30,7 +31,12 @@ _DROPOUT = ("model.hidden_dropout=0.2", "model.attention_dropout=0.2", "model.ml
 def parts(settings: Settings) -> Mapping[str, Measure]:
     """Return the stage's parts."""
     demos = {path: functools.partial(_compare_demo, path) for path in DEMOS}
-    return {"random numbers": random_numbers, **demos, "recomputation": recomputation}
+    return {
+        "random numbers": random_numbers,
+        **demos,
+        "recomputation": recomputation,
+        "Transformer Engine": transformer_engine,
+    }
 
 
 def random_numbers(launch: Launch, settings: Settings) -> list[Row]:

@@ -171,7 +171,7 @@ def apex() -> SystemCheck:
 
 def transformer_engine() -> SystemCheck:
     """Look for Transformer Engine's torch part, which the package may lack."""
-    name, purpose = "Transformer Engine", "nothing yet: megavis runs Megatron's own layers"
+    name, purpose = "Transformer Engine", "training.kernels: transformer_engine"
     found, detail = _attempt(lambda: importlib.import_module("transformer_engine.pytorch"))
     if found:
         return SystemCheck(name, True, _version("transformer-engine") or "version unknown", purpose)

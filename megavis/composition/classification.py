@@ -35,7 +35,7 @@ from megavis.model.flops import Workload, training_flops
 from megavis.model.heads import Head
 from megavis.model.init import Fill, normal, zeros
 from megavis.model.layer_state import LayerState, PackedState
-from megavis.model.norms import BatchNorm, Norm
+from megavis.model.norms import BatchNorm
 from megavis.model.stack import FeatureLayer, LayerPlan, watch_features
 
 
@@ -95,7 +95,6 @@ class ClassHead(Head):
 
     def __init__(self, core: Core, layer: nn.Module, classifier: Classifier) -> None:
         norm = cast(FeatureLayer, layer).feature_norm
-        assert isinstance(norm, Norm)
         super().__init__(core, norm, next(n for n, each in layer.named_children() if each is norm))
         self.classifier = classifier
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megavis.config.data import DataConfig
+from megavis.config.engine_checks import check_transformer_engine
 from megavis.config.evaluation import EvaluationConfig
 from megavis.config.finetune_checks import (
     check_finetuning,
@@ -27,6 +28,7 @@ def check_config(config: RunConfig) -> Iterator[ConfigIssue]:
     yield from _check_samples(config)
     yield from _check_deepspeed(config.parallel, config.training.precision)
     yield from _check_offload(config.parallel)
+    yield from check_transformer_engine(config)
     yield from config.objective.check(config)
     yield from check_null_label(config)
     yield from check_finetuning(config)

@@ -12,7 +12,7 @@ DecoderKind = Literal["linear", "mlp", "transformer"]
 
 DashboardKind = Literal["tensorboard", "wandb", "mlflow", "jsonl"]
 """Where the numbers of a run are shown; `jsonl` is the record that every run writes."""
-KernelLibrary = Literal["auto", "torch", "apex"]
+KernelLibrary = Literal["auto", "torch", "apex", "transformer_engine"]
 
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 """Pattern of the names of run folders."""

@@ -206,7 +206,13 @@ class TrainingConfig(Section):
     is always deterministic."""
     kernels: KernelLibrary = "auto"
     """On GPUs: `auto`, torch's fastest kernels and regions that it compiles; `torch`, plain
-    operators; `apex`, as `auto` with the norms and Adam of NVIDIA Apex, which must be installed."""
+    operators; `apex`, as `auto` with the norms and Adam of NVIDIA Apex; `transformer_engine`, as
+    `auto` with NVIDIA Transformer Engine's linear layers and norms in the blocks. Both libraries
+    must be installed."""
+    fp8: bool = False
+    """Multiply the blocks' matrices in FP8 in training (E4M3, gradients E5M2, each tensor scaled by
+    its own maximum), with `kernels: transformer_engine` and `precision: bf16`. Master weights,
+    norms, attention, embedding, head, loss and evaluation stay as without it."""
     log_every: Positive = 10
     """Steps between lines of metrics."""
     validate_every: NonNegative = 0

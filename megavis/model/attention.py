@@ -17,6 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
+from megavis.model.block_layers import block_layers
 from megavis.model.context_parallel import heads_to_tokens, splits_context, tokens_to_heads
 from megavis.model.init import Initialization
 from megavis.model.kernels import (
@@ -28,7 +29,7 @@ from megavis.model.kernels import (
     two_stream_attention,
 )
 from megavis.model.positions import RelativeBias, turns
-from megavis.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, gather_tokens
+from megavis.model.tensor_parallel import gather_tokens
 from megavis.model.visibility import AttentionContext, Visibility, VisibilityKind
 from megavis.parallel.random import rank_local_rng
 
@@ -66,21 +67,22 @@ class Attention(nn.Module):
         projection = copy.copy(config)
         projection.sequence_parallel = config.sequence_parallel and not self.chooses
         width = config.hidden_size
+        layers = block_layers()
         options: dict[str, Any] = {
             "config": projection,
             "bias": has_bias,
             "tp_group": self.tensor_group,
         }
-        self.linear_q = ColumnParallelLinear(
+        self.linear_q = layers.column_parallel(
             width, width, init_method=initialization.query, **options
         )
         # Rows are ordered by `join_keys_values`, so that splitting them assigns complete heads to
         # each process.
-        self.linear_kv = ColumnParallelLinear(
+        self.linear_kv = layers.column_parallel(
             width, 2 * width, init_method=initialization.key_value, **options
         )
         options |= {"config": config, "init_method": initialization.attention_output}
-        self.linear_proj = RowParallelLinear(width, width, **options)
+        self.linear_proj = layers.row_parallel(width, width, **options)
 
     def forward(
         self, hidden_states: Tensor, attention_mask: AttentionContext, **_: Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Mapping
@@ -18,12 +19,11 @@ from torch.utils.checkpoint import checkpoint
 from megavis.config.schema import ModelConfig, RunConfig
 from megavis.model.activations import ACTIVATIONS, Branch, with_recomputed
 from megavis.model.attention import Attention, CrossAttention
+from megavis.model.block_layers import Precision, block_layers
 from megavis.model.context_parallel import all_tokens, own_tokens
 from megavis.model.dropout import SAMPLES, SplitDropout, add_to_residual, draw_kept, drop_path_of
 from megavis.model.init import Initialization
 from megavis.model.layer_state import LayerState, PackedState
-from megavis.model.norms import GainNorm, Norm
-from megavis.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megavis.model.visibility import (
     AttentionContext,
     KeyValueCache,
@@ -178,7 +178,10 @@ class FeedForward(MLP):
     """
 
     def __init__(self, config: TransformerConfig, core: Core, **_: Any) -> None:
-        submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        layers = block_layers()
+        submodules = MLPSubmodules(
+            linear_fc1=layers.column_parallel, linear_fc2=layers.row_parallel
+        )
         super().__init__(
             config,
             submodules,
@@ -219,7 +222,8 @@ class Block(TransformerLayer):
     def __init__(self, core: Core, number: int) -> None:
         initialization, parallel = core.initialization, core.config.parallel
         model = core.model
-        norm = GainNorm if model.norm_bias == "last" else Norm
+        layers = block_layers()
+        norm = layers.gain_norm if model.norm_bias == "last" else layers.norm
         attention = {
             "initialization": initialization,
             "has_bias": model.has_biased_attention,
@@ -253,6 +257,9 @@ class Block(TransformerLayer):
         self.core = core
         self.checkpointing = parallel.activation_checkpointing
         self.is_last = number == model.num_layers
+        self.precision: Precision = contextlib.nullcontext
+        if core.config.training.fp8:
+            self.precision = layers.fp8(model, core.groups.tp.size())
 
     @property
     def feature_norm(self) -> nn.Module:
@@ -292,6 +299,13 @@ class Block(TransformerLayer):
 
         `memory`, `[c, b, h]`, is the output of an encoder, if there is one.
         """
+        # Inside what is recomputed, so that it is recomputed in the same precision.
+        with self.precision() if self.training else contextlib.nullcontext():
+            return self._attend(hidden, attention_context, memory)
+
+    def _attend(
+        self, hidden: Tensor, attention_context: AttentionContext, memory: Tensor | None
+    ) -> Tensor:
         recomputes = self.checkpointing == "selective" and self.training
         if recomputes or attention_context.query_start or attention_context.kept is not None:
             return self._attend_by_branch(hidden, attention_context, memory)

@@ -26,9 +26,9 @@ class Head(nn.Module):
     Features and class logits are taken from the norm, which runs once per forward pass.
     """
 
-    norm: Norm
+    norm: nn.Module
 
-    def __init__(self, core: Core, norm: Norm, norm_name: str = "norm") -> None:
+    def __init__(self, core: Core, norm: nn.Module, norm_name: str = "norm") -> None:
         """Build; the norm becomes the submodule `norm_name`."""
         super().__init__()
         self.core, self._norm_name = core, norm_name

@@ -11,8 +11,9 @@
 | cross-entropy | on float32 logits | `torch.compile`, without materialising float32 logits |
 
 `training.kernels: torch` uses the plain form on a GPU too; `apex` uses the norms and Adam of NVIDIA
-Apex, and otherwise equals `auto`. A compiled region is a function of tensors only, so that ZeRO's
-hooks, recomputation and collectives stay outside the graph.
+Apex, and `transformer_engine` the linear layers and norms of Transformer Engine in the blocks
+(`block_layers.py`); both otherwise equal `auto`. A compiled region is a function of tensors only,
+so that ZeRO's hooks, recomputation and collectives stay outside the graph.
 
 Legend: b images, n heads of this process, q queries, c keys, d head size, s tokens, h hidden size.
 """
@@ -49,7 +50,14 @@ def choose_kernels(library: KernelLibrary) -> None:
     """
     if library == "apex":
         _apex_norms()
+    if library == "transformer_engine":
+        _require_transformer_engine()
     _Setting.library = library
+
+
+def chosen_kernels() -> KernelLibrary:
+    """Return the library of `choose_kernels`."""
+    return _Setting.library
 
 
 class _Setting:
@@ -291,3 +299,17 @@ def apex_part(module: str, name: str) -> Any:
 
 def _apex_norms() -> Any:
     return apex_part("normalization", "fused_layer_norm")
+
+
+def _require_transformer_engine() -> None:
+    key = "training.kernels: transformer_engine"
+    try:
+        engine = importlib.import_module("transformer_engine.pytorch")
+    # A missing extension library raises FileNotFoundError.
+    except (ImportError, OSError):
+        raise UserError(
+            f"{key} needs NVIDIA Transformer Engine for torch, which is not installed; use auto, or"
+            " install transformer_engine[pytorch]"
+        ) from None
+    if not hasattr(engine, "autocast"):
+        raise UserError(f"{key} needs Transformer Engine 2.9 or newer; use auto, or upgrade it")

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from deepspeed.accelerator import get_accelerator
 
 from megavis.composition.encoded_image import KEY, PretrainedEncoder
@@ -25,6 +26,8 @@ from megavis.training.faults.interruption import is_automatic
 from megavis.training.faults.run_lock import SILENCE_SECONDS, RunLock
 from megavis.training.faults.watchdog import collective_timeout
 
+_FP8_CAPABILITY = (8, 9)
+
 
 @contextlib.contextmanager
 def open_job(
@@ -41,8 +44,10 @@ def open_job(
         UserError: the config does not fit the number of processes or the device.
     """
     loaded.require_world(launch.world_size)
-    select_device(choose_device(device, local_rank=launch.local_rank))
+    place = choose_device(device, local_rank=launch.local_rank)
+    select_device(place)
     _require_precision(loaded)
+    _require_engine(loaded, place)
     choose_kernels(loaded.config.training.kernels)
     parallel, training = loaded.config.parallel, loaded.config.training
     context = open_context(
@@ -69,6 +74,21 @@ def _require_precision(loaded: LoadedConfig) -> None:
     if not get_accelerator().is_fp16_supported():
         text = "fp16 needs a GPU, or a CPU that supports it; the nearest choice here is bf16"
         raise loaded.source.error([("training.precision", text)])
+
+
+def _require_engine(loaded: LoadedConfig, device: torch.device) -> None:
+    """Reject Transformer Engine, or FP8, on a device that does not support it."""
+    training = loaded.config.training
+    if training.kernels != "transformer_engine":
+        return
+    if device.type != "cuda":
+        text = f"transformer_engine needs a GPU, and the device is {device.type}; use auto here"
+        raise loaded.source.error([("training.kernels", text)])
+    capability = torch.cuda.get_device_capability(device)
+    if training.fp8 and capability < _FP8_CAPABILITY:
+        text = "needs a GPU of compute capability 8.9 or newer (Ada, Hopper or Blackwell), not"
+        found = ".".join(map(str, capability))
+        raise loaded.source.error([("training.fp8", f"{text} {found}; use false here")])
 
 
 @contextlib.contextmanager

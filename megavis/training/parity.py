@@ -55,9 +55,11 @@ class ParityResult:
 
 
 def parity_config(config: RunConfig) -> RunConfig:
-    """Return the config without dropout, which differs legitimately."""
+    """Return the config without dropout and FP8, which differ legitimately."""
     plain = ParallelConfig(zero_stage=0 if config.training.precision == "float32" else 1)
-    return config.model_copy(update={"model": config.model.without_dropout(), "parallel": plain})
+    training = config.training.model_copy(update={"fp8": False})
+    model = config.model.without_dropout()
+    return config.model_copy(update={"model": model, "parallel": plain, "training": training})
 
 
 def compare_layouts(

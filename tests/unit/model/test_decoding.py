@@ -3,12 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from engine_jobs import stand_in
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megavis.model import decoding
 from megavis.model.core import Block
 from megavis.model.decoding import IncrementalDecoder
+from megavis.model.kernels import choose_kernels
 from megavis.sampling.sampler import Sampler
 from megavis.schedules.one_by_one import OneByOne
 from megavis.schedules.schedule import Question
@@ -52,6 +54,24 @@ def test_incremental_decoding_matches_full_pass(
     pieces = logits_piece_by_piece(runner, objective, cache, ids, num_given)
     torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-5 * float(whole.abs().max()))
     assert len(called) == 2, "modules must run once per block, only for the given tokens"
+
+
+@pytest.mark.parametrize(("words", "num_given", "num_images"), SHAPES)
+def test_blocks_of_transformer_engine_decode_alike(build, tmp_path, words, num_given, num_images):
+    """Decoding reads their weights and norms, whose attributes are another library's."""
+    ids = torch.randint(32, (num_images, 16), generator=torch.Generator().manual_seed(0))
+
+    def pieces():
+        objective, runner = build(tmp_path / "c.yaml", *words)
+        cache = runner.cache(16)
+        assert isinstance(cache, IncrementalDecoder)
+        return logits_piece_by_piece(runner, objective, cache, ids, num_given)
+
+    wanted = pieces()
+    with stand_in():
+        choose_kernels("transformer_engine")
+        found = pieces()
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
 
 
 @pytest.mark.parametrize(("words", "num_given", "num_images"), SHAPES)

@@ -1,0 +1,5 @@
+"""Recipes."""
+
+from . import recipe
+
+__all__ = ["recipe"]

@@ -1,0 +1,4 @@
+"""Only a name, of which Megatron-Core derives a class."""
+
+
+class CudaRNGStatesTracker: ...

@@ -1,0 +1,7 @@
+"""Only names, in annotations of Megatron-Core."""
+
+
+class Sequential: ...
+
+
+class FusibleOperation: ...
