@@ -44,9 +44,9 @@ def convert(source: Path, run_folder: Path, *, tensor_size: int, data_size: int)
     partial = partial_folder(run_folder, manifest.step)
     if target.exists():
         raise UserError(f"{target}: exists; choose another folder")
+    entries = _cut(manifest.tensors, tensor_size, data_size)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    entries = _cut(manifest.tensors, tensor_size, data_size)
     names = sorted({piece.file for entry in entries.values() for piece in entry.slices})
     with CheckpointReader(source) as reader:
         files = {

@@ -135,6 +135,7 @@ def test_convert_preserves_all_tensors(tmp_path, tensor, data, num_files):
     assert main(words) == 2
     shutil.rmtree(target)
     assert main([*words, "--tensor", "3"]) == 2
+    assert not target.exists()
 
 
 def test_converted_run_is_a_run_of_its_own(tmp_path, capsys):
