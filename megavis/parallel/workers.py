@@ -6,13 +6,15 @@ a function on the first N workers, which connect over the loopback interface.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import multiprocessing.context
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -46,7 +48,8 @@ class WorkerPool:
             preload: modules that a fork server imports once, so that workers start quickly. Only
                 the first pool of a process sets them. Not for jobs on GPUs, since CUDA does not
                 survive a fork.
-            quiet: discard the workers' output; exceptions are still reported.
+            quiet: discard the output of the workers, and of the fork server if this starts it;
+                exceptions are still reported.
         """
         self._num_workers, self._max_jobs = num_workers, max_jobs
         self._preload, self._quiet = preload, quiet
@@ -58,6 +61,9 @@ class WorkerPool:
         if self._preload:
             starter = multiprocessing.get_context("forkserver")
             starter.set_forkserver_preload(list(self._preload))
+            with _discarded_output() if self._quiet else contextlib.nullcontext():
+                # The server inherits it, and libraries warn when they are imported.
+                forkserver.ensure_running()
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
         self._jobs = 0
@@ -122,6 +128,24 @@ class WorkerPool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def _discarded_output() -> Iterator[None]:
+    """Discard what processes that are started inside the block write."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = {stream: os.dup(stream) for stream in (1, 2)}
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        for stream in kept:
+            os.dup2(nowhere, stream)
+        yield
+    finally:
+        for stream, copy in kept.items():
+            os.dup2(copy, stream)
+            os.close(copy)
+        os.close(nowhere)
 
 
 def _serve(pipe: Connection, quiet: bool) -> None:

@@ -1,8 +1,11 @@
 """WorkerPool: results by rank, worker reuse, and failing workers."""
 
 import os
+import subprocess
+import sys
 import time
 from multiprocessing.connection import wait
+from pathlib import Path
 
 import pytest
 
@@ -103,3 +106,22 @@ def test_unresponsive_worker_is_reported(monkeypatch):
         with pytest.raises(WorkerError, match=r"ranks \[0\] did not answer in 1 s"):
             pool.run(sleep_on_rank_0, 2, timeout=1)
         assert not any(process.is_alive() for process in pool._processes)
+
+
+def test_quiet_pools_discard_the_output_of_what_they_preload(tmp_path):
+    """In a process of its own, since a process starts one fork server."""
+    (tmp_path / "noisy.py").write_text("import sys\nprint('out')\nprint('err', file=sys.stderr)\n")
+    code = (
+        "from megavis.parallel.workers import WorkerPool\n"
+        "with WorkerPool(1, preload=('noisy',), quiet=True) as pool:\n"
+        "    print(len(pool.run(repr, 1)))\n"
+    )
+    path = os.pathsep.join((str(tmp_path), str(Path(__file__).parents[3])))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (done.stdout, done.stderr) == ("1\n", "")
