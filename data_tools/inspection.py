@@ -13,6 +13,7 @@ from PIL import Image
 from data_tools.job_report import ProgressBar, say
 from megavis.config.arguments import output_file
 from megavis.config.errors import UserError
+from megavis.config.wording import counted
 from megavis.data.codecs.label_maps import painted
 from megavis.data.codecs.registry import suffix_of
 from megavis.data.codecs.transforms import Transform
@@ -38,8 +39,9 @@ def run_verify(arguments: argparse.Namespace) -> int:
         say(f"wrong: {problem}")
     manifest = Manifest.read(directory)
     if not problems:
-        shards = len(manifest.shards)
-        say(f"{directory}: {manifest.num_samples} samples in {shards} shards, all good")
+        samples, shards = manifest.num_samples, len(manifest.shards)
+        held = f"{counted(samples, 'sample')} in {counted(shards, 'shard')}"
+        say(f"{directory}: {held}, all good")
     return 1 if problems else 0
 
 

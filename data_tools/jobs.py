@@ -19,6 +19,7 @@ from data_tools.job_report import JobOutcome, ProgressBar, say, write_memory_fig
 from data_tools.shard_tasks import ShardEncoder, Unit, UnitResult, plan_units, refuse_other_jobs
 from data_tools.sources import ImageSource
 from megavis.config.errors import UserError
+from megavis.config.wording import counted
 from megavis.data.format.manifest import FORMAT_VERSION, Manifest, SourceIdentity
 from megavis.data.format.shards import index_path
 
@@ -212,11 +213,12 @@ def _run(units: Sequence[Unit], arguments: argparse.Namespace, *, label: str) ->
     outcome.seconds = progress.seconds
     there = sum(result.was_there for result in outcome.results)
     if there:
-        say(f"{there} of {len(units)} shards were there already")
+        verb = "was" if there == 1 else "were"
+        say(f"{there} of {counted(len(units), 'shard')} {verb} there already")
     if there < len(units):
         made = progress.done - sum(each.num_files for each in outcome.results if each.was_there)
         rate, memory = made / max(progress.seconds, 1e-9), outcome.peak_memory / 2**20
-        say(f"{made} images at {rate:.0f} images/s, {memory:.0f} MiB per process")
+        say(f"{counted(made, 'image')} at {rate:.0f} images/s, {memory:.0f} MiB per process")
     return outcome
 
 
@@ -234,7 +236,8 @@ def _write_manifests(
 def write_manifest(manifest: Manifest, directory: Path) -> None:
     """Write the manifest, which finishes a shard folder. Raises OSError."""
     manifest.write(directory)
-    say(f"{directory}: {manifest.num_samples} samples in {len(manifest.shards)} shards")
+    shards = counted(len(manifest.shards), "shard")
+    say(f"{directory}: {counted(manifest.num_samples, 'sample')} in {shards}")
 
 
 def manifest_of(

@@ -18,6 +18,7 @@ from megavis.config.finetune_checks import (
 )
 from megavis.config.parallel import ParallelConfig
 from megavis.config.schema import ConfigIssue, RunConfig
+from megavis.config.wording import counted
 
 
 def check_config(config: RunConfig) -> Iterator[ConfigIssue]:
@@ -67,7 +68,8 @@ def check_world(config: RunConfig, world_size: int) -> Iterator[ConfigIssue]:
     if world_size % model_parallel:
         yield (
             "parallel.tensor_model_parallel_size",
-            f"{world_size} processes do not divide into groups of tensor size"
+            f"{counted(world_size, 'process', 'processes')}"
+            f" {'does' if world_size == 1 else 'do'} not divide into groups of tensor size"
             f" {parallel.tensor_model_parallel_size}"
             f"{f' × context size {context}' if context > 1 else ''} × pipeline size"
             f" {parallel.pipeline_model_parallel_size}; start a multiple of {model_parallel}",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from megavis.config.schema import RunConfig
+from megavis.config.wording import counted
 from megavis.planning.communication import Transfer, transfers
 from megavis.planning.devices import Cluster
 from megavis.planning.layouts import Layout, all_layouts, with_offload
@@ -111,8 +112,8 @@ def _plan_all(
 def _nothing_fits(others: list[Plan], cluster: Cluster) -> str:
     if not others:
         return (
-            f"no layout is legal on {cluster.num_devices} processes; training.batch_size must"
-            " divide by the data-parallel size"
+            f"no layout is legal on {counted(cluster.num_devices, 'process', 'processes')};"
+            " training.batch_size must divide by the data-parallel size"
         )
     least = others[0]
     return (

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from megavis.config.wording import counted
 from megavis.reports.blocks import Chart, Line, Table, line_chart, number, text, words
 from megavis.reports.run_record import RunRecord
 
@@ -71,8 +72,8 @@ def _layout(run: RunRecord) -> str | None:
     sizes = {axis: _size(run, f"{axis}_parallel_size") for axis in axes}
     count = math.prod(sizes.values())
     split = " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-    processes = "1 process" if count == 1 else f"{count} processes: {split}"
-    return f"{processes}, ZeRO-{zero}, {precision}"
+    processes = counted(count, "process", "processes")
+    return f"{processes}{f': {split}' if split else ''}, ZeRO-{zero}, {precision}"
 
 
 def _size(run: RunRecord, key: str) -> int:
@@ -210,12 +211,12 @@ def _counted(run: RunRecord) -> Iterator[tuple[int, str]]:
     for record in run.metrics:
         step = record["step"]
         if count := int(record.get("steps_skipped", 0)):
-            yield step, f"{_times(count, 'step')} skipped: gradients not finite"
+            yield step, f"{counted(count, 'step')} skipped: gradients not finite"
         if count := int(record.get("loss_spikes", 0)):
-            yield step, f"{_times(count, 'step')} with a spike of the loss"
+            yield step, f"{counted(count, 'step')} with a spike of the loss"
         count = int(record.get("checkpoints_not_saved", 0))
         if count > before:
-            yield step, f"{_times(count, 'checkpoint')} could not be written so far"
+            yield step, f"{counted(count, 'checkpoint')} could not be written so far"
         before = max(before, count)
 
 
@@ -228,7 +229,3 @@ def _rollback_event(record: Mapping[str, Any]) -> str:
         f"rolled back here from step {last}: steps {first} to {last} were bad, rollback {times} of"
         f" the run; {record.get('batches_skipped', '?')} batches of the sample order skipped so far"
     )
-
-
-def _times(count: int, what: str) -> str:
-    return f"{count} {what}{'s' if count > 1 else ''}"

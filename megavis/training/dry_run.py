@@ -20,6 +20,7 @@ from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
 from megavis.config.schema import RunConfig
+from megavis.config.wording import counted
 from megavis.parallel.context import close_context, open_virtual_context
 from megavis.parallel.tensors import partition_dimension
 from megavis.planning.layouts import Layout, layout_name
@@ -61,8 +62,9 @@ def dry_run(loaded: LoadedConfig, num_processes: int) -> Iterator[DryRunCheck]:
     yield DryRunCheck(
         "layout",
         True,
-        f"{layout_name(config.parallel)} on {num_processes} processes: {layout.data} of data, each"
-        f" {layout.accumulation_steps} × {layout.micro_batch_size} images per step",
+        f"{layout_name(config.parallel)} on {counted(num_processes, 'process', 'processes')}:"
+        f" {layout.data} of data, each {layout.accumulation_steps} × {layout.micro_batch_size}"
+        " images per step",
     )
     # The last process has the last stage and the last partition of every matrix.
     context = open_virtual_context(
@@ -93,7 +95,7 @@ def _with_data(loaded: LoadedConfig, layout: Layout, run: Trainer) -> Iterator[D
 def _data(run: Trainer, layout: Layout) -> DryRunCheck:
     data, threads = run.train_data, run.config.data.threads
     shards = len(data.manifest.shards)
-    text = f"{len(data):,} training images in {shards} shards"
+    text = f"{counted(len(data), 'training image')} in {counted(shards, 'shard')}"
     if len(data) < run.config.training.batch_size:
         return DryRunCheck("data", False, f"{text}; fewer than training.batch_size")
     readers = layout.data * threads

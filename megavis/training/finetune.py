@@ -24,6 +24,7 @@ from megavis.config.load import LoadedConfig
 from megavis.config.schema import ConfigIssue, FinetuneConfig, RunConfig
 from megavis.config.section import Section
 from megavis.config.tokenizers import load_run_config
+from megavis.config.wording import counted
 from megavis.data.loading.blended_dataset import Samples
 from megavis.data.loading.dataset import ShardDataset, Subset, halves, shuffled
 from megavis.data.loading.leakage import check_no_overlap, training_shards
@@ -284,7 +285,8 @@ def label_issues(
     """
     where, missing = dataset.directory, int((dataset.labels < 0).sum())
     if missing:
-        yield key, f"{where} holds {missing} images without a label, of {len(dataset)} in all"
+        found = counted(missing, "image")
+        yield key, f"{where} holds {found} without a label, of {len(dataset)} in all"
     elif len(dataset.class_names) != settings.num_classes:
         text = f"{where} has {len(dataset.class_names)} classes; finetune.num_classes is"
         yield key, f"{text} {settings.num_classes}"

@@ -14,6 +14,7 @@ from megavis.composition.encoded_image import KEY, PretrainedEncoder
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import NOT_ALLOWED, UserError
 from megavis.config.load import LoadedConfig
+from megavis.config.wording import counted
 from megavis.data.codecs.transforms import Transform, evaluation_transform, training_transform
 from megavis.data.loading.blended_dataset import BlendedDataset, Samples
 from megavis.data.loading.dataset import ShardDataset, subset_per_class
@@ -139,7 +140,8 @@ def open_data(
     complaints = [(key, f"{what} {text}") for text in objective.check_data(dataset.manifest)]
     missing = int((dataset.labels < 0).sum()) if objective.backbone.needs_labels else 0
     if missing and not complaints:
-        text = f"{path} holds {missing} samples without a label, of {len(dataset)} in all"
+        found = counted(missing, "sample")
+        text = f"{path} holds {found} without a label, of {len(dataset)} in all"
         complaints.append((key, f"{text}, and this model has no embedding for them"))
     if complaints:
         raise loaded.source.error(complaints)

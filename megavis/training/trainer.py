@@ -28,6 +28,7 @@ from megavis.composition.trainable import Trainable
 from megavis.config.errors import UnfinishedError
 from megavis.config.load import LoadedConfig, dump_config
 from megavis.config.schema import RunConfig
+from megavis.config.wording import counted
 from megavis.config.yaml_tree import leaves
 from megavis.data.format.files import write_atomically
 from megavis.data.format.manifest import PALETTE_NAME
@@ -356,7 +357,7 @@ class Trainer:
         remove_partial(self.folder)
         steps = self.config.training.steps
         if first_step >= steps:
-            taken = f"it has taken {first_step} steps, and training.steps is {steps}"
+            taken = f"it has taken {counted(first_step, 'step')}, and training.steps is {steps}"
             sys.stderr.write(f"{self.folder} is finished: {taken}; raise it to train further\n")
         # A finished run keeps the config that it was trained with; fine-tuning may evaluate anew.
         if first_step < steps or self.finetuning is not None:

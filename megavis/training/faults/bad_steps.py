@@ -30,6 +30,7 @@ from megavis.checkpoint.format.manifest import (
 from megavis.checkpoint.state.restore import Found, newest_intact_checkpoint
 from megavis.config.errors import UserError
 from megavis.config.schema import CheckpointConfig, TrainingConfig
+from megavis.config.wording import counted
 from megavis.parallel.agreement import DelayedMean
 from megavis.parallel.context import ParallelContext
 from megavis.training.callbacks.callback import StepState
@@ -185,7 +186,12 @@ def roll_back(
         OSError: likewise, if the checkpoint cannot be written.
     """
     count = row.last - row.first + 1
-    what = f"{count} steps in a row, up to step {row.last}, were bad (training.max_bad_steps)"
+    steps = (
+        f"step {row.last} was"
+        if count == 1
+        else f"{count} steps in a row, up to step {row.last}, were"
+    )
+    what = f"{steps} bad (training.max_bad_steps)"
     advice = "lower optimizer.learning_rate, or check the images at the positions above"
     if not settings.max_rollbacks:
         text = f"{what}: {advice}, or allow rollbacks (training.max_rollbacks)"
@@ -196,7 +202,7 @@ def roll_back(
     if found is None:
         raise BadStepsError(
             row.last,
-            f"{what}, and no checkpoint is {settings.rollback_margin} steps"
+            f"{what}, and no checkpoint is {counted(settings.rollback_margin, 'step')}"
             f" (training.rollback_margin) older than the first of them: {advice}",
         )
     folder, manifest = found

@@ -104,7 +104,7 @@ def test_number_of_rollbacks_is_limited(trained, tmp_path, context):
     run = tmp_path / "small"
     shutil.copytree(trained.parent / "small", run)
     settings = TrainingConfig(steps=9, batch_size=8, rollback_margin=1, max_rollbacks=2)
-    with pytest.raises(UserError, match="no checkpoint is 1 steps"):
+    with pytest.raises(UserError, match="no checkpoint is 1 step "):
         roll_back(run, BadStepStreak(2, 4, next_batch=4), settings, context)
     for times, next_batch in ((1, 4), (2, 9)):
         folder, manifest = roll_back(
