@@ -23,7 +23,7 @@ help:
 	@echo "make test     format, lint, types, import direction, scripts, all tests"
 	@echo "              (SELECT='not once': only tests that depend on package versions)"
 	@echo "make test-cluster  only the tests that start SLURM or two hosts (docs/scaling.md)"
-	@echo "make test-layouts  every paper in every layout of four processes, and every pair of eight"
+	@echo "make test-layouts  every paper in every layout of four processes, and every pair of ten"
 	@echo "              layouts; takes hours, not part of make test (SELECT='-k mae': a part)"
 	@echo "make lint     make test without the tests"
 	@echo "make docs     the documentation as a site in site/, which needs no server"

@@ -1,4 +1,4 @@
-"""Every ordered pair of eight layouts, for every paper: equal tensors, and equal losses after it.
+"""Every ordered pair of ten layouts, for every paper: equal tensors, and equal losses after it.
 
 It takes hours, so it is run by `make test-layouts` only. Its output is in docs/reliability.md.
 """
@@ -30,6 +30,15 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "tp2-pp2-zero1": (
         4,
         ["parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2"],
+    ),
+    "cp2-dp2-zero1": (4, ["parallel.context_parallel_size=2"]),
+    "tp2-cp2-zero3": (
+        4,
+        [
+            "parallel.tensor_model_parallel_size=2",
+            "parallel.context_parallel_size=2",
+            "parallel.zero_stage=3",
+        ],
     ),
 }
 

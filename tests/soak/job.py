@@ -26,6 +26,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "dp4-zero2": (4, ("zero_stage=2",)),
     "tp2-dp2-zero3": (4, ("tensor_model_parallel_size=2", "zero_stage=3")),
     "tp2-pp2-zero1": (4, ("tensor_model_parallel_size=2", "pipeline_model_parallel_size=2")),
+    "cp2-dp2-zero2": (4, ("context_parallel_size=2", "zero_stage=2")),
 }
 """Number of processes, and keys of `parallel`."""
 
