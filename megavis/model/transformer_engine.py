@@ -30,7 +30,7 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
-from torch import Tensor, nn
+from torch import Tensor
 from transformer_engine.common.recipe import Float8CurrentScaling, Format
 from transformer_engine.pytorch import autocast
 
@@ -169,7 +169,7 @@ def fp8(model: ModelConfig, tensor_size: int) -> Any:
     return functools.partial(autocast, enabled=True, recipe=recipe)
 
 
-def _finish(layer: nn.Module, bias: bool) -> None:
+def _finish(layer: Any, bias: bool) -> None:
     # Weights change between calls without notice to the layer, which would otherwise keep using the
     # FP8 copy of its first call.
     layer.disable_parameter_transpose_cache = True
