@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # torch is slow to import, and only needed for encoding
 
 
 _NOT_FINITE = "latents not finite in float16"
+Refused = RefusedImageError | None
 
 
 def add_encoding_arguments(parser: argparse.ArgumentParser) -> None:
@@ -116,9 +117,6 @@ class Encoding:
         tokenizer = self.tokenizer()
         views = [tokenizer.encode(torch.from_numpy(view)).cpu() for view in both]
         return zip(*views, strict=True)
-
-
-Refused = RefusedImageError | None
 
 
 def encoding_from(arguments: argparse.Namespace) -> tuple[Encoding, LatentTokenizer | IdTokenizer]:

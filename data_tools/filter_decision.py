@@ -38,6 +38,7 @@ _NEAR_EXCLUDED = "near-duplicate of an excluded picture"
 _NEAR_EVALUATION = "near-duplicate of an evaluation picture"
 _NEAR_OTHER = "near-duplicate of another picture"
 _HELD_OUT = 5  # every fifth image tests the classifier
+_SHA256_DIGITS, _PERCEPTUAL_DIGITS = 64, 16
 
 
 @dataclass(frozen=True)
@@ -295,9 +296,6 @@ def fit_likeness(wanted: np.ndarray, found: np.ndarray) -> Likeness:
         scores = model.predict_proba(features[test])[:, 1]
     both = len(set(labels[test])) == 2
     return Likeness(model, float(roc_auc_score(labels[test], scores)) if both else float("nan"))
-
-
-_SHA256_DIGITS, _PERCEPTUAL_DIGITS = 64, 16
 
 
 @dataclass(frozen=True)

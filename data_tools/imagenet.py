@@ -34,6 +34,14 @@ VALIDATION_START = "ILSVRC2012_val_"
 _NO_LABEL = "not in the ground truth"
 _NO_CLASS_TAR = "not the tar of a class"
 _WHOLE_FILE = "."  # the root of a source in one tar is that tar
+KAGGLE_TRUTH = "LOC_val_solution.csv"
+KAGGLE_CLASSES = "LOC_synset_mapping.txt"
+_KIT = "ILSVRC2012_devkit_t12"
+_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
+_META = "meta.mat"
+_NUMBER = re.compile(r"_(\d+)\.[A-Za-z]+$")
+# Kaggle's table is four folders above its images.
+_LEVELS = 4
 
 
 def train_tar(path: Path, *, class_names: Sequence[str] | None = None) -> FileSource:
@@ -133,16 +141,6 @@ def _flat_tar(path: Path) -> Iterator[SourceFile]:
                 yield _member(member)
         except BrokenTarError as error:
             yield SourceFile(path.name, -1, 0, _WHOLE_FILE, refused=str(error))
-
-
-KAGGLE_TRUTH = "LOC_val_solution.csv"
-KAGGLE_CLASSES = "LOC_synset_mapping.txt"
-_KIT = "ILSVRC2012_devkit_t12"
-_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
-_META = "meta.mat"
-_NUMBER = re.compile(r"_(\d+)\.[A-Za-z]+$")
-# Kaggle's table is four folders above its images.
-_LEVELS = 4
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ from megavis.data.loading.dataset import ShardDataset
 from megavis.tokenizers.palette import Palette
 
 _BATCH = 256
+_GAP = 2
+_LOOK = 64  # side at which images of different sizes are shown
 
 
 def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,10 +107,6 @@ def sample_problems(directory: Path) -> list[str]:
     except (UserError, ValueError) as error:
         return [str(error)]
     return dataset.skipped_names
-
-
-_GAP = 2
-_LOOK = 64  # side at which images of different sizes are shown
 
 
 def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:

@@ -35,6 +35,8 @@ from megavis.tokenizers.palette import MAX_COLORS, Palette, fit_palette
 # Pixels of one image are correlated: more images are better than more pixels.
 _MIN_PIXELS_AN_IMAGE = 64
 _ALL = 1 << 62  # files per part, if a source can be split anywhere
+Point = tuple[int, float]
+"""Number of colours, and mean squared error summed over red, green, blue in 0..255."""
 
 
 def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
@@ -134,10 +136,6 @@ def _summary(palette: Palette, error: float, num_pixels: int, out: Path) -> str:
         f"{out}: {len(palette)} colours from {num_pixels} pixels, mean squared error "
         f"{error:.1f} (summed over red, green, blue in 0..255), SHA-256 {palette.sha256}"
     )
-
-
-Point = tuple[int, float]
-"""Number of colours, and mean squared error summed over red, green, blue in 0..255."""
 
 
 def color_counts(text: str) -> tuple[int, ...]:

@@ -30,6 +30,7 @@ MAX_FILE_BYTES = 1 << 30
 CUT_OFF = "cut off by the end of its tar"
 TOO_LARGE = "too large"
 _DUPLICATE = "duplicate name: the last one counts"
+_NOT_REGULAR = "not a regular file"
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,9 +210,6 @@ class FileSource:
 def printable(name: str) -> str:
     """Convert a file name of any bytes to text that JSON and terminals accept."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-
-
-_NOT_REGULAR = "not a regular file"
 
 
 def list_images(root: Path | str, *, class_names: Sequence[str] | None = None) -> FileSource:

@@ -35,6 +35,11 @@ DAMAGED = "damaged tar: what follows in it is lost"
 CUT = "tar cut off: what follows in it is lost"
 _SPARSE = "sparse member of a tar"
 _LINK = "link in a tar"
+_IMAGES = {"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "jp2"}
+_LABEL = "cls"
+_MAX_LABEL_BYTES = 64
+_SECOND_IMAGE = "another image of its sample"
+_WRONG_LABEL = "label outside the list of classes"
 
 
 class BrokenTarError(Exception):
@@ -139,13 +144,6 @@ def first_member(path: Path) -> str:
             return next((member.name for member in tar_members(file)), "")
         except BrokenTarError:
             return ""
-
-
-_IMAGES = {"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "jp2"}
-_LABEL = "cls"
-_MAX_LABEL_BYTES = 64
-_SECOND_IMAGE = "another image of its sample"
-_WRONG_LABEL = "label outside the list of classes"
 
 
 @dataclass(frozen=True)

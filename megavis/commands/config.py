@@ -20,6 +20,7 @@ from megavis.config.yaml_tree import BASED_ON, dump_tree, leaves
 from megavis.data.format.manifest import num_images
 
 _ABSENT = "(not there)"
+SHIPPED = "yaml_configs"
 
 
 def show(args: argparse.Namespace) -> int:
@@ -91,9 +92,6 @@ def _value(value: Any) -> str:
     if "\n" not in written:
         return written
     return yaml.safe_dump(value, default_flow_style=True, width=10**6).strip()
-
-
-SHIPPED = "yaml_configs"
 
 
 def load_user_config(path: str, overrides: Sequence[str]) -> LoadedConfig:

@@ -44,6 +44,7 @@ from megavis.planning.shape import ModelShape, require_blocks, shape_of
 from megavis.planning.states import MOMENTS, StateMemory, fullest_states
 
 _SHOWN = 10
+_WHEN = {"once": "once", "step": "each step"}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -263,9 +264,6 @@ def _head(args: argparse.Namespace, loaded: LoadedConfig, plan: Plan, cluster: C
         lines = base.read_text(encoding="utf-8").splitlines()
         head += [line for line in lines if line.startswith("# yaml-language-server")]
     return "\n".join([*head, "", ""])
-
-
-_WHEN = {"once": "once", "step": "each step"}
 
 
 def count(args: argparse.Namespace) -> int:

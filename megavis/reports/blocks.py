@@ -52,6 +52,9 @@ _STYLE: Any = {
     "figure.facecolor": "none",
     "axes.facecolor": "none",
 }
+_NUMBER = re.compile(r"[-+−]?[\d.,]+(e[-+]?\d+)?( ?[%MKM²]| ± [\d.]+)?|–|")
+_MOST_ROWS = 60
+_MOST_ITEMS = 8
 
 
 @dataclass(frozen=True)
@@ -167,11 +170,6 @@ def _inline(document: str, title: str) -> Markup:
         svg = svg.replace(code, f"var({variable})")
     label = Markup("<title>{}</title>").format(title)
     return Markup(svg.replace('role="img">', f'role="img">{label}', 1))  # noqa: S704 - our own SVG
-
-
-_NUMBER = re.compile(r"[-+−]?[\d.,]+(e[-+]?\d+)?( ?[%MKM²]| ± [\d.]+)?|–|")
-_MOST_ROWS = 60
-_MOST_ITEMS = 8
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,8 @@ _CHECKSUM = "checksum"
 
 TensorKind = Literal["weight", "exp_avg", "exp_avg_sq", "momentum", "average"]
 """Weights, Adam's two moments, LARS's momentum, and the EMA of the weights."""
+_PIECE = 1 << 24
+_LENGTH_BYTES = 8
 
 
 class _Part(BaseModel):
@@ -182,10 +184,6 @@ def file_damage(path: Path, stored: StoredFile) -> str | None:
             f"{path}: its SHA-256 differs from the manifest, so it has changed since it was saved"
         )
     return None
-
-
-_PIECE = 1 << 24
-_LENGTH_BYTES = 8
 
 
 def damages(folder: Path) -> Iterator[str]:
