@@ -22,8 +22,8 @@ from megavis.checkpoint.state.convert import write_weights
 from megavis.commands.quiet import quietly
 from megavis.composition.released_run import ReleasedRun
 from megavis.config.data import DataConfig
+from megavis.config.declarations import ImportSpec, paper_imports
 from megavis.config.errors import UserError
-from megavis.config.imports import ImportSpec, paper_imports
 from megavis.config.load import dump_config, load_config
 from megavis.config.schema import OptimizerConfig, RunConfig, TrainingConfig
 from megavis.config.tokenizers import tokenizers_inside, with_tokenizers

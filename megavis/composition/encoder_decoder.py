@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megavis.composition.asking import AskedRows, Asking, Embedded
-from megavis.config.choices import PositionKind
+from megavis.config.section import PositionKind
 from megavis.model.core import Core
 from megavis.model.embeddings import grid_positions
 from megavis.model.flops import Workload

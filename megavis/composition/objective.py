@@ -24,9 +24,9 @@ from megavis.composition.encoder_decoder import SecondStack
 from megavis.composition.reader import Reader, Role, Slot
 from megavis.composition.tokens import Colors, Patches, Tokens
 from megavis.composition.trainable import Backbone, SequenceBatch, Trainable
-from megavis.config.choices import PositionKind
 from megavis.config.errors import UserError
 from megavis.config.schema import RunConfig
+from megavis.config.section import PositionKind
 from megavis.data.loading.batch import Batch
 from megavis.densities.density import Density
 from megavis.model.core import BLOCKS, MEMORY, Core, StackSpec

@@ -1,4 +1,4 @@
-"""Command-line parsing and help of `megavis` and `python -m data_tools`."""
+"""Command-line parsing and help of `megavis` and `python -m data_tools`, and the names of runs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,12 @@ from typing import Any, NoReturn
 from megavis.config.errors import UserError
 
 _HELP_COLUMN = 28
+
+RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+"""Pattern of the names of run folders."""
+RUN_NAME_RULE = (
+    "a run's name has only letters, digits, '.', '_' and '-', and begins with a letter or digit"
+)
 
 
 def positive(text: str) -> int:

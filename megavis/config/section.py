@@ -1,8 +1,8 @@
-"""Base class for the sections of a YAML file."""
+"""Base class for the sections of a YAML file, and choices that config keys and layers share."""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -15,6 +15,15 @@ Above0 = Annotated[float, Field(gt=0)]
 AtLeast0 = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+OrderKind = Literal["raster", "nested_raster", "round_robin", "random"]
+PositionKind = Literal["none", "learned", "sincos", "rope_1d", "rope_2d", "relative_2d"]
+ScaleActivation = Literal["squareplus", "softplus"]
+Activation = Literal["quick_gelu", "gelu", "gelu_tanh"]
+DecoderKind = Literal["linear", "mlp", "transformer"]
+DashboardKind = Literal["tensorboard", "wandb", "mlflow", "jsonl"]
+"""Where the numbers of a run are shown; `jsonl` is the record that every run writes."""
+KernelLibrary = Literal["auto", "torch", "apex"]
 
 
 class Section(BaseModel):

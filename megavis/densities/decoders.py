@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megavis.config.choices import DecoderKind
+from megavis.config.section import DecoderKind
 from megavis.model.core import Block, Core, FeedForward
 from megavis.model.embeddings import LastNorm, ReplicatedLinear
 from megavis.model.flops import Workload

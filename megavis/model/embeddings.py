@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import VocabParallelEmbedding
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from megavis.config.choices import PositionKind
+from megavis.config.section import PositionKind
 from megavis.model.context_parallel import all_tokens, own_tokens
 from megavis.model.core import Core
 from megavis.model.declarations import without_decay

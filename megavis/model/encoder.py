@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megavis.config.choices import Activation
 from megavis.config.schema import ModelConfig
+from megavis.config.section import Activation
 from megavis.model.context_parallel import seen_by_parts
 from megavis.model.core import MEMORY, Core
 from megavis.model.declarations import ParamGroupOptions

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megavis.config.choices import ScaleActivation
+from megavis.config.section import ScaleActivation
 
 _LOG_2_PI = math.log(2.0 * math.pi)
 # Far beyond any latent; these keep squares and their gradients within the range of float32.

@@ -32,8 +32,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from megavis.config.choices import KernelLibrary
 from megavis.config.errors import UserError
+from megavis.config.section import KernelLibrary
 
 BLOCK = 128
 """Block size of FlexAttention, in queries and in keys."""

@@ -21,7 +21,7 @@ import torch
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
-from megavis.config.choices import PositionKind
+from megavis.config.section import PositionKind
 from megavis.model.declarations import set_start
 from megavis.model.init import Fill, filled, zeros
 

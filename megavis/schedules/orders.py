@@ -15,8 +15,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from megavis.config.choices import OrderKind
 from megavis.config.errors import UserError
+from megavis.config.section import OrderKind
 from megavis.parallel.random import derive_seed, uniform
 
 

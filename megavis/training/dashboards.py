@@ -19,8 +19,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from megavis.config.choices import DashboardKind
 from megavis.config.errors import UserError
+from megavis.config.section import DashboardKind
 from megavis.data.format.files import write_atomically
 
 IDENTITIES = "dashboards.json"

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from megavis.checkpoint.format.manifest import TensorKind
 from megavis.checkpoint.state.parameter_states import AVERAGE, ParameterStates, logical_shape
-from megavis.config.choices import KernelLibrary
 from megavis.config.schema import OptimizerConfig, ScheduleConfig
+from megavis.config.section import KernelLibrary
 from megavis.model.declarations import ParamGroupOptions, is_without_decay, options_of
 from megavis.model.kernels import apex_part
 from megavis.model.stack import LocalLayers

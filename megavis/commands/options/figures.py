@@ -17,7 +17,7 @@ from megavis.commands.options.shared import (
     refuse_options,
 )
 from megavis.config.arguments import positive
-from megavis.config.figures import FigureSpec, paper_figures
+from megavis.config.declarations import FigureSpec, paper_figures
 
 _OF_A_PROBE = (
     *("--train", "--validation", "--selection", "--train-images", "--validation-images", "--seed"),

@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megavis.config.arguments import non_negative, positive
-from megavis.config.choices import RUN_NAME, RUN_NAME_RULE
+from megavis.config.arguments import RUN_NAME, RUN_NAME_RULE, non_negative, positive
 from megavis.config.errors import UserError
 
 

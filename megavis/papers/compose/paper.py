@@ -20,7 +20,7 @@ from megavis.composition.encoded_tokens import Latents, TokenIds
 from megavis.composition.encoder_decoder import SecondStack, Visible
 from megavis.composition.reader import Role
 from megavis.composition.tokens import Colors, Frames, Patches, Tokens, Vectors
-from megavis.config.choices import PositionKind
+from megavis.config.section import PositionKind
 from megavis.densities.categorical import Categorical, Place
 from megavis.densities.decoders import DecoderSpec, PatchHead
 from megavis.densities.density import Density

@@ -7,10 +7,16 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from megavis.composition.shared_keys import DecoderConfig
-from megavis.config.choices import DecoderKind, OrderKind, ScaleActivation
 from megavis.config.data import DataConfig
 from megavis.config.schema import Fraction, NonNegative, Positive
-from megavis.config.section import Above0, AtLeast0, Section
+from megavis.config.section import (
+    Above0,
+    AtLeast0,
+    DecoderKind,
+    OrderKind,
+    ScaleActivation,
+    Section,
+)
 
 
 class PaletteTokens(Section):

@@ -11,9 +11,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from megavis.composition.shared_keys import check_patches, check_tokens, check_vocabulary
-from megavis.config.choices import DecoderKind, OrderKind
 from megavis.config.schema import ConfigIssue, ObjectiveConfig, Positive, RunConfig
-from megavis.config.section import Above0, AtLeast0
+from megavis.config.section import Above0, AtLeast0, DecoderKind, OrderKind
 
 
 class DARLConfig(ObjectiveConfig):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megavis.config.imports import HEADS, ImportSpec
+from megavis.config.declarations import HEADS, ImportSpec
 
 _RUN = "megavis.papers.darl.vit_folders:"
 

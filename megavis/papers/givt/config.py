@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Literal
 
 from megavis.composition.shared_keys import check_adapter, check_encoder, check_tokens
-from megavis.config.choices import Activation, ScaleActivation
 from megavis.config.schema import (
     ConfigIssue,
     Fraction,
@@ -18,7 +17,7 @@ from megavis.config.schema import (
     Positive,
     RunConfig,
 )
-from megavis.config.section import Above0, AtLeast0
+from megavis.config.section import Above0, Activation, AtLeast0, ScaleActivation
 
 
 class LatentTokensConfig(ObjectiveConfig):

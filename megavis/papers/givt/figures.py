@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megavis.config.arguments import non_negative
-from megavis.config.figures import FigureSpec
+from megavis.config.declarations import FigureSpec
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

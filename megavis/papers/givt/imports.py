@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megavis.config.arguments import non_negative_number, positive
-from megavis.config.imports import IMAGE_SIZE, ImportOption, ImportSpec
+from megavis.config.declarations import IMAGE_SIZE, ImportOption, ImportSpec
 
 _MODELS, _VAES = "megavis.papers.givt.released_models:", "megavis.papers.givt.released_vaes:"
 _BETA = ImportOption(

@@ -10,9 +10,8 @@ import numpy as np
 from pydantic import BeforeValidator, Field
 
 from megavis.composition.shared_keys import check_tokens, check_vocabulary
-from megavis.config.choices import OrderKind
 from megavis.config.schema import ConfigIssue, ObjectiveConfig, Positive, RunConfig
-from megavis.config.section import AtLeast0
+from megavis.config.section import AtLeast0, OrderKind
 
 
 # Above the class: pydantic completes a class when it is created, and subclasses in other modules

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megavis.config.figures import FigureSpec
+from megavis.config.declarations import FigureSpec
 
 FIGURES = (
     FigureSpec(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megavis.config.imports import ImportSpec
+from megavis.config.declarations import ImportSpec
 
 IMPORTS = (
     ImportSpec(
