@@ -310,7 +310,7 @@ class Composition(Objective):
         self.reads.check_images(folder)
 
     def to_images(self, tokens: Tensor, folder: Path) -> Tensor:
-        """Decode the output of `undo` to uint8 `[b, H, W, 3]`; UserError without a decoder."""
+        """Decode the output of `undo` to uint8 `[b, H, W, 3]`, or raise UserError."""
         return self.reads.to_images(tokens, folder)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,7 @@ from megavis.model.init import filled, normal
 from megavis.model.layer_state import PackedState
 from megavis.model.stack import LayerPlan
 from megavis.parallel.random import uniform
-
-if TYPE_CHECKING:
-    from megavis.tokenizers.network_tokenizer import IdTokenizer
+from megavis.tokenizers.network_tokenizer import IdTokenizer
 
 Known = tuple[Tensor, ...]
 """Conditions as inputs of the first layer; batch first."""
@@ -88,7 +86,7 @@ class Condition:
         return ()
 
     def given(self, values: Mapping[str, Tensor], count: int, device: torch.device) -> Known:
-        """Return conditions of `count` images for a user's values; UserError if they do not fit."""
+        """Return conditions of `count` images for a user's values, or raise UserError."""
         for name in values:
             if name not in self.names:
                 raise UserError(f"this model is not conditioned on {name}")
@@ -99,7 +97,7 @@ class Condition:
         return {}
 
     def null(self, known: Known) -> Known:
-        """Return the null condition like `known`; UserError if it was not trained."""
+        """Return the null condition like `known`; raise UserError if it was not trained."""
         raise UserError(
             "guidance needs a model that was trained with objective.label_dropout; this one has no"
             " prediction without a class"
@@ -121,7 +119,7 @@ class Condition:
         return {}
 
     def balanced(self, numbers: Tensor) -> Mapping[str, Tensor]:
-        """Return evenly distributed conditions for int64 `[b]`; UserError if they are images."""
+        """Return evenly distributed conditions for images int64 `[b]`, or raise UserError."""
         return {}
 
     def shown(self, examples: Batch) -> list[Tensor]:
@@ -267,7 +265,7 @@ class PooledFeatures(Condition):
         return self.for_features(batch.inputs)
 
     def for_features(self, samples: Tensor) -> Known:
-        """Return features float32 `[b, e]` of uint8 `[b, H, W, 3]`; UserError for others."""
+        """Return features float32 `[b, e]` of uint8 `[b, H, W, 3]`; raise UserError for others."""
         check_images(samples, self.image_size)
         return (self.tokenizer.to(samples.device).features(samples).mean(1),)
 

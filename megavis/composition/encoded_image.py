@@ -146,7 +146,7 @@ class EncodedImage(Condition):
         return list(images_and_targets(examples.inputs))
 
     def encoder_input(self, images: Tensor) -> Tensor:
-        """Return float32 `[b, H, W, 3]` in [-1, 1] for uint8 or such; UserError for others."""
+        """Return `[b, H, W, 3]` in [-1, 1] for uint8 or such; raise UserError for others."""
         side = self.image_size
         if images.shape[1:] != (side, side, 3):
             raise UserError(
@@ -201,7 +201,7 @@ class PretrainedEncoder:
     def open(
         cls, run: Path, model: ModelConfig, sizes: EncoderSizes, *, prefix: str, num_patches: int
     ) -> PretrainedEncoder:
-        """Open another run; UserError unless it fits `sizes` and the `model` of the blocks."""
+        """Open another run; raise UserError unless it fits `sizes` and the blocks' `model`."""
         checkpoint = chosen_checkpoint(run, None)
         source = load_config(run / "config.yaml").config
         difference = next(_differences(source, model, sizes), None)

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,10 +24,13 @@ from megavis.config.errors import UserError
 from megavis.data.codecs.label_maps import painted
 from megavis.data.format.manifest import Manifest
 from megavis.parallel.random import normal
+from megavis.tokenizers.network_tokenizer import (
+    IdTokenizer,
+    LatentTokenizer,
+    objective_section,
+    open_tokenizer,
+)
 from megavis.tokenizers.patches import stack, to_grid, to_tokens, unstack
-
-if TYPE_CHECKING:
-    from megavis.tokenizers.network_tokenizer import IdTokenizer, LatentTokenizer
 
 
 class TokenIds(Vocabulary):
@@ -51,7 +54,7 @@ class TokenIds(Vocabulary):
         return None if self.run_folder is None else self.tokenizer.identity()
 
     def of(self, samples: Any, index: Tensor | None = None) -> Tensor:
-        """Encode uint8 `[b, H, W, 3]` as int64 `[b, n]`, or return ids; UserError for others."""
+        """Return ids int64 `[b, n]` of uint8 `[b, H, W, 3]` or of ids. Raises UserError."""
         if samples.ndim == 2:
             return samples.long()
         if samples.is_meta:
@@ -121,8 +124,6 @@ class TokenIds(Vocabulary):
 
 def open_ids_tokenizer(run_folder: str) -> IdTokenizer:
     """Open the tokenizer named by `objective.tokenizer`; raise UserError if it gives no ids."""
-    from megavis.tokenizers.network_tokenizer import IdTokenizer, open_tokenizer
-
     try:
         opened = open_tokenizer(run_folder)
     except UserError as error:
@@ -258,7 +259,7 @@ class Latents(Vectors):
         self.to_images(torch.zeros(1, *self.shape), folder)
 
     def to_images(self, tokens: Tensor, folder: Path | None = None) -> Tensor:
-        """Decode latents `[b, c, h, w]` to uint8 `[b, H, W, 3]`; UserError without a VAE."""
+        """Decode latents `[b, c, h, w]` to uint8 `[b, H, W, 3]`; raise UserError without a VAE."""
         if self.run_folder is None:
             raise UserError("images need the VAE: name its run folder in objective.tokenizer")
         return self.tokenizer.to(tokens.device).decode(tokens)
@@ -273,8 +274,6 @@ class Latents(Vectors):
     @cached_property
     def tokenizer(self) -> LatentTokenizer:
         """The frozen VAE; raise UserError if it gives no latents, or if they or β do not fit."""
-        from megavis.tokenizers.network_tokenizer import LatentTokenizer, open_tokenizer
-
         assert self.run_folder is not None
         self._check_beta(Path(self.run_folder))
         tokenizer = open_tokenizer(self.run_folder)
@@ -291,8 +290,6 @@ class Latents(Vectors):
 
     def _check_beta(self, run_folder: Path) -> None:
         """Raise UserError unless the VAE has the required β."""
-        from megavis.tokenizers.network_tokenizer import objective_section
-
         found = objective_section(run_folder).get("beta")
         if self.beta is not None and found != self.beta:
             raise UserError(

@@ -292,7 +292,7 @@ class Objective(Trainable, Backbone):
         return self.density.measures(predictions, targets)
 
     def token_losses(self, predictions: Any, targets: tuple[Tensor, ...]) -> Tensor:
-        """Return the loss of each position, `[b, n]`; UserError unless they are sequential."""
+        """Return the loss of each position, `[b, n]`; raise UserError unless sequential."""
         if not self.schedule.is_sequential:
             name = self.config.objective.name
             raise UserError(f"{name} does not predict the patches of an order one by one")

@@ -220,7 +220,7 @@ class Patches(Vectors):
         self.width, self.sample_shape = 3 * patch_size**2, (image_size, image_size, 3)
 
     def of(self, samples: Any, index: Tensor | None = None) -> Tensor:
-        """Return patches float32 `[b, n, d]` of uint8 `[b, H, W, 3]`; UserError for others."""
+        """Return patches float32 `[b, n, d]` of uint8 `[b, H, W, 3]`, or raise UserError."""
         check_images(samples, self.image_size)
         return patchify(standardize(samples), self.patch_size)
 

@@ -102,7 +102,7 @@ class Trainable(ABC):
         return None
 
     def generation(self) -> Composition:
-        """Return the composition that generates images; UserError if models cannot."""
+        """Return the composition that generates images; raise UserError if models cannot."""
         raise UserError(f"runs of {self.config.objective.name} generate no images")
 
     def classification(self) -> Classification | None:
@@ -114,7 +114,7 @@ class Trainable(ABC):
         return None
 
     def places(self) -> Places:
-        """Return the interface of a paper that predicts positions; UserError for others."""
+        """Return the interface of a paper that predicts positions; raise UserError for others."""
         name = self.config.objective.name
         raise UserError(f"{name} does not predict the positions of patches")
 
@@ -128,12 +128,12 @@ class Trainable(ABC):
         return inputs
 
     def reconstruction(self, predictions: Any) -> Tensor:
-        """Return an autoencoder's images, uint8 `[b, H, W, 3]`; UserError for others."""
+        """Return an autoencoder's images, uint8 `[b, H, W, 3]`; raise UserError for others."""
         name = self.config.objective.name
         raise UserError(f"runs of {name} do not reconstruct images; those of vae and vqgan do")
 
     def reconstructed_maps(self, predictions: Any) -> Tensor:
-        """Return label maps uint8 `[b, H, W, 3]` as in shards; UserError if there are none."""
+        """Return label maps uint8 `[b, H, W, 3]` as in shards, or raise UserError."""
         raise UserError(f"runs of {self.config.objective.name} do not reconstruct label maps")
 
     def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:

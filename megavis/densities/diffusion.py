@@ -115,7 +115,7 @@ class Diffusion(Density):
         return predictions
 
     def drawing(self, options: DiffusionOptions, *, scored: bool) -> Drawing:
-        """Return an ancestral sampler (appendices E and F); UserError if `scored`."""
+        """Return an ancestral sampler (appendices E and F); raise UserError if `scored`."""
         if scored:
             raise UserError(UNSCORED.format("a diffusion decoder"))
         process = self.process

@@ -52,7 +52,7 @@ class AttentionMaps:
 def measure_attention(
     runner: Inference, objective: Trainable, dataset: ShardDataset, *, num_images: int
 ) -> AttentionMaps:
-    """Measure attention with all tokens visible; UserError for other visibilities."""
+    """Measure attention with all tokens visible; raise UserError if causal or rotary."""
     paper = objective.backbone.composition()
     _check_visibility(paper)
     total: AttentionMaps | None = None

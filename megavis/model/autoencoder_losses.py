@@ -71,7 +71,7 @@ class PerceptualDistance:
 
     @classmethod
     def load(cls, path: str | Path, linear: str | Path | None = None) -> PerceptualDistance:
-        """Read `.safetensors` files, or `.pth` files of plain tensors; UserError for others."""
+        """Read `.safetensors` or `.pth` files of plain tensors; raise UserError for others."""
         weights = read_weights_file(path)
         given = None if linear is None else read_weights_file(linear)
         try:
@@ -81,7 +81,7 @@ class PerceptualDistance:
             raise UserError(f"{files}: {error}") from None
 
     def __call__(self, first: Tensor, second: Tensor) -> Tensor:
-        """Return the distance `[b]` of images `[b, 3, H, W]` in [0, 1]; UserError if too small."""
+        """Return the distance `[b]` of `[b, 3, H, W]` in [0, 1]. Raises UserError if small."""
         smallest = self.backbone.smallest
         if min(first.shape[2:]) < smallest:
             size = "×".join(map(str, first.shape[2:]))

@@ -115,7 +115,7 @@ class Sampler:
         return self.runner.on_first_stage(lambda layer: self.paper.undo(layer, raster))
 
     def to_images(self, tokens: Tensor) -> Tensor:
-        """Decode tokens in raster order to uint8 `[b, H, W, 3]`; UserError without a decoder."""
+        """Decode tokens in raster order to uint8 `[b, H, W, 3]`, or raise UserError."""
         return self.paper.to_images(tokens, self.folder)
 
     def draw(

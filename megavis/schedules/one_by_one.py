@@ -72,7 +72,7 @@ class OneByOne(Schedule):
         return self.orders.of(images)
 
     def first(self, order: Tensor, *, num_images: int, num_given: int, options: Any) -> Step | None:
-        """Predict the first position that is not given; UserError if it is in the prefix."""
+        """Predict the first position that is not given; raise UserError if it is in the prefix."""
         if num_given < self.prefix:
             raise UserError(
                 f"this model was trained with a prefix of {self.prefix} tokens: give as many, not"

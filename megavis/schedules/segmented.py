@@ -150,7 +150,7 @@ class Grouping(Schedule):
     def first(
         self, order: Tensor, *, num_images: int, num_given: int, options: GroupOptions
     ) -> Step:
-        """Predict the first group; UserError if nothing is given, or a group is empty."""
+        """Predict the first group; raise UserError if nothing is given, or a group is empty."""
         ends = even_group_ends(num_given, order.shape[1], options.groups)
         groups = groups_of(torch.tensor([ends[:-1]], device=order.device), order.shape[1])
         plan = Arrangement(order, groups, num_content=order.shape[1], num_given=ends[0])
@@ -169,7 +169,7 @@ class Grouping(Schedule):
 
 
 def even_group_ends(num_given: int, num_tokens: int, num_groups: int) -> tuple[int, ...]:
-    """Return the ends of given tokens and of about equal groups; UserError if one is empty."""
+    """Return the ends of given tokens and even groups; raise UserError if one is empty."""
     rest = num_tokens - num_given
     if not 0 < num_given < num_tokens or not 0 < num_groups <= rest:
         raise UserError(

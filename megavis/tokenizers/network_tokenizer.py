@@ -177,7 +177,7 @@ def _tokenizer_class(run_folder: Path, section: Mapping[str, Any]) -> Any:
 
 
 def grid_side(image_size: int, downsampling: int, *, network: str) -> int:
-    """Return the side of the latent grid; UserError unless `downsampling` divides the image."""
+    """Return the side of the latent grid; raise UserError unless it is an integer."""
     side, rest = divmod(image_size, downsampling)
     if rest or not side:
         raise UserError(

@@ -185,7 +185,7 @@ class Transform:
 
 
 def training_transform(config: DataConfig, *, seed: int) -> Transform:
-    """Return a `data` section's training transform; UserError if its noises cannot be read."""
+    """Return a `data` section's training transform. Raises UserError for damaged noises."""
     num_frames = config.frames[0] if config.frames else 0
     return Transform(
         image_size=config.image_size,

@@ -174,7 +174,7 @@ class Manifest(_Strict):
 
     @classmethod
     def read(cls, directory: Path | str) -> Manifest:
-        """Read a folder's manifest; UserError if it is missing or does not match the schema."""
+        """Read a folder's manifest; raise UserError if it is missing or invalid."""
         path = Path(directory) / MANIFEST_NAME
         try:
             content = path.read_bytes()

@@ -35,7 +35,7 @@ def payload_bytes(num_tokens: int) -> int:
 
 
 def pack_tokens(tokens: np.ndarray) -> np.ndarray:
-    """Pack `[b, n]` to uint8 `[b, payload_bytes(n)]`; ValueError for tokens of 512 or more."""
+    """Pack `[b, n]` to uint8 `[b, payload_bytes(n)]`; raise ValueError for 512 or more."""
     if tokens.size and (tokens.min() < 0 or tokens.max() >= MAX_TOKENS):
         raise ValueError(f"tokens must lie in [0, {MAX_TOKENS})")
     tokens = tokens.astype(np.uint16, copy=False)
@@ -45,7 +45,7 @@ def pack_tokens(tokens: np.ndarray) -> np.ndarray:
 
 
 def unpack_tokens(payload: np.ndarray, *, num_tokens: int) -> np.ndarray:
-    """Unpack uint8 `[b, payload_bytes(n)]` to uint16 `[b, n]`; ValueError for other lengths."""
+    """Unpack uint8 `[b, payload_bytes(n)]` to uint16 `[b, n]`, or raise ValueError."""
     if payload.shape[1] != payload_bytes(num_tokens):
         raise ValueError(
             f"{num_tokens} tokens take {payload_bytes(num_tokens)} bytes, not {payload.shape[1]}"
@@ -93,7 +93,7 @@ class ShardIndex:
 
     @classmethod
     def from_json(cls, content: bytes, *, path: Path) -> ShardIndex:
-        """Parse an index file; UserError, which names `path`, for other content."""
+        """Parse an index file; errors name `path`. Raises UserError for other content."""
         try:
             values: dict[str, Any] = json.loads(content)
             version = values.pop("index_version")

@@ -167,7 +167,7 @@ class ShardDataset:
         return problems
 
     def payload(self, index: int) -> bytes:
-        """Return the stored bytes of a sample or its replacement; IndexError outside [0, N)."""
+        """Return the stored bytes of a sample or its replacement. Raises IndexError."""
         [payload] = self._payloads(self._replacement[checked_indices(np.array([index]), len(self))])
         return payload.tobytes()
 

@@ -93,7 +93,7 @@ class InceptionFeatures:
 
 
 class EfficientNetFeatures:
-    """EfficientNet-Lite0, trained on ImageNet, from a package; UserError without it."""
+    """EfficientNet-Lite0, trained on ImageNet, from a package; raise UserError without it."""
 
     _SIDE = 224
 
@@ -127,7 +127,7 @@ class EfficientNetFeatures:
 
 
 def open_network(inception: Path | None, name: str | None, device: torch.device) -> FeatureNetwork:
-    """Open Inception from a file, or a network by name; UserError unless exactly one is given."""
+    """Open Inception from a file, or a network by name; raise UserError unless one is given."""
     if (inception is None) == (name is None):
         raise UserError(
             "choose one network: --inception FILE for the published metrics, or --network"
