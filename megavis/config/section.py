@@ -23,7 +23,7 @@ Activation = Literal["quick_gelu", "gelu", "gelu_tanh"]
 DecoderKind = Literal["linear", "mlp", "transformer"]
 DashboardKind = Literal["tensorboard", "wandb", "mlflow", "jsonl"]
 """Where the numbers of a run are shown; `jsonl` is the record that every run writes."""
-KernelLibrary = Literal["auto", "torch", "apex"]
+KernelLibrary = Literal["auto", "torch", "apex", "transformer_engine"]
 
 
 class Section(BaseModel):
