@@ -26,6 +26,9 @@ def check_transformer_engine(config: RunConfig) -> Iterator[ConfigIssue]:
     if not config.objective.has_blocks:
         text = f"transformer_engine is for Transformer blocks, and {config.objective.name} has none"
         yield "training.kernels", f"{text}; use auto"
+    if training.precision == "float32" and not training.tf32:
+        text = "must be true, as transformer_engine multiplies float32 in TensorFloat-32"
+        yield "training.tf32", f"{text}; or set training.precision to bf16"
     if parallel.zero_stage == 3:
         text = "frees weights to which transformer_engine may refer until the backward pass"
         yield "parallel.zero_stage", f"3 {text}; the nearest legal choice is 2"
@@ -36,10 +39,15 @@ def check_transformer_engine(config: RunConfig) -> Iterator[ConfigIssue]:
         text = "torch cannot check the kernels of transformer_engine"
         yield "training.deterministic", f"{text}; use training.kernels auto, or false"
     if training.fp8:
-        if training.precision != "bf16":
-            yield "training.fp8", f"needs training.precision bf16, not {training.precision}"
-        if config.model.num_layers:
-            yield from check_fp8_sizes(config.model, parallel.tensor_model_parallel_size)
+        yield from _check_fp8(config)
+
+
+def _check_fp8(config: RunConfig) -> Iterator[ConfigIssue]:
+    precision = config.training.precision
+    if precision != "bf16":
+        yield "training.fp8", f"needs training.precision bf16, not {precision}"
+    if config.model.num_layers:
+        yield from check_fp8_sizes(config.model, config.parallel.tensor_model_parallel_size)
 
 
 def check_fp8_sizes(model: ModelConfig, tensor_size: int) -> Iterator[ConfigIssue]:

@@ -51,7 +51,8 @@ def plain(run_job: Any, tiny_config: Path) -> Any:
 def test_layouts_match_plain_layers(
     run_job: Any, plain: Any, tiny_config: Path, recipe: str, processes: int, layout: dict[str, Any]
 ) -> None:
-    config = make_config(tiny_config, *RECIPES[recipe], "training.kernels=transformer_engine")
+    words = ("training.kernels=transformer_engine", "training.tf32=true")
+    config = make_config(tiny_config, *RECIPES[recipe], *words)
     config = with_layout(config, **layout)
     curves = run_job(brief_run, processes, config, STEPS)
     assert largest_difference(curves, plain(recipe)) <= TOLERANCE

@@ -8,33 +8,39 @@ import torch
 from megavis.config.errors import UserError
 from megavis.training import job
 
-ENGINE = "training.kernels=transformer_engine"
-FP8 = [ENGINE, "training.fp8=true", "training.precision=bf16"]
+KERNELS = "training.kernels=transformer_engine"
+ENGINE = [KERNELS, "training.tf32=true"]
+FP8 = [KERNELS, "training.fp8=true", "training.precision=bf16"]
 REFUSALS = [
+    (
+        [KERNELS],
+        "training.tf32: must be true, as transformer_engine multiplies float32 in TensorFloat-32;"
+        " or set training.precision to bf16",
+    ),
     (
         ["training.fp8=true", "training.precision=bf16"],
         "training.fp8: needs training.kernels transformer_engine, not auto",
     ),
     (
-        [ENGINE, "training.fp8=true"],
+        [*ENGINE, "training.fp8=true"],
         "training.fp8: needs training.precision bf16, not float32",
     ),
     (
-        [ENGINE, "training.fp8=true", "training.precision=fp16"],
+        [*ENGINE, "training.fp8=true", "training.precision=fp16"],
         "training.fp8: needs training.precision bf16, not fp16",
     ),
     (
-        [ENGINE, "parallel.zero_stage=3"],
+        [*ENGINE, "parallel.zero_stage=3"],
         "parallel.zero_stage: 3 frees weights to which transformer_engine may refer until the"
         " backward pass; the nearest legal choice is 2",
     ),
     (
-        [ENGINE, "parallel.activation_checkpointing=selective"],
+        [*ENGINE, "parallel.activation_checkpointing=selective"],
         "parallel.activation_checkpointing: selective frees inputs of matrix products, of which"
         " transformer_engine keeps copies; use full or none",
     ),
     (
-        [ENGINE, "training.deterministic=true"],
+        [*ENGINE, "training.deterministic=true"],
         "training.deterministic: torch cannot check the kernels of transformer_engine; use"
         " training.kernels auto, or false",
     ),
@@ -62,8 +68,8 @@ def test_refusals(complain, small, words, message):
 @pytest.mark.parametrize(
     "words",
     [
-        [ENGINE],
-        [ENGINE, "training.precision=fp16", "parallel.zero_stage=2"],
+        ENGINE,
+        [*ENGINE, "training.precision=fp16", "parallel.zero_stage=2"],
         FP8,
         [*FP8, "parallel.activation_checkpointing=full", "parallel.zero_stage=2"],
         [*FP8, "parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],
@@ -78,7 +84,7 @@ def test_accepted(read, small, words):
 def test_networks_without_blocks_are_refused(complain, small):
     vae = small.replace("name: igpt", "name: vae").partition("model:")
     text = f"{vae[0]}data:{vae[2].partition('data:')[2]}"
-    assert complain(text, ENGINE).splitlines()[0] == (
+    assert complain(text, *ENGINE).splitlines()[0] == (
         "command line: training.kernels: transformer_engine is for Transformer blocks, and vae has"
         " none; use auto"
     )
@@ -88,7 +94,7 @@ def test_networks_without_blocks_are_refused(complain, small):
     ("words", "device", "capability", "message"),
     [
         (
-            [ENGINE],
+            ENGINE,
             "cpu",
             None,
             "training.kernels: transformer_engine needs a GPU, and the device is cpu; use auto"
@@ -101,7 +107,7 @@ def test_networks_without_blocks_are_refused(complain, small):
             "training.fp8: needs a GPU of compute capability 8.9 or newer (Ada, Hopper or"
             " Blackwell), not 8.0; use false here",
         ),
-        ([ENGINE], "cuda", (8, 0), None),
+        (ENGINE, "cuda", (8, 0), None),
         (FP8, "cuda", (8, 9), None),
         (FP8, "cuda", (9, 0), None),
         ([], "cpu", None, None),
@@ -121,6 +127,6 @@ def test_devices(read, small, monkeypatch, words, device, capability, message):
 def test_start_checks_the_device(read, small, monkeypatch):
     """Before anything is opened."""
     launch = types.SimpleNamespace(world_size=1, local_rank=0)
-    loaded = read(small, ENGINE)
+    loaded = read(small, *ENGINE)
     with pytest.raises(UserError, match="needs a GPU"), job.open_job(loaded, launch, device="cpu"):
         pass

@@ -22,8 +22,8 @@ from megavis.model.core import Block
 from megavis.model.norms import GainNorm, Norm
 from megavis.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-ENGINE = "training.kernels=transformer_engine"
-FP8 = [ENGINE, "training.fp8=true", "training.precision=bf16", "parallel.zero_stage=1"]
+ENGINE = ["training.kernels=transformer_engine", "training.tf32=true"]
+FP8 = [*ENGINE, "training.fp8=true", "training.precision=bf16", "parallel.zero_stage=1"]
 FULL = "parallel.activation_checkpointing=full"
 PATCHES = "reads: {kind: patches, patch_size: 4}"
 OBJECTIVES = {
@@ -137,7 +137,7 @@ def test_names_values_loss_and_gradients_are_those_of_plain_layers(build_paper, 
     values = {key: p.detach().clone() for key, p in plain.runner.layers.named_parameters()}
     with stand_in():
         kernels.choose_kernels("transformer_engine")
-        model = Model(build_paper, name, ENGINE, *[FULL] * recomputes)
+        model = Model(build_paper, name, *ENGINE, *[FULL] * recomputes)
         _assert_layers_of_blocks(model)
         found_values = dict(model.runner.layers.named_parameters())
         assert {key: p.shape for key, p in found_values.items()} == {
@@ -180,13 +180,13 @@ def test_first_weights_are_those_of_plain_layers(build_paper):
     wanted = weights()
     with stand_in():
         kernels.choose_kernels("transformer_engine")
-        found = weights(ENGINE)
+        found = weights(*ENGINE)
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
 
 
 def test_layer_norms_without_bias_stay_ours(build_paper, engine):
-    words = [ENGINE, "model.normalization=layer_norm", "model.norm_bias=last"]
+    words = [*ENGINE, "model.normalization=layer_norm", "model.norm_bias=last"]
     block = Model(build_paper, "igpt", *words).blocks()[0]
     assert isinstance(block.input_layernorm, GainNorm)
     assert is_of_engine(block.mlp.linear_fc1)
@@ -264,8 +264,8 @@ def loss_bound(model):
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_fp8_changes_the_loss_within_the_bound_of_e4m3(build_paper, engine, name):
-    bound = loss_bound(Model(build_paper, name, ENGINE))
-    wanted, _ = Model(build_paper, name, ENGINE).step()
+    bound = loss_bound(Model(build_paper, name, *ENGINE))
+    wanted, _ = Model(build_paper, name, *ENGINE).step()
     loss, gradients = Model(build_paper, name, *FP8).step()
     assert 0.0 < abs(float(loss - wanted)) <= bound
     for key, gradient in gradients.items():
