@@ -38,6 +38,9 @@ from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.norms import BatchNorm
 from megavis.model.stack import FeatureLayer, LayerPlan, watch_features
 
+NO_LABEL = -1
+"""Label of unlabelled images."""
+
 
 class Classifier(nn.Module):
     """Class logits from the features of one layer, or of several concatenated layers.
@@ -140,10 +143,6 @@ def watched(
 def frozen(factory: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     """Return a factory of the same layer with frozen parameters."""
     return lambda: factory().requires_grad_(False)
-
-
-NO_LABEL = -1
-"""Label of unlabelled images."""
 
 
 class Classification(Trainable):

@@ -42,6 +42,24 @@ _NAME = "embedding.encoder"
 """Prefix of the encoder's parameter names; some are in the first layer, `embedding`."""
 
 
+KEY = "objective.encoder_from_run"
+"""Config key that names the other run."""
+_PATCHES = ("linear_patches.weight", "linear_patches.bias")
+_KEYS = {
+    "num_layers": "objective.encoder_layers",
+    "hidden_size": "objective.encoder_hidden_size",
+    "num_attention_heads": "objective.encoder_num_attention_heads",
+    "mlp_size": "model.ffn_hidden_size",
+    "normalization": "model.normalization",
+    "norm_epsilon": "objective.encoder_norm_epsilon",
+    "activation": "objective.encoder_activation",
+    "norm_bias": None,
+    "add_bias": None,
+    "has_biased_attention": None,
+}
+"""Settings that decide what weights mean, and this run's keys for them."""
+
+
 class EncodedImage(Condition):
     """An image, after other conditions."""
 
@@ -161,25 +179,6 @@ def images_and_targets(samples: Tensor) -> tuple[Tensor, Tensor]:
     is_pair = samples.ndim == 5 and samples.shape[-1] == 3
     images, targets = samples.unbind(1) if is_pair else (samples, samples)
     return images, targets
-
-
-KEY = "objective.encoder_from_run"
-"""Config key that names the other run."""
-
-_PATCHES = ("linear_patches.weight", "linear_patches.bias")
-_KEYS = {
-    "num_layers": "objective.encoder_layers",
-    "hidden_size": "objective.encoder_hidden_size",
-    "num_attention_heads": "objective.encoder_num_attention_heads",
-    "mlp_size": "model.ffn_hidden_size",
-    "normalization": "model.normalization",
-    "norm_epsilon": "objective.encoder_norm_epsilon",
-    "activation": "objective.encoder_activation",
-    "norm_bias": None,
-    "add_bias": None,
-    "has_biased_attention": None,
-}
-"""Settings that decide what weights mean, and this run's keys for them."""
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from megavis.parallel.random import normal
 from megavis.tokenizers.network_tokenizer import (
     IdTokenizer,
     LatentTokenizer,
-    objective_section,
     open_tokenizer,
+    read_config,
 )
 from megavis.tokenizers.patches import stack, to_grid, to_tokens, unstack
 
@@ -290,7 +290,7 @@ class Latents(Vectors):
 
     def _check_beta(self, run_folder: Path) -> None:
         """Raise UserError unless the VAE has the required β."""
-        found = objective_section(run_folder).get("beta")
+        found = read_config(run_folder)["objective"].get("beta")
         if self.beta is not None and found != self.beta:
             raise UserError(
                 f"objective.tokenizer: {run_folder} is a VAE with beta {found}; this config needs"

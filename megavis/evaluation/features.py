@@ -37,6 +37,13 @@ from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import Readable, evaluation_batches
 from megavis.tokenizers.palette import Palette
 
+FOLDER = Path("evaluation") / "features"
+"""Path in a run folder."""
+_FORMAT = 2
+"""Increment this when features change for the same key: files of another format are ignored."""
+Key = Mapping[str, Any]
+"""Everything that features depend on except the number of images, as JSON values."""
+
 
 @dataclass(frozen=True)
 class LabelledFeatures:
@@ -132,15 +139,6 @@ def _quantities(inputs: np.ndarray, dataset: ShardDataset, palette: Palette | No
         f"{dataset.directory} holds {kind}, which cannot serve as pixels: use jpeg shards"
         " of the same images"
     )
-
-
-FOLDER = Path("evaluation") / "features"
-"""Path in a run folder."""
-_FORMAT = 2
-"""Increment this when features change for the same key: files of another format are ignored."""
-
-Key = Mapping[str, Any]
-"""Everything that features depend on except the number of images, as JSON values."""
 
 
 @dataclass

@@ -37,6 +37,9 @@ from megavis.evaluation.low_data import LowDataScore, score_low_data
 from megavis.evaluation.networks import Network
 from megavis.tokenizers.palette import Palette
 
+Pair = tuple[LabelledFeatures, LabelledFeatures]
+"""Features of the training and of the validation images."""
+
 
 @dataclass(frozen=True)
 class ProbeResult:
@@ -106,10 +109,6 @@ class ProbeResult:
 
 
 _RESULT = TypeAdapter(ProbeResult)
-
-
-Pair = tuple[LabelledFeatures, LabelledFeatures]
-"""Features of the training and of the validation images."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,10 @@ from megavis.model.kernels import is_fused, region
 QUICK_GELU_FACTOR = 1.702
 
 
+Branch = tuple[Tensor, Tensor | None]
+"""Output of a branch of a block or of a matrix product, and a bias that the caller adds."""
+
+
 def quick_gelu(x: Tensor) -> Tensor:
     """Return x · sigmoid(1.702 x), the approximation of GELU that iGPT uses."""
     if is_fused(x):
@@ -57,10 +61,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
 """Activations by their names in `model.activation`."""
-
-
-Branch = tuple[Tensor, Tensor | None]
-"""Output of a branch of a block or of a matrix product, and a bias that the caller adds."""
 
 
 def with_recomputed(

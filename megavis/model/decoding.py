@@ -35,6 +35,9 @@ from megavis.model.norms import Norm
 from megavis.model.positions import angles
 from megavis.model.visibility import KeyValueCache
 
+REACH = 256
+"""A static step sees a multiple of so many tokens, or all: there is a graph for each multiple."""
+
 
 class IncrementalDecoder(KeyValueCache):
     """A KV cache, together with the blocks that extend it.
@@ -297,10 +300,6 @@ def _mix(query: Tensor, keys: Tensor, values: Tensor, unseen: Tensor | None = No
     return F.scaled_dot_product_attention(
         query[:, :, None], keys, values, attn_mask=mask, scale=1.0
     )
-
-
-REACH = 256
-"""A static step sees a multiple of so many tokens, or all: there is a graph for each multiple."""
 
 
 class StaticStep:

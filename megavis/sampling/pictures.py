@@ -41,6 +41,10 @@ _LINE_SHADE = 255
 _HIDDEN_SHADE = 127
 
 
+Draw = Callable[[Tensor], Tensor]
+"""Maps indices of images, int64 `[b]`, to images uint8 `[b, H, W, 3]`."""
+
+
 def hide(images: np.ndarray, given: np.ndarray) -> np.ndarray:
     """Paint images `[b, h, w, 3]` grey where `given`, bool `[h, w]` or `[b, h, w]`, is false."""
     return np.where(given[..., None], images, np.uint8(_HIDDEN_SHADE))
@@ -244,10 +248,6 @@ def picture_of_reconstructions(
 
 def _pixels(images: Tensor) -> np.ndarray:
     return images.cpu().numpy()
-
-
-Draw = Callable[[Tensor], Tensor]
-"""Maps indices of images, int64 `[b]`, to images uint8 `[b, H, W, 3]`."""
 
 
 def write_npz(

@@ -129,7 +129,7 @@ def open_tokenizer(
         UserError: the folder is not a tokenizer's run, or has no checkpoint or a damaged one.
     """
     run_folder = Path(run_folder)
-    config = _read_config(run_folder)
+    config = read_config(run_folder)
     tokenizer = _tokenizer_class(run_folder, config["objective"]).from_config(config)
     checkpoint = latest_checkpoint(run_folder)
     if checkpoint is None:
@@ -144,12 +144,7 @@ def open_tokenizer(
     return tokenizer.to(device).eval().requires_grad_(False)
 
 
-def objective_section(run_folder: Path) -> dict[str, Any]:
-    """Return the `objective` section of a run's config; raise UserError if there is none."""
-    return _read_config(run_folder)["objective"]
-
-
-def _read_config(run_folder: Path) -> dict[str, Any]:
+def read_config(run_folder: Path) -> dict[str, Any]:
     """Return a run's config; raise UserError if it has no `objective` section."""
     path = run_folder / "config.yaml"
     try:

@@ -35,6 +35,9 @@ MAX_IDS = 1 << 16
 UNKNOWN_ID = "token beyond the vocabulary"
 
 
+NOT_FINITE = "not finite"
+
+
 class Codec(ABC):
     """Decodes the payloads of one kind of shard.
 
@@ -160,9 +163,6 @@ def _unknown_ids(ids: np.ndarray, vocabulary_size: int) -> Refusals:
         return {}
     rows = np.flatnonzero((ids >= vocabulary_size).any(axis=1))
     return {int(row): UNKNOWN_ID for row in rows}
-
-
-NOT_FINITE = "not finite"
 
 
 class LatentsCodec(Codec):

@@ -35,6 +35,14 @@ _WINDOW, _TRANSFORM = 480, 512
 _LOWEST, _HIGHEST, _OFFSET = 80.0, 7600.0, 1e-6
 
 
+FULL_SCALE = 32768.0
+"""Amplitude 1 as an int16 sample."""
+NUM_SOUND_DRAWS = 5
+"""Uniform draws per recording."""
+_SHARE, _LARGEST_VOLUME = 0.8, 0.1
+"""Of the noise: share of recordings that it is mixed into, and largest volume."""
+
+
 def cepstra(samples: np.ndarray, count: int) -> np.ndarray:
     """Map samples float32 `[t]` in [-1, 1] to `count` coefficients, float32 `[n, count]`."""
     # Each window is centered on its 10 ms.
@@ -68,14 +76,6 @@ def _cosines(count: int) -> np.ndarray:
     angles = np.pi * np.outer(np.arange(NUM_BANDS) + 0.5, np.arange(count)) / NUM_BANDS
     scale = np.where(np.arange(count) == 0, 1.0, 2.0) / NUM_BANDS
     return (np.sqrt(scale) * np.cos(angles)).astype(np.float32)
-
-
-FULL_SCALE = 32768.0
-"""Amplitude 1 as an int16 sample."""
-NUM_SOUND_DRAWS = 5
-"""Uniform draws per recording."""
-_SHARE, _LARGEST_VOLUME = 0.8, 0.1
-"""Of the noise: share of recordings that it is mixed into, and largest volume."""
 
 
 @dataclass(frozen=True, eq=False)

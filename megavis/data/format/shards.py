@@ -29,6 +29,10 @@ from megavis.data.format.files import atomic_writer, write_atomically
 MAX_TOKENS = 512
 
 
+INDEX_VERSION = 1
+_BLOCK = tarfile.BLOCKSIZE
+
+
 def payload_bytes(num_tokens: int) -> int:
     """Return the size of `num_tokens` packed tokens in bytes."""
     return num_tokens + (num_tokens + 7) // 8
@@ -54,10 +58,6 @@ def unpack_tokens(payload: np.ndarray, *, num_tokens: int) -> np.ndarray:
     high = np.unpackbits(payload[:, num_tokens:], axis=1, count=num_tokens).astype(np.uint16)
     tokens |= high << 8
     return tokens
-
-
-INDEX_VERSION = 1
-_BLOCK = tarfile.BLOCKSIZE
 
 
 @dataclass

@@ -74,12 +74,9 @@ class BatchLoader:
         self.dataset = dataset
         order = dataset.order(seed)
         self.order: Order = order if repeats == 1 else RepeatedOrder(order, repeats)
-        self.micro_batch_size = micro_batch_size
-        self.data_parallel_rank = data_parallel_rank
-        self.data_parallel_size = data_parallel_size
-        self.accumulation_steps = accumulation_steps
-        self.start_step = start_step
-        self.threads = threads
+        self.micro_batch_size, self.accumulation_steps = micro_batch_size, accumulation_steps
+        self.data_parallel_rank, self.data_parallel_size = data_parallel_rank, data_parallel_size
+        self.start_step, self.threads = start_step, threads
         self.device = device or torch.device("cpu")
         self._prefetcher: Prefetcher[Batch] | None = None
         self._closed = False

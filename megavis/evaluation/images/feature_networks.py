@@ -31,6 +31,13 @@ PUBLISHED_WEIGHTS = "6726825d"
 """Prefix of the SHA-256 in the names of torch-fidelity's and pytorch-fid's weight files."""
 
 
+# Of the classifier.
+_WIDTHS = (24, 48, 96)
+_GRID = 4
+_BATCH_SIZE = 64
+_LEARNING_RATE = 3e-3
+
+
 @dataclass(frozen=True)
 class Activations:
     """Outputs of a feature network, float32.
@@ -136,12 +143,6 @@ def open_network(inception: Path | None, name: str | None, device: torch.device)
     if inception is None:
         return EfficientNetFeatures(device)
     return InceptionFeatures(inception, device)
-
-
-_WIDTHS = (24, 48, 96)
-_GRID = 4
-_BATCH_SIZE = 64
-_LEARNING_RATE = 3e-3
 
 
 class ImageClassifier(nn.Module):

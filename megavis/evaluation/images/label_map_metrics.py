@@ -18,6 +18,10 @@ import numpy as np
 
 from megavis.data.codecs.label_maps import UNITS_A_METRE, to_numbers
 
+_MIN_DEPTH, _MAX_DEPTH = 1e-3, 10.0
+"""In metres."""
+_RATIO = 1.25
+
 
 class PanopticQuality:
     """Accumulates matches over maps.
@@ -123,11 +127,6 @@ def _class(segment: int) -> int:
 
 def _is_crowd(segment: int) -> bool:
     return segment >= 65536
-
-
-_MIN_DEPTH, _MAX_DEPTH = 1e-3, 10.0
-"""In metres."""
-_RATIO = 1.25
 
 
 class DepthErrors:

@@ -35,6 +35,13 @@ from megavis.model.inference import Inference
 _BATCH_SIZE = 64
 
 
+WINDOW = 11
+_SIGMA = 1.5
+_RANGE = 255.0
+_C1, _C2 = (0.01 * _RANGE) ** 2, (0.03 * _RANGE) ** 2
+"""Of SSIM: window and standard deviation in pixels, range of values, and constants."""
+
+
 def repeat_last_row(images: Tensor, num_rows: int) -> Tensor:
     """Replace the rows of images `[b, h, w, 3]` from `num_rows` on by the row before them."""
     last = images[:, num_rows - 1 : num_rows].expand(-1, images.shape[1] - num_rows, -1, -1)
@@ -118,13 +125,6 @@ def score_filling(
 
 def _pixels(images: Tensor) -> Tensor:
     return images.permute(0, 3, 1, 2).float() / 255.0
-
-
-WINDOW = 11
-_SIGMA = 1.5
-_RANGE = 255.0
-_C1, _C2 = (0.01 * _RANGE) ** 2, (0.03 * _RANGE) ** 2
-"""Of SSIM: window and standard deviation in pixels, range of values, and constants."""
 
 
 def reconstructions(

@@ -26,7 +26,7 @@ from megavis.data.loading.dataset import ShardDataset
 from megavis.papers import OBJECTIVES
 from megavis.parallel.context import close_context, current_context, open_context
 from megavis.parallel.launch import read_launch
-from megavis.tokenizers.network_tokenizer import objective_section, open_tokenizer
+from megavis.tokenizers.network_tokenizer import open_tokenizer, read_config
 from megavis.training.job import open_data
 
 TOLERANCE = {"rtol": 0, "atol": 1e-4}
@@ -216,7 +216,7 @@ def test_images_are_encoded_on_the_fly(encoding):
 
 def test_imported_vae_takes_beta_from_the_command(tmp_path, capsys):
     run = import_file(tmp_path, "givt-vae", GOLDEN / "vae.npz", "--beta", "1e-5")
-    assert objective_section(Path(run))["beta"] == 1e-5
+    assert read_config(Path(run))["objective"]["beta"] == 1e-5
     words = ["import", "givt-vae", str(GOLDEN / "vae.npz"), str(tmp_path / "other")]
     assert main([*words, "--beta", "-1"]) == 2
     assert "'-1' is not a number of 0 or more" in capsys.readouterr().err
