@@ -48,6 +48,8 @@ NUM_SCORES = 4
 class AutoencoderObjective(Trainable, Backbone):
     """Reconstruct images from a much smaller grid of latents."""
 
+    reconstructs = True
+
     @property
     def backbone(self) -> AutoencoderObjective:
         """The objective itself."""
@@ -155,11 +157,6 @@ class AutoencoderObjective(Trainable, Backbone):
     def _perceptual(self) -> PerceptualDistance:
         assert self.paper.perceptual_weights is not None
         return PerceptualDistance.load(self.paper.perceptual_weights)
-
-    @property
-    def reconstructs(self) -> bool:
-        """True: this is an autoencoder."""
-        return True
 
     def reconstruction(self, predictions: State) -> Tensor:
         """Return the reconstructed images, uint8 `[b, H, W, 3]`."""

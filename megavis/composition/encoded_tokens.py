@@ -145,6 +145,8 @@ class Latents(Vectors):
     """
 
     sample_type = torch.float16
+    is_random = True
+    """They are drawn from the VAE's posterior (section 3.1)."""
 
     def __init__(
         self,
@@ -162,19 +164,10 @@ class Latents(Vectors):
         self.grid, self.width = (side, side // stacked), channels * stacked
         self.sample_shape = (2, *self.shape)
 
-    @property
-    def is_random(self) -> bool:
-        """True: latents are drawn from the VAE's posterior (section 3.1)."""
-        return True
-
-    @property
+    @cached_property
     def identity(self) -> str | None:
         """SHA-256 of the VAE; None without one."""
-        return None if self.run_folder is None else self._identity
-
-    @cached_property
-    def _identity(self) -> str:
-        return self.tokenizer.identity()
+        return None if self.run_folder is None else self.tokenizer.identity()
 
     def check(self, manifest: Manifest, name: str) -> Iterator[str]:
         """Check that shards hold matching latents, or images and there is a VAE."""
@@ -200,10 +193,10 @@ class Latents(Vectors):
                 f" (objective.latent_channels, data.image_size / objective.downsampling) is"
                 f" {list(self.shape)}"
             )
-        elif self.run_folder is not None and self._identity != manifest.identity:
+        elif self.run_folder is not None and self.identity != manifest.identity:
             yield (
                 f"was made by the VAE {str(manifest.identity)[:12]}; that of objective.tokenizer,"
-                f" {self.run_folder}, is {self._identity[:12]}"
+                f" {self.run_folder}, is {str(self.identity)[:12]}"
             )
 
     def of(self, samples: Any, index: Tensor | None = None) -> Tensor:

@@ -37,15 +37,11 @@ class Masked(Schedule):
     """
 
     takes_given = False
+    is_random = True
     names = ("mask",)
 
     def __init__(self, orders: Orders, *, seed: int) -> None:
         self.orders, self.seed = orders, seed
-
-    @property
-    def is_random(self) -> bool:
-        """True: the mask is drawn."""
-        return True
 
     def draw(self, index: Tensor) -> Arrangement:
         """Draw the masks of samples `[b]`."""
@@ -87,6 +83,9 @@ class Masked(Schedule):
 class MaskedShare(Masked):
     """Mask each token with the same probability, independently of the others."""
 
+    has_random_features = True
+    """Features mask too, "to keep inputs in-distribution" (iGPT, section 4.6)."""
+
     def __init__(self, orders: Orders, *, share: float, seed: int) -> None:
         super().__init__(orders, seed=seed)
         self.share = share
@@ -95,11 +94,6 @@ class MaskedShare(Masked):
         """See `Masked`."""
         count = self.orders.num_positions
         return uniform(index, count, seed=self.seed, purpose="bert-mask") < self.share
-
-    @property
-    def has_random_features(self) -> bool:
-        """True: features mask too, "to keep inputs in-distribution" (iGPT, section 4.6)."""
-        return True
 
     def for_features(self, index: Tensor) -> Arrangement:
         """Mask as in training."""

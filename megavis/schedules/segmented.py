@@ -50,6 +50,7 @@ class Grouping(Schedule):
     """
 
     options_type = GroupOptions
+    needs_given = True
     names = ("order", "boundaries")
 
     def __init__(
@@ -66,11 +67,6 @@ class Grouping(Schedule):
         self.shuffled, self.seed = shuffled, seed
         self.bounds = boundary_range(cut, num_tokens, num_groups, boundaries)
         self._given = None if boundaries is None else DeviceConstant(torch.tensor(boundaries))
-
-    @property
-    def needs_given(self) -> bool:
-        """True: the first predicted group needs a given one."""
-        return True
 
     @property
     def columns(self) -> tuple[Mapping[str, Any], ...]:
