@@ -65,6 +65,11 @@ def gather_context(
     return gathered
 
 
+def own_rows(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return this process's rows of a tensor without gradient; see `own_tokens`."""
+    return whole.tensor_split(group.size())[group.rank()].contiguous()
+
+
 def own_tokens(
     hidden: Tensor, config: ContextParallelConfig, groups: ProcessGroupCollection
 ) -> Tensor:
@@ -108,10 +113,6 @@ def _gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     return whole
 
 
-def _own(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return whole.tensor_split(group.size())[group.rank()].contiguous()
-
-
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -120,14 +121,14 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _own(gradient, ctx.group) * ctx.group.size(), None
+        return own_rows(gradient, ctx.group) * ctx.group.size(), None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _own(whole, group)
+        return own_rows(whole, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor, nn
 
-from megavis.model.context_parallel import gather_context
+from megavis.model.context_parallel import gather_context, own_rows
 from megavis.model.core import Core
 from megavis.model.init import Fill
 from megavis.model.kernels import nats
@@ -56,9 +56,15 @@ class VocabularyHead(Head):
         )
 
     def forward(self, state: PackedState) -> Tensor:
-        """Map `[s, b, h]` to this process's logits `[s, b, v / t]`."""
+        """Map `[s, b, h]` to this process's logits `[s, b, v / t]`.
+
+        In training with context parallelism, only of its own tokens: `split_cross_entropy` gathers
+        their losses.
+        """
         hidden = LayerState.unpack(state, self.core.carried_names).hidden
-        logits = self.linear(self.norm(hidden))[0]
+        logits: Tensor = self.linear(self.norm(hidden))[0]
+        if self.training:
+            return logits
         return gather_context(logits, self.core.megatron, self.core.groups)
 
 
@@ -66,16 +72,21 @@ def split_cross_entropy(logits: Tensor, targets: Tensor, core: Core) -> Tensor:
     """Return -log softmax(logits)[target] in float32.
 
     Args:
-        logits: logits of this process, `[s, b, v / t]`.
-        targets: ids int64 `[s, b]`, the same on all processes of the tensor group.
-        core: provides the tensor group.
+        logits: logits of this process, `[s, b, v / t]`, or of its part of the s tokens.
+        targets: ids int64 `[s, b]`, the same on all processes of the tensor and context group.
+        core: provides both groups.
 
     Returns:
-        float32 `[s, b]`, in nats.
+        float32 `[s, b]`, in nats, of all tokens.
     """
+    is_part = len(logits) < len(targets)
+    if is_part:
+        targets = own_rows(targets, core.groups.cp)
     if core.groups.tp.size() == 1:
-        return nats(logits, targets)
-    return vocab_parallel_cross_entropy(logits.float(), targets)
+        losses = nats(logits, targets)
+    else:
+        losses = vocab_parallel_cross_entropy(logits.float(), targets)
+    return gather_context(losses, core.megatron, core.groups) if is_part else losses
 
 
 def whole_logits(logits: Tensor, core: Core) -> Tensor:

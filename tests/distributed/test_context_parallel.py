@@ -48,6 +48,30 @@ def test_features_are_those_of_one_process(
         assert other == pytest.approx(loss, rel=1e-6)
 
 
+def tokens_of_logits(launch: Launch, config: RunConfig) -> list[int]:
+    """Take a step; return the tokens for which this process computes logits in each pass."""
+    loaded = LoadedConfig(config, ConfigSource("test"))
+    with open_job(loaded, launch, device="cpu") as context:
+        run = Trainer.open(loaded, context)
+        engine = Engine(config, run.objective, context)
+        seen: list[int] = []
+        head = engine.layers.modules[-1]
+        head.register_forward_hook(lambda *passed: seen.append(len(passed[-1])))
+        with run.loader(engine) as loader:
+            engine.train_step(loader, 0)
+        return seen
+
+
+@pytest.mark.parametrize(("processes", "layout"), [(2, {"context_parallel_size": 2}), (4, BOTH)])
+def test_each_process_has_logits_of_its_own_tokens(
+    run_job: Any, tiny_config: Path, processes: int, layout: dict[str, Any]
+) -> None:
+    """Their values are covered by `test_layouts.py`."""
+    config = with_layout(make_config(tiny_config), **layout)
+    for seen in run_job(tokens_of_logits, processes, config):
+        assert set(seen) == {64 // 2}
+
+
 def traded(launch: Launch) -> list[torch.Tensor]:
     """Trade rows of 4 tokens, 1 image and 3 · 2 numbers on two processes, and trade them back."""
     context = open_context(launch, context_parallel_size=2, device="cpu")
