@@ -11,7 +11,9 @@ and any ZeRO stage partitions, gathers and saves it as it does Adam's. It takes 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -28,12 +30,96 @@ _LEAST_SIDE = 32
 """Matrices with a shorter side have a mean square for each number; so has all that is no matrix."""
 
 
+@dataclass(frozen=True)
+class Slice:
+    """A process's tensor-parallel slice of a parameter.
+
+    Attributes:
+        shape: of the slice.
+        split: dimension that is split over the tensor group, or None.
+        is_factored: whether mean squares are those of rows and columns.
+        part: numbers of it that ZeRO-3 gives to each process, the last of which may be padding;
+            None at other stages.
+    """
+
+    shape: tuple[int, ...]
+    split: int | None
+    is_factored: bool
+    part: int | None
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, tensor: dist.ProcessGroup | None) -> Slice:
+        """Describe a parameter, which ZeRO-3 may have partitioned.
+
+        Args:
+            parameter: this process's tensor-parallel slice.
+            tensor: the tensor group, if it has several processes.
+        """
+        shape, split = tuple(logical_shape(parameter)), partition_dimension(parameter)
+        whole = list(shape)
+        if split is not None and tensor is not None:
+            whole[split] *= tensor.size()
+        part = parameter.ds_tensor.ds_numel if hasattr(parameter, "ds_tensor") else None
+        return cls(shape, split, is_factored(tuple(whole)), part)
+
+
+@dataclass(frozen=True)
+class HeldPart:
+    """What a process holds of a slice.
+
+    Attributes:
+        own: the slice.
+        offset: where its numbers are in the process's part of the group.
+        first: the first of them.
+        count: number of them.
+    """
+
+    own: Slice
+    offset: int
+    first: int
+    count: int
+
+    @property
+    def within(self) -> slice:
+        """Where the numbers are in the process's part."""
+        return slice(self.offset, self.offset + self.count)
+
+    def rows_and_columns(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return row and column of each number."""
+        places = torch.arange(self.first, self.first + self.count, device=device)
+        columns = self.own.shape[1]
+        return places // columns, places % columns
+
+
+def held_parts(slices: Sequence[Slice], length: int, rank: int) -> Iterator[HeldPart]:
+    """Yield what a process holds of each slice of a group.
+
+    ZeRO-1 and 2 lay all slices end to end and cut that into equal parts; ZeRO-3 cuts each slice.
+
+    Args:
+        slices: of the group.
+        length: numbers of the process's part.
+        rank: of the process.
+    """
+    start, offset = 0, 0
+    for each in slices:
+        stop = start + prod(each.shape)
+        if each.part is None:
+            low, high = max(start, rank * length), min(stop, (rank + 1) * length)
+            yield HeldPart(each, low - rank * length, low - start, max(0, high - low))
+        else:
+            first = rank * each.part
+            yield HeldPart(each, offset, first, max(0, min(each.part, stop - start - first)))
+            offset += each.part
+        start = stop
+
+
 class Adafactor(torch.optim.Optimizer):
     """m ← β1 m + (1 - β1) g / √v; w ← w - lr · m - lr' · decay · w.
 
     lr' is the rate before `learning_rate_scale` of the group: the released code scales no decay. A
-    group holds one parameter, or this process's part of it where ZeRO partitions it, and what
-    `matrix_options` returns for it.
+    group has a `Slice` for each of its parameters, and holds these, or this process's part of all
+    of them where ZeRO partitions it.
     """
 
     def __init__(
@@ -44,19 +130,22 @@ class Adafactor(torch.optim.Optimizer):
         betas: tuple[float, float],
         processes: dist.ProcessGroup | None,
         tensor: dist.ProcessGroup | None,
+        device: torch.device | None,
     ) -> None:
         """Set up.
 
         Args:
-            groups: parameters with `weight_decay`, `learning_rate_scale` and `matrix_options`.
+            groups: parameters with `weight_decay`, `learning_rate_scale` and `slices`.
             lr: learning rate.
             betas: the momentum's decay, and the bound of the mean squares'.
             processes: group over which ZeRO partitions parameters; None if each process has all.
             tensor: the tensor group, if it has several processes.
+            device: where sums over processes are taken, from which states may be offloaded; None:
+                where states are.
         """
         defaults = {"lr": lr, "betas": betas, "weight_decay": 0.0, "learning_rate_scale": 1.0}
         super().__init__(groups, defaults)
-        self.processes, self.tensor = processes, tensor
+        self.processes, self.tensor, self.device = processes, tensor, device
 
     @torch.no_grad()
     def step(  # type: ignore[override]  # torch's may return the closure's loss
@@ -64,11 +153,16 @@ class Adafactor(torch.optim.Optimizer):
     ) -> None:
         """Take one step; the closure is not called."""
         for group in self.param_groups:
-            for parameter in group["params"]:
+            for number, parameter in enumerate(group["params"]):
                 if parameter.grad is not None:
-                    self._move(parameter, parameter.grad.float(), group)
+                    own = (
+                        group["slices"] if self.processes else group["slices"][number : number + 1]
+                    )
+                    self._move(parameter, parameter.grad.float(), group, own)
 
-    def _move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def _move(
+        self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], slices: Sequence[Slice]
+    ) -> None:
         state, (momentum, bound) = self.state[parameter], group["betas"]
         if "step" not in state:
             state["step"] = torch.zeros((), device=parameter.device)
@@ -80,8 +174,7 @@ class Adafactor(torch.optim.Optimizer):
         steps = state["step"] + taken
         decay = (1.0 - steps.clamp(min=1.0).pow(-_EXPONENT)).clamp(max=bound)
         squares = torch.lerp(gradient.square() + _EPSILON, state["exp_avg_sq"], decay)
-        if group["is_factored"]:
-            squares = self._product_of_means(squares, group)
+        squares = self._factored(squares, slices)
         direction = gradient * squares.clamp(min=_EPSILON).rsqrt()
         mean = torch.lerp(direction, state["exp_avg"], momentum)
         rate = group["lr"]
@@ -96,63 +189,55 @@ class Adafactor(torch.optim.Optimizer):
         for old, new in changes:
             old.copy_(torch.where(taken, new, old))
 
-    def _product_of_means(self, squares: Tensor, group: dict[str, Any]) -> Tensor:
-        """Return row means times column means, over the mean of all, in the form of `squares`.
+    def _factored(self, squares: Tensor, slices: Sequence[Slice]) -> Tensor:
+        """Replace those of matrices by row means times column means, over the mean of all.
 
         Args:
-            squares: this process's tensor-parallel slice of a matrix; or, flat, the part of the
-                slice that it holds of equal parts, the last of which may be padded.
-            group: of the matrix.
+            squares: of a slice; or, flat, this process's part of several, with padding at the end.
+            slices: their descriptions.
         """
-        rows, columns = group["shape"]
         if self.processes is None:
-            matrix = squares.view(rows, columns)
-            means = self._means(matrix.sum(1), matrix.sum(0), group)
-            return (means[0][:, None] * means[1]).view_as(squares)
-        flat = squares.flatten()
-        first = self.processes.rank() * flat.numel()
-        places = torch.arange(first, first + flat.numel(), device=flat.device)
-        inside = places < rows * columns
-        places = places.clamp(max=rows * columns - 1)
-        values = torch.where(inside, flat, 0.0)
-        sums = flat.new_zeros(rows + columns)
-        sums.index_add_(0, places // columns, values)
-        sums.index_add_(0, rows + places % columns, values)
-        dist.all_reduce(sums, group=self.processes)
-        of_rows, of_columns = self._means(sums[:rows], sums[rows:], group)
-        product = of_rows[places // columns] * of_columns[places % columns]
-        return torch.where(inside, product, 0.0).view_as(squares)
+            (own,) = slices
+            if not own.is_factored:
+                return squares
+            rows, columns = self._means(squares.sum(1), squares.sum(0), own)
+            return rows[:, None] * columns
+        flat = squares.flatten().clone()
+        everything = held_parts(slices, flat.numel(), self.processes.rank())
+        held = [each for each in everything if each.own.is_factored]
+        if not held:
+            return squares
+        places = [each.rows_and_columns(flat.device) for each in held]
+        sums = []
+        for each, of_number in zip(held, places, strict=True):
+            for side, index in zip(each.own.shape, of_number, strict=True):
+                sums.append(flat.new_zeros(side).index_add_(0, index, flat[each.within]))
+        # One collective for all matrices of the group.
+        whole = self._sum(torch.cat(sums), self.processes).split([len(each) for each in sums])
+        of_sides = zip(held, places, whole[::2], whole[1::2], strict=True)
+        for each, (row, column), of_rows, of_columns in of_sides:
+            rows, columns = self._means(of_rows, of_columns, each.own)
+            flat[each.within] = rows[row] * columns[column]
+        return flat.view_as(squares)
 
-    def _means(
-        self, of_rows: Tensor, of_columns: Tensor, group: dict[str, Any]
-    ) -> tuple[Tensor, Tensor]:
+    def _means(self, of_rows: Tensor, of_columns: Tensor, own: Slice) -> tuple[Tensor, Tensor]:
         """Turn the sums of a slice into row means, and column means over the mean of all."""
-        rows, columns = group["shape"]
+        rows, columns = own.shape
         of_rows, of_columns = of_rows / columns, of_columns / rows
-        # Where the tensor group splits rows, column means are those of equal parts, and vice versa.
-        whole = of_columns if group["split"] == 0 else of_rows
-        if group["split"] is not None and self.tensor is not None:
-            dist.all_reduce(whole, group=self.tensor)
-            whole /= self.tensor.size()
+        if own.split is not None and self.tensor is not None:
+            # Where rows are split, column means are those of equal parts, and vice versa.
+            if own.split == 0:
+                of_columns = self._sum(of_columns, self.tensor) / self.tensor.size()
+            else:
+                of_rows = self._sum(of_rows, self.tensor) / self.tensor.size()
+        whole = of_columns if own.split == 0 else of_rows
         return of_rows, of_columns / whole.mean()
 
-
-def matrix_options(parameter: nn.Parameter, tensor: dist.ProcessGroup | None) -> dict[str, Any]:
-    """Return how mean squares of a parameter, which ZeRO-3 may have partitioned, are computed.
-
-    Args:
-        parameter: this process's tensor-parallel slice.
-        tensor: the tensor group, if it has several processes.
-
-    Returns:
-        `shape` of the slice, the dimension that is `split` over the tensor group or None, and
-        whether the matrix `is_factored`.
-    """
-    shape, split = tuple(logical_shape(parameter)), partition_dimension(parameter)
-    whole = list(shape)
-    if split is not None and tensor is not None:
-        whole[split] *= tensor.size()
-    return {"shape": shape, "split": split, "is_factored": is_factored(tuple(whole))}
+    def _sum(self, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Return the sum over a group, which may be unable to reduce on the device of states."""
+        total = values if self.device is None else values.to(self.device)
+        dist.all_reduce(total, group=group)
+        return total.to(values.device)
 
 
 def is_factored(shape: tuple[int, ...]) -> bool:

@@ -71,6 +71,7 @@ class Engine:
             stages=context.pipeline.group if self._pipelined else None,
             parts=context.replicas.group if config.parallel.zero_stage else None,
             tensor=context.tensor.group if context.tensor.size > 1 else None,
+            device=context.device,
             kernels=config.training.kernels,
         )
         self._norm_of_zero_0: GradientNorm | None = None

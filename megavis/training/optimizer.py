@@ -32,7 +32,7 @@ from megavis.model.declarations import ParamGroupOptions, is_without_decay, opti
 from megavis.model.kernels import apex_part
 from megavis.model.stack import LocalLayers
 from megavis.parallel.tensors import is_first_copy
-from megavis.training.adafactor import Adafactor, matrix_options
+from megavis.training.adafactor import Adafactor, Slice
 
 _TRUST = 1e-3
 """η of LARS."""
@@ -45,6 +45,7 @@ def build_optimizer(
     stages: dist.ProcessGroup | None = None,
     parts: dist.ProcessGroup | None = None,
     tensor: dist.ProcessGroup | None = None,
+    device: torch.device | None = None,
     kernels: KernelLibrary = "auto",
 ) -> torch.optim.Optimizer:
     """Return decoupled-decay Adam, Adafactor, SGD or LARS over the trainable parameters.
@@ -55,36 +56,39 @@ def build_optimizer(
         stages: the pipeline group, whose processes hold different layers.
         parts: the group over which ZeRO partitions optimizer states.
         tensor: the tensor group, if it has several processes.
+        device: where groups can reduce tensors; None: where states are.
         kernels: `apex` takes NVIDIA Apex's Adam, any other torch's.
 
     Raises:
         UserError: NVIDIA Apex is requested but absent.
     """
     trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
-    if config.algorithm == "adafactor":
-        alone = (parameter_groups([named], config.weight_decay) for named in trained)
-        each = [{**group, **matrix_options(group["params"][0], tensor)} for [group] in alone]
-        return Adafactor(
-            each,
-            lr=config.learning_rate,
-            betas=config.betas,
-            processes=parts,
-            tensor=tensor,
-        )
-    if config.algorithm != "adam":
+    # ZeRO flattens a group, and LARS needs the norm of each matrix, Adafactor its rows and columns.
+    alone = [group for named in trained for group in parameter_groups([named], config.weight_decay)]
+    if config.algorithm in ("sgd", "lars"):
         adapts = config.algorithm == "lars"
-        # One group per parameter: ZeRO flattens a group, and LARS needs the norm of each.
-        alone = (parameter_groups([named], config.weight_decay) for named in trained)
         each = [
             {**group, "adapts": adapts and len(logical_shape(group["params"][0])) > 1}
-            for groups in alone
-            for group in groups
+            for group in alone
         ]
         return LARS(each, lr=config.learning_rate, momentum=config.betas[0], processes=parts)
     groups = parameter_groups(trained, config.weight_decay)
     if stages is not None:
         # ZeRO sums gradient norms over the stages group by group, and would wait for missing ones.
         groups = split_groups(groups, _largest(len(groups), stages))
+    elif config.algorithm == "adafactor":
+        # ZeRO-3 divides large groups, but a parameter's group stays one.
+        groups = alone
+    if config.algorithm == "adafactor":
+        groups = [{**g, "slices": [Slice.of(p, tensor) for p in g["params"]]} for g in groups]
+        return Adafactor(
+            groups,
+            lr=config.learning_rate,
+            betas=config.betas,
+            processes=parts,
+            tensor=tensor,
+            device=device,
+        )
     options: dict[str, Any] = {
         "lr": config.learning_rate,
         "betas": config.betas,

@@ -12,6 +12,7 @@ from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.schema import OptimizerConfig
 from megavis.model.declarations import ParamGroupOptions, add_options
+from megavis.training.adafactor import Slice, held_parts
 from megavis.training.optimizer import build_optimizer
 
 SETTINGS = {"learning_rate": 0.01, "betas": (0.9, 0.95), "algorithm": "adafactor"}
@@ -132,14 +133,30 @@ def test_resume_is_exact(tmp_path, tiny_config, stage):
     assert losses("parts", 2, 4) == whole
 
 
-@pytest.mark.parametrize(
-    ("words", "key"),
-    [
-        (["parallel.pipeline_model_parallel_size=2"], "parallel.zero_stage"),
-        (["parallel.offload_optimizer=cpu"], "parallel.offload_optimizer"),
-    ],
-)
-def test_unsupported_layouts_raise(tiny_config, words, key):
-    load_config(tiny_config, ["optimizer.algorithm=adafactor"])
-    with pytest.raises(UserError, match=f"{key}.*adafactor"):
-        load_config(tiny_config, ["optimizer.algorithm=adafactor", *words])
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_numbers_of_a_group_are_found_in_parts(count, stage):
+    """Parts as DeepSpeed cuts them: of all slices end to end, or of each slice."""
+    shapes = [(3, 4), (5,), (2, 7), (1,)]
+    whole = [torch.arange(math.prod(shape)) + 100 * number for number, shape in enumerate(shapes)]
+    groups = [torch.cat(whole)] if stage == 1 else whole
+    cut = [torch.nn.functional.pad(g, (0, -len(g) % count), value=-1).chunk(count) for g in groups]
+    found = torch.zeros(len(shapes), dtype=torch.long)
+    slices = [
+        Slice(shape, None, True, None if stage == 1 else len(parts[0]))
+        for shape, parts in zip(shapes, cut if stage == 3 else cut * len(shapes), strict=True)
+    ]
+    for rank in range(count):
+        part = torch.cat([parts[rank] for parts in cut])
+        for number, held in enumerate(held_parts(slices, len(part), rank)):
+            expected = whole[number][held.first : held.first + held.count] if held.count else []
+            assert part[held.within].tolist() == list(map(int, expected))
+            found[number] += held.count
+    assert found.tolist() == [math.prod(shape) for shape in shapes]
+
+
+def test_offload_to_a_disk_is_refused(tiny_config):
+    words = ["optimizer.algorithm=adafactor", "parallel.zero_stage=3", "parallel.nvme_path=/d"]
+    load_config(tiny_config, [*words, "parallel.offload_optimizer=cpu"])
+    with pytest.raises(UserError, match="parallel.offload_optimizer: nvme has not been run"):
+        load_config(tiny_config, [*words, "parallel.offload_optimizer=nvme"])
