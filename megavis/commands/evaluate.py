@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,19 @@ from torch import Tensor
 from megavis.commands.opening import job_closed, open_held_out, open_run
 from megavis.commands.options.shared import chosen_options, refuse_options, spelled
 from megavis.config.errors import UserError
+from megavis.config.schema import ObjectiveConfig
 from megavis.data.codecs.jpeg import decode_png, split
 from megavis.data.codecs.label_maps import TargetKind, nearest
-from megavis.data.format.files import write_json
+from megavis.data.format.files import write_atomically, write_json
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches
+from megavis.evaluation.images.dense_table import (
+    METRICS,
+    STAGES,
+    dense_table,
+    markdown_of,
+    reconstruction_of,
+)
 from megavis.evaluation.images.feature_networks import (
     FeatureNetwork,
     class_accuracies,
@@ -313,6 +321,7 @@ def _evaluate_maps(args: argparse.Namespace, kind: TargetKind, score: Any, *, na
         count = min(args.num_images or len(dataset), len(dataset))
         scores = score(_pairs(opened, dataset, count, args), dataset)
         options = {"seed": args.seed, **chosen_options(args)}
+        reconstructs, objective = opened.objective.reconstructs, opened.config.objective
     result = {"step": opened.step, "images": count, "of": str(dataset.directory), **options}
     for part, values in scores.items():
         words = ", ".join(f"{key} {value:.4g}" for key, value in values.items())
@@ -321,7 +330,30 @@ def _evaluate_maps(args: argparse.Namespace, kind: TargetKind, score: Any, *, na
     path: Path = args.run_folder / "evaluation" / f"{name}.json"
     write_json(path, {**result, **scores})
     sys.stdout.write(f"{path}\n")
+    stage = STAGES[0] if reconstructs else STAGES[1]
+    _write_table(path, objective, METRICS[kind], {stage: scores["all"]}, result)
     return 0
+
+
+def _write_table(
+    path: Path,
+    objective: ObjectiveConfig,
+    metric: str,
+    of_stages: dict[str, Mapping[str, Any]],
+    result: Mapping[str, Any],
+) -> None:
+    """Write this run's errors next to its paper's, if that has a table of them."""
+    table, tokenizer = dense_table(objective.name), getattr(objective, "tokenizer", None)
+    if table is None:
+        return
+    if tokenizer is not None:
+        of_stages[STAGES[0]] = reconstruction_of(Path(tokenizer), path.name, result)
+    values = {f"{metric}, {s}": found[metric] for s, found in of_stages.items() if metric in found}
+    images = f"{result['images']} images of {result['of']}"
+    text = markdown_of(table, path.parents[1].name, values, images=images)
+    written = path.with_name("dense_prediction.md")
+    write_atomically(written, text.encode())
+    sys.stdout.write(f"{written}\n")
 
 
 def _pairs(

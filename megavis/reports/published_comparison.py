@@ -40,6 +40,7 @@ _SAME_MEASURE = {
     "generation": {"generation"},
     "transfer": {"transfer", "linear_probe"},
     "likelihood": {"likelihood"},
+    "dense_prediction": {"dense_prediction"},
 }
 """Measures of the tables to show with each result."""
 
@@ -138,10 +139,23 @@ def _likelihood(run: RunRecord, result: dict[str, Any]) -> Iterator[RunResult]:
     yield RunResult("likelihood", run.name, f"likelihood, step {result['step']}", images, value)
 
 
+def _panoptic(run: RunRecord, result: dict[str, Any]) -> Iterator[RunResult]:
+    images, quality = f"{result['images']} of {result['of']}", f"{result['all']['PQ']:.1f} PQ"
+    what = f"panoptic quality, step {result['step']}"
+    yield RunResult("dense_prediction", run.name, what, images, quality)
+
+
+def _depth(run: RunRecord, result: dict[str, Any]) -> Iterator[RunResult]:
+    images, error = f"{result['images']} of {result['of']}", f"{result['all']['RMSE']:.3f} m RMSE"
+    yield RunResult("dense_prediction", run.name, f"depth, step {result['step']}", images, error)
+
+
 _FINDERS: dict[str, Callable[[RunRecord, Any], Iterator[RunResult]]] = {
     "probe.json": _probe,
     "transfer.csv": _transfer,
     "finetune_test.json": _finetune,
     "samples.json": _samples,
     "likelihood.json": _likelihood,
+    "panoptic.json": _panoptic,
+    "depth_errors.json": _depth,
 }

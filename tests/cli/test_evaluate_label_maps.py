@@ -70,6 +70,23 @@ def test_reconstruction_metrics_match_a_loop(folder, kind):
     assert result["images"] == 6
 
 
+@pytest.mark.parametrize(("kind", "metric"), [("panoptic", "PQ"), ("depth", "RMSE")])
+def test_run_folder_has_the_table_of_the_paper(folder, kind, metric):
+    first, second = folder / "runs" / kind, folder / "runs" / f"{kind}_from_images"
+    scores = [evaluate(kind, run)["all"][metric] for run in (first, second)]
+    digits = 1 if kind == "panoptic" else 3
+    own = [f"{score:.{digits}f}" for score in scores]
+    for run, count in ((first, 1), (second, 2)):
+        text = (run / "evaluation" / "dense_prediction.md").read_text()
+        [line] = [line for line in text.splitlines() if line.startswith(f"| {run.name} |")]
+        assert [cell.strip() for cell in line.split("|") if cell.strip()][1:] == own[:count]
+        assert f"6 images of {folder}/{kind}/validation: other data, unless" in text
+    assert main(["report", str(second)]) == 0
+    page = (second / "report.html").read_text()
+    assert "Dense prediction" in page
+    assert f"{own[1]} {metric}" in page or f"{own[1]} m {metric}" in page
+
+
 @pytest.mark.parametrize("kind", ["panoptic", "depth"])
 def test_predictions_are_deterministic(folder, kind):
     run = folder / "runs" / f"{kind}_from_images"
