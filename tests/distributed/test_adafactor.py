@@ -31,6 +31,8 @@ def reference(run_job: Any, tiny_config: Path) -> Any:
         (2, {"zero_stage": 3}),
         (2, {"zero_stage": 0, "pipeline_model_parallel_size": 2}),
         (4, {"zero_stage": 1, "pipeline_model_parallel_size": 2}),
+        (4, {"zero_stage": 2, "pipeline_model_parallel_size": 2}),
+        (4, {"zero_stage": 3, "pipeline_model_parallel_size": 2}),
         (
             4,
             {
