@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from tqdm import tqdm
 
 _SECONDS_UNTIL_SHOWN = 2.0
@@ -20,7 +19,9 @@ def is_silent() -> bool:
     # tqdm itself reads the variable, which `--quiet` sets, only where `disable` is not given.
     if not sys.stderr.isatty() or os.environ.get("TQDM_DISABLE"):
         return True
-    return dist.is_initialized() and dist.get_rank() > 0
+    # Set by the launcher, or when a process joins its job. torch knows it too, but reports, which
+    # show bars, do not import it.
+    return int(os.environ.get("RANK", "0")) > 0
 
 
 def shown(

@@ -74,3 +74,13 @@ def test_quiet_disables_bars(open_terminal, monkeypatch):
     list(shown(work(2), "reading", total=4, size=len))
     ShowProgress(0, 10)
     assert terminal.getvalue() == ""
+
+
+def test_only_the_first_process_shows_bars(open_terminal, monkeypatch):
+    terminal = open_terminal()
+    monkeypatch.setenv("RANK", "1")
+    assert is_silent()
+    list(shown(work(2), "reading", total=4, size=len))
+    assert terminal.getvalue() == ""
+    monkeypatch.setenv("RANK", "0")
+    assert not is_silent()
