@@ -14,7 +14,7 @@ BIN := $(abspath $(VENV))/bin
 RUN := env -u PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX="$(abspath $(VENV))/pycache" \
 	PATH="$(BIN):$$PATH"
 
-.PHONY: help install compile lint test test-cluster test-layouts demo demos docs wheel clean
+.PHONY: help install compile lint test test-cluster test-layouts demo demos docs cards wheel clean
 
 help:
 	@echo "make demo     train a small iGPT on letters and show what it completes (CPU, minutes)"
@@ -27,6 +27,8 @@ help:
 	@echo "              layouts; takes hours, not part of make test (SELECT='-k mae': a part)"
 	@echo "make lint     make test without the tests"
 	@echo "make docs     the documentation as a site in site/, which needs no server"
+	@echo "make cards    the demos' runs as folders with model cards, in exported/ (RUNS='runs/a runs/b':"
+	@echo "              these runs)"
 	@echo "make wheel    wheel and sdist in dist/, checked in a new environment (WHOLE=1: with all"
 	@echo "              dependencies, and a short training)"
 	@echo "make install  create the environment $(VENV)"
@@ -85,6 +87,13 @@ demos: $(STAMP)
 docs: $(STAMP)
 	$(RUN) NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html"
+
+RUNS ?= $(wildcard runs/*_demo*)
+cards: $(STAMP)
+	@test -n "$(RUNS)" || { echo "make: no run to export; make demo trains one, or say" \
+		"RUNS='runs/NAME ...'" >&2; exit 2; }
+	$(RUN) bash -e -c 'for run in $(RUNS); do folder=exported/$${run##*/}; \
+		test -e $$folder || megavis export $$run --to huggingface $$folder; done'
 
 # Release tools have an environment of their own.
 RELEASE := $(VENV)-release

@@ -1,6 +1,7 @@
 """Project metadata, CI, containers and constraints are consistent."""
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -80,3 +81,25 @@ def test_agents_file_names_every_package():
     text = (ROOT / "AGENTS.md").read_text()
     folders = [path.parent.name for path in (ROOT / "megavis").glob("*/__init__.py")]
     assert not [name for name in folders if f"`megavis/{name}`" not in text]
+
+
+@pytest.mark.parametrize("runs", ["runs/a runs/b", ""])
+def test_make_cards_exports_each_run(tmp_path, runs):
+    """A stub of megavis records its calls; a folder that exists is not exported again."""
+    (tmp_path / "Makefile").write_bytes((ROOT / "Makefile").read_bytes())
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "exported" / "b").mkdir(parents=True)
+    megavis = tmp_path / ".venv" / "bin" / "megavis"
+    megavis.parent.mkdir(parents=True)
+    megavis.write_text('#!/bin/sh\necho "$@" >> calls\n')
+    megavis.chmod(0o755)
+    (tmp_path / ".venv" / ".installed").touch()
+    done = subprocess.run(
+        ["make", "cards", f"RUNS={runs}"], cwd=tmp_path, capture_output=True, text=True
+    )
+    if runs:
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / "calls").read_text() == "export runs/a --to huggingface exported/a\n"
+    else:
+        assert done.returncode == 2
+        assert "no run to export" in done.stderr
