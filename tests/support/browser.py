@@ -92,7 +92,7 @@ def open_browser(path, profile):
         yield browser
         browser.session = None
         browser.call("Browser.close")
-        process.wait(10)
+        process.wait(60)
     finally:
         if process.poll() is None:
             process.kill()
