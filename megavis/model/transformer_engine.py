@@ -15,9 +15,9 @@ Legend: b images, s tokens, h hidden size.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.extensions.transformer_engine import (
     FP8GlobalStateManager,
@@ -47,27 +47,14 @@ class ColumnParallelLinear(TEColumnParallelLinear):
     Like `tensor_parallel.ColumnParallelLinear`; the bias is part of the product.
     """
 
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        *,
-        config: TransformerConfig,
-        init_method: Any,
-        bias: bool,
-        tp_group: dist.ProcessGroup,
-        **_: Any,
-    ) -> None:
+    def __init__(self, input_size: int, output_size: int, *, bias: bool, **options: Any) -> None:
         super().__init__(
             input_size,
             output_size,
-            config=config,
-            init_method=init_method,
-            gather_output=False,
             bias=bias,
+            gather_output=False,
             skip_bias_add=False,
-            is_expert=False,
-            tp_group=tp_group,
+            **_shared(options),
         )
         _finish(self, bias)
 
@@ -92,27 +79,14 @@ class RowParallelLinear(TERowParallelLinear):
     parallelism.
     """
 
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        *,
-        config: TransformerConfig,
-        init_method: Any,
-        bias: bool,
-        tp_group: dist.ProcessGroup,
-        **_: Any,
-    ) -> None:
+    def __init__(self, input_size: int, output_size: int, *, bias: bool, **options: Any) -> None:
         super().__init__(
             input_size,
             output_size,
-            config=config,
-            init_method=init_method,
             bias=bias,
             input_is_parallel=True,
             skip_bias_add=True,
-            is_expert=False,
-            tp_group=tp_group,
+            **_shared(options),
         )
         _finish(self, bias)
 
@@ -167,6 +141,12 @@ def fp8(model: ModelConfig, tensor_size: int) -> Any:
         raise UserError(f"{key.removeprefix('model.')} of a stack of blocks: {text}")
     recipe = Float8CurrentScaling(fp8_format=Format.HYBRID)
     return functools.partial(autocast, enabled=True, recipe=recipe)
+
+
+def _shared(options: Mapping[str, Any]) -> dict[str, Any]:
+    # The rest of what Megatron's blocks pass on is fixed here, or for kernels that are not used.
+    taken = {name: options[name] for name in ("config", "init_method", "tp_group")}
+    return {**taken, "is_expert": False}
 
 
 def _finish(layer: Any, bias: bool) -> None:
