@@ -13,6 +13,18 @@ training: {{steps: 3, batch_size: 8}}
 """
 VIT = {"normalization": "layer_norm", "norm_epsilon": 1e-6, "activation": "gelu", "add_bias": True}
 """Keys of `model` for Vision Transformer blocks."""
+_PATCHES = "reads: {kind: patches, patch_size: 4}"
+BLOCK_OBJECTIVES = {
+    "igpt": "{name: igpt, vocabulary_size: 12}",
+    "gvp": "{name: gvp, patch_size: 4, num_groups: 3}",
+    "mp3": "{name: mp3, patch_size: 4, mask_ratio: 0.5}",
+    # A stack in the head, and cross-attention to an encoder.
+    "darl": "{name: darl, patch_size: 4, loss: diffusion, decoder: transformer}",
+    "memory": f"{{name: compose, {_PATCHES}, schedule: {{kind: one_by_one}}, asks: {{kind: shift}},"
+    " density: {kind: mixture, num_components: 2},"
+    " condition: {kind: memory, num_layers: 2, patch_size: 4}}",
+}
+"""Objectives that use all kinds of blocks between them; images of 12² pixels in patches of 4²."""
 
 
 def tiny(objective, *, shards="shards", validates=False, **sections):

@@ -3,31 +3,20 @@
 import pytest
 import torch
 from small_batches import batch_of, photographs
-from tiny import VIT, tiny
+from tiny import BLOCK_OBJECTIVES, VIT, tiny
 from torch.utils.flop_counter import FlopCounterMode
 
 from megavis.model.activations import with_recomputed
 from megavis.planning.boundary_activations import num_bytes, saved_tensors
 
 SELECTIVE = "parallel.activation_checkpointing=selective"
-PATCHES = "reads: {kind: patches, patch_size: 4}"
-OBJECTIVES = {
-    "igpt": "{name: igpt, vocabulary_size: 12}",
-    "gvp": "{name: gvp, patch_size: 4, num_groups: 3}",
-    "mp3": "{name: mp3, patch_size: 4, mask_ratio: 0.5}",
-    # A stack in the head, and cross-attention to an encoder.
-    "darl": "{name: darl, patch_size: 4, loss: diffusion, decoder: transformer}",
-    "memory": f"{{name: compose, {PATCHES}, schedule: {{kind: one_by_one}}, asks: {{kind: shift}},"
-    " density: {kind: mixture, num_components: 2},"
-    " condition: {kind: memory, num_layers: 2, patch_size: 4}}",
-}
 DROPOUT = ["model.hidden_dropout=0.2", "model.mlp_dropout=0.2", "model.drop_path=0.4"]
 
 
 def step_of(build_paper, name, *words, dtype=torch.float32):
     """Return what autograd saves in a step, its FLOPs, its loss and its gradients."""
     model = {"num_layers": 2, "hidden_size": 32} | ({} if name == "igpt" else VIT)
-    text = tiny(OBJECTIVES[name], model=model, data={"image_size": 12})
+    text = tiny(BLOCK_OBJECTIVES[name], model=model, data={"image_size": 12})
     objective, runner = build_paper(text, *words, std=0.1)
     layers = [layer.to(dtype).train() for layer in runner.layers.modules]
     ids = torch.randint(12, (2, 144), generator=torch.Generator().manual_seed(3))
@@ -53,7 +42,7 @@ def step_of(build_paper, name, *words, dtype=torch.float32):
 @pytest.mark.parametrize(
     ("name", "words", "dtype"),
     [
-        *((name, [], torch.float32) for name in OBJECTIVES),
+        *((name, [], torch.float32) for name in BLOCK_OBJECTIVES),
         ("igpt", [], torch.bfloat16),
         *((name, DROPOUT, torch.bfloat16) for name in ("gvp", "memory")),
     ],
@@ -71,7 +60,7 @@ def test_selective_recomputation_changes_only_the_memory(build_paper, name, word
 
 def test_a_block_keeps_no_outputs_of_norms_and_activations(build_paper):
     """In float32 a block of iGPT keeps 10 of 16 numbers per token and channel."""
-    text = tiny(OBJECTIVES["igpt"], model={"num_layers": 2, "hidden_size": 64})
+    text = tiny(BLOCK_OBJECTIVES["igpt"], model={"num_layers": 2, "hidden_size": 64})
     kept = {}
     for kind in ("none", "selective"):
         _, runner = build_paper(text, f"parallel.activation_checkpointing={kind}")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from engine_jobs import FOLDER, stand_in
 from small_batches import batch_of, photographs
-from tiny import VIT, tiny
+from tiny import BLOCK_OBJECTIVES, VIT, tiny
 
 from megavis.config.errors import UserError
 from megavis.model import kernels
@@ -25,17 +25,6 @@ from megavis.model.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 ENGINE = ["training.kernels=transformer_engine", "training.tf32=true"]
 FP8 = [*ENGINE, "training.fp8=true", "training.precision=bf16", "parallel.zero_stage=1"]
 FULL = "parallel.activation_checkpointing=full"
-PATCHES = "reads: {kind: patches, patch_size: 4}"
-OBJECTIVES = {
-    "igpt": "{name: igpt, vocabulary_size: 12}",
-    "gvp": "{name: gvp, patch_size: 4, num_groups: 3}",
-    "mp3": "{name: mp3, patch_size: 4, mask_ratio: 0.5}",
-    # A stack in the head, and cross-attention to an encoder.
-    "darl": "{name: darl, patch_size: 4, loss: diffusion, decoder: transformer}",
-    "memory": f"{{name: compose, {PATCHES}, schedule: {{kind: one_by_one}}, asks: {{kind: shift}},"
-    " density: {kind: mixture, num_components: 2},"
-    " condition: {kind: memory, num_layers: 2, patch_size: 4}}",
-}
 U = 2.0**-4
 """Largest relative error of rounding to E4M3, which has three bits after the leading one."""
 
@@ -52,7 +41,7 @@ class Model:
 
     def __init__(self, build_paper, name, *words, num_images=16, model=None):
         sizes = {"num_layers": 2, "hidden_size": 32} | ({} if name == "igpt" else VIT)
-        text = tiny(OBJECTIVES[name], model=sizes | (model or {}), data={"image_size": 12})
+        text = tiny(BLOCK_OBJECTIVES[name], model=sizes | (model or {}), data={"image_size": 12})
         self.objective, self.runner = build_paper(text, *words, std=0.1)
         self.layers = [layer.train() for layer in self.runner.layers.modules]
         ids = torch.randint(12, (num_images, 144), generator=torch.Generator().manual_seed(3))
@@ -130,7 +119,7 @@ def test_missing_or_old_library_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", BLOCK_OBJECTIVES)
 def test_names_values_loss_and_gradients_are_those_of_plain_layers(build_paper, name, recomputes):
     plain = Model(build_paper, name)
     wanted_loss, wanted = plain.step()
@@ -166,7 +155,7 @@ def _assert_layers_of_blocks(model):
 
 def test_first_weights_are_those_of_plain_layers(build_paper):
     """Not only the names: a run starts from the same draws."""
-    text = tiny(OBJECTIVES["mp3"], model={**VIT, "hidden_size": 32}, data={"image_size": 12})
+    text = tiny(BLOCK_OBJECTIVES["mp3"], model={**VIT, "hidden_size": 32}, data={"image_size": 12})
 
     def weights(*words):
         objective, _ = build_paper(text, *words)
@@ -262,7 +251,7 @@ def loss_bound(model):
     return bound
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", BLOCK_OBJECTIVES)
 def test_fp8_changes_the_loss_within_the_bound_of_e4m3(build_paper, engine, name):
     bound = loss_bound(Model(build_paper, name, *ENGINE))
     wanted, _ = Model(build_paper, name, *ENGINE).step()
