@@ -1,5 +1,6 @@
 """Project metadata, CI, containers and constraints are consistent."""
 
+import os
 import re
 import subprocess
 import tomllib
@@ -94,8 +95,14 @@ def test_make_cards_exports_each_run(tmp_path, runs):
     megavis.write_text('#!/bin/sh\necho "$@" >> calls\n')
     megavis.chmod(0o755)
     (tmp_path / ".venv" / ".installed").touch()
+    # Under `make test VENV=...`, the outer make would hand its own environment on.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     done = subprocess.run(
-        ["make", "cards", f"RUNS={runs}"], cwd=tmp_path, capture_output=True, text=True
+        ["make", "cards", f"RUNS={runs}", "VENV=.venv"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     if runs:
         assert done.returncode == 0, done.stderr
