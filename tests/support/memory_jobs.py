@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import itertools
+import time
 from collections.abc import Iterator
 
 import torch
@@ -52,7 +53,21 @@ def allocated_memory(launch: Launch, path: str, overrides: list[str]) -> tuple[i
         batch = _batch(engine)
         engine.train_step(itertools.repeat(batch), 0)  # Adam's states exist from here on
         saved = _backward_of_one(engine, batch)
-        return live_storages(before), saved
+        return _settled(before), saved
+
+
+def _settled(before: frozenset[int]) -> int:
+    """Return `live_storages(before)` once it has not fallen for a second.
+
+    A thread of gloo frees the buffers of a collective some time after it has ended.
+    """
+    least, end = live_storages(before), time.monotonic() + 1.0
+    while time.monotonic() < end:
+        time.sleep(0.1)
+        now = live_storages(before)
+        if now < least:
+            least, end = now, time.monotonic() + 1.0
+    return least
 
 
 def pipeline_memory(launch: Launch, path: str, overrides: list[str]) -> tuple[int, int]:
