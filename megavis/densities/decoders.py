@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from megavis.config.section import DecoderKind
+from megavis.model.context_parallel import own_rows, splits_context
 from megavis.model.core import Block, Core, FeedForward
 from megavis.model.embeddings import LastNorm, ReplicatedLinear
 from megavis.model.flops import Workload
@@ -115,11 +116,13 @@ class PatchHead(Head):
         """Map `[s, b, h]`, with noisy patches if they are carried, to `[b, s, d]`."""
         carried = LayerState.unpack(state, self.core.carried_names).carried
         noisy = from_bits(carried["noisy"]) if "noisy" in carried else None
-        return self.decode(self.outputs(state), noisy)
+        if noisy is not None and splits_context(self.core.megatron):
+            noisy = own_rows(noisy.transpose(0, 1), self.core.groups.cp).transpose(0, 1)
+        return self.norm.gather(self.decode(self.outputs(state), noisy))
 
     def outputs(self, state: PackedState) -> Tensor:
-        """Return the backbone's output `[b, s, h]`, complete on every process of a tensor group."""
-        return self.norm.whole(LayerState.unpack(state, self.core.carried_names).hidden)
+        """Return the backbone's output `[b, s, h]`: with context parallelism, of its own tokens."""
+        return self.norm.own(LayerState.unpack(state, self.core.carried_names).hidden)
 
     def decode(self, output: Tensor, noisy: Tensor | None) -> Tensor:
         """Decode `[b, s, h]`.

@@ -16,7 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from megavis.config.section import PositionKind
-from megavis.model.context_parallel import all_tokens, own_tokens
+from megavis.model.context_parallel import all_tokens, gather_context, own_tokens
 from megavis.model.core import Core
 from megavis.model.declarations import without_decay
 from megavis.model.heads import Head
@@ -24,6 +24,7 @@ from megavis.model.init import Fill, xavier_uniform
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.norms import Norm
 from megavis.model.positions import Positions
+from megavis.model.tensor_parallel import gather_tokens
 
 
 def token_embedding(core: Core, vocabulary_size: int, fill: Fill) -> VocabParallelEmbedding:
@@ -80,7 +81,7 @@ class PatchEmbedding(ReplicatedLinear):
 
 
 class LastNorm(Norm):
-    """The final norm before a head, which gathers all tokens on every process."""
+    """The final norm before a head or a bridge."""
 
     def __init__(self, core: Core) -> None:
         config: TransformerConfig = core.megatron
@@ -91,6 +92,15 @@ class LastNorm(Norm):
         """Normalise `[s, b, h]` and return it gathered and batch first: `[b, s, h]`."""
         normalised = self(hidden)
         return all_tokens(normalised, self.config, self.groups).transpose(0, 1)
+
+    def own(self, hidden: Tensor) -> Tensor:
+        """Normalise `[s, b, h]`; return this context-parallel process's tokens, `[b, s / p, h]`."""
+        return gather_tokens(self(hidden), self.config, self.groups.tp).transpose(0, 1)
+
+    def gather(self, predictions: Tensor) -> Tensor:
+        """Gather predictions for the tokens of `own`: `[b, s / p, d]` to `[b, s, d]`."""
+        stream = predictions.transpose(0, 1)
+        return gather_context(stream, self.config, self.groups).transpose(0, 1)
 
 
 class TokenHead(Head):
@@ -122,7 +132,8 @@ class TokenHead(Head):
         With `hands_on`, return a pair of this and the carried tensor.
         """
         stream = LayerState.unpack(state, self.core.carried_names)
-        predictions = self.linear(self.norm.whole(stream.hidden))[:, self.num_skipped :]
+        predictions = self.norm.gather(self.linear(self.norm.own(stream.hidden)))
+        predictions = predictions[:, self.num_skipped :]
         if self.hands_on is None:
             return predictions
         return predictions, stream.carried[self.hands_on]

@@ -277,10 +277,10 @@ def _head_backward(shape: ModelShape, ends: BoundaryActivations, layout: Layout)
     images, scores = layout.micro_batch_size, 2 * ends.scores
     if shape.is_only_stack:
         return images * scores
-    if shape.decoder is None:
+    decoder = shape.decoder_in(layout)
+    if decoder is None:
         # Layers without attention: the gradient of the widest tensor.
         return images * max(scores, ends.widest)
-    decoder = shape.decoder
     recomputed, is_full = _recomputed(decoder, layout), _is_full(layout)
     # Without recomputation the peak is at the start of the backward pass, in the last block.
     is_last = not is_full or decoder.num_layers == 1

@@ -134,8 +134,9 @@ def _kernels(plan: LayerPlan) -> float:
         return 0.0
     work, model = stack.work, stack.core.model
     num_read = (model.num_layers - 1) * work.num_tokens + work.num_read
-    num_heads = model.num_attention_heads // stack.core.groups.tp.size()
-    return float(torch.float32.itemsize * num_heads * num_read)
+    groups = stack.core.groups
+    num_heads = model.num_attention_heads // groups.tp.size()
+    return torch.float32.itemsize * num_heads * num_read / groups.cp.size()
 
 
 def _through(

@@ -171,7 +171,7 @@ def _own_traffic(shape: StackShape, layout: Layout) -> BlockTraffic:
 
 def _tensor_transfers(shape: ModelShape, layout: Layout, group: Group) -> list[Transfer]:
     found: dict[str, Transfer] = {}
-    for stack, blocks in shape.blocks_of(shape.layers.busiest(layout.pipeline)):
+    for stack, blocks in shape.busiest_blocks(layout):
         block, calls = block_traffic(stack, layout), blocks * layout.accumulation_steps
         images = layout.micro_batch_size * layout.accumulation_steps
         numbers = stack.number_size * stack.hidden_size * images * blocks
@@ -192,7 +192,7 @@ def _context_transfers(shape: ModelShape, layout: Layout, group: Group) -> list[
     """Count the all-to-alls of queries, keys and values, and outputs, and of their gradients."""
     images = layout.micro_batch_size * layout.accumulation_steps
     total = Transfer("context: all-to-all", 0.0, 0.0, 0.0)
-    for stack, blocks in shape.blocks_of(shape.layers.busiest(layout.pipeline)):
+    for stack, blocks in shape.busiest_blocks(layout):
         if stack.context_parts(layout) == 1:
             continue
         passes = (1 + _forward_passes(layout)) * blocks

@@ -7,7 +7,7 @@ Embedding, head and loss differ between papers, and are measured (`boundary_acti
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
@@ -17,7 +17,7 @@ from megavis.model.stack import PlannedStack, stacks_of
 from megavis.model.visibility import VisibilityKind
 from megavis.planning.boundary_activations import DTYPES, BoundaryActivations
 from megavis.planning.layouts import Layout, LayoutKey
-from megavis.planning.parameters import Layers, ModelPart, PipelineStage, count_parameters, parts_of
+from megavis.planning.parameters import Layers, ModelPart, count_parameters, parts_of
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,6 @@ class ModelShape:
         keeps_average: whether an EMA of the weights is kept.
         ends: activations of the other layers, by kind of layout.
         flops: operations of a training step per image, without recomputation.
-        decoder_flops: those of the decoder.
     """
 
     layers: Layers
@@ -130,7 +129,6 @@ class ModelShape:
     keeps_average: bool
     ends: Mapping[LayoutKey, BoundaryActivations]
     flops: float
-    decoder_flops: float
 
     @property
     def number_size(self) -> int:
@@ -150,11 +148,22 @@ class ModelShape:
             key=lambda stack: stack.num_layers * stack.hidden_size**2 * stack.work.num_tokens,
         )
 
-    def blocks_of(self, stage: PipelineStage) -> list[tuple[StackShape, int]]:
-        """Return the stacks with blocks on a stage, including those inside layers, with counts."""
+    def decoder_in(self, layout: Layout) -> StackShape | None:
+        """Return the decoder with the positions of one process of a context group."""
+        if self.decoder is None:
+            return None
+        work, parts = self.decoder.work, layout.context
+        own = {"num_tokens": work.num_tokens // parts, "num_visible": work.num_visible // parts}
+        work = replace(work, **own, num_read=work.num_read // parts)
+        return replace(self.decoder, work=work)
+
+    def busiest_blocks(self, layout: Layout) -> list[tuple[StackShape, int]]:
+        """Return the stacks with blocks on the busiest stage, with counts, a decoder included."""
+        stage = self.layers.busiest(layout.pipeline)
         every = [*zip(self.stacks, stage.blocks, strict=True)]
-        if self.decoder is not None and stage.is_last:
-            every.append((self.decoder, self.decoder.num_layers))
+        decoder = self.decoder_in(layout)
+        if decoder is not None and stage.is_last:
+            every.append((decoder, decoder.num_layers))
         return [(stack, count) for stack, count in every if count]
 
 
@@ -178,7 +187,6 @@ def shape_of(objective: Trainable, ends: Mapping[LayoutKey, BoundaryActivations]
         keeps_average=bool(config.optimizer.ema_decay),
         ends=ends,
         flops=objective.flops_per_image(),
-        decoder_flops=0.0 if inner is None else 3 * inner.flops,
     )
 
 

@@ -85,9 +85,7 @@ def step_time(
     images = layout.micro_batch_size * layout.accumulation_steps
     # Work of the busiest stage; embedding and head are spread over the blocks.
     share = shape.layers.busiest(layout.pipeline).share / layout.tensor
-    # Context parallelism repeats a decoder inside the last layer on every process.
-    repeated = shape.decoder_flops
-    own = images * share * ((shape.flops - repeated) / layout.context + repeated)
+    own = images * share * shape.flops / layout.context
     products = own * _recomputed_passes(layout) / _speed(shape, layout, cluster)
     elementwise = images * _elementwise(shape, layout, cluster)
     shown, hidden, ends = _communication(traffic, cluster)
@@ -110,7 +108,7 @@ def step_time(
 
 def _host(shape: ModelShape, layout: Layout) -> float:
     """Return the seconds in which the host launches the kernels of a step."""
-    blocks = sum(count for _, count in shape.blocks_of(shape.layers.busiest(layout.pipeline)))
+    blocks = sum(count for _, count in shape.busiest_blocks(layout))
     return (
         _recomputed_passes(layout)
         * blocks
@@ -138,7 +136,7 @@ def _elementwise(shape: ModelShape, layout: Layout, cluster: Cluster) -> float:
     plain = layout.parallel.model_copy(update={"activation_checkpointing": "none"})
     plainly = replace(layout, parallel=plain)
     touched = 0.0
-    for stack, count in shape.blocks_of(shape.layers.busiest(layout.pipeline)):
+    for stack, count in shape.busiest_blocks(layout):
         kept, whole = (block_activations(stack, each).total for each in (layout, plainly))
         touched += count * (_TOUCHES * whole + _TOUCHES_AGAIN * (whole - kept))
     again = _recomputed_passes(layout)

@@ -194,6 +194,32 @@ def test_stages_in_both_stacks_match_one_process(
     assert largest_difference(curves, reference(name)) <= TOLERANCE
 
 
+def positions_decoded(launch: Launch, config: RunConfig) -> set[int]:
+    """Take a step; return the numbers of positions of an image that the decoder decodes at once."""
+    loaded, decoded = LoadedConfig(config, ConfigSource("test")), set()
+    with open_job(loaded, launch, device="cpu") as context:
+        run = Trainer.open(loaded, context)
+        engine = Engine(config, run.objective, context)
+        head = engine.layers.modules[-1]
+        head.decoder.register_forward_hook(lambda _, given, out: decoded.add(out.shape[1]))
+        with run.loader(engine) as loader:
+            engine.train_step(loader, 0)
+        return decoded
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("name", ["darl", "darl_mse"])
+def test_decoder_runs_on_own_positions(
+    run_job: Any, patch_config: Any, reference: Callable[[str], Curve], name: str
+) -> None:
+    layout = {"tensor_model_parallel_size": 2, "context_parallel_size": 2}
+    split = {"sequence_parallel": True, "activation_checkpointing": "full"}
+    config = with_layout(make_config(patch_config(name)), **layout, **split)
+    assert run_job(positions_decoded, 4, config) == [{16 // 2}] * 4
+    curves = run_job(train_briefly, 4, config, STEPS)
+    assert largest_difference(curves, reference(name)) <= TOLERANCE
+
+
 def dropped(launch: Launch, config: RunConfig) -> tuple[np.ndarray, np.ndarray]:
     """Return the outputs of DARL's decoder in a step, and a mask of the first block's tokens."""
     loaded, decoded = LoadedConfig(config, ConfigSource("test")), []
