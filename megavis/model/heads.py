@@ -5,6 +5,7 @@ Legend: b images, s tokens, h hidden size, v vocabulary size, t tensor size.
 
 from __future__ import annotations
 
+import torch
 from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
     vocab_parallel_cross_entropy,
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from megavis.model.context_parallel import gather_context, own_rows
 from megavis.model.core import Core
 from megavis.model.init import Fill
-from megavis.model.kernels import nats
+from megavis.model.kernels import nats, vocabulary_terms
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.norms import Norm
 from megavis.model.tensor_parallel import ColumnParallelLinear
@@ -82,10 +83,17 @@ def split_cross_entropy(logits: Tensor, targets: Tensor, core: Core) -> Tensor:
     is_part = len(logits) < len(targets)
     if is_part:
         targets = own_rows(targets, core.groups.cp)
-    if core.groups.tp.size() == 1:
+    group = core.groups.tp
+    if group.size() == 1:
         losses = nats(logits, targets)
+    elif logits.dtype == torch.float32:
+        # In place: its softmax, and then the gradient, take the place of the logits.
+        losses = vocab_parallel_cross_entropy(logits, targets)
     else:
-        losses = vocab_parallel_cross_entropy(logits.float(), targets)
+        terms = vocabulary_terms(logits, targets - group.rank() * logits.shape[2])
+        # The backward pass selects this process's terms.
+        every = gather_from_tensor_model_parallel_region(terms, group).unflatten(2, (-1, 2))
+        losses = every[..., 0].logsumexp(-1) - every[..., 1].sum(-1)
     return gather_context(losses, core.megatron, core.groups) if is_part else losses
 
 

@@ -8,7 +8,7 @@
 | norm | in float32, rounded once | torch's kernel, float32 inside |
 | bias of a matrix product | separate addition | fused (`tensor_parallel.py`) |
 | rotary positions, activation, dropout and residual | one kernel per operator | `torch.compile` |
-| cross-entropy | on float32 logits | `torch.compile`, without materialising float32 logits |
+| cross-entropy | a piece at a time in float32 | `torch.compile`, without float32 logits |
 
 `training.kernels: torch` uses the plain form on a GPU too; `apex` uses the norms and Adam of NVIDIA
 Apex, and `transformer_engine` the linear layers and norms of Transformer Engine in the blocks
@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ BLOCK = 128
 FEW = 4
 """Most keys of `attend_to_few`."""
 _SMALLEST_HEAD = 16
+NUM_PIECES = 8
+"""Pieces in which the plain form computes functions of `in_pieces`."""
 
 
 def choose_kernels(library: KernelLibrary) -> None:
@@ -87,6 +89,50 @@ def region(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
+def in_pieces(plain: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Decorate a function of logits and ids to save no more than these for the backward pass.
+
+    It runs compiled if `is_fused` holds for the logits, otherwise in pieces of rows, which the
+    backward pass computes again. Rows (first dimension) must be independent.
+    """
+
+    @functools.wraps(plain)
+    def run(logits: Tensor, ids: Tensor) -> Tensor:
+        if is_fused(logits):
+            return compiled(plain)(logits, ids)
+        result: Tensor = _InPieces.apply(plain, logits, ids)
+        return result
+
+    return run
+
+
+class _InPieces(torch.autograd.Function):
+    """A function in pieces of rows, whose temporaries exist for one piece at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, plain: Callable[..., Tensor], logits: Tensor, ids: Tensor) -> Tensor:
+        ctx.plain = plain
+        ctx.save_for_backward(logits, ids)
+        return torch.cat([plain(*piece) for piece in _pieces(logits, ids)])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
+        logits, ids = ctx.saved_tensors
+        result = torch.empty_like(logits)
+        for piece, of_piece, slope, own_ids in _pieces(logits, result, gradient, ids):
+            with torch.enable_grad():
+                leaf = piece.detach().requires_grad_()
+                value = ctx.plain(leaf, own_ids)
+            of_piece.copy_(torch.autograd.grad(value, leaf, slope)[0])
+        return None, result, None
+
+
+def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    rows = -(-len(tensors[0]) // NUM_PIECES)
+    return zip(*(each.split(rows) for each in tensors), strict=True)
+
+
 @region
 def turn(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate adjacent channels (2i, 2i + 1), as complex numbers, by an angle, in float32.
@@ -129,11 +175,27 @@ def attend_to_few(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return mixed.to(query.dtype)
 
 
-@region
+@in_pieces
 def nats(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the cross-entropy, float32 `[s, b]`, of logits `[s, b, v]` and ids int64 `[s, b]`."""
     wide = logits.float().flatten(0, 1)
     return F.cross_entropy(wide, targets.flatten(), reduction="none").view_as(targets)
+
+
+@in_pieces
+def vocabulary_terms(logits: Tensor, ids: Tensor) -> Tensor:
+    """Return what the cross-entropy needs of a part of the vocabulary.
+
+    Args:
+        logits: of the part, `[s, b, v]`.
+        ids: int64 `[s, b]`, counted from the first of the part; those outside [0, v) are of others.
+
+    Returns:
+        log Σ exp(logits), and the logit of the id or 0, float32 `[s, b, 2]`.
+    """
+    wide = logits.float()
+    is_target = ids.unsqueeze(-1) == torch.arange(wide.shape[-1], device=wide.device)
+    return torch.stack([wide.logsumexp(-1), torch.where(is_target, wide, 0.0).sum(-1)], dim=-1)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

@@ -124,7 +124,7 @@ class ActivationMemory:
         head_backward: gradients inside the loss, or inside a recomputed block of the head, during
             its backward pass.
         transit: hidden states received from and sent to neighbouring stages.
-        outputs: outputs of the last layer that DeepSpeed's pipeline keeps.
+        outputs: outputs of the last layer that DeepSpeed's pipeline keeps, besides those in `head`.
         freed: saved above that stack, and freed by the time of the peak.
         weights: gradient of an MLP matrix before accumulation, minus the second gradient of a
             norm, which is part of `backward` but does not exist at that time.
@@ -187,7 +187,7 @@ def activation_memory(shape: ModelShape, layout: Layout, stage: int = 0) -> Acti
         backward=images * worst.backward,
         head_backward=_head_backward(shape, ends, layout) * holds.is_last,
         transit=images * _in_transit(shape, layout, stage, in_flight),
-        outputs=images * ends.outputs * _kept_outputs(layout) * holds.is_last,
+        outputs=images * _kept_outputs(ends, layout) * holds.is_last,
         freed=images * worst.freed,
         weights=worst.weights,
         bridge_pass=images * max(_bridge_passes(here, head)),
@@ -273,14 +273,13 @@ def _moments(here: Sequence[_StackHere], head: float, layout: Layout) -> Iterato
 
 def _head_backward(shape: ModelShape, ends: BoundaryActivations, layout: Layout) -> float:
     """Return the peak bytes of gradients in the head's backward pass."""
-    # Gradients of the scores and of the first result of the loss.
-    images, scores = layout.micro_batch_size, 2 * ends.scores
+    images, of_loss = layout.micro_batch_size, ends.loss_backward
     if shape.is_only_stack:
-        return images * scores
+        return images * of_loss
     decoder = shape.decoder_in(layout)
     if decoder is None:
         # Layers without attention: the gradient of the widest tensor.
-        return images * max(scores, ends.widest)
+        return images * max(of_loss, ends.widest)
     recomputed, is_full = _recomputed(decoder, layout), _is_full(layout)
     # Without recomputation the peak is at the start of the backward pass, in the last block.
     is_last = not is_full or decoder.num_layers == 1
@@ -289,7 +288,7 @@ def _head_backward(shape: ModelShape, ends: BoundaryActivations, layout: Layout)
     tokens = decoder.work.num_read if is_last else decoder.work.num_tokens
     freed = 0.0 if is_last else (decoder.num_layers - 1) * _hidden(decoder, layout)
     inside = recomputed + tokens * _backward(decoder, layout) - freed
-    return max(images * scores, images * inside + _weights(decoder, layout, tokens))
+    return max(images * of_loss, images * inside + _weights(decoder, layout, tokens))
 
 
 def _weights(stack: StackShape, layout: Layout, num_tokens: int) -> float:
@@ -378,9 +377,11 @@ def _in_transit(shape: ModelShape, layout: Layout, stage: int, in_flight: int) -
     return hidden * ((from_below + to_above) * in_flight + 1) + passing
 
 
-def _kept_outputs(layout: Layout) -> int:
-    """Return the number of micro-batches whose outputs DeepSpeed keeps on the last stage.
+def _kept_outputs(ends: BoundaryActivations, layout: Layout) -> float:
+    """Return the bytes per image of outputs that DeepSpeed keeps on the last stage.
 
     It has two buffers, and frees one when the next micro-batch takes it.
     """
-    return min(2, layout.accumulation_steps) if layout.pipeline > 1 else 0
+    if layout.pipeline == 1:
+        return 0.0
+    return min(2, layout.accumulation_steps) * ends.outputs - ends.saved_outputs

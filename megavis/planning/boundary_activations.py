@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from megavis.composition.trainable import SequenceBatch, Trainable
@@ -47,7 +47,8 @@ class BoundaryActivations:
         embedding: saved in the first layer.
         head: saved in the last layer and the loss.
         outputs: output of the last layer.
-        scores: the same in float32, the precision of losses.
+        saved_outputs: what of it is part of `head`.
+        loss_backward: peak of the gradients and other temporaries in the loss's backward pass.
         bridges: saved above each stack but the last.
         bridge_passes: peak of the other temporaries in each bridge's forward pass.
         widest: largest tensor saved in the last layer.
@@ -56,7 +57,8 @@ class BoundaryActivations:
     embedding: float
     head: float
     outputs: float
-    scores: float
+    saved_outputs: float
+    loss_backward: float
     bridges: tuple[float, ...] = ()
     bridge_passes: tuple[float, ...] = ()
     widest: float = 0.0
@@ -99,12 +101,12 @@ def boundary_activations_of(objective: Trainable) -> BoundaryActivations:
     score = partial(_score, objective, last, state, sequence)
     head, outputs = saved_tensors(score, [last])
     given = outputs if isinstance(outputs, tuple) else (outputs,)
-    numbers = sum(tensor.numel() for tensor in given if tensor.is_floating_point())
     return BoundaryActivations(
         embedding=num_bytes(embedding) / _IMAGES + _kernels(first_plan),
         head=num_bytes(head) / _IMAGES + _kernels(last_plan),
         outputs=sum(tensor.nbytes for tensor in given) / _IMAGES,
-        scores=torch.float32.itemsize * numbers / _IMAGES,
+        saved_outputs=sum(each.nbytes for each in given if _place(each) in head) / _IMAGES,
+        loss_backward=_loss_backward(objective, outputs, sequence) / _IMAGES,
         bridges=tuple(bridges),
         bridge_passes=tuple(passes),
         widest=max(tensor.untyped_storage().nbytes() for tensor in head.values()) / _IMAGES,
@@ -180,6 +182,15 @@ def _score(
     outputs: Predictions = head(state)
     objective.loss(outputs, sequence.targets)
     return outputs
+
+
+def _loss_backward(objective: Trainable, outputs: Predictions, sequence: SequenceBatch) -> int:
+    """Return the peak bytes of the gradients that the loss computes for the head's outputs."""
+    leaves = tree_map(lambda output: output.detach().requires_grad_(output.requires_grad), outputs)
+    loss = objective.loss(leaves, sequence.targets)
+    with LiveStorages() as live:
+        loss.backward()
+    return live.most
 
 
 def saved_tensors(

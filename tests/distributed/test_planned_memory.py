@@ -18,6 +18,7 @@ HALF, TENSOR = "training.precision=bf16", "parallel.tensor_model_parallel_size=2
 FULL, CONTEXT = "parallel.activation_checkpointing=full", "parallel.context_parallel_size=2"
 SELECTIVE = "parallel.activation_checkpointing=selective"
 MSE = ["objective.loss=mse", "objective.decoder=linear"]
+VOCABULARY = "objective.vocabulary_size=4096"
 ZERO, AVERAGE = "parallel.zero_stage=", "optimizer.ema_decay=0.9"
 
 
@@ -30,6 +31,7 @@ ZERO, AVERAGE = "parallel.zero_stage=", "optimizer.ema_decay=0.9"
         ("darl", 2, [HALF, ZERO + "2", AVERAGE, *MSE]),
         ("givt", 2, [ZERO + "3"]),
         ("gvp", 2, [TENSOR]),
+        ("igpt", 2, [HALF, TENSOR, ZERO + "1", VOCABULARY]),
         ("mp3", 1, [HALF, ZERO + "1", SELECTIVE]),
         ("igpt", 2, [CONTEXT, ZERO + "1"]),
         ("igpt", 2, [CONTEXT, ZERO + "1", SELECTIVE]),
@@ -58,6 +60,9 @@ def test_planned_states_and_activations(
     [
         ("igpt", [TENSOR, "parallel.sequence_parallel=true", FULL]),
         ("igpt", ["parallel.pipeline_model_parallel_size=2"]),
+        # The gradient of the logits is most of the peak.
+        ("igpt", [HALF, ZERO + "1", "parallel.pipeline_model_parallel_size=2", VOCABULARY]),
+        ("igpt", [HALF, ZERO + "1", TENSOR, VOCABULARY]),
     ],
 )
 def test_planned_peak_memory(run_job: Any, name: str, words: list[str]) -> None:
