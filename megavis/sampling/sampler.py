@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megavis.composition.composition import Composition
@@ -21,8 +20,7 @@ from megavis.composition.condition import Known
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.model.inference import Inference
-from megavis.parallel.context import Axis
-from megavis.parallel.progress_bar import shown
+from megavis.sampling.batches import distribute_batches
 from megavis.sampling.generate import GenerationSettings, generate_in_steps
 from megavis.schedules.orders import gather_tokens, to_raster
 
@@ -256,39 +254,9 @@ class Acceptance:
         return [0, 0, 0] if self.counts is None else self.counts.tolist()
 
 
-def distribute_batches(
-    draw: Callable[[Tensor], Tensor], num_images: int, *, batch_size: int, data: Axis
-) -> Tensor:
-    """Generate images in batches, distributed over the data-parallel processes.
-
-    `draw` generates the images with the given indices, int64 `[b]`, which may exceed `num_images`.
-
-    Returns:
-        All images in the order of their indices, the same on every process.
-    """
-    # All processes generate the same number of images, padded if necessary: under ZeRO-3 each
-    # forward pass gathers weights, which is collective.
-    share = -(-num_images // data.size)
-    numbers = torch.arange(data.rank * share, (data.rank + 1) * share)
-    chunks = numbers.split(batch_size)
-    # What training draws is one batch.
-    bar = shown(chunks, "generating", total=share, size=len) if len(chunks) > 1 else chunks
-    parts = [draw(chunk) for chunk in bar]
-    return _gather(torch.cat(parts), data)[:num_images]
-
-
 def _in_turn(rows: Tensor, numbers: Tensor) -> Tensor:
     """Return the rows for images with these indices, cycling through `rows`."""
     return rows[(numbers % len(rows)).to(rows.device)]
-
-
-def _gather(mine: Tensor, data: Axis) -> Tensor:
-    """Concatenate `[b, ...]` of all data-parallel processes by rank."""
-    if data.size == 1:
-        return mine
-    parts = [torch.empty_like(mine) for _ in range(data.size)]
-    dist.all_gather(parts, mine.contiguous(), group=data.group)
-    return torch.cat(parts)
 
 
 @dataclass(frozen=True)
