@@ -220,7 +220,7 @@ class Run:
         image: Any = None,
         tokens: bool = False,
         seed: int = 0,
-        batch_size: int = 64,
+        batch_size: int | None = None,
         **options: Any,
     ) -> Tensor:
         """Generate images, or complete images from their first part.
@@ -233,7 +233,7 @@ class Run:
             image: uint8 `[b, H, W, 3]`, input of the encoder, if the run has one.
             tokens: return tokens in place of images.
             seed: random seed.
-            batch_size: images generated at once.
+            batch_size: images generated at once; default: as many as fit on a GPU, 64 on a CPU.
             **options: as for `sampler`.
 
         Returns:
@@ -242,6 +242,7 @@ class Run:
 
         Raises:
             UserError: the paper does not support this, or a number is out of range.
+            torch.OutOfMemoryError: a batch of `batch_size` images does not fit.
         """
         if not 0 <= given <= 1:
             raise UserError(f"the given share must lie in [0, 1], not {given}")

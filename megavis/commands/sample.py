@@ -54,13 +54,21 @@ def run(args: argparse.Namespace) -> int:
             )
         precision = args.precision or default_precision(context.device)
         opened = open_run(args.run_folder, step=args.step, precision=precision)
-        pixels = _draw(opened, args)
+        try:
+            pixels = _draw(opened, args)
+        except torch.OutOfMemoryError:
+            raise UserError(_out_of_memory(args, context.device)) from None
         kind = "completions" if args.prefix else "samples"
         out = args.out or opened.folder / "samples" / f"{kind}-{opened.step:08d}.png"
         if context.is_main and pixels is not None:
             save_png(out, pixels)
             sys.stdout.write(f"{out}\n")
     return 0
+
+
+def _out_of_memory(args: argparse.Namespace, device: torch.device) -> str:
+    given = "" if args.batch_size is None else f" of {args.batch_size}"
+    return f"a batch{given} does not fit into the memory of {device}; give a smaller --batch-size"
 
 
 def _check_together(args: argparse.Namespace, *, reads_images: bool) -> None:
@@ -185,8 +193,7 @@ def write_samples(opened: Run, args: argparse.Namespace) -> None:
         args.npz,
         sampler.balanced_images,
         num_images=args.num_images,
-        batch_size=args.batch_size,
-        context=opened.context,
+        batches=sampler.batches(args.batch_size),
         settings={**_network_settings(opened), "seed": args.seed, **options},
     )
     if opened.context.is_main:

@@ -65,6 +65,15 @@ class Inference:
         return predictions
 
     @property
+    def is_alone(self) -> bool:
+        """True if passes of this process communicate with no other: it holds all weights.
+
+        Under ZeRO-3 it does not: weights are gathered only while a module runs.
+        """
+        holds_weights = all(p.numel() for _, p in self.layers.named_parameters())
+        return holds_weights and self.context.model.size == self.context.context.size == 1
+
+    @property
     def head(self) -> Head:
         """The last layer, on the last stage; raise TypeError for models without a head."""
         last = self.layers.modules[-1]

@@ -89,6 +89,12 @@ class ParallelContext:
         dist.broadcast_object_list(values, src=0, group=self.world.group, device=self.device)
         return values[0]
 
+    def smallest(self, value: int) -> int:
+        """Return the smallest of the processes' values; collective over all processes."""
+        least = torch.tensor(value, device=self.device)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.world.group)
+        return int(least)
+
     def on_main(self, compute: Callable[[], _Value]) -> _Value:
         """Compute a picklable value on the main process alone; collective over all processes.
 

@@ -33,8 +33,11 @@ from megavis.data.format.files import atomic_writer, write_atomically
 from megavis.data.loading.batch import Batch
 from megavis.model.inference import Inference
 from megavis.parallel.context import ParallelContext
+from megavis.sampling.batches import Batches
 from megavis.sampling.sampler import Sampler, settings_of
 
+_GALLERY_BATCH = 64
+"""A gallery may share a GPU with training, whose memory it must not fill."""
 _VISIBLE_SIDE = 128
 _LINE = 2
 _LINE_SHADE = 255
@@ -140,7 +143,9 @@ class Gallery:
         share = 0.0 if examples is None else paper.default_share
         if examples is None and paper.schedule.needs_given:
             raise UserError("completions need images: give data.validation")
-        return picture(samplers, examples, num_images=num_images, share=share)
+        return picture(
+            samplers, examples, num_images=num_images, share=share, batch_size=_GALLERY_BATCH
+        )
 
 
 def picture(
@@ -153,7 +158,7 @@ def picture(
     conditions: Mapping[str, Tensor] | None = None,
     later: Mapping[str, Tensor] | None = None,
     num_columns: int = 8,
-    batch_size: int = 64,
+    batch_size: int | None = None,
 ) -> np.ndarray:
     """Generate images and arrange them in a grid; collective over all processes of the job.
 
@@ -164,6 +169,7 @@ def picture(
         num_copies: samples per sampler and example; the paper's default when None.
         conditions: conditions by name; the paper's defaults when None.
         num_columns: columns of a grid without examples.
+        batch_size: see `Sampler.draw`.
 
     Returns:
         uint8 `[H, W, 3]`; with examples one row per image: original | given part | completions,
@@ -255,28 +261,33 @@ def write_npz(
     draw: Draw,
     *,
     num_images: int,
-    batch_size: int,
-    context: ParallelContext,
+    batches: Batches,
     settings: Mapping[str, Any],
 ) -> None:
     """Generate N images into `path`; collective over all processes of the job.
 
     Args:
         path: the file; batches are kept in `<path>.parts` until all are complete.
+        batches: their size, if it is still to be chosen, is that of existing batches.
         settings: JSON values that determine the images, including the network.
 
     Raises:
-        UserError: existing batches were generated with other settings.
+        UserError: existing batches were generated with other settings, or not even one image fits.
+        torch.OutOfMemoryError: see `Batches.run`.
     """
-    folder = path.with_name(f"{path.name}.parts")
+    folder, context = path.with_name(f"{path.name}.parts"), batches.context
+    kept = folder / "settings.json"
+    if batches.size is None:
+        batches.size = context.on_main(lambda: _batch_size(kept))
+    batch_size = batches.choose(draw, num_images)
     wanted = json.dumps({**settings, "num_images": num_images, "batch_size": batch_size})
-    _check_settings(folder / "settings.json", wanted, context)
+    _check_settings(kept, wanted, context)
     starts = range(0, num_images, batch_size)
     # All processes list before any writes: those that share layers must run the same batches.
     missing = [start for start in starts if not _part(folder, start).exists()]
     dist.barrier()
     for start in missing[context.data.rank :: context.data.size]:
-        images = draw(torch.arange(start, min(start + batch_size, num_images)))
+        images = batches.run(draw, torch.arange(start, min(start + batch_size, num_images)))
         if context.tensor.rank == context.context.rank == 0:
             with atomic_writer(_part(folder, start)) as file:
                 np.save(file, images.cpu().numpy())
@@ -287,6 +298,11 @@ def write_npz(
             np.savez(file, arr_0=joined)
         shutil.rmtree(folder)
     dist.barrier()
+
+
+def _batch_size(path: Path) -> int | None:
+    """Return the batch size in a settings file, or None if there is none."""
+    return int(json.loads(path.read_text())["batch_size"]) if path.exists() else None
 
 
 def _check_settings(path: Path, wanted: str, context: ParallelContext) -> None:

@@ -20,7 +20,7 @@ from megavis.composition.condition import Known
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.model.inference import Inference
-from megavis.sampling.batches import distribute_batches
+from megavis.sampling.batches import Batches
 from megavis.sampling.generate import GenerationSettings, generate_in_steps
 from megavis.schedules.orders import gather_tokens, to_raster
 
@@ -98,9 +98,12 @@ class Sampler:
             cached=options.get("cached", True),
             static=options.get("static", False),
         )
+        made = Acceptance()
         for tokens, counts in steps:
-            self.acceptance.add(counts)
+            made.add(counts)
             yield tokens
+        # Not those of a batch that ran out of memory.
+        self.acceptance.add(made.counts)
 
     def order_of(self, images: Tensor) -> Tensor:
         """Return the order in which images `[b]` are generated: int64 `[b or 1, n]`."""
@@ -114,7 +117,13 @@ class Sampler:
 
     def to_images(self, tokens: Tensor) -> Tensor:
         """Decode tokens in raster order to uint8 `[b, H, W, 3]`, or raise UserError."""
-        return self.paper.to_images(tokens, self.folder)
+        # All at once if they fit: a decoder needs no other process.
+        batches = Batches(self.runner.context, len(tokens), halves=True)
+        return batches.run(lambda part: self.paper.to_images(part, self.folder), tokens)
+
+    def batches(self, size: int | None = None) -> Batches:
+        """Return batches to generate in; None: as many images as fit on a GPU, 64 on a CPU."""
+        return Batches.of(self.runner.context, size, is_alone=self.runner.is_alone)
 
     def draw(
         self,
@@ -124,7 +133,7 @@ class Sampler:
         originals: Tensor | None = None,
         num_given: int = 0,
         later: Mapping[str, Tensor] | None = None,
-        batch_size: int = 64,
+        batch_size: int | None = None,
     ) -> Tensor:
         """Generate images, or complete originals.
 
@@ -136,12 +145,15 @@ class Sampler:
             originals: samples to complete, in the form of the shards.
             num_given: given positions p, the first in the order.
             later: conditions for the second half of the order (GIVT, figure 19).
+            batch_size: images per batch; default: as many as fit on a GPU, 64 on a CPU.
 
         Returns:
             The tokenizer's tokens `[b, n, ...]` in raster order, the same on every process.
 
         Raises:
             UserError: a number or a condition is invalid.
+            torch.OutOfMemoryError: a batch does not fit, which is halved only if there is no
+                `batch_size` and processes do not share layers.
         """
         known = dict(conditions or {})
         self._check(originals, num_images, num_given)
@@ -167,9 +179,11 @@ class Sampler:
                 drawn = self.tokens(numbers, conditions=own, order=order, given=half)
             return self.from_order(drawn, order)
 
-        return distribute_batches(
-            draw, num_images, batch_size=batch_size, data=self.runner.context.data
-        )
+        batches, counts = self.batches(batch_size), self.acceptance.counts
+        batches.choose(draw, num_images)
+        # Without the images that were generated to measure.
+        self.acceptance.counts = counts
+        return batches.distribute(draw, num_images)
 
     def balanced_images(self, images: Tensor) -> Tensor:
         """Generate the images with indices int64 `[b]`, with evenly distributed conditions.

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from latent_shards import write_latent_shards
 from PIL import Image
 
 from megavis.cli import main
+from megavis.sampling.sampler import Sampler
 from megavis.tokenizers.network_tokenizer import open_tokenizer
 
 GOLDEN = Path(__file__).parents[1] / "data" / "givt"
@@ -47,6 +49,23 @@ def test_sample_grids(runs, tmp_path, capsys, name, words, tiles):
     # Images of 16² pixels, enlarged eight times, with lines of two pixels between them.
     assert pixels.shape == (tiles[0] * 130 + 2, tiles[1] * 130 + 2, 3)
     assert ("of the proposals accepted" in capsys.readouterr().out) == ("--guidance" in words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "not even one image fits into the memory of cpu"),
+        (["--batch-size", "2"], "a batch of 2 does not fit into the memory of cpu; give a smaller"),
+        (["--batch-size", "0"], "'0' is not a whole number of 1 or more"),
+    ],
+)
+def test_batches_that_do_not_fit(runs, monkeypatch, capsys, words, message):
+    def without_room(*_, **__):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(Sampler, "tokens", without_room)
+    assert sample(runs, "givt_causal", "--num-images", "3", *words) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_npz_of_other_settings_is_refused(runs, tmp_path, capsys):

@@ -55,7 +55,11 @@ def add_sample(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--images", help="shard folder of the images; default: the run's own")
     parser.add_argument("--seed", type=int, default=0, help="random seed; default: 0")
-    parser.add_argument("--batch-size", type=int, default=64, help="images per batch; default: 64")
+    parser.add_argument(
+        "--batch-size",
+        type=positive,
+        help="images per batch; default: as many as fit on a GPU, 64 on a CPU",
+    )
     parser.add_argument(
         "--precision",
         choices=("float32", "bf16"),
@@ -78,10 +82,8 @@ def add_sample(parser: argparse.ArgumentParser) -> None:
 
 
 def _check_sample(args: argparse.Namespace) -> None:
-    if min(args.num_images, args.completions or 1, args.batch_size, args.per_class) < 1:
-        raise UserError(
-            "--num-images, --completions, --batch-size and --per-class must be at least 1"
-        )
+    if min(args.num_images, args.completions or 1, args.per_class) < 1:
+        raise UserError("--num-images, --completions and --per-class must be at least 1")
 
 
 def _add_classes(parser: argparse.ArgumentParser) -> None:
