@@ -16,7 +16,7 @@ time limit or a crash loses the part that was running and nothing else.
     3      5        ZeRO 0 to 3 from one checkpoint, float32 and bf16; saved at ZeRO-3, on at ZeRO-1
     4      3        waits for the device inside a step
     5      12       the papers' presets: step time, MFU, memory, where the time goes
-    6      6        decoding: batch 1, 16, 64; float32, bf16, CUDA graph
+    6      6        decoding: batch 1, 16, 64; float32, bf16, CUDA graph; largest batch
     7      4        the loader alone and during a step; the stall of a save
     8      3        two equal runs, replica check, a refit of the planner
 

@@ -1,11 +1,11 @@
-"""Stage 6: speed of generating ids: batch 1, 16 and 64, float32, bf16, with CUDA graphs."""
+"""Stage 6: generating ids: speed at batch 1, 16, 64, float32, bf16, CUDA graphs; largest batch."""
 
 from __future__ import annotations
 
 import functools
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from benchmarks.gpu_check.stages import Measure
 from megavis.model.inference import Inference
 from megavis.model.stack import LocalLayers
 from megavis.papers.igpt.paper import IGPT
+from megavis.parallel.context import ParallelContext
 from megavis.parallel.launch import Launch
+from megavis.sampling.batches import Batches
 from megavis.sampling.sampler import Sampler
 
 PRESET = "igpt/l_32.yaml"
@@ -32,24 +34,21 @@ def parts(settings: Settings) -> Mapping[str, Measure]:
     """Return the stage's parts."""
     dtypes = {"float32": torch.float32, "bf16": torch.bfloat16}
     ways = {"": False, ", CUDA graphs": True}
-    return {
+    speeds = {
         f"{name}{way}": functools.partial(_decode, f"{name}{way}", dtype, static)
         for way, static in ways.items()
         for name, dtype in dtypes.items()
     }
+    return {**speeds, "automatic batch": _automatic}
 
 
 def _decode(
     name: str, dtype: torch.dtype, static: bool, launch: Launch, settings: Settings
 ) -> list[Row]:
-    tiny = (*TINY, *SMALL_IMAGES[PRESET]) if settings.small else ()
     with job(launch, settings) as context:
         bandwidth = next(row for row in speed(launch, settings) if row.what == _BANDWIDTH)
-        objective, stack = plain_model(read_config(PRESET, tiny), context)
-        assert isinstance(objective, IGPT)
-        stack.to(device=context.device, dtype=dtype)
-        num_bytes = sum(p.numel() * p.element_size() for p in stack.parameters())
-        runner = Inference(LocalLayers(objective.layer_plans(), list(stack.layers)), context)
+        objective, runner = _model(dtype, context, settings)
+        num_bytes = sum(p.numel() * p.element_size() for _, p in runner.layers.named_parameters())
         rows = []
         for batch in (1, 2) if settings.small else _BATCHES:
             seconds = seconds_a_place(runner, objective, batch, settings, static=static)
@@ -58,6 +57,41 @@ def _decode(
             note = _NOTES[settings.on_gpu] if static else ""
             rows += _rows(f"decoding iGPT-L, {name}, batch {batch}", seconds, batch, share, note)
     return rows
+
+
+def _model(
+    dtype: torch.dtype, context: ParallelContext, settings: Settings
+) -> tuple[IGPT, Inference]:
+    tiny = (*TINY, *SMALL_IMAGES[PRESET]) if settings.small else ()
+    objective, stack = plain_model(read_config(PRESET, tiny), context)
+    assert isinstance(objective, IGPT)
+    stack.to(device=context.device, dtype=dtype)
+    return objective, Inference(LocalLayers(objective.layer_plans(), list(stack.layers)), context)
+
+
+def _automatic(launch: Launch, settings: Settings) -> list[Row]:
+    with job(launch, settings) as context:
+        objective, runner = _model(torch.bfloat16, context, settings)
+        sampler = Sampler(runner, objective, Path())
+        return batch_rows(sampler.batches(), sampler.tokens, 2 if settings.small else 4096)
+
+
+def batch_rows(
+    batches: Batches, draw: Callable[[torch.Tensor], torch.Tensor], num_images: int
+) -> list[Row]:
+    """Choose the largest batch for a number of images, generate it, and compare its memory."""
+    size, title = batches.choose(draw, num_images), f"automatic batch of {num_images} images"
+    if batches.memory is None:
+        return [Row(title, size, "images", note="no GPU: 64 images, or all")]
+    free = batches.memory.free()
+    peak = batches.memory.peak_of(lambda: batches.run(draw, torch.arange(size)))
+    share, fits = 100 * peak / free, batches.size == size
+    used = share >= 50 or size == num_images
+    return [
+        Row(title, size, "images"),
+        Row(f"{title}: fits", fits, aim="yes", passed=fits),
+        Row(f"{title}: of the free memory", share, "%", "50 or more, or all images", used),
+    ]
 
 
 def _rows(title: str, seconds: float, batch: int, share: float, note: str) -> list[Row]:
