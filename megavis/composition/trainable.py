@@ -19,7 +19,7 @@ from megavis.config.finetune_checks import NO_NULL_LABEL
 from megavis.config.schema import ObjectiveConfig, RunConfig
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.batch import Batch
-from megavis.model.stack import LayerPlan
+from megavis.model.stack import LayerPlan, matrix_share
 from megavis.parallel.context import ParallelContext
 
 if TYPE_CHECKING:
@@ -44,6 +44,10 @@ class Trainable(ABC):
     @abstractmethod
     def flops_per_image(self) -> float:
         """Return the FLOPs of a training step for one image."""
+
+    def fp8_share(self) -> float:
+        """Return the fraction of a training step's FLOPs that run in FP8: 0 without it."""
+        return matrix_share(self.layer_plans()) if self.config.training.fp8 else 0.0
 
     @abstractmethod
     def check_data(self, manifest: Manifest) -> Iterator[str]:

@@ -7,12 +7,14 @@ twice the forward pass; recomputation is not counted.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megavis.config.schema import ModelConfig
 
-# Dense bf16 peak of one device in FLOP/s, without sparsity, from the vendor's data sheets.
+# Dense peaks of one device in FLOP/s, without sparsity, from the vendor's data sheets.
 _PEAKS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+_FP8_PEAKS = {"H100 PCIe": 1513e12, "H100": 1979e12, "H200": 1979e12, "B200": 4500e12}
 
 
 @dataclass(frozen=True)
@@ -51,18 +53,45 @@ def training_flops(model: ModelConfig, work: Workload) -> float:
 def forward_flops(model: ModelConfig, work: Workload) -> float:
     """Return the FLOPs of one image's forward pass through a stack and the head above it."""
     width = model.hidden_size
-
-    def block(num_tokens: int) -> float:
-        own = 2 * width * width + 2 * width * model.mlp_size + 2 * width * work.mean_visible
-        if work.num_memory:
-            own += 2 * width * width + 2 * width * work.num_memory
-        return 2 * (num_tokens * own + (work.num_visible + work.num_memory) * 2 * width * width)
-
+    visible = work.mean_visible + work.num_memory
+    attention = 4 * width * visible * _queries(model, work)
     head = 2 * work.num_read * width * work.num_outputs
-    return (model.num_layers - 1) * block(work.num_tokens) + block(work.num_read) + head
+    return matrix_flops(model, work) + attention + head
 
 
-def peak_flops(device_name: str) -> float | None:
-    """Return a device's dense bf16 peak in FLOP/s, or None if unknown."""
-    matches = [name for name in _PEAKS if name in device_name]
-    return _PEAKS[max(matches, key=len)] if matches else None
+def matrix_flops(model: ModelConfig, work: Workload) -> float:
+    """Return the part of `forward_flops` in products of the blocks with their weights."""
+    width = model.hidden_size
+    # Query and output projection, of cross-attention too, and the MLP; then keys and values.
+    own = 2 * width * (width * (1 + (work.num_memory > 0)) + model.mlp_size)
+    keys = 2 * width * width * (work.num_visible + work.num_memory)
+    return 2 * (own * _queries(model, work) + keys * model.num_layers)
+
+
+def _queries(model: ModelConfig, work: Workload) -> int:
+    """Return the tokens that leave the blocks, summed over the blocks."""
+    return (model.num_layers - 1) * work.num_tokens + work.num_read
+
+
+def peak_flops(device_name: str, fp8_share: float = 0.0) -> float | None:
+    """Return a device's dense peak in FLOP/s, or None if unknown.
+
+    Args:
+        device_name: as the driver reports it.
+        fp8_share: fraction of the operations in FP8; the others are in bf16.
+    """
+    plain = _of_device(_PEAKS, device_name)
+    if plain is None or not fp8_share:
+        return plain
+    fp8 = _of_device(_FP8_PEAKS, device_name)
+    return None if fp8 is None else mixed_peak(plain, fp8, fp8_share)
+
+
+def mixed_peak(plain: float, fp8: float, fp8_share: float) -> float:
+    """Return the rate at which operations run if a share has the peak of FP8, the rest another."""
+    return 1 / (fp8_share / fp8 + (1 - fp8_share) / plain)
+
+
+def _of_device(peaks: Mapping[str, float], device_name: str) -> float | None:
+    matches = [name for name in peaks if name in device_name]
+    return peaks[max(matches, key=len)] if matches else None

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from megavis.model.core import Block, Core
 from megavis.model.declarations import ParamGroupOptions, add_options
 from megavis.model.embeddings import LastNorm, ReplicatedLinear, to_stream
-from megavis.model.flops import Workload, forward_flops
+from megavis.model.flops import Workload, forward_flops, matrix_flops
 from megavis.model.init import Fill, xavier_uniform
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.parallel.random import seeded
@@ -318,6 +318,14 @@ def model_flops(plans: Sequence[LayerPlan]) -> float:
     """Return the FLOPs of one image's forward and backward pass."""
     stacks = sum(stack.flops for stack in stacks_of(plans))
     return 3 * (stacks + sum(plan.own_flops for plan in plans))
+
+
+def matrix_share(plans: Sequence[LayerPlan]) -> float:
+    """Return the fraction of `model_flops` in products of the blocks with their weights."""
+    inside = (plan.inner for plan in plans if plan.inner is not None)
+    stacks = (*stacks_of(plans), *inside)
+    matrices = sum(matrix_flops(stack.core.model, stack.work) for stack in stacks)
+    return 3 * matrices / model_flops(plans)
 
 
 def block_weights(plans: Sequence[LayerPlan]) -> tuple[list[int], list[float]]:

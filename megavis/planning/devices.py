@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError
 from megavis.config.errors import UserError
 from megavis.config.schema import Section
 from megavis.config.yaml_tree import ConfigSource, read_tree
+from megavis.model.flops import mixed_peak
 
 Amount = Annotated[float, Field(gt=0, strict=False)]
 
@@ -27,6 +28,8 @@ class Device(Section):
     """Memory in 10⁹ bytes."""
     bf16_tflops: Amount
     """Dense peak, for fp16 too."""
+    fp8_tflops: Amount | None = None
+    """Dense peak; None if the device has no FP8."""
     float32_tflops: Amount
     """Peak without TensorFloat-32; plans ignore `training.tf32`."""
     memory_gb_per_s: Amount
@@ -55,6 +58,7 @@ DEVICES: Mapping[str, Device] = {
             name="h100",
             memory_gb=80,
             bf16_tflops=989,
+            fp8_tflops=1979,
             float32_tflops=67,
             memory_gb_per_s=3350,
             node_gb_per_s=450,
@@ -64,6 +68,7 @@ DEVICES: Mapping[str, Device] = {
             name="h200",
             memory_gb=141,
             bf16_tflops=989,
+            fp8_tflops=1979,
             float32_tflops=67,
             memory_gb_per_s=4800,
             node_gb_per_s=450,
@@ -86,10 +91,21 @@ class Cluster:
         """Usable bytes per device; a tenth is left for CUDA's context, NCCL and fragmentation."""
         return 0.9e9 * self.device.memory_gb
 
-    def peak(self, number_size: int) -> float:
-        """Return the peak FLOP/s for elements of `number_size` bytes."""
+    def peak(self, number_size: int, fp8_share: float = 0.0) -> float:
+        """Return the peak FLOP/s for elements of `number_size` bytes, or for a share in FP8.
+
+        Raises:
+            UserError: the device has no FP8.
+        """
         device = self.device
-        return 1e12 * (device.float32_tflops if number_size == 4 else device.bf16_tflops)
+        plain = device.float32_tflops if number_size == 4 else device.bf16_tflops
+        if not fp8_share:
+            return 1e12 * plain
+        if device.fp8_tflops is None:
+            raise UserError(
+                f"training.fp8: {device.name} has no FP8 (fp8_tflops); use false, or another --gpu"
+            )
+        return 1e12 * mixed_peak(plain, device.fp8_tflops, fp8_share)
 
 
 def open_device(name: str, *, memory: str | None = None, interconnect: str | None = None) -> Device:

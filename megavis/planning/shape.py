@@ -118,6 +118,7 @@ class ModelShape:
         keeps_average: whether an EMA of the weights is kept.
         ends: activations of the other layers, by kind of layout.
         flops: operations of a training step per image, without recomputation.
+        fp8_share: fraction of the operations in FP8.
     """
 
     layers: Layers
@@ -129,6 +130,7 @@ class ModelShape:
     keeps_average: bool
     ends: Mapping[LayoutKey, BoundaryActivations]
     flops: float
+    fp8_share: float
 
     @property
     def number_size(self) -> int:
@@ -187,6 +189,7 @@ def shape_of(objective: Trainable, ends: Mapping[LayoutKey, BoundaryActivations]
         keeps_average=bool(config.optimizer.ema_decay),
         ends=ends,
         flops=objective.flops_per_image(),
+        fp8_share=objective.fp8_share(),
     )
 
 

@@ -102,7 +102,7 @@ def step_time(
         mfu=0.0,
     )
     whole = shape.flops * images * layout.data
-    peak = cluster.peak(shape.number_size) * layout.num_processes
+    peak = cluster.peak(shape.number_size, shape.fp8_share) * layout.num_processes
     return replace(time, mfu=whole / time.total / peak)
 
 
@@ -128,7 +128,7 @@ def _speed(shape: ModelShape, layout: Layout, cluster: Cluster) -> float:
     rows = layout.micro_batch_size * stack.work.num_tokens / stack.context_parts(layout)
     columns = stack.hidden_size / layout.tensor
     share = _PRODUCT_SHARE * rows / (rows + _HALF_ROWS) * columns / (columns + _HALF_COLUMNS)
-    return share * cluster.peak(shape.number_size)
+    return share * cluster.peak(shape.number_size, shape.fp8_share)
 
 
 def _elementwise(shape: ModelShape, layout: Layout, cluster: Cluster) -> float:

@@ -2,7 +2,8 @@
 
 Utilization is strict: operations are counted as in `megavis.model.flops` (the visible half of
 causal attention, no recomputation, no embeddings) and compared with the vendor's dense peak and
-with a matrix product of this model's size, measured in the same run.
+with a matrix product of this model's size, measured in the same run. With `training.fp8` the peak
+is that of the mixture: products of the blocks with their weights in FP8, all others in bf16.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class BenchResult:
         tokens_per_second: throughput in tokens.
         tflops_per_device: operations per second, in 10¹².
         product_tflops: the same for a matrix product of this size.
-        peak_tflops: the vendor's peak; None if unknown.
+        peak_tflops: the vendor's peak, with `training.fp8` that of the mixture; None if unknown.
         memory_gb: peak memory allocated on the device; on a CPU, the peak of the process.
         parts: fraction of the device's time by part; they sum to 1.
     """
@@ -159,7 +160,7 @@ def bench(
             tokens_per_second=rate * objective.backbone.num_tokens,
             tflops_per_device=rate * objective.flops_per_image() / context.world.size / 1e12,
             product_tflops=product / 1e12,
-            peak_tflops=_peak(clock.name, config.training.precision),
+            peak_tflops=_peak(clock.name, objective),
             memory_gb=memory / 1e9,
             parts=parts,
         )
@@ -278,8 +279,10 @@ def _product_rate(
     return count * operations / taken
 
 
-def _peak(device_name: str, precision: str) -> float | None:
-    peak = None if precision == "float32" else peak_flops(device_name)
+def _peak(device_name: str, objective: Trainable) -> float | None:
+    if objective.config.training.precision == "float32":
+        return None
+    peak = peak_flops(device_name, objective.fp8_share())
     return None if peak is None else peak / 1e12
 
 

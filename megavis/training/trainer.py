@@ -255,6 +255,7 @@ class Trainer:
         log = LogMetrics(
             settings.log_every,
             flops_per_image=paper.flops_per_image(),
+            fp8_share=paper.fp8_share(),
             tokens_per_image=paper.backbone.num_tokens,
         )
         replaced = ReportReplacedSamples(settings.log_every, self.train_data, self.context)

@@ -32,8 +32,11 @@ _MAX_NAMED = 20
 class LogMetrics:
     """Loss, learning rate, gradient norm and throughput, every N steps."""
 
-    def __init__(self, every: int, *, flops_per_image: float, tokens_per_image: int) -> None:
+    def __init__(
+        self, every: int, *, flops_per_image: float, fp8_share: float, tokens_per_image: int
+    ) -> None:
         self.every, self.flops, self.tokens = every, flops_per_image, tokens_per_image
+        self.fp8_share = fp8_share
         self._since: tuple[int, float] | None = None
 
     def __call__(self, state: StepState) -> None:
@@ -68,7 +71,7 @@ class LogMetrics:
         speeds = {"samples_per_s": rate, "tokens_per_s": rate * self.tokens}
         context = state.engine.context
         if context.device.type == "cuda":
-            peak = peak_flops(torch.cuda.get_device_name(context.device))
+            peak = peak_flops(torch.cuda.get_device_name(context.device), self.fp8_share)
             if peak:
                 speeds["mfu"] = rate * self.flops / (peak * context.world.size)
         return speeds

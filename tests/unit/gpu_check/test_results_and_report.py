@@ -91,6 +91,16 @@ def test_strict_mfu_matches_hand_calculation():
     assert strict_mfu(1e12, 494.5, 989e12) == pytest.approx(0.5)
 
 
+def test_peak_of_operations_partly_in_fp8():
+    """Of 4 TFLOP 3 take 3 / 1979 s in FP8, and one 1 / 989 s in bf16."""
+    name = "NVIDIA H100 80GB HBM3"
+    assert peak_flops(name, 0.75) == pytest.approx(4e12 / (3 / 1979 + 1 / 989))
+    assert (peak_flops(name, 1.0), peak_flops(name, 0.0)) == (pytest.approx(1979e12), 989e12)
+    assert peak_flops("NVIDIA H100 PCIe", 1.0) == pytest.approx(1513e12)
+    # No FP8 on an A100.
+    assert (peak_flops("NVIDIA A100-SXM4-80GB", 0.5), peak_flops("other", 0.5)) == (None, None)
+
+
 def settings(small):
     from pathlib import Path
 

@@ -274,6 +274,52 @@ def test_step_time_mfu_and_slower_network(shape):
     assert other.products == time.products
 
 
+FP8 = ["training.kernels=transformer_engine", "training.fp8=true"]
+
+
+def test_fp8_blocks_run_at_the_peak_of_fp8(context):
+    """By hand for iGPT-M: only products with weights of the blocks are in FP8."""
+    half, mixed = (measured(build(context, "igpt/m_32", *HALF, *more)) for more in ([], FP8))
+    width, blocks, tokens, colors = 1024, 36, 1024, 512
+    # Queries, keys, values, output and MLP; causal attention; head. Backward: twice the forward.
+    products = 3 * 2 * tokens * blocks * (4 + 8) * width**2
+    rest = 3 * 2 * tokens * (blocks * width * (tokens + 1) + width * colors)
+    assert half.flops == mixed.flops == products + rest
+    assert (half.fp8_share, mixed.fp8_share) == (0.0, pytest.approx(products / (products + rest)))
+    layout = layout_of(data=8, micro=16, zero_stage=1)
+    cluster = Cluster(open_device("h100"), 8, 8)
+    plain, fp8 = (plan_layout(each, layout, cluster, steps=1).time for each in (half, mixed))
+    at_peak = products / 1979e12 + rest / 989e12
+    assert fp8.products / plain.products == pytest.approx(at_peak / ((products + rest) / 989e12))
+    # Share of the time that the peaks would need for 16 images a device.
+    assert fp8.mfu == pytest.approx(16 * at_peak / fp8.total)
+    assert (fp8.elementwise, fp8.host) == (plain.elementwise, plain.host)
+    with pytest.raises(UserError, match="training.fp8: a100 has no FP8"):
+        plan_layout(mixed, layout, Cluster(open_device("a100"), 8, 8), steps=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("mae/tiny", []), ("darl/demo", ["objective.decoder=transformer"]), ("mp3/demo", [])],
+)
+def test_fp8_share_is_that_of_products_with_weights_of_blocks(context, name, words):
+    """As torch's counter of products finds them in the blocks of all stacks."""
+    sizes = ["model.hidden_size=64", "model.ffn_hidden_size=256"]
+    objective = build(context, name, "model.num_layers=3", *HALF, *FP8, *sizes, *words)
+    planned = objective.fp8_share() * objective.flops_per_image() / 3
+    meta, inside = torch.device("meta"), 0
+    with meta:
+        layers = [plan.build() for plan in objective.layer_plans()]
+    state = objective.blank_sequence(IMAGES, meta).inputs
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        for layer in layers:
+            state = layer(state)
+    for module, found in counter.get_flop_counts().items():
+        if module.endswith((".linear_q", ".linear_kv", ".linear_proj", "_fc1", "_fc2")):
+            inside += sum(found.values())
+    assert planned == pytest.approx(inside / IMAGES)
+
+
 def test_short_steps_are_host_bound(shape):
     """For a single image, launching ZeRO-3's gathers takes longer than the computation."""
     cluster = Cluster(open_device("h100"), 8, 8)
