@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import parser
-from megavis.config.data import DataConfig
 from megavis.config.schema import (
     ModelConfig,
     OptimizerConfig,
@@ -17,6 +16,7 @@ from megavis.config.schema import (
     RunConfig,
     TrainingConfig,
 )
+from megavis.config.section import DataConfig
 from megavis.papers.igpt.imagegpt import from_imagegpt
 from megavis.papers.igpt.paper import IGPTConfig
 

@@ -21,11 +21,11 @@ from megavis.checkpoint.format.tensor_reader import read_weights
 from megavis.checkpoint.state.convert import write_weights
 from megavis.commands.quiet import quietly
 from megavis.composition.released_run import ReleasedRun
-from megavis.config.data import DataConfig
 from megavis.config.declarations import ImportSpec, paper_imports
 from megavis.config.errors import UserError
 from megavis.config.load import dump_config, load_config
 from megavis.config.schema import OptimizerConfig, RunConfig, TrainingConfig
+from megavis.config.section import DataConfig
 from megavis.config.tokenizers import tokenizers_inside, with_tokenizers
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.hub.folders import write_huggingface, write_timm

@@ -20,8 +20,8 @@ from megavis.commands.quiet import quietly
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
-from megavis.config.parallel import ParallelConfig
 from megavis.config.schema import RunConfig
+from megavis.config.section import ParallelConfig
 from megavis.config.yaml_tree import BASED_ON, ConfigSource, apply_override, dump_tree
 from megavis.data.format.files import write_atomically
 from megavis.model.stack import StackSize

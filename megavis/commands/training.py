@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from megavis.commands.quiet import quietly
 from megavis.config.errors import UserError
-from megavis.config.parallel import ParallelConfig
+from megavis.config.section import ParallelConfig
 from megavis.data.format.files import write_json
 from megavis.parallel.launch import read_launch
 from megavis.planning.layouts import layout_name, legal_layouts

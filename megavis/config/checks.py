@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megavis.config.data import DataConfig
 from megavis.config.engine_checks import check_transformer_engine
-from megavis.config.evaluation import EvaluationConfig
 from megavis.config.finetune_checks import (
     check_finetuning,
     check_finetuning_batch,
     check_null_label,
 )
-from megavis.config.parallel import ParallelConfig
 from megavis.config.schema import ConfigIssue, RunConfig
+from megavis.config.section import DataConfig, EvaluationConfig, ParallelConfig
 from megavis.config.wording import counted
 
 

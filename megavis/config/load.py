@@ -19,9 +19,9 @@ from pydantic import BaseModel, ValidationError
 
 from megavis.config.arguments import RUN_NAME_RULE
 from megavis.config.checks import check_config, check_world
-from megavis.config.data import UNION_LABELS
 from megavis.config.papers import PAPER_CONFIGS
 from megavis.config.schema import ConfigIssue, ObjectiveConfig, RunConfig
+from megavis.config.section import UNION_LABELS
 from megavis.config.shorthand import (
     CountImages,
     Shorthand,

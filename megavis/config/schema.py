@@ -13,18 +13,18 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, SerializeAsAny
 
 from megavis.config.arguments import RUN_NAME
-from megavis.config.data import DataConfig
-from megavis.config.evaluation import EvaluationConfig
-from megavis.config.parallel import ParallelConfig
 from megavis.config.section import (
     Above0,
     Activation,
     AtLeast0,
     ConfigIssue,
     DashboardKind,
+    DataConfig,
+    EvaluationConfig,
     Fraction,
     KernelLibrary,
     NonNegative,
+    ParallelConfig,
     PositionKind,
     Positive,
     Section,

@@ -1,10 +1,13 @@
-"""Base class for the sections of a YAML file, and choices that config keys and layers share."""
+"""Base class for the sections of a YAML file, choices that keys and layers share, and sections.
+
+`parallel`, `evaluation` and `data` are here; `schema.py` has the others.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 ConfigIssue = tuple[str, str]
 """The wrong key, and a sentence that says what would be right."""
@@ -34,3 +37,182 @@ class Section(BaseModel):
     )
     sampling_keys: ClassVar[frozenset[str]] = frozenset()
     """Keys that affect only sampling, neither weights nor losses."""
+
+
+class ParallelConfig(Section):
+    """Layout over processes; the data-parallel size is what remains."""
+
+    tensor_model_parallel_size: Positive = 1
+    """Processes that share each layer's matrices."""
+    sequence_parallel: bool = False
+    """Split the norms' and residual's activations over the tensor group as well."""
+    context_parallel_size: Positive = 1
+    """Processes that share the tokens of the same images; attention trades tokens for heads."""
+    pipeline_model_parallel_size: Positive = 1
+    """Processes that hold consecutive blocks."""
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """DeepSpeed ZeRO: 1 partitions optimizer states, 2 also gradients, 3 also weights."""
+    hierarchical_partition_size: Positive = 1
+    """With ZeRO-3: consecutive processes, best those of a node, that together keep another copy of
+    the weights, from which all passes but the first of a step gather (ZeRO++, section 3.2.2)."""
+    offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
+    """Location of the optimizer states."""
+    offload_parameters: Literal["none", "cpu", "nvme"] = "none"
+    """Location of ZeRO-3's weights between uses."""
+    nvme_path: str | None = None
+    """Folder on a fast local disk, for nvme."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """`selective` recomputes norms and activation functions, `full` whole blocks."""
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Processes that train on the same images: tensor × context × pipeline size."""
+        return self.head_parts * self.pipeline_model_parallel_size
+
+    @property
+    def head_parts(self) -> int:
+        """Parts into which attention splits its heads: tensor × context size."""
+        return self.tensor_model_parallel_size * self.context_parallel_size
+
+    @property
+    def head_parts_text(self) -> str:
+        """`head_parts` by its keys, for messages."""
+        text = f"tensor_model_parallel_size {self.tensor_model_parallel_size}"
+        if self.context_parallel_size == 1:
+            return text
+        return f"{text} × context_parallel_size {self.context_parallel_size}"
+
+    @property
+    def token_parts(self) -> int:
+        """Parts into which the residual stream is split by tokens."""
+        return self.head_parts if self.sequence_parallel else self.context_parallel_size
+
+
+class EvaluationConfig(Section):
+    """Evaluation during training: a separate process evaluates checkpoints as they appear."""
+
+    what: Annotated[
+        tuple[Literal["loss", "probe", "neighbors", "samples", "frechet"], ...], Field(strict=False)
+    ] = ("loss", "probe")
+    """Validation loss, linear probe, nearest neighbours, an image grid, Fréchet distance."""
+    every: Positive = 1
+    """Evaluate only checkpoints whose step is a multiple of this, and the last one."""
+    train_images: Positive = 2000
+    """Training images for fitting classifiers."""
+    validation_images: Positive = 1000
+    """Held-out images to evaluate on."""
+    reference: str | None = None
+    """For `frechet`: statistics of real images, written by `megavis evaluate statistics`."""
+    inception: str | None = None
+    """For `frechet`: a file with Inception's weights, for FID."""
+    network: Literal["efficientnet-lite0"] | None = None
+    """For `frechet`: another network."""
+    num_samples: Annotated[int, Field(ge=2)] = 1000
+    """For `frechet`: images to generate per checkpoint."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Device; cuda shares a GPU with training."""
+    threads: Positive = 1
+    """Threads of the process."""
+    interval: Above0 = 5.0
+    """Seconds between polls for a new checkpoint."""
+    finish_within: AtLeast0 = 600.0
+    """Seconds that training waits at its end for the evaluation of the last checkpoint."""
+
+
+# The labels of the two forms are not keys: `SchemaNames` removes them from pydantic's errors.
+UNION_LABELS = ("one folder", "several folders")
+
+
+class MixedSource(Section):
+    """One of several shard folders to mix in training."""
+
+    path: str
+    """Folder of shards."""
+    weight: Above0
+    """Share of the training images from this folder; weights need not sum to 1."""
+
+
+def _form(train: object) -> str:
+    return UNION_LABELS[isinstance(train, list | tuple)]
+
+
+TrainData = Annotated[
+    Annotated[str, Tag(UNION_LABELS[0])]
+    | Annotated[tuple[MixedSource, ...], Field(strict=False), Tag(UNION_LABELS[1])],
+    Discriminator(_form),
+]
+
+
+class DataConfig(Section):
+    """Sources of images, crops and augmentation."""
+
+    train: TrainData
+    """Folder of training shards (made by `python -m data_tools`) or its URL, or a list of folders
+    to mix, each with `path` and `weight`."""
+    validation: str | None = None
+    """Folder of held-out shards; without it there is no validation loss."""
+    cache: str | None = None
+    """Local folder that caches data sets read from a URL."""
+    image_size: NonNegative = 0
+    """Side of the square images in pixels; without a crop it must equal that of the shards. Frames
+    have none."""
+    frames: Annotated[tuple[Positive, Positive], Field(strict=False)] | None = None
+    """Frames of 10 ms per recording and coefficients per frame, if shards hold recordings instead
+    of images."""
+    time_shift: AtLeast0 = 0.0
+    """Recordings only: maximum shift of a training recording in seconds, filled with silence."""
+    background_noise: str | None = None
+    """Recordings only: file of noises, written by `data_tools speech`; a random part of one is
+    mixed into four of five training recordings, at a volume of up to 0.1."""
+    palette: str | None = None
+    """Palette for reading JPEG shards as colours: a file written by `data_tools palette fit`.
+    Images
+    are augmented as in JPEG shards."""
+    crop: Literal["random_resized", "scaled", "window", "shifted", "center", "none"] = "none"
+    """Crop applied when images are read. For JPEG shards only: `random_resized`, a random region,
+    resized; `scaled`, a random square of `crop_size` after resizing the shorter side to a random
+    length in `short_sides`, resized (iGPT, section 3.1); `center`, the centre, resized. For palette
+    shards too: `window`, a random square of larger stored images, and `shifted`, which shifts
+    training images by up to 4 pixels. `none`: no crop. Validation uses the centre. Pairs with label
+    maps take `random_resized` and `center`, which resizes the whole image to the square; so does
+    validation."""
+    border: Literal["reflect", "zeros"] = "reflect"
+    """With `shifted`: fill at the border, the image's reflection or zeros (black; for palette
+    shards the first colour)."""
+    short_sides: Annotated[tuple[Positive, Positive], Field(strict=False)] = (256, 384)
+    """With `scaled`: minimum and maximum length of the shorter side."""
+    crop_size: Positive = 224
+    """With `scaled`: side of the square in pixels before resizing to `image_size`; in validation
+    also the length of the shorter side."""
+    scale: Annotated[tuple[Share, Share], Field(strict=False)] = (0.2, 1.0)
+    """Minimum and maximum share of an image's area for a `random_resized` crop."""
+    aspect: Annotated[tuple[Above0, Above0], Field(strict=False)] = (3 / 4, 4 / 3)
+    """Minimum and maximum width / height of such a crop."""
+    short_side: Positive | None = None
+    """Length of the shorter side before the centre crop; default: `image_size`."""
+    flip: bool = False
+    """Mirror half of the training images at random; not supported for ids, and latents must include
+    mirror images."""
+    rand_augment: (
+        Annotated[tuple[Annotated[float, Field(ge=0, le=10)], AtLeast0], Field(strict=False)] | None
+    ) = None
+    """RandAugment of training images, for JPEG shards only: magnitude out of 10, and its standard
+    deviation between operations; default: none."""
+    random_erasing: Fraction = 0.0
+    """Probability of replacing a rectangle of a training image by noise, for JPEG shards only,
+    after all other augmentation."""
+    repeats: Positive = 1
+    """Repeated Augmentation: number of samples with separate draws from one image, 32 samples
+    apart; an epoch then covers the corresponding share of the images."""
+    images_per_class: Positive | None = None
+    """Train on so many images of each class alone, drawn by `seed`; on all when absent (iGPT,
+    section 4.7)."""
+    threads: Positive = 4
+    """Threads per process that read and decode ahead; affects only speed."""
+
+    @property
+    def train_sources(self) -> tuple[MixedSource, ...]:
+        """The training folders, one or several."""
+        if isinstance(self.train, str):
+            return (MixedSource(path=self.train, weight=1.0),)
+        return self.train

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from megavis.config.checks import check_config, check_world
-from megavis.config.parallel import ParallelConfig
 from megavis.config.schema import RunConfig
+from megavis.config.section import ParallelConfig
 
 LayoutKey = tuple[int, int, bool, str]
 """How a layer runs: tensor and context size, sequence parallelism, activation checkpointing."""

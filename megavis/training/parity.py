@@ -15,8 +15,8 @@ import torch
 
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
-from megavis.config.parallel import ParallelConfig
 from megavis.config.schema import RunConfig
+from megavis.config.section import ParallelConfig
 from megavis.config.yaml_tree import ConfigSource
 from megavis.parallel.launch import Launch
 from megavis.parallel.progress_bar import shown

@@ -12,8 +12,8 @@ from small_network import Small
 from megavis.checkpoint.format.folder import step_folder
 from megavis.cli import main
 from megavis.commands import evaluate, evaluate_watch
-from megavis.config.evaluation import EvaluationConfig
 from megavis.config.load import load_config
+from megavis.config.section import EvaluationConfig
 from megavis.evaluation.features import cached_features
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import read_launch

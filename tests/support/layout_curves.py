@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from megavis.config.load import load_config
-from megavis.config.parallel import ParallelConfig
 from megavis.config.schema import RunConfig
+from megavis.config.section import ParallelConfig
 from megavis.training.parity import parity_config
 
 TOLERANCE = 1e-5

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from megavis.config.data import DataConfig
+from megavis.config.section import DataConfig
 from megavis.data.codecs.augment import (
     NUM_AUGMENT_DRAWS,
     NUM_ERASING_DRAWS,

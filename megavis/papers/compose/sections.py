@@ -7,11 +7,11 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from megavis.composition.shared_keys import DecoderConfig
-from megavis.config.data import DataConfig
 from megavis.config.schema import Fraction, NonNegative, Positive
 from megavis.config.section import (
     Above0,
     AtLeast0,
+    DataConfig,
     DecoderKind,
     OrderKind,
     ScaleActivation,

@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from megavis.config.evaluation import EvaluationConfig
 from megavis.config.schema import RunConfig
+from megavis.config.section import EvaluationConfig
 from megavis.parallel.context import ParallelContext
 
 LOG_NAME = "watch.log"

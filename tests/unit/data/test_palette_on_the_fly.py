@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 from written_shards import write_payloads
 
-from megavis.config.data import DataConfig
 from megavis.config.errors import UserError
+from megavis.config.section import DataConfig
 from megavis.data.codecs.crops import cut_scaled
 from megavis.data.codecs.transforms import Transform, evaluation_transform, training_transform
 from megavis.data.format.manifest import Preparation

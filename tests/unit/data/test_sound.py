@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from written_shards import write_payloads
 
-from megavis.config.data import DataConfig
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
+from megavis.config.section import DataConfig
 from megavis.data.codecs.codec import RecordingsCodec
 from megavis.data.codecs.sound import SoundAugment, cepstra, sound_augment, write_noises
 from megavis.data.codecs.transforms import Transform, evaluation_transform, training_transform

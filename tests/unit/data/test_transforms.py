@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch.nn import functional as F
 
-from megavis.config.data import DataConfig
+from megavis.config.section import DataConfig
 from megavis.data.codecs.codec import PaletteCodec
 from megavis.data.codecs.crops import WrongSizeError, mirror, random_window, resize
 from megavis.data.codecs.transforms import Transform, evaluation_transform, training_transform

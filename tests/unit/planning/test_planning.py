@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
-from megavis.config.parallel import ParallelConfig
+from megavis.config.section import ParallelConfig
 from megavis.papers import build_objective
 from megavis.planning.activation_memory import activation_memory, block_activations
 from megavis.planning.boundary_activations import boundary_activations_of, num_bytes, saved_tensors
