@@ -12,8 +12,7 @@ from PIL import Image
 
 from data_tools.job_report import ProgressBar, say
 from megavis.config.arguments import output_file
-from megavis.config.errors import UserError
-from megavis.config.wording import counted
+from megavis.config.errors import UserError, counted
 from megavis.data.codecs.label_maps import painted
 from megavis.data.codecs.registry import suffix_of
 from megavis.data.codecs.transforms import Transform

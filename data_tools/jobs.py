@@ -18,8 +18,7 @@ from data_tools.engines import ENGINES, Failure, run_units
 from data_tools.job_report import JobOutcome, ProgressBar, say, write_memory_figure, write_report
 from data_tools.shard_tasks import ShardEncoder, Unit, UnitResult, plan_units, refuse_other_jobs
 from data_tools.sources import ImageSource
-from megavis.config.errors import UserError
-from megavis.config.wording import counted
+from megavis.config.errors import UserError, counted
 from megavis.data.format.manifest import FORMAT_VERSION, Manifest, SourceIdentity
 from megavis.data.format.shards import index_path
 

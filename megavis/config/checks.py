@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megavis.config.engine_checks import check_transformer_engine
+from megavis.config.errors import counted
 from megavis.config.finetune_checks import (
     check_finetuning,
     check_finetuning_batch,
@@ -16,7 +17,6 @@ from megavis.config.finetune_checks import (
 )
 from megavis.config.schema import ConfigIssue, RunConfig
 from megavis.config.section import DataConfig, EvaluationConfig, ParallelConfig
-from megavis.config.wording import counted
 
 
 def check_config(config: RunConfig) -> Iterator[ConfigIssue]:

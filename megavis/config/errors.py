@@ -1,4 +1,6 @@
-"""Exceptions that the command line reports in one message with a specific exit code."""
+"""Exceptions that the command line reports in one message with its exit code, and their words."""
+
+from __future__ import annotations
 
 import errno
 
@@ -21,3 +23,14 @@ class UnfinishedError(RuntimeError):
 
     `sysexits.h` calls the code EX_TEMPFAIL: "the user is invited to retry".
     """
+
+
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """Return a count with its noun: `1 shard`, `2 shards`, `1,000 shards`.
+
+    Args:
+        count: at least 0.
+        noun: in the singular.
+        plural: if it is not the noun with an s.
+    """
+    return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"

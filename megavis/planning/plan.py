@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from megavis.config.errors import counted
 from megavis.config.schema import RunConfig
-from megavis.config.wording import counted
 from megavis.planning.communication import Transfer, transfers
 from megavis.planning.devices import Cluster
 from megavis.planning.layouts import Layout, all_layouts, with_offload

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megavis.config.wording import counted
+from megavis.config.errors import counted
 from megavis.reports.blocks import Chart, Line, Table, line_chart, number, text, words
 from megavis.reports.run_record import RunRecord
 

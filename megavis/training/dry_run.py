@@ -17,10 +17,9 @@ import torch
 from megavis.checkpoint.format.folder import latest_checkpoint
 from megavis.checkpoint.format.manifest import read_manifest
 from megavis.composition.trainable import Trainable
-from megavis.config.errors import UserError
+from megavis.config.errors import UserError, counted
 from megavis.config.load import LoadedConfig
 from megavis.config.schema import RunConfig
-from megavis.config.wording import counted
 from megavis.parallel.context import close_context, open_virtual_context
 from megavis.parallel.tensors import partition_dimension
 from megavis.planning.layouts import Layout, layout_name

@@ -12,9 +12,8 @@ from deepspeed.accelerator import get_accelerator
 
 from megavis.composition.encoded_image import KEY, PretrainedEncoder
 from megavis.composition.trainable import Trainable
-from megavis.config.errors import NOT_ALLOWED, UserError
+from megavis.config.errors import NOT_ALLOWED, UserError, counted
 from megavis.config.load import LoadedConfig
-from megavis.config.wording import counted
 from megavis.data.codecs.transforms import Transform, evaluation_transform, training_transform
 from megavis.data.loading.blended_dataset import BlendedDataset, Samples
 from megavis.data.loading.dataset import ShardDataset, subset_per_class

@@ -25,10 +25,9 @@ from megavis.checkpoint.state.restore import (
 from megavis.checkpoint.state.save import Snapshot, TrainingProgress
 from megavis.composition.encoded_image import PretrainedEncoder
 from megavis.composition.trainable import Trainable
-from megavis.config.errors import UnfinishedError
+from megavis.config.errors import UnfinishedError, counted
 from megavis.config.load import LoadedConfig, dump_config
 from megavis.config.schema import RunConfig
-from megavis.config.wording import counted
 from megavis.config.yaml_tree import leaves
 from megavis.data.format.files import write_atomically
 from megavis.data.format.manifest import PALETTE_NAME

@@ -28,9 +28,8 @@ from megavis.checkpoint.format.manifest import (
     write_manifest,
 )
 from megavis.checkpoint.state.restore import Found, newest_intact_checkpoint
-from megavis.config.errors import UserError
+from megavis.config.errors import UserError, counted
 from megavis.config.schema import CheckpointConfig, TrainingConfig
-from megavis.config.wording import counted
 from megavis.parallel.agreement import DelayedMean
 from megavis.parallel.context import ParallelContext
 from megavis.training.callbacks.callback import StepState

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megavis.config.wording import counted
+from megavis.config.errors import counted
 
 
 @pytest.mark.parametrize(
