@@ -34,7 +34,7 @@ from torch import Tensor
 from transformer_engine.common.recipe import Float8CurrentScaling, Format
 from transformer_engine.pytorch import autocast
 
-from megavis.config.engine_checks import FP8_MULTIPLE, check_fp8_sizes
+from megavis.config.checks import FP8_MULTIPLE, check_fp8_sizes
 from megavis.config.errors import UserError
 from megavis.config.schema import ModelConfig
 from megavis.model.norms import GainNorm
