@@ -24,8 +24,8 @@ from megavis.checkpoint.format.folder import checkpoint_to_open
 from megavis.checkpoint.state.restore import load_weights
 from megavis.config.checks import check_config
 from megavis.config.errors import UserError
+from megavis.config.load import load_run_config
 from megavis.config.schema import RunConfig
-from megavis.config.tokenizers import load_run_config
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.data.loading.batch import Batch
 from megavis.model.inference import Inference

@@ -19,8 +19,7 @@ from megavis.checkpoint.format.folder import (
 from megavis.checkpoint.format.manifest import damages, read_manifest
 from megavis.checkpoint.state import convert as conversion
 from megavis.config.errors import UserError
-from megavis.config.load import dump_config, load_config
-from megavis.config.tokenizers import load_run_config
+from megavis.config.load import dump_config, load_config, load_run_config
 from megavis.data.format.files import write_atomically
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.training.callbacks.early_stopping import EarlyStopping, accuracy_history

@@ -23,10 +23,9 @@ from megavis.commands.quiet import quietly
 from megavis.composition.released_run import ReleasedRun
 from megavis.config.declarations import ImportSpec, paper_imports
 from megavis.config.errors import UserError
-from megavis.config.load import dump_config, load_config
+from megavis.config.load import dump_config, load_config, tokenizers_inside, with_tokenizers
 from megavis.config.schema import OptimizerConfig, RunConfig, TrainingConfig
 from megavis.config.section import DataConfig
-from megavis.config.tokenizers import tokenizers_inside, with_tokenizers
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.hub.folders import write_huggingface, write_timm
 from megavis.hub.plain import check_agreement

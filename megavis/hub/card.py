@@ -9,8 +9,7 @@ import yaml
 from torch import Tensor
 
 from megavis.config.errors import UserError
-from megavis.config.load import dump_config
-from megavis.config.tokenizers import exported_names, with_tokenizers
+from megavis.config.load import dump_config, exported_names, with_tokenizers
 from megavis.data.format.manifest import Manifest
 from megavis.notebook import Run
 from megavis.reports.results import eval_metrics

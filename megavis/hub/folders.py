@@ -15,8 +15,8 @@ from torch import Tensor
 from megavis.checkpoint.format.folder import step_folder
 from megavis.checkpoint.format.tensor_reader import read_weights
 from megavis.config.errors import UserError
+from megavis.config.load import exported_names
 from megavis.config.schema import RunConfig
-from megavis.config.tokenizers import exported_names
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.hub import plain_loader
 from megavis.hub.card import CARD, model_card

@@ -30,8 +30,7 @@ from megavis.composition.composition import Composition
 from megavis.composition.condition import PooledFeatures
 from megavis.composition.reader import Reader
 from megavis.config.errors import UserError
-from megavis.config.load import dump_config
-from megavis.config.tokenizers import exported_names, with_tokenizers
+from megavis.config.load import dump_config, exported_names, with_tokenizers
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.hub.plain_loader import features as plain_features
 from megavis.model.inference import Inference

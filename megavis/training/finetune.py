@@ -20,10 +20,9 @@ from megavis.checkpoint.format.manifest import read_manifest
 from megavis.checkpoint.state.restore import load_weights, start_from_weights
 from megavis.composition.classification import Classification
 from megavis.config.errors import UserError, counted
-from megavis.config.load import LoadedConfig
+from megavis.config.load import LoadedConfig, load_run_config
 from megavis.config.schema import ConfigIssue, FinetuneConfig, RunConfig
 from megavis.config.section import Section
-from megavis.config.tokenizers import load_run_config
 from megavis.data.loading.blended_dataset import Samples
 from megavis.data.loading.dataset import ShardDataset, Subset, halves, shuffled
 from megavis.data.loading.leakage import check_no_overlap, training_shards
