@@ -22,8 +22,14 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megavis.checkpoint.format.folder import latest_checkpoint, saved_steps, step_folder
 from megavis.commands.evaluate import device_of
-from megavis.commands.features import feature_cache, network_of, probe_data
-from megavis.commands.opening import job_closed, open_held_out, open_run
+from megavis.commands.opening import (
+    feature_cache,
+    job_closed,
+    network_of,
+    open_held_out,
+    open_run,
+    probe_data,
+)
 from megavis.commands.options.images import DISTANCE
 from megavis.config.errors import UserError
 from megavis.config.load import load_config

@@ -15,16 +15,19 @@ import torch
 from matplotlib.figure import Figure
 
 from megavis.checkpoint.format.folder import saved_steps
-from megavis.commands.features import (
+from megavis.commands.opening import (
     feature_cache,
     feature_job,
+    job_closed,
     network_of,
+    open_held_out,
+    open_run,
+    open_shards,
     probe_data,
     probe_run,
     report_cache,
     untrained_network,
 )
-from megavis.commands.opening import job_closed, open_held_out, open_run, open_shards
 from megavis.commands.options.figures import GENERAL_FIGURES
 from megavis.commands.options.shared import spelled
 from megavis.commands.quiet import quietly

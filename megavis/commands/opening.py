@@ -1,21 +1,42 @@
-"""Open what a command evaluates: a run, shards in its form, held-out images."""
+"""Open what a command evaluates: a run, images in its form, its networks and their features.
+
+`megavis features` lists or deletes the cache of features.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-from collections.abc import Iterator, Mapping
+import itertools
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megavis.checkpoint.format.folder import require_run_folder
+from megavis.commands.options.shared import refuse_options
 from megavis.commands.quiet import quietly
 from megavis.config.errors import UserError
 from megavis.data.codecs.transforms import evaluation_transform
 from megavis.data.loading.dataset import ShardDataset
-from megavis.evaluation.features import identity_of_network
+from megavis.data.loading.leakage import training_shards
+from megavis.evaluation.features import (
+    FOLDER,
+    CachedFile,
+    FeatureCache,
+    cached_features,
+    clear_features,
+    identity_of_network,
+)
+from megavis.evaluation.networks import Network
+from megavis.evaluation.probe import Pair, ProbeData, ProbeResult, ProbeSettings, probe
+from megavis.model.inference import Inference
 from megavis.notebook import Run
-from megavis.parallel.context import close_context, current_context
+from megavis.parallel.context import close_context, current_context, open_context
+from megavis.parallel.launch import read_launch
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 """Of the network's weights and activations, by the value of `--precision`."""
@@ -74,3 +95,145 @@ def open_held_out(opened: Run, folder: str | None, *, option: str) -> ShardDatas
     if folder is None:
         raise UserError(f"the run has no data.validation; name a shard folder with {option}")
     return open_shards(opened, folder)
+
+
+def probe_data(opened: Run, args: argparse.Namespace) -> ProbeData:
+    """Open the images named by the options."""
+    train = args.train or opened.config.data.train
+    if not isinstance(train, str):
+        raise UserError("the run trained on several shard folders; name one with --train")
+    train_data = open_shards(opened, train)
+    return ProbeData(
+        train_data,
+        open_held_out(opened, args.validation, option="--validation"),
+        palette=opened.palette if train_data.manifest.kind == "palette" else None,
+        num_train=args.train_images,
+        num_validation=args.validation_images,
+        selection=open_shards(opened, args.selection) if args.selection else None,
+        trained_on=list(training_shards(opened.config)),
+    )
+
+
+def read_layers(text: str, num_layers: int) -> Sequence[int] | None:
+    """Parse `all` (None), or comma-separated numbers in 0 .. `num_layers`."""
+    if text == "all":
+        return None
+    try:
+        layers = [int(part) for part in text.split(",")]
+    except ValueError:
+        layers = [-1]
+    if any(not 0 <= layer <= num_layers for layer in layers):
+        raise UserError(
+            f"--layers {text}: must be all, or numbers from 0 to {num_layers} such as 0,3"
+        )
+    return layers
+
+
+@contextlib.contextmanager
+def feature_job(args: argparse.Namespace, *, alone: bool = False) -> Iterator[None]:
+    """Join a launcher's job, or create one with this process alone; leave it at the end.
+
+    Args:
+        args: the options of `add_feature_arguments`, and of `add_layout_argument` if not alone.
+        alone: reject a launcher.
+    """
+    launch, tensor_size = read_launch(os.environ), 1 if alone else args.tensor_parallel
+    if alone and launch.world_size > 1:
+        raise UserError("this command runs as one process; start it without a launcher")
+    if tensor_size < 1 or launch.world_size % tensor_size:
+        raise UserError(
+            f"--tensor-parallel {tensor_size} does not divide the {launch.world_size} processes"
+        )
+    with quietly():
+        open_context(launch, tensor_model_parallel_size=tensor_size, device=args.device)
+    with job_closed():
+        yield
+
+
+def probe_run(opened: Run, args: argparse.Namespace, settings: ProbeSettings) -> ProbeResult | None:
+    """Probe an opened run with the options of `add_data_arguments`.
+
+    Called on every process of a job. All compute features; the main process fits the classifiers,
+    and the others get None.
+    """
+    data, cache = probe_data(opened, args), feature_cache(opened, args)
+    trained = network_of(opened, cache)
+    if trained.num_views == 1:
+        name = opened.config.objective.name
+        refuse_options(args, ("--masks",), f"to {name}, whose inputs are not masked at random")
+    num_views = args.masks or trained.num_views
+    networks = itertools.chain([trained], untrained_networks(opened, args, cache))
+    pairs: Iterator[Pair] = (data.features(network, num_views=num_views) for network in networks)
+    if opened.context.world.size > 1:
+        # Compute all features first, so no process waits for the main one to fit a classifier.
+        pairs = iter([pair for pair in pairs if opened.context.is_main])
+        if not opened.context.is_main:
+            return None
+    result = probe(next(pairs), pairs, data, step=opened.step, settings=settings)
+    report_cache(cache)
+    return result
+
+
+def feature_cache(opened: Run, args: argparse.Namespace) -> FeatureCache | None:
+    """Return a run's feature cache; None for --no-cache."""
+    return None if args.no_cache else FeatureCache(opened.folder / FOLDER)
+
+
+def report_cache(cache: FeatureCache | None) -> None:
+    """Print in one line what was read and computed."""
+    if cache is not None:
+        sys.stdout.write(f"{cache.report()}\n")
+
+
+def network_of(opened: Run, cache: FeatureCache | None) -> Network:
+    """Return the network of an opened run."""
+    identity = network_identity(opened)
+    return Network(opened.objective, opened.context, lambda: opened.runner, cache, identity)
+
+
+def untrained_networks(
+    opened: Run, args: argparse.Namespace, cache: FeatureCache | None
+) -> Iterator[Network]:
+    """Yield networks like the run's with fresh weights."""
+    for number in range(args.untrained_networks):
+        yield untrained_network(opened, cache, seed=args.seed + number)
+
+
+def untrained_network(opened: Run, cache: FeatureCache | None, *, seed: int) -> Network:
+    """Return a network like the run's with fresh weights, built only when it must compute."""
+
+    def build() -> Inference:
+        with quietly():
+            return opened.untrained(seed).runner
+
+    identity = network_identity(opened, seed=seed)
+    return Network(opened.objective, opened.context, build, cache, identity)
+
+
+def list_features(args: argparse.Namespace) -> int:
+    """List the cached features of a run, or delete them."""
+    require_run_folder(args.run_folder)
+    if args.clear:
+        sys.stdout.write(f"deleted {clear_features(args.run_folder) / 1e6:.1f} MB\n")
+        return 0
+    files = cached_features(args.run_folder)
+    for file in files:
+        sys.stdout.write(f"{file.path.name}  {_words(file)}\n")
+    total = sum(file.path.stat().st_size for file in files)
+    sys.stdout.write(f"{len(files)} files, {total / 1e6:.1f} MB\n")
+    return 0
+
+
+def _words(file: CachedFile) -> str:
+    if file.key is None:
+        return "damaged"
+    layers, images, width = file.shape
+    weights = file.key["weights"]
+    network = f"fresh weights of seed {file.key['seed']}"
+    if weights != "fresh":
+        network = f"weights {weights[:12]}"
+    view = f", view {file.key['view']}" if file.key["view"] else ""
+    return (
+        f"{network}, {file.key['precision']}, shards {file.key['shards'][:12]}{view}:"
+        f" {images} images, {layers} layers of {width}"
+    )

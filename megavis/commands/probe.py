@@ -19,16 +19,17 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from megavis.commands.features import (
+from megavis.commands.opening import (
     feature_cache,
     feature_job,
     network_of,
+    open_run,
+    open_shards,
     probe_run,
     read_layers,
     report_cache,
     untrained_networks,
 )
-from megavis.commands.opening import open_run, open_shards
 from megavis.config.errors import UserError
 from megavis.config.schema import ConfigIssue
 from megavis.config.section import Section

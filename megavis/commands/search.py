@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megavis.commands.config import load_user_config
-from megavis.commands.features import feature_cache, network_of
 from megavis.commands.figure import save_figure
-from megavis.commands.opening import job_closed, open_run, open_shards
+from megavis.commands.opening import feature_cache, job_closed, network_of, open_run, open_shards
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
 from megavis.data.format.files import write_atomically

@@ -119,7 +119,7 @@ def add_features(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "example: megavis features runs/igpt_demo --clear"
     add_run(parser)
     parser.add_argument("--clear", action="store_true", help="delete all cached features")
-    parser.set_defaults(run="features:list_features")
+    parser.set_defaults(run="opening:list_features")
 
 
 def add_likelihood(parser: argparse.ArgumentParser) -> None:

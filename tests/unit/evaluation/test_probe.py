@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megavis.commands.features import read_layers
+from megavis.commands.opening import read_layers
 from megavis.commands.probe import table
 from megavis.config.errors import UserError
 from megavis.data.loading.dataset import ShardDataset
