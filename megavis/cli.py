@@ -71,7 +71,7 @@ COMMANDS: Mapping[str, Command] = {
         True,
     ),
     "figure": Command(
-        "figures", "plots of accuracy, errors by patch, completions, ..., as PNG and CSV", True
+        "evaluation", "plots of accuracy, errors by patch, completions, ..., as PNG and CSV", True
     ),
     "finetune": Command("training", "train a run's weights on classes, or resume it"),
     "ensemble": Command("evaluation", "average the class probabilities of fine-tuned runs", True),

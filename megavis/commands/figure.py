@@ -28,7 +28,7 @@ from megavis.commands.opening import (
     report_cache,
     untrained_network,
 )
-from megavis.commands.options.figures import GENERAL_FIGURES
+from megavis.commands.options.evaluation import GENERAL_FIGURES
 from megavis.commands.options.shared import spelled
 from megavis.commands.quiet import quietly
 from megavis.composition.trainable import Trainable
