@@ -11,7 +11,7 @@ from megavis.training.callbacks import progress
 from megavis.training.callbacks.callback import StepState
 from megavis.training.callbacks.progress import WatchHardware
 from megavis.training.deepspeed_config import deepspeed_config
-from megavis.training.forward_clock import ForwardClock
+from megavis.training.engine import ForwardClock
 
 pytestmark = pytest.mark.once
 CPU = torch.device("cpu")
