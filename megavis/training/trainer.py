@@ -47,7 +47,6 @@ from megavis.training.callbacks.progress import (
 )
 from megavis.training.callbacks.saving import SaveCheckpoint
 from megavis.training.callbacks.validation import SampleImages, Validate
-from megavis.training.dashboards import check_dashboards
 from megavis.training.engine import Engine
 from megavis.training.faults.bad_steps import (
     BadStepStreak,
@@ -72,7 +71,7 @@ from megavis.training.job import (
     open_training_data,
 )
 from megavis.training.loop import train
-from megavis.training.metrics import MetricsWriter
+from megavis.training.metrics import MetricsWriter, check_dashboards
 from megavis.training.provenance import record_start
 from megavis.training.resume_checks import check_earlier_run, check_same_tokenizer
 

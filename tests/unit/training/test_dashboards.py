@@ -6,9 +6,14 @@ import numpy as np
 import pytest
 
 from megavis.config.errors import UserError
-from megavis.training import dashboards
-from megavis.training.dashboards import DASHBOARDS, Dashboard, check_dashboards
-from megavis.training.metrics import MetricsWriter, read_metrics
+from megavis.training import metrics
+from megavis.training.metrics import (
+    DASHBOARDS,
+    Dashboard,
+    MetricsWriter,
+    check_dashboards,
+    read_metrics,
+)
 
 pytestmark = pytest.mark.once
 CONFIG = {"name": "small", "training.steps": 3}
@@ -46,7 +51,7 @@ def test_tensorboard_replaces_steps_after_a_resume(train_twice):
 def test_wandb_resumes_the_same_run(train_twice):
     pytest.importorskip("wandb", reason="pip install 'megavis[wandb]'")
     folder = train_twice("wandb")
-    identity = json.loads((folder / dashboards.IDENTITIES).read_text())["wandb"]
+    identity = json.loads((folder / metrics.IDENTITIES).read_text())["wandb"]
     files = sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(files) == 2
     assert {path.stem.removeprefix("run-") for path in files} == {identity}
@@ -86,7 +91,7 @@ def test_jsonl_only_writes_no_dashboard(train_twice):
 
 
 def test_missing_package_raises(monkeypatch):
-    monkeypatch.setattr(dashboards, "find_spec", lambda name: None if name == "wandb" else name)
+    monkeypatch.setattr(metrics, "find_spec", lambda name: None if name == "wandb" else name)
     check_dashboards(("tensorboard", "mlflow", "jsonl"))
     with pytest.raises(UserError, match=r"pip install 'megavis\[wandb\]'"):
         check_dashboards(("wandb",))
