@@ -23,7 +23,7 @@ from megavis.config.schema import RunConfig
 from megavis.parallel.context import close_context, open_virtual_context
 from megavis.parallel.tensors import partition_dimension
 from megavis.planning.layouts import Layout, layout_name
-from megavis.training.resume_checks import check_earlier_run, check_same_tokenizer
+from megavis.training.job import check_earlier_run, check_same_tokenizer
 from megavis.training.trainer import Trainer
 
 _FLOAT32 = 4

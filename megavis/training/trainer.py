@@ -64,6 +64,8 @@ from megavis.training.faults.interruption import (
 from megavis.training.faults.watchdog import Watchdog
 from megavis.training.finetune import Finetuning
 from megavis.training.job import (
+    check_earlier_run,
+    check_same_tokenizer,
     hold_run,
     open_held_out,
     open_job,
@@ -73,7 +75,6 @@ from megavis.training.job import (
 from megavis.training.loop import train
 from megavis.training.metrics import MetricsWriter, check_dashboards
 from megavis.training.provenance import record_start
-from megavis.training.resume_checks import check_earlier_run, check_same_tokenizer
 
 
 @dataclass

@@ -29,8 +29,8 @@ from megavis.evaluation.figures import Row, plain_axes, write_figure
 from megavis.parallel.context import ParallelContext
 from megavis.training.callbacks.callback import StepState
 from megavis.training.callbacks.early_stopping import accuracy_history
+from megavis.training.job import check_earlier_run
 from megavis.training.metrics import read_metrics
-from megavis.training.resume_checks import check_earlier_run
 from megavis.training.search.trial import give_up, given_up_at, is_finished, train_trial
 
 if TYPE_CHECKING:

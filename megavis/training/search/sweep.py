@@ -20,7 +20,7 @@ from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
 from megavis.evaluation.figures import Row
 from megavis.parallel.context import ParallelContext
-from megavis.training.resume_checks import check_earlier_run
+from megavis.training.job import check_earlier_run
 from megavis.training.search.axis import SweepAxis
 from megavis.training.search.trial import given_up_at, is_finished, train_trial
 
