@@ -22,7 +22,7 @@ from megavis.config.errors import UserError
 from megavis.config.load import dump_config, load_config, load_run_config
 from megavis.data.format.files import write_atomically
 from megavis.data.format.manifest import PALETTE_NAME
-from megavis.training.callbacks.early_stopping import EarlyStopping, accuracy_history
+from megavis.training.callbacks.validation import EarlyStopping, accuracy_history
 from megavis.training.metrics import read_metrics
 
 _AXES = {"tp": "tensor_model", "cp": "context", "pp": "pipeline_model", "dp": "data"}

@@ -31,7 +31,7 @@ from megavis.evaluation.figures import draw_confusion, write_png
 from megavis.evaluation.networks import NUM_VIEWS
 from megavis.model.inference import Inference
 from megavis.parallel.context import ParallelContext
-from megavis.training.callbacks.early_stopping import EarlyStopping
+from megavis.training.callbacks.validation import EarlyStopping
 from megavis.training.engine import Engine
 from megavis.training.job import open_held_out
 

@@ -37,7 +37,6 @@ from megavis.papers import build_objective
 from megavis.parallel.context import ParallelContext
 from megavis.parallel.launch import Launch
 from megavis.training.callbacks.callback import Callback, StepState
-from megavis.training.callbacks.eval_worker import evaluate_during
 from megavis.training.callbacks.progress import (
     CollectGarbage,
     LogMetrics,
@@ -46,7 +45,7 @@ from megavis.training.callbacks.progress import (
     WatchHardware,
 )
 from megavis.training.callbacks.saving import SaveCheckpoint
-from megavis.training.callbacks.validation import SampleImages, Validate
+from megavis.training.callbacks.validation import SampleImages, Validate, evaluate_during
 from megavis.training.engine import Engine
 from megavis.training.faults.bad_steps import (
     BadStepStreak,

@@ -17,7 +17,7 @@ from megavis.config.section import EvaluationConfig
 from megavis.evaluation.features import cached_features
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import read_launch
-from megavis.training.callbacks import eval_worker
+from megavis.training.callbacks import validation
 from megavis.training.metrics import read_json_lines
 
 pytestmark = pytest.mark.once
@@ -135,7 +135,7 @@ def test_invalid_run_and_metric(tmp_path, capsys):
 
 def test_watch_ends_with_its_stdin(copied, monkeypatch):
     settings = EvaluationConfig(what=("loss",), every=12)
-    command = eval_worker.watch_command(copied, settings, seed=5)
+    command = validation.watch_command(copied, settings, seed=5)
     assert "--reference" not in command
     assert "--no-cache" in command
     monkeypatch.setattr(os, "nice", lambda _: 0)
@@ -179,8 +179,8 @@ def test_end_of_training(watched_config, alone, monkeypatch, capsys, child, fini
     settings = watched_config.evaluation.model_copy(update={"finish_within": finish_within})
     config = watched_config.model_copy(update={"evaluation": settings})
     command = [sys.executable, "-S", "-c", CHILDREN[child]]
-    monkeypatch.setattr(eval_worker, "watch_command", lambda *_, **__: command)
-    with eval_worker.evaluate_during(config, alone):
+    monkeypatch.setattr(validation, "watch_command", lambda *_, **__: command)
+    with validation.evaluate_during(config, alone):
         pass
     stderr = capsys.readouterr().err
     assert warning in stderr
@@ -188,17 +188,17 @@ def test_end_of_training(watched_config, alone, monkeypatch, capsys, child, fini
 
 
 def test_training_errors_kill_the_watch(watched_config, alone, monkeypatch):
-    monkeypatch.setattr(eval_worker, "watch_command", lambda *_, **__: ["sleep", "60"])
+    monkeypatch.setattr(validation, "watch_command", lambda *_, **__: ["sleep", "60"])
     started = []
-    popen = eval_worker.subprocess.Popen
+    popen = validation.subprocess.Popen
     monkeypatch.setattr(
-        eval_worker.subprocess,
+        validation.subprocess,
         "Popen",
         lambda *a, **k: started.append(popen(*a, **k)) or started[0],
     )
 
     def fail():
-        with eval_worker.evaluate_during(watched_config, alone):
+        with validation.evaluate_during(watched_config, alone):
             raise RuntimeError("training failed")
 
     with pytest.raises(RuntimeError, match="training failed"):

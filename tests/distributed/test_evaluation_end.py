@@ -7,7 +7,7 @@ import pytest
 
 from megavis.config.load import load_config
 from megavis.parallel.launch import Launch
-from megavis.training.callbacks import eval_worker
+from megavis.training.callbacks import validation
 from megavis.training.job import open_job
 
 pytestmark = pytest.mark.once
@@ -20,8 +20,8 @@ def seen_at_the_end(launch: Launch, path: str, measured: str) -> bool:
     loaded = load_config(path, [f"output={Path(path).parent}"])
     command = [sys.executable, "-S", "-c", CHILD.format(measured)]
     with pytest.MonkeyPatch.context() as patch, open_job(loaded, launch, device="cpu") as context:
-        patch.setattr(eval_worker, "watch_command", lambda *_, **__: command)
-        with eval_worker.evaluate_during(loaded.config, context):
+        patch.setattr(validation, "watch_command", lambda *_, **__: command)
+        with validation.evaluate_during(loaded.config, context):
             pass
         return Path(measured).exists()
 

@@ -1,20 +1,37 @@
-"""Mean loss on held-out images during training, and grids of generated images."""
+"""Held-out images during training: mean loss, grids, early stopping, evaluation of checkpoints.
+
+"Generative Pretraining from Pixels", section 3.4: fine-tuning stops early, at the highest
+validation accuracy.
+
+Checkpoints are evaluated by `megavis evaluate watch` in a child process. Training shares only a
+pipe with it, which closes when training ends, even if it is killed. The child reads checkpoints, so
+no step waits for it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
+from megavis.config.schema import RunConfig
+from megavis.config.section import EvaluationConfig
 from megavis.data.loading.loader import Readable, evaluation_batches, read_batch
 from megavis.model.inference import Inference
+from megavis.parallel.context import ParallelContext
 from megavis.sampling.pictures import Gallery, save_png
 from megavis.training.callbacks.callback import Callback, StepState
 from megavis.training.engine import Engine
@@ -151,3 +168,168 @@ class SampleImages:
             except OSError as error:
                 text = f"WARNING: image grid of step {state.step} not written: {error}"
                 tqdm.write(f"{text}; training continues", file=sys.stderr)
+
+
+ACCURACY = "validation_accuracy"
+"""Key of `metrics.jsonl` used for the decision."""
+
+
+class EarlyStopping:
+    """A callback that checkpoints the best step, and stops without further improvement.
+
+    Attributes:
+        patience: validations without improvement after which training stops; 0 for never.
+        history: step and accuracy of each validation so far, the same on every process.
+    """
+
+    def __init__(self, patience: int, history: Iterable[tuple[int, float]] = ()) -> None:
+        self.patience, self.history = patience, list(history)
+
+    @classmethod
+    def resume(
+        cls, patience: int, run_folder: Path, step: int, context: ParallelContext
+    ) -> EarlyStopping:
+        """Return the state of a run after `step` steps; called on every process."""
+        history = [
+            entry for entry in accuracy_history(read_metrics(run_folder)) if entry[0] <= step
+        ]
+        # The folder may appear older on another node.
+        return cls(patience, context.from_main(history))
+
+    def __call__(self, state: StepState) -> None:
+        """Check the step's accuracy if it was measured, after the first step."""
+        if state.step == 0 or ACCURACY not in state.record:
+            return
+        # Use the main process's value: the last bit may differ elsewhere.
+        context = state.engine.context
+        accuracy = torch.tensor(state.record[ACCURACY], dtype=torch.float64, device=context.device)
+        dist.broadcast(accuracy, src=0, group=context.world.group)
+        self.history.append((state.step, float(accuracy)))
+        if self.is_over:
+            state.stop = f"no new best accuracy in {self.patience} validations"
+        state.wants_checkpoint |= self.is_over or self.best_step == state.step
+
+    @property
+    def best_step(self) -> int | None:
+        """The first step with the highest accuracy; None before the first validation."""
+        return self.best_of([step for step, _ in self.history])
+
+    def best_of(self, steps: Collection[int]) -> int | None:
+        """Return the best of these steps; None if none of them was validated.
+
+        A checkpoint that could not be written does not end training, so the best step may have
+        none.
+        """
+        measured = [entry for entry in self.history if entry[0] in steps]
+        best = max(measured, key=lambda entry: (entry[1], -entry[0]), default=None)
+        return best and best[0]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last `patience` validations brought no improvement."""
+        if not self.patience or not self.history:
+            return False
+        since = [step for step, _ in self.history if step > (self.best_step or 0)]
+        return len(since) >= self.patience
+
+
+def accuracy_history(records: Iterable[Mapping[str, Any]]) -> list[tuple[int, float]]:
+    """Return step and accuracy of each record of `metrics.jsonl` that has one, after step 0."""
+    return [
+        (int(record["step"]), record[ACCURACY])
+        for record in records
+        if ACCURACY in record and record["step"] > 0
+    ]
+
+
+LOG_NAME = "watch.log"
+# A launcher sets these for its own processes; the child is not one of them.
+_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_POLL_SECONDS = 1.0
+
+
+@contextlib.contextmanager
+def evaluate_during(config: RunConfig, context: ParallelContext) -> Iterator[None]:
+    """Evaluate checkpoints while the block trains, if the config has `evaluation`.
+
+    At the end, all processes wait for the newest checkpoint's metrics, at most
+    `evaluation.finish_within` seconds; after an error or a signal, they do not wait.
+    """
+    if config.evaluation is None:
+        yield
+        return
+    if not context.is_main:
+        yield
+        # Launchers end a process that stays behind the others: srun does after a minute.
+        while not context.from_main(True):
+            time.sleep(_POLL_SECONDS)
+        return
+    folder = Path(config.folder)
+    (folder / "evaluation").mkdir(parents=True, exist_ok=True)
+    path = folder / "evaluation" / LOG_NAME
+    with path.open("ab") as log:
+        child = subprocess.Popen(  # noqa: S603 - our own command
+            watch_command(folder, config.evaluation, seed=config.seed),
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            env=_environment(config.evaluation),
+        )
+    try:
+        yield
+        _finish(child, path, context, within=config.evaluation.finish_within)
+    finally:
+        child.kill()
+        child.wait()
+
+
+def watch_command(folder: Path, settings: EvaluationConfig, *, seed: int) -> list[str]:
+    """Return the command for the config's section."""
+    options: dict[str, object] = {
+        "--what": ",".join(settings.what),
+        "--every": settings.every,
+        "--train-images": settings.train_images,
+        "--validation-images": settings.validation_images,
+        "--device": settings.device,
+        "--seed": seed,
+        "--interval": settings.interval,
+        "--reference": settings.reference,
+        "--inception": settings.inception,
+        "--network": settings.network,
+        "--num-samples": settings.num_samples,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    words = [str(word) for option in given.items() for word in option]
+    program = [sys.executable, "-m", "megavis.cli", "evaluate", "watch", str(folder)]
+    # Features of every checkpoint of a long run would fill the disk.
+    return [*program, *words, "--no-cache", "--until-input-ends"]
+
+
+def _environment(settings: EvaluationConfig) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
+    kept["OMP_NUM_THREADS"] = str(settings.threads)
+    if settings.device == "cpu":
+        kept["CUDA_VISIBLE_DEVICES"] = ""
+    return kept
+
+
+def _finish(
+    child: subprocess.Popen[bytes], log: Path, context: ParallelContext, *, within: float
+) -> None:
+    """Wait for the child to finish, with all processes, and warn if it did not or failed."""
+    assert child.stdin is not None
+    child.stdin.close()
+    deadline, is_over = time.monotonic() + within, False
+    while not is_over:
+        # In short pieces: a collective may time out sooner than the evaluation.
+        patience = min(_POLL_SECONDS, deadline - time.monotonic())
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(max(patience, 0.0))
+        is_over = context.from_main(child.returncode is not None or time.monotonic() >= deadline)
+    if child.returncode is None:
+        trouble = f"not done {within:g} s after the end (evaluation.finish_within)"
+    elif child.returncode:
+        trouble = f"ended with code {child.returncode}"
+    else:
+        return
+    sys.stderr.write(f"WARNING: evaluation during training: {trouble}; see {log}\n")

@@ -28,7 +28,7 @@ from megavis.data.format.files import write_atomically
 from megavis.evaluation.figures import Row, plain_axes, write_figure
 from megavis.parallel.context import ParallelContext
 from megavis.training.callbacks.callback import StepState
-from megavis.training.callbacks.early_stopping import accuracy_history
+from megavis.training.callbacks.validation import accuracy_history
 from megavis.training.job import check_earlier_run
 from megavis.training.metrics import read_metrics
 from megavis.training.search.trial import give_up, given_up_at, is_finished, train_trial

@@ -12,7 +12,7 @@ from megavis.config.schema import RunConfig
 from megavis.data.format.files import write_atomically
 from megavis.parallel.context import ParallelContext
 from megavis.training.callbacks.callback import Callback
-from megavis.training.callbacks.early_stopping import EarlyStopping, accuracy_history
+from megavis.training.callbacks.validation import EarlyStopping, accuracy_history
 from megavis.training.faults.bad_steps import BadStepsError
 from megavis.training.faults.interruption import Signals
 from megavis.training.job import hold_run

@@ -7,7 +7,7 @@ import pytest
 from megavis.checkpoint.format.folder import saved_steps
 from megavis.checkpoint.state import save
 from megavis.cli import main
-from megavis.training.callbacks.early_stopping import EarlyStopping
+from megavis.training.callbacks.validation import EarlyStopping
 
 
 @pytest.fixture

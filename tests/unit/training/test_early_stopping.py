@@ -7,7 +7,7 @@ import pytest
 
 from megavis.checkpoint.format.folder import prune, saved_steps
 from megavis.data.loading.dataset import ShardDataset, halves, shuffled
-from megavis.training.callbacks.early_stopping import EarlyStopping
+from megavis.training.callbacks.validation import EarlyStopping
 
 
 @pytest.mark.parametrize(
