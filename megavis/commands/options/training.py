@@ -12,9 +12,8 @@ from megavis.commands.options.shared import (
     read_config,
     refuse_options,
 )
-from megavis.config.arguments import non_negative, positive
+from megavis.config.arguments import SweepAxis, non_negative, positive
 from megavis.config.errors import UserError
-from megavis.training.search.axis import SweepAxis
 
 
 def add_train(parser: argparse.ArgumentParser) -> None:

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 
 from megavis.checkpoint.format.folder import latest_checkpoint
 from megavis.checkpoint.format.manifest import read_manifest
+from megavis.config.arguments import SweepAxis
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
 from megavis.evaluation.figures import Row
 from megavis.parallel.context import ParallelContext
 from megavis.training.job import check_earlier_run
-from megavis.training.search.axis import SweepAxis
 from megavis.training.search.trial import given_up_at, is_finished, train_trial
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ import pytest
 from tiny import tiny
 
 from megavis.cli import main
+from megavis.config.arguments import SweepAxis
 from megavis.evaluation.features import cached_features
 from megavis.training.engine import Engine
-from megavis.training.search.axis import SweepAxis
 from megavis.training.search.sweep import draw_sweep, points_of
 
 pytestmark = pytest.mark.once
