@@ -27,13 +27,6 @@ from megavis.data.codecs.label_maps import TargetKind, nearest
 from megavis.data.format.files import write_atomically, write_json
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches
-from megavis.evaluation.images.dense_table import (
-    METRICS,
-    STAGES,
-    dense_table,
-    markdown_of,
-    reconstruction_of,
-)
 from megavis.evaluation.images.feature_networks import (
     FeatureNetwork,
     class_accuracies,
@@ -58,6 +51,13 @@ from megavis.evaluation.images.image_files import (
 )
 from megavis.evaluation.images.label_map_metrics import DepthErrors, PanopticQuality
 from megavis.evaluation.images.pair_metrics import Distances, PairScores, reconstructions
+from megavis.evaluation.published import (
+    METRICS,
+    STAGES,
+    dense_table,
+    markdown_of,
+    reconstruction_of,
+)
 from megavis.model.autoencoder_losses import open_perceptual
 from megavis.notebook import Run
 from megavis.parallel.device import choose_device, set_arithmetic
