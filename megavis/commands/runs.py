@@ -19,12 +19,12 @@ from megavis.training.metrics import read_metrics
 _COLUMNS = ("run", "paper", "step", "loss", "validation", "state", "changed")
 
 
-def run(args: argparse.Namespace) -> int:
+def list_runs(args: argparse.Namespace) -> int:
     """Write a line for each run."""
     if not args.folder.is_dir():
         raise UserError(f"{args.folder}: no such folder")
     found = sorted(path.parent for path in args.folder.rglob("config.yaml"))
-    rows = sorted((_row(folder, args.folder) for folder in found), key=lambda row: row["changed"])
+    rows = sorted((_run_row(folder, args.folder) for folder in found), key=lambda row: row["changed"])
     if not rows:
         raise UserError(f"{args.folder} holds no run: no config.yaml lies in it")
     if args.json:
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _row(folder: Path, above: Path) -> dict[str, Any]:
+def _run_row(folder: Path, above: Path) -> dict[str, Any]:
     """Return the row of a run; None for unknown values."""
     config = _read_config(folder / "config.yaml")
     metrics = read_metrics(folder)
