@@ -79,7 +79,7 @@ def test_missing_permission_is_one_line(tmp_path, capsys, monkeypatch):
     def refused(path):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr("megavis.commands.runs.Path.is_dir", refused)
+    monkeypatch.setattr("megavis.commands.report.Path.is_dir", refused)
     assert main(["runs", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"error: {tmp_path}: Permission denied\n"
 

@@ -54,7 +54,7 @@ def add_runs_table(parser: argparse.ArgumentParser) -> None:
         "folder", type=Path, nargs="?", default=Path("runs"), metavar="FOLDER", help="default: runs"
     )
     add_json(parser)
-    parser.set_defaults(run="runs:list_runs")
+    parser.set_defaults(run="report:list_runs")
 
 
 def add_config_verbs(parser: argparse.ArgumentParser) -> None:
