@@ -23,8 +23,7 @@ import numpy as np
 
 from data_tools import __version__
 from data_tools.job_report import say
-from data_tools.measurements import measured_units, read_measurements
-from data_tools.near_duplicates import find_duplicates
+from data_tools.measurements import find_duplicates, measured_units, read_measurements
 from data_tools.selection import DECISION_NAME, dropped_name
 from data_tools.sources import ImageSource
 from megavis.config.errors import UserError

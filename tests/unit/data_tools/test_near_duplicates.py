@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from data_tools.near_duplicates import close_pairs, find_duplicates
+from data_tools.measurements import close_pairs, find_duplicates
 
 pytestmark = pytest.mark.once
 
