@@ -2,7 +2,7 @@
 
 The second folder has the targets to predict from the first: maps of labels or depths, other
 colours. Targets are stored losslessly and resized to the nearest pixel, since interpolated colours
-of labels are other labels.
+of labels are other labels. `LabelMapEncoder`, for the verbs `maps`, keeps the original size.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import io
 import os
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,14 @@ from PIL import Image
 
 from data_tools.decode import RefusedImageError, decode_image, decoder_versions
 from data_tools.jobs import add_job_arguments, run_job
-from data_tools.jpeg_shards import add_quality_argument, check_quality, encode_jpeg
-from data_tools.resize import CROP, RESIZE, nearest_square, resize_and_crop
+from data_tools.jpeg_shards import add_quality_argument, check_quality, encode_jpeg, kept_jpeg
+from data_tools.resize import CROP, RESIZE, check_aspect, nearest_square, resize_and_crop
 from data_tools.shard_tasks import Encoded, ShardEncoder, encode_each
 from data_tools.source_formats import add_classes_argument, read_class_names
 from data_tools.sources import FileSource, SourceFile, SourceImage, list_images
 from megavis.config.errors import UserError
 from megavis.data.codecs.jpeg import PairsCodec, join, split
+from megavis.data.codecs.label_maps import to_pixels
 
 _SIZES_DIFFER = "image and target differ in size"
 _NO_TARGET, _NO_IMAGE = "image without a target", "target without an image"
@@ -183,3 +185,51 @@ def encode_png(image: np.ndarray) -> bytes:
     file = io.BytesIO()
     Image.fromarray(image).save(file, "PNG")
     return file.getvalue()
+
+
+SIZES_DIFFER = "image and label map differ in size"
+
+ReadMap = Callable[[bytes], np.ndarray]
+"""Maps the source's content of a label map to integers int64 `[h, w]`."""
+
+
+@dataclass(frozen=True)
+class LabelMapEncoder(ShardEncoder):
+    """Keep JPEG files, re-encode other images as JPEG, and encode maps as PNG.
+
+    `target` is that of the manifest; `read_map` is picklable and raises RefusedImageError.
+    """
+
+    quality: int
+    target: dict[str, Any]
+    read_map: ReadMap
+    suffix: str = PairsCodec.suffix
+
+    def settings(self, folder: str) -> dict[str, Any]:
+        """Return everything that affects the bytes."""
+        return {"label_maps": [self.quality, self.target], "preparation": self._preparation()}
+
+    def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
+        """Return one payload per pair."""
+        return encode_each(pictures, lambda pair: [[self._payload(*split(pair.content))]])
+
+    def describe(self, folder: str) -> dict[str, Any]:
+        """Return the manifest's fields of a data set of images and maps."""
+        return {
+            "kind": "pairs",
+            "image_size": None,
+            "target": self.target,
+            "preparation": self._preparation(),
+        }
+
+    def _preparation(self) -> dict[str, Any]:
+        return {"resize": "none", "crop": "none", "decoders": decoder_versions()}
+
+    def _payload(self, image_file: bytes, map_content: bytes) -> bytes:
+        image = decode_image(image_file)
+        numbers = self.read_map(map_content)
+        if image.shape[:2] != numbers.shape:
+            raise RefusedImageError(SIZES_DIFFER)
+        check_aspect(image)  # training resizes it
+        jpeg = kept_jpeg(image_file, image, self.quality)
+        return join(jpeg, encode_png(to_pixels(numbers)))

@@ -20,7 +20,7 @@ import numpy as np
 from data_tools.decode import RefusedImageError
 from data_tools.jobs import add_job_arguments, run_job
 from data_tools.jpeg_shards import add_quality_argument, check_quality
-from data_tools.label_maps.pairs import LabelMapEncoder
+from data_tools.pair_shards import LabelMapEncoder
 from data_tools.sources import FileSource, SourceFile
 from megavis.config.errors import UserError
 from megavis.data.codecs.jpeg import DamagedImageError, decode_png, join, split
