@@ -187,13 +187,6 @@ def show_in_tensorboard(run_folder: Path, name: str, figure: Figure, *, step: in
         board.add_image(f"evaluation/{name}", pixels, step, dataformats="HWC")
 
 
-def write_figure(folder: Path, name: str, figure: Figure, rows: Sequence[Row]) -> list[Path]:
-    """Write `name.png` and `name.csv` atomically and return both paths. Raises OSError."""
-    png = folder / f"{name}.png"
-    write_png(png, figure)
-    return [png, write_table(folder / f"{name}.csv", rows)]
-
-
 def write_table(path: Path, rows: Sequence[Row]) -> Path:
     """Write rows as CSV atomically and return the path. Raises OSError."""
     table = io.StringIO()
@@ -202,6 +195,11 @@ def write_table(path: Path, rows: Sequence[Row]) -> Path:
     writer.writerows(rows)
     write_atomically(path, table.getvalue().encode())
     return path
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table in Markdown."""
+    return [f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows)]
 
 
 def plain_axes(x: str, y: str) -> tuple[Figure, Axes]:

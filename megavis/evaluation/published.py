@@ -9,18 +9,20 @@ below.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import TypeAdapter
 
 from megavis.data.codecs.label_maps import TargetKind
+from megavis.evaluation.figures import markdown_table
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PublishedTable:
     """A table of a paper.
 
@@ -36,7 +38,7 @@ class PublishedTable:
     table: str
     title: str
     measure: str
-    dataset: str
+    dataset: str = ""
     metric: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -56,32 +58,21 @@ class PublishedPaper:
     tables: tuple[PublishedTable, ...]
 
 
+_TABLES = TypeAdapter(tuple[PublishedTable, ...])
+
+
 def published_papers() -> dict[str, PublishedPaper]:
     """Return the papers with published results by name of their objective."""
-    return {objective: _paper(tree) for tree in _trees() for objective in tree["objectives"]}
-
-
-def _trees() -> Iterator[dict]:
     folder = resources.files("megavis.evaluation") / "published"
+    papers: dict[str, PublishedPaper] = {}
     for file in sorted(folder.iterdir(), key=lambda file: file.name):
         written = file.read_text(encoding="utf-8")
-        yield yaml.load(written, Loader=yaml.BaseLoader)  # noqa: S506 - keeps all scalars as text
-
-
-def _paper(tree: dict) -> PublishedPaper:
-    tables = tuple(
-        PublishedTable(
-            table=table["table"],
-            title=table["title"],
-            measure=table["measure"],
-            dataset=table.get("dataset", ""),
-            metric=table["metric"],
-            columns=tuple(table["columns"]),
-            rows=tuple(tuple(row) for row in table["rows"]),
+        tree = yaml.load(written, Loader=yaml.BaseLoader)  # noqa: S506 - keeps all scalars as text
+        tables = _TABLES.validate_python(tree["tables"])
+        papers |= dict.fromkeys(
+            tree["objectives"], PublishedPaper(tree["paper"], tree["short"], tables)
         )
-        for table in tree["tables"]
-    )
-    return PublishedPaper(tree["paper"], tree["short"], tables)
+    return papers
 
 
 METRICS: Mapping[TargetKind, str] = {"panoptic": "PQ", "depth": "RMSE"}
@@ -128,17 +119,12 @@ def markdown_of(
         for column, printed in zip(table.columns, table.rows[-1], strict=True)
     }
     own = [f"{values[c]:.{digits[c]}f}" if c in values else "" for c in table.columns[1:]]
-    rows = [table.columns, ["---"] * len(table.columns), *table.rows, (name, *own)]
     lines = (
         f"# {table.table}: {table.title}",
         "",
-        *(_line(row) for row in rows),
+        *markdown_table(table.columns, [*table.rows, (name, *own)]),
         "",
         f"Rows above {name} are the paper's: {table.dataset}.",
         f"That of {name} is of {images}: other data, unless these are the same images.",
     )
     return "".join(f"{line}\n" for line in lines)
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -19,7 +19,7 @@ import numpy as np
 from megavis.config.errors import UserError
 from megavis.data.format.files import write_atomically
 from megavis.evaluation.features import LabelledFeatures
-from megavis.evaluation.figures import Row, write_table
+from megavis.evaluation.figures import Row, markdown_table, write_table
 from megavis.evaluation.linear import HeldOutScore, HeldOutSplit, choose_penalty, fit_classifier
 from megavis.evaluation.low_data import score_low_data
 
@@ -262,9 +262,8 @@ def rows_of(results: Sequence[TransferResult], *, step: int, seed: int) -> list[
 
 def markdown_of(results: Sequence[TransferResult], *, title: str) -> str:
     """Return the table as Markdown, with title, means over data sets, and notes on the images."""
-    lines = [_cells(_HEADER), _cells(["---"] * len(_HEADER))]
-    lines += [_cells(_row(result, score)) for result in results for score in result.scores]
-    lines += _means(results)
+    rows = [_row(result, score) for result in results for score in result.scores]
+    lines = markdown_table(_HEADER, [*rows, *_means(results)])
     return "\n".join([title, "", *lines, "", *_footnotes(results)]) + "\n"
 
 
@@ -278,14 +277,14 @@ def write_transfer(
     return [readable, write_table(folder / "transfer.csv", rows_of(results, step=step, seed=seed))]
 
 
-def _means(results: Sequence[TransferResult]) -> Iterator[str]:
+def _means(results: Sequence[TransferResult]) -> Iterator[list[str]]:
     """Yield rows with means over data sets, for features evaluated on all of them."""
     data_sets = dict.fromkeys(result.data_set for result in results)
     for features in dict.fromkeys(result.features for result in results):
         own = [result.scores[0].accuracy for result in results if result.features == features]
         if len(own) == len(data_sets) > 1:
             cells = ["mean of the best layers", features, f"{100 * fmean(own):.1f}"]
-            yield _cells([*cells, *[""] * (len(_HEADER) - len(cells))])
+            yield [*cells, *[""] * (len(_HEADER) - len(cells))]
 
 
 def _row(result: TransferResult, score: TransferScore) -> list[str]:
@@ -309,10 +308,6 @@ def _row(result: TransferResult, score: TransferScore) -> list[str]:
 
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.1f}"
-
-
-def _cells(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _footnotes(results: Sequence[TransferResult]) -> Iterator[str]:

@@ -254,11 +254,11 @@ def picture(path: Path, *, title: str, caption: str = "", on_white: bool = False
     return Picture(title, uri, caption, width, height, on_white)
 
 
-def csv_table(path: Path, *, title: str) -> Table:
-    """Read a CSV file as a collapsed table. Raises OSError."""
+def csv_table(path: Path) -> Table:
+    """Read the values of a CSV file as a collapsed table. Raises OSError."""
     columns, *rows = list(csv.reader(io.StringIO(path.read_text(encoding="utf-8")))) or [[]]
     shown = [[_rounded(cell) for cell in row] for row in rows if len(row) == len(columns)]
-    return _shortened(title, [words(column) for column in columns], shown, closed=True)
+    return _shortened("Values", [words(column) for column in columns], shown, closed=True)
 
 
 def markdown_table(path: Path) -> Table:

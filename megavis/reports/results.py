@@ -122,7 +122,7 @@ def _blocks(run: RunRecord, stem: str, files: dict[str, Path]) -> Iterator[Block
         title = _FIGURES.get(stem, "") if stem in _HEADINGS else ""
         yield picture(files[".png"], title=title, on_white=True)
     if ".csv" in files:
-        yield csv_table(files[".csv"], title="Values")
+        yield csv_table(files[".csv"])
 
 
 def _known_blocks(stem: str, run: RunRecord, content: Any) -> list[Block]:

@@ -17,7 +17,7 @@ and m vectors of two sets.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -153,32 +153,19 @@ def _distances(rows: Tensor, columns: Tensor) -> Iterator[Tensor]:
         yield torch.cdist(block, columns)
 
 
-@dataclass(frozen=True)
-class Moments:
-    """Moments of each channel over images and positions.
+def moments_of(latents: Tensor) -> dict[str, list[float]]:
+    """Return moments of each channel of latents `[b, c, h, w]`, over images and positions.
 
-    Attributes:
-        mean: `[c]`.
-        deviation: `[c]`, standard deviations.
-        horizontal: `[c]`, correlation of horizontal neighbours.
-        vertical: `[c]`, correlation of vertical neighbours.
+    `mean`; `deviation`, the standard deviation; `horizontal` and `vertical`, the correlation of
+    neighbours.
     """
-
-    mean: list[float]
-    deviation: list[float]
-    horizontal: list[float]
-    vertical: list[float]
-
-    @classmethod
-    def of(cls, latents: Tensor) -> Moments:
-        """Compute the moments of latents `[b, c, h, w]`."""
-        wide = latents.double()
-        return cls(
-            wide.mean((0, 2, 3)).tolist(),
-            wide.transpose(0, 1).flatten(1).std(1).tolist(),
-            _correlation(wide[..., 1:], wide[..., :-1]).tolist(),
-            _correlation(wide[..., 1:, :], wide[..., :-1, :]).tolist(),
-        )
+    wide = latents.double()
+    return {
+        "mean": wide.mean((0, 2, 3)).tolist(),
+        "deviation": wide.transpose(0, 1).flatten(1).std(1).tolist(),
+        "horizontal": _correlation(wide[..., 1:], wide[..., :-1]).tolist(),
+        "vertical": _correlation(wide[..., 1:, :], wide[..., :-1, :]).tolist(),
+    }
 
 
 def compare(drawn: Tensor, held_out: Tensor) -> dict[str, Any]:
@@ -187,8 +174,8 @@ def compare(drawn: Tensor, held_out: Tensor) -> dict[str, Any]:
         "num_drawn": len(drawn),
         "num_held_out": len(held_out),
         "largest_difference": largest_differences(drawn, held_out),
-        "drawn": asdict(Moments.of(drawn)),
-        "held_out": asdict(Moments.of(held_out)),
+        "drawn": moments_of(drawn),
+        "held_out": moments_of(held_out),
     }
 
 
@@ -198,7 +185,7 @@ def largest_differences(latents: Tensor, held_out: Tensor) -> dict[str, float]:
     `mean`: in standard deviations of the held-out channel; `deviation`: largest ratio minus one;
     `horizontal` and `vertical`: differences of correlations.
     """
-    ours, theirs = asdict(Moments.of(latents)), asdict(Moments.of(held_out))
+    ours, theirs = moments_of(latents), moments_of(held_out)
     scale = torch.tensor(theirs["deviation"])
     units = {"mean": scale, "deviation": scale}
     return {

@@ -25,7 +25,7 @@ from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
 from megavis.config.schema import RunConfig
 from megavis.data.format.files import write_atomically
-from megavis.evaluation.figures import Row, plain_axes, write_figure
+from megavis.evaluation.figures import Row, markdown_table, plain_axes, write_png, write_table
 from megavis.parallel.context import ParallelContext
 from megavis.training.callbacks.callback import StepState
 from megavis.training.callbacks.validation import accuracy_history
@@ -229,9 +229,9 @@ def rows_of(outcomes: Sequence[TrialResult]) -> list[Row]:
 def markdown_of(outcomes: Sequence[TrialResult]) -> str:
     """Return the rows as a Markdown table."""
     rows = rows_of(outcomes)
-    lines = [[key.replace("_", " ") for key in rows[0]], ["---"] * len(rows[0])]
-    lines += [[str(value) for value in row.values()] for row in rows]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    columns = [key.replace("_", " ") for key in rows[0]]
+    lines = markdown_table(columns, ([str(value) for value in row.values()] for row in rows))
+    return "".join(f"{line}\n" for line in lines)
 
 
 def draw_search(outcomes: Sequence[TrialResult], *, name: str) -> Figure:
@@ -256,7 +256,8 @@ def draw_search(outcomes: Sequence[TrialResult], *, name: str) -> Figure:
 
 def write_search(folder: Path, outcomes: Sequence[TrialResult], *, name: str) -> list[Path]:
     """Write `search.png`, `search.csv` and `search.md`; returns them. Raises OSError."""
-    written = write_figure(folder, "search", draw_search(outcomes, name=name), rows_of(outcomes))
-    table = folder / "search.md"
-    write_atomically(table, markdown_of(outcomes).encode())
-    return [*written, table]
+    picture, text = folder / "search.png", folder / "search.md"
+    write_png(picture, draw_search(outcomes, name=name))
+    table = write_table(folder / "search.csv", rows_of(outcomes))
+    write_atomically(text, markdown_of(outcomes).encode())
+    return [picture, table, text]
