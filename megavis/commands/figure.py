@@ -26,7 +26,6 @@ from megavis.commands.opening import (
     probe_data,
     probe_run,
     report_cache,
-    untrained_network,
 )
 from megavis.commands.options.evaluation import GENERAL_FIGURES
 from megavis.commands.options.shared import spelled
@@ -166,7 +165,7 @@ def _neighbor_scores(
     train = open_shards(opened, opened.config.data.train_sources[0].path)
     check_no_overlap(held_out, [train, *training_shards(opened.config)])
     cache = feature_cache(opened, args)
-    fresh = untrained_network(opened, cache, seed=opened.config.seed)
+    fresh = network_of(opened, cache, seed=opened.config.seed)
     pairs = [
         (
             network.features(train, limit=args.train_images),

@@ -185,10 +185,18 @@ def report_cache(cache: FeatureCache | None) -> None:
         sys.stdout.write(f"{cache.report()}\n")
 
 
-def network_of(opened: Run, cache: FeatureCache | None) -> Network:
-    """Return the network of an opened run."""
-    identity = network_identity(opened)
-    return Network(opened.objective, opened.context, lambda: opened.runner, cache, identity)
+def network_of(opened: Run, cache: FeatureCache | None, *, seed: int | None = None) -> Network:
+    """Return the network of an opened run, or one like it with fresh weights of a seed.
+
+    The latter is built only when it must compute.
+    """
+
+    def build() -> Inference:
+        with quietly():
+            return (opened if seed is None else opened.untrained(seed)).runner
+
+    identity = network_identity(opened, seed=seed)
+    return Network(opened.objective, opened.context, build, cache, identity)
 
 
 def untrained_networks(
@@ -196,18 +204,7 @@ def untrained_networks(
 ) -> Iterator[Network]:
     """Yield networks like the run's with fresh weights."""
     for number in range(args.untrained_networks):
-        yield untrained_network(opened, cache, seed=args.seed + number)
-
-
-def untrained_network(opened: Run, cache: FeatureCache | None, *, seed: int) -> Network:
-    """Return a network like the run's with fresh weights, built only when it must compute."""
-
-    def build() -> Inference:
-        with quietly():
-            return opened.untrained(seed).runner
-
-    identity = network_identity(opened, seed=seed)
-    return Network(opened.objective, opened.context, build, cache, identity)
+        yield network_of(opened, cache, seed=args.seed + number)
 
 
 def list_features(args: argparse.Namespace) -> int:
