@@ -285,21 +285,10 @@ def evaluate_during(config: RunConfig, context: ParallelContext) -> Iterator[Non
 
 def watch_command(folder: Path, settings: EvaluationConfig, *, seed: int) -> list[str]:
     """Return the command for the config's section."""
-    options: dict[str, object] = {
-        "--what": ",".join(settings.what),
-        "--every": settings.every,
-        "--train-images": settings.train_images,
-        "--validation-images": settings.validation_images,
-        "--device": settings.device,
-        "--seed": seed,
-        "--interval": settings.interval,
-        "--reference": settings.reference,
-        "--inception": settings.inception,
-        "--network": settings.network,
-        "--num-samples": settings.num_samples,
-    }
-    given = {name: value for name, value in options.items() if value is not None}
-    words = [str(word) for option in given.items() for word in option]
+    given = settings.model_dump(exclude={"threads", "finish_within"}, exclude_none=True)
+    given |= {"what": ",".join(settings.what), "seed": seed}
+    options = {f"--{name.replace('_', '-')}": str(value) for name, value in given.items()}
+    words = [word for option in options.items() for word in option]
     program = [sys.executable, "-m", "megavis.cli", "evaluate", "watch", str(folder)]
     # Features of every checkpoint of a long run would fill the disk.
     return [*program, *words, "--no-cache", "--until-input-ends"]
