@@ -69,7 +69,7 @@ class Engine:
         module = self._pipeline(plans) if self._pipelined else build_stack(objective, context)
         self.layers = self._local_layers(plans, module)
         optimizer = build_optimizer(
-            self.layers.named_parameters(),
+            (parameter for _, parameter in self.layers.named_parameters()),
             config.optimizer,
             stages=context.pipeline.group if self._pipelined else None,
             parts=context.replicas.group if config.parallel.zero_stage else None,

@@ -39,7 +39,7 @@ _TRUST = 1e-3
 
 
 def build_optimizer(
-    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    parameters: Iterable[nn.Parameter],
     config: OptimizerConfig,
     *,
     stages: dist.ProcessGroup | None = None,
@@ -51,7 +51,7 @@ def build_optimizer(
     """Return decoupled-decay Adam, Adafactor, SGD or LARS over the trainable parameters.
 
     Args:
-        named_parameters: with names that do not depend on the layout.
+        parameters: trained and frozen ones.
         config: common settings.
         stages: the pipeline group, whose processes hold different layers.
         parts: the group over which ZeRO partitions optimizer states.
@@ -62,9 +62,9 @@ def build_optimizer(
     Raises:
         UserError: NVIDIA Apex is requested but absent.
     """
-    trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     # ZeRO flattens a group, and LARS needs the norm of each matrix, Adafactor its rows and columns.
-    alone = [group for named in trained for group in parameter_groups([named], config.weight_decay)]
+    alone = [group for one in trained for group in parameter_groups([one], config.weight_decay)]
     if config.algorithm in ("sgd", "lars"):
         adapts = config.algorithm == "lars"
         each = [
@@ -100,8 +100,7 @@ def build_optimizer(
 
 
 def parameter_groups(
-    named_parameters: Iterable[tuple[str, nn.Parameter]],
-    weight_decay: float,
+    parameters: Iterable[nn.Parameter], weight_decay: float
 ) -> list[dict[str, Any]]:
     """Group parameters by optimizer settings.
 
@@ -109,19 +108,19 @@ def parameter_groups(
     `learning_rate_scale` of a group multiplies the scheduled rate.
     """
     groups: dict[tuple[bool, ParamGroupOptions], list[nn.Parameter]] = {}
-    for _, parameter in named_parameters:
+    for parameter in parameters:
         key = (bool(weight_decay) and decays(parameter), options_of(parameter))
         groups.setdefault(key, []).append(parameter)
     # Decaying parameters first, regardless of layer order.
     ordered = sorted(groups.items(), key=lambda item: not item[0][0])
     return [
         {
-            "params": parameters,
+            "params": members,
             "weight_decay": weight_decay if decayed else 0.0,
             "learning_rate_scale": options.learning_rate_scale,
             **({} if options.betas is None else {"betas": options.betas}),
         }
-        for (decayed, options), parameters in ordered
+        for (decayed, options), members in ordered
     ]
 
 

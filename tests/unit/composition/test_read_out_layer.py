@@ -111,7 +111,7 @@ def test_linear_probe_converges_to_scikit_learn(build, tmp_path, images):
         named["blocks.2.classifier.linear.weight"].zero_()
         named["blocks.2.classifier.linear.bias"].zero_()
     config = objective.config.optimizer.model_copy(update={"learning_rate": 1.0})
-    optimizer = build_optimizer(named.items(), config)
+    optimizer = build_optimizer(named.values(), config)
     steps = 400
     for step in range(steps):
         rate = learning_rate(step, peak=1.0, total_steps=steps, config=objective.config.schedule)

@@ -149,9 +149,7 @@ def test_discriminator_optimizer_options(small):
     from megavis.training.optimizer import build_optimizer
 
     objective, stack, _ = small
-    named = [(f"vae.{n}", p) for n, p in stack.layers[0].named_parameters()]
-    named += [(f"discriminator.{n}", p) for n, p in stack.layers[1].named_parameters()]
-    optimizer = build_optimizer(named, objective.config.optimizer)
+    optimizer = build_optimizer(stack.layers.parameters(), objective.config.optimizer)
     first, second = optimizer.param_groups
     assert len(first["params"]) == len(list(stack.layers[0].parameters()))
     assert (first["betas"], first["learning_rate_scale"]) == ((0.0, 0.99), 1.0)

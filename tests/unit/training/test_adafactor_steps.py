@@ -43,7 +43,7 @@ def trained(named, optimizer, steps):
 def test_steps_match_transformers():
     """Compare where β2 is below its bound, on matrices that both factor and on vectors."""
     named, theirs = parameters(), parameters()
-    made = trained(named, build_optimizer(named.items(), OptimizerConfig(**SETTINGS)), 20)
+    made = trained(named, build_optimizer(named.values(), OptimizerConfig(**SETTINGS)), 20)
     # Its momentum includes the learning rate, which is constant here.
     optimizer = TransformersAdafactor(
         list(theirs.values()),
@@ -66,7 +66,7 @@ def test_steps_match_plain_arithmetic():
     named, count = parameters(), 60
     weights = {name: parameter.detach().double() for name, parameter in named.items()}
     settings = {**SETTINGS, "weight_decay": 0.1}
-    made = trained(named, build_optimizer(named.items(), OptimizerConfig(**settings)), count)
+    made = trained(named, build_optimizer(named.values(), OptimizerConfig(**settings)), count)
     rows, columns = torch.zeros(40, 1).double(), torch.zeros(1, 33).double()
     momenta = {name: torch.zeros(shape).double() for name, shape in SHAPES.items()}
     squares = {name: torch.zeros(shape).double() for name, shape in SHAPES.items()}
@@ -93,7 +93,7 @@ def test_layer_learning_rate_does_not_scale_decay():
     add_options([named["matrix"]], ParamGroupOptions(0.1))
     before = named["matrix"].detach().clone()
     config = OptimizerConfig(**{**SETTINGS, "weight_decay": 0.5})
-    optimizer = build_optimizer(named.items(), config)
+    optimizer = build_optimizer(named.values(), config)
     for group in optimizer.param_groups:  # the engine sets it before each step
         group["lr"] = 0.01 * group["learning_rate_scale"]
     for parameter in named.values():
@@ -104,7 +104,7 @@ def test_layer_learning_rate_does_not_scale_decay():
 
 def test_non_finite_gradients_skip_the_step():
     named = parameters()
-    optimizer = build_optimizer(named.items(), OptimizerConfig(**SETTINGS))
+    optimizer = build_optimizer(named.values(), OptimizerConfig(**SETTINGS))
     before = {name: value.clone() for name, value in trained(named, optimizer, 3).items()}
     named["matrix"].grad.fill_(math.inf)
     optimizer.found_inf = torch.ones(())

@@ -37,7 +37,7 @@ def test_steps_match_plain_arithmetic(decay):
     """Equation 6: v ← m v + γ λ (∇L + β w), with λ = η ‖w‖ / (‖∇L‖ + β ‖w‖)."""
     named = parameters()
     weight, bias = (p.detach().flatten().tolist() for p in named.values())
-    optimizer = build_optimizer(named.items(), OptimizerConfig(**SETTINGS, weight_decay=decay))
+    optimizer = build_optimizer(named.values(), OptimizerConfig(**SETTINGS, weight_decay=decay))
     made = trained(named, optimizer)
     sums = [[0.0] * len(weight), [0.0] * len(bias)]
     for step in range(4):
@@ -58,7 +58,7 @@ def test_steps_match_plain_arithmetic(decay):
 def test_steps_match_timm():
     lars = timm_module("optim", "lars").Lars
     named, theirs = parameters(), parameters()
-    made = trained(named, build_optimizer(named.items(), OptimizerConfig(**SETTINGS)))
+    made = trained(named, build_optimizer(named.values(), OptimizerConfig(**SETTINGS)))
     matrix, bias = theirs.values()
     groups = [{"params": [matrix], "always_adapt": True}, {"params": [bias]}]
     expected = trained(theirs, lars(groups, lr=0.5, momentum=0.9))
@@ -69,13 +69,13 @@ def test_zero_matrix_takes_an_unscaled_step():
     named = {"head.classifier.linear.weight": torch.nn.Parameter(torch.zeros(2, 2))}
     (parameter,) = named.values()
     parameter.grad = torch.ones(2, 2)
-    build_optimizer(named.items(), OptimizerConfig(**SETTINGS)).step()
+    build_optimizer(named.values(), OptimizerConfig(**SETTINGS)).step()
     torch.testing.assert_close(parameter.detach(), torch.full((2, 2), -0.5))
 
 
 def test_non_finite_gradients_skip_the_step():
     named = parameters()
-    optimizer = build_optimizer(named.items(), OptimizerConfig(**SETTINGS))
+    optimizer = build_optimizer(named.values(), OptimizerConfig(**SETTINGS))
     before = [value.clone() for value in trained(named, optimizer)]
     next(iter(named.values())).grad.fill_(math.inf)
     optimizer.found_inf = torch.ones(())
@@ -89,7 +89,7 @@ def test_frozen_parameters_are_excluded():
     named["blocks.0.weight"] = torch.nn.Parameter(torch.ones(2, 2), requires_grad=False)
     for algorithm, count in (("lars", 2), ("adam", 1)):
         config = OptimizerConfig(learning_rate=1.0, algorithm=algorithm)
-        groups = build_optimizer(named.items(), config).param_groups
+        groups = build_optimizer(named.values(), config).param_groups
         assert len(groups) == count
         assert sum(len(group["params"]) for group in groups) == 2
 
@@ -99,7 +99,7 @@ def test_sgd_matches_torch(decay):
     """As in all optimizers here, only the matrix decays."""
     named, theirs = parameters(), parameters()
     settings = {**SETTINGS, "algorithm": "sgd", "weight_decay": decay}
-    made = trained(named, build_optimizer(named.items(), OptimizerConfig(**settings)))
+    made = trained(named, build_optimizer(named.values(), OptimizerConfig(**settings)))
     matrix, bias = theirs.values()
     groups = [{"params": [matrix], "weight_decay": decay}, {"params": [bias]}]
     expected = trained(theirs, torch.optim.SGD(groups, lr=0.5, momentum=0.9))
