@@ -19,8 +19,8 @@ from PIL import Image
 from data_tools.decode import RefusedImageError
 from data_tools.jobs import add_job_arguments, run_job
 from data_tools.jpeg_shards import add_quality_argument, check_quality
+from data_tools.labelled.array_files import read_mat
 from data_tools.labelled.data_set import hdf5_array, ppm
-from data_tools.labelled.matlab import read_mat
 from data_tools.pair_shards import LabelMapEncoder, PairFile, pair_up
 from data_tools.sources import FileSource, SourceFile, list_images
 from megavis.config.errors import UserError

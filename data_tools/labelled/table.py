@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from data_tools.labelled.array_files import (
     list_camelyon,
+    list_cars,
     list_dsprites_location,
     list_dsprites_orientation,
+    list_flowers,
     list_norb_azimuth,
     list_norb_elevation,
+    list_svhn,
 )
 from data_tools.labelled.binary import list_cifar10, list_cifar100, list_stl10
 from data_tools.labelled.clevr_kitti import list_clevr_count, list_clevr_distance, list_kitti
@@ -22,7 +25,6 @@ from data_tools.labelled.lists import (
     list_pets,
     list_sun397,
 )
-from data_tools.labelled.matlab import list_cars, list_flowers, list_svhn
 from data_tools.labelled.records import list_dmlab
 from data_tools.labelled.retina import list_retinopathy
 
