@@ -28,6 +28,7 @@ from data_tools.job_report import ProgressBar, say
 from data_tools.made_folder import make_folder
 from megavis.config.arguments import non_negative, positive
 from megavis.config.errors import UserError
+from megavis.data.codecs.crops import Window
 
 RECORD_NAME = "photographs.json"
 _SPLITS = ("train", "selection", "validation")
@@ -56,16 +57,6 @@ class Photograph:
     package: str
     path: str
     held_out: str
-
-
-@dataclass(frozen=True)
-class Region:
-    """A rectangle of a photograph, in pixels."""
-
-    left: int
-    top: int
-    width: int
-    height: int
 
 
 def photographs() -> list[Photograph]:
@@ -182,7 +173,7 @@ def share(total: int, *, number: int, parts: int) -> int:
     return total // parts + (number < total % parts)
 
 
-def region(image: Image.Image, *, edge: str, split: str) -> Region:
+def region(image: Image.Image, *, edge: str, split: str) -> Window:
     """Return the region of a split.
 
     A strip of 35 % at `edge` is held out: 40 % of its length for selection and the rest for
@@ -199,10 +190,10 @@ def region(image: Image.Image, *, edge: str, split: str) -> Region:
         "validation": (cut + _MARGIN, along - cut - _MARGIN, 0, depth),
     }[split]
     if edge == "left":
-        return Region(near, start, deep, length)
+        return Window(start, near, length, deep)
     if edge == "right":
-        return Region(across - near - deep, start, deep, length)
-    return Region(start, across - near - deep, length, deep)
+        return Window(start, across - near - deep, length, deep)
+    return Window(across - near - deep, start, deep, length)
 
 
 def cut_region(image: Image.Image, *, edge: str, split: str) -> Image.Image:
