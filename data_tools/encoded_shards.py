@@ -17,7 +17,7 @@ import numpy as np
 
 from data_tools.decode import RefusedImageError, decode_image, decoder_versions
 from data_tools.jobs import add_job_arguments, run_job
-from data_tools.resize import RESIZE, Crop, add_crop_arguments, crop_from
+from data_tools.resize import RESIZE, Crop, add_crop_arguments, crop_from, preparation
 from data_tools.shard_tasks import Encoded, ShardEncoder
 from data_tools.source_formats import add_source_arguments, open_source
 from data_tools.sources import SourceImage
@@ -80,8 +80,7 @@ class Encoding:
 
     def describe(self) -> dict[str, Any]:
         """Return the manifest's fields that do not depend on the kind of output."""
-        preparation = {"resize": RESIZE, "crop": str(self.crop), "decoders": decoder_versions()}
-        return {"image_size": self.size, "preparation": preparation}
+        return {"image_size": self.size, "preparation": preparation(RESIZE, str(self.crop))}
 
     def tokenizer(self) -> LatentTokenizer | IdTokenizer:
         """Return the network. Raises UserError if its run has been trained since the job began."""

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from data_tools.decode import decode_image, decoder_versions
+from data_tools.decode import decode_image
 from data_tools.jobs import add_job_arguments, run_job
-from data_tools.resize import CROP, RESIZE, check_aspect, resize_and_crop
+from data_tools.resize import CROP, RESIZE, check_aspect, preparation, resize_and_crop
 from data_tools.shard_tasks import Encoded, ShardEncoder, encode_each
 from data_tools.source_formats import add_source_arguments, open_source
 from data_tools.sources import SourceImage
@@ -102,9 +102,7 @@ class JpegEncoder(ShardEncoder):
         return int(folder) if folder else next(iter(self.sizes), None)
 
     def _preparation(self) -> dict[str, Any]:
-        if not self.sizes:
-            return {"resize": "none", "crop": "none", "decoders": decoder_versions()}
-        return {"resize": RESIZE, "crop": CROP, "decoders": decoder_versions()}
+        return preparation(RESIZE, CROP) if self.sizes else preparation()
 
     def _payloads(self, content: bytes) -> list[bytes]:
         image = decode_image(content)

@@ -19,10 +19,17 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from data_tools.decode import RefusedImageError, decode_image, decoder_versions
+from data_tools.decode import RefusedImageError, decode_image
 from data_tools.jobs import add_job_arguments, run_job
 from data_tools.jpeg_shards import add_quality_argument, check_quality, encode_jpeg, kept_jpeg
-from data_tools.resize import CROP, RESIZE, check_aspect, nearest_square, resize_and_crop
+from data_tools.resize import (
+    CROP,
+    RESIZE,
+    check_aspect,
+    nearest_square,
+    preparation,
+    resize_and_crop,
+)
 from data_tools.shard_tasks import Encoded, ShardEncoder, encode_each
 from data_tools.source_formats import add_classes_argument, read_class_names
 from data_tools.sources import FileSource, SourceFile, SourceImage, list_images
@@ -161,8 +168,7 @@ class PairEncoder(ShardEncoder):
         return {"kind": "pairs", "image_size": self.size, "preparation": self._preparation()}
 
     def _preparation(self) -> dict[str, Any]:
-        resize = f"{RESIZE}; targets: {self.target_resize}"
-        return {"resize": resize, "crop": CROP, "decoders": decoder_versions()}
+        return preparation(f"{RESIZE}; targets: {self.target_resize}", CROP)
 
     def _payload(self, image_file: bytes, target_file: bytes) -> bytes:
         image, target = decode_image(image_file), _decode_target(target_file)
@@ -207,7 +213,7 @@ class LabelMapEncoder(ShardEncoder):
 
     def settings(self, folder: str) -> dict[str, Any]:
         """Return everything that affects the bytes."""
-        return {"label_maps": [self.quality, self.target], "preparation": self._preparation()}
+        return {"label_maps": [self.quality, self.target], "preparation": preparation()}
 
     def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
         """Return one payload per pair."""
@@ -219,11 +225,8 @@ class LabelMapEncoder(ShardEncoder):
             "kind": "pairs",
             "image_size": None,
             "target": self.target,
-            "preparation": self._preparation(),
+            "preparation": preparation(),
         }
-
-    def _preparation(self) -> dict[str, Any]:
-        return {"resize": "none", "crop": "none", "decoders": decoder_versions()}
 
     def _payload(self, image_file: bytes, map_content: bytes) -> bytes:
         image = decode_image(image_file)

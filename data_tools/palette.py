@@ -21,7 +21,14 @@ import numpy as np
 from data_tools.decode import RefusedImageError, decode_image, decoder_versions
 from data_tools.job_report import ProgressBar, line_figure, say
 from data_tools.jobs import add_job_arguments, run_job
-from data_tools.resize import RESIZE, Crop, add_crop_arguments, crop_from, resize_and_crop
+from data_tools.resize import (
+    RESIZE,
+    Crop,
+    add_crop_arguments,
+    crop_from,
+    preparation,
+    resize_and_crop,
+)
 from data_tools.shard_tasks import Encoded, ShardEncoder, encode_each
 from data_tools.source_formats import add_source_arguments, open_source
 from data_tools.sources import ImageSource, SourceImage, SourcePart
@@ -274,11 +281,7 @@ class PaletteEncoder(ShardEncoder):
                 "sha256": self.palette_sha256,
                 "num_tokens": self.num_colors,
             },
-            "preparation": {
-                "resize": self._resize,
-                "crop": str(self.crop),
-                "decoders": decoder_versions(),
-            },
+            "preparation": preparation(self._resize, str(self.crop)),
         }
 
     @property

@@ -6,12 +6,12 @@ import argparse
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from PIL import Image
 
-from data_tools.decode import RefusedImageError
+from data_tools.decode import RefusedImageError, decoder_versions
 from megavis.config.errors import UserError
 from megavis.data.codecs.crops import NUM_WINDOW_DRAWS, Window, cut, random_window
 
@@ -101,6 +101,11 @@ class Crop:
     def _random(self, name: str, number: int) -> np.random.Generator:
         text = f"{self.seed}\0{number}\0{name}".encode("utf-8", "surrogateescape")
         return np.random.default_rng(int.from_bytes(hashlib.sha256(text).digest()[:8], "little"))
+
+
+def preparation(resize: str = "none", crop: str = "none") -> dict[str, Any]:
+    """Return the manifest's record of how images are prepared."""
+    return {"resize": resize, "crop": crop, "decoders": decoder_versions()}
 
 
 def resize_and_crop(image: np.ndarray, *, size: int) -> np.ndarray:
