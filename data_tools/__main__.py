@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from megavis.config.arguments import ArgumentParser, close_output
-from megavis.config.errors import UserError
+from megavis.config.errors import UserError, describe_os_error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError as error:
         return close_output(error)
     except OSError as error:
-        return _fail(f"{error.strerror or error}: {error.filename or ''}".rstrip(": "), code=1)
+        return _fail(describe_os_error(error), code=1)
     except KeyboardInterrupt:
         return _fail("interrupted; finished work is kept", code=130)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from data_tools.shard_tasks import Unit, UnitResult, do_unit
-from megavis.config.errors import UserError
+from megavis.config.errors import UserError, describe_os_error
 
 ENGINES = ("local", "ray")
 # Enough to keep workers busy; few, since units in flight are reported after a kill.
@@ -152,8 +152,3 @@ def _ray_result(reference: Any, unit: Unit) -> UnitResult | Failure:
     if isinstance(result, UserError):
         raise result
     return result
-
-
-def describe_os_error(error: OSError) -> str:
-    """Return error and file name in one line."""
-    return f"{error.strerror or error}: {error.filename or ''}".rstrip(": ")

@@ -25,6 +25,11 @@ class UnfinishedError(RuntimeError):
     """
 
 
+def describe_os_error(error: OSError) -> str:
+    """Return error and file name in one line."""
+    return f"{error.strerror or error}: {error.filename or ''}".rstrip(": ")
+
+
 def counted(count: int, noun: str, plural: str | None = None) -> str:
     """Return a count with its noun: `1 shard`, `2 shards`, `1,000 shards`.
 
