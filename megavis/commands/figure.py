@@ -37,6 +37,7 @@ from megavis.data.loading.leakage import check_no_overlap, training_shards
 from megavis.data.loading.loader import read_round_robin
 from megavis.evaluation import classes, figures
 from megavis.evaluation.classes import NeighborAccuracy
+from megavis.evaluation.correlation import has_blocks
 from megavis.evaluation.figures import FigureInput, RenderedFigure, Row, write_png, write_table
 from megavis.evaluation.images.pair_metrics import score_completions
 from megavis.evaluation.likelihood import CheckpointScore, score_checkpoint
@@ -234,21 +235,16 @@ def _reason_against(applies: Callable[[Trainable], bool], opened: Run) -> str | 
     return f"does not apply to runs of {opened.config.objective.name}"
 
 
-def _has_blocks(objective: Trainable) -> bool:
-    objective.backbone.composition()
-    return True
-
-
 def _draws_images(objective: Trainable) -> bool:
     objective.generation()
     return True
 
 
 _APPLY: Mapping[str, Callable[[Trainable], bool]] = {
-    "depth": _has_blocks,
-    "likelihood": _has_blocks,
+    "depth": has_blocks,
+    "likelihood": has_blocks,
     "completions": _draws_images,
-    "neighbors": _has_blocks,
+    "neighbors": has_blocks,
 }
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_BATCH_SIZE = 16
+_MAPS_PER_BATCH = 16
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def measure_attention(
     _check_visibility(paper)
     total: AttentionMaps | None = None
     limit = min(num_images, len(dataset))
-    for batch in evaluation_batches(dataset, batch_size=_BATCH_SIZE, limit=limit):
+    for batch in evaluation_batches(dataset, batch_size=_MAPS_PER_BATCH, limit=limit):
         inputs = paper.feature_inputs(batch.to(runner.context.device))
         found = [_sums(weights) for weights in attention_weights(runner, inputs)]
         maps, entropies = (torch.stack(parts) for parts in zip(*found, strict=True))
@@ -134,13 +134,13 @@ def relative_map(weights: Tensor) -> Tensor:
     return (sums / counts).unflatten(-1, (width, width))
 
 
-def applies(objective: Trainable) -> bool:
+def sees_both_ways(objective: Trainable) -> bool:
     """Return whether attention is bidirectional, without rotary positions."""
     _check_visibility(objective.backbone.composition())
     return True
 
 
-def draw(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
+def attention_figure(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
     """Draw the attention of every head, averaged over held-out images."""
     maps = measure_attention(
         subject.runner, subject.objective, subject.images, num_images=options.num_images

@@ -82,13 +82,13 @@ def correlation(first: Tensor, second: Tensor) -> Tensor:
     return (standard(first) @ standard(second).transpose(1, 2)).mean(0)
 
 
-def applies(objective: Trainable) -> bool:
-    """Return whether the model has blocks."""
+def has_blocks(objective: Trainable) -> bool:
+    """Return whether the model has blocks; raise UserError, which says why, if it has none."""
     objective.backbone.composition()
     return True
 
 
-def draw(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
+def correlation_figure(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
     """Draw the correlation of the last layer's tokens of held-out images."""
     found = measure_correlations(
         subject.runner, subject.objective, subject.images, num_images=options.num_images

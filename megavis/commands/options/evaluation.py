@@ -296,7 +296,8 @@ GENERAL_FIGURES = (
         description="Average the attention of every head over held-out images by the offset between"
         " query and key, and print its entropy.",
         num_images=256,
-        draw="megavis.evaluation.attention_maps:draw",
+        draw="megavis.evaluation.attention_maps:attention_figure",
+        applies="sees_both_ways",
     ),
     FigureSpec(
         "correlation",
@@ -304,7 +305,8 @@ GENERAL_FIGURES = (
         description="Correlate the last layer's tokens at every two positions, within an image and"
         " between two.",
         num_images=512,
-        draw="megavis.evaluation.correlation:draw",
+        draw="megavis.evaluation.correlation:correlation_figure",
+        applies="has_blocks",
     ),
 )
 """Declared like the figures of papers, but for runs of any paper."""
