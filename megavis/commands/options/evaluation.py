@@ -296,7 +296,7 @@ GENERAL_FIGURES = (
         description="Average the attention of every head over held-out images by the offset between"
         " query and key, and print its entropy.",
         num_images=256,
-        draw="megavis.evaluation.attention_maps:attention_figure",
+        draw="megavis.evaluation.token_relations:attention_figure",
         applies="sees_both_ways",
     ),
     FigureSpec(
@@ -305,7 +305,7 @@ GENERAL_FIGURES = (
         description="Correlate the last layer's tokens at every two positions, within an image and"
         " between two.",
         num_images=512,
-        draw="megavis.evaluation.correlation:correlation_figure",
+        draw="megavis.evaluation.token_relations:correlation_figure",
         applies="has_blocks",
     ),
 )

@@ -7,7 +7,7 @@ import torch
 from tiny import tiny
 
 from megavis.config.errors import UserError
-from megavis.evaluation.attention_maps import attention_weights
+from megavis.evaluation.token_relations import attention_weights
 from megavis.model.positions import NOWHERE, RelativeBias, place_coordinates
 
 

@@ -206,7 +206,7 @@ def test_image_size_is_checked(make):
 
 
 def test_attention_weights_match_the_block(make):
-    from megavis.evaluation.attention_maps import attention_weights
+    from megavis.evaluation.token_relations import attention_weights
 
     objective, runner = make()
     inputs = objective.feature_inputs(batch_of(draw_images()))

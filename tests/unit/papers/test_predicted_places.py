@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from megavis.config.errors import UserError
-from megavis.evaluation.attention_maps import relative_map
 from megavis.evaluation.classes import neighbor_accuracy
-from megavis.evaluation.correlation import correlation
 from megavis.evaluation.figures import FigureInput
+from megavis.evaluation.token_relations import correlation, relative_map
 from megavis.papers.mp3 import place_figures
 
 
