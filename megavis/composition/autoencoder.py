@@ -36,7 +36,7 @@ from megavis.model.autoencoder_losses import (
     generator_loss,
     squared_slope,
 )
-from megavis.model.declarations import ParamGroupOptions
+from megavis.model.parameters import ParamGroupOptions
 from megavis.model.stack import LayerPlan
 from megavis.tokenizers.network_tokenizer import to_images
 

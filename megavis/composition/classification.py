@@ -29,13 +29,12 @@ from megavis.data.format.manifest import Manifest
 from megavis.data.loading.batch import Batch
 from megavis.model.context_parallel import all_tokens
 from megavis.model.core import Core
-from megavis.model.declarations import set_start
 from megavis.model.embeddings import ReplicatedLinear
 from megavis.model.flops import Workload, training_flops
 from megavis.model.heads import Head
-from megavis.model.init import Fill, normal, zeros
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.norms import BatchNorm
+from megavis.model.parameters import Fill, normal, set_start, zeros
 from megavis.model.stack import FeatureLayer, LayerPlan, watch_features
 
 NO_LABEL = -1

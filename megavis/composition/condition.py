@@ -22,8 +22,8 @@ from megavis.data.format.manifest import Manifest
 from megavis.data.loading.batch import Batch
 from megavis.model.core import Core
 from megavis.model.embeddings import ReplicatedLinear
-from megavis.model.init import filled, normal
 from megavis.model.layer_state import PackedState
+from megavis.model.parameters import filled, normal
 from megavis.model.stack import LayerPlan
 from megavis.parallel.random import uniform
 from megavis.tokenizers.network_tokenizer import IdTokenizer

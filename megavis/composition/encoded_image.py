@@ -31,9 +31,9 @@ from megavis.config.schema import ModelConfig, RunConfig
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.batch import Batch
 from megavis.model.core import Core
-from megavis.model.declarations import add_options
 from megavis.model.encoder import EncoderInput, EncoderSizes
 from megavis.model.layer_state import LayerState, PackedState
+from megavis.model.parameters import add_options
 from megavis.model.positions import LEARNED, cell_coordinates, resize_table, sincos
 from megavis.model.stack import LayerPlan
 from megavis.tokenizers.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, for_other_pixels

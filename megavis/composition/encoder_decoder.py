@@ -21,7 +21,7 @@ from megavis.config.section import PositionKind
 from megavis.model.core import Core
 from megavis.model.embeddings import grid_positions
 from megavis.model.flops import Workload
-from megavis.model.init import filled, normal
+from megavis.model.parameters import filled, normal
 from megavis.model.stack import Bridge, LayerPlan, block_plans
 from megavis.model.visibility import VisibilityKind
 from megavis.schedules.schedule import Arrangement, Question

@@ -34,7 +34,7 @@ from megavis.model.dropout import SAMPLES, carries_samples
 from megavis.model.embeddings import grid_positions
 from megavis.model.flops import Workload
 from megavis.model.heads import Head
-from megavis.model.init import Initialization, filled, normal, vision_transformer
+from megavis.model.parameters import Initialization, filled, normal, vision_transformer
 from megavis.model.positions import carried_names
 from megavis.model.stack import LayerPlan, block_plans, model_flops, stacks_of
 from megavis.model.visibility import VisibilityKind

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from megavis.composition.asking import Asking
 from megavis.model.core import MEMORY, Core
 from megavis.model.embeddings import to_stream
-from megavis.model.init import Fill, filled
 from megavis.model.layer_state import LayerState, PackedState, as_bits
+from megavis.model.parameters import Fill, filled
 from megavis.tokenizers.patches import to_grid, to_tokens
 
 Role = Literal[

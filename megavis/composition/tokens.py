@@ -24,7 +24,7 @@ from megavis.data.format.manifest import PALETTE_NAME, Manifest
 from megavis.data.loading.batch import Batch
 from megavis.model.core import Core
 from megavis.model.embeddings import PatchEmbedding, token_embedding
-from megavis.model.init import Fill, normal, xavier_uniform
+from megavis.model.parameters import Fill, normal, xavier_uniform
 from megavis.tokenizers.palette import Palette
 from megavis.tokenizers.patches import (
     patchify,

@@ -20,9 +20,9 @@ from megavis.config.errors import UserError
 from megavis.densities.density import Density, Drawing, Drawn, Draws, for_each_key
 from megavis.model.core import Core
 from megavis.model.heads import Head, VocabularyHead, split_cross_entropy, whole_logits
-from megavis.model.init import Fill
 from megavis.model.kernels import nats
 from megavis.model.layer_state import PackedState
+from megavis.model.parameters import Fill
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megavis.model.init import truncated_normal
+from megavis.model.parameters import truncated_normal
 
 _EPSILON = 1e-6
 _KERNEL = 3

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from megavis.model.block_layers import block_layers
 from megavis.model.context_parallel import heads_to_tokens, splits_context, tokens_to_heads
-from megavis.model.init import Initialization
 from megavis.model.kernels import (
     FEW,
     attend_to_few,
@@ -28,6 +27,7 @@ from megavis.model.kernels import (
     turn,
     two_stream_attention,
 )
+from megavis.model.parameters import Initialization
 from megavis.model.positions import RelativeBias, turns
 from megavis.model.tensor_parallel import gather_tokens
 from megavis.model.visibility import AttentionContext, Visibility, VisibilityKind

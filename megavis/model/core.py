@@ -22,8 +22,8 @@ from megavis.model.attention import Attention, CrossAttention
 from megavis.model.block_layers import Precision, block_layers
 from megavis.model.context_parallel import all_tokens, own_tokens
 from megavis.model.dropout import SAMPLES, SplitDropout, add_to_residual, draw_kept, drop_path_of
-from megavis.model.init import Initialization
 from megavis.model.layer_state import LayerState, PackedState
+from megavis.model.parameters import Initialization
 from megavis.model.visibility import (
     AttentionContext,
     KeyValueCache,

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from megavis.config.section import PositionKind
 from megavis.model.context_parallel import all_tokens, gather_context, own_tokens
 from megavis.model.core import Core
-from megavis.model.declarations import without_decay
 from megavis.model.heads import Head
-from megavis.model.init import Fill, xavier_uniform
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.norms import Norm
+from megavis.model.parameters import Fill, without_decay, xavier_uniform
 from megavis.model.positions import Positions
 from megavis.model.tensor_parallel import gather_tokens
 

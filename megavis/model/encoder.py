@@ -22,11 +22,16 @@ from megavis.config.schema import ModelConfig
 from megavis.config.section import Activation
 from megavis.model.context_parallel import seen_by_parts
 from megavis.model.core import MEMORY, Core
-from megavis.model.declarations import ParamGroupOptions
 from megavis.model.embeddings import LastNorm, PatchEmbedding, ReplicatedLinear, to_stream
 from megavis.model.flops import Workload
-from megavis.model.init import Initialization, normal, truncated_normal, xavier_uniform
 from megavis.model.layer_state import LayerState, PackedState
+from megavis.model.parameters import (
+    Initialization,
+    ParamGroupOptions,
+    normal,
+    truncated_normal,
+    xavier_uniform,
+)
 from megavis.model.positions import Positions
 from megavis.model.stack import LayerPlan, block_plans
 from megavis.tokenizers.patches import patchify

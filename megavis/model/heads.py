@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from megavis.model.context_parallel import gather_context, own_rows
 from megavis.model.core import Core
-from megavis.model.init import Fill
 from megavis.model.kernels import nats, vocabulary_terms
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.norms import Norm
+from megavis.model.parameters import Fill
 from megavis.model.tensor_parallel import ColumnParallelLinear
 
 

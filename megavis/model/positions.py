@@ -22,8 +22,7 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
 from megavis.config.section import PositionKind
-from megavis.model.declarations import set_start
-from megavis.model.init import Fill, filled, zeros
+from megavis.model.parameters import Fill, filled, set_start, zeros
 
 LEARNED = "embedding.positions.weight"
 """Parameter name of learned positions in every paper's model."""

@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megavis.model.core import Block, Core
-from megavis.model.declarations import ParamGroupOptions, add_options
 from megavis.model.embeddings import LastNorm, ReplicatedLinear, to_stream
 from megavis.model.flops import Workload, forward_flops, matrix_flops
-from megavis.model.init import Fill, xavier_uniform
 from megavis.model.layer_state import LayerState, PackedState
+from megavis.model.parameters import Fill, ParamGroupOptions, add_options, xavier_uniform
 from megavis.parallel.random import seeded
 
 Predictions = Tensor | tuple[Tensor, ...]

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megavis.composition.trainable import Trainable
+from megavis.model.parameters import partition_dimension
 from megavis.model.stack import (
     LayerPlan,
     StackSize,
@@ -24,7 +25,6 @@ from megavis.model.stack import (
     stack_sizes,
     stacks_of,
 )
-from megavis.parallel.tensors import partition_dimension
 
 
 @dataclass(frozen=True)

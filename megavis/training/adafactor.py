@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megavis.checkpoint.state.parameter_states import logical_shape
-from megavis.parallel.tensors import partition_dimension
+from megavis.model.parameters import partition_dimension
 
 _EPSILON = 1e-30
 """Added to squared gradients (ε1 of the paper)."""

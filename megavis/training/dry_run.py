@@ -20,8 +20,8 @@ from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError, counted
 from megavis.config.load import LoadedConfig
 from megavis.config.schema import RunConfig
+from megavis.model.parameters import partition_dimension
 from megavis.parallel.context import close_context, open_virtual_context
-from megavis.parallel.tensors import partition_dimension
 from megavis.planning.layouts import Layout, layout_name
 from megavis.training.job import check_earlier_run, check_same_tokenizer
 from megavis.training.trainer import Trainer

@@ -28,10 +28,9 @@ from megavis.checkpoint.format.manifest import TensorKind
 from megavis.checkpoint.state.parameter_states import AVERAGE, ParameterStates, logical_shape
 from megavis.config.schema import OptimizerConfig, ScheduleConfig
 from megavis.config.section import KernelLibrary
-from megavis.model.declarations import ParamGroupOptions, is_without_decay, options_of
 from megavis.model.kernels import apex_part
+from megavis.model.parameters import ParamGroupOptions, is_first_copy, is_without_decay, options_of
 from megavis.model.stack import LocalLayers
-from megavis.parallel.tensors import is_first_copy
 from megavis.training.adafactor import Adafactor, Slice
 
 _TRUST = 1e-3

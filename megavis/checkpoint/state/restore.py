@@ -23,11 +23,10 @@ from megavis.checkpoint.state.parameter_states import (
 )
 from megavis.composition.encoded_image import PretrainedEncoder
 from megavis.config.errors import UserError
-from megavis.model.declarations import starts_fresh
+from megavis.model.parameters import partition_dimension, starts_fresh
 from megavis.model.positions import LEARNED, is_grid, resize_table
 from megavis.model.stack import LocalLayers
 from megavis.parallel.context import ParallelContext
-from megavis.parallel.tensors import partition_dimension
 
 
 def load_training_state(

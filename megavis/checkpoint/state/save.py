@@ -30,9 +30,9 @@ from megavis.checkpoint.format.manifest import (
 )
 from megavis.checkpoint.state.parameter_states import ParameterStates, logical_shape
 from megavis.data.format.files import flush_folder, sha256_of_file
+from megavis.model.parameters import is_first_copy, partition_dimension
 from megavis.model.stack import LocalLayers
 from megavis.parallel.context import ParallelContext
-from megavis.parallel.tensors import is_first_copy, partition_dimension
 
 
 @dataclass(frozen=True)

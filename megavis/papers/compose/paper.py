@@ -31,7 +31,7 @@ from megavis.model.adapter import Adapter
 from megavis.model.embeddings import TokenHead
 from megavis.model.encoder import EncoderSizes
 from megavis.model.gaussian_mixture import ScaleForm
-from megavis.model.init import Fill, normal
+from megavis.model.parameters import Fill, normal
 from megavis.papers.compose.config import ComposeConfig
 from megavis.papers.compose.sections import (
     AdapterTransform,

@@ -19,7 +19,7 @@ from megavis.densities.categorical import Categorical
 from megavis.densities.decoders import DecoderSpec, PatchHead
 from megavis.densities.diffusion import Diffusion, DiffusionProcess
 from megavis.densities.squared_error import SquaredError
-from megavis.model.init import normal
+from megavis.model.parameters import normal
 from megavis.papers.darl.config import DARLConfig
 from megavis.schedules.one_by_one import OneByOne
 from megavis.schedules.orders import Orders

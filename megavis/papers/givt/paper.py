@@ -37,8 +37,8 @@ from megavis.model.adapter import Adapter
 from megavis.model.embeddings import TokenHead, to_stream
 from megavis.model.encoder import EncoderSizes
 from megavis.model.gaussian_mixture import ScaleForm
-from megavis.model.init import Initialization, normal, truncated_normal, xavier_uniform
 from megavis.model.layer_state import LayerState, PackedState
+from megavis.model.parameters import Initialization, normal, truncated_normal, xavier_uniform
 from megavis.papers.givt.config import (
     EncoderDecoderConfig,
     GIVTConfig,

@@ -23,7 +23,7 @@ from megavis.composition.tokens import Patches
 from megavis.densities.categorical import Categorical
 from megavis.densities.squared_error import SquaredError
 from megavis.model.embeddings import TokenHead
-from megavis.model.init import normal
+from megavis.model.parameters import normal
 from megavis.papers.gvp.config import GVPConfig
 from megavis.schedules.segmented import Grouping
 

@@ -18,7 +18,7 @@ from megavis.composition.composition import Composition
 from megavis.composition.tokens import Colors
 from megavis.composition.trainable import Likelihood
 from megavis.densities.categorical import Categorical
-from megavis.model.init import Initialization, normal, scaled_by_size, zeros
+from megavis.model.parameters import Initialization, normal, scaled_by_size, zeros
 from megavis.papers.igpt.config import IGPTConfig
 from megavis.schedules.masked import MaskedShare
 from megavis.schedules.one_by_one import OneByOne

@@ -23,7 +23,7 @@ from megavis.composition.composition import Composition
 from megavis.composition.tokens import Frames, Patches
 from megavis.densities.categorical import Place
 from megavis.model.embeddings import TokenHead
-from megavis.model.init import Initialization, normal
+from megavis.model.parameters import Initialization, normal
 from megavis.papers.mp3.config import MP3Config
 from megavis.schedules.masked import RandomMasking
 

@@ -33,14 +33,14 @@ from megavis.model.embeddings import (
     to_stream,
 )
 from megavis.model.flops import Workload
-from megavis.model.init import (
+from megavis.model.layer_state import LayerState, PackedState, as_bits, from_bits
+from megavis.model.parameters import (
     Initialization,
     normal,
     truncated_normal,
     xavier_uniform,
     zeros,
 )
-from megavis.model.layer_state import LayerState, PackedState, as_bits, from_bits
 from megavis.model.stack import LayerPlan, block_plans, model_flops
 from megavis.papers.vae.config import LabelMapVAEConfig
 from megavis.parallel.context import ParallelContext

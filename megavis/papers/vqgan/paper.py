@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megavis.composition.autoencoder import AutoencoderObjective, State
-from megavis.model.declarations import ParamGroupOptions, add_options, without_decay
+from megavis.model.parameters import ParamGroupOptions, add_options, without_decay
 from megavis.papers.vqgan.config import VQGANConfig
 from megavis.tokenizers.shapes import VQGANShape
 from megavis.tokenizers.vqgan import Codebook, VQGANNetwork, usage

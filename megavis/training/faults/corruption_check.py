@@ -27,7 +27,7 @@ from megavis.data.loading.batch import Batch
 from megavis.data.loading.blended_dataset import Samples
 from megavis.data.loading.loader import read_batch
 from megavis.model.inference import Inference
-from megavis.parallel.tensors import partition_dimension
+from megavis.model.parameters import partition_dimension
 from megavis.training.callbacks.callback import StepState
 from megavis.training.engine import Engine
 from megavis.training.provenance import record_fault

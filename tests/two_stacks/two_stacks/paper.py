@@ -12,7 +12,7 @@ from torch import nn
 
 from megavis.densities.categorical import Categorical
 from megavis.model.flops import Workload
-from megavis.model.init import filled, normal
+from megavis.model.parameters import filled, normal
 from megavis.model.stack import Bridge, LayerPlan, block_plans
 from megavis.papers.igpt.paper import IGPT
 

@@ -11,7 +11,7 @@ from class_logits import PATCHES, WORDS, class_logits
 from megavis.composition.classification import Classification
 from megavis.data.loading.batch import Batch
 from megavis.data.loading.dataset import ShardDataset
-from megavis.model.declarations import options_of
+from megavis.model.parameters import options_of
 from megavis.papers import OBJECTIVES
 from megavis.parallel.random import uniform
 

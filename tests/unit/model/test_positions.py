@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from megavis.model.init import normal
 from megavis.model.kernels import turn
+from megavis.model.parameters import normal
 from megavis.model.positions import NOWHERE, START, Positions, sincos, turns
 
 

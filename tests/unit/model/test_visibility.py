@@ -10,7 +10,7 @@ from megavis.model import attention as attention_module
 from megavis.model import kernels
 from megavis.model.attention import Attention
 from megavis.model.core import megatron_config
-from megavis.model.init import Initialization, normal
+from megavis.model.parameters import Initialization, normal
 from megavis.model.visibility import AttentionContext, KeyValueCache, Visibility
 
 IMAGES, TOKENS, WIDTH, HEADS = 2, 7, 16, 2

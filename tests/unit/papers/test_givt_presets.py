@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megavis.config.load import load_config
-from megavis.model.declarations import options_of
+from megavis.model.parameters import options_of
 from megavis.papers import build_objective
 from megavis.planning.parameters import by_part, count_parameters
 from megavis.tokenizers.label_map_vae import LabelMapShape, LabelMapVAE

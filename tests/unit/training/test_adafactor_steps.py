@@ -11,7 +11,7 @@ from megavis.cli import main
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.schema import OptimizerConfig
-from megavis.model.declarations import ParamGroupOptions, add_options
+from megavis.model.parameters import ParamGroupOptions, add_options
 from megavis.training.adafactor import Slice, held_parts
 from megavis.training.optimizer import build_optimizer
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from megavis.config.errors import UserError
 from megavis.config.schema import OptimizerConfig, ScheduleConfig
-from megavis.model.declarations import without_decay
+from megavis.model.parameters import without_decay
 from megavis.training.optimizer import (
     GradientNorm,
     build_optimizer,

@@ -1,0 +1,186 @@
+"""Parameters: their initial values, and how they are trained and split.
+
+What a layer declares where it creates a parameter is an attribute of it, like Megatron's, since
+ZeRO-3 and the pipeline engine keep parameter objects but change their shapes.
+
+Weight decay applies to all parameters with two or more dimensions except those declared here:
+tables (embeddings, codebooks, positions) and learned tokens. As in the released code of MAE and
+GIVT, weights of linear layers and convolutions decay, biases and the gains of norms do not.
+
+A `Fill` initialises a whole logical matrix in place, and Megatron takes each process's shard of it,
+so the weights are the same at every tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from megavis.parallel.context import tensor_rank
+
+_WITHOUT_DECAY, _OPTIONS, _START = "without_weight_decay", "group_options", "finetuning_start"
+
+Start = Literal["saved", "fresh", "saved or fresh"]
+"""Weights of a parameter when fine-tuning starts from another run: the saved ones, the initial
+ones, or the saved ones if the run has them."""
+
+
+@dataclass(frozen=True)
+class ParamGroupOptions:
+    """Optimizer options of a parameter that differ from the config's.
+
+    Attributes:
+        learning_rate_scale: multiplies the scheduled learning rate.
+        betas: Adam's betas; the config's if None.
+    """
+
+    learning_rate_scale: float = 1.0
+    betas: tuple[float, float] | None = None
+
+    def scaled(self, factor: float) -> ParamGroupOptions:
+        """Return a copy with the learning rate multiplied by `factor`."""
+        return replace(self, learning_rate_scale=self.learning_rate_scale * factor)
+
+    def within(self, layer: ParamGroupOptions) -> ParamGroupOptions:
+        """Combine a parameter's options with those of its layer; its own betas take precedence."""
+        scaled = layer.scaled(self.learning_rate_scale)
+        return scaled if self.betas is None else replace(scaled, betas=self.betas)
+
+
+def without_decay(parameter: Tensor) -> None:
+    """Exclude a parameter from weight decay."""
+    _declare(parameter, _WITHOUT_DECAY, True)
+
+
+def is_without_decay(parameter: Tensor) -> bool:
+    """Return whether `without_decay` was called for a parameter."""
+    return getattr(parameter, _WITHOUT_DECAY, False)
+
+
+def add_options(parameters: Iterable[Tensor], options: ParamGroupOptions) -> None:
+    """Declare optimizer options of parameters, combined with earlier declarations."""
+    for parameter in parameters:
+        _declare(parameter, _OPTIONS, options_of(parameter).within(options))
+
+
+def options_of(parameter: Tensor) -> ParamGroupOptions:
+    """Return the options declared by `add_options`."""
+    return getattr(parameter, _OPTIONS, ParamGroupOptions())
+
+
+def set_start(parameters: Iterable[Tensor], start: Start) -> None:
+    """Declare the weights of parameters when fine-tuning starts; the default is `saved`."""
+    for parameter in parameters:
+        _declare(parameter, _START, start)
+
+
+def starts_fresh(parameter: Tensor, *, is_saved: bool) -> bool:
+    """Return whether a parameter keeps its initial weights when fine-tuning starts.
+
+    `is_saved`: whether the pretrained run has this parameter.
+    """
+    start: Start = getattr(parameter, _START, "saved")
+    return start == "fresh" or (start == "saved or fresh" and not is_saved)
+
+
+def _declare(parameter: Tensor, attribute: str, value: Any) -> None:
+    setattr(parameter, attribute, value)
+
+
+Fill = Callable[[Tensor], object]
+"""Fills a tensor in place."""
+
+_TRUNCATED_STD = 0.87962566103423978
+"""Standard deviation of N(0, 1) restricted to [-2, 2]."""
+
+
+@dataclass(frozen=True)
+class Initialization:
+    """The initialization of each matrix in a block."""
+
+    query: Fill
+    key_value: Fill
+    attention_output: Fill
+    mlp_input: Fill
+    mlp_output: Fill
+
+
+def normal(std: float) -> Fill:
+    """Return an initialization with N(0, std²)."""
+    return partial(nn.init.normal_, mean=0.0, std=std)
+
+
+def filled(*shape: int, fill: Fill) -> nn.Parameter:
+    """Return an initialised parameter without weight decay: a table or a learned token."""
+    parameter = nn.Parameter(torch.empty(*shape))
+    fill(parameter)
+    without_decay(parameter)
+    return parameter
+
+
+zeros: Fill = nn.init.zeros_
+
+
+def truncated_normal(std: float) -> Fill:
+    """Return an initialization with a normal truncated at two standard deviations.
+
+    As in Flax's LeCun and He initializers, the normal is widened so that the values have standard
+    deviation `std` after truncation.
+    """
+    wide = std / _TRUNCATED_STD
+    return partial(nn.init.trunc_normal_, mean=0.0, std=wide, a=-2.0 * wide, b=2.0 * wide)
+
+
+xavier_uniform: Fill = nn.init.xavier_uniform_
+"""U(±√(6 / (rows + columns))), for the shape of the whole logical matrix."""
+
+
+def xavier_uniform_as_part_of(num_parts: int) -> Fill:
+    """Return Xavier-uniform initialization of a square matrix as one of `num_parts` stacked ones.
+
+    Vision Transformers usually have one matrix of 3 h rows for queries, keys and values, whose
+    bound √(6 / (h + 3 h)) is smaller.
+    """
+
+    def fill(matrix: Tensor) -> object:
+        bound = math.sqrt(6.0 / ((1 + num_parts) * matrix.shape[1]))
+        return nn.init.uniform_(matrix, -bound, bound)
+
+    return fill
+
+
+def vision_transformer() -> Initialization:
+    """Return the initialization of MAE's code: Xavier-uniform, with q, k and v as one matrix."""
+    projection = xavier_uniform_as_part_of(3)
+    return Initialization(projection, projection, *[xavier_uniform] * 3)
+
+
+def scaled_by_size(width: int, depth: int, *, mlp: float) -> Initialization:
+    """Return the initialization of iGPT's released code: normal, scaled by width and depth.
+
+    `mlp` is the standard deviation of the MLP's matrices.
+    """
+    projection, output = normal(width**-0.5), normal((width * depth) ** -0.5)
+    return Initialization(projection, projection, output, normal(mlp), normal(mlp))
+
+
+def partition_dimension(parameter: nn.Parameter) -> int | None:
+    """Return the dimension that is split over the tensor group; None if it is replicated."""
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return None
+    # torch's type does not declare Megatron's attributes.
+    marked: Any = parameter
+    return int(marked.partition_dim)
+
+
+def is_first_copy(parameter: nn.Parameter) -> bool:
+    """Return True on exactly one process of the tensor group per shard of a logical tensor."""
+    if partition_dimension(parameter) is not None:
+        return True
+    return tensor_rank() == 0
