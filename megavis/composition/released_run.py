@@ -1,17 +1,22 @@
-"""A run made of released weights, before it is written.
+"""Folders of the Hugging Face Hub, and a run made of released weights, before it is written.
 
 Legend: b images, H and W pixels.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
+from megavis.config.errors import UserError
 from megavis.config.schema import ObjectiveConfig, RunConfig
 from megavis.tokenizers.palette import Palette
 
@@ -59,3 +64,29 @@ def random_images(side: int) -> Tensor:
     """Return two images uint8 `[2, side, side, 3]`, always the same."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(256, (2, side, side, 3), generator=generator, dtype=torch.uint8)
+
+
+def read_hub_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the settings and the tensors. Raises UserError as the functions below."""
+    return read_json(folder / "config.json"), read_tensors(folder / "model.safetensors")
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file. Raises UserError where it is not whole."""
+    try:
+        return dict(load_file(path))
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: not a whole safetensors file ({error})") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object of a JSON file. Raises UserError where it is none."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except ValueError:
+        raise UserError(f"{path}: not a JSON file") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: not a JSON object")
+    return values

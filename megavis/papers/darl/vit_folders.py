@@ -22,8 +22,13 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megavis.checkpoint.format.hub_folder import read_hub_folder
-from megavis.composition.released_run import Compared, OpenedRun, ReleasedRun, random_images
+from megavis.composition.released_run import (
+    Compared,
+    OpenedRun,
+    ReleasedRun,
+    random_images,
+    read_hub_folder,
+)
 from megavis.config.errors import UserError
 from megavis.config.schema import FinetuneConfig, ModelConfig
 from megavis.model.vit_blocks import TIMM, TRANSFORMERS, block_from, block_to, run_block

@@ -18,8 +18,13 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megavis.checkpoint.format.hub_folder import read_json, read_tensors
-from megavis.composition.released_run import Compared, OpenedRun, ReleasedRun
+from megavis.composition.released_run import (
+    Compared,
+    OpenedRun,
+    ReleasedRun,
+    read_json,
+    read_tensors,
+)
 from megavis.config.errors import UserError
 from megavis.config.schema import ModelConfig
 from megavis.papers.igpt.config import IGPTConfig

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megavis.checkpoint.format.hub_folder import read_hub_folder
-from megavis.composition.released_run import OpenedRun, ReleasedRun, random_images
+from megavis.composition.released_run import OpenedRun, ReleasedRun, random_images, read_hub_folder
 from megavis.composition.shared_keys import DecoderConfig
 from megavis.config.errors import UserError
 from megavis.config.schema import ModelConfig, RunConfig
