@@ -17,7 +17,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from megavis.model.block_layers import block_layers
 from megavis.model.context_parallel import heads_to_tokens, splits_context, tokens_to_heads
 from megavis.model.kernels import (
     FEW,
@@ -29,7 +28,7 @@ from megavis.model.kernels import (
 )
 from megavis.model.parameters import Initialization
 from megavis.model.positions import RelativeBias, turns
-from megavis.model.tensor_parallel import gather_tokens
+from megavis.model.tensor_parallel import block_layers, gather_tokens
 from megavis.model.visibility import AttentionContext, Visibility, VisibilityKind
 from megavis.parallel.random import rank_local_rng
 

@@ -19,11 +19,11 @@ from torch.utils.checkpoint import checkpoint
 from megavis.config.schema import ModelConfig, RunConfig
 from megavis.model.activations import ACTIVATIONS, Branch, with_recomputed
 from megavis.model.attention import Attention, CrossAttention
-from megavis.model.block_layers import Precision, block_layers
 from megavis.model.context_parallel import all_tokens, own_tokens
 from megavis.model.dropout import SAMPLES, SplitDropout, add_to_residual, draw_kept, drop_path_of
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.parameters import Initialization
+from megavis.model.tensor_parallel import Precision, block_layers
 from megavis.model.visibility import (
     AttentionContext,
     KeyValueCache,

@@ -12,8 +12,8 @@
 
 `training.kernels: torch` uses the plain form on a GPU too; `apex` uses the norms and Adam of NVIDIA
 Apex, and `transformer_engine` the linear layers and norms of Transformer Engine in the blocks
-(`block_layers.py`); both otherwise equal `auto`. A compiled region is a function of tensors only,
-so that ZeRO's hooks, recomputation and collectives stay outside the graph.
+(`tensor_parallel.py`); both otherwise equal `auto`. A compiled region is a function of tensors
+only, so that ZeRO's hooks, recomputation and collectives stay outside the graph.
 
 Legend: b images, n heads of this process, q queries, c keys, d head size, s tokens, h hidden size.
 """

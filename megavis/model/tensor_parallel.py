@@ -5,14 +5,20 @@ linear layers are Megatron's with three changes: plain matrix products on a CPU,
 of row-parallel biases, and biases fused into the product on a GPU without tensor parallelism, also
 those that the caller would add.
 
+`block_layers` selects the linear layers and norms of a block by `training.kernels`. Their
+parameters have the same names, shapes and initial values in every library, so a checkpoint does not
+depend on it. The setting is that of the process (`choose_kernels`), which only training makes: a
+run that is opened to sample or to be evaluated has plain layers on any device.
+
 Legend: b images, s tokens, h hidden size.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +32,10 @@ from megatron.core.tensor_parallel import (
     scatter_to_sequence_parallel_region,
 )
 from torch import Tensor
+
+from megavis.config.schema import ModelConfig
+from megavis.model.kernels import chosen_kernels
+from megavis.model.norms import GainNorm, Norm
 
 # A context variable, like gradient mode, since callers of Megatron's linear layers pass only hidden
 # states.
@@ -134,3 +144,51 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
         if bias is not None and splits:
             bias = copy_to_tensor_model_parallel_region(bias, self.tp_group)
         return output, bias
+
+
+Precision = Callable[[], contextlib.AbstractContextManager[Any]]
+"""Makes a context in which a block runs."""
+
+
+@dataclass(frozen=True)
+class BlockLayers:
+    """The layers of one library.
+
+    Attributes:
+        column_parallel: a linear layer split by output features.
+        row_parallel: a linear layer split by input features, whose bias the caller adds.
+        norm: RMS or layer norm with the interface of `Norm`.
+        gain_norm: the same without bias.
+        fp8: returns the context of FP8 for a stack and the size of its tensor group.
+    """
+
+    column_parallel: type
+    row_parallel: type
+    norm: type
+    gain_norm: type
+    fp8: Callable[[ModelConfig, int], Precision]
+
+
+_PLAIN = BlockLayers(
+    ColumnParallelLinear,
+    RowParallelLinear,
+    Norm,
+    GainNorm,
+    fp8=lambda model, tensor_size: contextlib.nullcontext,
+)
+
+
+def block_layers() -> BlockLayers:
+    """Return the layers of the library that `choose_kernels` has set."""
+    if chosen_kernels() != "transformer_engine":
+        return _PLAIN
+    # Imports Transformer Engine, which need not be installed otherwise.
+    from megavis.model import transformer_engine
+
+    return BlockLayers(
+        transformer_engine.ColumnParallelLinear,
+        transformer_engine.RowParallelLinear,
+        transformer_engine.BlockNorm,
+        transformer_engine.BlockGainNorm,
+        transformer_engine.fp8,
+    )
