@@ -24,8 +24,13 @@ from megavis.hub.plain import WEIGHTS, PlainForm, check_agreement, write_run
 from megavis.hub.vit import as_vit, classifies, compared_vit, timm_settings
 from megavis.notebook import Run
 from megavis.papers.darl.vit_folders import to_transformers, transformers_settings
-from megavis.papers.igpt.imagegpt import fits_imagegpt, to_imagegpt
-from megavis.papers.igpt.imagegpt_folder import folder_logits, folder_settings, write_folder
+from megavis.papers.igpt.imagegpt import (
+    fits_imagegpt,
+    folder_logits,
+    folder_settings,
+    to_imagegpt,
+    write_folder,
+)
 from megavis.papers.mae.vit_mae import compared_vit_mae, fits_vit_mae, settings_of, to_vit_mae
 from megavis.tokenizers.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 

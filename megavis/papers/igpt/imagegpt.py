@@ -1,23 +1,40 @@
-"""Convert ImageGPT weights of `transformers` to iGPT's and back.
+"""Convert ImageGPT weights of `transformers` to iGPT's and back, and read and write its folders.
 
 ImageGPT has a vocabulary of colours + 1 with the start token last, matrices stored as in × out
 (one for queries, keys and values), and biases on every projection, which are zero in the released
 weights.
+
+Legend: b images, n pixels, v colours.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import math
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor
 
+from megavis.composition.released_run import (
+    Compared,
+    OpenedRun,
+    ReleasedRun,
+    read_json,
+    read_tensors,
+)
 from megavis.config.errors import UserError
-from megavis.config.schema import RunConfig
+from megavis.config.schema import ModelConfig, RunConfig
 from megavis.model.attention import join_keys_values, split_keys_values
 from megavis.papers.igpt.config import IGPTConfig
+from megavis.tokenizers.palette import Palette
 
 _PREFIX = "transformer."
 
@@ -157,3 +174,200 @@ def _take(released: Mapping[str, Tensor], name: str) -> Tensor:
     if name not in released:
         raise UserError(f"the folder's weights have no {name}; is it an ImageGPT folder?")
     return released[name]
+
+
+CENTERS_NAME = "kmeans_centers.npy"
+_PROCESSOR_NAME = "preprocessor_config.json"
+_BICUBIC = 3  # PIL.Image.Resampling.BICUBIC
+
+
+def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return `config.json` and the tensors of `model.safetensors`.
+
+    Raises:
+        UserError: either is missing, unreadable or does not fit the other; pickled weights are not
+            opened.
+    """
+    paths = folder / "config.json", folder / "model.safetensors"
+    for path in paths:
+        if not path.exists():
+            raise UserError(
+                f"{path}: missing; save the model with transformers'"
+                " save_pretrained(DIR, safe_serialization=True)"
+            )
+    settings = read_json(paths[0])
+    tensors = read_tensors(paths[1])
+    _check_fit(settings, tensors, paths[0])
+    return settings, tensors
+
+
+def _check_fit(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Raise UserError if sizes are missing or do not match the weights."""
+    for key in ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size"):
+        if not isinstance(settings.get(key), int) or settings[key] < 1:
+            raise UserError(f"{path}: {key} is {settings.get(key)!r}, not a positive integer")
+    width, vocabulary = settings["n_embd"], settings["vocab_size"]
+    if width % settings["n_head"]:
+        raise UserError(f"{path}: n_embd {width} is not divisible by n_head {settings['n_head']}")
+    shapes = {
+        "transformer.wte.weight": (vocabulary, width),
+        "transformer.wpe.weight": (settings["n_positions"], width),
+        "lm_head.weight": (vocabulary - 1, width),
+    }
+    for layer in range(settings["n_layer"]):
+        shapes[f"transformer.h.{layer}.attn.c_attn.weight"] = (width, 3 * width)
+    for name, shape in shapes.items():
+        if name not in tensors:
+            raise UserError(f"{path.parent}: the weights have no {name}; is it an ImageGPT folder?")
+        if tuple(tensors[name].shape) != shape:
+            raise UserError(
+                f"{path.parent}: {name} has shape {list(tensors[name].shape)}; config.json implies"
+                f" {list(shape)}"
+            )
+    if f"transformer.h.{settings['n_layer']}.ln_1.weight" in tensors:
+        raise UserError(f"{path}: n_layer is {settings['n_layer']}; the weights have more layers")
+
+
+def read_clusters(folder: Path) -> Palette | None:
+    """Return the palette in a folder, or None.
+
+    It is in `kmeans_centers.npy`, as released by OpenAI, or in `preprocessor_config.json`, as saved
+    by transformers: `[k, 3]` in [-1, 1].
+
+    Raises:
+        UserError: the file contains something else.
+    """
+    centers, processor = folder / CENTERS_NAME, folder / _PROCESSOR_NAME
+    if centers.exists():
+        return Palette.load(centers)
+    clusters = read_json(processor).get("clusters") if processor.exists() else None
+    if clusters is None:
+        return None
+    try:
+        return Palette(np.array(clusters, dtype=np.float32))
+    except (ValueError, TypeError, UserError) as error:
+        raise UserError(f"{processor}: clusters: {error}") from None
+
+
+def write_folder(
+    folder: Path,
+    settings: Mapping[str, Any],
+    tensors: dict[str, Tensor],
+    *,
+    palette: Palette | None = None,
+) -> None:
+    """Write config and weights, and the palette, if there is one, in both formats."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    if palette is None:
+        return
+    palette.save(folder / CENTERS_NAME)
+    side = math.isqrt(settings["n_positions"])
+    processor = {
+        "image_processor_type": "ImageGPTImageProcessor",
+        "do_resize": True,
+        "size": {"height": side, "width": side},
+        "resample": _BICUBIC,
+        "do_normalize": True,
+        "do_color_quantize": True,
+        "clusters": palette.centers.tolist(),
+    }
+    (folder / _PROCESSOR_NAME).write_text(json.dumps(processor) + "\n")
+
+
+def folder_settings(model: Any, *, num_colors: int, num_pixels: int) -> dict[str, Any]:
+    """Return the `config.json` of a model of this size."""
+    return {
+        "architectures": ["ImageGPTForCausalImageModeling"],
+        "model_type": "imagegpt",
+        "activation_function": "quick_gelu",
+        "vocab_size": num_colors + 1,
+        "n_positions": num_pixels,
+        "n_embd": model.hidden_size,
+        "n_inner": model.mlp_size,
+        "n_layer": model.num_layers,
+        "n_head": model.num_attention_heads,
+        "layer_norm_epsilon": model.norm_epsilon,
+        "tie_word_embeddings": False,
+    }
+
+
+def folder_logits(
+    tensors: Mapping[str, Tensor], settings: Mapping[str, Any], ids: Tensor
+) -> Tensor:
+    """Run the folder's model, independently of megavis' layers, to check a conversion.
+
+    Args:
+        tensors: tensors under ImageGPT's names.
+        settings: `config.json`.
+        ids: int64 `[b, n]`.
+
+    Returns:
+        Logits `[b, n, v]` of each pixel, given those before it.
+    """
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        epsilon = settings.get("layer_norm_epsilon", 1e-5)
+        gain = tensors[f"transformer.{name}.weight"]
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon) * gain
+
+    def project(x: Tensor, name: str) -> Tensor:
+        return x @ tensors[f"transformer.{name}.weight"] + tensors[f"transformer.{name}.bias"]
+
+    start = settings["vocab_size"] - 1
+    shifted = F.pad(ids, (1, 0), value=start)[:, :-1]
+    x = tensors["transformer.wte.weight"][shifted] + tensors["transformer.wpe.weight"]
+    for layer in range(settings["n_layer"]):
+        attention = project(norm(x, f"h.{layer}.ln_1"), f"h.{layer}.attn.c_attn")
+        query, key, value = (
+            part.unflatten(-1, (settings["n_head"], -1)).transpose(1, 2)
+            for part in attention.chunk(3, dim=-1)
+        )
+        scores = query @ key.transpose(2, 3) / query.shape[-1] ** 0.5
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        mixed = scores.masked_fill(future, float("-inf")).softmax(-1) @ value
+        x = x + project(mixed.transpose(1, 2).flatten(2), f"h.{layer}.attn.c_proj")
+        hidden = project(norm(x, f"h.{layer}.ln_2"), f"h.{layer}.mlp.c_fc")
+        x = x + project(hidden * (1.702 * hidden).sigmoid(), f"h.{layer}.mlp.c_proj")
+    return norm(x, "ln_f") @ tensors["lm_head.weight"].t()
+
+
+def read_imagegpt(args: argparse.Namespace) -> ReleasedRun:
+    """Convert a folder; logits of random ids `[b, n]` are compared.
+
+    Raises:
+        UserError: it is not such a folder, or its palette does not fit.
+    """
+    settings, tensors = read_folder(args.source)
+    side = math.isqrt(settings["n_positions"])
+    if side * side != settings["n_positions"]:
+        raise UserError(f"config.json: n_positions {settings['n_positions']} is not a square image")
+    num_colors = settings["vocab_size"] - 1
+
+    def compare(run: OpenedRun) -> Compared:
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(num_colors, (2, settings["n_positions"]), generator=generator)
+        yield run.outputs(ids), folder_logits(tensors, settings, ids)
+
+    return ReleasedRun(
+        IGPTConfig(vocabulary_size=num_colors),
+        from_imagegpt(tensors, num_heads=settings["n_head"]),
+        image_size=side,
+        sections={"model": ModelConfig(**model_section(settings, add_bias=has_biases(tensors)))},
+        palette=_palette(args, num_colors),
+        compare=compare,
+        compared="logits",
+    )
+
+
+def _palette(args: argparse.Namespace, num_colors: int) -> Palette | None:
+    """Return the named palette, or the folder's own; None if it has none."""
+    given = args.palette is not None
+    palette = Palette.load(args.palette) if given else read_clusters(args.source)
+    if palette is not None and palette.num_tokens > num_colors:
+        raise UserError(
+            f"{args.palette if given else args.source}: {palette.num_tokens} colours, more than the"
+            f" {num_colors} of the model"
+        )
+    return palette
