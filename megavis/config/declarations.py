@@ -1,20 +1,19 @@
 """Declarations of figures and released weights, without torch; their code is imported when needed.
 
-A paper declares its own in its folder: a tuple `FIGURES` in `megavis/papers/NAME/figures.py`, and a
-tuple `IMPORTS` in `megavis/papers/NAME/imports.py`, which `megavis import` lists by name.
+A paper declares its own in `megavis/papers/NAME/__init__.py`, in the tuples `FIGURES` and
+`IMPORTS`; `megavis figure` and `megavis import` list them by name.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megavis.config.arguments import positive
-from megavis.config.papers import room_module, rooms
+from megavis.config.papers import declared
 
 
 def _no_options(parser: argparse.ArgumentParser) -> None:
@@ -49,9 +48,8 @@ class FigureSpec:
 
 
 def paper_figures() -> Iterator[FigureSpec]:
-    """Yield the figures declared by papers."""
-    for module in filter(None, (room_module(room, "figures") for room in rooms())):
-        yield from importlib.import_module(module).FIGURES
+    """Return the figures declared by papers."""
+    return declared("FIGURES")
 
 
 @dataclass(frozen=True)
@@ -97,6 +95,5 @@ PALETTE = ImportOption(
 
 
 def paper_imports() -> Iterator[ImportSpec]:
-    """Yield the forms declared by papers."""
-    for module in filter(None, (room_module(room, "imports") for room in rooms())):
-        yield from importlib.import_module(module).IMPORTS
+    """Return the forms declared by papers."""
+    return declared("IMPORTS")

@@ -29,10 +29,10 @@ def rooms() -> Iterator[str]:
     return (module.name for module in modules if module.ispkg)
 
 
-def room_module(room: str, name: str) -> str | None:
-    """Return the full name of a module in a paper's folder; None if there is none."""
-    full = f"{_ROOMS}.{room}.{name}"
-    return full if find_spec(full) else None
+def declared(name: str) -> Iterator[Any]:
+    """Yield the entries of the tuples of this name in the `__init__.py` of papers' folders."""
+    for room in rooms():
+        yield from getattr(importlib.import_module(f"{_ROOMS}.{room}"), name, ())
 
 
 class Papers(Mapping[str, _Found]):
@@ -60,8 +60,8 @@ def paper_config(name: str) -> type[ObjectiveConfig]:
 def paper_class(name: str) -> Any:
     """Return the model class for such configs; raises KeyError if there is no such paper."""
     keys, room = paper_config(name), _room(name)
-    variant = name.removeprefix(room).removeprefix("_")
-    module = (variant and room_module(room, variant)) or f"{_ROOMS}.{room}.paper"
+    variant = f"{_ROOMS}.{room}.{name.removeprefix(room).removeprefix('_')}"
+    module = variant if name != room and find_spec(variant) else f"{_ROOMS}.{room}.paper"
     for value in vars(importlib.import_module(module)).values():
         if isinstance(value, type) and getattr(value, "config_type", None) is keys:
             return value

@@ -1,1 +1,14 @@
 """Training of VQGANs."""
+
+from __future__ import annotations
+
+from megavis.config.declarations import IMAGE_SIZE, ImportSpec
+
+IMPORTS = (
+    ImportSpec(
+        "vqgan",
+        help="a checkpoint of taming-transformers, or the VQGAN that MAGE released",
+        read="megavis.papers.vqgan.released_run:read_vqgan",
+        options=(IMAGE_SIZE,),
+    ),
+)
