@@ -1,4 +1,4 @@
-"""Training of the VQGAN whose ids GVP reads and predicts.
+"""Training of the VQGAN whose ids GVP reads and predicts, and the run of a released one.
 
 "Taming Transformers for High-Resolution Image Synthesis" (2021), section 3.1: reconstruction,
 perceptual and adversarial loss (`autoencoder.py`), and the codebook and commitment losses of
@@ -9,17 +9,21 @@ Legend: b images, H and W pixels, h and w sides of the grid of ids, K entries.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megavis.composition.autoencoder import AutoencoderObjective, State
+from megavis.composition.released_run import ReleasedRun
 from megavis.model.parameters import ParamGroupOptions, add_options, without_decay
 from megavis.papers.vqgan.config import VQGANConfig
 from megavis.tokenizers.shapes import VQGANShape
 from megavis.tokenizers.vqgan import Codebook, VQGANNetwork, usage
+from megavis.tokenizers.vqgan_released import read_released, released_shape
 
 
 class VQGANObjective(AutoencoderObjective):
@@ -122,3 +126,16 @@ def _revival(book: Codebook, vectors: Tensor, ids: Tensor) -> Tensor:
     places = torch.arange(len(entries), device=flat.device) * len(flat) // len(entries)
     unused = usage(ids, len(entries)) == 0
     return ((entries - flat[places]).square().mean(1) * unused).mean()
+
+
+def read_vqgan(args: argparse.Namespace) -> ReleasedRun:
+    """Convert a VQGAN, without its discriminator, which differs here.
+
+    Raises:
+        UserError: the file is not such a checkpoint.
+    """
+    tensors = read_released(args.source)
+    shape = released_shape(tensors)
+    paper = VQGANConfig(**asdict(shape), perceptual_weight=0.0, adversarial_weight=0.0)
+    weights = {f"vqgan.network.{name}": tensor for name, tensor in tensors.items()}
+    return ReleasedRun(paper, weights, image_size=args.image_size)
