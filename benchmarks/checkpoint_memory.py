@@ -32,7 +32,7 @@ def phases(launch: Any, words: list[str], folder: str) -> dict[str, int]:
     from megavis.checkpoint.state.restore import load_training_state
     from megavis.checkpoint.state.save import Snapshot, TrainingProgress
     from megavis.config.load import load_config
-    from megavis.data.loading.batch import Batch
+    from megavis.data.loading.loader import Batch
     from megavis.papers import build_objective
     from megavis.parallel.context import close_context, open_context
     from megavis.training.engine import Engine

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks.timing import parser, report, summary, take_turns
 from megavis.config.load import load_config
-from megavis.data.loading.batch import Batch
+from megavis.data.loading.loader import Batch
 from megavis.model.inference import Inference
 from megavis.model.stack import LayerStack, LocalLayers
 from megavis.papers import OBJECTIVES

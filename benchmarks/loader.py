@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from benchmarks.timing import report
 from benchmarks.twins import run_config, sized_parser, sizes
 from megavis.config.schema import RunConfig
-from megavis.data.loading.batch import Batch
+from megavis.data.loading.loader import Batch
 
 if TYPE_CHECKING:
     from megavis.training.callbacks.callback import StepState

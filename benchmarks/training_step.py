@@ -27,7 +27,7 @@ from benchmarks.twins import (
     sizes,
 )
 from megavis.config.schema import RunConfig
-from megavis.data.loading.batch import Batch
+from megavis.data.loading.loader import Batch
 
 
 def our_step(config: RunConfig, theirs: torch.nn.Module, ids: torch.Tensor) -> Callable[[], float]:

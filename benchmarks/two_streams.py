@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks.timing import parser, report, summary, take_turns
 from megavis.config.load import load_config
-from megavis.data.loading.batch import Batch
+from megavis.data.loading.loader import Batch
 from megavis.model.attention import Attention
 from megavis.model.core import Block
 from megavis.model.layer_state import LayerState

@@ -74,7 +74,7 @@ def train(objective: Any, context: Any) -> tuple[int, int]:
     """Return the additional resident bytes of an engine, before and after a step."""
     import torch
 
-    from megavis.data.loading.batch import Batch
+    from megavis.data.loading.loader import Batch
     from megavis.training.engine import Engine
 
     engine, _, initialized = measured(lambda: Engine(objective.config, objective, context))

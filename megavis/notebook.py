@@ -27,7 +27,7 @@ from megavis.config.errors import UserError
 from megavis.config.load import load_run_config
 from megavis.config.schema import RunConfig
 from megavis.data.format.manifest import PALETTE_NAME
-from megavis.data.loading.batch import Batch
+from megavis.data.loading.loader import Batch
 from megavis.model.inference import Inference
 from megavis.model.stack import LayerStack, LocalLayers
 from megavis.papers import build_objective

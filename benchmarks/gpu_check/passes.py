@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.gpu_check.results import Row
 from megavis.composition.trainable import Trainable
-from megavis.data.loading.batch import Batch
+from megavis.data.loading.loader import Batch
 from megavis.model.stack import LayerStack
 
 FLOAT32, BF16_LOSS, BF16_GRADIENT = 1e-5, 0.02, 0.1

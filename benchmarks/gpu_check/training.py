@@ -15,7 +15,7 @@ from megavis.checkpoint.state.save import Snapshot, TrainingProgress
 from megavis.composition.trainable import Trainable
 from megavis.config.load import dump_config
 from megavis.config.schema import RunConfig
-from megavis.data.loading.batch import Batch
+from megavis.data.loading.loader import Batch
 from megavis.model.stack import LayerStack
 from megavis.papers import build_objective
 from megavis.parallel.context import ParallelContext

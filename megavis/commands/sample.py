@@ -27,8 +27,7 @@ from megavis.commands.quiet import quietly
 from megavis.config.errors import UserError
 from megavis.data.format.files import write_json
 from megavis.data.format.manifest import MANIFEST_NAME, PALETTE_NAME
-from megavis.data.loading.batch import Batch
-from megavis.data.loading.loader import read_batch, read_round_robin
+from megavis.data.loading.loader import Batch, read_batch, read_round_robin
 from megavis.evaluation.images.set_metrics import compare, largest_differences
 from megavis.notebook import Run
 from megavis.parallel.context import open_context

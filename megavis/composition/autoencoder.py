@@ -27,7 +27,7 @@ from megavis.composition.shared_keys import AutoencoderConfig
 from megavis.composition.tokens import blank_batch
 from megavis.composition.trainable import Backbone, SequenceBatch, Trainable
 from megavis.data.format.manifest import Manifest
-from megavis.data.loading.batch import Batch
+from megavis.data.loading.loader import Batch
 from megavis.model.autoencoder_losses import (
     Discriminator,
     PerceptualDistance,

@@ -26,7 +26,7 @@ from megavis.composition.trainable import SequenceBatch, Trainable
 from megavis.config.errors import UserError
 from megavis.config.schema import FinetuneConfig
 from megavis.data.format.manifest import Manifest
-from megavis.data.loading.batch import Batch
+from megavis.data.loading.loader import Batch
 from megavis.model.context_parallel import all_tokens
 from megavis.model.core import Core
 from megavis.model.embeddings import ReplicatedLinear

@@ -27,7 +27,7 @@ from megavis.composition.tokens import Frames, Patches, blank_batch
 from megavis.composition.trainable import SequenceBatch
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import Manifest
-from megavis.data.loading.batch import Batch
+from megavis.data.loading.loader import Batch
 from megavis.densities.categorical import Place
 from megavis.model.core import MEMORY
 from megavis.model.layer_state import LayerState, PackedState

@@ -19,7 +19,7 @@ from megavis.composition.reader import EmbeddingTable, Role
 from megavis.composition.tokens import Tokens, check_images
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import Manifest
-from megavis.data.loading.batch import Batch
+from megavis.data.loading.loader import Batch
 from megavis.model.core import Core
 from megavis.model.embeddings import ReplicatedLinear
 from megavis.model.layer_state import PackedState

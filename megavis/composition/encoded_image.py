@@ -29,7 +29,7 @@ from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.schema import ModelConfig, RunConfig
 from megavis.data.format.manifest import Manifest
-from megavis.data.loading.batch import Batch
+from megavis.data.loading.loader import Batch
 from megavis.model.core import Core
 from megavis.model.encoder import EncoderInput, EncoderSizes
 from megavis.model.layer_state import LayerState, PackedState

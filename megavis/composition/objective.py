@@ -27,7 +27,7 @@ from megavis.composition.trainable import Backbone, SequenceBatch, Trainable
 from megavis.config.errors import UserError
 from megavis.config.schema import RunConfig
 from megavis.config.section import PositionKind
-from megavis.data.loading.batch import Batch
+from megavis.data.loading.loader import Batch
 from megavis.densities.density import Density
 from megavis.model.core import BLOCKS, MEMORY, Core, StackSpec
 from megavis.model.dropout import SAMPLES, carries_samples

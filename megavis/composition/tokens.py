@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import PALETTE_NAME, Manifest
-from megavis.data.loading.batch import Batch
+from megavis.data.loading.loader import Batch
 from megavis.model.core import Core
 from megavis.model.embeddings import PatchEmbedding, token_embedding
 from megavis.model.parameters import Fill, normal, xavier_uniform

@@ -18,7 +18,7 @@ from megavis.config.errors import UserError
 from megavis.config.finetune_checks import NO_NULL_LABEL
 from megavis.config.schema import ObjectiveConfig, RunConfig
 from megavis.data.format.manifest import Manifest
-from megavis.data.loading.batch import Batch
+from megavis.data.loading.loader import Batch
 from megavis.model.stack import LayerPlan, matrix_share
 from megavis.parallel.context import ParallelContext
 

@@ -26,8 +26,7 @@ from torch import Tensor
 from megavis.composition.classification import Classification, is_among_likeliest
 from megavis.config.errors import UserError
 from megavis.data.format.files import write_json
-from megavis.data.loading.batch import Batch
-from megavis.data.loading.loader import Readable, evaluation_batches
+from megavis.data.loading.loader import Batch, Readable, evaluation_batches
 from megavis.evaluation.features import LabelledFeatures, view_of
 from megavis.evaluation.figures import plain_axes
 from megavis.evaluation.linear import majority_vote

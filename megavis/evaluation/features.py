@@ -32,9 +32,8 @@ from megavis.checkpoint.format.tensor_reader import CheckpointReader
 from megavis.config.errors import UserError
 from megavis.config.schema import RunConfig
 from megavis.data.format.files import write_atomically
-from megavis.data.loading.batch import Batch
 from megavis.data.loading.dataset import ShardDataset
-from megavis.data.loading.loader import Readable, evaluation_batches
+from megavis.data.loading.loader import Batch, Readable, evaluation_batches
 from megavis.tokenizers.palette import Palette
 
 FOLDER = Path("evaluation") / "features"

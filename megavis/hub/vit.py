@@ -23,7 +23,7 @@ from megavis.composition.reader import Reader
 from megavis.composition.released_run import random_images
 from megavis.composition.tokens import Patches
 from megavis.config.errors import UserError
-from megavis.data.loading.batch import Batch
+from megavis.data.loading.loader import Batch
 from megavis.hub.plain import norm_name
 from megavis.model.inference import Inference
 from megavis.model.stack import LayerStack, LocalLayers, watch_features

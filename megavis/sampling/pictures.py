@@ -30,7 +30,7 @@ from torch import Tensor
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.data.format.files import atomic_writer, write_atomically
-from megavis.data.loading.batch import Batch
+from megavis.data.loading.loader import Batch
 from megavis.model.inference import Inference
 from megavis.parallel.context import ParallelContext
 from megavis.sampling.batches import Batches

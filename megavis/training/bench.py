@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 from megavis.composition.tokens import Vocabulary
 from megavis.composition.trainable import Trainable
 from megavis.config.load import LoadedConfig
-from megavis.data.loading.batch import Batch
+from megavis.data.loading.loader import Batch
 from megavis.model.flops import peak_flops
 from megavis.papers import build_objective
 from megavis.parallel.launch import Launch

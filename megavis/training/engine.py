@@ -30,7 +30,7 @@ from megavis.checkpoint.format.manifest import LossScale
 from megavis.checkpoint.state.parameter_states import ParameterStates
 from megavis.composition.trainable import Trainable
 from megavis.config.schema import RunConfig
-from megavis.data.loading.batch import Batch
+from megavis.data.loading.loader import Batch
 from megavis.model.core import Block
 from megavis.model.layer_state import PackedState
 from megavis.model.stack import LayerPlan, LayerStack, LocalLayers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megavis.data.loading.batch import Batch
+from megavis.data.loading.loader import Batch
 from megavis.training.callbacks.callback import Callback, StepState
 from megavis.training.engine import Engine
 from megavis.training.faults.watchdog import LONGEST_WINDOW, Watchdog

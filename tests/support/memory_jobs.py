@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
-from megavis.data.loading.batch import Batch
+from megavis.data.loading.loader import Batch
 from megavis.papers import build_objective
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import Launch

@@ -2,7 +2,7 @@
 
 import torch
 
-from megavis.data.loading.batch import Batch
+from megavis.data.loading.loader import Batch
 
 
 def photographs(count, side, seed=1):

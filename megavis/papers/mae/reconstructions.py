@@ -15,8 +15,7 @@ from torch import Tensor
 from megavis.composition.composition import Composition
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
-from megavis.data.loading.batch import Batch
-from megavis.data.loading.loader import read_round_robin
+from megavis.data.loading.loader import Batch, read_round_robin
 from megavis.evaluation.figures import FigureInput, RenderedFigure
 from megavis.evaluation.images.pair_metrics import score_filling
 from megavis.model.inference import Inference

@@ -23,7 +23,7 @@ from megavis.composition.trainable import Backbone, SequenceBatch, Trainable
 from megavis.config.schema import RunConfig
 from megavis.data.codecs.label_maps import painted
 from megavis.data.format.manifest import Manifest
-from megavis.data.loading.batch import Batch
+from megavis.data.loading.loader import Batch
 from megavis.model.core import BLOCKS, Core, StackSpec
 from megavis.model.embeddings import (
     LastNorm,

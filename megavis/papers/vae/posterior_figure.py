@@ -11,8 +11,7 @@ from statistics import fmean
 from torch import Tensor
 
 from megavis.composition.trainable import Trainable
-from megavis.data.loading.batch import Batch
-from megavis.data.loading.loader import read_round_robin
+from megavis.data.loading.loader import Batch, read_round_robin
 from megavis.evaluation.figures import FigureInput, RenderedFigure
 from megavis.evaluation.images.pair_metrics import signal_to_noise
 from megavis.model.inference import Inference

@@ -23,9 +23,8 @@ from torch import Tensor
 
 from megavis.config.errors import CORRUPTION_EXIT_CODE, CorruptionError
 from megavis.config.schema import CheckpointConfig
-from megavis.data.loading.batch import Batch
 from megavis.data.loading.blended_dataset import Samples
-from megavis.data.loading.loader import read_batch
+from megavis.data.loading.loader import Batch, read_batch
 from megavis.model.inference import Inference
 from megavis.model.parameters import partition_dimension
 from megavis.training.callbacks.callback import StepState

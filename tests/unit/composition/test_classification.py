@@ -9,8 +9,8 @@ import torch
 from class_logits import PATCHES, WORDS, class_logits
 
 from megavis.composition.classification import Classification
-from megavis.data.loading.batch import Batch
 from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.loader import Batch
 from megavis.model.parameters import options_of
 from megavis.papers import OBJECTIVES
 from megavis.parallel.random import uniform

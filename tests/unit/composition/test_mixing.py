@@ -11,7 +11,7 @@ from small_batches import photographs
 
 from megavis.composition.mixing import mix
 from megavis.config.errors import UserError
-from megavis.data.loading.batch import Batch
+from megavis.data.loading.loader import Batch
 from megavis.parallel.random import uniform
 
 SIDE, CLASSES = 12, 4

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from megavis.data.loading.batch import Batch
+from megavis.data.loading.loader import Batch
 from megavis.model import attention, kernels
 from megavis.model.core import Block
 

@@ -5,7 +5,7 @@ import torch
 from small_batches import photographs
 from tiny import tiny
 
-from megavis.data.loading.batch import Batch
+from megavis.data.loading.loader import Batch
 
 GIVT = "latent_channels: 4, downsampling: 4, num_classes: 3, num_components: 2"
 PATCHES = "patch_size: 4"

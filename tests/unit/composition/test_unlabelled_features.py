@@ -8,7 +8,7 @@ from tiny import tiny
 
 from megavis.composition.classification import Classification
 from megavis.config.errors import UserError
-from megavis.data.loading.batch import Batch
+from megavis.data.loading.loader import Batch
 from megavis.papers import OBJECTIVES as PAPERS
 
 NUM_CLASSES = 10

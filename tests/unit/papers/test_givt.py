@@ -10,7 +10,7 @@ from tiny import tiny
 from megavis.composition import composition, encoded_tokens
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import Manifest
-from megavis.data.loading.batch import Batch
+from megavis.data.loading.loader import Batch
 from megavis.model.stack import LayerStack
 from megavis.papers.givt.deviation_figure import applies, predicted_deviations
 from megavis.tokenizers.patches import stack, to_grid, to_tokens, unstack

@@ -70,7 +70,7 @@ class RunnerStub:
 
 
 def test_position_accuracy(monkeypatch):
-    from megavis.data.loading.batch import Batch
+    from megavis.data.loading.loader import Batch
 
     batch = Batch(torch.zeros(3, 2, 2, 3), torch.zeros(3), torch.arange(3))
     monkeypatch.setattr(place_figures, "evaluation_batches", lambda *_, **__: [batch])

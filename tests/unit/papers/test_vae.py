@@ -9,7 +9,7 @@ from vae_config import write_config
 
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
-from megavis.data.loading.batch import Batch
+from megavis.data.loading.loader import Batch
 from megavis.model.autoencoder_losses import Discriminator, squared_slope
 from megavis.model.inference import Inference
 from megavis.model.stack import LayerStack, LocalLayers

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from megavis.config.errors import UserError
-from megavis.data.loading.batch import Batch
-from megavis.data.loading.loader import BatchLoader
+from megavis.data.loading.loader import Batch, BatchLoader
 from megavis.parallel import context as context_module
 from megavis.parallel import device as device_module
 from megavis.parallel.context import close_context, open_context

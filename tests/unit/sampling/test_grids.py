@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from megavis.data.format.manifest import PALETTE_NAME
-from megavis.data.loading.batch import Batch
+from megavis.data.loading.loader import Batch
 from megavis.sampling.pictures import (
     completion_grid,
     hide,

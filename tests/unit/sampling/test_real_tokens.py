@@ -9,7 +9,7 @@ from tiny import tiny
 
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
-from megavis.data.loading.batch import Batch
+from megavis.data.loading.loader import Batch
 from megavis.model.encoder import EncoderInput
 from megavis.model.inference import Inference
 from megavis.model.stack import LayerStack, LocalLayers
