@@ -30,7 +30,7 @@ from megavis.data.loading.loader import Batch
 from megavis.model.context_parallel import all_tokens
 from megavis.model.core import Core
 from megavis.model.embeddings import ReplicatedLinear
-from megavis.model.flops import Workload, training_flops
+from megavis.model.flops import Workload, forward_flops
 from megavis.model.heads import Head
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.norms import BatchNorm
@@ -200,7 +200,7 @@ class Classification(Trainable):
         if layer is not None:
             top = layer + self.settings.concatenate // 2
             model = model.model_copy(update={"num_layers": top})
-        return training_flops(model, work)
+        return 3 * forward_flops(model, work)
 
     def check_data(self, manifest: Manifest) -> Iterator[str]:
         """Check the shards for the paper and for mixing; labels are checked later."""

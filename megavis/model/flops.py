@@ -45,11 +45,6 @@ class Workload:
         return cls(num_tokens, num_tokens, visible, num_tokens, num_outputs)
 
 
-def training_flops(model: ModelConfig, work: Workload) -> float:
-    """Return the FLOPs of one image's forward and backward pass."""
-    return 3 * forward_flops(model, work)
-
-
 def forward_flops(model: ModelConfig, work: Workload) -> float:
     """Return the FLOPs of one image's forward pass through a stack and the head above it."""
     width = model.hidden_size

@@ -55,7 +55,7 @@ class ParamGroupOptions:
 
 def without_decay(parameter: Tensor) -> None:
     """Exclude a parameter from weight decay."""
-    _declare(parameter, _WITHOUT_DECAY, True)
+    setattr(parameter, _WITHOUT_DECAY, True)
 
 
 def is_without_decay(parameter: Tensor) -> bool:
@@ -66,7 +66,7 @@ def is_without_decay(parameter: Tensor) -> bool:
 def add_options(parameters: Iterable[Tensor], options: ParamGroupOptions) -> None:
     """Declare optimizer options of parameters, combined with earlier declarations."""
     for parameter in parameters:
-        _declare(parameter, _OPTIONS, options_of(parameter).within(options))
+        setattr(parameter, _OPTIONS, options_of(parameter).within(options))
 
 
 def options_of(parameter: Tensor) -> ParamGroupOptions:
@@ -77,7 +77,7 @@ def options_of(parameter: Tensor) -> ParamGroupOptions:
 def set_start(parameters: Iterable[Tensor], start: Start) -> None:
     """Declare the weights of parameters when fine-tuning starts; the default is `saved`."""
     for parameter in parameters:
-        _declare(parameter, _START, start)
+        setattr(parameter, _START, start)
 
 
 def starts_fresh(parameter: Tensor, *, is_saved: bool) -> bool:
@@ -87,10 +87,6 @@ def starts_fresh(parameter: Tensor, *, is_saved: bool) -> bool:
     """
     start: Start = getattr(parameter, _START, "saved")
     return start == "fresh" or (start == "saved or fresh" and not is_saved)
-
-
-def _declare(parameter: Tensor, attribute: str, value: Any) -> None:
-    setattr(parameter, attribute, value)
 
 
 Fill = Callable[[Tensor], object]
@@ -141,33 +137,17 @@ xavier_uniform: Fill = nn.init.xavier_uniform_
 """U(±√(6 / (rows + columns))), for the shape of the whole logical matrix."""
 
 
-def xavier_uniform_as_part_of(num_parts: int) -> Fill:
-    """Return Xavier-uniform initialization of a square matrix as one of `num_parts` stacked ones.
+def vision_transformer() -> Initialization:
+    """Return the initialization of MAE's code: Xavier-uniform, with q, k and v as one matrix.
 
-    Vision Transformers usually have one matrix of 3 h rows for queries, keys and values, whose
-    bound √(6 / (h + 3 h)) is smaller.
+    That matrix has 3 h rows, so its bound √(6 / (h + 3 h)) is smaller than those of its parts.
     """
 
-    def fill(matrix: Tensor) -> object:
-        bound = math.sqrt(6.0 / ((1 + num_parts) * matrix.shape[1]))
+    def projection(matrix: Tensor) -> object:
+        bound = math.sqrt(6.0 / (4 * matrix.shape[1]))
         return nn.init.uniform_(matrix, -bound, bound)
 
-    return fill
-
-
-def vision_transformer() -> Initialization:
-    """Return the initialization of MAE's code: Xavier-uniform, with q, k and v as one matrix."""
-    projection = xavier_uniform_as_part_of(3)
     return Initialization(projection, projection, *[xavier_uniform] * 3)
-
-
-def scaled_by_size(width: int, depth: int, *, mlp: float) -> Initialization:
-    """Return the initialization of iGPT's released code: normal, scaled by width and depth.
-
-    `mlp` is the standard deviation of the MLP's matrices.
-    """
-    projection, output = normal(width**-0.5), normal((width * depth) ** -0.5)
-    return Initialization(projection, projection, output, normal(mlp), normal(mlp))
 
 
 def partition_dimension(parameter: nn.Parameter) -> int | None:

@@ -18,7 +18,7 @@ from megavis.composition.composition import Composition
 from megavis.composition.tokens import Colors
 from megavis.composition.trainable import Likelihood
 from megavis.densities.categorical import Categorical
-from megavis.model.parameters import Initialization, normal, scaled_by_size, zeros
+from megavis.model.parameters import Initialization, normal, zeros
 from megavis.papers.igpt.config import IGPTConfig
 from megavis.schedules.masked import MaskedShare
 from megavis.schedules.one_by_one import OneByOne
@@ -67,8 +67,9 @@ class IGPT(Composition):
 
     def initialization(self) -> Initialization:
         """Return the released code's: attention scaled by width and depth, MLPs with 0.02."""
-        model = self.config.model
-        return scaled_by_size(model.hidden_size, model.num_layers, mlp=0.02)
+        width, depth = self.config.model.hidden_size, self.config.model.num_layers
+        projection, output = normal(width**-0.5), normal((width * depth) ** -0.5)
+        return Initialization(projection, projection, output, normal(0.02), normal(0.02))
 
     @property
     def likelihood(self) -> Likelihood | None:

@@ -75,7 +75,7 @@ def test_report_warns_about_small_sizes():
 
 def test_strict_mfu_matches_hand_calculation():
     """Six blocks of iGPT-XL at 64²: causal attention counts half, recomputation does not count."""
-    from megavis.model.flops import Workload, training_flops
+    from megavis.model.flops import Workload, forward_flops
 
     width, tokens, colors, blocks = 3072, 4096, 512, 6
     matrices = 4 * width**2 + 2 * width * 4 * width  # multiply-adds per token and block
@@ -83,7 +83,7 @@ def test_strict_mfu_matches_hand_calculation():
     forward = 2 * tokens * (blocks * (matrices + attention) + width * colors)
     config = config_of(PRESETS["iGPT-XL, 6 of 60 blocks"], VARIANTS["ZeRO-1"], settings(False))
     work = Workload.of_one_stream(tokens, colors, causal=True)
-    assert training_flops(config.model, work) == pytest.approx(3 * forward, rel=1e-12)
+    assert forward_flops(config.model, work) == pytest.approx(forward, rel=1e-12)
     # Two images in 72.2 ms on an H100 of 989 TFLOP/s.
     assert strict_mfu(3 * forward, 2 / 0.0722, peak_flops("NVIDIA H100 80GB HBM3")) == (
         pytest.approx(3 * forward * 2 / 0.0722 / 989e12)

@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megavis.model.core import Block
-from megavis.model.flops import training_flops
+from megavis.model.flops import forward_flops
 from megavis.model.visibility import KeyValueCache
 
 
@@ -149,6 +149,6 @@ def test_flops_match_torch_flop_counter(build, tmp_path):
     inputs = objective.inputs_from(ids, mask=torch.zeros_like(ids, dtype=torch.bool))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         runner.predictions(inputs)
-    ours = training_flops(objective.config.model, objective.workload())
+    ours = 3 * forward_flops(objective.config.model, objective.workload())
     # A training step costs three forward passes per image; this is one pass over three images.
     assert counter.get_total_flops() == ours
