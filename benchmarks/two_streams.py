@@ -41,10 +41,13 @@ def plainly(block: Block) -> None:
     ) -> tuple[Tensor, Tensor | None]:
         query = attention._heads(attention.linear_q(hidden_states)[0], 1)[0]
         key, value = attention._heads(attention.linear_kv(hidden_states)[0], 2)
-        mask = attention_mask.visibility.dense_mask(len(hidden_states))
+        count, content = len(hidden_states), attention_mask.visibility.num_content
+        mask = attention_mask.visibility.mask(count, content)
+        assert mask is not None
+        mask = F.pad(mask, (0, count - content))
         # Softmax over no keys is NaN: let such rows attend to themselves, and zero the result.
         blind = ~mask.any(-1, keepdim=True)
-        seen = mask | blind & torch.eye(len(hidden_states), dtype=torch.bool)
+        seen = mask | blind & torch.eye(count, dtype=torch.bool)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=seen[:, None])
         mixed = mixed.masked_fill(blind[:, None], 0.0)
         return attention.linear_proj(mixed.permute(2, 0, 1, 3).flatten(2))

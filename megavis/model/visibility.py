@@ -1,8 +1,7 @@
 """Visibility: which token attends to which, and the inputs of attention besides hidden states.
 
 A visibility consists of a kind, fixed when the model is built, and the tensors that this kind
-needs, which are carried with the hidden states. The attention module maps it to the fastest kernel;
-`dense_mask` is the reference that tests compare kernels with.
+needs, which are carried with the hidden states. The attention module maps it to the fastest kernel.
 
 - `causal`: a token attends to itself and to earlier tokens.
 - `full`: all tokens attend to all.
@@ -87,24 +86,6 @@ class Visibility:
         assert self.content_groups is not None
         assert self.query_groups is not None
         return self.content_groups, self.query_groups
-
-    def dense_mask(self, num_tokens: int) -> Tensor:
-        """Return the mask of all tokens: bool `[b, s, s]`, true where a row attends to a column."""
-        mask = torch.zeros(1, num_tokens, num_tokens, dtype=torch.bool)
-        if self.kind == "causal":
-            return mask.logical_not().tril()
-        if self.kind == "full":
-            return mask.logical_not()
-        if self.kind == "two_stream":
-            seen = self.mask(num_tokens, self.num_content)
-            assert seen is not None
-            mask = mask.repeat(len(seen), 1, 1)
-            mask[:, :, : self.num_content] = seen
-            return mask
-        assert self.context is not None
-        columns = torch.zeros(len(self.context), num_tokens, dtype=torch.bool)
-        columns.scatter_(1, self.context, True)
-        return columns[:, None, :].expand(-1, num_tokens, -1)
 
 
 def _take(tokens: Tensor, places: Tensor | None, *, dim: int) -> Tensor:

@@ -57,13 +57,6 @@ def by_definition(visibility):
     )
 
 
-@pytest.mark.parametrize("kind", list(visibilities()))
-def test_dense_mask_matches_definition(kind):
-    visibility = visibilities()[kind]
-    mask = visibility.dense_mask(TOKENS).expand(IMAGES, -1, -1)
-    assert torch.equal(mask, by_definition(visibility))
-
-
 @pytest.fixture
 def attention(build, tmp_path):
     """Build attention of any visibility kind with the same weights."""

@@ -49,7 +49,8 @@ def by_megavis(embedding, num_tokens, condition, order, boundaries):
     plan = Arrangement(z, groups, num_content=num_tokens)
     rows = embedding.asking.rows(patches, Question(plan, num_tokens, slice(0, num_tokens)))
     stream = LayerState.unpack(embedding(rows), ("content_groups", "query_groups"))
-    mask = Visibility("two_stream", **stream.carried).dense_mask(len(stream.hidden))[0]
+    visibility = Visibility("two_stream", **stream.carried)
+    mask = visibility.mask(len(stream.hidden), visibility.num_content)[0]
     places = z[0].argsort() + condition  # places of the tokens of raster order
     content = torch.cat([torch.arange(condition), places])
     return mask[content][:, content], mask[places + num_tokens][:, content]
