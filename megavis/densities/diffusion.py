@@ -17,14 +17,14 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from megavis.config.errors import UserError
-from megavis.densities.decoders import NO_DECODER, DecoderWork
+from megavis.densities.decoders import NO_DECODER, DecoderWork, PatchHead
 from megavis.densities.density import UNSCORED, Density, Drawing, Drawn, Draws, for_each_key
 from megavis.model.heads import Head
 from megavis.model.layer_state import PackedState
@@ -60,7 +60,7 @@ class Diffusion(Density):
     """Denoising loss, and ancestral sampling.
 
     Args:
-        build_head: builds a `DenoisingHead`.
+        build_head: builds a `PatchHead`.
         decoder: see `Density`; this is the cost of each sampling step.
     """
 
@@ -141,7 +141,7 @@ class _AncestralSampling(Drawing):
     temperature: float
 
     def __call__(self, head: nn.Module, state: PackedState, draws: Draws) -> Drawn:
-        decoder = cast(DenoisingHead, head)
+        decoder = cast(PatchHead, head)
         shape, width = draws.keys.shape, self.density.num_outputs
         output = for_each_key(decoder.outputs(state)[:, -shape[1] :], draws)
 
@@ -156,7 +156,7 @@ class _AncestralSampling(Drawing):
         )
         return Drawn(patches.float())
 
-    def _denoise(self, head: DenoisingHead, output: Tensor, noisy: Tensor, gamma: Tensor) -> Tensor:
+    def _denoise(self, head: PatchHead, output: Tensor, noisy: Tensor, gamma: Tensor) -> Tensor:
         """Estimate x⁰ `[b, q, d]`."""
         process = self.density.process
         predicts_noise = process.predicts == "noise"
@@ -166,16 +166,6 @@ class _AncestralSampling(Drawing):
         if predicts_noise:
             guess = clean_from_noise(noisy, guess, gamma)
         return guess if process.value_range is None else guess.clamp(*process.value_range)
-
-
-class DenoisingHead(Protocol):
-    """A last layer whose decoder can run several times."""
-
-    def outputs(self, state: PackedState) -> Tensor:
-        """Return the backbone's output `[b, s, h]`."""
-
-    def decode(self, output: Tensor, noisy: Tensor | None) -> Tensor:
-        """Decode `[b, s, h]` and noisy patches with their γ, `[b, s, d + 1]`: `[b, s, d]`."""
 
 
 @dataclass(frozen=True)
