@@ -65,7 +65,7 @@ def training(objective: GIVT, runner: Inference, count: int) -> Contestants:
     batch = Batch(moments, torch.zeros(count, dtype=torch.int64), torch.arange(count)).to(device)
     sequence = objective.sequence(batch)
     parameters = [p for layer in layers for p in layer.parameters()]
-    shape = (count, objective.num_tokens, objective.num_outputs)
+    shape = (count, objective.num_tokens, objective.density.num_outputs)
     outputs = torch.randn(shape, device=device, requires_grad=True)
 
     def step() -> float:

@@ -49,7 +49,7 @@ class MAE(nn.Module):
     def __init__(self, objective: Any, mask_ratio: float) -> None:
         super().__init__()
         from megavis.model.core import Block
-        from megavis.model.embeddings import LastNorm, PatchEmbedding
+        from megavis.model.embeddings import LastNorm, ReplicatedLinear
 
         core = objective.core.with_stack(visibility_kind="full", carried_names=())
         size = {"num_layers": 8, "hidden_size": 512, "num_attention_heads": 16}
@@ -57,7 +57,7 @@ class MAE(nn.Module):
         wide, self.count = core.model.hidden_size, objective.num_places
         self.kept = objective.num_context(mask_ratio)
         numbers = 3 * objective.paper.patch_size**2
-        self.embed, self.to_decoder = PatchEmbedding(numbers, wide), nn.Linear(wide, 512)
+        self.embed, self.to_decoder = ReplicatedLinear(numbers, wide), nn.Linear(wide, 512)
         self.token, self.mask = nn.Parameter(torch.zeros(wide)), nn.Parameter(torch.zeros(512))
         self.places = nn.Parameter(torch.zeros(self.count, wide))
         self.decoder_places = nn.Parameter(torch.zeros(self.count + 1, 512))

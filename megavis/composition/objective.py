@@ -63,7 +63,7 @@ class Objective(Trainable, Backbone):
         stack = StackSpec(
             BLOCKS,
             config.model,
-            visibility or self.visibility_kind,
+            visibility or self.asks.visibility,
             self.initialization(),
             carried_names=(*self.carried_names, SAMPLES)
             if config.drop_path
@@ -180,11 +180,6 @@ class Objective(Trainable, Backbone):
         return self.config.model.positions or self.default_positions
 
     @property
-    def visibility_kind(self) -> VisibilityKind:
-        """Visibility of the asking kind."""
-        return self.asks.visibility
-
-    @property
     def carried_names(self) -> tuple[str, ...]:
         """Names of the tensors that are carried with the hidden states, in order.
 
@@ -204,11 +199,6 @@ class Objective(Trainable, Backbone):
     def carries_gradient(self) -> bool:
         """True with a transform, trained by the loss on its tokens, or an encoder's memory."""
         return self.has_transform or "memory" in self.condition.roles
-
-    @property
-    def num_outputs(self) -> int:
-        """Outputs of the head per position, summed over all processes."""
-        return self.density.num_outputs
 
     def slots(self) -> dict[str, Slot]:
         """Return the parts of the first layer by name."""
@@ -247,7 +237,7 @@ class Objective(Trainable, Backbone):
     def workload(self) -> Workload:
         """Return the workload of the blocks for one training image."""
         plan, upper = self.schedule.draw(torch.zeros(1, dtype=torch.int64)), self.second_stack
-        width = self.num_outputs if upper is None else upper.core.model.hidden_size
+        width = self.density.num_outputs if upper is None else upper.core.model.hidden_size
         work = self.asks.workload(plan, width)
         return replace(work, num_memory=self.condition.num_memory)
 
@@ -258,7 +248,8 @@ class Objective(Trainable, Backbone):
     def layer_plans(self) -> list[LayerPlan]:
         """Return the model: embedding, encoder if there is one, blocks, head."""
         seed, core, work = self.config.seed, self.core, self.workload()
-        build = carries_samples(self.build_embedding) if core.drop_path else self.build_embedding
+        build = self.build_embedding
+        build = carries_samples(build) if self.config.drop_path else build
         embedding = LayerPlan("embedding", build, seed)
         encoder = self.condition.layers(core, num_rows=work.num_tokens, seed=seed)
         blocks = block_plans(core, work, seed=seed, depth=1, gives_features=True)
@@ -278,8 +269,8 @@ class Objective(Trainable, Backbone):
 
     def upper_layers(self) -> list[LayerPlan]:
         """Return bridge and blocks of the second stack, if there is one."""
-        upper = self.second_stack
-        return [] if upper is None else upper.layers(self.num_outputs, seed=self.config.seed)
+        upper, outputs = self.second_stack, self.density.num_outputs
+        return [] if upper is None else upper.layers(outputs, seed=self.config.seed)
 
     # Training and features.
 
@@ -330,6 +321,6 @@ class Objective(Trainable, Backbone):
 
     def with_samples(self, sequence: SequenceBatch, batch: Batch) -> SequenceBatch:
         """Append the sample indices to the inputs, as the first layer expects in training."""
-        if not self.core.drop_path:
+        if not self.config.drop_path:
             return sequence
         return replace(sequence, inputs=(*sequence.inputs, batch.sample_index))

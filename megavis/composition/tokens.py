@@ -23,7 +23,7 @@ from megavis.config.errors import UserError
 from megavis.data.format.manifest import PALETTE_NAME, Manifest
 from megavis.data.loading.loader import Batch
 from megavis.model.core import Core
-from megavis.model.embeddings import PatchEmbedding, token_embedding
+from megavis.model.embeddings import ReplicatedLinear, token_embedding
 from megavis.model.parameters import Fill, normal, xavier_uniform
 from megavis.tokenizers.palette import Palette
 from megavis.tokenizers.patches import (
@@ -159,7 +159,7 @@ class Vectors(Tokens):
 
     def embedding(self, core: Core, fill: Fill | None = None) -> nn.Module:
         """Build a linear map."""
-        return PatchEmbedding(self.width, core.megatron.hidden_size, fill or xavier_uniform)
+        return ReplicatedLinear(self.width, core.megatron.hidden_size, fill or xavier_uniform)
 
     def blank(self, images: Tensor) -> Tensor:
         """Return zeros `[b, n, d]`."""

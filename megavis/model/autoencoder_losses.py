@@ -252,8 +252,8 @@ class Discriminator(nn.Module):
 
 def frozen(network: nn.Module, pixels: Tensor) -> Tensor:
     """Score images with a gradient with respect to the images only, not to the weights."""
-    weights: Mapping[str, Tensor] = {n: p.detach() for n, p in network.named_parameters()}
-    return functional_call(network, dict(weights), (pixels,))
+    weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
+    return functional_call(network, weights, (pixels,))
 
 
 def squared_slope(network: nn.Module, pixels: Tensor) -> Tensor:

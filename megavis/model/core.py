@@ -92,11 +92,6 @@ class Core:
         return self.stack.model
 
     @property
-    def initialization(self) -> Initialization:
-        """Initialization of a block's matrices."""
-        return self.stack.initialization
-
-    @property
     def visibility_kind(self) -> VisibilityKind:
         """Which token attends to which."""
         return self.stack.visibility_kind
@@ -105,11 +100,6 @@ class Core:
     def carried_names(self) -> tuple[str, ...]:
         """Names of the tensors that are carried with the hidden states."""
         return self.stack.carried_names
-
-    @property
-    def drop_path(self) -> float:
-        """Drop path rate of the last block."""
-        return self.stack.drop_path
 
     @property
     def has_memory(self) -> bool:
@@ -220,12 +210,11 @@ class Block(TransformerLayer):
     """A Transformer layer that maps a `PackedState` to a `PackedState`."""
 
     def __init__(self, core: Core, number: int) -> None:
-        initialization, parallel = core.initialization, core.config.parallel
-        model = core.model
+        parallel, model = core.config.parallel, core.model
         layers = block_layers()
         norm = layers.gain_norm if model.norm_bias == "last" else layers.norm
         attention = {
-            "initialization": initialization,
+            "initialization": core.stack.initialization,
             "has_bias": model.has_biased_attention,
         }
         seen = {
@@ -270,7 +259,7 @@ class Block(TransformerLayer):
         """Run the layer; `cache` is the KV cache in generation."""
         stream = LayerState.unpack(state, self.core.carried_names)
         attention_context = self.core.attention_context(stream.carried, cache)
-        if self.training and self.core.drop_path:
+        if self.training and self.core.stack.drop_path:
             attention_context = replace(
                 attention_context, kept=self._draw_kept(stream.carried[SAMPLES])
             )
@@ -368,7 +357,7 @@ class Block(TransformerLayer):
         return draw_kept(
             samples,
             num_parts=2 + core.has_memory,
-            rate=drop_path_of(number, core.model.num_layers, core.drop_path),
+            rate=drop_path_of(number, core.model.num_layers, core.stack.drop_path),
             seed=core.config.seed,
             block=number if core.stack.name == BLOCKS else f"{core.stack.name}-{number}",
         )

@@ -3,7 +3,7 @@
 Embeddings of ids are split over the tensor group by vocabulary. Linear maps of patches and outputs
 are replicated on every process, since they are small compared with a block.
 
-Legend: b images, s tokens, h hidden size, d values of a patch.
+Legend: b images, s tokens, h hidden size.
 """
 
 from __future__ import annotations
@@ -73,10 +73,6 @@ class ReplicatedLinear(nn.Linear):
     def forward(self, inputs: Tensor) -> Tensor:
         """Map `[..., num_inputs]` to `[..., num_outputs]`."""
         return F.linear(inputs.to(self.weight.dtype), self.weight, self.bias)
-
-
-class PatchEmbedding(ReplicatedLinear):
-    """A linear embedding of patches, `[b, s, d]` to `[b, s, h]`."""
 
 
 class LastNorm(Norm):

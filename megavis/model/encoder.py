@@ -22,7 +22,7 @@ from megavis.config.schema import ModelConfig
 from megavis.config.section import Activation
 from megavis.model.context_parallel import seen_by_parts
 from megavis.model.core import MEMORY, Core
-from megavis.model.embeddings import LastNorm, PatchEmbedding, ReplicatedLinear, to_stream
+from megavis.model.embeddings import LastNorm, ReplicatedLinear, to_stream
 from megavis.model.flops import Workload
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.parameters import (
@@ -145,7 +145,7 @@ class EncoderInput(nn.Module):
         self.core, self.patch_size = core, patch_size
         self.side = core.config.data.image_size // patch_size
         # Flax's default initialization of a convolution.
-        self.linear_patches = PatchEmbedding(numbers, width, truncated_normal(numbers**-0.5))
+        self.linear_patches = ReplicatedLinear(numbers, width, truncated_normal(numbers**-0.5))
         self.positions = Positions(
             "learned",
             height=self.side,

@@ -55,7 +55,7 @@ class TwoStacks(IGPT):
 
     def upper_layers(self):
         count, depth, seed = self.num_tokens, self.core.model.num_layers + 1, self.config.seed
-        work = Workload(2 * count, count, count, count, self.num_outputs)
+        work = Workload(2 * count, count, count, count, self.density.num_outputs)
         bridge = LayerPlan("bridge", self._build_bridge, seed, depth, gives_features=True)
         return [bridge, *block_plans(self.upper, work, seed=seed, depth=depth + 1)]
 

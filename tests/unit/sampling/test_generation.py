@@ -47,7 +47,7 @@ def generate_without_cache(runner, objective, prefix, choose):
 
 def random_prefix(objective, num_given, batch_size=3):
     torch.manual_seed(4)
-    return torch.randint(objective.num_outputs, (batch_size, num_given))
+    return torch.randint(objective.density.num_outputs, (batch_size, num_given))
 
 
 @pytest.mark.parametrize(("words", "num_given"), SHAPES)
