@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from megavis.composition.shared_keys import AutoencoderConfig
-from megavis.composition.tokens import blank_batch
-from megavis.composition.trainable import Backbone, SequenceBatch, Trainable
+from megavis.composition.trainable import Backbone, SequenceBatch
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.loader import Batch
 from megavis.model.autoencoder_losses import (
@@ -45,21 +44,11 @@ NUM_SCORES = 4
 """Number of tensors that the discriminator's layer adds to the state."""
 
 
-class AutoencoderObjective(Trainable, Backbone):
+class AutoencoderObjective(Backbone):
     """Reconstruct images from a much smaller grid of latents."""
 
+    paper: AutoencoderConfig
     reconstructs = True
-
-    @property
-    def backbone(self) -> AutoencoderObjective:
-        """The objective itself."""
-        return self
-
-    @property
-    def paper(self) -> AutoencoderConfig:
-        """The `objective` section of the config."""
-        assert isinstance(self.config.objective, AutoencoderConfig)
-        return self.config.objective
 
     @abstractmethod
     def build_autoencoder(self) -> nn.Module:
@@ -84,11 +73,6 @@ class AutoencoderObjective(Trainable, Backbone):
     def num_tokens(self) -> int:
         """Cells of the latent grid."""
         return (self.config.data.image_size // self.paper.downsampling) ** 2
-
-    def blank_batch(self, num_images: int, device: torch.device) -> Batch:
-        """Return black images."""
-        side = self.config.data.image_size
-        return blank_batch(num_images, (side, side, 3), torch.uint8, device)
 
     def check_data(self, manifest: Manifest) -> Iterator[str]:
         """Check that the shards hold images."""

@@ -23,7 +23,7 @@ from megavis.composition.asking import AskedRows, InContext
 from megavis.composition.condition import Known
 from megavis.composition.objective import Objective
 from megavis.composition.reader import Reader
-from megavis.composition.tokens import Frames, Patches, blank_batch
+from megavis.composition.tokens import Frames, Patches
 from megavis.composition.trainable import SequenceBatch
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import Manifest
@@ -86,10 +86,9 @@ class Composition(Objective):
 
     def blank_batch(self, num_images: int, device: torch.device) -> Batch:
         """Return samples of zeros."""
-        if not self.condition.reads_images:
-            return self.reads.blank_batch(num_images, device)
-        side = self.config.data.image_size
-        return blank_batch(num_images, (side, side, 3), torch.uint8, device)
+        if self.condition.reads_images:
+            return super().blank_batch(num_images, device)
+        return self.reads.blank_batch(num_images, device)
 
     def sequence(self, batch: Batch) -> SequenceBatch:
         """Draw tokens, arrangement and condition; return the training sequence."""

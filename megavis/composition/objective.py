@@ -23,7 +23,7 @@ from megavis.composition.encoded_tokens import TokenIds
 from megavis.composition.encoder_decoder import SecondStack
 from megavis.composition.reader import Reader, Role, Slot
 from megavis.composition.tokens import Colors, Patches, Tokens
-from megavis.composition.trainable import Backbone, SequenceBatch, Trainable
+from megavis.composition.trainable import Backbone, SequenceBatch
 from megavis.config.errors import UserError
 from megavis.config.schema import RunConfig
 from megavis.config.section import PositionKind
@@ -42,11 +42,9 @@ from megavis.parallel.context import ParallelContext
 from megavis.schedules.schedule import Schedule
 
 
-class Objective(Trainable, Backbone):
+class Objective(Backbone):
     """A paper, defined by its choices; `visibility` replaces that of the asking kind."""
 
-    paper: Any
-    """The paper's section of the config, an instance of `config_type`."""
     default_positions: ClassVar[PositionKind] = "none"
     """Position encoding if the config does not set one."""
 
@@ -58,8 +56,6 @@ class Objective(Trainable, Backbone):
         visibility: VisibilityKind | None = None,
     ) -> None:
         super().__init__(config, context)
-        assert isinstance(config.objective, self.config_type)
-        self.paper = config.objective
         stack = StackSpec(
             BLOCKS,
             config.model,
@@ -168,11 +164,6 @@ class Objective(Trainable, Backbone):
         return Colors(image_size=data.image_size, vocabulary_size=count, windows=windows)
 
     # What follows from them: the first layer, and all layers.
-
-    @property
-    def backbone(self) -> Objective:
-        """The objective itself."""
-        return self
 
     @property
     def position_kind(self) -> PositionKind:

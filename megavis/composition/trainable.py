@@ -9,11 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from megavis.composition.tokens import blank_batch
 from megavis.config.errors import UserError
 from megavis.config.finetune_checks import NO_NULL_LABEL
 from megavis.config.schema import ObjectiveConfig, RunConfig
@@ -174,19 +175,31 @@ class Likelihood:
     given: str | None = None
 
 
-class Backbone(ABC):
-    """The part of a trained model that takes inputs and provides features."""
+class Backbone(Trainable):
+    """A paper: what takes inputs and provides features, whether or not a classifier is on top."""
 
-    config: RunConfig
+    paper: Any
+    """The paper's section of the config, an instance of `config_type`."""
+
+    def __init__(self, config: RunConfig, context: ParallelContext) -> None:
+        super().__init__(config, context)
+        assert isinstance(config.objective, self.config_type)
+        self.paper = config.objective
+
+    @property
+    def backbone(self) -> Self:
+        """The paper itself."""
+        return self
 
     @property
     @abstractmethod
     def num_tokens(self) -> int:
         """Positions of the sequence."""
 
-    @abstractmethod
     def blank_batch(self, num_images: int, device: torch.device) -> Batch:
-        """Return a batch of zeros in the form of the shards."""
+        """Return a batch of zeros in the form of the shards, by default of images."""
+        side = self.config.data.image_size
+        return blank_batch(num_images, (side, side, 3), torch.uint8, device)
 
     @property
     def tokenizer_identity(self) -> str | None:

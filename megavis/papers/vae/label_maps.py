@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megavis.composition.encoded_image import images_and_targets
-from megavis.composition.tokens import blank_batch
-from megavis.composition.trainable import Backbone, SequenceBatch, Trainable
+from megavis.composition.trainable import Backbone, SequenceBatch
 from megavis.config.schema import RunConfig
 from megavis.data.codecs.label_maps import painted
 from megavis.data.format.manifest import Manifest
@@ -59,10 +58,14 @@ NOISE, MOMENTS = "noise", "moments"
 """Names of the tensors carried with the hidden states: in the encoder, and in the decoder."""
 
 
-class LabelMapVAEObjective(Trainable, Backbone):
+class LabelMapVAEObjective(Backbone):
     """Reconstruct label maps through latents that are close to N(0, 1)."""
 
     config_type = LabelMapVAEConfig
+    paper: LabelMapVAEConfig
+    reconstructs = True
+    carries_gradient = True
+    """The gradient of the KL divergence reaches the encoder through the moments."""
 
     def __init__(self, config: RunConfig, context: ParallelContext) -> None:
         super().__init__(config, context)
@@ -73,17 +76,6 @@ class LabelMapVAEObjective(Trainable, Backbone):
         self.decoder_core = self.core.with_stack(
             name="decoder", model=above, carried_names=(MOMENTS,)
         )
-
-    @property
-    def paper(self) -> LabelMapVAEConfig:
-        """The objective's section of the config."""
-        assert isinstance(self.config.objective, LabelMapVAEConfig)
-        return self.config.objective
-
-    @property
-    def backbone(self) -> LabelMapVAEObjective:
-        """The objective itself."""
-        return self
 
     @cached_property
     def shape(self) -> LabelMapShape:
@@ -99,16 +91,6 @@ class LabelMapVAEObjective(Trainable, Backbone):
     def num_tokens(self) -> int:
         """n, patches of a map."""
         return self.shape.grid**2
-
-    @property
-    def carries_gradient(self) -> bool:
-        """True: the gradient of the KL divergence reaches the encoder through the moments."""
-        return True
-
-    def blank_batch(self, num_images: int, device: torch.device) -> Batch:
-        """Return maps of void or unknown depth, uint8 `[b, H, W, 3]`."""
-        side = self.config.data.image_size
-        return blank_batch(num_images, (side, side, 3), torch.uint8, device)
 
     def check_data(self, manifest: Manifest) -> Iterator[str]:
         """Check that the shards have maps of this kind, and a channel for each class."""
@@ -209,11 +191,6 @@ class LabelMapVAEObjective(Trainable, Backbone):
         """Return the posterior's moments `[b, 2 d, l, l]`: means, then log-variances."""
         moments: Tensor = predictions[1]
         return moments
-
-    @property
-    def reconstructs(self) -> bool:
-        """True: predictions are label maps."""
-        return True
 
     def shown(self, inputs: Tensor) -> Tensor:
         """Color label maps for display, uint8 `[b, H, W, 3]`."""

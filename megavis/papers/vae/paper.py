@@ -25,12 +25,7 @@ class VAEObjective(AutoencoderObjective):
     """Reconstruct images from latents with a posterior close to N(0, 1)."""
 
     config_type = VAEConfig
-
-    @property
-    def paper(self) -> VAEConfig:
-        """The `objective` section of the config."""
-        assert isinstance(self.config.objective, VAEConfig)
-        return self.config.objective
+    paper: VAEConfig
 
     def build_autoencoder(self) -> nn.Module:
         """Build the VAE."""

@@ -30,12 +30,7 @@ class VQGANObjective(AutoencoderObjective):
     """Reconstruct images from ids."""
 
     config_type = VQGANConfig
-
-    @property
-    def paper(self) -> VQGANConfig:
-        """The `objective` section of the config."""
-        assert isinstance(self.config.objective, VQGANConfig)
-        return self.config.objective
+    paper: VQGANConfig
 
     def build_autoencoder(self) -> nn.Module:
         """Build the VQGAN, whose codebook may have its own learning rate."""
