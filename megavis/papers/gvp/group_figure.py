@@ -9,7 +9,7 @@ Legend: b images, n tokens of an image, h and w height and width in pixels.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 import torch
 from torch import Tensor
@@ -29,22 +29,9 @@ from megavis.schedules.orders import gather_tokens, random_orders
 _BATCH_SIZE = 64
 
 
-@dataclass(frozen=True)
-class Filled:
-    """Completed images.
-
-    Attributes:
-        images: uint8 `[b, h, w, 3]`; given pixels are exact if tokens are patches.
-        given: mask of the given tokens, bool `[b, n]` in raster order.
-    """
-
-    images: Tensor
-    given: Tensor
-
-
 def fill(
     sampler: Sampler, originals: Tensor, images: Tensor, *, num_given: int, num_orders: int = 1
-) -> Filled:
+) -> tuple[Tensor, Tensor]:
     """Give some tokens of each image and predict the others, group by group.
 
     Errors of earlier groups propagate to later ones and depend on the order; averaging over several
@@ -57,6 +44,10 @@ def fill(
         num_given: number of given tokens, the same ones for any number of groups.
         num_orders: average the predictions over this many orders; above 1 only for real-valued
             tokens.
+
+    Returns:
+        Images uint8 `[b, h, w, 3]`, whose given pixels are exact if tokens are patches, and the
+        mask of the given tokens, bool `[b, n]` in raster order.
 
     Raises:
         UserError: the paper cannot start from given tokens, there are fewer tokens than groups, or
@@ -76,7 +67,7 @@ def fill(
         total = raster if total is None else total + raster
         order = _shuffle_rest(order, num_given, seed=derive_seed(sampler.seed, "fill", number))
     assert total is not None
-    return Filled(sampler.to_images(total / num_orders if num_orders > 1 else total), given)
+    return sampler.to_images(total / num_orders if num_orders > 1 else total), given
 
 
 def _shuffle_rest(order: Tensor, num_given: int, *, seed: int) -> Tensor:
@@ -135,4 +126,5 @@ def _fill_all(
         fill(sampler, inputs[each], each, num_given=num_given, num_orders=num_orders)
         for each in numbers.split(_BATCH_SIZE)
     ]
-    return torch.cat([part.images for part in parts]), torch.cat([part.given for part in parts])
+    images, given = (torch.cat(each) for each in zip(*parts, strict=True))
+    return images, given

@@ -32,13 +32,13 @@ def filled(sampler, originals, **options):
 
 def test_given_patches_stay_and_others_are_not_read(sampler):
     images, drawing = photographs(2, 12), sampler(groups=3)
-    first = filled(drawing, images)
-    assert first.given.sum(1).tolist() == [3, 3]
-    pixels = torch.from_numpy(pixels_of(first.given, (3, 3), images.numpy()))
+    first, given = filled(drawing, images)
+    assert given.sum(1).tolist() == [3, 3]
+    pixels = torch.from_numpy(pixels_of(given, (3, 3), images.numpy()))
     assert pixels.sum() == 2 * 3 * 16
-    assert torch.equal(first.images[pixels], images[pixels])
+    assert torch.equal(first[pixels], images[pixels])
     other = torch.where(pixels[..., None], images, photographs(2, 12, seed=2))
-    assert torch.equal(filled(drawing, other).images, first.images)
+    assert torch.equal(filled(drawing, other)[0], first)
 
 
 def test_groups_condition_on_predicted_groups(sampler):
@@ -46,7 +46,7 @@ def test_groups_condition_on_predicted_groups(sampler):
     drawing = sampler(groups=2)
     objective, runner = drawing.paper, drawing.runner
     images, order = photographs(2, 12), random_orders(IMAGES, 9, seed=0)
-    drawn = filled(drawing, images)
+    drawn, _ = filled(drawing, images)
     patches = objective.tokens_of(images)
     for stop in (6, 9):
         # The paper's form: all tokens in order, all groups in one pass.
@@ -56,7 +56,7 @@ def test_groups_condition_on_predicted_groups(sampler):
         predicted = runner.predictions(tuple(inputs))
         places = order[:, stop - 3 : stop, None].expand(-1, -1, 48)
         patches = patches.scatter(1, places, predicted[:, stop - 3 : stop])
-    assert torch.equal(drawn.images, drawing.to_images(patches))
+    assert torch.equal(drawn, drawing.to_images(patches))
 
 
 def test_orders_are_averaged(sampler):
@@ -80,9 +80,9 @@ def test_orders_are_averaged(sampler):
         sums = sums + patches
         rest = random_orders(IMAGES, 6, seed=derive_seed(0, "fill", number))
         order = torch.cat([order[:, :3], order[:, 3:].gather(1, rest)], dim=1)
-    drawn = filled(drawing, images, num_orders=3)
-    assert torch.equal(drawn.images, drawing.to_images(sums / 3))
-    assert not torch.equal(filled(drawing, images).images, drawn.images)
+    drawn, _ = filled(drawing, images, num_orders=3)
+    assert torch.equal(drawn, drawing.to_images(sums / 3))
+    assert not torch.equal(filled(drawing, images)[0], drawn)
 
 
 def test_given_latents_stay(build_composition, tmp_path, monkeypatch):
@@ -90,10 +90,10 @@ def test_given_latents_stay(build_composition, tmp_path, monkeypatch):
     objective, runner = build_composition(LATENTS, GROUPS, QUERY, MIXTURE)
     monkeypatch.setattr(objective, "to_images", lambda latents, folder: latents)
     latents = torch.randn(2, 4, 4, 4, generator=torch.Generator().manual_seed(0))
-    found = filled(Sampler(runner, objective, tmp_path, {"groups": 3}), latents)
-    given = found.given.view(2, 1, 4, 4).expand_as(latents)
-    assert torch.equal(found.images[given], latents[given])
-    assert (found.images != latents)[~given].all()
+    images, given = filled(Sampler(runner, objective, tmp_path, {"groups": 3}), latents)
+    given = given.view(2, 1, 4, 4).expand_as(latents)
+    assert torch.equal(images[given], latents[given])
+    assert (images != latents)[~given].all()
 
 
 def test_ids_are_not_averaged(sampler):
