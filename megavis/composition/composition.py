@@ -1,17 +1,14 @@
 """A paper as a composition: sequences, loss, features and generation, derived from its choices.
 
 The choices themselves (tokens, schedule, asking, density, condition) and the first layer are in
-`objective.py`. `Places` is the interface of a model that predicts the position of every patch, for
-figures and accuracies.
+`objective.py`.
 
-Legend: b images, n positions of the sequence (patches for `Places`), q predicted positions, r rows
-of generation, c patches in the context, d values of a patch.
+Legend: b images, n positions of the sequence, q predicted positions, r rows of generation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -19,20 +16,17 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from megavis.composition.asking import AskedRows, InContext
+from megavis.composition.asking import AskedRows
 from megavis.composition.condition import Known
 from megavis.composition.objective import Objective
 from megavis.composition.reader import Reader
-from megavis.composition.tokens import Frames, Patches
 from megavis.composition.trainable import SequenceBatch
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.loader import Batch
-from megavis.densities.categorical import Place
 from megavis.model.core import MEMORY
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.stack import stacks_of
-from megavis.schedules.masked import RandomMasking
 from megavis.schedules.orders import gather_tokens, to_raster
 from megavis.schedules.schedule import Arrangement, Question
 from megavis.tokenizers.patches import to_grid
@@ -225,16 +219,6 @@ class Composition(Objective):
             return losses.mean()
         return ((losses * weights[0]).sum(1) / weights[0].sum(1).clamp(min=1.0)).mean()
 
-    def places(self) -> Places:
-        """Return the `Places` interface; raise UserError if the paper predicts no positions."""
-        reads, schedule, asks, density = self.reads, self.schedule, self.asks, self.density
-        if not isinstance(density, Place):
-            return super().places()
-        assert isinstance(reads, Frames | Patches)
-        assert isinstance(schedule, RandomMasking)
-        assert isinstance(asks, InContext)
-        return Places(reads, schedule, asks, density)
-
     def composition(self) -> Composition:
         """Return itself."""
         return self
@@ -311,49 +295,3 @@ class Composition(Objective):
     def to_images(self, tokens: Tensor, folder: Path) -> Tensor:
         """Decode the output of `undo` to uint8 `[b, H, W, 3]`, or raise UserError."""
         return self.reads.to_images(tokens, folder)
-
-
-@dataclass(frozen=True)
-class Places:
-    """The choices of a paper that predicts positions."""
-
-    reads: Frames | Patches
-    schedule: RandomMasking
-    asks: InContext
-    density: Place
-
-    @property
-    def num_places(self) -> int:
-        """Patches n of an image."""
-        return self.schedule.num_positions
-
-    @property
-    def num_placed(self) -> int:
-        """Number of context patches, the first ones, that get their position."""
-        return self.schedule.num_placed
-
-    @property
-    def mask_ratio(self) -> float:
-        """Share of the patches outside the context in training."""
-        return self.schedule.mask_ratio
-
-    def patches_of(self, images: Tensor) -> Tensor:
-        """Cut samples into patches float32 `[b, n, d]`; raise UserError if they do not fit."""
-        return self.reads.of(images)
-
-    def images_of(self, patches: Tensor) -> Tensor:
-        """Invert `patches_of`; raise UserError for frames of a spectrogram."""
-        return self.reads.to_images(patches)
-
-    def context_of(self, sample_index: Tensor, mask_ratio: float) -> Tensor:
-        """Draw the context of samples `[b]`: int64 `[b, c]`, distinct patches."""
-        plan = self.schedule.draw(sample_index, mask_ratio)
-        return plan.order[:, : plan.num_content]
-
-    def inputs_with(self, patches: Tensor, context: Tensor) -> tuple[Tensor, ...]:
-        """Return model inputs for patches `[b, n, d]` with the context int64 `[b, c]`."""
-        return self.asks.rows_of(patches, context, self.num_placed)
-
-    def outputs(self, predictions: Any) -> Tensor:
-        """Return the position logits of each patch, `[b, n, n]`."""
-        return self.density.outputs(predictions)

@@ -25,7 +25,7 @@ from megavis.parallel.context import ParallelContext
 
 if TYPE_CHECKING:
     from megavis.composition.classification import Classification
-    from megavis.composition.composition import Composition, Places
+    from megavis.composition.composition import Composition
     from megavis.composition.encoded_image import PretrainedEncoder
 
 
@@ -117,11 +117,6 @@ class Trainable(ABC):
     def pretrained(self) -> PretrainedEncoder | None:
         """Open the run that some weights start from, if any; raise UserError if they do not fit."""
         return None
-
-    def places(self) -> Places:
-        """Return the interface of a paper that predicts positions; raise UserError for others."""
-        name = self.config.objective.name
-        raise UserError(f"{name} does not predict the positions of patches")
 
     @property
     def reconstructs(self) -> bool:

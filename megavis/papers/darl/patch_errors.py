@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from megavis.composition.composition import Composition
@@ -20,10 +21,6 @@ from megavis.data.loading.loader import evaluation_batches
 from megavis.evaluation.figures import FigureInput, RenderedFigure, Row
 from megavis.model.inference import Inference
 from megavis.schedules.orders import to_raster
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _BATCH_SIZE = 64
 
@@ -114,8 +111,6 @@ def draw_patch_errors(errors: PatchErrors, *, name: str) -> Figure:
         errors: the errors.
         name: name of the run, for the title.
     """
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(11.0, 3.6), dpi=150, layout="constrained")
     line, order, cells = figure.subplots(1, 3, width_ratios=(1.6, 1, 1))
     line.plot(errors.by_place, color="#1f5fa8")

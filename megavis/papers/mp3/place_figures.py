@@ -9,28 +9,88 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
-from megavis.composition.composition import Places
+from megavis.composition.asking import InContext
+from megavis.composition.composition import Composition
+from megavis.composition.tokens import Frames, Patches
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches, read_round_robin
+from megavis.densities.categorical import Place
 from megavis.evaluation.figures import FigureInput, RenderedFigure, plain_axes
 from megavis.model.inference import Inference
 from megavis.sampling.pictures import image_grid
+from megavis.schedules.masked import RandomMasking
 from megavis.schedules.orders import gather_tokens
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _BATCH_SIZE = 64
 _GREEN = (0, 200, 0)
 _RATIOS = (0.0, 0.25, 0.5, 0.75)
+
+
+@dataclass(frozen=True)
+class Places:
+    """The choices of a paper that predicts the position of every patch."""
+
+    reads: Frames | Patches
+    schedule: RandomMasking
+    asks: InContext
+    density: Place
+
+    @classmethod
+    def of(cls, objective: Trainable) -> Places:
+        """Return the choices of an objective; raise UserError if it predicts no positions."""
+        if not isinstance(objective, Composition) or not isinstance(objective.density, Place):
+            name = objective.config.objective.name
+            raise UserError(f"{name} does not predict the positions of patches")
+        reads, schedule, asks = objective.reads, objective.schedule, objective.asks
+        assert isinstance(reads, Frames | Patches)
+        assert isinstance(schedule, RandomMasking)
+        assert isinstance(asks, InContext)
+        return cls(reads, schedule, asks, objective.density)
+
+    @property
+    def num_places(self) -> int:
+        """Patches n of an image."""
+        return self.schedule.num_positions
+
+    @property
+    def num_placed(self) -> int:
+        """Number of context patches, the first ones, that get their position."""
+        return self.schedule.num_placed
+
+    @property
+    def mask_ratio(self) -> float:
+        """Share of the patches outside the context in training."""
+        return self.schedule.mask_ratio
+
+    def patches_of(self, images: Tensor) -> Tensor:
+        """Cut samples into patches float32 `[b, n, d]`; raise UserError if they do not fit."""
+        return self.reads.of(images)
+
+    def images_of(self, patches: Tensor) -> Tensor:
+        """Invert `patches_of`; raise UserError for frames of a spectrogram."""
+        return self.reads.to_images(patches)
+
+    def context_of(self, sample_index: Tensor, mask_ratio: float) -> Tensor:
+        """Draw the context of samples `[b]`: int64 `[b, c]`, distinct patches."""
+        plan = self.schedule.draw(sample_index, mask_ratio)
+        return plan.order[:, : plan.num_content]
+
+    def inputs_with(self, patches: Tensor, context: Tensor) -> tuple[Tensor, ...]:
+        """Return model inputs for patches `[b, n, d]` with the context int64 `[b, c]`."""
+        return self.asks.rows_of(patches, context, self.num_placed)
+
+    def outputs(self, predictions: Any) -> Tensor:
+        """Return the position logits of each patch, `[b, n, n]`."""
+        return self.density.outputs(predictions)
 
 
 @dataclass(frozen=True)
@@ -126,13 +186,13 @@ def draw_accuracy(scores: Sequence[PositionAccuracy], *, name: str, trained_at: 
 
 def applies(objective: Trainable) -> bool:
     """Return True if the model predicts positions; raise UserError otherwise."""
-    objective.places()
+    Places.of(objective)
     return True
 
 
 def draw_positions(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
     """Measure accuracy at mask ratios from 0 to 0.9, and plot it."""
-    objective = subject.objective.places()
+    objective = Places.of(subject.objective)
     scores = [
         position_accuracy(
             subject.runner,
@@ -153,7 +213,7 @@ def draw_positions(subject: FigureInput, options: argparse.Namespace) -> Rendere
 
 def draw_jigsaw(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
     """Shuffle the patches of held-out images and reassemble them."""
-    objective = subject.objective.places()
+    objective = Places.of(subject.objective)
     rows: list[Any] = []
     accuracies = []
     images = read_round_robin(subject.images, options.num_images).inputs
@@ -172,7 +232,7 @@ def draw_mixture(subject: FigureInput, options: argparse.Namespace) -> RenderedF
     Raises:
         UserError: there is a single image.
     """
-    objective = subject.objective.places()
+    objective = Places.of(subject.objective)
     rows: list[Any] = []
     images = read_round_robin(subject.images, 2 * options.num_images).inputs
     if len(images) < 2:

@@ -33,6 +33,7 @@ from small_batches import batch_of, photographs, run_layers
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import Manifest
 from megavis.model.encoder import EncoderInput
+from megavis.papers.mp3.place_figures import Places
 from megavis.sampling.sampler import Sampler
 
 # Visibility.
@@ -179,10 +180,10 @@ def test_place_density_reports_accuracy(build_composition):
     hits = objective.outputs(predictions).argmax(-1) == true
     measures = objective.measures(predictions, sequence.targets)
     torch.testing.assert_close(measures["accuracy"], hits.float().mean())
-    assert objective.places().num_places == 16
+    assert Places.of(objective).num_places == 16
     other, _ = build_composition(PATCHES, ONE_BY_ONE, SHIFT, ERROR)
     with pytest.raises(UserError, match="does not predict the positions"):
-        other.places()
+        Places.of(other)
 
 
 def test_features_need_a_null_label(build_composition):

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megavis.config.errors import UserError
 from megavis.model.flops import forward_flops
+from megavis.papers.mp3.place_figures import Places
 
 CONFIG = tiny(
     "{name: mp3, patch_size: 4, mask_ratio: 0.5}",
@@ -32,12 +33,13 @@ def draw_images(count=3):
 @pytest.mark.parametrize("class_token", [True, False])
 def test_predictions_are_permutation_equivariant(make, class_token):
     objective, runner = make(f"objective.class_token={str(class_token).lower()}")
-    patches = objective.places().patches_of(draw_images())
-    context = objective.places().context_of(torch.arange(3), 0.5)
+    interface = Places.of(objective)
+    patches = interface.patches_of(draw_images())
+    context = interface.context_of(torch.arange(3), 0.5)
     order = torch.randperm(PLACES, generator=torch.Generator().manual_seed(1))
-    plain = objective.outputs(runner.predictions(objective.places().inputs_with(patches, context)))
+    plain = objective.outputs(runner.predictions(interface.inputs_with(patches, context)))
     # Patch order[i] moves to position i, so the patch at p moves to argsort(order)[p].
-    moved = objective.places().inputs_with(patches[:, order], order.argsort()[context])
+    moved = interface.inputs_with(patches[:, order], order.argsort()[context])
     permuted = objective.outputs(runner.predictions(moved))
     torch.testing.assert_close(permuted, plain[:, order], rtol=1e-5, atol=1e-5)
     assert not torch.allclose(plain[:, 0], plain[:, 1], atol=1e-2)
@@ -58,14 +60,13 @@ def test_no_masking_equals_full_attention(make):
 
 def test_masked_patches_are_not_attended_to(make):
     objective, runner = make()
-    patches = objective.places().patches_of(draw_images(1))
-    context = objective.places().context_of(torch.arange(1), 0.5)
+    interface = Places.of(objective)
+    patches = interface.patches_of(draw_images(1))
+    context = interface.context_of(torch.arange(1), 0.5)
     masked = [p for p in range(PLACES) if p not in context[0].tolist()]
     watched, seen = masked[0], context[0].tolist()
     patches.requires_grad_()
-    predictions = run_layers(
-        runner.layers.modules, objective.places().inputs_with(patches, context)
-    )
+    predictions = run_layers(runner.layers.modules, interface.inputs_with(patches, context))
     objective.outputs(predictions)[0, watched].sum().backward()
     moved = (patches.grad[0].abs().sum(-1) > 0).nonzero().flatten().tolist()
     assert moved == sorted([watched, *seen])
@@ -101,15 +102,16 @@ def test_loss_and_accuracy_match_loops(make):
 
 def test_context_depends_on_the_sample_only(make):
     objective, _ = make()
-    whole = objective.places().context_of(torch.arange(6), 0.5)
-    assert torch.equal(objective.places().context_of(torch.arange(4, 6), 0.5), whole[4:])
+    interface = Places.of(objective)
+    whole = interface.context_of(torch.arange(6), 0.5)
+    assert torch.equal(interface.context_of(torch.arange(4, 6), 0.5), whole[4:])
     assert not torch.equal(whole[0].sort().values, whole[1].sort().values)
     assert all(len(set(row.tolist())) == 8 for row in whole)
 
 
 def test_context_is_uniform(make):
     objective, _ = make()
-    context = objective.places().context_of(torch.arange(4000), 0.75)
+    context = Places.of(objective).context_of(torch.arange(4000), 0.75)
     assert context.shape == (4000, 4)
     shares = torch.bincount(context.flatten(), minlength=PLACES) / 4000
     # Five standard deviations of a mean of 4,000 draws with probability 1/4.

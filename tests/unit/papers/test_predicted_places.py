@@ -102,9 +102,9 @@ def test_images_without_a_partner_are_not_mixed(monkeypatch, count):
     """Small folders may have fewer images than were asked for."""
     images = SimpleNamespace(inputs=torch.zeros(count, 2, 2, 3, dtype=torch.uint8))
     monkeypatch.setattr(place_figures, "read_round_robin", lambda *_: images)
-    objective = SimpleNamespace(places=PositionsStub)
+    monkeypatch.setattr(place_figures.Places, "of", lambda _: PositionsStub())
     folder = SimpleNamespace(directory="shards")
-    subject = FigureInput(Path("run"), objective, RunnerStub(), folder)
+    subject = FigureInput(Path("run"), SimpleNamespace(), RunnerStub(), folder)
     options = argparse.Namespace(num_images=2, seed=0)
     if count == 1:
         with pytest.raises(UserError, match="shards has one image"):
