@@ -143,23 +143,26 @@ class Objective(Backbone):
         """Return the initialization of a block's matrices, by default that of MAE's code."""
         return vision_transformer()
 
-    def patches(self) -> Patches:
-        """Return patches of `objective.patch_size`² pixels."""
-        return Patches(image_size=self.config.data.image_size, patch_size=self.paper.patch_size)
+    # Their keys are those of a section of the config, by default the paper's.
 
-    def ids(self) -> TokenIds:
-        """Return ids of `objective.tokenizer`, one per patch of that size."""
-        paper, size = self.paper, self.config.data.image_size
+    def patches(self, keys: Any = None) -> Patches:
+        """Return patches of `patch_size`² pixels."""
+        size = (keys or self.paper).patch_size
+        return Patches(image_size=self.config.data.image_size, patch_size=size)
+
+    def ids(self, keys: Any = None) -> TokenIds:
+        """Return ids of `tokenizer`, one per patch of `patch_size`² pixels."""
+        keys, size = keys or self.paper, self.config.data.image_size
         return TokenIds(
             image_size=size,
-            side=size // paper.patch_size,
-            vocabulary_size=paper.vocabulary_size,
-            tokenizer=paper.tokenizer,
+            side=size // keys.patch_size,
+            vocabulary_size=keys.vocabulary_size,
+            tokenizer=keys.tokenizer,
         )
 
-    def colours(self) -> Colors:
-        """Return ids of a palette of `objective.vocabulary_size` colours."""
-        data, count = self.config.data, self.paper.vocabulary_size
+    def colours(self, keys: Any = None) -> Colors:
+        """Return ids of a palette of `vocabulary_size` colours."""
+        data, count = self.config.data, (keys or self.paper).vocabulary_size
         windows = data.crop == "window"
         return Colors(image_size=data.image_size, vocabulary_size=count, windows=windows)
 

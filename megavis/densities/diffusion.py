@@ -187,6 +187,20 @@ class DiffusionProcess:
     temperature: float
     seed: int
 
+    @classmethod
+    def of(
+        cls, keys: Any, *, value_range: tuple[float, float] | None, seed: int
+    ) -> DiffusionProcess:
+        """Return the process of a config section, which names the two parameters of beta apart."""
+        return cls(
+            (keys.noise_a, keys.noise_b),
+            keys.predicts,
+            value_range,
+            keys.sampling_steps,
+            keys.sampling_temperature,
+            seed,
+        )
+
 
 def with_gamma(noisy: Tensor, gamma: Tensor) -> Tensor:
     """Append γ `[b, s, 1]` to noisy patches `[b, s, d]`."""

@@ -83,17 +83,11 @@ class Compose(Composition):
         return self.reads if self.paper.predicts is None else self._tokens(self.paper.predicts)
 
     def _tokens(self, keys: AnyTokens) -> Tokens:
-        data, size = self.config.data, self.config.data.image_size
+        data = self.config.data
         if isinstance(keys, PaletteTokens):
-            windows = data.crop == "window"
-            return Colors(image_size=size, vocabulary_size=keys.vocabulary_size, windows=windows)
+            return self.colours(keys)
         if isinstance(keys, IdTokens):
-            return TokenIds(
-                image_size=size,
-                side=keys.grid(data)[0],
-                vocabulary_size=keys.vocabulary_size,
-                tokenizer=keys.tokenizer,
-            )
+            return self.ids(keys)
         if isinstance(keys, LatentTokens):
             return Latents(
                 channels=keys.channels,
@@ -102,12 +96,12 @@ class Compose(Composition):
                 seed=self.config.seed,
                 tokenizer=keys.tokenizer,
                 beta=None,
-                image_size=size,
+                image_size=data.image_size,
             )
         if isinstance(keys, FrameTokens):
             assert data.frames is not None
             return Frames(*data.frames)
-        return Patches(image_size=size, patch_size=keys.patch_size)
+        return self.patches(keys)
 
     @property
     def position_kind(self) -> PositionKind:
@@ -259,14 +253,8 @@ class Compose(Composition):
             appends_gamma=keys.condition_on_gamma,
             channels=3 if are_pixels else width,
         )
-        process = DiffusionProcess(
-            beta=(keys.noise_a, keys.noise_b),
-            predicts=keys.predicts,
-            value_range=pixel_range() if are_pixels else None,
-            sampling_steps=keys.sampling_steps,
-            temperature=keys.sampling_temperature,
-            seed=self.config.seed,
-        )
+        values = pixel_range() if are_pixels else None
+        process = DiffusionProcess.of(keys, value_range=values, seed=self.config.seed)
         head, work = partial(PatchHead, self.core, decoder), decoder.work(self.core)
         return Diffusion(width, process, build_head=head, decoder=work)
 

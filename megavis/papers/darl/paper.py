@@ -97,12 +97,5 @@ class DARL(Composition):
                 build_head=head,
                 decoder=work,
             )
-        process = DiffusionProcess(
-            beta=(paper.noise_a, paper.noise_b),
-            predicts=paper.predicts,
-            value_range=pixel_range(),
-            sampling_steps=paper.sampling_steps,
-            temperature=paper.sampling_temperature,
-            seed=self.config.seed,
-        )
+        process = DiffusionProcess.of(paper, value_range=pixel_range(), seed=self.config.seed)
         return Diffusion(predicts.width, process, build_head=head, decoder=work)
