@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megavis.composition.tokens import Vectors, Vocabulary, check_images
 from megavis.config.errors import UserError
-from megavis.data.codecs.label_maps import painted
+from megavis.data.codecs.label_maps import TargetKind, painted
 from megavis.data.format.manifest import Manifest
 from megavis.parallel.random import normal
 from megavis.tokenizers.network_tokenizer import (
@@ -262,7 +262,7 @@ class Latents(Vectors):
         kind = None if self.run_folder is None else self.tokenizer.target_kind
         if kind is None:
             return images
-        return torch.from_numpy(painted(images.cpu().numpy(), kind)).to(images.device)
+        return painted_maps(images, kind)
 
     @cached_property
     def tokenizer(self) -> LatentTokenizer:
@@ -289,3 +289,8 @@ class Latents(Vectors):
                 f"objective.tokenizer: {run_folder} is a VAE with beta {found}; this config needs"
                 f" beta {self.beta} (objective.tokenizer_beta)"
             )
+
+
+def painted_maps(maps: Tensor, kind: TargetKind) -> Tensor:
+    """Color label maps uint8 `[b, h, w, 3]` for display."""
+    return torch.from_numpy(painted(maps.cpu().numpy(), kind)).to(maps.device)

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from megavis.composition.encoded_image import images_and_targets
+from megavis.composition.encoded_tokens import painted_maps
 from megavis.composition.trainable import Backbone, SequenceBatch
 from megavis.config.schema import RunConfig
-from megavis.data.codecs.label_maps import painted
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.loader import Batch
 from megavis.model.core import BLOCKS, Core, StackSpec
@@ -194,11 +194,11 @@ class LabelMapVAEObjective(Backbone):
 
     def shown(self, inputs: Tensor) -> Tensor:
         """Color label maps for display, uint8 `[b, H, W, 3]`."""
-        return _painted(images_and_targets(inputs)[1], self.paper.target)
+        return painted_maps(images_and_targets(inputs)[1], self.paper.target)
 
     def reconstruction(self, predictions: Any) -> Tensor:
         """Return the predicted maps, colored for display, uint8 `[b, H, W, 3]`."""
-        return _painted(self.reconstructed_maps(predictions), self.paper.target)
+        return painted_maps(self.reconstructed_maps(predictions), self.paper.target)
 
     def reconstructed_maps(self, predictions: Any) -> Tensor:
         """Return the predicted maps, encoded as in shards, uint8 `[b, H, W, 3]`."""
@@ -254,7 +254,3 @@ class Bottleneck(nn.Module):
         places = torch.arange(large**2, device=tokens.device)[None]
         hidden = self.positions(resize_tokens(tokens, rows=small, to=large), places)
         return LayerState(to_stream(hidden, self.above), {MOMENTS: moments}).pack()
-
-
-def _painted(maps: Tensor, kind: Any) -> Tensor:
-    return torch.from_numpy(painted(maps.cpu().numpy(), kind)).to(maps.device)
