@@ -104,7 +104,7 @@ class Attention(nn.Module):
         elif places is not None:
             of_queries, of_keys = self._turns(attention_context, places)
             query, key = turn(query, *of_queries), turn(key, *of_keys)
-        mixed = self._mixed(query, key, value, attention_context, bias)
+        mixed = self._attend(query, key, value, attention_context, bias)
         if splits_context(self.config):
             mixed = heads_to_tokens(mixed, self.context_group)
         return self.linear_proj(mixed)
@@ -144,10 +144,6 @@ class Attention(nn.Module):
         tensors = [places] if visibility.context is None else [places, visibility.context]
         return context.once(f"turns from {start}", make, *tensors)
 
-    def _mixed(self, *arguments: Any) -> Tensor:
-        """Apply `_attend`: `[q, b, n · d]`."""
-        return self._attend(*arguments).permute(2, 0, 1, 3).flatten(2)
-
     def _heads(self, projected: Tensor, parts: int) -> tuple[Tensor, ...]:
         """Split `[s, b, n · parts · d]` into `parts` tensors `[b, n, s, d]`.
 
@@ -168,24 +164,26 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Attend from queries `[b, n, q, d]` to keys and values `[b, n, c, d]`.
 
-        Returns softmax(q · k / √d + bias) · v, where `bias` `[b or 1, n, q, c]` is that of relative
-        positions.
+        Returns `[q, b, n · d]`, softmax(q · k / √d + bias) · v, where `bias` `[b or 1, n, q, c]` is
+        that of relative positions.
         """
         if attention_context.cache is not None:
             key, value = attention_context.cache.extend(self, key, value)
         dropout = self.config.attention_dropout if self.training else 0.0
         # Heads are split over the tensor group, so their dropout masks must differ.
         with rank_local_rng(self.tensor_group.rank(), self.tensor_group.size() if dropout else 1):
-            if bias is not None:
-                return F.scaled_dot_product_attention(
+            if bias is None:
+                mixed = self._kernel(query, key, value, attention_context, dropout)
+            else:
+                mixed = F.scaled_dot_product_attention(
                     query, key, value, attn_mask=bias.to(query.dtype), dropout_p=dropout
                 )
-            return self._kernel(query, key, value, attention_context, dropout)
+        return mixed.permute(2, 0, 1, 3).flatten(2)
 
     def _kernel(
         self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext, dropout: float
     ) -> Tensor:
-        """Choose the fastest kernel for the visibility; shapes as in `_attend`."""
+        """Attend by the visibility's fastest kernel: `[b, n, q, d]`; other shapes as above."""
         visibility, once = context.visibility, context.once
         kind, num_queries, num_keys = visibility.kind, query.shape[2], key.shape[2]
         sees_all = kind in ("full", "context")
@@ -254,7 +252,7 @@ class CrossAttention(Attention):
 
         cache = attention_mask.cache
         key, value = project() if cache is None else cache.fixed(self, project)
-        mixed = self._mixed(query, key, value, AttentionContext(Visibility("full")))
+        mixed = self._attend(query, key, value, AttentionContext(Visibility("full")))
         return self.linear_proj(mixed)
 
 

@@ -225,22 +225,18 @@ def evaluation_batches(
             f"{dataset.directory} has {available} samples to evaluate, fewer than one for each of"
             f" {data_parallel_size} data-parallel ranks"
         )
-    batches = _evaluate(dataset, count, batch_size, data_parallel_rank, data_parallel_size)
+
+    def read(number: int) -> Batch:
+        start = number * batch_size * data_parallel_size
+        each = min(batch_size, (count - start) // data_parallel_size)
+        first = start + data_parallel_rank * each
+        indices = np.arange(first, first + each, dtype=np.int64)
+        return read_batch(dataset, indices, indices)
+
+    batches = _prefetched(read, -(-count // (batch_size * data_parallel_size)))
     if label is None:
         return batches
     return shown(batches, label, total=count // data_parallel_size, size=len)
-
-
-def _evaluate(
-    dataset: Readable, count: int, batch_size: int, rank: int, num_ranks: int
-) -> Iterator[Batch]:
-    def read(number: int) -> Batch:
-        start = number * batch_size * num_ranks
-        each = min(batch_size, (count - start) // num_ranks)
-        indices = np.arange(start + rank * each, start + (rank + 1) * each, dtype=np.int64)
-        return read_batch(dataset, indices, indices)
-
-    return _prefetched(read, -(-count // (batch_size * num_ranks)))
 
 
 def round_robin_batches(
