@@ -103,12 +103,7 @@ class PatchHead(Head):
         inner = core_of_decoder(core, decoder.num_layers)
         self.noisy: NoisyEmbedding | None = None
         if decoder.denoises:
-            self.noisy = NoisyEmbedding(
-                decoder.width,
-                core.megatron.hidden_size,
-                appends_gamma=decoder.appends_gamma,
-                channels=decoder.channels,
-            )
+            self.noisy = NoisyEmbedding(decoder, core.megatron.hidden_size)
         network = PairDecoder if decoder.kind == "transformer" else SumDecoder
         self.decoder = network(inner, decoder.num_layers, decoder.width)
 
@@ -138,18 +133,15 @@ class PatchHead(Head):
 class NoisyEmbedding(ReplicatedLinear):
     """Linear embedding of noisy patches; γ may be appended to each pixel as an extra channel."""
 
-    def __init__(
-        self, patch_width: int, hidden_size: int, *, appends_gamma: bool, channels: int
-    ) -> None:
-        num_pixels = patch_width // channels
-        super().__init__(patch_width + appends_gamma * num_pixels, hidden_size)
-        self.num_pixels, self.appends_gamma, self.channels = num_pixels, appends_gamma, channels
+    def __init__(self, decoder: DecoderSpec, hidden_size: int) -> None:
+        super().__init__(decoder.noisy_width, hidden_size)
+        self.appends_gamma, self.channels = decoder.appends_gamma, decoder.channels
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Embed noisy patches, each followed by its γ: `[b, s, d + 1]` to `[b, s, h]`."""
         noisy, gamma = inputs[..., :-1], inputs[..., -1:]
         if self.appends_gamma:
-            channels = noisy.unflatten(-1, (self.num_pixels, self.channels))
+            channels = noisy.unflatten(-1, (-1, self.channels))
             channel = gamma[..., None].expand(*channels.shape[:-1], 1)
             noisy = torch.cat([channels, channel], dim=-1).flatten(-2)
         return super().forward(noisy)

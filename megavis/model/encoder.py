@@ -22,7 +22,7 @@ from megavis.config.schema import ModelConfig
 from megavis.config.section import Activation
 from megavis.model.context_parallel import seen_by_parts
 from megavis.model.core import MEMORY, Core
-from megavis.model.embeddings import LastNorm, ReplicatedLinear, to_stream
+from megavis.model.embeddings import LastNorm, ReplicatedLinear, grid_positions, to_stream
 from megavis.model.flops import Workload
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.parameters import (
@@ -32,7 +32,6 @@ from megavis.model.parameters import (
     truncated_normal,
     xavier_uniform,
 )
-from megavis.model.positions import Positions
 from megavis.model.stack import LayerPlan, block_plans
 from megavis.tokenizers.patches import patchify
 
@@ -146,13 +145,8 @@ class EncoderInput(nn.Module):
         self.side = core.config.data.image_size // patch_size
         # Flax's default initialization of a convolution.
         self.linear_patches = ReplicatedLinear(numbers, width, truncated_normal(numbers**-0.5))
-        self.positions = Positions(
-            "learned",
-            height=self.side,
-            width=self.side,
-            hidden_size=width,
-            fill=normal(width**-0.5 if std is None else std),
-        )
+        fill = normal(width**-0.5 if std is None else std)
+        self.positions = grid_positions(core, "learned", (self.side, self.side), fill=fill)
 
     def forward(self, images: Tensor, rows: LayerState | None = None) -> LayerState:
         """Embed images `[b, H, W, 3]` in [-1, 1] as patches `[c, b, w]`.

@@ -59,19 +59,14 @@ class Batch:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """Move the batch to `device`; `non_blocking` has an effect only with pinned memory."""
-        return Batch(
-            inputs=self.inputs.to(device, non_blocking=non_blocking),
-            labels=self.labels.to(device, non_blocking=non_blocking),
-            sample_index=self.sample_index.to(device, non_blocking=non_blocking),
-        )
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
         """Return a copy in pinned memory. Raises RuntimeError without a GPU."""
-        return Batch(
-            inputs=self.inputs.pin_memory(),
-            labels=self.labels.pin_memory(),
-            sample_index=self.sample_index.pin_memory(),
-        )
+        return self._each(torch.Tensor.pin_memory)
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        return Batch(change(self.inputs), change(self.labels), change(self.sample_index))
 
 
 class BatchLoader:
