@@ -26,7 +26,7 @@ from megavis.data.loading.loader import evaluation_batches, read_round_robin
 from megavis.densities.categorical import Place
 from megavis.evaluation.figures import FigureInput, RenderedFigure, plain_axes
 from megavis.model.inference import Inference
-from megavis.sampling.pictures import image_grid
+from megavis.sampling.pictures import image_grid, pixels_of
 from megavis.schedules.masked import RandomMasking
 from megavis.schedules.orders import gather_tokens
 
@@ -266,7 +266,8 @@ def show(objective: Places, patches: Tensor, filled: Tensor | None = None) -> np
     images = objective.images_of(patches).cpu().numpy()
     if filled is None:
         return images
-    return np.where(_by_pixel(filled, images.shape[1])[..., None], images, np.uint8(127))
+    pixels = pixels_of(filled, objective.reads.grid, images)
+    return np.where(pixels[..., None], images, np.uint8(127))
 
 
 def outline(images: np.ndarray, chosen: Tensor) -> np.ndarray:
@@ -275,7 +276,7 @@ def outline(images: np.ndarray, chosen: Tensor) -> np.ndarray:
     patch = side // rows
     within = np.arange(side) % patch
     edge = (within == 0) | (within == patch - 1)
-    lines = (edge[:, None] | edge[None, :]) & _by_pixel(chosen, side)
+    lines = (edge[:, None] | edge[None, :]) & pixels_of(chosen, (rows, rows), images)
     return np.where(lines[..., None], np.array(_GREEN, np.uint8), images)
 
 
@@ -346,10 +347,3 @@ def mixture_rows(
 
 def _shuffled(count: int, seed: int) -> Tensor:
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-
-
-def _by_pixel(flags: Tensor, side: int) -> np.ndarray:
-    """Expand a mask of patches `[b, n]` to pixels: bool `[b, side, side]`."""
-    rows = round(flags.shape[1] ** 0.5)
-    grid = flags.cpu().numpy().reshape(-1, rows, rows)
-    return grid.repeat(side // rows, axis=1).repeat(side // rows, axis=2)

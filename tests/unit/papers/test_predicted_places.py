@@ -43,6 +43,7 @@ class PositionsStub:
 
     num_places = 4
     num_placed = 0
+    reads = SimpleNamespace(grid=(2, 2))
     mask_ratio = 0.5
 
     def patches_of(self, images):
