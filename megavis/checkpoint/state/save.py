@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
@@ -48,21 +48,6 @@ class TrainingProgress:
     losses: LossHistory = LossHistory()
 
 
-@dataclass
-class _Share:
-    """The tensors that one process writes."""
-
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    entries: dict[str, LogicalTensor] = field(default_factory=dict)
-
-    def add(
-        self, key: str, value: Tensor, dimension: int | None, file: str, context: ParallelContext
-    ) -> None:
-        """Add this process's slice of a logical tensor along `dimension`."""
-        self.entries[key] = _entry(value, dimension, file, key, context)
-        self.tensors[key] = value.detach().to("cpu", copy=True).contiguous()
-
-
 class Snapshot:
     """A checkpoint in this process's memory, with the tensors that it owns.
 
@@ -85,7 +70,7 @@ class Snapshot:
         if context.is_main:
             shutil.rmtree(self._partial, ignore_errors=True)
         self._file = f"rank-{context.world.rank:05d}.safetensors"
-        self._share = _collect(self._file, layers, states, context)
+        self._tensors, self._entries = _collect(self._file, layers, states, context)
         self._optimizer_step = states.optimizer_step()
         self._stored: StoredFile | None = None
         # Assume failure until the writer succeeds: a thread may die without an exception.
@@ -98,19 +83,19 @@ class Snapshot:
         path = self._partial / self._file
         try:
             self._partial.mkdir(parents=True, exist_ok=True)
-            if self._share.tensors:
-                self._stored = write_tensors(path, self._share.tensors)
+            if self._tensors:
+                self._stored = write_tensors(path, self._tensors)
             self._failure = ""
         except Exception as error:
             self._failure = f"{path}: {error}"
-        self._share.tensors.clear()
+        self._tensors.clear()
 
     def publish(self) -> None:
         """Publish the checkpoint atomically. Collective over all processes.
 
         Raises OSError on every process if any process could not write.
         """
-        mine = (self._file, self._stored, self._share.entries, self._failure)
+        mine = (self._file, self._stored, self._entries, self._failure)
         gathered: list = [None] * self._context.world.size
         dist.all_gather_object(gathered, mine, group=self._context.world.group)
         failures = [failure for *_, failure in gathered if failure]
@@ -139,8 +124,15 @@ class Snapshot:
 
 def _collect(
     file: str, layers: LocalLayers, states: ParameterStates, context: ParallelContext
-) -> _Share:
-    share = _Share()
+) -> tuple[dict[str, Tensor], dict[str, LogicalTensor]]:
+    """Return what this process writes: its slices, and their entries in the manifest."""
+    tensors: dict[str, Tensor] = {}
+    entries: dict[str, LogicalTensor] = {}
+
+    def add(key: str, value: Tensor, dimension: int | None) -> None:
+        entries[key] = _entry(value, dimension, file, key, context)
+        tensors[key] = value.detach().to("cpu", copy=True).contiguous()
+
     load = [0] * context.replicas.size
     for name, parameter in layers.named_parameters():
         for kind in states.kinds(parameter):
@@ -150,11 +142,11 @@ def _collect(
             load[owner] += logical_shape(parameter).numel()
             value = states.get(parameter, kind)
             if owner == context.replicas.rank and is_first_copy(parameter):
-                share.add(f"{kind}/{name}", value, partition_dimension(parameter), file, context)
+                add(f"{kind}/{name}", value, partition_dimension(parameter))
     for name, buffer in layers.named_buffers():
         if context.replicas.rank == 0 and context.tensor.rank == 0:
-            share.add(f"weight/{name}", buffer.float(), None, file, context)
-    return share
+            add(f"weight/{name}", buffer.float(), None)
+    return tensors, entries
 
 
 def _entry(
