@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import time
 
@@ -84,6 +85,7 @@ def open_browser(path, profile):
         pass_fds=(command_read, event_write),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
     os.close(command_read)
     os.close(event_write)
@@ -92,10 +94,12 @@ def open_browser(path, profile):
         yield browser
         browser.session = None
         browser.call("Browser.close")
-        process.wait(60)
+        # Headless Chromium sometimes hangs after it has closed.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
     finally:
         if process.poll() is None:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         os.close(command_write)
         os.close(event_read)

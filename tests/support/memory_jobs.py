@@ -56,7 +56,7 @@ def allocated_memory(launch: Launch, path: str, overrides: list[str]) -> tuple[i
         return _settled(before), saved
 
 
-def _settled(before: frozenset[int]) -> int:
+def _settled(before: dict[int, torch.UntypedStorage]) -> int:
     """Return `live_storages(before)` once it has not fallen for a second.
 
     A thread of gloo frees the buffers of a collective some time after it has ended.
@@ -166,7 +166,7 @@ class Live(LiveStorages):
 
 
 def live_storages(before=None):
-    """Return the storages of all reachable tensors, or the bytes of those not in `before`."""
+    """Return all reachable storages by address, or the bytes of those not in `before`."""
     gc.collect()
     # type() instead of isinstance(), which some objects answer with a warning.
     tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
@@ -175,9 +175,11 @@ def live_storages(before=None):
     found = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        found[storage.data_ptr()] = storage.nbytes()
+        found[storage.data_ptr()] = storage
     if before is None:
-        return frozenset(found)
+        # Kept alive, so that no later storage has the address of one of these.
+        return found
     # DeepSpeed's reduction bucket is `buffers` in the plan.
     buckets = {BUCKET * 2, BUCKET * 4}
-    return sum(n for place, n in found.items() if place not in before and n not in buckets)
+    sizes = (storage.nbytes() for place, storage in found.items() if place not in before)
+    return sum(size for size in sizes if size not in buckets)
