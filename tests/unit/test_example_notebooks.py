@@ -7,6 +7,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from traitlets.config import Config
 
 pytestmark = pytest.mark.once
 
@@ -53,7 +54,7 @@ def working_folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_notebook_runs(name, working_folder, monkeypatch):
+def test_notebook_runs(name, working_folder, tmp_path, monkeypatch):
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
     stored = [cell.get("outputs") for cell in notebook.cells]
     assert not any(stored), "store notebooks without outputs"
@@ -61,7 +62,11 @@ def test_notebook_runs(name, working_folder, monkeypatch):
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     notebook.cells.append(nbformat.v4.new_code_cell(CHECKS[name]))
     resources = {"metadata": {"path": working_folder}}
-    NotebookClient(notebook, timeout=900, kernel_name="python3", resources=resources).execute()
+    # Other processes may take a port between its choice and its use.
+    client = NotebookClient(notebook, timeout=900, kernel_name="python3", resources=resources)
+    sockets = {"transport": "ipc", "ip": str(tmp_path / "kernel")}
+    client.config = Config({"ConnectionFileMixin": sockets})
+    client.execute()
     shown = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert any("image/png" in output.get("data", {}) for output in shown)
     assert not [each for each in shown if "Traceback" in each.get("text", "")]
