@@ -1,157 +1,152 @@
 """The compiled regions become Triton kernels for an H100 (sm_90), without a GPU.
 
-Inductor generates the kernels from fake CUDA tensors, and Triton compiles them to machine code.
+Their machine code exists, and Triton's interpreter computes with the same kernels what the plain
+forms compute, forward and backward.
 """
-
-import contextlib
-import re
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.flex_attention import flex_attention
 
 from megavis.model import activations, kernels
 
 # Interfaces of Inductor that are not public; other versions may lack them.
 VERSION = "2.14."
+IS_VERSION = torch.__version__.startswith(VERSION) and torch.version.cuda is not None
 pytestmark = [
     pytest.mark.once,
     pytest.mark.skipif(
-        not torch.__version__.startswith(VERSION) or torch.version.cuda is None,
+        not IS_VERSION,
         reason=f"written for the interfaces of Inductor in torch {VERSION}x with CUDA",
     ),
 ]
+if IS_VERSION:
+    from gpu_code import generated_code, machine_code
+    from interpreted_triton import open_interpreter
 
-H100 = SimpleNamespace(
-    name="NVIDIA H100 80GB HBM3",
-    major=9,
-    minor=0,
-    multi_processor_count=132,
-    regs_per_multiprocessor=65536,
-    max_threads_per_multi_processor=2048,
-    max_threads_per_block=1024,
-    warp_size=32,
-    shared_memory_per_block=49152,
-    shared_memory_per_block_optin=232448,
-    shared_memory_per_multiprocessor=233472,
-    L2_cache_size=50 * 2**20,
-    total_memory=80 * 2**30,
-)
+TOKENS, KEYS, HEADS, WIDTH = 160, 288, 2, 32
+QUERIES, COSINES = (2, HEADS, 40, WIDTH), (1, 1, 40, WIDTH // 2)
+PAIRS = (24, HEADS, 2, WIDTH)
 
 
-@pytest.fixture
-def pretended_h100(monkeypatch, tmp_path):
-    """Let Inductor and Triton generate code for an H100."""
-    import torch._inductor.config as inductor
-    import torch._inductor.runtime.triton_helpers as helpers
-    from torch._dynamo.device_interface import CudaInterface
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    monkeypatch.setattr(helpers, "set_driver_to_gpu", lambda: None)
-    pretended = SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0
-    )
-    monkeypatch.setattr(driver, "_active", pretended)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: H100)
-    for owner in (CudaInterface, CudaInterface.Worker):
-        monkeypatch.setattr(owner, "get_device_properties", staticmethod(lambda *_: H100))
-    monkeypatch.setattr(CudaInterface, "is_available", staticmethod(lambda: True))
-    monkeypatch.setattr(CudaInterface, "get_compute_capability", staticmethod(lambda *_: 90))
-    with inductor.patch(compile_threads=1, use_static_cuda_launcher=False):
-        yield
-    # They remember whether there is a GPU.
-    for value in vars(torch.utils._triton).values():
-        if hasattr(value, "cache_clear"):
-            value.cache_clear()
+def random(*shape, dtype=torch.float32):
+    return torch.randn(shape).to(dtype)
 
 
-def code_for_gpu(function, shapes):
-    """Return Inductor's code for a function of tensors with these shapes and dtypes."""
-    from torch._inductor.debug import DebugContext
-    from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.graph import GraphLowering
-    from torch._inductor.virtualized import V
+def logits_and_ids(vocabulary, first=0):
+    def inputs(dtype):
+        ids = torch.randint(first, vocabulary - first, (12, 4))
+        return [4 * random(12, 4, vocabulary, dtype=dtype), ids]
 
-    with FakeTensorMode():
-        inputs = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
-        traced = make_fx(function, decomposition_table=select_decomp_table())(*inputs)
-    for node in traced.graph.nodes:
-        if "device" in node.kwargs:
-            node.kwargs = {**node.kwargs, "device": torch.device("cuda", 0)}
-    traced.recompile()
-    with FakeTensorMode() as mode:
-        inputs = [torch.empty(shape, dtype=dtype, device="cuda:0") for shape, dtype in shapes]
-        traced = make_fx(traced)(*inputs)
-        lowering = GraphLowering(traced, example_inputs=inputs, shape_env=None)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(V.set_debug_handler(DebugContext()))
-            stack.enter_context(V.set_graph_handler(lowering))
-            stack.enter_context(V.set_fake_mode(mode))
-            lowering.run(*inputs)
-            return lowering.codegen()[0].value
+    return inputs
 
 
-def compiled_kernels(code):
-    """Compile the Triton kernels in Inductor's code; return their PTX and machine code."""
-    from torch._inductor.codecache import PyCodeCache
-
-    binaries = []
-    for source in re.findall(r"async_compile\.triton\('\w+', '''(.*?)'''", code, re.DOTALL):
-        names = vars(PyCodeCache.load(source)).values()
-        [kernel] = [value for value in names if hasattr(value, "precompile")]
-        kernel.precompile(warm_cache_only=True)
-        made = (result.kernel.asm for result in kernel.compile_results)
-        binaries += [(asm["ptx"], asm["cubin"]) for asm in made]
-    return binaries
+def rotated(dtype):
+    return [random(*QUERIES, dtype=dtype), random(*COSINES), random(*COSINES)]
 
 
-def with_gradients(plain, num_inputs):
-    """Return a function that computes a region, and its gradients of the first inputs."""
-
-    def run(*inputs):
-        leaves = [each.detach().requires_grad_() for each in inputs[:num_inputs]]
-        result = plain(*leaves, *inputs[num_inputs:])
-        return result, *torch.autograd.grad(result, leaves, torch.ones_like(result))
-
-    return run
-
-
-HALVES, COSINES = (4, 8, 256, 64), ((1, 1, 256, 32), torch.float32)
-PAIRS, ROWS = (512, 8, 2, 64), ((256, 4), torch.int64)
+# Plain form, number of inputs with gradients, inputs of a dtype.
 REGIONS = {
-    "turn": (kernels.turn, 1, lambda dtype: [(HALVES, dtype), COSINES, COSINES]),
-    "attend_to_few": (kernels.attend_to_few, 3, lambda dtype: [(PAIRS, dtype)] * 3),
-    "nats": (kernels.nats, 1, lambda dtype: [((256, 4, 512), dtype), ROWS]),
-    "vocabulary_terms": (
-        kernels.vocabulary_terms,
-        1,
-        lambda dtype: [((256, 4, 512), dtype), ROWS],
+    "turn": (kernels.turn, 1, rotated),
+    "attend_to_few": (
+        kernels.attend_to_few,
+        3,
+        lambda dtype: [random(*PAIRS, dtype=dtype) for _ in range(3)],
     ),
-    "quick_gelu": (activations._quick_gelu, 1, lambda dtype: [((256, 4, 5120), dtype)]),
+    "nats": (kernels.nats, 1, logits_and_ids(512)),
+    # A vocabulary that no block divides, and one that a kernel reads in a loop.
+    "nats of odd vocabulary": (kernels.nats, 1, logits_and_ids(333)),
+    "nats of large vocabulary": (kernels.nats, 1, logits_and_ids(8192)),
+    # Ids of other parts of the vocabulary too.
+    "vocabulary_terms": (kernels.vocabulary_terms, 1, logits_and_ids(512, first=-256)),
+    "quick_gelu": (
+        activations._quick_gelu,
+        1,
+        lambda dtype: [3 * random(12, 4, 80, dtype=dtype)],
+    ),
 }
+# The largest error, as a share of the largest value. bf16 has eight bits.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.fixture(scope="module")
+def interpret():
+    with open_interpreter() as run:
+        yield run
+
+
+def with_gradients(plain, inputs, num_differentiable, slope):
+    """Return the result of a plain form and its gradients, computed in float32."""
+    leaves = [each.float().requires_grad_() for each in inputs[:num_differentiable]]
+    result = plain(*leaves, *inputs[num_differentiable:])
+    return [result.detach(), *torch.autograd.grad(result, leaves, slope.float())]
+
+
+def interpreted(interpret, code, num_differentiable, slope):
+    """Return the same, computed by the kernels."""
+    result, *saved = interpret(code.forward, code.inputs)
+    gradients = interpret(code.backward, [*saved, slope])
+    return [result, *gradients[:num_differentiable]]
+
+
+def assert_compiles(code, folder):
+    for each in (code.forward, code.backward):
+        # Only Triton kernels: nothing falls back to torch's operators.
+        body = each.split("def call")[1]
+        assert "extern_kernels." not in body
+        assert "torch.ops.aten" not in body
+        binaries = machine_code(each, folder)
+        assert binaries
+        for ptx, binary in binaries:
+            assert ".target sm_90" in ptx
+            # An ELF file, with the machine number of CUDA.
+            assert (binary[:4], int.from_bytes(binary[18:20], "little")) == (b"\x7fELF", 190)
+
+
+def assert_near(found, expected, tolerance):
+    for one, other in zip(found, expected, strict=True):
+        assert (one.float() - other).abs().max() <= tolerance * other.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
 @pytest.mark.parametrize("name", REGIONS)
-def test_region_compiles_to_machine_code(pretended_h100, name, dtype):
-    region, num_inputs, shapes = REGIONS[name]
-    function = with_gradients(region.__wrapped__, num_inputs)
-    code = code_for_gpu(function, shapes(dtype))
-    # Only Triton kernels: nothing falls back to torch's operators.
-    assert "extern_kernels." not in code.split("def call")[1]
-    assert "torch.ops.aten" not in code.split("def call")[1]
-    binaries = compiled_kernels(code)
-    assert binaries
-    for ptx, binary in binaries:
-        assert ".target sm_90" in ptx
-        # An ELF file, with the machine number of CUDA.
-        assert (binary[:4], int.from_bytes(binary[18:20], "little")) == (b"\x7fELF", 190)
+def test_region_compiles_and_computes_the_plain_form(interpret, tmp_path, name, dtype):
+    torch.manual_seed(0)
+    region, num_differentiable, make = REGIONS[name]
+    plain, inputs = region.__wrapped__, make(dtype)
+    slope = torch.randn_like(plain(*inputs))
+    code = generated_code(plain, inputs, num_differentiable, str(tmp_path))
+    assert_compiles(code, str(tmp_path))
+    result, *gradients = found = interpreted(interpret, code, num_differentiable, slope)
+    assert result.dtype == slope.dtype
+    assert all(each.dtype == dtype for each in gradients)
+    expected = with_gradients(plain, inputs, num_differentiable, slope)
+    assert_near(found, expected, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
+def test_two_stream_attention_compiles_and_computes_masked_softmax(interpret, tmp_path, dtype):
+    torch.manual_seed(0)
+    # Neither length is a multiple of a block; the first queries of one image see nothing.
+    groups, reach = torch.randint(1, 9, (2, KEYS)), torch.randint(1, 10, (2, TOKENS))
+    reach[1, :40] = 0
+    blocks = kernels.group_blocks(groups, reach)
+    visible = (groups[:, None] < reach[:, :, None])[:, None]
+
+    def attend(query, key, value):
+        return flex_attention(query, key, value, block_mask=blocks)
+
+    def plain(query, key, value):
+        scores = query @ key.mT * WIDTH**-0.5
+        return scores.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0.0) @ value
+
+    inputs = [random(2, HEADS, length, WIDTH, dtype=dtype) for length in (TOKENS, KEYS, KEYS)]
+    slope = torch.randn_like(inputs[0])
+    code = generated_code(attend, inputs, 3, str(tmp_path))
+    assert_compiles(code, str(tmp_path))
+    found = interpreted(interpret, code, 3, slope)
+    # The weights of the values, and their gradients, are rounded to bf16 too.
+    tolerance = 2 * TOLERANCE[dtype]
+    assert all(each.dtype == dtype for each in found)
+    assert not found[0][1, :, :40].any()
+    assert_near(found, with_gradients(plain, inputs, 3, slope), tolerance)
