@@ -8,8 +8,9 @@ into the query projection, and the 1.702 of iGPT's activation into the matrices 
 
 A static step decodes over tensors that stay where they are, so that a CUDA graph can replay it: the
 position is a tensor, and attention hides the part of the cache that is not written yet. A graph
-saves the host's time, which at small batches is longer than the device's. On a CPU the same is
-computed without a graph; it has not been run on a GPU yet.
+saves the host's time, which at small batches is longer than the device's. A graph whose result
+differs from that of the step it replays is not used. On a CPU the same is computed without a graph;
+it has not been run on a GPU yet.
 
 Legend: b images, n heads of this process, d head size, h hidden size, t tokens so far, L blocks.
 """
@@ -17,6 +18,7 @@ Legend: b images, n heads of this process, d head size, h hidden size, t tokens 
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,13 +32,19 @@ from torch import Tensor, nn
 from megavis.model.activations import QUICK_GELU_FACTOR, quick_gelu
 from megavis.model.attention import Attention
 from megavis.model.core import Block
+from megavis.model.kernels import captured
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.norms import Norm
 from megavis.model.positions import angles
 from megavis.model.visibility import KeyValueCache
 
+logger = logging.getLogger(__name__)
+
 REACH = 256
 """A static step sees a multiple of so many tokens, or all: there is a graph for each multiple."""
+_GRAPH_TOLERANCE = 2**-6
+"""Largest difference of a graph's result, as a share of the largest value: the kernels are those
+of the step, which bf16 rounds to eight bits."""
 
 
 class IncrementalDecoder(KeyValueCache):
@@ -45,11 +53,14 @@ class IncrementalDecoder(KeyValueCache):
     Copies the current weights of the blocks of one stack, which `suits`, so create a new one for
     each batch of sequences. With `static` it runs static steps; the blocks must not be split over a
     tensor group.
+
+    Attributes:
+        is_static: whether its steps are static.
     """
 
     def __init__(self, blocks: Sequence[Block], capacity: int, *, static: bool = False) -> None:
         super().__init__(capacity)
-        self._static, self._steps = static, dict[int, StaticStep]()
+        self.is_static, self._steps = static, dict[int, StaticStep]()
         self._blocks = [_Block.of(block) for block in blocks]
         self._places_of = {block.self_attention: i for i, block in enumerate(blocks)}
         self._carried_names = blocks[0].core.carried_names
@@ -79,7 +90,7 @@ class IncrementalDecoder(KeyValueCache):
         stream = LayerState.unpack(state, self._carried_names)
         hidden, coordinates = stream.hidden[0].clone(), stream.carried.get("coordinates")
         turn = None if coordinates is None else self._blocks[0].turn(coordinates[:, 0])
-        if self._static:
+        if self.is_static:
             hidden = self._static_step(hidden, turn)
         else:
             for block, (new, keys, values) in zip(self._blocks, self._places(), strict=True):
@@ -112,7 +123,7 @@ class IncrementalDecoder(KeyValueCache):
             batch, heads, _, size = like.shape
             shape = (len(self._blocks), 2, batch, heads, self.capacity, size)
             # A static step also multiplies what it hides, by zero.
-            self._all = like.new_zeros(shape) if self._static else like.new_empty(shape)
+            self._all = like.new_zeros(shape) if self.is_static else like.new_empty(shape)
         return self._all[self._places_of[module]]
 
 
@@ -329,7 +340,7 @@ class StaticStep:
         self._turn = None if turn is None else turn.clone()
         self._position = torch.zeros(1, dtype=torch.int64, device=hidden.device)
         self._tokens = torch.arange(reach, device=hidden.device)
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._replay: Callable[[], None] | None = None
 
     def __call__(self, hidden: Tensor, turn: Tensor | None, position: int) -> Tensor:
         """Return the hidden states `[b, h]` of the token at a position, after all blocks."""
@@ -337,12 +348,11 @@ class StaticStep:
         self._position.fill_(position)
         if self._turn is not None and turn is not None:
             self._turn.copy_(turn)
-        if not hidden.is_cuda:
+        if self._replay is None:
             self._run()
+            self._replay = self._as_graph()
         else:
-            if self._graph is None:
-                self._graph = self._captured()
-            self._graph.replay()
+            self._replay()
         return self._result.clone()
 
     def _run(self) -> None:
@@ -363,14 +373,23 @@ class StaticStep:
         """Write a token's keys and values `[2, b, n, d]` to a cache `[2, b, n, capacity, d]`."""
         room.index_copy_(3, self._position, new.unsqueeze(3))
 
-    def _captured(self) -> torch.cuda.CUDAGraph:
-        # Warm up on another stream: capturing allows no first use of a library.
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._run()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._run()
-        return graph
+    def _as_graph(self) -> Callable[[], None]:
+        """Return the replay of a graph of `_run`, which has just run, or `_run` if that fails."""
+        wanted = self._result.clone()
+        try:
+            replay = captured(self._run, wanted.device)
+            # A graph that holds nothing would leave the result of the step.
+            self._result.zero_()
+            replay()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            reason = f"could not be captured: {error}"
+        else:
+            error_bound = _GRAPH_TOLERANCE * float(wanted.abs().max())
+            if torch.allclose(self._result, wanted, rtol=0, atol=error_bound, equal_nan=True):
+                return replay
+            reason = "computes other numbers"
+        logger.warning("generating without CUDA graphs, which is slower: a graph %s", reason)
+        self._result.copy_(wanted)
+        return self._run

@@ -22,6 +22,7 @@ from megavis.model.context_parallel import splits_context
 from megavis.model.core import Block
 from megavis.model.decoding import IncrementalDecoder
 from megavis.model.heads import Head
+from megavis.model.kernels import chosen_kernels
 from megavis.model.layer_state import PackedState
 from megavis.model.stack import LocalLayers, Phase, Predictions, watch_features
 from megavis.model.tensor_parallel import splits_tokens, whole_tokens
@@ -81,15 +82,18 @@ class Inference:
             raise TypeError(f"{type(last).__name__} is not a head")
         return last
 
-    def cache(self, capacity: int, *, static: bool = False) -> KeyValueCache:
+    def cache(self, capacity: int, *, static: bool | None = None) -> KeyValueCache:
         """Return a KV cache for sequences of up to `capacity` tokens, for `predictions`.
 
         It is an `IncrementalDecoder`, which also runs the blocks on single tokens, if possible.
-        With `static` and one process per layer, its steps are CUDA graphs on a GPU.
+        With `static` and one process per layer, its steps are CUDA graphs on a GPU. By default they
+        are there, unless `training.kernels` is `torch`.
         """
         blocks = [layer for layer in self.layers.of_phase("step") if isinstance(layer, Block)]
         if not IncrementalDecoder.suits(blocks):
             return KeyValueCache(capacity)
+        if static is None:
+            static = self.context.device.type == "cuda" and chosen_kernels() != "torch"
         alone = self.context.tensor.size == 1
         return IncrementalDecoder(blocks, capacity, static=static and alone)
 

@@ -96,7 +96,7 @@ class Sampler:
             known=self.known(options.get("conditions") or {}, len(images)),
             given=given,
             cached=options.get("cached", True),
-            static=options.get("static", False),
+            static=options.get("static"),
         )
         made = Acceptance()
         for tokens, counts in steps:
@@ -231,14 +231,14 @@ class DrawOptions(TypedDict, total=False):
         order: int64 `[b or 1, n]`; by default the schedule's.
         given: the first tokens `[b, p, ...]` in the order, as the model predicts them.
         cached: see `generate_in_steps`; True by default.
-        static: likewise; False by default.
+        static: likewise; None by default.
     """
 
     conditions: Mapping[str, Tensor] | None
     order: Tensor | None
     given: Tensor | None
     cached: bool
-    static: bool
+    static: bool | None
 
 
 class Acceptance:

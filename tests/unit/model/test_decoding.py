@@ -1,5 +1,7 @@
 """Incremental decoding, which bypasses the blocks' modules, against full forward passes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,9 +9,9 @@ from engine_jobs import stand_in
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megavis.model import decoding
+from megavis.model import decoding, inference
 from megavis.model.core import Block
-from megavis.model.decoding import IncrementalDecoder
+from megavis.model.decoding import IncrementalDecoder, StaticStep
 from megavis.model.kernels import choose_kernels
 from megavis.sampling.sampler import Sampler
 from megavis.schedules.one_by_one import OneByOne
@@ -119,6 +121,74 @@ def test_static_steps_draw_the_same_ids(build, tmp_path, options):
     sampler = Sampler(runner, objective, tmp_path, options)
     ids = [sampler.tokens(torch.arange(3), static=static) for static in (False, True)]
     assert torch.equal(*ids)
+
+
+class Graphs:
+    """Stands in for CUDA graphs: counts replays, and may fail like them."""
+
+    def __init__(self, fault):
+        self.fault, self.num_replays = fault, 0
+
+    def __call__(self, run, device):
+        if self.fault == "capture":
+            raise RuntimeError("operation not permitted when stream is capturing")
+        if self.fault == "memory":
+            raise torch.OutOfMemoryError
+
+        def replay():
+            self.num_replays += 1
+            if self.fault != "numbers":
+                run()
+
+        run()
+        return replay
+
+
+def steps_with_graphs(monkeypatch, fault):
+    """Return the results of four steps of two graphs, as on a GPU, and the graphs."""
+    graphs = Graphs(fault)
+    monkeypatch.setattr(decoding, "captured", graphs)
+
+    class AddOne:
+        def run_(self, hidden, *_):
+            hidden.add_(1)
+
+    step = StaticStep([AddOne()], torch.zeros(1, 2, 1, 1, 4, 2), 4, torch.zeros(1, 2), None)
+    return [step(torch.full((1, 2), float(i)), None, i)[0, 0].item() for i in range(4)], graphs
+
+
+def test_steps_replay_a_graph(monkeypatch):
+    results, graphs = steps_with_graphs(monkeypatch, fault=None)
+    assert results == [1, 2, 3, 4]
+    # Once to compare it.
+    assert graphs.num_replays == 4
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [("capture", "could not be captured: operation not"), ("numbers", "computes other numbers")],
+)
+def test_steps_do_without_a_graph_that_fails(monkeypatch, caplog, fault, reason):
+    results, graphs = steps_with_graphs(monkeypatch, fault)
+    assert results == [1, 2, 3, 4]
+    assert graphs.num_replays == (fault == "numbers")
+    assert reason in caplog.text
+
+
+def test_steps_do_not_hide_that_memory_is_full(monkeypatch):
+    with pytest.raises(torch.OutOfMemoryError):
+        steps_with_graphs(monkeypatch, "memory")
+
+
+@pytest.mark.parametrize(
+    ("device", "library", "is_static"),
+    [("cuda", "auto", True), ("cuda", "torch", False), ("cpu", "auto", False)],
+)
+def test_steps_are_static_on_a_gpu(build, tmp_path, monkeypatch, device, library, is_static):
+    _, runner = build(tmp_path / "c.yaml")
+    monkeypatch.setattr(inference, "chosen_kernels", lambda: library)
+    runner.context = replace(runner.context, device=torch.device(device))
+    assert runner.cache(16).is_static is is_static
 
 
 def test_cache_select_reorders_sequences(build, tmp_path):
