@@ -6,11 +6,8 @@ preallocated tensor. The computation follows Megatron's layer step by step, and 
 folded into the weights: a norm's gain and bias into the projection after it, the 1/√d of attention
 into the query projection, and the 1.702 of iGPT's activation into the matrices around it.
 
-A static step decodes over tensors that stay where they are, so that a CUDA graph can replay it: the
-position is a tensor, and attention hides the part of the cache that is not written yet. A graph
-saves the host's time, which at small batches is longer than the device's. A graph whose result
-differs from that of the step it replays is not used. On a CPU the same is computed without a graph;
-it has not been run on a GPU yet.
+On a GPU, steps are static (`static_step.py`): a CUDA graph saves the host's time, which at small
+batches is longer than the device's.
 
 Legend: b images, n heads of this process, d head size, h hidden size, t tokens so far, L blocks.
 """
@@ -18,7 +15,6 @@ Legend: b images, n heads of this process, d head size, h hidden size, t tokens 
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,19 +28,14 @@ from torch import Tensor, nn
 from megavis.model.activations import QUICK_GELU_FACTOR, quick_gelu
 from megavis.model.attention import Attention
 from megavis.model.core import Block
-from megavis.model.kernels import captured
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.norms import Norm
 from megavis.model.positions import angles
+from megavis.model.static_step import StaticStep
 from megavis.model.visibility import KeyValueCache
-
-logger = logging.getLogger(__name__)
 
 REACH = 256
 """A static step sees a multiple of so many tokens, or all: there is a graph for each multiple."""
-_GRAPH_TOLERANCE = 2**-6
-"""Largest difference of a graph's result, as a share of the largest value: the kernels are those
-of the step, which bf16 rounds to eight bits."""
 
 
 class IncrementalDecoder(KeyValueCache):
@@ -52,14 +43,17 @@ class IncrementalDecoder(KeyValueCache):
 
     Copies the current weights of the blocks of one stack, which `suits`, so create a new one for
     each batch of sequences. With `static` it runs static steps; the blocks must not be split over a
-    tensor group.
+    tensor group. With `strict`, a step that cannot be a CUDA graph on a GPU is an error.
 
     Attributes:
         is_static: whether its steps are static.
     """
 
-    def __init__(self, blocks: Sequence[Block], capacity: int, *, static: bool = False) -> None:
+    def __init__(
+        self, blocks: Sequence[Block], capacity: int, *, static: bool = False, strict: bool = False
+    ) -> None:
         super().__init__(capacity)
+        self._strict = strict
         self.is_static, self._steps = static, dict[int, StaticStep]()
         self._blocks = [_Block.of(block) for block in blocks]
         self._places_of = {block.self_attention: i for i, block in enumerate(blocks)}
@@ -103,7 +97,10 @@ class IncrementalDecoder(KeyValueCache):
         assert self._all is not None
         reach = min(self.capacity, REACH * (self.length // REACH + 1))
         if reach not in self._steps:
-            self._steps[reach] = StaticStep(self._blocks, self._all, reach, hidden, turn)
+            runs = [block.run_ for block in self._blocks]
+            self._steps[reach] = StaticStep(
+                runs, self._all, reach, hidden, turn, strict=self._strict
+            )
         return self._steps[reach](hidden, turn, self.length)
 
     def _places(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -311,85 +308,3 @@ def _mix(query: Tensor, keys: Tensor, values: Tensor, unseen: Tensor | None = No
     return F.scaled_dot_product_attention(
         query[:, :, None], keys, values, attn_mask=mask, scale=1.0
     )
-
-
-class StaticStep:
-    """All blocks on a token, over a part of the cache; a CUDA graph on a GPU.
-
-    Every call reads and writes the same memory: `hidden`, `turn` and `position` are copied in, the
-    result is copied out.
-
-    Args:
-        cache: `[L, 2, b, n, capacity, d]`.
-        reach: number of tokens that it may see.
-        hidden: hidden states like those of each call.
-        turn: rotations likewise.
-    """
-
-    def __init__(
-        self,
-        blocks: Sequence[_Block],
-        cache: Tensor,
-        reach: int,
-        hidden: Tensor,
-        turn: Tensor | None,
-    ) -> None:
-        self._rooms = [(block, room) for block, room in zip(blocks, cache, strict=True)]
-        self._reach = reach
-        self._hidden, self._result = hidden.clone(), torch.empty_like(hidden)
-        self._turn = None if turn is None else turn.clone()
-        self._position = torch.zeros(1, dtype=torch.int64, device=hidden.device)
-        self._tokens = torch.arange(reach, device=hidden.device)
-        self._replay: Callable[[], None] | None = None
-
-    def __call__(self, hidden: Tensor, turn: Tensor | None, position: int) -> Tensor:
-        """Return the hidden states `[b, h]` of the token at a position, after all blocks."""
-        self._hidden.copy_(hidden)
-        self._position.fill_(position)
-        if self._turn is not None and turn is not None:
-            self._turn.copy_(turn)
-        if self._replay is None:
-            self._run()
-            self._replay = self._as_graph()
-        else:
-            self._replay()
-        return self._result.clone()
-
-    def _run(self) -> None:
-        self._result.copy_(self._hidden)
-        unseen = self._tokens > self._position
-        for block, room in self._rooms:
-            seen = room.flatten(1, 2)[:, :, : self._reach]
-            block.run_(
-                self._result,
-                functools.partial(self._write, room),
-                seen[0].transpose(1, 2),
-                seen[1],
-                self._turn,
-                unseen,
-            )
-
-    def _write(self, room: Tensor, new: Tensor) -> None:
-        """Write a token's keys and values `[2, b, n, d]` to a cache `[2, b, n, capacity, d]`."""
-        room.index_copy_(3, self._position, new.unsqueeze(3))
-
-    def _as_graph(self) -> Callable[[], None]:
-        """Return the replay of a graph of `_run`, which has just run, or `_run` if that fails."""
-        wanted = self._result.clone()
-        try:
-            replay = captured(self._run, wanted.device)
-            # A graph that holds nothing would leave the result of the step.
-            self._result.zero_()
-            replay()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            reason = f"could not be captured: {error}"
-        else:
-            error_bound = _GRAPH_TOLERANCE * float(wanted.abs().max())
-            if torch.allclose(self._result, wanted, rtol=0, atol=error_bound, equal_nan=True):
-                return replay
-            reason = "computes other numbers"
-        logger.warning("generating without CUDA graphs, which is slower: a graph %s", reason)
-        self._result.copy_(wanted)
-        return self._run

@@ -86,16 +86,16 @@ class Inference:
         """Return a KV cache for sequences of up to `capacity` tokens, for `predictions`.
 
         It is an `IncrementalDecoder`, which also runs the blocks on single tokens, if possible.
-        With `static` and one process per layer, its steps are CUDA graphs on a GPU. By default they
-        are there, unless `training.kernels` is `torch`.
+        With `static` and one process per layer, its steps are CUDA graphs on a GPU, or raise
+        RuntimeError. By default they are, where that works, unless `training.kernels` is `torch`.
         """
         blocks = [layer for layer in self.layers.of_phase("step") if isinstance(layer, Block)]
         if not IncrementalDecoder.suits(blocks):
             return KeyValueCache(capacity)
+        strict, alone = static is True, self.context.tensor.size == 1
         if static is None:
             static = self.context.device.type == "cuda" and chosen_kernels() != "torch"
-        alone = self.context.tensor.size == 1
-        return IncrementalDecoder(blocks, capacity, static=static and alone)
+        return IncrementalDecoder(blocks, capacity, static=static and alone, strict=strict)
 
     @torch.no_grad()
     def features(self, inputs: tuple[Tensor, ...]) -> Tensor:

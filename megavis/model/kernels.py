@@ -297,27 +297,6 @@ def decoding_kernels(device: torch.device) -> contextlib.AbstractContextManager[
     return chosen
 
 
-def captured(run: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """Return the replay of a CUDA graph of a function, or the function itself on a CPU.
-
-    Raises:
-        RuntimeError: it cannot be captured.
-    """
-    if device.type != "cuda":
-        return run
-    # Warm up on another stream: capturing allows no first use of a library.
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    # Other threads, such as NCCL's watchdog or one that writes a checkpoint, may use the GPU.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        run()
-    return graph.replay
-
-
 def group_blocks(groups: Tensor, reach: Tensor) -> BlockMask:
     """Return the FlexAttention mask under which a query attends to keys of smaller groups.
 

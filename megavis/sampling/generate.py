@@ -70,7 +70,7 @@ def generate_in_steps(
         known: the condition, one row per image.
         given: the first tokens `[b, p, ...]` in the order.
         cached: use a KV cache if the paper allows; else every step runs all positions.
-        static: run cached steps as CUDA graphs on a GPU (`model/decoding.py`); None: on GPUs only.
+        static: run cached steps as CUDA graphs on a GPU (`static_step.py`); None: on GPUs only.
 
     Yields:
         After each step, the tokens `[b, n, ...]` in the order of generation and as the model

@@ -9,10 +9,11 @@ from engine_jobs import stand_in
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megavis.model import decoding, inference
+from megavis.model import decoding, inference, static_step
 from megavis.model.core import Block
-from megavis.model.decoding import IncrementalDecoder, StaticStep
+from megavis.model.decoding import IncrementalDecoder
 from megavis.model.kernels import choose_kernels
+from megavis.model.static_step import StaticStep
 from megavis.sampling.sampler import Sampler
 from megavis.schedules.one_by_one import OneByOne
 from megavis.schedules.schedule import Question
@@ -144,16 +145,16 @@ class Graphs:
         return replay
 
 
-def steps_with_graphs(monkeypatch, fault):
+def steps_with_graphs(monkeypatch, fault, *, strict=False):
     """Return the results of four steps of two graphs, as on a GPU, and the graphs."""
     graphs = Graphs(fault)
-    monkeypatch.setattr(decoding, "captured", graphs)
+    monkeypatch.setattr(static_step, "captured", graphs)
 
-    class AddOne:
-        def run_(self, hidden, *_):
-            hidden.add_(1)
+    def add_one(hidden, *_):
+        hidden.add_(1)
 
-    step = StaticStep([AddOne()], torch.zeros(1, 2, 1, 1, 4, 2), 4, torch.zeros(1, 2), None)
+    cache = torch.zeros(1, 2, 1, 1, 4, 2)
+    step = StaticStep([add_one], cache, 4, torch.zeros(1, 2), None, strict=strict)
     return [step(torch.full((1, 2), float(i)), None, i)[0, 0].item() for i in range(4)], graphs
 
 
@@ -173,6 +174,8 @@ def test_steps_do_without_a_graph_that_fails(monkeypatch, caplog, fault, reason)
     assert results == [1, 2, 3, 4]
     assert graphs.num_replays == (fault == "numbers")
     assert reason in caplog.text
+    with pytest.raises(RuntimeError, match=reason):
+        steps_with_graphs(monkeypatch, fault, strict=True)
 
 
 def test_steps_do_not_hide_that_memory_is_full(monkeypatch):
