@@ -151,6 +151,7 @@ def megatron_config(
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
+        # It would add gradients to `main_grad`; ZeRO reduces and adds those in `grad`.
         gradient_accumulation_fusion=False,
     )
     with warnings.catch_warnings():
