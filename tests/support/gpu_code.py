@@ -56,18 +56,25 @@ class Generated:
     """Inductor's Python code, with Triton kernels, of the two passes of a function.
 
     Attributes:
-        forward: takes the inputs; returns the result, then what the backward pass needs.
-        backward: takes these and the gradient of the result; returns the gradients of the inputs.
+        forward: takes the inputs; returns the result, then what the backward pass needs: tensors,
+            then sizes.
+        backward: takes sizes, tensors and the gradient of the result; returns the gradients of the
+            inputs, None for those without.
         inputs: of the forward pass: those of the function, with tensors that it closes over.
     """
 
     forward: str
     backward: str
-    inputs: list[Tensor]
+    inputs: list[Any]
 
 
 def generated_code(
-    function: Callable[..., Tensor], inputs: list[Tensor], num_differentiable: int, folder: str
+    function: Callable[..., Tensor],
+    inputs: list[Tensor],
+    num_differentiable: int,
+    folder: str,
+    *,
+    num_dynamic: int = 0,
 ) -> Generated:
     """Return the code for an H100 of a function of CPU tensors and of its gradients.
 
@@ -76,8 +83,12 @@ def generated_code(
         inputs: with the shapes and dtypes of the code.
         num_differentiable: number of inputs, the first ones, whose gradients are computed.
         folder: for the caches of Inductor and Triton.
+        num_dynamic: number of dimensions of these, the first ones, whose size the code does not
+            know, as after a batch of another size.
     """
-    (forward, of_forward), (backward, _) = _traced(function, inputs, num_differentiable)
+    (forward, of_forward), (backward, _) = _traced(
+        function, inputs, num_differentiable, num_dynamic
+    )
     with _pretended_h100(folder):
         return Generated(
             _lowered(forward, is_backward=False), _lowered(backward, is_backward=True), of_forward
@@ -98,8 +109,11 @@ def machine_code(code: str, folder: str) -> list[tuple[str, bytes]]:
 
 
 def _traced(
-    function: Callable[..., Tensor], inputs: list[Tensor], num_differentiable: int
-) -> list[tuple[GraphModule, list[Tensor]]]:
+    function: Callable[..., Tensor],
+    inputs: list[Tensor],
+    num_differentiable: int,
+    num_dynamic: int,
+) -> list[tuple[GraphModule, list[Any]]]:
     """Return the graphs of both passes, each with its inputs."""
     graphs = []
 
@@ -107,21 +121,29 @@ def _traced(
         traced = copy.deepcopy(graph)
 
         def run(arguments: list[Any]) -> Any:
-            graphs.append((traced, [each.detach() for each in arguments]))
+            graphs.append((traced, [_plain(each) for each in arguments]))
             return graph(*arguments)
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
     leaves = [each.clone().requires_grad_() for each in inputs[:num_differentiable]]
+    given = [*leaves, *(each.clone() for each in inputs[num_differentiable:])]
+    for each in given:
+        torch._dynamo.maybe_mark_dynamic(each, list(range(num_dynamic)))
     with pytest.MonkeyPatch.context() as patch:
         # It refuses gradients on a CPU, for want of kernels there.
         patch.setattr(flex_attention, "_validate_device", lambda *_: None)
         backend = functools.partial(compile_fx, inner_compile=keep)
-        result = torch.compile(function, backend=backend)(*leaves, *inputs[num_differentiable:])
+        result = torch.compile(function, backend=backend)(*given)
         result.backward(torch.ones_like(result))
     torch._dynamo.reset()
     return graphs
+
+
+def _plain(argument: Any) -> Any:
+    """Return a graph's input, a tensor or a size, without gradients."""
+    return argument.detach() if isinstance(argument, Tensor) else argument
 
 
 def _lowered(graph: GraphModule, *, is_backward: bool) -> str:

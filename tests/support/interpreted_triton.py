@@ -26,12 +26,12 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 BLOCK = 64
 """Elements of a block, in each dimension of a kernel."""
 
-Outputs = list[Tensor | None]
+Values = list[Tensor | int | None]
 
 
 @contextmanager
-def open_interpreter() -> Iterator[Callable[[str, list[Tensor]], Outputs]]:
-    """Yield a function of Inductor's code and CPU tensors that returns its outputs."""
+def open_interpreter() -> Iterator[Callable[[str, Values], Values]]:
+    """Yield a function of Inductor's code and its inputs on a CPU that returns its outputs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         patch.setenv("OMP_NUM_THREADS", "1")
@@ -85,7 +85,7 @@ def _undecorated(**_: Any) -> Callable[[Any], Any]:
     return lambda kernel: kernel
 
 
-def _outputs(code: str, inputs: list[Tensor]) -> Outputs:
+def _outputs(code: str, inputs: Values) -> Values:
     names: dict[str, Any] = {"__name__": "generated"}
     exec(compile(code, "generated", "exec"), names)
     names["empty_strided_cuda"] = names["empty_strided_cpu"]

@@ -85,8 +85,11 @@ def with_gradients(plain, inputs, num_differentiable, slope):
 def interpreted(interpret, code, num_differentiable, slope):
     """Return the same, computed by the kernels."""
     result, *saved = interpret(code.forward, code.inputs)
-    gradients = interpret(code.backward, [*saved, slope])
-    return [result, *gradients[:num_differentiable]]
+    sizes = [each for each in saved if isinstance(each, int)]
+    gradients = interpret(code.backward, [*sizes, *saved[: len(saved) - len(sizes)], slope])
+    found = [each for each in gradients if each is not None]
+    assert len(found) == num_differentiable
+    return [result, *found]
 
 
 def assert_compiles(code, folder):
@@ -108,14 +111,19 @@ def assert_near(found, expected, tolerance):
         assert (one.float() - other).abs().max() <= tolerance * other.abs().max()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "num_dynamic"),
+    [(torch.float32, 0), (torch.bfloat16, 0), (torch.bfloat16, 2)],
+    ids=["float32", "bf16", "bf16 of any batch"],
+)
 @pytest.mark.parametrize("name", REGIONS)
-def test_region_compiles_and_computes_the_plain_form(interpret, tmp_path, name, dtype):
+def test_region_compiles_and_computes_the_plain_form(interpret, tmp_path, name, dtype, num_dynamic):
     torch.manual_seed(0)
     region, num_differentiable, make = REGIONS[name]
     plain, inputs = region.__wrapped__, make(dtype)
     slope = torch.randn_like(plain(*inputs))
-    code = generated_code(plain, inputs, num_differentiable, str(tmp_path))
+    code = generated_code(plain, inputs, num_differentiable, str(tmp_path), num_dynamic=num_dynamic)
+    assert any(isinstance(each, int) for each in code.inputs) == (num_dynamic > 0)
     assert_compiles(code, str(tmp_path))
     result, *gradients = found = interpreted(interpret, code, num_differentiable, slope)
     assert result.dtype == slope.dtype
