@@ -31,8 +31,8 @@ from megavis.commands.options.evaluation import GENERAL_FIGURES
 from megavis.commands.options.shared import spelled
 from megavis.commands.quiet import quietly
 from megavis.composition.trainable import Trainable
-from megavis.config.declarations import FigureSpec, paper_figures
 from megavis.config.errors import UserError
+from megavis.config.papers import FigureSpec, paper_figures
 from megavis.data.loading.leakage import check_no_overlap, training_shards
 from megavis.data.loading.loader import read_round_robin
 from megavis.evaluation import classes, figures

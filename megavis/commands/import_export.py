@@ -20,9 +20,9 @@ from megavis.checkpoint.format.tensor_reader import read_weights
 from megavis.checkpoint.state.convert import write_weights
 from megavis.commands.quiet import quietly
 from megavis.composition.released_run import ReleasedRun, read_json
-from megavis.config.declarations import ImportSpec, paper_imports
 from megavis.config.errors import UserError
 from megavis.config.load import dump_config, load_config, tokenizers_inside, with_tokenizers
+from megavis.config.papers import ImportSpec, paper_imports
 from megavis.config.schema import OptimizerConfig, RunConfig, TrainingConfig
 from megavis.config.section import DataConfig
 from megavis.data.format.manifest import PALETTE_NAME

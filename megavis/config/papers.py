@@ -6,18 +6,27 @@ built. Adding a paper only adds files, and a run imports no other paper. A folde
 of its paper, whose names begin with the folder's: the keys of `givt_maskgit` are a class in
 `givt/config.py`. Its model is in `paper.py` too; that of `vae_label_maps` has a file of its own,
 `vae/label_maps.py`.
+
+The `__init__.py` of a folder declares the paper's figures and forms of released weights, in the
+tuples `FIGURES` and `IMPORTS`, also without torch; their code is imported when it is needed.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from megavis.config.arguments import positive
 
 if TYPE_CHECKING:
     from megavis.config.schema import ObjectiveConfig
+
 
 _Found = TypeVar("_Found")
 _ROOMS = "megavis.papers"
@@ -87,7 +96,86 @@ def _configs(room: str) -> dict[str, type[ObjectiveConfig]]:
 
     module = importlib.import_module(f"{_ROOMS}.{room}.config")
     classes = [each for each in vars(module).values() if isinstance(each, type)]
-    declared = [each for each in classes if each.__module__ == module.__name__]
-    papers = [each for each in declared if issubclass(each, ObjectiveConfig)]
+    own = [each for each in classes if each.__module__ == module.__name__]
+    papers = [each for each in own if issubclass(each, ObjectiveConfig)]
     names = {each: each.model_fields["name"].default for each in papers}
     return {name: each for each, name in names.items() if isinstance(name, str)}
+
+
+@dataclass(frozen=True)
+class FigureSpec:
+    """A figure of a run and of held-out images.
+
+    Attributes:
+        name: as users type it.
+        help: one line on what it shows.
+        description: what is computed and plotted.
+        num_images: default of `--num-images`.
+        draw: plotting function as "module:function"; takes `FigureInput` and the options, returns
+            a `RenderedFigure` (`megavis.evaluation.figures`).
+        applies: function of the same module that takes the run's objective; returns whether it has
+            such a figure.
+        example: arguments after `megavis figure NAME`.
+        add_options: adds its own options.
+    """
+
+    name: str
+    help: str
+    description: str
+    num_images: int
+    draw: str
+    applies: str = "applies"
+    example: str = "runs/demo"
+    add_options: Callable[[argparse.ArgumentParser], None] = lambda _: None
+
+
+def paper_figures() -> Iterator[FigureSpec]:
+    """Return the figures declared by papers."""
+    return declared("FIGURES")
+
+
+@dataclass(frozen=True)
+class ImportOption:
+    """An option of `megavis import`, as for argparse; forms may share one declaration."""
+
+    name: str
+    help: str
+    type: Callable[[str], Any] = str
+    choices: Sequence[str] | None = None
+    default: Any = None
+    metavar: str | None = None
+
+
+@dataclass(frozen=True)
+class ImportSpec:
+    """A form of released weights.
+
+    Attributes:
+        name: as users type it.
+        help: what is read, as a sentence after the name.
+        read: function as "module:function"; takes the command's arguments, and returns a
+            `ReleasedRun` (`megavis.composition.released_run`).
+        options: besides the source and the run folder.
+        model_types: values of `model_type` in the `config.json` of a folder of the Hub that is read
+            this way; `timm` for a folder of timm, which names an architecture instead.
+    """
+
+    name: str
+    help: str
+    read: str
+    options: tuple[ImportOption, ...] = ()
+    model_types: tuple[str, ...] = ()
+
+
+IMAGE_SIZE = ImportOption(
+    "--image-size", "side of the images in pixels; default: 256", type=positive, default=256
+)
+HEADS = ImportOption("--heads", "attention heads; default: width / 64", type=positive)
+PALETTE = ImportOption(
+    "--palette", "kmeans_centers.npy; default: the folder's own", type=Path, metavar="FILE"
+)
+
+
+def paper_imports() -> Iterator[ImportSpec]:
+    """Return the forms declared by papers."""
+    return declared("IMPORTS")

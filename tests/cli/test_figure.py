@@ -12,7 +12,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megavis.cli import main
-from megavis.config.declarations import paper_figures
+from megavis.config.papers import paper_figures
 
 pytestmark = pytest.mark.once
 

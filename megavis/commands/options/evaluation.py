@@ -23,7 +23,7 @@ from megavis.commands.options.shared import (
     require_writable,
 )
 from megavis.config.arguments import non_negative, output_file, positive
-from megavis.config.declarations import FigureSpec, paper_figures
+from megavis.config.papers import FigureSpec, paper_figures
 
 
 def add_probe(parser: argparse.ArgumentParser) -> None:

@@ -15,8 +15,8 @@ from megavis.commands.options.shared import (
     require_run_name,
 )
 from megavis.config.arguments import non_negative, output_file, positive
-from megavis.config.declarations import paper_imports
 from megavis.config.errors import UserError
+from megavis.config.papers import paper_imports
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:

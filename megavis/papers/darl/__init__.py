@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megavis.config.declarations import HEADS, FigureSpec, ImportSpec
+from megavis.config.papers import HEADS, FigureSpec, ImportSpec
 
 FIGURES = (
     FigureSpec(

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from megavis.config.arguments import non_negative, non_negative_number, positive
-from megavis.config.declarations import IMAGE_SIZE, FigureSpec, ImportOption, ImportSpec
+from megavis.config.papers import IMAGE_SIZE, FigureSpec, ImportOption, ImportSpec
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megavis.config.arguments import add_perceptual_arguments, positive
-from megavis.config.declarations import FigureSpec
+from megavis.config.papers import FigureSpec
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megavis.config.declarations import PALETTE, ImportSpec
+from megavis.config.papers import PALETTE, ImportSpec
 
 IMPORTS = (
     ImportSpec(

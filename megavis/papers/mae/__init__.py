@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megavis.config.declarations import FigureSpec, ImportSpec
+from megavis.config.papers import FigureSpec, ImportSpec
 
 FIGURES = (
     FigureSpec(

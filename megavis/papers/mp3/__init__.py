@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megavis.config.declarations import FigureSpec
+from megavis.config.papers import FigureSpec
 
 _DRAW = "megavis.papers.mp3.place_figures:draw_"
 

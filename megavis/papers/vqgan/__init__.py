@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megavis.config.declarations import IMAGE_SIZE, ImportSpec
+from megavis.config.papers import IMAGE_SIZE, ImportSpec
 
 IMPORTS = (
     ImportSpec(
