@@ -12,8 +12,7 @@ from pathlib import Path
 
 from data_tools.filter_decision import LIKE, MEASURED, Thresholds, decide, read_excluded
 from data_tools.jobs import add_job_arguments, is_finished, run_job
-from data_tools.measurements import MAX_DISTANCE, MeasurementEncoder, check_installed
-from data_tools.run_features import RunFeatures
+from data_tools.measurements import MAX_DISTANCE, MeasurementEncoder, RunFeatures, check_installed
 from data_tools.source_formats import add_source_arguments, open_source, open_unlabelled
 from data_tools.sources import ImageSource, SourcePart
 from megavis.config.errors import UserError

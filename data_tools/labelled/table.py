@@ -13,7 +13,6 @@ from data_tools.labelled.array_files import (
     list_svhn,
 )
 from data_tools.labelled.binary import list_cifar10, list_cifar100, list_stl10
-from data_tools.labelled.clevr_kitti import list_clevr_count, list_clevr_distance, list_kitti
 from data_tools.labelled.data_set import EXTRA, TEST, TRAIN, UNLABELED, VALIDATION, LabelledSet
 from data_tools.labelled.lists import (
     list_aircraft,
@@ -25,8 +24,13 @@ from data_tools.labelled.lists import (
     list_pets,
     list_sun397,
 )
-from data_tools.labelled.records import list_dmlab
-from data_tools.labelled.retina import list_retinopathy
+from data_tools.labelled.vtab import (
+    list_clevr_count,
+    list_clevr_distance,
+    list_dmlab,
+    list_kitti,
+    list_retinopathy,
+)
 
 
 def _sizes(train: int, validation: int, test: int, **more: int) -> dict[str, int]:

@@ -14,12 +14,11 @@ from image_sources import write_folder, write_tar
 from PIL import Image
 
 import megavis
-from data_tools import filter_images, measurements, run_features
+from data_tools import filter_images, measurements
 from data_tools.__main__ import main
 from data_tools.filter_decision import fit_likeness
-from data_tools.measurements import MeasurementEncoder, features, read_measurements
+from data_tools.measurements import MeasurementEncoder, RunFeatures, features, read_measurements
 from data_tools.photographs import Photograph, load_photograph
-from data_tools.run_features import RunFeatures
 from data_tools.source_formats import open_unlabelled
 from data_tools.sources import SourceImage
 from megavis.cli import main as train
@@ -217,7 +216,7 @@ def small_run(tiny_config, tmp_path_factory):
 def job_of_a_run():
     """Close the job that opening a run has started, and clear the cache of runs."""
     yield
-    run_features._opened.cache_clear()
+    measurements._opened.cache_clear()
     close_context()
 
 

@@ -10,7 +10,7 @@ from scene_shards import write_scene_shards, write_scenes
 from scipy.io import savemat
 
 from data_tools.__main__ import main
-from data_tools.label_maps.scenes import draw_scene
+from data_tools.scenes import draw_scene
 from megavis.data.codecs.jpeg import decode_png, split
 from megavis.data.codecs.label_maps import to_numbers, to_pixels
 from megavis.data.format.manifest import Manifest

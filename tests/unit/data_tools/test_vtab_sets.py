@@ -14,7 +14,7 @@ import yaml
 
 from data_tools.__main__ import build_parser
 from data_tools.decode import decode_image
-from data_tools.labelled.retina import prepare_eye
+from data_tools.labelled.vtab import prepare_eye
 from data_tools.source_formats import find_layout, open_source
 from megavis.config.errors import UserError
 

@@ -1,1 +1,0 @@
-"""Images with label maps: COCO Panoptic, NYU Depth v2 and synthetic scenes."""
