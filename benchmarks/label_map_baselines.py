@@ -23,7 +23,7 @@ from megavis.data.codecs.label_maps import nearest, to_numbers, to_pixels
 from megavis.data.codecs.transforms import Transform
 from megavis.data.format.files import write_atomically
 from megavis.data.loading.dataset import ShardDataset
-from megavis.evaluation.images.label_map_metrics import DepthErrors, PanopticQuality
+from megavis.evaluation.images.pair_metrics import DepthErrors, PanopticQuality
 
 _SIDE, _LOOK = 64, 8
 """Sides of the maps that are answered, and of the blocks over which images are compared."""

@@ -27,12 +27,8 @@ from megavis.data.codecs.label_maps import TargetKind, nearest
 from megavis.data.format.files import write_atomically, write_json
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches
-from megavis.evaluation.images.feature_networks import (
-    FeatureNetwork,
-    class_accuracies,
-    fit_classifier,
-    open_network,
-)
+from megavis.evaluation.classes import class_accuracies, fit_classifier
+from megavis.evaluation.images.feature_networks import FeatureNetwork, open_network
 from megavis.evaluation.images.generation import (
     MANIFOLD_COUNT,
     FeatureCollector,
@@ -49,8 +45,13 @@ from megavis.evaluation.images.image_files import (
     image_batches,
     open_images,
 )
-from megavis.evaluation.images.label_map_metrics import DepthErrors, PanopticQuality
-from megavis.evaluation.images.pair_metrics import Distances, PairScores, reconstructions
+from megavis.evaluation.images.pair_metrics import (
+    DepthErrors,
+    Distances,
+    PairScores,
+    PanopticQuality,
+    reconstructions,
+)
 from megavis.evaluation.published import (
     METRICS,
     STAGES,

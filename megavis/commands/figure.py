@@ -39,8 +39,13 @@ from megavis.evaluation import classes, figures
 from megavis.evaluation.classes import NeighborAccuracy
 from megavis.evaluation.figures import FigureInput, RenderedFigure, Row, write_png, write_table
 from megavis.evaluation.images.pair_metrics import score_completions
-from megavis.evaluation.likelihood import CheckpointScore, score_checkpoint
-from megavis.evaluation.probe import ProbeResult, ProbeSettings, score_pixels
+from megavis.evaluation.probe import (
+    CheckpointScore,
+    ProbeResult,
+    ProbeSettings,
+    score_checkpoint,
+    score_pixels,
+)
 from megavis.evaluation.token_relations import has_blocks
 from megavis.notebook import Run
 from megavis.sampling.pictures import completion_grid, pixels_of, save_png

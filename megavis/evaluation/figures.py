@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
     from megavis.composition.trainable import Trainable
     from megavis.data.loading.dataset import ShardDataset
-    from megavis.evaluation.likelihood import CheckpointScore
-    from megavis.evaluation.probe import ProbeResult
+    from megavis.evaluation.probe import CheckpointScore, ProbeResult
     from megavis.model.inference import Inference
 
 Row = Mapping[str, Any]

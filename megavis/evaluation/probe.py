@@ -28,13 +28,14 @@ from megavis.evaluation.linear import (
     FitRecipe,
     HeldOutSplit,
     LayerScore,
+    LowDataScore,
     best_layer,
     divide,
     score_concatenated,
     score_layers,
+    score_low_data,
 )
-from megavis.evaluation.low_data import LowDataScore, score_low_data
-from megavis.evaluation.networks import Network
+from megavis.evaluation.networks import Network, mean_loss
 from megavis.tokenizers.palette import Palette
 
 Pair = tuple[LabelledFeatures, LabelledFeatures]
@@ -304,4 +305,54 @@ def _low_data(
         draws=settings.draws,
         seed=settings.seed,
         recipe=settings.recipe,
+    )
+
+
+@dataclass(frozen=True)
+class CheckpointScore:
+    """One checkpoint: a point of iGPT's Figure 3.
+
+    Attributes:
+        validation_loss: the objective's mean loss over the validation images.
+        layer: best layer on held-out training images.
+        accuracy: of its linear probe on the validation images, in [0, 1].
+        penalty: of the probe, selected on held-out training images like the layer.
+        num_validation: labelled validation images.
+        seed: of the probe's split of the training images.
+    """
+
+    run: str
+    step: int
+    validation_loss: float
+    layer: int
+    accuracy: float
+    penalty: float
+    num_train: int
+    num_validation: int
+    seed: int
+
+
+def score_checkpoint(
+    name: str,
+    step: int,
+    network: Network,
+    data: ProbeData,
+    settings: ProbeSettings,
+) -> CheckpointScore:
+    """Return loss and best layer's accuracy on the same validation images; raises as `probe`."""
+    features = data.features(network)
+    num_train, num_validation = (len(part.labels) for part in features)
+    best = score_best_layer(features, data, settings)
+    limit = data.num_validation
+    loss = mean_loss(network.runner, network.objective, data.validation, limit=limit)
+    return CheckpointScore(
+        run=name,
+        step=step,
+        validation_loss=loss,
+        layer=best.layer,
+        accuracy=best.accuracy,
+        penalty=best.penalty,
+        num_train=num_train,
+        num_validation=num_validation,
+        seed=settings.seed,
     )

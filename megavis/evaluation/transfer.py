@@ -20,8 +20,13 @@ from megavis.config.errors import UserError
 from megavis.data.format.files import write_atomically
 from megavis.evaluation.features import LabelledFeatures
 from megavis.evaluation.figures import Row, markdown_table, write_table
-from megavis.evaluation.linear import HeldOutScore, HeldOutSplit, choose_penalty, fit_classifier
-from megavis.evaluation.low_data import score_low_data
+from megavis.evaluation.linear import (
+    HeldOutScore,
+    HeldOutSplit,
+    choose_penalty,
+    fit_classifier,
+    score_low_data,
+)
 
 FITTED_SHARE = 0.8
 """Fraction of `--examples` on which candidates are fitted: 800 of VTAB's 1000."""

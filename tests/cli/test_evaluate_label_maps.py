@@ -16,7 +16,7 @@ from megavis.data.codecs.jpeg import decode_png, split
 from megavis.data.codecs.label_maps import nearest
 from megavis.data.codecs.transforms import Transform
 from megavis.data.loading.dataset import ShardDataset
-from megavis.evaluation.images.label_map_metrics import DepthErrors, PanopticQuality
+from megavis.evaluation.images.pair_metrics import DepthErrors, PanopticQuality
 from megavis.tokenizers.network_tokenizer import open_tokenizer
 
 pytestmark = pytest.mark.once

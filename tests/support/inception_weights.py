@@ -5,7 +5,7 @@ import zlib
 import numpy as np
 import torch
 
-from megavis.evaluation.images.inception import Inception
+from megavis.evaluation.images.feature_networks import Inception
 
 
 def random_weights():

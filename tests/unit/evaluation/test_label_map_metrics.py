@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megavis.data.codecs.label_maps import to_pixels
-from megavis.evaluation.images.label_map_metrics import DepthErrors, PanopticQuality
+from megavis.evaluation.images.pair_metrics import DepthErrors, PanopticQuality
 
 NUM_CLASSES = 4
 

@@ -8,8 +8,7 @@ import pytest
 from megavis.config.errors import UserError
 from megavis.data.loading.dataset import sample_per_class
 from megavis.evaluation.features import LabelledFeatures
-from megavis.evaluation.linear import PENALTIES
-from megavis.evaluation.low_data import score_low_data
+from megavis.evaluation.linear import PENALTIES, score_low_data
 
 pytestmark = pytest.mark.once
 

@@ -10,8 +10,7 @@ import pytest
 
 from megavis.config.errors import UserError
 from megavis.evaluation.features import LabelledFeatures
-from megavis.evaluation.linear import PENALTIES, HeldOutSplit, choose_penalty
-from megavis.evaluation.low_data import score_low_data
+from megavis.evaluation.linear import PENALTIES, HeldOutSplit, choose_penalty, score_low_data
 from megavis.evaluation.transfer import (
     Task,
     TransferSettings,

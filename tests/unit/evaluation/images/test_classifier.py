@@ -11,7 +11,7 @@ from small_vqgan import write_untrained_run
 from torch.nn import functional as F
 
 from megavis.cli import main
-from megavis.evaluation.images.feature_networks import (
+from megavis.evaluation.classes import (
     ImageClassifier,
     class_accuracies,
     classify_images,

@@ -10,8 +10,7 @@ from inception_weights import random_images, random_weights
 from megavis.config.errors import UserError
 from megavis.data.format.files import sha256_of_file
 from megavis.evaluation.images import feature_networks
-from megavis.evaluation.images.feature_networks import InceptionFeatures
-from megavis.evaluation.images.inception import Inception
+from megavis.evaluation.images.feature_networks import Inception, InceptionFeatures
 
 pytestmark = pytest.mark.once
 
