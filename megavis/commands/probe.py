@@ -44,7 +44,6 @@ from megavis.evaluation.transfer import (
     TRAINED,
     Task,
     TransferResult,
-    TransferSettings,
     first_examples,
     markdown_of,
     num_fitted,
@@ -172,7 +171,7 @@ def _results(
         if not opened.context.is_main:
             return []
     results = [
-        transfer(_task(name, data[name], features, pair, args), settings)
+        transfer(_task(name, data[name], features, pair, args), settings, layer=args.layer)
         for name, features, pair in seen
     ]
     report_cache(cache)
@@ -180,13 +179,12 @@ def _results(
     return sorted(results, key=lambda result: order.index(result.data_set))
 
 
-def _settings(opened: Run, args: argparse.Namespace) -> TransferSettings:
+def _settings(opened: Run, args: argparse.Namespace) -> ProbeSettings:
     num_layers = opened.config.model.num_layers
     if args.layer is not None and args.layer > num_layers:
         raise UserError(f"--layer {args.layer}: must be a number from 0 to {num_layers}")
-    return TransferSettings(
+    return ProbeSettings(
         layers=read_layers(args.layers, num_layers),
-        layer=args.layer,
         images_per_class=args.images_per_class,
         draws=args.draws,
         seed=args.seed,

@@ -221,8 +221,6 @@ class ProbeSettings:
     def __post_init__(self) -> None:
         if min(self.images_per_class, default=2) < 2 or self.draws < 2:
             raise UserError("--images-per-class and --draws must be at least 2")
-        if self.concatenate < 0:
-            raise UserError("--concatenate must be at least 0")
 
 
 def probe(

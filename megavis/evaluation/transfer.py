@@ -27,6 +27,7 @@ from megavis.evaluation.linear import (
     fit_classifier,
     score_low_data,
 )
+from megavis.evaluation.probe import ProbeSettings
 
 FITTED_SHARE = 0.8
 """Fraction of `--examples` on which candidates are fitted: 800 of VTAB's 1000."""
@@ -52,30 +53,6 @@ class Task:
     selection: HeldOutSplit
     splits: Mapping[str, str]
     num_equal: int | None = None
-
-
-@dataclass(frozen=True)
-class TransferSettings:
-    """Settings for each data set.
-
-    Attributes:
-        layers: candidates for the best layer; None for all.
-        layer: a layer to score in addition to the best one, if given.
-        images_per_class: subset sizes to score the best layer with few labels.
-
-    Raises:
-        UserError: a value is too small.
-    """
-
-    layers: Sequence[int] | None = None
-    layer: int | None = None
-    images_per_class: Sequence[int] = ()
-    draws: int = 5
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if min(self.images_per_class, default=2) < 2 or self.draws < 2:
-            raise UserError("--images-per-class and --draws must be at least 2")
 
 
 @dataclass(frozen=True)
@@ -150,25 +127,25 @@ def first_examples(
     return train.subset(np.arange(examples)), HeldOutSplit(fitted, held_out)
 
 
-def transfer(task: Task, settings: TransferSettings) -> TransferResult:
-    """Score the best layer on a data set, and others according to the settings.
+def transfer(task: Task, settings: ProbeSettings, *, layer: int | None = None) -> TransferResult:
+    """Score the best layer on a data set, with few labels too, and in addition `layer`.
 
-    Pixels have a single layer, whatever `layers` says.
+    `settings` has the candidates, and sizes, number and seed of the subsets with few labels. Pixels
+    have a single layer, whatever is asked for.
 
     Raises:
         UserError: a class has fewer images than `images_per_class`.
     """
     train = task.train
     if task.features == PIXELS:
-        settings = replace(settings, layers=None, layer=None)
+        settings, layer = replace(settings, layers=None), None
     layers = range(len(train.layers)) if settings.layers is None else settings.layers
-    choices = {layer: _choose(task, layer) for layer in layers}
+    choices = {each: _choose(task, each) for each in layers}
     # The first of equal ones.
     best = max(layers, key=lambda each: (choices[each].accuracy, choices[each].log_likelihood))
     scores = [_score(task, best, choices[best], HELD_OUT)]
-    if settings.layer is not None:
-        choice = choices.get(settings.layer) or _choose(task, settings.layer)
-        scores.append(_score(task, settings.layer, choice, OPTION))
+    if layer is not None:
+        scores.append(_score(task, layer, choices.get(layer) or _choose(task, layer), OPTION))
     return TransferResult(
         data_set=task.name,
         features=task.features,
@@ -203,7 +180,7 @@ def _score(task: Task, layer: int, choice: HeldOutScore, layer_from: str) -> Tra
     )
 
 
-def _few_labels(task: Task, layer: int, settings: TransferSettings) -> list[TransferScore]:
+def _few_labels(task: Task, layer: int, settings: ProbeSettings) -> list[TransferScore]:
     scores = score_low_data(
         task.name,
         task.train,

@@ -11,9 +11,9 @@ import pytest
 from megavis.config.errors import UserError
 from megavis.evaluation.features import LabelledFeatures
 from megavis.evaluation.linear import PENALTIES, HeldOutSplit, choose_penalty, score_low_data
+from megavis.evaluation.probe import ProbeSettings
 from megavis.evaluation.transfer import (
     Task,
-    TransferSettings,
     first_examples,
     transfer,
     write_transfer,
@@ -70,7 +70,7 @@ def expected(task):
 
 
 def test_transfer_matches_scikit_learn(task):
-    result = transfer(task, TransferSettings())
+    result = transfer(task, ProbeSettings())
     [score] = result.scores
     layer, penalty, held_out, accuracy, class_accuracy = expected(task)
     assert (score.layer, score.penalty) == (layer, penalty)
@@ -83,7 +83,7 @@ def test_transfer_matches_scikit_learn(task):
 
 def test_test_set_does_not_affect_selection(task):
     other = replace(task, test=features(40, seed=9))
-    one, two = (transfer(each, TransferSettings()).scores[0] for each in (task, other))
+    one, two = (transfer(each, ProbeSettings()).scores[0] for each in (task, other))
     assert one.accuracy != two.accuracy
     assert (one.layer, one.penalty, one.selection_accuracy) == (
         two.layer,
@@ -93,8 +93,8 @@ def test_test_set_does_not_affect_selection(task):
 
 
 def test_given_layer_and_low_data_are_scored_too(task):
-    settings = TransferSettings(layer=0, images_per_class=(5,), draws=3, seed=4)
-    best, given, few = transfer(task, settings).scores
+    settings = ProbeSettings(images_per_class=(5,), draws=3, seed=4)
+    best, given, few = transfer(task, settings, layer=0).scores
     assert (best.layer, best.layer_from) == (1, "held-out images")
     assert (given.layer, given.layer_from) == (0, "--layer")
     assert given.accuracy < best.accuracy
@@ -132,8 +132,8 @@ def test_held_out_class_missing_from_fit_counts_as_wrong(hidden):
 
 
 def test_tables_list_all_scores_and_split_sizes(task, tmp_path):
-    settings = TransferSettings(layer=0, images_per_class=(5,), draws=3)
-    results = [transfer(each, settings) for each in (task, replace(task, name="other"))]
+    settings = ProbeSettings(images_per_class=(5,), draws=3)
+    results = [transfer(each, settings, layer=0) for each in (task, replace(task, name="other"))]
     readable, table = write_transfer(tmp_path, results, title="# Title", step=7, seed=0)
     rows = list(csv.DictReader(table.open()))
     assert [row["data_set"] for row in rows] == ["toy"] * 3 + ["other"] * 3
