@@ -4,8 +4,8 @@ iGPT, sections 2.4 and 3.4: logistic regression by L-BFGS. Layer and strength of
 selected on a held-out part of the training features; then the classifier is fitted on all of them
 (section 3.1) and evaluated once on the validation set. Section 4.4: "we concatenate features from 5
 layers centered at the best single layer". Section 4.7 and Table 4, few labels: 4, 25 or 400 images
-per class, 5 random subsets, mean and standard deviation; cross-validation inside each subset selects
-the penalty, so labels outside of it influence only the choice of the layer.
+per class, 5 random subsets, mean and standard deviation; the penalty is selected by
+cross-validation inside each subset, so labels outside of it influence only the choice of the layer.
 
 The paper uses scikit-learn's L-BFGS and mentions neither standardization nor a penalty: `PLAIN`
 takes unchanged features and scikit-learn's default penalty.
