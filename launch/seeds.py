@@ -17,8 +17,7 @@ from typing import Any
 
 import gallery
 
-from megavis.reports.results import EvalMetric, eval_metrics, format_value
-from megavis.reports.run_record import RunRecord
+from megavis.reports.run_record import EvalMetric, RunRecord, eval_metrics, format_value
 
 Key = tuple[str, str]
 """Group and name of a metric."""

@@ -20,8 +20,7 @@ from megavis.checkpoint.format.folder import saved_steps
 from megavis.config.errors import UserError
 from megavis.data.format.files import write_atomically
 from megavis.reports.page import render
-from megavis.reports.results import eval_metrics
-from megavis.reports.run_record import RunRecord
+from megavis.reports.run_record import RunRecord, eval_metrics
 from megavis.training.faults.run_lock import holder_of
 from megavis.training.metrics import read_metrics
 

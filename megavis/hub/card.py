@@ -12,8 +12,7 @@ from megavis.config.errors import UserError
 from megavis.config.load import dump_config, exported_names, with_tokenizers
 from megavis.data.format.manifest import Manifest
 from megavis.notebook import Run
-from megavis.reports.results import eval_metrics
-from megavis.reports.run_record import RunRecord
+from megavis.reports.run_record import RunRecord, eval_metrics
 
 CARD = "README.md"
 

@@ -24,8 +24,7 @@ from megavis.reports.blocks import (
     text,
     words,
 )
-from megavis.reports.known_results import probed_shards
-from megavis.reports.results import first_sections, metrics_table, result_sections
+from megavis.reports.results import first_sections, metrics_table, probed_shards, result_sections
 from megavis.reports.run_record import RunRecord, read_result
 from megavis.reports.training_sections import events_table, headline, overview, training_charts
 from megavis.training.provenance import versions

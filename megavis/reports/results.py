@@ -1,15 +1,16 @@
-"""Read the files of `RUN/evaluation/` without torch, as metrics and as sections of a page.
+"""Sections of a page for the files of `RUN/evaluation/`.
 
-JSON files that `known_results.py` does not know are shown as tables.
+`KNOWN_RESULTS` shows the files that commands write; other JSON files are shown as tables. Each of
+its functions takes the run and the content of a file, and yields blocks. It raises KeyError,
+TypeError, IndexError or ValueError if the file is not in the format that its command writes.
 """
 
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,17 +19,20 @@ from megavis.reports.blocks import (
     Block,
     Chart,
     Confusion,
+    Line,
     PageSection,
     Table,
     csv_table,
+    line_chart,
     markdown_table,
     number,
+    percent,
     picture,
     tables_of,
+    text,
     words,
 )
-from megavis.reports.known_results import KNOWN_RESULTS
-from megavis.reports.run_record import RunRecord, read_result
+from megavis.reports.run_record import RunRecord, eval_metrics
 from megavis.training.metrics import read_json_lines
 
 _SHOWN = (".json", ".jsonl", ".csv", ".md", ".png")
@@ -133,151 +137,187 @@ def _known_blocks(stem: str, run: RunRecord, content: Any) -> list[Block]:
         return []
 
 
-@dataclass(frozen=True)
-class EvalMetric:
-    """One metric, in its unit: `%`, `dB`, `nats`, `m`, or none.
-
-    Attributes:
-        group: what was evaluated, for example `linear probe`.
-        name: of the metric in its group, for example `trained`.
-        note: further information, for example `layer 2`.
-        step: of the evaluated checkpoint, if the file names it.
-    """
-
-    group: str
-    name: str
-    value: float
-    unit: str
-    note: str = ""
-    step: int | None = None
-
-    @property
-    def formatted(self) -> str:
-        """Value with unit: `34.4%`, `13.03 dB`."""
-        return format_value(self.value, self.unit)
+_MOST_NAMES = 25
+"""Most classes for which a confusion matrix is legible; with more, the PNG is shown."""
 
 
-def format_value(value: float, unit: str) -> str:
-    """Format a value with its unit."""
-    return f"{value:.1f}%" if unit == "%" else f"{value:.2f} {unit}".strip()
+def _probe(run: RunRecord, result: dict[str, Any]) -> Iterator[Block]:
+    """`megavis probe`: accuracy by depth, the best layer, concatenated layers, few labels."""
+    data = _probed_on(run, result)
+    if len(result["trained"]) > 1:
+        yield _depth_chart(result, data)
+    best, pixels = result["best_layer"], result["pixels"]
+    rows = [
+        (f"step {result['step']}, layer {best['layer']}", percent(best["accuracy"])),
+        ("untrained network, best layer", percent(result["untrained_accuracy"])),
+        ("raw pixels", percent(pixels["accuracy"])),
+    ]
+    if result["num_views"] > 1:
+        vote = f"step {result['step']}, vote of {result['num_views']} masks"
+        rows.insert(1, (vote, percent(best["vote_accuracy"])))
+    rows += _concatenated(result.get("concatenated") or ())
+    chosen = f"The layer was selected on {result['num_held_out']} other images."
+    yield Table(
+        "Best layer", ("features", "accuracy"), rows, f"{chosen} {data}", marked=frozenset({0})
+    )
+    if result.get("low_data"):
+        yield _low_data(result, data)
 
 
-def eval_metrics(folder: Path) -> Iterator[EvalMetric]:
-    """Yield the metrics in the evaluation files of a run folder, by command.
-
-    A file that is not in the format that its command writes is skipped; the page shows it in a
-    section of its own.
-    """
-    for name, read in _READERS.items():
-        path = folder / "evaluation" / name
-        if path.exists():
-            try:
-                content = read_result(path)
-                step = content.get("step") if isinstance(content, dict) else None
-                found = [replace(measure, step=step) for measure in read(content)]
-            except (LookupError, TypeError, ValueError, csv.Error):
-                continue
-            yield from found
+def probed_shards(run: RunRecord, result: dict[str, Any]) -> str:
+    """Return the validation shards of a probe; those of the run if the result does not name any."""
+    splits = result.get("splits") or {}
+    return str(splits.get("validation") or run.setting("data.validation", ""))
 
 
-def _probe(result: dict[str, Any]) -> Iterator[EvalMetric]:
-    """Accuracy of the best layer, of an untrained network and of raw pixels."""
-    group, best = "linear probe", result["best_layer"]
-    yield _share(group, "trained", best["accuracy"], f"layer {best['layer']}")
-    if best.get("vote_accuracy") is not None:
-        yield _share(group, "vote of masks", best["vote_accuracy"])
-    yield _share(group, "untrained", result["untrained_accuracy"])
-    yield _share(group, "raw pixels", result["pixels"]["accuracy"])
+def _probed_on(run: RunRecord, result: dict[str, Any]) -> str:
+    where = probed_shards(run, result)
+    return (
+        f"{result['num_validation']} validation images{f' of {where}' if where else ''},"
+        f" {result['num_classes']} classes; fitted on {result['num_fitted']}, seed"
+        f" {result['seed']}."
+    )
 
 
-def _classes(result: dict[str, Any]) -> Iterator[EvalMetric]:
-    """Accuracy of fine-tuning on the test images."""
-    yield _share("classes", "test images", result["top1"], f"of {result['num_images']}")
+def _depth_chart(result: dict[str, Any], data: str) -> Block:
+    layers = [score["layer"] for score in result["trained"]]
+    lines = [Line(layers, _accuracies(result["trained"]), 0, f"step {result['step']}", marks=True)]
+    networks = [_accuracies(scores) for scores in result["untrained"]]
+    if networks:
+        columns = list(zip(*networks, strict=True))
+        mean = [sum(column) / len(column) for column in columns]
+        band = [min(column) for column in columns], [max(column) for column in columns]
+        name = f"untrained, mean and range of {len(networks)}"
+        lines.append(Line(layers, mean, None, name, marks=True, band=band))
+    pixels = 100 * result["pixels"]["accuracy"]
+    lines.append(Line([layers[0], layers[-1]], [pixels] * 2, 1, "raw pixels", dashed=True))
+    title = "Accuracy by depth"
+    return line_chart(title, lines, x="layer", y="accuracy (%)", caption=data)
 
 
-def _positions(rows: list[dict[str, str]]) -> Iterator[EvalMetric]:
-    """Accuracy of positions: without a mask, with half masked, and by chance."""
-    accuracy = {float(row["mask_ratio"]): float(row["accuracy"]) for row in rows}
-    group = "in their place"
-    yield _share(group, "none masked", accuracy[0.0])
-    yield _share(group, "half masked", accuracy[0.5])
-    yield _share(group, "chance", float(rows[0]["chance"]))
+def _accuracies(scores: list[dict[str, Any]]) -> list[float]:
+    return [100 * score["accuracy"] for score in scores]
 
 
-def _completions(rows: list[dict[str, str]]) -> Iterator[EvalMetric]:
-    """PSNR over the pixels of all images, from the rows of single images."""
-    names = {
-        "completed": "one completion",
-        "mean_of_completions": "mean of several",
-        "last_row_repeated": "row repeated",
-    }
-    for key, name in names.items():
-        errors = [10 ** (-float(row[f"psnr_{key}"]) / 10) for row in rows]
-        yield EvalMetric("lower halves", name, -10 * math.log10(fmean(errors)), "dB")
+def _concatenated(scores: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yield accuracies of concatenated layers: trained, and the mean of untrained networks."""
+    for features in dict.fromkeys(score["features"] for score in scores):
+        own = [score for score in scores if score["features"] == features]
+        layers = ", ".join(str(layer) for layer in own[0]["layers"])
+        several = f", mean of {len(own)}" if len(own) > 1 else ""
+        name = f"{features}, layers {layers} concatenated ({own[0]['num_features']}){several}"
+        yield name, percent(fmean(score["accuracy"] for score in own))
 
 
-def _groups(rows: list[dict[str, str]]) -> Iterator[EvalMetric]:
-    for row in rows:
-        name = "all at once" if row["groups"] == "1" else f"{row['groups']} groups"
-        yield EvalMetric("what was hidden", name, float(row["psnr"]), "dB")
+def _low_data(result: dict[str, Any], data: str) -> Table:
+    scores = result["low_data"]
+    counts = sorted({score["images_per_class"] for score in scores})
+    rows = []
+    known = ("trained", "untrained", "pixels")
+    for features in sorted({score["features"] for score in scores}, key=known.index):
+        own = {s["images_per_class"]: s for s in scores if s["features"] == features}
+        cells = [
+            f"{100 * own[count]['mean']:.1f} ± {100 * own[count]['deviation']:.1f}"
+            for count in counts
+        ]
+        rows.append((features, *cells))
+    draws = len(scores[0]["accuracies"])
+    title = f"Few labels: accuracy in %, mean ± standard deviation over {draws} draws"
+    columns = ("features", *(f"{count} per class" for count in counts))
+    return Table(title, columns, rows, data, marked=frozenset({0}))
 
 
-def _hidden(rows: list[dict[str, str]]) -> Iterator[EvalMetric]:
-    for row in rows:
-        yield EvalMetric("hidden patches", row["hidden"], float(row["psnr"]), "dB")
+def _classes(run: RunRecord, result: dict[str, Any]) -> Iterator[Block]:
+    """Fine-tuning: accuracies and the confusion matrix."""
+    rows = [("top-1", percent(result["top1"])), ("top-5", percent(result["top5"]))]
+    if result["num_views"] > 1:
+        rows.append((f"vote of {result['num_views']} draws", percent(result["vote"])))
+    role = {"selection": "used to select the step", "test": "held out"}[result["part"]]
+    caption = (
+        f"{result['num_images']} images of {result['data']}, {role}; step {result['step']},"
+        f" seed {run.setting('seed', '–')}."
+    )
+    yield Table("Accuracy", ("", "accuracy"), rows, caption)
+    if len(result["class_names"]) <= _MOST_NAMES:
+        yield Confusion(
+            "Confusion",
+            result["class_names"],
+            result["confusion"],
+            "Rows: class. Columns: prediction.",
+        )
 
 
-def _reconstruction(result: dict[str, Any]) -> Iterator[EvalMetric]:
-    yield EvalMetric("reconstruction", "PSNR", result["psnr"], "dB")
-    yield EvalMetric("reconstruction", "SSIM", result["ssim"], "")
+def _likelihood(run: RunRecord, result: dict[str, Any]) -> Iterator[Block]:
+    """`megavis likelihood`: nats and bits per dimension and per image."""
+    rows = [
+        ("nats per dimension", f"{result['nats_per_dimension']:.4f}"),
+        ("bits per dimension", f"{result['bits_per_dimension']:.4f}"),
+        ("nats per image", number(result["nats_per_image"])),
+    ]
+    given = f", given {result['given']}" if result["given"] else ""
+    caption = (
+        f"A dimension is {result['dimension']}, {number(result['dimensions_per_image'])} per"
+        f" image{given}. {number(result['num_images'])} images of {result['data']}; step"
+        f" {result['step']}, {result['precision']}."
+    )
+    yield Table("Held-out images", ("", "mean of -log p"), rows, caption)
 
 
-def _named(result: dict[str, Any]) -> Iterator[EvalMetric]:
-    """Accuracy of a classifier on samples, reconstructions and real images."""
-    for name in ("samples", "reconstructions", "real images"):
-        if name in result:
-            part = result[name]
-            yield _share("named right", name, part["all"], f"of {part['images']}")
+def _watch(run: RunRecord, records: list[dict[str, Any]]) -> Iterator[Block]:
+    """`megavis evaluate watch`: each metric by checkpoint step."""
+    records = sorted(records, key=lambda record: record["step"])
+    last = records[-1]
+    caption = (
+        f"{text(last['validation_images'] or 'All')} validation images, classifiers fitted on"
+        f" at most {text(last['train_images'])}, seed {last['seed']}."
+    )
+    for title, keys, unit, factor in _OVER_STEPS:
+        lines = []
+        for color, key in enumerate(keys):
+            measured = [record for record in records if key in record]
+            steps = [record["step"] for record in measured]
+            values = [factor * record[key] for record in measured]
+            if steps:
+                name = words(key) if len(keys) > 1 else ""
+                lines.append(Line(steps, values, color, name, marks=True))
+        if lines:
+            about = measured[-1].get("distance_of", "") if keys[0] in _DISTANCES else caption
+            yield line_chart(title, lines, x="step", y=unit, caption=about)
+    # Shown once, below the chart.
+    numbers = [{k: v for k, v in record.items() if k != "distance_of"} for record in records]
+    table = tables_of(numbers, title="Values")[0]
+    yield dataclasses.replace(table, closed=True)
 
 
-def _likelihood(result: dict[str, Any]) -> Iterator[EvalMetric]:
-    yield EvalMetric("likelihood", "per dimension", result["nats_per_dimension"], "nats")
+def _samples(run: RunRecord, result: dict[str, Any]) -> Iterator[Block]:
+    """`megavis evaluate samples`: distances and the settings that qualify them."""
+    network, samples, reference = (result[key] for key in ("network", "samples", "reference"))
+    names = {"fid": "FID", "sfid": "sFID", "frechet_distance": result["title"]}
+    numbers = {key: value for key, value in result.items() if isinstance(value, float)}
+    rows = [(names.get(key, words(key)), number(value)) for key, value in numbers.items()]
+    caption = (
+        f"{samples['num_images']} images of {samples['source']}; reference {reference['source']}"
+        f" {reference['sha256'][:8]} (N {text(reference['num_images'])}); network"
+        f" {network['name']} {network['sha256'][:8]}, resize {network['resize']}."
+    )
+    if result["caution"]:
+        caption += f" {result['caution'][:1].upper()}{result['caution'][1:]}."
+    yield Table("Distance from real images", ("", "value"), rows, caption)
 
 
-def _panoptic(result: dict[str, Any]) -> Iterator[EvalMetric]:
-    group, note = "panoptic quality", f"of {result['images']} images"
-    for name, part in (("all classes", "all"), ("things", "things"), ("stuff", "stuff")):
-        yield EvalMetric(group, name, result[part]["PQ"], "", note)
-
-
-def _depth(result: dict[str, Any]) -> Iterator[EvalMetric]:
-    note = f"of {result['images']} images"
-    yield EvalMetric("depth", "RMSE", result["all"]["RMSE"], "m", note)
-
-
-def _baselines(answers: list[dict[str, Any]]) -> Iterator[EvalMetric]:
-    """Scores of what can be said of label maps without a model."""
-    for answer in answers:
-        is_depth = "RMSE" in answer
-        value = answer["RMSE" if is_depth else "PQ"]
-        yield EvalMetric("without a model", answer["answer"], value, "m" if is_depth else "")
-
-
-def _share(group: str, name: str, share: float, note: str = "") -> EvalMetric:
-    return EvalMetric(group, name, 100 * share, "%", note)
-
-
-_READERS: dict[str, Callable[[Any], Iterator[EvalMetric]]] = {
-    "probe.json": _probe,
-    "finetune_test.json": _classes,
-    "positions.csv": _positions,
-    "completions.csv": _completions,
-    "groups.csv": _groups,
-    "reconstructions.csv": _hidden,
-    "reconstruction.json": _reconstruction,
-    "classes.json": _named,
-    "likelihood.json": _likelihood,
-    "panoptic.json": _panoptic,
-    "depth_errors.json": _depth,
-    "label_map_baselines.json": _baselines,
+_OVER_STEPS = (
+    ("Accuracy by step", ("probe_accuracy", "neighbors_accuracy"), "accuracy (%)", 100),
+    ("Validation loss by step", ("validation_loss",), "loss", 1),
+    ("FID by step", ("fid",), "FID", 1),
+    ("Fréchet distance by step", ("frechet_distance",), "distance", 1),
+)
+_DISTANCES = ("fid", "frechet_distance")
+KNOWN_RESULTS: dict[str, Callable[[RunRecord, Any], Iterator[Block]]] = {
+    "probe": _probe,
+    "likelihood": _likelihood,
+    "samples": _samples,
+    "watch": _watch,
+    "finetune_test": _classes,
+    "finetune_selection": _classes,
 }
+"""Functions by file name, in page order."""

@@ -1,4 +1,7 @@
-"""Read a run folder without torch: config, metrics, starts, results and pictures."""
+"""Read a run folder without torch: config, metrics, starts, results and pictures.
+
+The results in `RUN/evaluation/` are also read as single metrics, each with its unit.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ import functools
 import json
 import math
 import statistics
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +154,153 @@ class RunRecord:
         return {
             path.stem.partition("-")[0]: path for path in sorted(self.folder.glob("samples/*.png"))
         }
+
+
+@dataclass(frozen=True)
+class EvalMetric:
+    """One metric, in its unit: `%`, `dB`, `nats`, `m`, or none.
+
+    Attributes:
+        group: what was evaluated, for example `linear probe`.
+        name: of the metric in its group, for example `trained`.
+        note: further information, for example `layer 2`.
+        step: of the evaluated checkpoint, if the file names it.
+    """
+
+    group: str
+    name: str
+    value: float
+    unit: str
+    note: str = ""
+    step: int | None = None
+
+    @property
+    def formatted(self) -> str:
+        """Value with unit: `34.4%`, `13.03 dB`."""
+        return format_value(self.value, self.unit)
+
+
+def format_value(value: float, unit: str) -> str:
+    """Format a value with its unit."""
+    return f"{value:.1f}%" if unit == "%" else f"{value:.2f} {unit}".strip()
+
+
+def eval_metrics(folder: Path) -> Iterator[EvalMetric]:
+    """Yield the metrics in the evaluation files of a run folder, by command.
+
+    A file that is not in the format that its command writes is skipped; the page shows it in a
+    section of its own.
+    """
+    for name, read in _READERS.items():
+        path = folder / "evaluation" / name
+        if path.exists():
+            try:
+                content = read_result(path)
+                step = content.get("step") if isinstance(content, dict) else None
+                found = [replace(measure, step=step) for measure in read(content)]
+            except (LookupError, TypeError, ValueError, csv.Error):
+                continue
+            yield from found
+
+
+def _probe(result: dict[str, Any]) -> Iterator[EvalMetric]:
+    """Accuracy of the best layer, of an untrained network and of raw pixels."""
+    group, best = "linear probe", result["best_layer"]
+    yield _share(group, "trained", best["accuracy"], f"layer {best['layer']}")
+    if best.get("vote_accuracy") is not None:
+        yield _share(group, "vote of masks", best["vote_accuracy"])
+    yield _share(group, "untrained", result["untrained_accuracy"])
+    yield _share(group, "raw pixels", result["pixels"]["accuracy"])
+
+
+def _classes(result: dict[str, Any]) -> Iterator[EvalMetric]:
+    """Accuracy of fine-tuning on the test images."""
+    yield _share("classes", "test images", result["top1"], f"of {result['num_images']}")
+
+
+def _positions(rows: list[dict[str, str]]) -> Iterator[EvalMetric]:
+    """Accuracy of positions: without a mask, with half masked, and by chance."""
+    accuracy = {float(row["mask_ratio"]): float(row["accuracy"]) for row in rows}
+    group = "in their place"
+    yield _share(group, "none masked", accuracy[0.0])
+    yield _share(group, "half masked", accuracy[0.5])
+    yield _share(group, "chance", float(rows[0]["chance"]))
+
+
+def _completions(rows: list[dict[str, str]]) -> Iterator[EvalMetric]:
+    """PSNR over the pixels of all images, from the rows of single images."""
+    names = {
+        "completed": "one completion",
+        "mean_of_completions": "mean of several",
+        "last_row_repeated": "row repeated",
+    }
+    for key, name in names.items():
+        errors = [10 ** (-float(row[f"psnr_{key}"]) / 10) for row in rows]
+        yield EvalMetric("lower halves", name, -10 * math.log10(statistics.fmean(errors)), "dB")
+
+
+def _groups(rows: list[dict[str, str]]) -> Iterator[EvalMetric]:
+    for row in rows:
+        name = "all at once" if row["groups"] == "1" else f"{row['groups']} groups"
+        yield EvalMetric("what was hidden", name, float(row["psnr"]), "dB")
+
+
+def _hidden(rows: list[dict[str, str]]) -> Iterator[EvalMetric]:
+    for row in rows:
+        yield EvalMetric("hidden patches", row["hidden"], float(row["psnr"]), "dB")
+
+
+def _reconstruction(result: dict[str, Any]) -> Iterator[EvalMetric]:
+    yield EvalMetric("reconstruction", "PSNR", result["psnr"], "dB")
+    yield EvalMetric("reconstruction", "SSIM", result["ssim"], "")
+
+
+def _named(result: dict[str, Any]) -> Iterator[EvalMetric]:
+    """Accuracy of a classifier on samples, reconstructions and real images."""
+    for name in ("samples", "reconstructions", "real images"):
+        if name in result:
+            part = result[name]
+            yield _share("named right", name, part["all"], f"of {part['images']}")
+
+
+def _likelihood(result: dict[str, Any]) -> Iterator[EvalMetric]:
+    yield EvalMetric("likelihood", "per dimension", result["nats_per_dimension"], "nats")
+
+
+def _panoptic(result: dict[str, Any]) -> Iterator[EvalMetric]:
+    group, note = "panoptic quality", f"of {result['images']} images"
+    for name, part in (("all classes", "all"), ("things", "things"), ("stuff", "stuff")):
+        yield EvalMetric(group, name, result[part]["PQ"], "", note)
+
+
+def _depth(result: dict[str, Any]) -> Iterator[EvalMetric]:
+    note = f"of {result['images']} images"
+    yield EvalMetric("depth", "RMSE", result["all"]["RMSE"], "m", note)
+
+
+def _baselines(answers: list[dict[str, Any]]) -> Iterator[EvalMetric]:
+    """Scores of what can be said of label maps without a model."""
+    for answer in answers:
+        is_depth = "RMSE" in answer
+        value = answer["RMSE" if is_depth else "PQ"]
+        yield EvalMetric("without a model", answer["answer"], value, "m" if is_depth else "")
+
+
+def _share(group: str, name: str, share: float, note: str = "") -> EvalMetric:
+    return EvalMetric(group, name, 100 * share, "%", note)
+
+
+_READERS: dict[str, Callable[[Any], Iterator[EvalMetric]]] = {
+    "probe.json": _probe,
+    "finetune_test.json": _classes,
+    "positions.csv": _positions,
+    "completions.csv": _completions,
+    "groups.csv": _groups,
+    "reconstructions.csv": _hidden,
+    "reconstruction.json": _reconstruction,
+    "classes.json": _named,
+    "likelihood.json": _likelihood,
+    "panoptic.json": _panoptic,
+    "depth_errors.json": _depth,
+    "label_map_baselines.json": _baselines,
+}
