@@ -175,7 +175,7 @@ def test_probe_scores_concatenated_layers_and_low_data(build, tmp_path, data):
     (row,) = [line for line in lines if line.startswith("       10 ")]
     assert f"{mean:.1%} ± {deviation:.1%}" in row
 
-    for wrong in ({"draws": 1}, {"images_per_class": (1,)}, {"concatenate": -1}):
+    for wrong in ({"draws": 1}, {"images_per_class": (1,)}):
         with pytest.raises(UserError, match="must be at least"):
             ProbeSettings(**wrong)
 
