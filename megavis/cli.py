@@ -17,8 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from megavis import __version__
-from megavis.commands.completion import complete
-from megavis.commands.quiet import is_verbose, quietly, set_verbosity
+from megavis.commands.terminal import complete, is_verbose, quietly, set_verbosity
 from megavis.config.arguments import ArgumentParser, close_output
 from megavis.config.errors import (
     CORRUPTION_EXIT_CODE,

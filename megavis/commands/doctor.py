@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megavis.commands.quiet import quietly
+from megavis.commands.terminal import quietly
 
 if TYPE_CHECKING:
     import torch

@@ -29,7 +29,7 @@ from megavis.commands.opening import (
 )
 from megavis.commands.options.evaluation import GENERAL_FIGURES
 from megavis.commands.options.shared import spelled
-from megavis.commands.quiet import quietly
+from megavis.commands.terminal import quietly
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.config.papers import FigureSpec, paper_figures

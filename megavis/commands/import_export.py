@@ -18,7 +18,7 @@ from megavis.checkpoint.format.folder import chosen_checkpoint, step_folder
 from megavis.checkpoint.format.manifest import read_manifest
 from megavis.checkpoint.format.tensor_reader import read_weights
 from megavis.checkpoint.state.convert import write_weights
-from megavis.commands.quiet import quietly
+from megavis.commands.terminal import quietly
 from megavis.composition.released_run import ReleasedRun, read_json
 from megavis.config.errors import UserError
 from megavis.config.load import dump_config, load_config, tokenizers_inside, with_tokenizers

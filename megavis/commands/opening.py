@@ -18,7 +18,7 @@ import torch
 
 from megavis.checkpoint.format.folder import require_run_folder
 from megavis.commands.options.shared import refuse_options
-from megavis.commands.quiet import quietly
+from megavis.commands.terminal import quietly
 from megavis.config.errors import UserError
 from megavis.data.codecs.transforms import evaluation_transform
 from megavis.data.loading.dataset import ShardDataset

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megavis.commands.opening import job_closed
-from megavis.commands.quiet import quietly
+from megavis.commands.terminal import quietly
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig

@@ -23,7 +23,7 @@ from megavis.commands.opening import (
     open_shards,
 )
 from megavis.commands.options.shared import chosen_options, refuse_options, spelled
-from megavis.commands.quiet import quietly
+from megavis.commands.terminal import quietly
 from megavis.config.errors import UserError
 from megavis.data.format.files import write_json
 from megavis.data.format.manifest import MANIFEST_NAME, PALETTE_NAME

@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megavis.commands.quiet import quietly
+from megavis.commands.terminal import quietly
 from megavis.config.errors import UserError
 from megavis.config.section import ParallelConfig
 from megavis.data.format.files import write_json

@@ -117,7 +117,7 @@ from megavis.cli import main
 main(["config", "diff", "nowhere.yaml", "nowhere.yaml", "{option}"])
 from tqdm import tqdm
 for _ in tqdm(range(3), desc="a bar"): pass
-from megavis.commands.quiet import quietly
+from megavis.commands.terminal import quietly
 with quietly(): print("output of a library")
 """
     settings = {**os.environ, "PYTHONPATH": str(ROOT), "TQDM_MININTERVAL": "0"}

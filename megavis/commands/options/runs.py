@@ -87,7 +87,7 @@ def add_completion(parser: argparse.ArgumentParser) -> None:
         'example: megavis completion bash\n\nin ~/.bashrc: eval "$(megavis completion bash)"'
     )
     parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="kind of shell")
-    parser.set_defaults(run="completion:run")
+    parser.set_defaults(run="terminal:write_completion")
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ import time
 import pytest
 from terminal import Terminal
 
-from megavis.commands.quiet import set_verbosity
+from megavis.commands.terminal import set_verbosity
 from megavis.parallel import progress_bar
 from megavis.parallel.progress_bar import is_silent, shown
 

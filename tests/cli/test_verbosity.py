@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megavis.cli import main
-from megavis.commands.quiet import quietly
+from megavis.commands.terminal import quietly
 
 
 def fail_with_output():

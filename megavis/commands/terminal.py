@@ -1,18 +1,24 @@
-"""Verbosity of a command besides its results.
+"""Terminal of a command: its verbosity besides the results, and completion of what is typed.
 
-The environment stores it, so that all processes of a job and subprocesses share it.
+The environment stores the verbosity, so that all processes of a job and subprocesses share it.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gc
+import importlib
 import io
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
 
+from megavis.config.arguments import ArgumentParser
 from megavis.config.errors import UserError
 
 _VERBOSE = "MEGAVIS_VERBOSE"
@@ -62,3 +68,32 @@ def quietly() -> Iterator[None]:
         logging.disable(logged_from)
         if collects:
             gc.enable()
+
+
+def write_completion(args: argparse.Namespace) -> int:
+    """`megavis completion`: write the shell's code; needs argcomplete."""
+    if find_spec("argcomplete") is None:
+        raise UserError("completion needs argcomplete: pip install 'megavis[completion]'")
+    sys.stdout.write(_argcomplete().shellcode(["megavis"], shell=args.shell))
+    return 0
+
+
+def complete(parser: argparse.ArgumentParser) -> None:
+    """Write completions and exit if a shell asks for them; needs argcomplete, else do nothing."""
+    if find_spec("argcomplete") is not None:
+        _fill(parser)
+        _argcomplete().autocomplete(parser)
+
+
+def _fill(parser: argparse.ArgumentParser) -> None:
+    """Fill a parser and its subparsers: argcomplete reads only what exists when it starts."""
+    if isinstance(parser, ArgumentParser):
+        parser.fill()
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                _fill(each)
+
+
+def _argcomplete() -> Any:
+    return importlib.import_module("argcomplete")
