@@ -110,7 +110,7 @@ def test_schema_does_not_import_torch(tmp_path):
 
 @pytest.mark.once
 def test_run_imports_one_paper_and_hides_library_output(tmp_path, small_config):
-    """Train an iGPT with a checkpoint and samples; tests/cli/test_verbosity.py has other commands."""
+    """Train with a checkpoint and samples; tests/cli/test_verbosity.py has other commands."""
     words = [f"output={tmp_path}", "training.sample_every=1", "--device", "cpu"]
     modules, stderr = run_commands(tmp_path, ["train", str(small_config), *words], code=0)
     papers = {name.split(".")[2] for name in modules if name.startswith("megavis.papers.")}
