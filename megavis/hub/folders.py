@@ -23,8 +23,16 @@ from megavis.config.load import dump_config, exported_names, with_tokenizers
 from megavis.config.schema import RunConfig
 from megavis.data.format.manifest import PALETTE_NAME, Manifest
 from megavis.hub import plain_loader
-from megavis.hub.plain import WEIGHTS, PlainForm, check_agreement, write_run
-from megavis.hub.vit import as_vit, classifies, compared_vit, timm_settings
+from megavis.hub.forms import (
+    WEIGHTS,
+    PlainForm,
+    as_vit,
+    check_agreement,
+    classifies,
+    compared_vit,
+    timm_settings,
+    write_run,
+)
 from megavis.notebook import Run
 from megavis.papers.darl.vit_folders import to_transformers, transformers_settings
 from megavis.papers.igpt.imagegpt import (

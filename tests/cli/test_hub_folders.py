@@ -14,10 +14,9 @@ from tiny import VIT, tiny
 
 import megavis
 from megavis.cli import main
-from megavis.commands.import_export import write_run
+from megavis.commands.weights import write_run
 from megavis.config.load import load_config
-from megavis.hub.plain import PlainForm
-from megavis.hub.vit import full_attention_tokens
+from megavis.hub.forms import PlainForm, full_attention_tokens
 from megavis.tokenizers.patches import standardize
 
 pytest.importorskip("transformers", reason="pip install transformers, to open exported folders")

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tiny import VIT, tiny
 
 from megavis.cli import main
-from megavis.commands.import_export import write_run
+from megavis.commands.weights import write_run
 from megavis.config.load import load_config
 from megavis.hub import folders
 

@@ -98,11 +98,11 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "example: megavis checkpoint verify runs/igpt_demo"
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     listing = _add_verb(
-        verbs, "list", "list steps, layouts that saved them, and sizes", "checkpoint:list_"
+        verbs, "list", "list steps, layouts that saved them, and sizes", "weights:list_"
     )
     add_json(listing)
     verify = _add_verb(
-        verbs, "verify", "read every byte; name damaged files and tensors", "checkpoint:verify"
+        verbs, "verify", "read every byte; name damaged files and tensors", "weights:verify"
     )
     verify.add_argument("--step", type=non_negative, help="only this step; default: all")
     prune = _add_verb(
@@ -110,7 +110,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
         "prune",
         "delete old checkpoints, but never the latest, those of checkpoint.keep_at and the best one"
         " of fine-tuning",
-        "checkpoint:prune",
+        "weights:prune",
     )
     prune.add_argument(
         "--keep-last", type=positive, required=True, help="number of newest checkpoints to keep"
@@ -119,7 +119,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
         "--keep-every", type=non_negative, default=0, help="also keep every N-th step; 0: none"
     )
     convert = _add_verb(
-        verbs, "convert", "re-slice a checkpoint for another layout, offline", "checkpoint:convert"
+        verbs, "convert", "re-slice a checkpoint for another layout, offline", "weights:convert"
     )
     convert.add_argument("target", type=Path, help="run folder to write into")
     convert.add_argument("--step", type=non_negative, help="checkpoint; default: the newest")
@@ -175,7 +175,7 @@ def add_import(parser: argparse.ArgumentParser) -> None:
             metavar=option.metavar,
             help=f"{', '.join(forms)}: {option.help}",
         )
-    parser.set_defaults(run="import_export:import_run", check=_check_import)
+    parser.set_defaults(run="weights:import_run", check=_check_import)
 
 
 def _check_import(args: argparse.Namespace) -> None:
@@ -212,7 +212,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", choices=forms, required=True, help="form")
     parser.add_argument("out", type=Path, metavar="DIR", help="new folder, or .safetensors file")
     add_step(parser)
-    parser.set_defaults(run="import_export:export", check=_check_export)
+    parser.set_defaults(run="weights:export", check=_check_export)
 
 
 def _check_export(args: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ from tiny import VIT, tiny
 import megavis
 from megavis.checkpoint.format.folder import latest_checkpoint
 from megavis.checkpoint.format.tensor_reader import CheckpointReader
-from megavis.commands.import_export import write_run
+from megavis.commands.weights import write_run
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.yaml_tree import ConfigSource
