@@ -137,9 +137,7 @@ class PlainForm:
 
     @torch.no_grad()
     def __init__(self, run: Run) -> None:
-        paper = run.objective.backbone
-        if not isinstance(paper, Composition):
-            raise UserError(f"a run of {run.config.objective.name} has no Transformer")
+        paper = _composition(run)
         self._check(run, paper)
         reader, model = run.runner.layers.modules[0], run.config.model
         assert isinstance(reader, Reader)
@@ -160,13 +158,9 @@ class PlainForm:
         if "content_groups" in carried:
             groups = carried["content_groups"][0]
             self.tensors[f"{_PREFIX}mask"] = groups <= groups[:, None]
-        layers = run.runner.layers
-        kept: list[Tensor] = []
-        with watch_features(layers.feature_layers()[-1], kept.append):
-            run.runner.features(inputs)
-        self.expected = kept[0].transpose(0, 1)
+        self.expected = _last_norm(run.runner, inputs)
         self.settings = {
-            "content": f"{layers.plans[0].name}.{paper.part_names['content']}",
+            "content": _content_name(run, paper),
             "first": int(changed[0]),
             "layers": model.num_layers,
             "heads": model.num_attention_heads,
@@ -195,6 +189,26 @@ class PlainForm:
     def check(self, folder: Path) -> float:
         """Compare the loader's output with the run's; return the difference, at most 1e-4."""
         return check_agreement(plain_features(str(folder), self.tokens), self.expected)
+
+
+def _composition(run: Run) -> Composition:
+    paper = run.objective.backbone
+    if not isinstance(paper, Composition):
+        raise UserError(f"a run of {run.config.objective.name} has no Transformer")
+    return paper
+
+
+def _content_name(run: Run, paper: Composition) -> str:
+    """Return the name of the embedding of tokens."""
+    return f"{run.runner.layers.plans[0].name}.{paper.part_names['content']}"
+
+
+def _last_norm(runner: Inference, inputs: tuple[Tensor, ...]) -> Tensor:
+    """Return the output `[b, s, h]` of the topmost norm that provides features."""
+    kept: list[Tensor] = []
+    with watch_features(runner.layers.feature_layers()[-1], kept.append):
+        runner.features(inputs)
+    return kept[0].transpose(0, 1)
 
 
 def norm_name(runner: Inference) -> str:
@@ -241,8 +255,7 @@ def as_vit(run: Run, weights: Mapping[str, Tensor]) -> TimmViT:
     paper = _paper(run)
     reader = run.runner.layers.modules[0]
     assert isinstance(reader, Reader)
-    prefix, side = f"{run.runner.layers.plans[0].name}.", paper.paper.patch_size
-    content = f"{prefix}{paper.part_names['content']}"
+    content, side = _content_name(run, paper), paper.paper.patch_size
     heads, norm = run.config.model.num_attention_heads, norm_name(run.runner)
     kernel = weights[f"{content}.weight"].unflatten(1, (side, side, 3)).permute(0, 3, 1, 2)
     tensors = {
@@ -275,9 +288,7 @@ def classifies(run: Run) -> bool:
 
 def _paper(run: Run) -> Composition:
     """Return the composition of a run; raise UserError if it is not a ViT."""
-    paper, model = run.objective.backbone, run.config.model
-    if not isinstance(paper, Composition):
-        raise UserError(f"a run of {run.config.objective.name} has no Transformer")
+    paper, model = _composition(run), run.config.model
     if not isinstance(paper.reads, Patches):
         raise UserError("a ViT reads patches of pixels, which this run does not")
     for wanted, key in _WORDS.items():
@@ -337,11 +348,8 @@ def full_attention_tokens(run: Run, images: Tensor) -> Tensor:
         assert run.checkpoint is not None
         load_weights(run.checkpoint, layers, run.context)
         runner = Inference(layers, run.context)
-    kept: list[Tensor] = []
-    with watch_features(runner.layers.feature_layers()[-1], kept.append):
-        batch = Batch(images, torch.full((len(images),), -1), torch.arange(len(images)))
-        runner.features(paper.feature_inputs(batch))
-    return kept[0].transpose(0, 1)
+    batch = Batch(images, torch.full((len(images),), -1), torch.arange(len(images)))
+    return _last_norm(runner, paper.feature_inputs(batch))
 
 
 def timm_settings(vit: TimmViT) -> dict[str, Any]:
