@@ -4,7 +4,7 @@
 
 There are three sources:
 
-- `megavis/evaluation/published/PAPER.yaml`: the numbers of the tables;
+- `megavis/reports/published/PAPER.yaml`: the numbers of the tables;
 - the headers of `yaml_configs/*/*.yaml`, which name the results that a config reproduces
   (`paper_claims.py`);
 - `docs/papers/PAPER.yaml`: all tables and figures in order, which of their columns are results, and
@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 from paper_claims import Claim, presets_without_a_row, read_claims
 
-from megavis.evaluation.published import PublishedTable, published_papers
+from megavis.reports.published import PublishedTable, published_papers
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "papers"
@@ -42,7 +42,7 @@ INDEX = """# The papers, table by table
 
 Each page lists a paper's tables and figures in order, with the config or command for each result
 and the paper's number. `python launch/paper_tables.py` generates them from the headers of
-`yaml_configs/`, the numbers in `megavis/evaluation/published/` and the YAML files in this folder.
+`yaml_configs/`, the numbers in `megavis/reports/published/` and the YAML files in this folder.
 
 {table}
 

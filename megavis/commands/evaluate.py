@@ -52,17 +52,17 @@ from megavis.evaluation.images.pair_metrics import (
     PanopticQuality,
     reconstructions,
 )
-from megavis.evaluation.published import (
+from megavis.model.autoencoder_losses import open_perceptual
+from megavis.notebook import Run
+from megavis.parallel.device import choose_device, set_arithmetic
+from megavis.parallel.progress_bar import shown
+from megavis.reports.published import (
     METRICS,
     STAGES,
     dense_table,
     markdown_of,
     reconstruction_of,
 )
-from megavis.model.autoencoder_losses import open_perceptual
-from megavis.notebook import Run
-from megavis.parallel.device import choose_device, set_arithmetic
-from megavis.parallel.progress_bar import shown
 from megavis.tokenizers.network_tokenizer import LatentTokenizer, open_tokenizer
 
 _BATCH_SIZE = 64

@@ -1,9 +1,11 @@
-"""Render runs as a page, and compare them with published results."""
+"""Render runs as a page: facts, curves and events of several runs, and the results of each."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import resources
@@ -11,22 +13,24 @@ from typing import Any
 
 from markupsafe import Markup
 
-from megavis.evaluation.published import PublishedPaper, PublishedTable, published_papers
+from megavis.config.errors import counted
 from megavis.reports.blocks import (
     NUM_COLORS,
     Block,
+    Chart,
+    Line,
     PageSection,
     Picture,
     Table,
+    line_chart,
     number,
-    percent,
     picture,
     text,
     words,
 )
-from megavis.reports.results import first_sections, metrics_table, probed_shards, result_sections
-from megavis.reports.run_record import RunRecord, read_result
-from megavis.reports.training_sections import events_table, headline, overview, training_charts
+from megavis.reports.published import compare, published_papers
+from megavis.reports.results import first_sections, metrics_table, result_sections
+from megavis.reports.run_record import RunRecord
 from megavis.training.provenance import versions
 
 _PICTURES = {
@@ -146,150 +150,221 @@ def _commands(run: RunRecord) -> Iterator[tuple[str, Sequence[str]]]:
         yield "Evaluation and export", list(dict.fromkeys(done))
 
 
-@dataclass(frozen=True)
-class RunResult:
-    """A result of a run that is comparable with the tables of a paper with this measure."""
-
-    measure: str
-    run: str
-    what: str
-    images: str
-    value: str
+Colored = Sequence[tuple[int, str, RunRecord]]
+"""Runs with their colour index and their legend, which is empty for a single run."""
 
 
-@dataclass(frozen=True)
-class PaperComparison:
-    """The runs' comparable results, if any, and a paper's tables: of the same measures, others."""
-
-    title: str
-    own: Table | None
-    compared: Sequence[Table]
-    others: Sequence[Table]
-
-
-_SAME_MEASURE = {
-    "linear_probe": {"linear_probe", "classification"},
-    "low_data": {"low_data"},
-    "finetune": {"finetune", "classification"},
-    "generation": {"generation"},
-    "transfer": {"transfer", "linear_probe"},
-    "likelihood": {"likelihood"},
-    "dense_prediction": {"dense_prediction"},
-}
-"""Measures of the tables to show with each result."""
+def headline(run: RunRecord) -> list[tuple[str, str]]:
+    """Return the main facts of a run as pairs of name and text."""
+    facts: list[tuple[str, str | None]] = [
+        ("model", _model(run)),
+        ("parameters", None if run.num_parameters is None else _millions(run.num_parameters)),
+        ("data", _data(run)),
+        ("step", f"{run.last_step} of {run.setting('training.steps', '–')}"),
+        ("images seen", _images_seen(run)),
+        ("layout", _layout(run)),
+        ("speed", _speed(run)),
+        ("time in steps", _duration(run.seconds_in_steps)),
+        ("checks", _guards(run)),
+        *_losses(run),
+    ]
+    return [(name, value) for name, value in facts if value]
 
 
-def compare(runs: Sequence[RunRecord]) -> Iterator[PaperComparison]:
-    """Yield a comparison for each paper of the runs."""
-    papers = published_papers()
-    by_title: dict[str, tuple[PublishedPaper, list[RunRecord]]] = {}
-    for run in runs:
-        if paper := papers.get(run.objective):
-            by_title.setdefault(paper.title, (paper, []))[1].append(run)
-    for paper, own_runs in by_title.values():
-        results = [result for run in own_runs for result in run_results(run)]
-        measures = set().union(*(_SAME_MEASURE[result.measure] for result in results))
-        compared = [table for table in paper.tables if table.measure in measures]
-        others = [table for table in paper.tables if table.measure not in measures]
-        yield PaperComparison(
-            paper.title,
-            _own_table(results) if results else None,
-            [_table(table, paper) for table in compared],
-            [_table(table, paper) for table in others],
-        )
+def overview(runs: Sequence[RunRecord]) -> Table:
+    """Return the facts of several runs side by side."""
+    facts = [dict(headline(run)) for run in runs]
+    names = list(dict.fromkeys(name for one in facts for name in one))
+    rows = [(name, *(one.get(name, "–") for one in facts)) for name in names]
+    return Table("", ("", *(run.name for run in runs)), rows)
 
 
-def _own_table(results: Sequence[RunResult]) -> Table:
-    rows = [(result.run, result.what, result.images, result.value) for result in results]
-    caption = "Comparable with the paper's only where data, model size and recipe are the same."
-    title = "This run" if len({result.run for result in results}) == 1 else "These runs"
-    return Table(title, ("run", "", "images", "value"), rows, caption)
+def _model(run: RunRecord) -> str | None:
+    if not run.setting("model"):
+        return None
+    names = {"num_layers": "layers", "hidden_size": "wide", "num_attention_heads": "heads"}
+    return ", ".join(f"{run.setting(f'model.{key}')} {name}" for key, name in names.items())
 
 
-def _table(table: PublishedTable, paper: PublishedPaper) -> Table:
-    own = {
-        place for place, row in enumerate(table.rows) if any(paper.short in cell for cell in row)
-    }
-    where = f" {table.dataset}." if table.dataset else ""
-    return Table(
-        f"{table.table}: {table.title}",
-        table.columns,
-        table.rows,
-        f"{table.metric[:1].upper()}{table.metric[1:]}.{where}",
-        marked=frozenset(own) if len(own) < len(table.rows) else frozenset(),
+def _millions(count: int) -> str:
+    return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.2f} M"
+
+
+def _data(run: RunRecord) -> str | None:
+    train = run.setting("data.train")
+    if isinstance(train, list):
+        train = ", ".join(str(part.get("path")) for part in train)
+    size = run.setting("data.image_size")
+    return f"{train}, {size} × {size}" if train and size else train
+
+
+def _images_seen(run: RunRecord) -> str | None:
+    seen, batch = run.series("samples_seen")[1], run.setting("training.batch_size")
+    return f"{number(seen[-1])}, {batch} per step" if seen else None
+
+
+def _layout(run: RunRecord) -> str | None:
+    precision, zero = run.setting("training.precision", ""), run.setting("parallel.zero_stage", 0)
+    if run.manifest is None:
+        return precision or None
+    axes = ("tensor", "context", "pipeline", "data")
+    sizes = {axis: _size(run, f"{axis}_parallel_size") for axis in axes}
+    count = math.prod(sizes.values())
+    split = " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    processes = counted(count, "process", "processes")
+    return f"{processes}{f': {split}' if split else ''}, ZeRO-{zero}, {precision}"
+
+
+def _size(run: RunRecord, key: str) -> int:
+    layout = run.manifest.layout if run.manifest else {}
+    return layout.get(key) or layout.get(key.replace("_parallel", "_model_parallel")) or 1
+
+
+def _speed(run: RunRecord) -> str | None:
+    images, tokens, mfu = (run.median(key) for key in ("samples_per_s", "tokens_per_s", "mfu"))
+    if images is None:
+        return None
+    speed = f"{images:.3g} images/s"
+    if tokens is not None:
+        speed += f", {number(round(tokens))} tokens/s"
+    return speed if mfu is None else f"{speed}, MFU {mfu:.1%}"
+
+
+def _duration(seconds: float | None) -> str | None:
+    if seconds is None:
+        return None
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 6000:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 360_000 else f"{seconds / 86400:.1f} days"
+
+
+def _guards(run: RunRecord) -> str | None:
+    """Return the enabled fault checks; their findings are listed as events."""
+    spikes, every = (
+        run.setting(f"training.{key}") for key in ("spike_threshold", "check_replicas_every")
     )
+    guards = [
+        f"spikes of the loss, {number(spikes)} deviations above the median" if spikes else "",
+        f"copies of weights and losses that differ, every {every} steps" if every else "",
+    ]
+    return "; ".join(guard for guard in guards if guard) or None
 
 
-def run_results(run: RunRecord) -> Iterator[RunResult]:
-    """Yield what a run's evaluation has found, as far as papers have a table of it."""
-    for path in run.results():
-        find = _FINDERS.get(path.name)
-        if find is None:
-            continue
-        try:
-            yield from list(find(run, read_result(path)))
-        except (KeyError, TypeError, ValueError):
-            continue  # the file's own section shows its content
+def _losses(run: RunRecord) -> Iterator[tuple[str, str]]:
+    for key, name in (("validation_loss", "validation loss"), ("loss", "training loss")):
+        values = run.series(key)[1]
+        if values:
+            yield name, f"{values[0]:.4f} → {values[-1]:.4f}"
 
 
-def _probe(run: RunRecord, result: dict[str, Any]) -> Iterator[RunResult]:
-    images = f"{result['num_validation']} of {probed_shards(run, result) or 'validation'}"
-    best = result["best_layer"]
-    what = f"linear probe, layer {best['layer']}, step {result['step']}"
-    yield RunResult("linear_probe", run.name, what, images, percent(best["accuracy"]))
-    for score in result.get("low_data") or ():
-        if score["features"] == "trained":
-            what = f"{score['images_per_class']} labels per class, {len(score['accuracies'])} draws"
-            error = f"{100 * (1 - score['mean']):.1f} ± {100 * score['deviation']:.1f} % error"
-            yield RunResult("low_data", run.name, what, images, error)
+def training_charts(runs: Sequence[RunRecord]) -> Iterator[Chart]:
+    """Yield charts: losses of comparable runs together, other metrics of all runs together."""
+    colored = [(place, run.name if len(runs) > 1 else "", run) for place, run in enumerate(runs)]
+    kinds = list(dict.fromkeys(_comparable(run) for run in runs))
+    for kind in kinds:
+        members = [member for member in colored if _comparable(member[2]) == kind]
+        yield from _loss_chart(f"Loss: {kind}" if len(kinds) > 1 else "Loss", members)
+    for key, name, caption in (
+        ("lr", "Learning rate", ""),
+        ("grad_norm", "Gradient norm", "Before clipping; infinite values are left out."),
+        ("samples_per_s", "Images per second", "Of the whole job, in training steps only."),
+    ):
+        yield from _measure_chart(key, name, colored, caption)
+    for key in _validation_measures(runs):
+        name = words(key.removeprefix("validation_"))
+        measured = [member for member in colored if member[2].series(key)[0]]
+        yield from _measure_chart(key, f"Validation: {name}", measured, _held_out(measured))
 
 
-def _finetune(run: RunRecord, result: dict[str, Any]) -> Iterator[RunResult]:
-    images = f"{result['num_images']} of {result['data']} (test)"
-    what = f"fine-tuned, step {result['step']}"
-    yield RunResult("finetune", run.name, what, images, percent(result["vote"]))
+def _comparable(run: RunRecord) -> str:
+    """Return a key that is equal for runs with comparable losses."""
+    return f"{run.objective or 'run'}{', fine-tuning' if run.is_finetuning else ''}"
 
 
-def _samples(run: RunRecord, result: dict[str, Any]) -> Iterator[RunResult]:
-    reference = result["reference"]["source"]
-    images = f"{result['samples']['num_images']} against {reference}"
-    for key, name in (("fid", "FID"), ("frechet_distance", result["title"])):
-        if key in result:
-            yield RunResult("generation", run.name, name, images, number(result[key]))
+def _validation_measures(runs: Sequence[RunRecord]) -> list[str]:
+    keys = itertools.chain.from_iterable(record for run in runs for record in run.metrics)
+    found = dict.fromkeys(key for key in keys if key.startswith("validation_"))
+    return [key for key in found if key != "validation_loss"]
 
 
-def _transfer(run: RunRecord, rows: list[dict[str, str]]) -> Iterator[RunResult]:
-    for row in rows:
-        # Older tables do not have the column.
-        if row["labels"] == "all" and row.get("features", "trained") == "trained":
-            what = f"linear probe on {row['data_set']}, layer {row['layer']}"
-            images = f"{row['num_test']} of {row['test']}"
-            yield RunResult("transfer", run.name, what, images, percent(float(row["accuracy"])))
+def _loss_chart(title: str, runs: Colored) -> Iterator[Chart]:
+    lines = []
+    for place, name, run in runs:
+        held_out = run.series("validation_loss")
+        lines.append(Line(*run.series("loss"), place, "" if held_out[0] else name, faint=True))
+        lines.append(Line(*held_out, place, name, marks=True))
+    shown = [line for line in lines if line.x]
+    caption = "Thin: training batches."
+    if any(line.marks for line in shown):
+        caption += f" Dots: validation. {_held_out(runs)}"
+    if shown:
+        yield line_chart(title, shown, x="step", y="loss", caption=caption)
 
 
-def _likelihood(run: RunRecord, result: dict[str, Any]) -> Iterator[RunResult]:
-    images = f"{result['num_images']} of {result['data']}"
-    value = f"{result['nats_per_dimension']:.4f} nats per dimension ({result['dimension']})"
-    yield RunResult("likelihood", run.name, f"likelihood, step {result['step']}", images, value)
+def _held_out(runs: Colored) -> str:
+    counts = {text(run.setting("training.validation_images")) for _, _, run in runs}
+    return f"At most {' or '.join(sorted(counts))} validation images."
 
 
-def _panoptic(run: RunRecord, result: dict[str, Any]) -> Iterator[RunResult]:
-    images, quality = f"{result['images']} of {result['of']}", f"{result['all']['PQ']:.1f} PQ"
-    what = f"panoptic quality, step {result['step']}"
-    yield RunResult("dense_prediction", run.name, what, images, quality)
+def _measure_chart(key: str, title: str, runs: Colored, caption: str) -> Iterator[Chart]:
+    marks = key.startswith("validation_")
+    lines = [Line(*run.series(key), place, name, marks=marks) for place, name, run in runs]
+    shown = [line for line in lines if line.x]
+    if shown:
+        yield line_chart(title, shown, x="step", y="", caption=caption)
 
 
-def _depth(run: RunRecord, result: dict[str, Any]) -> Iterator[RunResult]:
-    images, error = f"{result['images']} of {result['of']}", f"{result['all']['RMSE']:.3f} m RMSE"
-    yield RunResult("dense_prediction", run.name, f"depth, step {result['step']}", images, error)
+def events_table(runs: Sequence[RunRecord]) -> Table | None:
+    """Return a table of events such as restarts and faults, or None if there were none."""
+    events = [(run.name, str(step), what) for run in runs for step, what in sorted(_events(run))]
+    columns = ("run", "step", "what")
+    first = 0 if len(runs) > 1 else 1
+    rows = [event[first:] for event in events]
+    return Table("Events", columns[first:], rows) if rows else None
 
 
-_FINDERS: dict[str, Callable[[RunRecord, Any], Iterator[RunResult]]] = {
-    "probe.json": _probe,
-    "transfer.csv": _transfer,
-    "finetune_test.json": _finetune,
-    "samples.json": _samples,
-    "likelihood.json": _likelihood,
-    "panoptic.json": _panoptic,
-    "depth_errors.json": _depth,
-}
+def _events(run: RunRecord) -> Iterator[tuple[int, str]]:
+    for place, start in enumerate(run.starts):
+        first = start.get("first_step", 0)
+        again = "started" if place == 0 else "resumed" if first else "started again"
+        where = f"{start.get('processes', 1)} × {start.get('device', '?')}"
+        yield first, f"{again} {_minute(start)} on {where}"
+    for fault in run.faults:
+        code, what = fault.get("exit_code", "?"), fault.get("what", "?")
+        yield fault.get("step", 0), f"ended {_minute(fault)} with exit code {code}: {what}"
+    yield from _counted(run)
+    for record in run.metrics:
+        if "went_back_from" in record:
+            yield record["step"], _rollback_event(record)
+
+
+def _minute(line: Mapping[str, Any]) -> str:
+    return f"{str(line.get('time', ''))[:16].replace('T', ' ')} UTC"
+
+
+def _counted(run: RunRecord) -> Iterator[tuple[int, str]]:
+    """Yield events from counters in the records of `metrics.jsonl`."""
+    before = 0
+    for record in run.metrics:
+        step = record["step"]
+        if count := int(record.get("steps_skipped", 0)):
+            yield step, f"{counted(count, 'step')} skipped: gradients not finite"
+        if count := int(record.get("loss_spikes", 0)):
+            yield step, f"{counted(count, 'step')} with a spike of the loss"
+        count = int(record.get("checkpoints_not_saved", 0))
+        if count > before:
+            yield step, f"{counted(count, 'checkpoint')} could not be written so far"
+        before = max(before, count)
+
+
+def _rollback_event(record: Mapping[str, Any]) -> str:
+    """Describe a rollback: the bad steps and the data that is skipped."""
+    first, last, times = (
+        record.get(key, "?") for key in ("first_bad_step", "went_back_from", "times_gone_back")
+    )
+    return (
+        f"rolled back here from step {last}: steps {first} to {last} were bad, rollback {times} of"
+        f" the run; {record.get('batches_skipped', '?')} batches of the sample order skipped so far"
+    )

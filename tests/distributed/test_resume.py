@@ -8,8 +8,8 @@ import pytest
 from run_jobs import deterministic_metrics, rewind, train_run
 
 from megavis.cli import main
+from megavis.reports.page import headline
 from megavis.reports.run_record import RunRecord
-from megavis.reports.training_sections import headline
 
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one": (1, []),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megavis.evaluation.published import published_papers
+from megavis.reports.published import published_papers
 
 pytestmark = pytest.mark.once
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megavis.evaluation.published import dense_table, markdown_of, reconstruction_of
+from megavis.reports.published import dense_table, markdown_of, reconstruction_of
 
 pytestmark = pytest.mark.once
 
