@@ -38,16 +38,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 class Verb:
     """One command: one word, or two in a group of verbs.
 
-    `module` is imported only when the command is used. Its function `add_arguments` adds options,
-    and `run` does the work and returns the exit code.
+    `module` is imported only when the command is used. Named after the last word are its functions
+    `add_WORD_arguments`, which adds options, and `run_WORD`, which does the work and returns the
+    exit code.
     """
 
     name: str
     description: str
     example: str
     module: str
-    add_arguments: str = "add_arguments"
-    run: str = "run"
 
 
 VERBS = (
@@ -68,32 +67,24 @@ VERBS = (
         "fit a palette to the colours of images",
         "images/train --out palette.npy --num-colors 512",
         "palette",
-        "add_fit_arguments",
-        "run_fit",
     ),
     Verb(
         "palette shards",
         "write images as shards of palette tokens",
         "images/train --palette palette.npy --out shards/train --size 32",
         "palette",
-        "add_shard_arguments",
-        "run_shards",
     ),
     Verb(
         "jpeg",
         "write images as shards of JPEG files",
         "images/train --out shards/train --size 32",
         "image_shards",
-        "add_jpeg_arguments",
-        "run_jpeg",
     ),
     Verb(
         "pairs",
         "write images and target images as shards of pairs",
         "images/train depth/train --out shards/depth --size 256",
         "image_shards",
-        "add_pair_arguments",
-        "run_pairs",
     ),
     Verb(
         "scenes",
@@ -106,56 +97,42 @@ VERBS = (
         "write images and panoptic maps in COCO's format as shards of pairs",
         "train2017 panoptic_train2017 panoptic_train2017.json --out shards/coco_panoptic/train",
         "label_maps",
-        "add_panoptic_arguments",
-        "run_panoptic",
     ),
     Verb(
         "maps depth",
         "write images and 16-bit depths as shards of pairs",
         "images/train depth/train --out shards/depth/train",
         "label_maps",
-        "add_depth_arguments",
-        "run_depth",
     ),
     Verb(
         "maps nyu",
         "write NYU Depth v2 as shards of pairs",
         "nyu_depth_v2_labeled.mat splits.mat --part train --out shards/nyu/train",
         "label_maps",
-        "add_nyu_arguments",
-        "run_nyu",
     ),
     Verb(
         "latents",
         "write images as shards of a VAE's means and scales",
         "images/train --tokenizer runs/givt_vae --out shards/latents --size 256",
         "encoded_shards",
-        "add_latent_arguments",
-        "run_latents",
     ),
     Verb(
         "ids",
         "write images as shards of a discrete tokenizer's ids",
         "images/train --tokenizer runs/vqgan --out shards/ids --size 256",
         "encoded_shards",
-        "add_id_arguments",
-        "run_ids",
     ),
     Verb(
         "words",
         "synthesize spoken words into a folder like Speech Commands",
         "demo/words --voices 60 --held-out-voices 15",
         "speech",
-        "add_word_arguments",
-        "run_words",
     ),
     Verb(
         "speech",
         "write a Speech Commands folder as shards of cepstral coefficients",
         "demo/words --out demo/speech",
         "speech",
-        "add_speech_arguments",
-        "run_speech",
     ),
     Verb(
         "filter",
@@ -168,30 +145,24 @@ VERBS = (
         "merge shard folders of one kind",
         "shards/imagenet shards/web --out shards/both --samples-per-shard 10000",
         "reshard",
-        "add_merge_arguments",
     ),
     Verb(
         "reshard",
         "copy a shard folder with another number of samples per shard",
         "shards/train --out shards/small --samples-per-shard 1000",
         "reshard",
-        "add_reshard_arguments",
     ),
     Verb(
         "verify",
         "read every byte of a shard folder and report errors",
         "demo/train",
         "inspection",
-        "add_verify_arguments",
-        "run_verify",
     ),
     Verb(
         "inspect",
         "write a contact sheet of a shard folder",
         "demo/train --out sheet.png",
         "inspection",
-        "add_inspect_arguments",
-        "run_inspect",
     ),
 )
 GROUPS = {
@@ -230,8 +201,9 @@ def _add(words: argparse._SubParsersAction[ArgumentParser], name: str, verb: Ver
 
 def _add_options(verb: Verb, parser: ArgumentParser) -> None:
     module = importlib.import_module(f"data_tools.{verb.module}")
-    getattr(module, verb.add_arguments)(parser)
-    parser.set_defaults(run=getattr(module, verb.run))
+    word = verb.name.split()[-1]
+    getattr(module, f"add_{word}_arguments")(parser)
+    parser.set_defaults(run=getattr(module, f"run_{word}"))
 
 
 def _fail(text: str, *, code: int) -> int:

@@ -197,7 +197,7 @@ class NetworkEncoder(ShardEncoder):
         raise NotImplementedError
 
 
-def add_latent_arguments(parser: argparse.ArgumentParser) -> None:
+def add_latents_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `latents` to its parser."""
     add_encoding_arguments(parser)
     parser.add_argument(
@@ -247,7 +247,7 @@ class LatentEncoder(NetworkEncoder):
             return RefusedImageError(_NOT_FINITE)
 
 
-def add_id_arguments(parser: argparse.ArgumentParser) -> None:
+def add_ids_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `ids` to its parser."""
     add_encoding_arguments(parser)
     parser.add_argument(

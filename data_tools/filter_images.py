@@ -18,7 +18,7 @@ from data_tools.sources import ImageSource, SourcePart
 from megavis.config.errors import UserError
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_filter_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `filter` to its parser."""
     add_source_arguments(parser, selects=False)
     parser.add_argument("--min-side", type=int, default=64, help="pixels of the shorter side")
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_job_arguments(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_filter(arguments: argparse.Namespace) -> int:
     """Measure the images and decide. Raises UserError and OSError.
 
     Returns 1 if writing failed or a worker was killed; then a rerun continues.

@@ -171,7 +171,7 @@ _NO_TARGET, _NO_IMAGE = "image without a target", "target without an image"
 _SEVERAL = "several files of this name"
 
 
-def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
+def add_pairs_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `pairs` to its parser."""
     parser.add_argument(
         "images", type=Path, help="a folder (the first folder on the path to a file is its class)"

@@ -94,7 +94,7 @@ def letters_of(text: str) -> str:
     return "".join(sorted(text))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_letters_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `letters` to its parser."""
     parser.add_argument(
         "out",
@@ -144,7 +144,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_letters(arguments: argparse.Namespace) -> int:
     """Draw the letters, unless the folder has the same ones already. Raises UserError."""
     recipe = _recipe(arguments)
     totals = (arguments.images, arguments.selection_images, arguments.validation_images)

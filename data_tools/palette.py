@@ -183,7 +183,7 @@ def write(points: Sequence[Point], palette_path: Path) -> tuple[Path, Path]:
     return table, picture
 
 
-def add_shard_arguments(parser: argparse.ArgumentParser) -> None:
+def add_shards_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `palette shards` to its parser."""
     add_source_arguments(parser)
     parser.add_argument("--palette", type=Path, required=True, help="a .npy file of `palette fit`")

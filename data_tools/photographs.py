@@ -80,7 +80,7 @@ def photographs() -> list[Photograph]:
     ]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_photographs_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `photographs` to its parser."""
     parser.add_argument(
         "out", type=Path, help="the folder to write; train/, selection/ and validation/ in it"
@@ -104,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_photographs(arguments: argparse.Namespace) -> int:
     """Write the crops, unless the folder has the same ones already. Raises UserError."""
     record = _record(arguments)
     out: Path = arguments.out

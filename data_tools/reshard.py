@@ -51,7 +51,7 @@ def add_reshard_arguments(parser: argparse.ArgumentParser) -> None:
     add_job_arguments(parser, shuffles=False)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_reshard(arguments: argparse.Namespace) -> int:
     """Write the new folder and verify it; return 1 if writing failed or the new folder is damaged.
 
     Raises UserError if the folders do not match, or one is damaged or unfinished.
@@ -71,6 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
     for problem in problems:
         say(f"wrong: {problem}")
     return 1 if problems else 0
+
+
+run_merge = run_reshard
 
 
 @dataclass(frozen=True)

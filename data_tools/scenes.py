@@ -71,7 +71,7 @@ class Scene:
     depth: np.ndarray
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_scenes_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `scenes` to its parser."""
     parser.add_argument(
         "out",
@@ -99,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=non_negative, default=0, help="of all draws")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_scenes(arguments: argparse.Namespace) -> int:
     """Write the folder. Raises UserError and OSError."""
     if arguments.size < _LEAST_SIDE:
         raise UserError(f"--size must be at least {_LEAST_SIDE}")

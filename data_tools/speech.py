@@ -224,7 +224,7 @@ _SYNCHRONOUS, _UTF8 = 2, 1
 _SPEEDS, _PITCHES, _DECIBELS = (120, 220), (30, 71), (5.0, 30.0)
 
 
-def add_word_arguments(parser: argparse.ArgumentParser) -> None:
+def add_words_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `words` to its parser."""
     parser.add_argument("out", type=Path, help="the folder to write")
     parser.add_argument("--words", default=",".join(WORDS), help="comma-separated")
