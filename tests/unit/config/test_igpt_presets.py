@@ -20,6 +20,16 @@ PUBLISHED = {
     "m_32_bert": (36, 1024, 32, "bert", 0.003),
     "l_32_bert": (48, 1536, 32, "bert", 0.001),
 }
+# Other sizes, with the learning rate of the published model of the same depth.
+UNPUBLISHED = {
+    "s_48": (24, 512, 48, "autoregressive", 0.003),
+    "s_64": (24, 512, 64, "autoregressive", 0.003),
+    "m_48": (36, 1024, 48, "autoregressive", 0.003),
+    "m_64": (36, 1024, 64, "autoregressive", 0.003),
+    "l_64": (48, 1536, 64, "autoregressive", 0.001),
+    "xl_32": (60, 3072, 32, "autoregressive", 0.0003),
+    "xl_48": (60, 3072, 48, "autoregressive", 0.0003),
+}
 # The pre-trained preset (section 4.5; 4.6 for BERT).
 FINE_TUNED = {
     "l_32_finetune_imagenet": "l_32",
@@ -39,15 +49,15 @@ def load():
     return lambda name: load_config(FOLDER / f"{name}.yaml").config
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", [*PUBLISHED, *UNPUBLISHED])
 def test_pretraining_matches_the_paper(load, name):
-    config, (layers, width, side, mode, rate) = load(name), PUBLISHED[name]
+    config, (layers, width, side, mode, rate) = load(name), (PUBLISHED | UNPUBLISHED)[name]
     model, optimizer, data = config.model, config.optimizer, config.data
     assert (model.num_layers, model.hidden_size, data.image_size) == (layers, width, side)
     assert (config.objective.mode, config.objective.mask_ratio) == (mode, 0.15)
     assert (optimizer.learning_rate, optimizer.betas) == (rate, (0.9, 0.95))
     assert (optimizer.weight_decay, model.has_dropout) == (0.0, False)
-    batch, steps = (64, 2_000_000) if name == "xl_64" else (128, 1_000_000)
+    batch, steps = (64, 2_000_000) if name.startswith("xl") else (128, 1_000_000)
     assert (config.training.batch_size, config.training.steps) == (batch, steps)
     # One epoch of the 96 % of images that are not held out.
     assert config.schedule.warmup_steps == -(-1_229_920 // batch)
