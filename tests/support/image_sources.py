@@ -10,6 +10,9 @@ from image_files import encoded, real_jpegs
 from PIL import Image
 from scipy.io import savemat
 
+from data_tools.__main__ import build_parser
+from data_tools.source_formats import open_source
+
 # In the order of the development kit, which differs from that of sorted names.
 SYNSETS = ("n03000000", "n01000000", "n02000000")
 
@@ -19,6 +22,17 @@ def small_jpeg(number):
     path = real_jpegs()[number % len(real_jpegs())]
     picture = Image.open(path).convert("RGB").resize((40 + number, 30))
     return encoded(picture, "JPEG", quality=90)
+
+
+def opened(source, *options):
+    """Open a source as the verb `jpeg` does."""
+    words = ["jpeg", str(source), "--out", "unused", *map(str, options)]
+    return open_source(build_parser().parse_args(words))
+
+
+def looks(found):
+    """Return label and pixels of each image in a comparable, sorted form."""
+    return sorted((label, pixels.shape, pixels.tobytes()) for label, pixels in found)
 
 
 def write_tar(path, members):

@@ -75,16 +75,6 @@ def test_several_sizes_equal_single_runs(images, tmp_path):
         assert Manifest.read(out / size).image_size == int(size)
 
 
-def test_rerun_restores_missing_shards(images, tmp_path):
-    out = tmp_path / "out"
-    words = ["jpeg", str(images), "--out", str(out), "--size", "16", "--samples-per-shard", "4"]
-    assert main(words) == 0
-    before = {path.name: path.read_bytes() for path in out.iterdir() if path.suffix == ".tar"}
-    (out / sorted(before)[0]).unlink()
-    assert main(words) == 0
-    assert {p.name: p.read_bytes() for p in out.iterdir() if p.suffix == ".tar"} == before
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [(["--size", "0"], "--size must be at least 1"), (["--quality", "0"], "--quality must lie in")],

@@ -8,13 +8,13 @@ from collections import Counter
 import labelled_files
 import numpy as np
 import pytest
-from image_sources import write_folder
+from image_sources import looks, opened, write_folder
 from labelled_files import CIFAR10_NAMES, CIFAR100_NAMES, python2_pickle
 from scipy.io import savemat
 
-from data_tools.__main__ import build_parser, main
+from data_tools.__main__ import main
 from data_tools.decode import decode_image
-from data_tools.source_formats import find_layout, open_source, open_unlabelled
+from data_tools.source_formats import find_layout, open_unlabelled
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import Manifest
 from megavis.data.format.shards import ShardReader
@@ -43,11 +43,6 @@ def written(name, root):
     return getattr(labelled_files, f"write_{name}")(root)
 
 
-def opened(root, *options):
-    words = ["jpeg", str(root), "--out", "unused", *map(str, options)]
-    return open_source(build_parser().parse_args(words))
-
-
 def pictures(source):
     """Return all images in the order of the list; pickle parts, as for a worker process."""
     refused = []
@@ -58,11 +53,6 @@ def pictures(source):
     ]
     assert not refused
     return sorted(found, key=lambda picture: picture.key)
-
-
-def looks(found):
-    """Return label and pixels of each image in a comparable, sorted form."""
-    return sorted((label, pixels.shape, pixels.tobytes()) for label, pixels in found)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

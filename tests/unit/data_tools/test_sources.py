@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from image_sources import (
     SYNSETS,
+    opened,
     small_jpeg,
     training_files,
     validation_files,
@@ -20,18 +21,13 @@ from image_sources import (
     write_train_tar,
 )
 
-from data_tools.__main__ import build_parser, main
+from data_tools.__main__ import main
 from data_tools.imagenet import read_truth
 from data_tools.palette import sample_pixels
-from data_tools.source_formats import find_layout, open_source
+from data_tools.source_formats import find_layout
 from data_tools.sources import FileSource
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import Manifest
-
-
-def opened(source, *options):
-    words = ["jpeg", str(source), "--out", "unused", *map(str, options)]
-    return open_source(build_parser().parse_args(words))
 
 
 def pictures(source):

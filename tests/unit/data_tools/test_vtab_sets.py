@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import vtab_files
 import yaml
+from image_sources import looks, opened
 
-from data_tools.__main__ import build_parser
 from data_tools.decode import decode_image
 from data_tools.labelled.vtab import prepare_eye
-from data_tools.source_formats import find_layout, open_source
+from data_tools.source_formats import find_layout
 from megavis.config.errors import UserError
 
 pytestmark = pytest.mark.once
@@ -47,15 +47,6 @@ def written(layout, root):
     return found[task] if task else found
 
 
-def opened(root, layout, *options):
-    words = ["jpeg", str(root), "--out", "unused", "--layout", layout, *map(str, options)]
-    return open_source(build_parser().parse_args(words))
-
-
-def looks(found):
-    return sorted((label, pixels.shape, pixels.tobytes()) for label, pixels in found)
-
-
 def shown(source):
     """Return label and pixels of each image; pickle parts, as for a worker process."""
     parts = pickle.loads(pickle.dumps(source.parts(files_per_part=2, seed=0)))
@@ -75,11 +66,11 @@ def test_splits(layout, tmp_path):
     cut_by_hash = "validation" not in expected
     for split, pictures in expected.items():
         split = "all" if cut_by_hash and split == "train" else split
-        source = opened(tmp_path, layout, "--split", split)
+        source = opened(tmp_path, "--layout", layout, "--split", split)
         assert looks(shown(source)) == looks(pictures), split
         assert len(source.class_names) == num_classes
     trained = sum(len(expected[split]) for split in ("train", "validation") if split in expected)
-    assert len(opened(tmp_path, layout).files) == trained
+    assert len(opened(tmp_path, "--layout", layout).files) == trained
 
 
 def test_caltech_102_has_a_background_class(tmp_path):
@@ -87,15 +78,15 @@ def test_caltech_102_has_a_background_class(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "image_0001.jpg").write_bytes(b"not read")
     assert find_layout(tmp_path) == "caltech-101"
-    assert opened(tmp_path, "caltech-101").class_names == ("accordion", "yin_yang")
-    assert len(opened(tmp_path, "caltech-102").class_names) == 3
+    assert opened(tmp_path, "--layout", "caltech-101").class_names == ("accordion", "yin_yang")
+    assert len(opened(tmp_path, "--layout", "caltech-102").class_names) == 3
 
 
 def test_retinopathy(tmp_path):
     expected = vtab_files.write_retinopathy(tmp_path)
     assert find_layout(tmp_path) == "retinopathy"
     for split, labels in expected.items():
-        found = shown(opened(tmp_path, "retinopathy", "--split", split))
+        found = shown(opened(tmp_path, "--layout", "retinopathy", "--split", split))
         assert sorted(label for label, _ in found) == sorted(labels)
         for _, pixels in found:
             # A disc of radius 300 is cropped to 270; its inside is uniform.
@@ -185,5 +176,5 @@ def test_damaged_files_are_errors(case, tmp_path):
     written(layout, tmp_path)
     spoil(tmp_path)
     with pytest.raises(UserError, match=message) as caught:
-        opened(tmp_path, layout)
+        opened(tmp_path, "--layout", layout)
     assert str(tmp_path) in str(caught.value)

@@ -108,31 +108,6 @@ def test_validation_set_does_not_affect_selection():
     assert fooled.accuracy < honest.accuracy
 
 
-def test_penalty_is_selected_by_held_out_accuracy_then_loss():
-    train, validation = blobs(90, spread=3.0), blobs(30, spread=3.0, seed=1)
-    selection = divide(train.labels, share=0.2, seed=0)
-    x, y = train.layers[0], train.labels
-    scores = {}
-    for penalty in PENALTIES:
-        classifier = fit_classifier(x[selection.fitted], y[selection.fitted], penalty=penalty)
-        total, right = 0.0, 0
-        for row, label in zip(x[selection.held_out], y[selection.held_out], strict=True):
-            scaled = [
-                (v - m) / s
-                for v, m, s in zip(row, classifier[0].mean_, classifier[0].scale_, strict=True)
-            ]
-            total += objective(classifier[1].coef_, classifier[1].intercept_, [scaled], [label], 0)
-            right += classifier.predict(row[None])[0] == label
-        scores[penalty] = (right / len(selection.held_out), -total / len(selection.held_out))
-
-    score = score_layers(train, validation, selection)[0]
-
-    assert score.penalty == max(scores, key=scores.__getitem__)
-    assert len({accuracy for accuracy, _ in scores.values()}) > 1
-    best = (score.selection_accuracy, -score.selection_loss)
-    assert best == pytest.approx(max(scores.values()), rel=1e-5)
-
-
 @pytest.mark.once
 def test_score_layers_matches_scikit_learn_grid_search():
     """Standardized features, grid search of the penalty on one split, refit on all images."""
