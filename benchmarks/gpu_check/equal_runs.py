@@ -85,7 +85,7 @@ def _host_time(name: str, launch: Launch, settings: Settings) -> list[Row]:
 
 
 def refit(launch: Launch, settings: Settings) -> list[Row]:
-    """Suggest constants for `megavis/planning/time.py`; nothing is changed."""
+    """Suggest constants for `megavis/planning/plan.py`; nothing is changed."""
     found = {number: read_stage(settings.folder, number) for number in (1, 5, 8)}
     rows = {number: stage.rows if stage else [] for number, stage in found.items()}
     device = planned_device(torch.cuda.get_device_name()) if settings.on_gpu else None

@@ -1,4 +1,4 @@
-"""Suggest constants of `megavis/planning/time.py` from the measurements."""
+"""Suggest constants of `megavis/planning/plan.py` from the measurements."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from benchmarks.gpu_check.results import Row
 from megavis.planning.devices import Device
 
-_NOTE = "suggestion for megavis/planning/time.py, not applied"
+_NOTE = "suggestion for megavis/planning/plan.py, not applied"
 
 
 def host_row(
