@@ -26,7 +26,7 @@ import yaml
 
 from benchmarks.palette_shards import run_verb, write_crops
 from benchmarks.timing import machine
-from megavis.checkpoint.state.convert import write_weights
+from megavis.checkpoint.state.save import write_weights
 from megavis.config.load import dump_config, load_config
 from megavis.tokenizers.network_tokenizer import NetworkTokenizer
 from megavis.tokenizers.vae import VAE

@@ -26,8 +26,8 @@ from megavis.checkpoint.format.folder import (
 )
 from megavis.checkpoint.format.manifest import damages, read_manifest
 from megavis.checkpoint.format.tensor_reader import read_weights
-from megavis.checkpoint.state import convert as conversion
-from megavis.checkpoint.state.convert import write_weights
+from megavis.checkpoint.state import save as conversion
+from megavis.checkpoint.state.save import write_weights
 from megavis.commands.terminal import quietly
 from megavis.composition.released_run import ReleasedRun, read_json
 from megavis.config.errors import UserError

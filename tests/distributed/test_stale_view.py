@@ -10,8 +10,8 @@ import torch
 from megavis.checkpoint.format.folder import saved_steps
 from megavis.checkpoint.format.manifest import CheckpointManifest, read_manifest
 from megavis.checkpoint.state import restore
-from megavis.checkpoint.state.convert import write_weights
 from megavis.checkpoint.state.restore import newest_intact_checkpoint
+from megavis.checkpoint.state.save import write_weights
 from megavis.config.errors import UserError
 from megavis.data.format.files import write_atomically
 from megavis.parallel.context import close_context, open_context

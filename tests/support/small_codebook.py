@@ -6,7 +6,7 @@ import torch
 import yaml
 from torch.nn import functional as F
 
-from megavis.checkpoint.state.convert import write_weights
+from megavis.checkpoint.state.save import write_weights
 from megavis.config.errors import UserError
 from megavis.tokenizers.network_tokenizer import IdTokenizer
 

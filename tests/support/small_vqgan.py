@@ -2,7 +2,7 @@
 
 import torch
 
-from megavis.checkpoint.state.convert import write_weights
+from megavis.checkpoint.state.save import write_weights
 from megavis.config.load import dump_config, load_config
 from megavis.tokenizers.vqgan import VQGANNetwork
 

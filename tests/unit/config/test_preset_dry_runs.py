@@ -19,7 +19,7 @@ import pytest
 from small_codebook import write_run
 from written_shards import write_payloads
 
-from megavis.checkpoint.state.convert import write_weights
+from megavis.checkpoint.state.save import write_weights
 from megavis.config.load import dump_config, load_config
 from megavis.config.schema import FinetuneConfig
 from megavis.data.codecs.sound import write_noises

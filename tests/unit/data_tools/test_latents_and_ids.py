@@ -18,7 +18,7 @@ from data_tools.__main__ import main
 from data_tools.resize import resize_and_crop
 from megavis.checkpoint.format.folder import latest_checkpoint
 from megavis.checkpoint.format.tensor_reader import read_weights
-from megavis.checkpoint.state.convert import write_weights
+from megavis.checkpoint.state.save import write_weights
 from megavis.cli import main as megavis
 from megavis.data.codecs.transforms import Transform
 from megavis.data.format.manifest import Manifest
