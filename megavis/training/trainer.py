@@ -36,15 +36,16 @@ from megavis.data.loading.loader import BatchLoader, Readable
 from megavis.papers import build_objective
 from megavis.parallel.context import ParallelContext
 from megavis.parallel.launch import Launch
-from megavis.training.callbacks.callback import Callback, StepState
-from megavis.training.callbacks.progress import (
+from megavis.training.callbacks.callback import (
+    Callback,
     CollectGarbage,
     LogMetrics,
     ReportReplacedSamples,
+    SaveCheckpoint,
     ShowProgress,
+    StepState,
     WatchHardware,
 )
-from megavis.training.callbacks.saving import SaveCheckpoint
 from megavis.training.callbacks.validation import SampleImages, Validate, evaluate_during
 from megavis.training.engine import Engine
 from megavis.training.faults.bad_steps import (

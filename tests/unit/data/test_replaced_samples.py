@@ -5,8 +5,7 @@ import pytest
 from shard_folder import write_folder
 
 from megavis.data.loading.dataset import ShardDataset
-from megavis.training.callbacks.callback import StepState
-from megavis.training.callbacks.progress import ReportReplacedSamples
+from megavis.training.callbacks.callback import ReportReplacedSamples, StepState
 
 pytestmark = pytest.mark.once
 

@@ -61,7 +61,7 @@ def test_log_shows_no_bar(monkeypatch):
 
 def test_quiet_disables_bars(open_terminal, monkeypatch):
     """An explicit `disable=False` overrides TQDM_DISABLE, which `--quiet` sets."""
-    from megavis.training.callbacks.progress import ShowProgress
+    from megavis.training.callbacks.callback import ShowProgress
 
     terminal = open_terminal()
     monkeypatch.setenv("TQDM_DISABLE", "")

@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from megavis.config.load import load_config
-from megavis.training.callbacks import progress
-from megavis.training.callbacks.callback import StepState
-from megavis.training.callbacks.progress import WatchHardware
+from megavis.training.callbacks.callback import StepState, WatchHardware
 from megavis.training.deepspeed_config import deepspeed_config
 from megavis.training.engine import ForwardClock
 
@@ -61,7 +59,7 @@ def test_slowest_rank_is_recorded(monkeypatch):
     def gather(seconds, mine, group=None):
         seconds[:] = [mine, 3 * mine, 2 * mine]
 
-    monkeypatch.setattr(progress.dist, "all_gather_object", gather)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
     clock = SimpleNamespace(read=lambda: 0.5)
     context = SimpleNamespace(device=CPU, world=SimpleNamespace(size=3))
     engine = SimpleNamespace(context=context, forward_clock=clock)

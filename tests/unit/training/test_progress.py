@@ -6,8 +6,7 @@ import pytest
 import torch
 from terminal import Terminal
 
-from megavis.training.callbacks.callback import StepState
-from megavis.training.callbacks.progress import ShowProgress
+from megavis.training.callbacks.callback import ShowProgress, StepState
 
 
 def shown(stream, monkeypatch):

@@ -11,8 +11,7 @@ from megavis.checkpoint.format.manifest import damages
 from megavis.checkpoint.state import save
 from megavis.checkpoint.state.save import Snapshot, TrainingProgress
 from megavis.config.schema import CheckpointConfig
-from megavis.training.callbacks.callback import StepState
-from megavis.training.callbacks.saving import SaveCheckpoint
+from megavis.training.callbacks.callback import SaveCheckpoint, StepState
 
 # The tests end a thread deliberately.
 ends_a_thread = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
