@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from megavis.composition.classification import Classification, is_among_likeliest
 from megavis.config.errors import UserError
 from megavis.data.format.files import write_json
-from megavis.data.loading.loader import Batch, Readable, evaluation_batches
+from megavis.data.loading.blended_dataset import Samples
+from megavis.data.loading.loader import Batch, evaluation_batches
 from megavis.evaluation.features import LabelledFeatures, view_of
 from megavis.evaluation.figures import plain_axes
 from megavis.evaluation.linear import majority_vote
@@ -72,7 +73,7 @@ class ClassResult:
 def evaluate_classifier(
     runner: Inference,
     objective: Classification,
-    dataset: Readable,
+    dataset: Samples,
     *,
     num_views: int = 1,
     batch_size: int = 64,
@@ -138,7 +139,7 @@ class ClassProbabilities:
 
 @torch.no_grad()
 def predict_classes(
-    runner: Inference, objective: Classification, dataset: Readable
+    runner: Inference, objective: Classification, dataset: Samples
 ) -> ClassProbabilities:
     """Predict the class probabilities of all images with one network, on one process."""
     probabilities, labels = [], []

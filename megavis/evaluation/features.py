@@ -32,8 +32,9 @@ from megavis.checkpoint.format.tensor_reader import CheckpointReader
 from megavis.config.errors import UserError
 from megavis.config.schema import RunConfig
 from megavis.data.format.files import write_atomically
+from megavis.data.loading.blended_dataset import Samples
 from megavis.data.loading.dataset import ShardDataset
-from megavis.data.loading.loader import Batch, Readable, evaluation_batches
+from megavis.data.loading.loader import Batch, evaluation_batches
 from megavis.tokenizers.palette import Palette
 
 FOLDER = Path("evaluation") / "features"
@@ -89,7 +90,7 @@ class LabelledFeatures:
         return LabelledFeatures(first, self.labels, tuple(further))
 
 
-def view_of(batch: Batch, number: int, dataset: Readable) -> Batch:
+def view_of(batch: Batch, number: int, dataset: Samples) -> Batch:
     """Return a batch of the data set with the random draws of another view; view 0 is the batch.
 
     Draws of an objective are functions of the sample index, so a view has the same images at later

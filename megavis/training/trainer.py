@@ -32,7 +32,7 @@ from megavis.config.yaml_tree import leaves
 from megavis.data.format.files import write_atomically
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.data.loading.blended_dataset import Samples
-from megavis.data.loading.loader import BatchLoader, Readable
+from megavis.data.loading.loader import BatchLoader
 from megavis.papers import build_objective
 from megavis.parallel.context import ParallelContext
 from megavis.parallel.launch import Launch
@@ -85,7 +85,7 @@ class Trainer:
     context: ParallelContext
     objective: Trainable
     train_data: Samples
-    validation_data: Readable | None
+    validation_data: Samples | None
     """Held-out images; when fine-tuning, those for selecting the step."""
     tokenizer: str | None
     """SHA-256 of the tokenizer of the shards, or of the images."""

@@ -98,7 +98,7 @@ class BlendedDataset:
 
 
 class Samples(Protocol):
-    """A training data set: `ShardDataset`, a subset, or a blend.
+    """A data set: `ShardDataset`, a subset, or a blend.
 
     Attributes:
         directory: the shard folder; the first one of a blend.

@@ -276,10 +276,7 @@ def _check_palette(directory: Path, manifest: Manifest) -> None:
 
 
 class Subset:
-    """Some samples of a data set, in any order, with `indices` int64 `[m]` into it.
-
-    Implements `Samples`, for training.
-    """
+    """Some samples of a data set, in any order, with `indices` int64 `[m]` into it."""
 
     def __init__(self, dataset: ShardDataset, indices: np.ndarray) -> None:
         self.dataset, self.indices = dataset, indices

@@ -8,14 +8,12 @@ only state.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Self, TypeVar
 
 import numpy as np
 import torch
@@ -69,240 +67,6 @@ class Batch:
         return Batch(change(self.inputs), change(self.labels), change(self.sample_index))
 
 
-class BatchLoader:
-    """Endless iterator of micro-batches, prefetched by background threads.
-
-    A step has `accumulation_steps` micro-batches. Use it as a context manager, or call `close`. An
-    exception in a thread is raised by the `next` call for its batch.
-
-    Args:
-        seed: of the sample order.
-        micro_batch_size: samples b per micro-batch and rank.
-        data_parallel_rank: rank of this reader; tensor- and pipeline-parallel ranks with the same
-            data-parallel rank get the same batches.
-        accumulation_steps: micro-batches per step.
-        start_step: first step; starting at a later step costs no more.
-        threads: micro-batches to read concurrently.
-        repeats: number of copies of each sample (`RepeatedOrder`).
-        device: destination of the batches; for a GPU they are in pinned memory.
-
-    Raises:
-        ValueError: a size is below 1, the rank is not below the size, or the step is negative.
-    """
-
-    def __init__(
-        self,
-        dataset: Samples,
-        *,
-        seed: int,
-        micro_batch_size: int,
-        data_parallel_rank: int,
-        data_parallel_size: int,
-        accumulation_steps: int,
-        start_step: int = 0,
-        threads: int = DEFAULT_THREADS,
-        repeats: int = 1,
-        device: torch.device | None = None,
-    ) -> None:
-        _check_sizes(micro_batch_size, data_parallel_rank, data_parallel_size)
-        if min(accumulation_steps, threads) < 1 or start_step < 0:
-            raise ValueError(
-                "accumulation_steps and threads must be at least 1 and start_step at least 0"
-            )
-        self.dataset = dataset
-        order = dataset.order(seed)
-        self.order: Order = order if repeats == 1 else RepeatedOrder(order, repeats)
-        self.micro_batch_size, self.accumulation_steps = micro_batch_size, accumulation_steps
-        self.data_parallel_rank, self.data_parallel_size = data_parallel_rank, data_parallel_size
-        self.start_step, self.threads = start_step, threads
-        self.device = device or torch.device("cpu")
-        self._prefetcher: Prefetcher[Batch] | None = None
-        self._closed = False
-
-    def positions(self, step: int, *, micro_step: int) -> np.ndarray:
-        """Return this rank's positions in one micro-step, int64 `[b]`."""
-        block = micro_step * self.data_parallel_size + self.data_parallel_rank
-        blocks_per_step = self.accumulation_steps * self.data_parallel_size
-        first = (step * blocks_per_step + block) * self.micro_batch_size
-        return np.arange(first, first + self.micro_batch_size, dtype=np.int64)
-
-    def read(self, step: int, *, micro_step: int) -> Batch:
-        """Read one micro-batch of any step in the calling thread; raises as `dataset.read`."""
-        positions = self.positions(step, micro_step=micro_step)
-        return read_batch(self.dataset, self.order.dataset_index(positions), positions)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        if self._closed:
-            raise StopIteration
-        if self._prefetcher is None:  # start threads on first use
-            first = self.start_step * self.accumulation_steps
-            self._prefetcher = Prefetcher(_Reader(self), first=first, threads=self.threads)
-        try:
-            return next(self._prefetcher)
-        except Exception:
-            self.close()
-            raise
-
-    def __enter__(self) -> BatchLoader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Stop the threads and the iteration. Can be called repeatedly."""
-        self._closed = True
-        if self._prefetcher is not None:
-            self._prefetcher.close()
-
-
-class Readable(Protocol):
-    """Samples that can be read by index: a shard folder or a subset of it."""
-
-    @property
-    def directory(self) -> Path:
-        """The shard folder."""
-
-    def __len__(self) -> int: ...
-
-    def read(
-        self, indices: np.ndarray, *, positions: np.ndarray | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Read samples; see `ShardDataset.read`."""
-
-
-class _Reader:
-    """Read function of the threads; without a reference to the loader, so that it is collected."""
-
-    def __init__(self, loader: BatchLoader) -> None:
-        self._dataset, self._order = loader.dataset, loader.order
-        self._first = loader.positions(0, micro_step=0)
-        self._stride = loader.data_parallel_size * loader.micro_batch_size
-        self._device = loader.device
-
-    def __call__(self, number: int) -> Batch:
-        # A rank's micro-batches are evenly spaced, within and across steps.
-        positions = self._first + number * self._stride
-        batch = read_batch(self._dataset, self._order.dataset_index(positions), positions)
-        if self._device.type != "cuda":
-            return batch
-        torch.cuda.set_device(self._device)  # new threads default to GPU 0
-        return batch.pin_memory()
-
-
-def evaluation_batches(
-    dataset: Readable,
-    *,
-    batch_size: int,
-    data_parallel_rank: int = 0,
-    data_parallel_size: int = 1,
-    limit: int | None = None,
-    label: str | None = "images",
-) -> Iterator[Batch]:
-    """Yield the first `limit` samples (default: all) once, in data set order.
-
-    All ranks get the same number of batches with the same sizes: `batch_size`, then a smaller last
-    batch. Only the last `count % data_parallel_size` samples are left out. `sample_index` is the
-    index in the data set. `label` names the progress bar; None: no bar.
-
-    Raises:
-        ValueError: a size is below 1, or the rank is not below the size.
-        UserError: there are fewer samples than ranks.
-    """
-    _check_sizes(batch_size, data_parallel_rank, data_parallel_size)
-    available = len(dataset) if limit is None else min(limit, len(dataset))
-    count = available - available % data_parallel_size
-    if count < 1:
-        raise UserError(
-            f"{dataset.directory} has {available} samples to evaluate, fewer than one for each of"
-            f" {data_parallel_size} data-parallel ranks"
-        )
-
-    def read(number: int) -> Batch:
-        start = number * batch_size * data_parallel_size
-        each = min(batch_size, (count - start) // data_parallel_size)
-        first = start + data_parallel_rank * each
-        indices = np.arange(first, first + each, dtype=np.int64)
-        return read_batch(dataset, indices, indices)
-
-    batches = _prefetched(read, -(-count // (batch_size * data_parallel_size)))
-    if label is None:
-        return batches
-    return shown(batches, label, total=count // data_parallel_size, size=len)
-
-
-def round_robin_batches(
-    dataset: Readable,
-    *,
-    batch_size: int,
-    num_samples: int,
-    data_parallel_rank: int,
-    data_parallel_size: int,
-) -> Iterator[Batch]:
-    """Yield every `data_parallel_size`-th of the batches that a single process would read.
-
-    All ranks get the same number of batches: a rank that runs out repeats the last one, which may
-    be smaller than the others. `sample_index` is the index in the data set.
-
-    Raises:
-        ValueError: a size is below 1, or the rank is not below the size.
-    """
-    _check_sizes(batch_size, data_parallel_rank, data_parallel_size)
-    if num_samples < 1:
-        raise ValueError("there must be at least one sample")
-    last = -(-num_samples // batch_size) - 1
-
-    def read(turn: int) -> Batch:
-        start = min(turn * data_parallel_size + data_parallel_rank, last) * batch_size
-        indices = np.arange(start, min(start + batch_size, num_samples), dtype=np.int64)
-        return read_batch(dataset, indices, indices)
-
-    return _prefetched(read, last // data_parallel_size + 1)
-
-
-def _prefetched(read: Callable[[int], Batch], count: int) -> Iterator[Batch]:
-    with contextlib.closing(Prefetcher(read, end=count, threads=DEFAULT_THREADS)) as batches:
-        yield from batches
-
-
-def read_batch(dataset: Readable, indices: np.ndarray, positions: np.ndarray) -> Batch:
-    """Read samples `indices` `[b]` for `positions` `[b]`; raises as `dataset.read`."""
-    samples, labels = dataset.read(indices, positions=positions)
-    if samples.dtype == np.uint16:  # torch supports few operations on uint16
-        samples = samples.astype(np.int64)
-    return Batch(
-        inputs=torch.from_numpy(samples),
-        labels=torch.from_numpy(labels),
-        sample_index=torch.from_numpy(positions.copy()),
-    )
-
-
-def _check_sizes(batch_size: int, rank: int, num_ranks: int) -> None:
-    if batch_size < 1 or not 0 <= rank < num_ranks:
-        raise ValueError(
-            f"batch size {batch_size} must be at least 1 and rank {rank} lie in [0, {num_ranks})"
-        )
-
-
-def read_round_robin(dataset: ShardDataset, count: int) -> Batch:
-    """Read `count` images: the first of each class, then the second of each, and so on."""
-    indices = round_robin_by_class(dataset, count)
-    return read_batch(dataset, indices, indices)
-
-
-def round_robin_by_class(dataset: ShardDataset, count: int) -> np.ndarray:
-    """Return int64 indices of `count` samples: the first of each class, then the second, ..."""
-    seen: dict[int, int] = {}
-    turns = []
-    for index, label in enumerate(dataset.labels.tolist()):
-        seen[label] = seen.get(label, 0) + 1
-        turns.append((seen[label], label, index))
-    return np.array([index for _, _, index in sorted(turns)[:count]], dtype=np.int64)
-
-
 Item = TypeVar("Item")
 
 
@@ -345,6 +109,12 @@ class Prefetcher(Generic[Item]):
             self.close()
             raise
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """Stop the threads after their current reads. Can be called repeatedly."""
         self._closed = True
@@ -355,3 +125,167 @@ class Prefetcher(Generic[Item]):
         while not self._closed and len(self._pending) < self._depth and self._next != self._end:
             self._pending.append(self._pool.submit(self._read, self._next))
             self._next += 1
+
+
+class BatchLoader(Prefetcher[Batch]):
+    """Endless iterator of a rank's micro-batches; `accumulation_steps` of them make a step.
+
+    Args:
+        seed: of the sample order.
+        micro_batch_size: samples b per micro-batch and rank.
+        data_parallel_rank: rank of this reader; tensor- and pipeline-parallel ranks with the same
+            data-parallel rank get the same batches.
+        start_step: first step; starting at a later step costs no more.
+        repeats: number of copies of each sample (`RepeatedOrder`).
+        device: destination of the batches; for a GPU they are in pinned memory.
+
+    Raises:
+        ValueError: a size is below 1, the rank is not below the size, or the step is negative.
+    """
+
+    def __init__(
+        self,
+        dataset: Samples,
+        *,
+        seed: int,
+        micro_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        accumulation_steps: int,
+        start_step: int = 0,
+        threads: int = DEFAULT_THREADS,
+        repeats: int = 1,
+        device: torch.device | None = None,
+    ) -> None:
+        _check_sizes(micro_batch_size, data_parallel_rank, data_parallel_size)
+        if min(accumulation_steps, threads) < 1 or start_step < 0:
+            raise ValueError(
+                "accumulation_steps and threads must be at least 1 and start_step at least 0"
+            )
+        order: Order = dataset.order(seed)
+        if repeats > 1:
+            order = RepeatedOrder(order, repeats)
+        own = (np.arange(micro_batch_size) + data_parallel_rank * micro_batch_size).astype(np.int64)
+        stride = data_parallel_size * micro_batch_size
+
+        def read(number: int) -> Batch:
+            # A rank's micro-batches are evenly spaced, within and across steps.
+            positions = own + number * stride
+            batch = read_batch(dataset, order.dataset_index(positions), positions)
+            if device is None or device.type != "cuda":
+                return batch
+            torch.cuda.set_device(device)  # new threads default to GPU 0
+            return batch.pin_memory()
+
+        self.accumulation_steps = accumulation_steps
+        super().__init__(read, first=start_step * accumulation_steps, threads=threads)
+
+
+def evaluation_batches(
+    dataset: Samples,
+    *,
+    batch_size: int,
+    data_parallel_rank: int = 0,
+    data_parallel_size: int = 1,
+    limit: int | None = None,
+    label: str | None = "images",
+) -> Iterator[Batch]:
+    """Yield the first `limit` samples (default: all) once, in data set order.
+
+    All ranks get the same number of batches with the same sizes: `batch_size`, then a smaller last
+    batch. Only the last `count % data_parallel_size` samples are left out. `sample_index` is the
+    index in the data set. `label` names the progress bar; None: no bar.
+
+    Raises:
+        ValueError: a size is below 1, or the rank is not below the size.
+        UserError: there are fewer samples than ranks.
+    """
+    _check_sizes(batch_size, data_parallel_rank, data_parallel_size)
+    available = len(dataset) if limit is None else min(limit, len(dataset))
+    count = available - available % data_parallel_size
+    if count < 1:
+        raise UserError(
+            f"{dataset.directory} has {available} samples to evaluate, fewer than one for each of"
+            f" {data_parallel_size} data-parallel ranks"
+        )
+
+    def read(number: int) -> Batch:
+        start = number * batch_size * data_parallel_size
+        each = min(batch_size, (count - start) // data_parallel_size)
+        first = start + data_parallel_rank * each
+        indices = np.arange(first, first + each, dtype=np.int64)
+        return read_batch(dataset, indices, indices)
+
+    batches = _prefetched(read, -(-count // (batch_size * data_parallel_size)))
+    if label is None:
+        return batches
+    return shown(batches, label, total=count // data_parallel_size, size=len)
+
+
+def round_robin_batches(
+    dataset: Samples,
+    *,
+    batch_size: int,
+    num_samples: int,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+) -> Iterator[Batch]:
+    """Yield every `data_parallel_size`-th of the batches that a single process would read.
+
+    All ranks get the same number of batches: a rank that runs out repeats the last one, which may
+    be smaller than the others. `sample_index` is the index in the data set.
+
+    Raises:
+        ValueError: a size is below 1, or the rank is not below the size.
+    """
+    _check_sizes(batch_size, data_parallel_rank, data_parallel_size)
+    if num_samples < 1:
+        raise ValueError("there must be at least one sample")
+    last = -(-num_samples // batch_size) - 1
+
+    def read(turn: int) -> Batch:
+        start = min(turn * data_parallel_size + data_parallel_rank, last) * batch_size
+        indices = np.arange(start, min(start + batch_size, num_samples), dtype=np.int64)
+        return read_batch(dataset, indices, indices)
+
+    return _prefetched(read, last // data_parallel_size + 1)
+
+
+def _prefetched(read: Callable[[int], Batch], count: int) -> Iterator[Batch]:
+    with Prefetcher(read, end=count, threads=DEFAULT_THREADS) as batches:
+        yield from batches
+
+
+def read_batch(dataset: Samples, indices: np.ndarray, positions: np.ndarray) -> Batch:
+    """Read samples `indices` `[b]` for `positions` `[b]`; raises as `dataset.read`."""
+    samples, labels = dataset.read(indices, positions=positions)
+    if samples.dtype == np.uint16:  # torch supports few operations on uint16
+        samples = samples.astype(np.int64)
+    return Batch(
+        inputs=torch.from_numpy(samples),
+        labels=torch.from_numpy(labels),
+        sample_index=torch.from_numpy(positions.copy()),
+    )
+
+
+def _check_sizes(batch_size: int, rank: int, num_ranks: int) -> None:
+    if batch_size < 1 or not 0 <= rank < num_ranks:
+        raise ValueError(
+            f"batch size {batch_size} must be at least 1 and rank {rank} lie in [0, {num_ranks})"
+        )
+
+
+def read_round_robin(dataset: ShardDataset, count: int) -> Batch:
+    """Read `count` images: the first of each class, then the second of each, and so on."""
+    indices = round_robin_by_class(dataset, count)
+    return read_batch(dataset, indices, indices)
+
+
+def round_robin_by_class(dataset: ShardDataset, count: int) -> np.ndarray:
+    """Return int64 indices of `count` samples: the first of each class, then the second, ..."""
+    seen: dict[int, int] = {}
+    turns = []
+    for index, label in enumerate(dataset.labels.tolist()):
+        seen[label] = seen.get(label, 0) + 1
+        turns.append((seen[label], label, index))
+    return np.array([index for _, _, index in sorted(turns)[:count]], dtype=np.int64)

@@ -29,7 +29,8 @@ from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.config.schema import RunConfig
 from megavis.config.section import EvaluationConfig
-from megavis.data.loading.loader import Readable, evaluation_batches, read_batch
+from megavis.data.loading.blended_dataset import Samples
+from megavis.data.loading.loader import evaluation_batches, read_batch
 from megavis.model.inference import Inference
 from megavis.parallel.context import ParallelContext
 from megavis.sampling.pictures import Gallery, save_png
@@ -48,7 +49,7 @@ class Validate:
 
     def __init__(
         self,
-        dataset: Readable,
+        dataset: Samples,
         every: int,
         num_images: int,
         *,
@@ -132,7 +133,7 @@ class SampleImages:
     def __init__(
         self,
         run_folder: Path,
-        dataset: Readable | None,
+        dataset: Samples | None,
         *,
         objective: Trainable,
         every: int,

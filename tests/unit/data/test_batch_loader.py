@@ -82,21 +82,6 @@ def test_resume_in_the_middle_of_an_epoch(folder):
     assert far[0].sample_index[0] == 10**12 * 12 + 3
 
 
-def test_read_is_random_access(folder):
-    dataset = ShardDataset(folder[0])
-    loader = BatchLoader(
-        dataset,
-        seed=7,
-        micro_batch_size=3,
-        data_parallel_rank=1,
-        data_parallel_size=2,
-        accumulation_steps=2,
-    )
-    batches = take(dataset, 3, micro=3, ranks=2, accumulation=2, rank=1)
-    assert torch.equal(loader.read(2, micro_step=1).inputs, batches[5].inputs)
-    assert len(batches[5].to("cpu")) == 3
-
-
 class Slow:
     """A data set whose later reads are faster than earlier ones; one read may fail."""
 

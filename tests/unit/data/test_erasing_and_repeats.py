@@ -135,7 +135,7 @@ def test_repeated_epoch_matches_deits_sampler(monkeypatch):
 def test_repeats_have_independent_draws(image_shards):
     transform = Transform(image_size=8, crop="window", flip=True, seed=1)
     dataset = ShardDataset(image_shards / "train", transform)
-    loader = BatchLoader(
+    with BatchLoader(
         dataset,
         seed=0,
         micro_batch_size=96,
@@ -143,8 +143,8 @@ def test_repeats_have_independent_draws(image_shards):
         data_parallel_size=1,
         accumulation_steps=1,
         repeats=3,
-    )
-    batch = loader.read(0, micro_step=0)
+    ) as loader:
+        batch = next(loader)
     labels, images = batch.labels.reshape(3, 32), batch.inputs.reshape(3, 32, -1)
     assert (labels == labels[0]).all()
     assert (images[0] != images[1]).any(-1).float().mean() > 0.9
