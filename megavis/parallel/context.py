@@ -100,15 +100,16 @@ class ParallelContext:
 
         Raises:
             UserError: on every process, if `compute` raises it.
+            OSError: likewise.
         """
-        value: _Value | UserError | None = None
+        value: _Value | UserError | OSError | None = None
         if self.is_main:
             try:
                 value = compute()
-            except UserError as error:
+            except (UserError, OSError) as error:
                 value = error
         result = self.from_main(value)
-        if isinstance(result, UserError):
+        if isinstance(result, UserError | OSError):
             raise result
         return cast("_Value", result)
 

@@ -107,17 +107,16 @@ class Snapshot:
         mine = (self._file, self._stored, self._entries, self._failure)
         gathered: list = [None] * self._context.world.size
         dist.all_gather_object(gathered, mine, group=self._context.world.group)
-        failures = [failure for *_, failure in gathered if failure]
-        if not failures and self._context.is_main:
+        failure = next((failure for *_, failure in gathered if failure), "")
+        if not failure:
             try:
-                self._finish(gathered)
+                self._context.on_main(lambda: self._finish(gathered))
             except OSError as error:
-                failures = [str(error)]
-        failures = self._context.from_main(failures)
-        if failures:
+                failure = str(error)
+        if failure:
             if self._context.is_main:
                 shutil.rmtree(self._partial, ignore_errors=True)
-            raise OSError(f"checkpoint of step {self.step} not saved: {failures[0]}")
+            raise OSError(f"checkpoint of step {self.step} not saved: {failure}")
 
     def _finish(self, gathered: list) -> None:
         manifest = CheckpointManifest(

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
@@ -202,10 +201,8 @@ class EarlyStopping:
         if state.step == 0 or ACCURACY not in state.record:
             return
         # Use the main process's value: the last bit may differ elsewhere.
-        context = state.engine.context
-        accuracy = torch.tensor(state.record[ACCURACY], dtype=torch.float64, device=context.device)
-        dist.broadcast(accuracy, src=0, group=context.world.group)
-        self.history.append((state.step, float(accuracy)))
+        accuracy = state.engine.context.from_main(state.record[ACCURACY])
+        self.history.append((state.step, accuracy))
         if self.is_over:
             state.stop = f"no new best accuracy in {self.patience} validations"
         state.wants_checkpoint |= self.is_over or self.best_step == state.step

@@ -220,31 +220,21 @@ def roll_back(
             ),
         }
     )
-    _agree_on(run_folder, folder, changed, context)
+    context.on_main(lambda: _resume_from(run_folder, folder, changed))
     return folder, changed
 
 
-def _agree_on(
-    run_folder: Path, folder: Path, changed: CheckpointManifest, context: ParallelContext
-) -> None:
-    """Write the changed manifest; raises OSError on every process if the main one fails."""
-    failure = ""
-    if context.is_main:
-        try:
-            older = checkpoints_by_age(run_folder, up_to=changed.step)
-            newer = [one for one in checkpoints_by_age(run_folder) if one not in older]
-            # Do this first: a kill in between leaves a run that repeats the bad steps.
-            set_aside(run_folder, newer, newest=folder)
-            write_manifest(folder, changed)
-            sys.stderr.write(
-                f"WARNING: rolling back to {folder}, and continuing with batch"
-                f" {changed.step + changed.batches_skipped} of the sample order\n"
-            )
-        except OSError as error:
-            failure = str(error)
-    failure = context.from_main(failure)
-    if failure:
-        raise OSError(failure)
+def _resume_from(run_folder: Path, folder: Path, changed: CheckpointManifest) -> None:
+    """Write the changed manifest. Raises OSError."""
+    older = checkpoints_by_age(run_folder, up_to=changed.step)
+    newer = [one for one in checkpoints_by_age(run_folder) if one not in older]
+    # Do this first: a kill in between leaves a run that repeats the bad steps.
+    set_aside(run_folder, newer, newest=folder)
+    write_manifest(folder, changed)
+    sys.stderr.write(
+        f"WARNING: rolling back to {folder}, and continuing with batch"
+        f" {changed.step + changed.batches_skipped} of the sample order\n"
+    )
 
 
 def record_rollback(metrics: MetricsWriter, run_folder: Path, manifest: CheckpointManifest) -> None:

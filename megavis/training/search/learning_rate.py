@@ -18,9 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import torch
-import torch.distributed as dist
-
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
 from megavis.config.schema import RunConfig
@@ -82,9 +79,7 @@ class SpikeWatch:
         self._losses.append(state.record["loss"])
         context = state.engine.context
         # The main process decides, since sums may round differently elsewhere.
-        verdict = torch.tensor(float(is_lost(self._losses, self._patience)), device=context.device)
-        dist.broadcast(verdict, src=0, group=context.world.group)
-        if not verdict:
+        if not context.from_main(is_lost(self._losses, self._patience)):
             return
         state.stop = "the loss rose and stays high"
         if context.is_main:
