@@ -320,8 +320,7 @@ class ModelParallelUnit:
     """
 
     def __init__(self, context: ParallelContext) -> None:
-        self._tensor, self._pipeline = context.tensor, context.pipeline
-        self._replicas = context.replicas
+        self._tensor, self._replicas = context.tensor, context.replicas
 
     def get_model_parallel_group(self) -> Group:
         """Return the group that holds one copy of the model."""
@@ -350,15 +349,3 @@ class ModelParallelUnit:
     def get_data_parallel_rank(self) -> int:
         """Return the index of this process's model copy."""
         return self._replicas.rank
-
-    def get_pipeline_model_parallel_group(self) -> Group:
-        """Return the group of pipeline stages."""
-        return self._pipeline.group
-
-    def get_pipeline_model_parallel_world_size(self) -> int:
-        """Return the number of stages."""
-        return self._pipeline.size
-
-    def get_pipeline_model_parallel_rank(self) -> int:
-        """Return this process's stage."""
-        return self._pipeline.rank
