@@ -33,7 +33,7 @@ from megavis.model.inference import Inference
 from megavis.parallel.context import ParallelContext
 from megavis.training.callbacks.validation import EarlyStopping
 from megavis.training.engine import Engine
-from megavis.training.job import open_held_out
+from megavis.training.job import errors_of, open_held_out
 
 _PARTS = ("selection", "test")
 _MAY_DIFFER = re.compile("positions|position_scale|features|drop_path|.*dropout")
@@ -182,12 +182,10 @@ def _check_test_images(
 ) -> None:
     """Reject test images that this run or its source was trained on, or that select the step."""
     key, judging = ("data.validation", validation) if test is None else ("finetune.test", test)
-    try:
+    with errors_of(loaded, key):
         check_no_overlap(judging, training_shards(loaded.config))
         if test is not None:
             check_no_overlap(test, [validation])
-    except UserError as error:
-        raise loaded.source.error([(key, str(error))]) from None
 
 
 def source_checkpoint(settings: FinetuneConfig) -> Path:
@@ -212,18 +210,15 @@ def check_source(loaded: LoadedConfig, objective: Classification, train: Samples
         UserError: names the key and its line.
     """
     settings = objective.settings
-    try:
+    with errors_of(loaded, "finetune.from_run"):
         checkpoint = source_checkpoint(settings)
         source = load_run_config(Path(settings.from_run or ""))
         difference = next(_differences(source, loaded.config, objective), None)
         tokenizer = train.manifest.identity or objective.backbone.tokenizer_identity
         if difference is None and read_manifest(checkpoint).tokenizer != tokenizer:
             difference = f"was trained on other tokens than those of {train.directory}"
-    except UserError as error:
-        raise loaded.source.error([("finetune.from_run", str(error))]) from None
-    if difference is not None:
-        text = f"{settings.from_run} {difference}"
-        raise loaded.source.error([("finetune.from_run", text)])
+        if difference is not None:
+            raise UserError(f"{settings.from_run} {difference}")
 
 
 def _differences(source: RunConfig, config: RunConfig, objective: Classification) -> Iterator[str]:

@@ -16,7 +16,6 @@ from deepspeed.accelerator import get_accelerator
 
 from megavis.checkpoint.format.folder import checkpoints_by_age
 from megavis.checkpoint.format.manifest import CheckpointManifest
-from megavis.composition.encoded_image import KEY, PretrainedEncoder
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import NOT_ALLOWED, UserError, counted
 from megavis.config.load import LoadedConfig, load_config
@@ -139,10 +138,8 @@ def open_data(
         UserError: names the key and its line.
     """
     palette = _open_palette(loaded)
-    try:
+    with errors_of(loaded, key):
         dataset = ShardDataset(path, transform, cache=loaded.config.data.cache, palette=palette)
-    except UserError as error:
-        raise loaded.source.error([(key, str(error))]) from None
     what = f"{path}, read with data.palette," if palette else path
     complaints = [(key, f"{what} {text}") for text in objective.check_data(dataset.manifest)]
     missing = int((dataset.labels < 0).sum()) if objective.backbone.needs_labels else 0
@@ -155,37 +152,38 @@ def open_data(
     return dataset
 
 
+@contextlib.contextmanager
+def errors_of(loaded: LoadedConfig, key: str) -> Iterator[None]:
+    """Raise the UserErrors of the block as errors of a config key, with its line."""
+    try:
+        yield
+    except UserError as error:
+        raise loaded.source.error([(key, str(error))]) from None
+
+
 def _open_palette(loaded: LoadedConfig) -> Palette | None:
     path = loaded.config.data.palette
-    try:
+    with errors_of(loaded, "data.palette"):
         return Palette.load(path) if path else None
-    except UserError as error:
-        raise loaded.source.error([("data.palette", str(error))]) from None
 
 
 def open_training_data(loaded: LoadedConfig, objective: Trainable) -> Samples:
     """Open the shard folder of `data.train`, or blend several; arguments as for `open_data`."""
     data = loaded.config.data
-    try:
+    with errors_of(loaded, "data.background_noise"):
         transform = training_transform(data, seed=loaded.config.seed)
-    except UserError as error:
-        raise loaded.source.error([("data.background_noise", str(error))]) from None
     if isinstance(data.train, str):
         dataset = open_data(loaded, "data.train", data.train, transform, objective)
         if data.images_per_class is None:
             return dataset
-        try:
+        with errors_of(loaded, "data.images_per_class"):
             return subset_per_class(dataset, data.images_per_class, seed=loaded.config.seed)
-        except UserError as error:
-            raise loaded.source.error([("data.images_per_class", str(error))]) from None
     parts = [
         open_data(loaded, f"data.train.{place}.path", source.path, transform, objective)
         for place, source in enumerate(data.train)
     ]
-    try:
+    with errors_of(loaded, "data.train"):
         return BlendedDataset(parts, [source.weight for source in data.train])
-    except UserError as error:
-        raise loaded.source.error([("data.train", str(error))]) from None
 
 
 def open_held_out(
@@ -198,18 +196,6 @@ def open_held_out(
         text = f"{path} was made with another {kind} than {train.directory}"
         raise loaded.source.error([(key, text)])
     return dataset
-
-
-def open_pretrained(loaded: LoadedConfig, objective: Trainable) -> PretrainedEncoder | None:
-    """Open the run that the encoder starts from, if the config names one.
-
-    Raises:
-        UserError: it does not fit; names the key and its line.
-    """
-    try:
-        return objective.pretrained()
-    except UserError as error:
-        raise loaded.source.error([(KEY, str(error))]) from None
 
 
 def check_same_tokenizer(

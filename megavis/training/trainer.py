@@ -23,7 +23,7 @@ from megavis.checkpoint.state.restore import (
     start_encoder,
 )
 from megavis.checkpoint.state.save import Snapshot, TrainingProgress
-from megavis.composition.encoded_image import PretrainedEncoder
+from megavis.composition.encoded_image import KEY, PretrainedEncoder
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UnfinishedError, counted
 from megavis.config.load import LoadedConfig, dump_config
@@ -66,10 +66,10 @@ from megavis.training.finetune import Finetuning
 from megavis.training.job import (
     check_earlier_run,
     check_same_tokenizer,
+    errors_of,
     hold_run,
     open_held_out,
     open_job,
-    open_pretrained,
     open_training_data,
 )
 from megavis.training.loop import train
@@ -117,7 +117,8 @@ class Trainer:
         network = objective.classification()
         if network is None:
             run = cls(config, context, objective, train_data, held_out, tokenizer)
-            run.pretrained = open_pretrained(loaded, objective)
+            with errors_of(loaded, KEY):
+                run.pretrained = objective.pretrained()
             return run
         assert held_out is not None, "required by the config's checks"
         tuning = Finetuning.open(loaded, network, train_data, held_out)
