@@ -80,8 +80,7 @@ class Tokens(ABC):
         """Invert `sequence`."""
         return tokens
 
-    @abstractmethod
-    def check_values(self, tokens: Tensor) -> None:
+    def check_values(self, tokens: Tensor) -> None:  # noqa: B027 - by default all can be
         """Raise UserError unless tokens can be embedded.
 
         Synchronizes with the device, so not for training steps.
@@ -154,9 +153,6 @@ class Vectors(Tokens):
 
     width: int
 
-    def check_values(self, tokens: Tensor) -> None:
-        """Accept any values."""
-
     def embedding(self, core: Core, fill: Fill | None = None) -> nn.Module:
         """Build a linear map."""
         return ReplicatedLinear(self.width, core.megatron.hidden_size, fill or xavier_uniform)
@@ -206,7 +202,7 @@ class Colors(Vocabulary):
         """Return the colours of ids; raise UserError if the run folder has no palette."""
         palette = Palette.load(folder / PALETTE_NAME)
         # A model may have more logits than there are colours; training makes the rest unlikely.
-        known = tokens.clamp(max=palette.num_tokens - 1)
+        known = tokens.clamp(max=len(palette) - 1)
         colours = palette.decode(known.cpu().numpy()).reshape(-1, *self.grid, 3)
         return torch.from_numpy(colours)
 

@@ -45,11 +45,6 @@ class Palette:
     def __len__(self) -> int:
         return len(self.centers)
 
-    @property
-    def num_tokens(self) -> int:
-        """Vocabulary size k."""
-        return len(self.centers)
-
     def encode(self, images: np.ndarray) -> np.ndarray:
         """Encode pixels uint8 `[..., 3]` as tokens uint16 `[...]` in [0, k).
 

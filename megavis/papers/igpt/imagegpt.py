@@ -365,9 +365,9 @@ def _palette(args: argparse.Namespace, num_colors: int) -> Palette | None:
     """Return the named palette, or the folder's own; None if it has none."""
     given = args.palette is not None
     palette = Palette.load(args.palette) if given else read_clusters(args.source)
-    if palette is not None and palette.num_tokens > num_colors:
+    if palette is not None and len(palette) > num_colors:
         raise UserError(
-            f"{args.palette if given else args.source}: {palette.num_tokens} colours, more than the"
+            f"{args.palette if given else args.source}: {len(palette)} colours, more than the"
             f" {num_colors} of the model"
         )
     return palette

@@ -26,7 +26,7 @@ from megavis.data.loading.loader import evaluation_batches, read_round_robin
 from megavis.densities.categorical import Place
 from megavis.evaluation.figures import FigureInput, RenderedFigure, plain_axes
 from megavis.model.inference import Inference
-from megavis.sampling.pictures import image_grid, pixels_of
+from megavis.sampling.pictures import hide, image_grid, pixels_of
 from megavis.schedules.masked import RandomMasking
 from megavis.schedules.orders import gather_tokens
 
@@ -266,8 +266,7 @@ def show(objective: Places, patches: Tensor, filled: Tensor | None = None) -> np
     images = objective.images_of(patches).cpu().numpy()
     if filled is None:
         return images
-    pixels = pixels_of(filled, objective.reads.grid, images)
-    return np.where(pixels[..., None], images, np.uint8(127))
+    return hide(images, pixels_of(filled, objective.reads.grid, images))
 
 
 def outline(images: np.ndarray, chosen: Tensor) -> np.ndarray:
