@@ -140,9 +140,7 @@ def open_context(
         launch: rank and rendezvous of this process.
         tensor_model_parallel_size: processes that share each layer.
         context_parallel_size: processes that share the tokens of an image.
-        pipeline_model_parallel_size: pipeline stages.
         device: `cpu` or `cuda`; by default CUDA if available.
-        timeout_seconds: timeout of collectives.
         tf32: see `set_arithmetic`.
         deterministic: see `set_arithmetic`.
 
@@ -230,11 +228,9 @@ def open_virtual_context(
     Groups have their sizes, but collectives return at once and communicate nothing.
 
     Args:
-        rank: the rank.
         world_size: processes of the job.
         tensor_model_parallel_size: processes that share each layer.
         context_parallel_size: processes that share the tokens of an image.
-        pipeline_model_parallel_size: pipeline stages.
         device: `meta` to run layers on shapes only.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore

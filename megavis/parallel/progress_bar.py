@@ -35,7 +35,6 @@ def shown(
     """Yield parts of some work, with a bar on a terminal if it takes longer than two seconds.
 
     Args:
-        parts: the work.
         label: what is done.
         total: number of units in all.
         unit: of which `total` is the number.

@@ -27,7 +27,6 @@ def uniform(sample_index: Tensor, count: int, *, seed: int, purpose: str, first:
     Args:
         sample_index: int64 `[b]`, the position of each sample in the sample stream.
         count: values per sample.
-        seed: the run's seed.
         purpose: names the draws; different purposes are independent.
         first: index of the first value to return.
 
@@ -81,10 +80,6 @@ def rank_local_rng(rank: int, size: int) -> Iterator[None]:
     ones (heads, features of the MLP). All processes seed torch's generators equally; inside the
     block each uses its own seed, derived from the CPU generator. Activation checkpointing restores
     that generator, and so repeats the dropout mask.
-
-    Args:
-        rank: rank of this process in the group.
-        size: size of the group.
     """
     if size == 1:
         yield

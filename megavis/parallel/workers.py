@@ -42,7 +42,6 @@ class WorkerPool:
         """Start the processes.
 
         Args:
-            num_workers: number of processes.
             max_jobs: jobs after which the processes are restarted, since every DeepSpeed engine
                 leaks the threads of its process groups, which slow down later jobs.
             preload: modules that a fork server imports once, so that workers start quickly. Only

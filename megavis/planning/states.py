@@ -75,10 +75,6 @@ def states_of(
     """Return the model states of a process in a pipeline stage.
 
     Args:
-        layers: parameters of the model.
-        layout: the layout.
-        stage: of the pipeline.
-        precision: `float32`, `bf16` or `fp16`.
         keeps_average: whether an EMA of the weights is kept.
         trained: the parameters that are not frozen; default: all.
         num_moments: for each trained parameter; default: those of Adam and Adafactor.

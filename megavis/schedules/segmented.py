@@ -43,7 +43,6 @@ class Grouping(Schedule):
     """Group by group: draw or fix the order z and the group boundaries of each image.
 
     Args:
-        cut: how boundaries are chosen.
         boundaries: n_0 .. n_{K-1} if `cut` is `given`, else None.
         shuffled: draw an order for each image instead of raster order.
         seed: the run's seed; draws are functions of seed and sample.

@@ -97,9 +97,7 @@ def held_parts(slices: Sequence[Slice], length: int, rank: int) -> Iterator[Held
     ZeRO-1 and 2 lay all slices end to end and cut that into equal parts; ZeRO-3 cuts each slice.
 
     Args:
-        slices: of the group.
         length: numbers of the process's part.
-        rank: of the process.
     """
     start, offset = 0, 0
     for each in slices:
@@ -136,7 +134,6 @@ class Adafactor(torch.optim.Optimizer):
 
         Args:
             groups: parameters with `weight_decay`, `learning_rate_scale` and `slices`.
-            lr: learning rate.
             betas: the momentum's decay, and the bound of the mean squares'.
             processes: group over which ZeRO partitions parameters; None if each process has all.
             tensor: the tensor group, if it has several processes.

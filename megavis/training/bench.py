@@ -115,9 +115,7 @@ def bench(
     """Measure the steps of a config. Collective over all processes of the job.
 
     Args:
-        loaded: the config.
         launch: this process's place in the job.
-        num_steps: steps to measure.
         device: `cpu` or `cuda`; default: the best available.
         trace: file for the main process's trace, in Chrome's format.
 

@@ -203,8 +203,6 @@ def check_source(loaded: LoadedConfig, objective: Classification, train: Samples
 
     Args:
         loaded: a config whose `finetune` section names a run.
-        objective: of the config.
-        train: the training shards.
 
     Raises:
         UserError: names the key and its line.
@@ -272,8 +270,6 @@ def label_issues(
 
     Args:
         key: the config key of the data set.
-        dataset: its shards.
-        settings: the `finetune` section.
         class_names: class names of the training shards.
     """
     where, missing = dataset.directory, int((dataset.labels < 0).sum())

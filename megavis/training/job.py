@@ -43,7 +43,6 @@ def open_job(
     """Join the launcher's job in the config's layout, and leave it at the end.
 
     Args:
-        loaded: the checked config.
         launch: this process's place in the job.
         device: `cpu` or `cuda`; default: the best available.
 
@@ -128,10 +127,7 @@ def open_data(
     """Open a shard folder.
 
     Args:
-        loaded: the config.
         key: the config key that names the folder.
-        path: the folder.
-        transform: crop and augmentation.
         objective: defines which shards it needs.
 
     Raises:

@@ -25,10 +25,8 @@ def train(
     """Train from `first_step` to `last_step`, or until a callback stops.
 
     Args:
-        engine: the model in training.
         batches: endless micro-batches, starting with those of the step after `first_step`.
         first_step: steps already taken.
-        last_step: where to stop.
         callbacks: called in this order on every process, and before the very first step.
         metrics: where the main process writes; None on the others.
         save: called last, so a checkpoint never contains a step whose metrics are missing.

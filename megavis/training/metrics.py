@@ -41,10 +41,8 @@ class MetricsWriter:
         """Open a run's metrics for writing.
 
         Args:
-            run_folder: the run.
             first_step: later steps will be written again; lines of a killed run about them are
                 dropped, so the file equals that of an uninterrupted run.
-            logging: kinds of dashboards.
             config: dotted keys and values to show in dashboards.
         """
         self._path = run_folder / "metrics.jsonl"

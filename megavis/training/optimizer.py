@@ -51,7 +51,6 @@ def build_optimizer(
 
     Args:
         parameters: trained and frozen ones.
-        config: common settings.
         stages: the pipeline group, whose processes hold different layers.
         parts: the group over which ZeRO partitions optimizer states.
         tensor: the tensor group, if it has several processes.
@@ -212,7 +211,6 @@ class LARS(torch.optim.Optimizer):
 
         Args:
             groups: parameters with `weight_decay` and `adapts`.
-            lr: learning rate.
             momentum: decay of the running sum of steps.
             processes: group over which matrices are partitioned; None if each process has all.
         """

@@ -77,8 +77,6 @@ def compare_layouts(
     Args:
         config: from `parity_config`.
         layouts: each for `num_processes` processes.
-        num_processes: local processes.
-        steps: optimizer steps.
         tolerance: maximum relative difference.
         device: `cpu` or `cuda`, with a GPU for each process; default: see `device_for`.
         report: called with each comparison when it is done.

@@ -30,7 +30,6 @@ def record_start(run_folder: Path, first_step: int, **facts: Any) -> None:
     """Add a line; called on the main process. Raises OSError.
 
     Args:
-        run_folder: the run.
         first_step: steps that it resumes from.
         facts: about the job, such as device and number of processes.
     """

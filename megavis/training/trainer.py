@@ -381,7 +381,6 @@ def run_training(loaded: LoadedConfig, launch: Launch, *, device: str | None = N
     """Join the job that the launcher started and train.
 
     Args:
-        loaded: the checked config.
         launch: this process's place in the job.
         device: `cpu` or `cuda`; default: the best available.
 

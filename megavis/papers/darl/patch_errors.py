@@ -50,8 +50,6 @@ def measure_patches(
     Args:
         runner: the model, on one process.
         objective: a paper with a sequential schedule.
-        dataset: the images.
-        num_images: maximum number of images.
 
     Raises:
         UserError: the paper does not predict one token at a time.
@@ -105,12 +103,7 @@ def patch_rows(errors: PatchErrors) -> list[Row]:
 
 
 def draw_patch_errors(errors: PatchErrors, *, name: str) -> Figure:
-    """Plot the order, and the error by position (figure 10) and by cell (figures 12 and 14).
-
-    Args:
-        errors: the errors.
-        name: name of the run, for the title.
-    """
+    """Plot the order, and the error by position (figure 10) and by cell (figures 12 and 14)."""
     figure = Figure(figsize=(11.0, 3.6), dpi=150, layout="constrained")
     line, order, cells = figure.subplots(1, 3, width_ratios=(1.6, 1, 1))
     line.plot(errors.by_place, color="#1f5fa8")

@@ -186,7 +186,6 @@ def timm_features(model: TimmViT, images: Tensor) -> Tensor:
     """Run timm's network, independently of megavis' layers, to check a conversion.
 
     Args:
-        model: the network.
         images: uint8 `[b, H, W, 3]`.
 
     Returns:

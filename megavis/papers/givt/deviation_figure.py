@@ -45,7 +45,6 @@ def predicted_deviations(
     """Return the mean standard deviation of each token.
 
     Args:
-        runner: the model.
         objective: GIVT with a mixture density.
         samples: b samples in the form of the shards.
         index: int64 `[b]`, the samples, which determine the draws of the latents.

@@ -104,7 +104,6 @@ def from_imagegpt(released: Mapping[str, Tensor], *, num_heads: int) -> dict[str
 
     Args:
         released: tensors under ImageGPT's names.
-        num_heads: attention heads.
 
     Returns:
         float32 tensors under megavis' names; biases only if any is nonzero.

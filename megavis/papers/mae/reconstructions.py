@@ -46,7 +46,6 @@ def reconstruct(
 
     Args:
         runner: the model, on one process.
-        paper: its paper.
         batch: images, whose sample indices determine the mask.
         folder: the run folder, which may contain a palette.
 

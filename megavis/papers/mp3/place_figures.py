@@ -119,7 +119,6 @@ def predicted_places(
 
     Args:
         runner: the model, on one process.
-        objective: the paper.
         patches: `[b, n, d]`.
         context: indices of the context patches, int64 `[b, c]`.
     """
@@ -165,7 +164,6 @@ def draw_accuracy(scores: Sequence[PositionAccuracy], *, name: str, trained_at: 
 
     Args:
         scores: by rising η.
-        name: of the run, for the title.
         trained_at: η in training.
     """
     figure, axes = plain_axes("mask ratio η at evaluation", "patches put in their place (%)")
@@ -285,8 +283,6 @@ def jigsaw_rows(
     """Shuffle the patches of one image and reassemble them from predicted positions.
 
     Args:
-        runner: the model.
-        objective: the paper.
         image: uint8 `[h, w, 3]`.
         ratios: η of each column.
         seed: seed of context and shuffling.
@@ -317,8 +313,6 @@ def mixture_rows(
     """Shuffle the patches of two images together and reassemble each half.
 
     Args:
-        runner: the model.
-        objective: the paper.
         pair: uint8 `[2, h, w, 3]`.
         ratios: η of each row.
         seed: seed of context and shuffling.

@@ -145,7 +145,6 @@ class LabelMapVAEObjective(Backbone):
             inputs: pairs uint8 `[b, 2, H, W, 3]`, or maps `[b, H, W, 3]`.
             sample_index: int64 `[b]`, determines the noise; without it, the noise is zero, which
                 decodes the posterior's mean.
-            **options: none are accepted.
         """
         self.check_options(options)
         labels = self.channels.labels(images_and_targets(inputs)[1])

@@ -40,7 +40,6 @@ class VAEObjective(AutoencoderObjective):
             inputs: images `[b, H, W, 3]`, uint8 or floats in [0, 1].
             sample_index: int64 `[b]`, the samples, which determine the noise; None for zero noise,
                 which decodes the mean.
-            **options: none are supported.
         """
         self.check_options(options)
         pixels = self.pixels_from(inputs)

@@ -30,8 +30,6 @@ def decoded(
     """Return the decoded means of images, and images decoded from samples of the posterior.
 
     Args:
-        runner: the VAE.
-        objective: its objective.
         batch: b images, whose sample indices determine the draws.
         draws: number of samples per image.
 

@@ -123,9 +123,7 @@ def search_rates(
     Args:
         loaded: the config of all runs, except for rate and name.
         rates: in any order, each above 0.
-        context: the job.
         patience: see `is_lost`.
-        report: receives each outcome.
 
     Returns:
         The outcomes, largest rate first.

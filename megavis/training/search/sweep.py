@@ -65,7 +65,6 @@ def points_of(axes: Sequence[SweepAxis], loads: Sequence[Load]) -> list[Point]:
     """Return the grid with the last key varying fastest; every config is checked.
 
     Args:
-        axes: the keys.
         loads: loaders of the base config and of the configs that start from its run, in order. Keys
             of `objective` and `model` are set in all of them, others in the first.
 
