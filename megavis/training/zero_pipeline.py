@@ -8,7 +8,8 @@ A stage runs several forward passes before the first backward pass, and DeepSpee
 the two in turn. What follows from that, and is changed here:
 
 - It records in which order modules run, to gather weights ahead, and compares the order between all
-  processes. Stages differ, so nothing is recorded, and weights are gathered when they are needed.
+  processes. Stages differ, so nothing is recorded: the order is that of the stage's layers, along
+  which `gather_ahead.py` gathers.
 - A module counts the inputs whose gradients are missing until its weights are released, and a
   forward pass resets the count. So the counts are kept for each micro-batch.
 - It counts micro-batches by forward passes, and adds no gradients to those of the first.
@@ -18,6 +19,7 @@ the two in turn. What follows from that, and is changed here:
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from deepspeed.pipe import PipelineModule
@@ -26,6 +28,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch.optim import Optimizer
+
+from megavis.training.gather_ahead import BACKWARD, FORWARD, GatherAhead
 
 
 def open_zero_pipeline(
@@ -79,14 +83,25 @@ class _ZeroPipelineEngine(PipelineEngine, _BuiltEngine):
         # By place in the pipeline's buffers; torch's type of a module lacks DeepSpeed's counts.
         self._missing: dict[int, dict[Any, int]] = {}
         self._counting: list[Any] = []
+        self._ahead: GatherAhead | None = None
         if self.zero_optimization_stage() == 3:
             self.optimizer.model_parallel_rank = self.mpu.get_slice_parallel_rank()
             coordinator = self.optimizer.parameter_offload.get_param_coordinator()
             coordinator.reset_step = coordinator._clean_inflight_param_registry
             self._counting = [m for m in self.module.modules() if hasattr(m, "post_bwd_fn")]
+            self._ahead = GatherAhead(
+                self.module.forward_funcs,
+                coordinator,
+                bucket=self.zero_prefetch_bucket_size(),
+                most_live=self.zero_max_live_parameters(),
+            )
+
+    def _gathering_ahead(self, step: int) -> contextlib.AbstractContextManager[None]:
+        return self._ahead.running(step) if self._ahead else contextlib.nullcontext()
 
     def _forward_pass(self, buffer_id: int) -> None:
-        self._exec_forward_pass(buffer_id)
+        with self._gathering_ahead(FORWARD):
+            self._exec_forward_pass(buffer_id)
         counts = {m: getattr(m, "ds_grads_remaining", 0) for m in self._counting}
         self._missing[buffer_id] = counts
 
@@ -95,10 +110,11 @@ class _ZeroPipelineEngine(PipelineEngine, _BuiltEngine):
             module.ds_grads_remaining = count
         # It also ends the accounting of the previous backward pass.
         self.optimizer.clear_backward_seen_flag()
-        self._exec_backward_pass(buffer_id)
-        if not self.is_last_stage():
-            # The last stage calls `backward` of the engine, which includes this.
-            self._backward_epilogue()
+        with self._gathering_ahead(BACKWARD):
+            self._exec_backward_pass(buffer_id)
+            if not self.is_last_stage():
+                # The last stage calls `backward` of the engine, which includes this.
+                self._backward_epilogue()
 
     def _reduce_gradients(self) -> None:
         self.optimizer.finalize_gradient_accumulation_boundary()
