@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import torch
 from deepspeed.runtime.pipe.schedule import ReduceTiedGrads
 from torch import Tensor
-from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 
 from megavis.config.load import load_config
@@ -49,8 +48,8 @@ def read(path: str, overrides: list[str]):
 def allocated_memory(launch: Launch, path: str, overrides: list[str]) -> tuple[int, int]:
     """Return the bytes of all states after a backward pass, and of a micro-batch's activations."""
     before = live_storages()
-    with _engine(launch, read(path, overrides)) as engine:
-        batch = _batch(engine)
+    with engine_of(launch, read(path, overrides)) as engine:
+        batch = blank_batch(engine)
         engine.train_step(itertools.repeat(batch), 0)  # Adam's states exist from here on
         saved = _backward_of_one(engine, batch)
         return _settled(before), saved
@@ -70,38 +69,26 @@ def _settled(before: dict[int, torch.UntypedStorage]) -> int:
     return least
 
 
-def pipeline_memory(launch: Launch, path: str, overrides: list[str]) -> tuple[int, int]:
-    """Return the bytes held after a step's passes, and the most weights held within them.
-
-    The weights are counted in numbers, in forward passes and whenever gradients are ready.
-    """
-    before = live_storages()
-    held, weights = [], []
-    with _engine(launch, read(path, overrides)) as engine:
-        parameters = [parameter for _, parameter in engine.layers.named_parameters()]
-        batches = itertools.repeat(_batch(engine))
+def pipeline_memory(launch: Launch, path: str, overrides: list[str]) -> int:
+    """Return the bytes held after a step's passes."""
+    before, held = live_storages(), []
+    with engine_of(launch, read(path, overrides)) as engine:
+        batches = itertools.repeat(blank_batch(engine))
         engine.train_step(batches, 0)
 
         def after_passes(pipeline) -> None:
             held.append(live_storages(before))
 
-        def count(*_) -> None:
-            weights.append(sum(parameter.numel() for parameter in parameters))
-
         instructions = engine.deepspeed._INSTRUCTION_MAP
         engine.deepspeed._INSTRUCTION_MAP = {**instructions, ReduceTiedGrads: after_passes}
-        observers = [parameter.register_hook(count) for parameter in parameters]
-        observers.append(register_module_forward_hook(count))
         engine.train_step(batches, 1)
-        for observer in observers:
-            observer.remove()
-    return held[0], max(weights)
+    return held[0]
 
 
 def peak_memory(launch: Launch, path: str, overrides: list[str]) -> int:
     """Return the peak bytes allocated in a step, without gradients of parameters."""
-    with _engine(launch, read(path, overrides)) as engine:
-        batches = itertools.repeat(_batch(engine))
+    with engine_of(launch, read(path, overrides)) as engine:
+        batches = itertools.repeat(blank_batch(engine))
         engine.train_step(batches, 0)
         with Live([parameter for _, parameter in engine.layers.named_parameters()]) as live:
             engine.train_step(batches, 1)
@@ -115,7 +102,8 @@ def _receiving(engine) -> int:
 
 
 @contextlib.contextmanager
-def _engine(launch: Launch, config: RunConfig) -> Iterator[Engine]:
+def engine_of(launch: Launch, config: RunConfig) -> Iterator[Engine]:
+    """Open an engine for a config's layout."""
     parallel = config.parallel
     context = open_context(
         launch,
@@ -135,7 +123,8 @@ def _engine(launch: Launch, config: RunConfig) -> Iterator[Engine]:
         close_context()
 
 
-def _batch(engine: Engine) -> Batch:
+def blank_batch(engine: Engine) -> Batch:
+    """Return a micro-batch."""
     return engine.objective.blank_batch(engine.micro_batch_size, torch.device("cpu"))
 
 
