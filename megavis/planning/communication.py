@@ -88,6 +88,11 @@ class Transfer:
             calls=self.calls + other.calls,
         )
 
+    def part(self, share: float) -> Transfer:
+        """Return a share of the transfer."""
+        sizes = self.inside * share, self.between * share
+        return replace(self, inside=sizes[0], between=sizes[1], calls=self.calls * share)
+
 
 def transfers(shape: ModelShape, layout: Layout, devices_per_node: int) -> list[Transfer]:
     """Return the transfers of the process with the most parameters in an optimizer step."""
@@ -248,25 +253,29 @@ def _replica_transfers(shape: ModelShape, layout: Layout, group: Group) -> list[
             replace(reduced, in_passes=in_passes),
             _sent(group, "ZeRO: all-gather of weights", weights, _GATHER, buckets),
         ]
-    # DeepSpeed keeps gathered weights from the forward to the backward pass up to a limit, and
-    # gathers them ahead; neither with pipeline stages (`training/zero_pipeline.py`).
+    # DeepSpeed keeps gathered weights from the forward to the backward pass up to a limit; not with
+    # pipeline stages (`training/zero_pipeline.py`).
     alone = layout.pipeline == 1
     passes = times * (1 if alone and 2 * held <= MOST_GATHERED else 2)
-    layers = sum(shape.layers.busiest(layout.pipeline).blocks) + 2
+    blocks = sum(shape.layers.busiest(layout.pipeline).blocks)
     near = layout.parallel.hierarchical_partition_size
     far_passes = passes if near == 1 else 1
     gathers = [(group, "ZeRO: all-gather of weights", far_passes)]
     if passes > far_passes:
         nearby = Group(near, min(near, group.in_a_node))
         gathers.append((nearby, "ZeRO: all-gather of copied weights", passes - far_passes))
-    found = [
-        *(
-            _sent(within, kind, weights * count, _GATHER, layers * count)
-            for within, kind, count in gathers
-        ),
-        _sent(group, "ZeRO: reduce-scatter", gradients * times, _GATHER, buckets * times),
-    ]
-    return [replace(each, is_hidden=alone, in_passes=not alone) for each in found]
+    # Weights are gathered ahead, but a stage waits for the first layer of each pass.
+    waited = 0.0 if alone else 1 / blocks
+    found = []
+    for within, kind, count in gathers:
+        whole = _sent(within, kind, weights * count, _GATHER, (blocks + 2) * count)
+        found += [
+            replace(whole.part(1 - waited), is_hidden=True),
+            replace(whole.part(waited), kind=f"{kind}, first layer", in_passes=True),
+        ]
+    reduced = _sent(group, "ZeRO: reduce-scatter", gradients * times, _GATHER, buckets * times)
+    found.append(replace(reduced, is_hidden=alone, in_passes=not alone))
+    return [each for each in found if each.calls]
 
 
 def _sent(group: Group, kind: str, size: float, factor: float, calls: float) -> Transfer:

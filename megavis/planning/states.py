@@ -36,8 +36,8 @@ class StateMemory:
         average: EMA of the weights (`optimizer.ema_decay`) in float32; partitioned and offloaded
             with the optimizer's states.
         gathered: under ZeRO-3, the largest layer while it is gathered. This is the minimum:
-            without pipeline stages DeepSpeed keeps up to 10⁹ parameters gathered to reduce
-            communication.
+            DeepSpeed keeps up to 10⁹ parameters gathered to reduce communication; with pipeline
+            stages the next layer is gathered too.
     """
 
     weights: float
@@ -169,8 +169,10 @@ def _buffers(shape: ModelShape, layout: Layout, stage: int) -> float:
         flat = FLOAT32 + shape.number_size * half
         return whole + min(held, BUCKET) * flat * (layout.replicas > 1)
     gathered = 0.0
-    if layout.zero_stage == 3 and layout.pipeline == 1:
-        gathered = max(0.0, min(held, MOST_GATHERED) - shape.layers.largest(layout.tensor))
+    if layout.zero_stage == 3:
+        largest = shape.layers.largest(layout.tensor)
+        most = MOST_GATHERED if layout.pipeline == 1 else 2 * largest
+        gathered = max(0.0, min(held, most) - largest)
     # ZeRO-2 fills its bucket in the compute precision and averages a copy.
     averages_a_copy = layout.zero_stage == 2 and shape.gradient_size != shape.number_size
     bucket = shape.gradient_size + shape.number_size * averages_a_copy

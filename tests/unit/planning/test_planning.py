@@ -19,7 +19,7 @@ from megavis.planning.devices import Cluster, open_device
 from megavis.planning.layouts import Layout, layout_key
 from megavis.planning.plan import bubble_fraction, plan_layout
 from megavis.planning.shape import shape_of
-from megavis.planning.states import parameters_held, states_of
+from megavis.planning.states import BUCKET, parameters_held, rank_memory, states_of
 
 pytestmark = pytest.mark.once
 
@@ -212,23 +212,36 @@ def test_data_parallel_communication_by_zero_stage(shape):
     assert sent(zero_stage=3) == pytest.approx({gather: 16, "ZeRO: reduce-scatter": 16})
 
 
-def test_stages_wait_for_weights_and_gradients_in_every_pass(shape):
+def test_stages_wait_for_gradients_and_first_layers_in_every_pass(shape):
     """With stages nothing stays gathered, and bubbles grow with all that passes wait for."""
     staged = layout_of(data=8, accumulation=4, pipeline_model_parallel_size=2)
     number = 4 * max(parameters_held(shape.layers, staged, stage) for stage in range(2))
-    for zero_stage, kind, factor in (
-        (2, "gradients: all-reduce", 2 * 4),
-        (3, "ZeRO: all-gather of weights", 2 * 4),
-        (3, "ZeRO: reduce-scatter", 4),
+    gather = "ZeRO: all-gather of weights"
+    # A stage has 18 blocks: in each of two passes, 17 are gathered while another computes.
+    for zero_stage, kind, factor, is_hidden in (
+        (2, "gradients: all-reduce", 2 * 4, False),
+        (3, gather, 2 * 4 * 17 / 18, True),
+        (3, f"{gather}, first layer", 2 * 4 / 18, False),
+        (3, "ZeRO: reduce-scatter", 4, False),
     ):
         keys = {"zero_stage": zero_stage, "pipeline_model_parallel_size": 2}
         layout = layout_of(data=8, accumulation=4, **keys)
         (found,) = (each for each in transfers(shape, layout, 8) if each.kind == kind)
         assert found.inside == pytest.approx(number * factor * 7 / 8)
-        assert found.in_passes
-        assert not found.is_hidden
+        assert found.in_passes is not is_hidden
+        assert found.is_hidden is is_hidden
         alone = layout_of(data=8, accumulation=4, zero_stage=zero_stage)
         assert not any(each.in_passes for each in transfers(shape, alone, 8))
+
+
+def test_stages_gather_one_layer_ahead(shape):
+    """Of iGPT-M a block is the largest layer; the next one is gathered while it computes."""
+    keys = {"zero_stage": 3, "pipeline_model_parallel_size": 2}
+    staged, alone = layout_of(data=8, **keys), layout_of(data=8, zero_stage=3)
+    block, bucket = shape.layers.stacks[0].block.held(1), 4 * BUCKET
+    assert shape.layers.largest(1) == block
+    assert rank_memory(shape, staged).buffers == bucket + 4 * block
+    assert rank_memory(shape, alone).buffers == bucket + 4 * (shape.layers.total - block)
 
 
 def test_hierarchical_partitioning_gathers_inside_a_node(shape):
