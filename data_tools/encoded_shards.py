@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,6 @@ if TYPE_CHECKING:  # torch is slow to import, and only needed for encoding
 
 
 _NOT_FINITE = "latents not finite in float16"
-Refused = RefusedImageError | None
 
 
 def add_encoding_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,17 +47,18 @@ def add_encoding_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
-class Encoding:
-    """Preparation of images and the network that encodes them.
+class NetworkEncoder(ShardEncoder):
+    """Decode images, cut squares, and encode them with a network.
 
     Attributes:
         run_folder: of the tokenizer, which is opened once per process.
         kind: of the tokenizer.
         sha256: identity of the tokenizer.
         device: `cpu` or `cuda`.
-        size: side of the images.
+        size: side of the squares.
         crop: square crops to keep.
-        batch_size: images per batch; affects the last bits of the results.
+        images_per_batch: affects the last bits of the results.
+        flip: encode the mirror images too.
     """
 
     run_folder: Path
@@ -67,33 +67,31 @@ class Encoding:
     device: str
     size: int
     crop: Crop
-    batch_size: int
+    images_per_batch: int
+    flip: bool
 
-    def settings(self) -> dict[str, Any]:
+    @property
+    def batch_size(self) -> int:
+        """Images per batch."""
+        return self.images_per_batch
+
+    def settings(self, folder: str) -> dict[str, Any]:
         """Return everything that affects the bytes."""
         return {
             "tokenizer": self.sha256,
             "size": self.size,
             "preparation": [RESIZE, str(self.crop), decoder_versions()],
-            "arithmetic": [self.device, self.batch_size],
+            "arithmetic": [self.device, self.images_per_batch],
         }
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self, folder: str) -> dict[str, Any]:
         """Return the manifest's fields that do not depend on the kind of output."""
         return {"image_size": self.size, "preparation": preparation(RESIZE, str(self.crop))}
 
-    def tokenizer(self) -> LatentTokenizer | IdTokenizer:
-        """Return the network. Raises UserError if its run has been trained since the job began."""
-        return _opened(self.run_folder, self.sha256, self.device)
-
-    def images(self, pictures: Sequence[SourceImage]) -> tuple[np.ndarray, list[Refused]]:
-        """Return the square crops of all images, and the reasons for rejected ones.
-
-        Crops are uint8 `[p * count, size, size, 3]` of the p images that are not rejected, those of
-        an image adjacent. Each given image has a reason, or None.
-        """
+    def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
+        """Return the payloads of each image."""
         squares: list[np.ndarray] = []
-        refused: list[Refused] = []
+        refused: list[RefusedImageError | None] = []
         for picture in pictures:
             try:
                 image = decode_image(picture.content)
@@ -103,39 +101,46 @@ class Encoding:
                 continue
             squares += crops
             refused.append(None)
-        shape = (0, self.size, self.size, 3)
-        return np.stack(squares) if squares else np.empty(shape, np.uint8), refused
+        codes, count = self._codes(squares), self.crop.count
+        return [each or self.payloads([next(codes) for _ in range(count)]) for each in refused]
 
-    def codes(self, images: np.ndarray, *, flipped: bool) -> Iterator[tuple[Tensor, ...]]:
-        """Encode square crops uint8 `[b, s, s, 3]`, each with its mirror image if `flipped`."""
+    def _codes(self, squares: list[np.ndarray]) -> Iterator[tuple[Tensor, ...]]:
+        """Encode crops uint8 `[size, size, 3]`, each with its mirror image if `flip`."""
         import torch
 
-        if not len(images):
+        if not squares:
             return iter(())
-        both = [images, np.ascontiguousarray(images[:, :, ::-1])] if flipped else [images]
-        tokenizer = self.tokenizer()
+        images = np.stack(squares)
+        both = [images, np.ascontiguousarray(images[:, :, ::-1])] if self.flip else [images]
+        tokenizer = _opened(self.run_folder, self.sha256, self.device)
         views = [tokenizer.encode(torch.from_numpy(view)).cpu() for view in both]
         return zip(*views, strict=True)
 
+    def payloads(self, crops: list[tuple[Tensor, ...]]) -> Encoded:
+        """Return an image's payloads from the codes of its crops and their mirror images."""
+        raise NotImplementedError
 
-def encoding_from(arguments: argparse.Namespace) -> tuple[Encoding, LatentTokenizer | IdTokenizer]:
-    """Return encoding and opened network from the options of `add_encoding_arguments`."""
+
+def open_encoding(
+    arguments: argparse.Namespace,
+) -> tuple[dict[str, Any], LatentTokenizer | IdTokenizer]:
+    """Return an encoder's fields but `flip`, and the network, from the options."""
     if min(arguments.size, arguments.batch_size) < 1:
         raise UserError("--size and --batch-size must be at least 1")
     from megavis.tokenizers.network_tokenizer import open_tokenizer
 
     device = _checked_device(arguments.device)
     tokenizer = open_tokenizer(arguments.tokenizer)
-    encoding = Encoding(
-        run_folder=arguments.tokenizer.resolve(),
-        kind=tokenizer.kind,
-        sha256=tokenizer.identity(),
-        device=device,
-        size=arguments.size,
-        crop=crop_from(arguments),
-        batch_size=arguments.batch_size,
-    )
-    return encoding, tokenizer
+    fields = {
+        "run_folder": arguments.tokenizer.resolve(),
+        "kind": tokenizer.kind,
+        "sha256": tokenizer.identity(),
+        "device": device,
+        "size": arguments.size,
+        "crop": crop_from(arguments),
+        "images_per_batch": arguments.batch_size,
+    }
+    return fields, tokenizer
 
 
 def _checked_device(name: str) -> str:
@@ -167,36 +172,6 @@ def _opened(run_folder: Path, sha256: str, device: str) -> LatentTokenizer | IdT
     return tokenizer
 
 
-@dataclass(frozen=True)
-class NetworkEncoder(ShardEncoder):
-    """Decode and resize images, and encode them with a network.
-
-    Attributes:
-        encoding: preparation and network.
-        flip: encode the mirror images too.
-    """
-
-    encoding: Encoding
-    flip: bool
-
-    @property
-    def batch_size(self) -> int:
-        """Images per batch."""
-        return self.encoding.batch_size
-
-    def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
-        """Return the payloads of each image."""
-        images, refused = self.encoding.images(pictures)
-        codes, count = self.encoding.codes(images, flipped=self.flip), self.encoding.crop.count
-        return [
-            refusal or self.payloads([next(codes) for _ in range(count)]) for refusal in refused
-        ]
-
-    def payloads(self, crops: list[tuple[Tensor, ...]]) -> Encoded:
-        """Return an image's payloads from the codes of its crops and their mirror images."""
-        raise NotImplementedError
-
-
 def add_latents_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `latents` to its parser."""
     add_encoding_arguments(parser)
@@ -209,11 +184,11 @@ def run_latents(arguments: argparse.Namespace) -> int:
     """Write the shard folder. Raises UserError and OSError."""
     from megavis.tokenizers.network_tokenizer import LatentTokenizer
 
-    encoding, tokenizer = encoding_from(arguments)
+    fields, tokenizer = open_encoding(arguments)
     if not isinstance(tokenizer, LatentTokenizer):
         raise UserError(f"{arguments.tokenizer} gives ids, not latents: use the verb ids")
     shape = tokenizer.latent_shape(arguments.size)
-    encoder = LatentEncoder(encoding, not arguments.no_flip, shape)
+    encoder = LatentEncoder(**fields, flip=not arguments.no_flip, shape=shape)
     return run_job(open_source(arguments), encoder, arguments, label="latents")
 
 
@@ -226,16 +201,16 @@ class LatentEncoder(NetworkEncoder):
 
     def settings(self, folder: str) -> dict[str, Any]:
         """Return everything that affects the bytes."""
-        return {**self.encoding.settings(), "flipped": self.flip}
+        return {**super().settings(folder), "flipped": self.flip}
 
     def describe(self, folder: str) -> dict[str, Any]:
         """Return the manifest's fields of a data set of latents."""
         return {
-            **self.encoding.describe(),
+            **super().describe(folder),
             "kind": "latents",
             "latent_shape": self.shape,
             "flipped": self.flip,
-            "tokenizer": {"kind": self.encoding.kind, "sha256": self.encoding.sha256},
+            "tokenizer": {"kind": self.kind, "sha256": self.sha256},
         }
 
     def payloads(self, crops: list[tuple[Tensor, ...]]) -> Encoded:
@@ -259,11 +234,16 @@ def run_ids(arguments: argparse.Namespace) -> int:
     """Write the shard folder. Raises UserError and OSError."""
     from megavis.tokenizers.network_tokenizer import IdTokenizer
 
-    encoding, tokenizer = encoding_from(arguments)
+    fields, tokenizer = open_encoding(arguments)
     if not isinstance(tokenizer, IdTokenizer):
         raise UserError(f"{arguments.tokenizer} gives latents, not ids: use the verb latents")
     num_tokens = tokenizer.num_tokens(arguments.size)
-    encoder = IdEncoder(encoding, arguments.flip, num_tokens, tokenizer.vocabulary_size)
+    encoder = IdEncoder(
+        **fields,
+        flip=arguments.flip,
+        num_tokens=num_tokens,
+        vocabulary_size=tokenizer.vocabulary_size,
+    )
     return run_job(open_source(arguments), encoder, arguments, label="ids")
 
 
@@ -277,7 +257,7 @@ class IdEncoder(NetworkEncoder):
 
     def settings(self, folder: str) -> dict[str, Any]:
         """Return everything that affects the bytes."""
-        return {**self.encoding.settings(), "flip": self.flip}
+        return {**super().settings(folder), "flip": self.flip}
 
     def payloads(self, crops: list[tuple[Tensor, ...]]) -> Encoded:
         """Return the payloads of all crops, then of the mirror images."""
@@ -288,12 +268,12 @@ class IdEncoder(NetworkEncoder):
     def describe(self, folder: str) -> dict[str, Any]:
         """Return the manifest's fields of a data set of ids."""
         return {
-            **self.encoding.describe(),
+            **super().describe(folder),
             "kind": "ids",
             "num_tokens": self.num_tokens,
             "tokenizer": {
-                "kind": self.encoding.kind,
-                "sha256": self.encoding.sha256,
+                "kind": self.kind,
+                "sha256": self.sha256,
                 "num_tokens": self.vocabulary_size,
             },
         }
