@@ -11,7 +11,7 @@ trap 'rm -rf "$folder"' EXIT
 wheel=$(echo dist/megavis-*.whl) sdist=$(echo dist/megavis-*.tar.gz)
 "$python" -m zipfile --list "$wheel" >"$folder/wheel"
 for file in megavis/reports/page.css megavis/reports/page.html.jinja \
-  megavis/evaluation/published/igpt.yaml megavis/yaml_configs/compose/random_patches.yaml \
+  megavis/reports/published/igpt.yaml megavis/yaml_configs/compose/random_patches.yaml \
   megavis/yaml_configs/schema.json data_tools/__main__.py; do
   grep --quiet "$file" "$folder/wheel" || { echo "$wheel lacks $file" >&2; exit 1; }
 done
