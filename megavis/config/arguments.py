@@ -40,6 +40,18 @@ def _whole_number(text: str, *, least: int) -> int:
     return int(text)
 
 
+def comma_separated(kind: Callable[[str], Any], what: str) -> Callable[[str], list[Any]]:
+    """Return a parser of `KIND,KIND,...`; it raises argparse.ArgumentTypeError: not `what`."""
+
+    def parse(text: str) -> list[Any]:
+        try:
+            return [kind(word) for word in text.split(",")]
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"'{text}' is not {what}") from None
+
+    return parse
+
+
 def output_file(text: str) -> Path:
     """Parse the path of a file to write, whose folders are created when it is written.
 

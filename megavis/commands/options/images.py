@@ -20,7 +20,13 @@ from megavis.commands.options.shared import (
     add_step,
     refuse_options,
 )
-from megavis.config.arguments import add_perceptual_arguments, non_negative, output_file, positive
+from megavis.config.arguments import (
+    add_perceptual_arguments,
+    comma_separated,
+    non_negative,
+    output_file,
+    positive,
+)
 from megavis.config.errors import UserError
 
 DISTANCE = "frechet"
@@ -88,12 +94,13 @@ def _check_sample(args: argparse.Namespace) -> None:
 
 def _add_classes(parser: argparse.ArgumentParser) -> None:
     """Add options for the classes to generate."""
+    numbers = comma_separated(int, "a list of classes such as 0,3,7")
     classes = parser.add_argument_group("runs with classes")
-    classes.add_argument("--classes", type=_numbers, metavar="C,C,...", help="one row per class")
+    classes.add_argument("--classes", type=numbers, metavar="C,C,...", help="one row per class")
     classes.add_argument("--per-class", type=int, default=8, help="images per class; default: 8")
     classes.add_argument(
         "--then-classes",
-        type=_numbers,
+        type=numbers,
         metavar="C,C,...",
         help="other classes for the lower halves",
     )
@@ -105,15 +112,6 @@ def _add_classes(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compare moments of --num-images generated and held-out latents, in RUN/evaluation",
     )
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"'{text}' is not a list of classes such as 0,3,7"
-        ) from None
 
 
 def prefix_share(text: str) -> float:

@@ -9,7 +9,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megavis.config.arguments import RUN_NAME, RUN_NAME_RULE, non_negative, positive
+from megavis.config.arguments import (
+    RUN_NAME,
+    RUN_NAME_RULE,
+    comma_separated,
+    non_negative,
+    positive,
+)
 from megavis.config.errors import UserError
 
 
@@ -170,7 +176,7 @@ def add_few_label_arguments(parser: argparse.ArgumentParser) -> None:
     """Add options for probes with few labels per class."""
     parser.add_argument(
         "--images-per-class",
-        type=read_counts,
+        type=comma_separated(int, "a comma-separated list of numbers such as 4,25,400"),
         default=(),
         metavar="N,N",
         help="also probe the best layer with this many labels per class, such as 4,25,400",
@@ -200,16 +206,6 @@ def add_probe_arguments(parser: argparse.ArgumentParser) -> None:
         help="vote over this many random masks of each validation image; default: 5"
         " if a network's inputs are masked, else 1",
     )
-
-
-def read_counts(text: str) -> tuple[int, ...]:
-    """Parse comma-separated numbers; an empty text gives none."""
-    try:
-        return tuple(int(part) for part in text.split(",") if text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"'{text}' is not a comma-separated list of numbers such as 4,25,400"
-        ) from None
 
 
 def add_image_arguments(parser: argparse.ArgumentParser, *, num_images: int | None) -> None:

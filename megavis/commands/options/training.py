@@ -12,7 +12,7 @@ from megavis.commands.options.shared import (
     read_config,
     refuse_options,
 )
-from megavis.config.arguments import SweepAxis, non_negative, positive
+from megavis.config.arguments import SweepAxis, comma_separated, non_negative, positive
 from megavis.config.errors import UserError
 
 
@@ -85,7 +85,7 @@ def add_search_lr(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     parser.add_argument(
         "--rates",
-        type=_rates,
+        type=comma_separated(float, "a list of numbers, for example 1e-2,3e-3"),
         metavar="R,R,…",
         help="default: 0.01,0.003,0.001,0.0003,0.0001, as in the paper",
     )
@@ -97,15 +97,6 @@ def add_search_lr(parser: argparse.ArgumentParser) -> None:
     )
     add_device(parser)
     parser.set_defaults(run="search:search_rate")
-
-
-def _rates(text: str) -> list[float]:
-    try:
-        return [float(word) for word in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"'{text}' is not a list of numbers, for example 1e-2,3e-3"
-        ) from None
 
 
 def add_sweep(parser: argparse.ArgumentParser) -> None:
