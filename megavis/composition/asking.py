@@ -4,6 +4,7 @@
 - `Mask`: a row holds its own token, or a mask token if that is hidden.
 - `Query`: query rows without a token follow the content rows, and no row attends to them.
 - `InContext`: a row predicts its own token's position; all rows attend to those of the context.
+- `Visible`: rows of known tokens only, for an encoder; the bridge to a decoder adds the others.
 
 An asking kind has no parameters. `rows` runs on every process and turns tokens into the inputs of
 the first layer; `embed` runs in the first layer and turns these into hidden states.
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from megavis.composition.reader import PositionRole, Reader, Role
 
 AskedRows = tuple[Tensor, ...]
+ORDER = "order"
+"""Name under which the places of all positions, int64 `[b, n]`, are carried to a bridge."""
 TRANSFORMED = "tokens"
 """Name under which a learned transform's tokens are carried to the head, which scores them."""
 
@@ -329,3 +332,34 @@ class InContext(Asking):
         """Return the workload of all rows, with keys and values only for the context."""
         rows, visible = plan.num_positions + self.num_front, plan.num_content + self.num_front
         return Workload(rows, visible, float(visible), rows, num_outputs)
+
+
+class Visible(Asking):
+    """One row per known token, in the arrangement's order."""
+
+    num_inputs = 2
+    visibility: VisibilityKind = "full"
+    extra_tensors = (ORDER,)
+
+    def rows(self, tokens: Tensor, question: Question, since: int = 0) -> AskedRows:
+        """Return the known tokens, and the places of all positions."""
+        order = question.plan.order.expand(len(tokens), -1).contiguous()
+        return tokens[:, : question.known], order
+
+    def feature_rows(self, tokens: Tensor, plan: Arrangement) -> AskedRows:
+        """Return all tokens."""
+        return self.rows(tokens, Question(plan, plan.num_positions, slice(0, 0)))
+
+    def embed(self, reader: Reader, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
+        """See `Asking`."""
+        tokens, order = rows
+        places = order[:, : tokens.shape[1]]
+        hidden = reader.add_positions(reader.embed_content(tokens), places, "positions")
+        front = reader.front_rows(hidden, known)
+        hidden = torch.cat([front, hidden], dim=1)
+        return Embedded(hidden, F.pad(places, (front.shape[1], 0)), {ORDER: order})
+
+    def workload(self, plan: Arrangement, num_outputs: int) -> Workload:
+        """Return the workload of full attention over the known tokens."""
+        rows = plan.num_content + self.num_front
+        return Workload.of_one_stream(rows, num_outputs, causal=False)

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from megavis.composition.asking import TRANSFORMED, Asking
 from megavis.composition.condition import Condition
 from megavis.composition.encoded_tokens import TokenIds
-from megavis.composition.encoder_decoder import SecondStack
-from megavis.composition.reader import Reader, Role, Slot
+from megavis.composition.reader import Reader, Role, SecondStack, Slot
 from megavis.composition.tokens import Colors, Patches, Tokens
 from megavis.composition.trainable import Backbone, SequenceBatch
 from megavis.config.errors import UserError

@@ -1,26 +1,33 @@
-"""The first layer of every paper: named parts that embed tokens, positions and conditions.
+"""The first layer of every paper, and the bridge to the second stack of some.
+
+The first layer has named parts that embed tokens, positions and conditions.
 
 A paper chooses the names of the parts, which begin their parameters', and the order in which they
-are built, which determines their initial weights.
+are built, which determines their initial weights. `SecondStack` is a decoder such as MAE's; the
+bridge to it adds mask tokens for the positions that the encoder did not see.
 
-Legend: b images, m rows, h hidden size.
+Legend: b images, m rows, n positions, h hidden size, w width of the decoder.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megavis.composition.asking import Asking
+from megavis.composition.asking import ORDER, Asking, Visible
+from megavis.config.section import PositionKind
 from megavis.model.core import MEMORY, Core
-from megavis.model.embeddings import to_stream
+from megavis.model.embeddings import grid_positions, to_stream
+from megavis.model.flops import Workload
 from megavis.model.layer_state import LayerState, PackedState, as_bits
-from megavis.model.parameters import Fill, filled
+from megavis.model.parameters import Fill, filled, normal
+from megavis.model.stack import Bridge, LayerPlan, block_plans
 from megavis.tokenizers.patches import to_grid, to_tokens
 
 Role = Literal[
@@ -162,3 +169,69 @@ class EmbeddingTable(nn.Module):
     def forward(self, index: Tensor) -> Tensor:
         """Look up int64 `[...]`: `[..., hidden_size]`."""
         return F.embedding(index, self.weight)
+
+
+class SecondStack:
+    """A decoder with full attention and without stochastic depth.
+
+    Args:
+        sizes: values of `model` keys that differ from the encoder's.
+    """
+
+    def __init__(
+        self,
+        below: Core,
+        asks: Visible,
+        sizes: Mapping[str, int],
+        *,
+        grid: tuple[int, int],
+        positions: PositionKind,
+    ) -> None:
+        model = below.model.model_copy(update={**sizes, "ffn_hidden_size": None})
+        self.core = below.with_stack(name="decoder", model=model, carried_names=(), drop_path=0.0)
+        self.below, self.num_front, self.grid = below, asks.num_front, grid
+        self.positions = positions
+
+    def layers(self, num_outputs: int, *, seed: int) -> list[LayerPlan]:
+        """Return bridge and blocks, below a head with `num_outputs` outputs per token."""
+        rows, depth = self.num_front + self.grid[0] * self.grid[1], self.below.model.num_layers + 1
+        work = Workload.of_one_stream(rows, num_outputs, causal=False)
+        build = partial(
+            MaskTokens,
+            self.below,
+            self.core,
+            num_front=self.num_front,
+            grid=self.grid,
+            positions=self.positions,
+        )
+        bridge = LayerPlan("bridge", build, seed, depth, gives_features=True)
+        return [bridge, *block_plans(self.core, work, seed=seed, depth=depth + 1)]
+
+
+class MaskTokens(Bridge):
+    """Bridge from encoder to decoder: append mask tokens, and add positions to all tokens."""
+
+    def __init__(
+        self,
+        below: Core,
+        above: Core,
+        *,
+        num_front: int,
+        grid: tuple[int, int],
+        positions: PositionKind,
+    ) -> None:
+        super().__init__(below, above)
+        fill, self.num_front = normal(0.02), num_front
+        self.mask = filled(above.model.hidden_size, fill=fill)
+        self.positions = grid_positions(above, positions, grid, fill=fill)
+
+    def enter(
+        self, hidden: Tensor, carried: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return front rows, visible tokens and mask tokens, `[b, num_front + n, w]`."""
+        order, front = carried[ORDER], hidden[:, : self.num_front]
+        visible = hidden[:, self.num_front :]
+        num_hidden = order.shape[1] - visible.shape[1]
+        masks = self.mask.to(hidden.dtype).expand(len(hidden), num_hidden, -1)
+        patches = self.positions(torch.cat([visible, masks], dim=1), order)
+        return torch.cat([front, patches], dim=1), {}

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from functools import cached_property
 
+from megavis.composition.asking import Visible
 from megavis.composition.composition import Composition
-from megavis.composition.encoder_decoder import SecondStack, Visible
+from megavis.composition.reader import SecondStack
 from megavis.composition.tokens import Patches
 from megavis.densities.squared_error import SquaredError
 from megavis.model.embeddings import TokenHead
