@@ -17,38 +17,24 @@ head.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import all_to_all
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megavis.model.tensor_parallel import (
-    SequenceParallelConfig,
-    are_whole,
-    gather_tokens,
-    scatter_tokens,
-)
+from megavis.model.tensor_parallel import are_whole, gather_tokens, scatter_tokens
 
 
-class ContextParallelConfig(SequenceParallelConfig, Protocol):
-    """A config with the flags of both ways to split tokens."""
-
-    @property
-    def context_parallel_size(self) -> int:
-        """Size of the context group; 1 if this stack does not split tokens over it."""
-
-
-def splits_context(config: ContextParallelConfig) -> bool:
+def splits_context(config: TransformerConfig) -> bool:
     """Return whether tokens are split over the context group in this forward pass."""
     return config.context_parallel_size > 1 and not are_whole()
 
 
-def all_tokens(
-    hidden: Tensor, config: ContextParallelConfig, groups: ProcessGroupCollection
-) -> Tensor:
+def all_tokens(hidden: Tensor, config: TransformerConfig, groups: ProcessGroupCollection) -> Tensor:
     """Gather the tokens of `[s, b, h]` that are split over the tensor or the context group.
 
     Gradients of the result must be equal on all processes, as they are for layers that begin with
@@ -58,7 +44,7 @@ def all_tokens(
 
 
 def gather_context(
-    hidden: Tensor, config: ContextParallelConfig, groups: ProcessGroupCollection
+    hidden: Tensor, config: TransformerConfig, groups: ProcessGroupCollection
 ) -> Tensor:
     """Gather tokens over the context group only; for gradients see `all_tokens`."""
     gathered: Tensor = _Gather.apply(hidden, groups.cp) if splits_context(config) else hidden
@@ -70,9 +56,7 @@ def own_rows(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     return whole.tensor_split(group.size())[group.rank()].contiguous()
 
 
-def own_tokens(
-    hidden: Tensor, config: ContextParallelConfig, groups: ProcessGroupCollection
-) -> Tensor:
+def own_tokens(hidden: Tensor, config: TransformerConfig, groups: ProcessGroupCollection) -> Tensor:
     """Return this process's tokens of `[s, b, h]`; s must be divisible by both groups' sizes."""
     if splits_context(config):
         hidden = _Scatter.apply(hidden, groups.cp)
@@ -80,7 +64,7 @@ def own_tokens(
 
 
 def seen_by_parts(
-    whole: Tensor, config: ContextParallelConfig, groups: ProcessGroupCollection
+    whole: Tensor, config: TransformerConfig, groups: ProcessGroupCollection
 ) -> Tensor:
     """Return a tensor that each process's own tokens attend to, such as an encoder's output.
 
