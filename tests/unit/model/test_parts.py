@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megavis.model.core import Block
+from megavis.model.stack import LayerStack
 
 FOLDER = Path(__file__).parents[2] / "two_stacks"
 
@@ -117,16 +118,9 @@ def test_planned_activations_match_autograd(two_stacks_of, checkpointing):
     objective, _ = two_stacks_of(*words, "objective.upper_layers=3")
     parallel = objective.config.parallel
     shape = shape_of(objective, {layout_key(parallel): boundary_activations_of(objective)})
-    layers = [plan.build().train() for plan in objective.layer_plans()]
+    stack = LayerStack(objective.layer_plans(), objective.loss).train()
     sequence = objective.blank_sequence(2, torch.device("cpu"))
-
-    def forward():
-        state = sequence.inputs
-        for layer in layers:
-            state = layer(state)
-        return objective.loss(state, sequence.targets)
-
-    found, _ = saved_tensors(forward, layers)
+    found, _ = saved_tensors(lambda: stack(sequence.inputs, sequence.targets), [stack])
     planned = activation_memory(shape, Layout(parallel, 1, 2, 1))
     assert planned.saved == pytest.approx(num_bytes(found), rel=0.1)
     halves = parallel.model_copy(update={"pipeline_model_parallel_size": 2})
@@ -134,7 +128,7 @@ def test_planned_activations_match_autograd(two_stacks_of, checkpointing):
     stages = [activation_memory(shape, cut, stage).saved for stage in range(2)]
     assert sum(stages) == pytest.approx(planned.saved)
     held = [shape.layers.held(stage, 1) for stage in shape.layers.stages(2)]
-    numbers = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+    numbers = [sum(p.numel() for p in layer.parameters()) for layer in stack.layers]
     # The cut falls after the third block of the lower stack.
     bound = 1 + shape.layers.stages(2)[0].blocks[0]
     assert held == [sum(numbers[:bound]), sum(numbers[bound:])]

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.section import ParallelConfig
+from megavis.model.stack import LayerStack
 from megavis.papers import build_objective
 from megavis.planning.activation_memory import activation_memory, block_activations
 from megavis.planning.boundary_activations import boundary_activations_of, num_bytes, saved_tensors
@@ -87,16 +88,9 @@ def test_planned_activations_match_autograd(context, name, words):
     shape, dtype = measured(objective), torch.float32
     if objective.config.training.precision == "bf16":
         dtype = torch.bfloat16
-    layers = [plan.build().to(dtype).train() for plan in objective.layer_plans()]
+    stack = LayerStack(objective.layer_plans(), objective.loss).to(dtype).train()
     sequence = objective.blank_sequence(IMAGES, torch.device("cpu"))
-
-    def forward():
-        state = sequence.inputs
-        for layer in layers:
-            state = layer(state)
-        return objective.loss(state, sequence.targets)
-
-    found, _ = saved_tensors(forward, layers)
+    found, _ = saved_tensors(lambda: stack(sequence.inputs, sequence.targets), [stack])
     layout = Layout(objective.config.parallel, 1, IMAGES, 1)
     planned = activation_memory(shape, layout)
     assert planned.saved == pytest.approx(num_bytes(found), rel=0.02)
