@@ -9,7 +9,6 @@ Legend: b images, T patches, p side of a patch, h hidden size, c classes.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor
 
 from megavis.composition.released_run import (
@@ -28,6 +26,8 @@ from megavis.composition.released_run import (
     ReleasedRun,
     random_images,
     read_hub_folder,
+    read_json,
+    read_tensors,
 )
 from megavis.config.errors import UserError
 from megavis.config.schema import FinetuneConfig, ModelConfig
@@ -108,11 +108,9 @@ def read_timm_folder(folder: Path, *, num_heads: int | None = None) -> TimmViT:
     weights, settings = folder / "model.safetensors", folder / "config.json"
     if not weights.exists():
         raise UserError(f"{weights}: missing; save the model with timm.models.save_for_hf")
-    tensors = {name: tensor.float() for name, tensor in load_file(weights).items()}
+    tensors = {name: tensor.float() for name, tensor in read_tensors(weights).items()}
     _check(tensors)
-    pretrained: dict[str, Any] = {}
-    if settings.exists():
-        pretrained = json.loads(settings.read_text(encoding="utf-8")).get("pretrained_cfg", {})
+    pretrained = read_json(settings).get("pretrained_cfg", {}) if settings.exists() else {}
     width = tensors["norm.weight"].shape[0]
     heads = num_heads or max(1, width // _USUAL_HEAD)
     if width % heads:
