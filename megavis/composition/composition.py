@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -189,10 +189,26 @@ class Composition(Objective):
         weights = plan.is_predicted.float().expand(count, -1)
         return (weights if self.asks.permutes else to_raster(weights, plan.order),)
 
+    @final
+    def feature_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Return `SequenceBatch.inputs` for features of a batch, ignoring its labels.
+
+        Raises:
+            UserError: the model has no input for "no class".
+        """
+        self.check_unlabelled()
+        index = batch.sample_index if self.has_random_features else None
+        return self.inputs_for_features(batch.inputs, index)
+
     def inputs_for_features(
         self, inputs: Tensor, sample_index: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """Return `SequenceBatch.inputs` for features, without the class."""
+        """Return `SequenceBatch.inputs` for features of samples, hiding no more than needed.
+
+        All tokens of this sequence enter the mean over tokens. Labels are not an argument, since
+        features must not contain the answer of a probe. `sample_index`, int64 `[b]`, determines
+        random draws; None unless `has_random_features`.
+        """
         read = self._read(self.condition.predicted(inputs), sample_index)
         index = sample_index
         if index is None:

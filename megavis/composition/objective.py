@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -281,32 +281,6 @@ class Objective(Backbone):
             name = self.config.objective.name
             raise UserError(f"{name} does not predict the patches of an order one by one")
         return self.density.per_token_loss(predictions, targets[0] if targets else None)
-
-    @final
-    def feature_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Return `SequenceBatch.inputs` for features of a batch, ignoring its labels.
-
-        Raises:
-            UserError: the model has no input for "no class".
-        """
-        self.check_unlabelled()
-        index = batch.sample_index if self.has_random_features else None
-        return self.inputs_for_features(batch.inputs, index)
-
-    @abstractmethod
-    def inputs_for_features(
-        self, inputs: Tensor, sample_index: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        """Return `SequenceBatch.inputs` for features of samples, hiding no more than needed.
-
-        All tokens of this sequence enter the mean over tokens. Labels are not an argument, since
-        features must not contain the answer of a probe.
-
-        Args:
-            inputs: samples in the form of the shards (`Batch.inputs`).
-            sample_index: int64 `[b]`, which determines random draws; None unless
-                `has_random_features`.
-        """
 
     def training_sequence(self, batch: Batch) -> SequenceBatch:
         """Turn a batch into its training sequence, with sample indices if there is drop path."""
