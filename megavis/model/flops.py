@@ -12,9 +12,28 @@ from dataclasses import dataclass
 
 from megavis.config.schema import ModelConfig
 
-# Dense peaks of one device in FLOP/s, without sparsity, from the vendor's data sheets.
-_PEAKS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
-_FP8_PEAKS = {"H100 PCIe": 1513e12, "H100": 1979e12, "H200": 1979e12, "B200": 4500e12}
+
+@dataclass(frozen=True)
+class Peak:
+    """Dense peak of one device in TFLOP/s, without sparsity.
+
+    Attributes:
+        bf16: for fp16 too.
+        fp8: None if the device has no FP8.
+    """
+
+    bf16: float
+    fp8: float | None = None
+
+
+PEAKS: Mapping[str, Peak] = {
+    "A100": Peak(312),
+    "H100 PCIe": Peak(756, fp8=1513),
+    "H100": Peak(989, fp8=1979),
+    "H200": Peak(989, fp8=1979),
+    "B200": Peak(2250, fp8=4500),
+}
+"""Peaks by a part of the name that the driver reports, from the vendor's data sheets."""
 
 
 @dataclass(frozen=True)
@@ -75,18 +94,16 @@ def peak_flops(device_name: str, fp8_share: float = 0.0) -> float | None:
         device_name: as the driver reports it.
         fp8_share: fraction of the operations in FP8; the others are in bf16.
     """
-    plain = _of_device(_PEAKS, device_name)
-    if plain is None or not fp8_share:
+    matches = [name for name in PEAKS if name in device_name]
+    if not matches:
+        return None
+    peak = PEAKS[max(matches, key=len)]
+    plain = 1e12 * peak.bf16
+    if not fp8_share:
         return plain
-    fp8 = _of_device(_FP8_PEAKS, device_name)
-    return None if fp8 is None else mixed_peak(plain, fp8, fp8_share)
+    return None if peak.fp8 is None else mixed_peak(plain, 1e12 * peak.fp8, fp8_share)
 
 
 def mixed_peak(plain: float, fp8: float, fp8_share: float) -> float:
     """Return the rate at which operations run if a share has the peak of FP8, the rest another."""
     return 1 / (fp8_share / fp8 + (1 - fp8_share) / plain)
-
-
-def _of_device(peaks: Mapping[str, float], device_name: str) -> float | None:
-    matches = [name for name in peaks if name in device_name]
-    return peaks[max(matches, key=len)] if matches else None

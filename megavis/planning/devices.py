@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 from megavis.config.errors import UserError
 from megavis.config.schema import Section
 from megavis.config.yaml_tree import ConfigSource, read_tree
-from megavis.model.flops import mixed_peak
+from megavis.model.flops import PEAKS, mixed_peak
 
 Amount = Annotated[float, Field(gt=0, strict=False)]
 
@@ -48,7 +48,7 @@ DEVICES: Mapping[str, Device] = {
         Device(
             name="a100",
             memory_gb=80,
-            bf16_tflops=312,
+            bf16_tflops=PEAKS["A100"].bf16,
             float32_tflops=19.5,
             memory_gb_per_s=2039,
             node_gb_per_s=300,
@@ -57,8 +57,8 @@ DEVICES: Mapping[str, Device] = {
         Device(
             name="h100",
             memory_gb=80,
-            bf16_tflops=989,
-            fp8_tflops=1979,
+            bf16_tflops=PEAKS["H100"].bf16,
+            fp8_tflops=PEAKS["H100"].fp8,
             float32_tflops=67,
             memory_gb_per_s=3350,
             node_gb_per_s=450,
@@ -67,8 +67,8 @@ DEVICES: Mapping[str, Device] = {
         Device(
             name="h200",
             memory_gb=141,
-            bf16_tflops=989,
-            fp8_tflops=1979,
+            bf16_tflops=PEAKS["H200"].bf16,
+            fp8_tflops=PEAKS["H200"].fp8,
             float32_tflops=67,
             memory_gb_per_s=4800,
             node_gb_per_s=450,
