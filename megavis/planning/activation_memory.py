@@ -1,8 +1,7 @@
 """Activation memory: what a process keeps from the forward to the backward pass.
 
-Follows "Reducing Activation Recomputation in Large Transformer Models", section 4, adapted to
-megavis's blocks, whose norms work in float32 and whose attention stores no score matrix. The
-activations of the first and last layer are measured (`boundary_activations.py`).
+Blocks are counted (`block_activations.py`); the activations of the first and last layer are
+measured (`boundary_activations.py`).
 """
 
 from __future__ import annotations
@@ -10,100 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from megavis.planning.block_activations import AROUND_ACTIVATION, block_activations, is_selective
 from megavis.planning.boundary_activations import BoundaryActivations
 from megavis.planning.layouts import Layout, layout_key
 from megavis.planning.parameters import PipelineStage
 from megavis.planning.shape import ModelShape, StackShape
 
-_AROUND_ACTIVATION = 2
-"""Tensors of the MLP's width: input and output of its activation function."""
 _REPEATED = 2
 """Copies of a recomputed output: one with its own graph, and one where the first was."""
 _FLOAT32 = 4
-
-
-@dataclass(frozen=True)
-class BlockActivations:
-    """Bytes per image that a block keeps for the backward pass."""
-
-    norms: float
-    attention: float
-    mlp: float
-
-    @property
-    def total(self) -> float:
-        """Sum of all parts."""
-        return self.norms + self.attention + self.mlp
-
-
-def block_activations(
-    shape: StackShape, layout: Layout, *, is_last: bool = False
-) -> BlockActivations:
-    """Return what a block keeps if it is not recomputed as a whole.
-
-    With `selective` it keeps no outputs of norms and of the activation function.
-
-    Args:
-        shape: stack of the block.
-        layout: whose tensor, sequence and context parallelism divide the activations.
-        is_last: the last block of the stack, which continues only with the tokens that are read.
-    """
-    work, width, size = shape.work, shape.hidden_size, shape.number_size
-    read, recomputes = work.num_read if is_last else work.num_tokens, _is_selective(layout)
-    # The input, and per token the standard deviation and, if subtracted, the mean.
-    norm = size * width if recomputes else 4 * width + 4 * (1 + shape.is_layer_norm)
-    dropped = shape.residual_dropouts * width * read
-    normalised = work.num_tokens + read * (2 if work.num_memory else 1)
-    output = 0.0 if recomputes else size * width * read
-    around = 1 if recomputes and not shape.mlp_dropout else _AROUND_ACTIVATION
-    return BlockActivations(
-        norms=(normalised * norm + dropped + output) / shape.token_parts(layout),
-        attention=_attention_activations(shape, layout, read),
-        mlp=read * shape.mlp_size * (size * around + shape.mlp_dropout) / shape.parts(layout),
-    )
-
-
-def _attention_activations(shape: StackShape, layout: Layout, read: int) -> float:
-    """Return the bytes per image of the projections' inputs and of the attention kernel."""
-    work, width, size = shape.work, shape.hidden_size, shape.number_size
-    context, recomputes = shape.context_parts(layout), _is_selective(layout)
-    is_copied = shape.is_sequence_parallel(layout)
-    # Tokens are selected from those of the tensor group, a copy if they were split.
-    inputs = work.num_tokens / (context if shape.chooses else shape.token_parts(layout))
-    if recomputes and not (shape.chooses and is_copied):
-        inputs = 0.0
-    if shape.visibility == "context" and context == 1:
-        inputs += work.num_visible
-    # Queries, keys, values and the output projection's input; rotary keys are kept twice.
-    split: float = 2 * read + (2 + shape.is_rotary) * work.num_visible
-    if context > 1:
-        split += _traded(shape, read)
-    num_kernels = 1
-    if work.num_memory:
-        # Of the memory, which all blocks share, only keys and values; queries of all tokens.
-        inputs += 0 if recomputes and not is_copied else read / context
-        split += 2 * read + 2 * work.num_memory * context
-        num_kernels = 2
-    # Rotating or masking the kernel's output copies it.
-    copies = shape.is_rotary or shape.visibility == "two_stream"
-    states = num_kernels * 4 * shape.num_heads
-    kernel = read * (size * width * copies + states) / shape.parts(layout)
-    if shape.visibility == "two_stream":
-        kernel += read * (size * work.num_visible + 1)
-    # The rotary tables, one pair for all blocks, are negligible.
-    return size * width * (inputs + split / shape.parts(layout)) + kernel
-
-
-def _traded(shape: StackShape, read: float) -> float:
-    """Return the tokens that attention keeps in addition where heads are traded for tokens.
-
-    The kernel's output besides the projection's input; and those queries, keys and values of all
-    tokens of which only a part is used.
-    """
-    work = shape.work
-    unused_queries = 0 if shape.is_rotary else work.num_tokens - read
-    unused_keys = work.num_tokens - work.num_visible if shape.visibility == "two_stream" else 0
-    return read + unused_queries + 2 * unused_keys
 
 
 @dataclass(frozen=True)
@@ -302,10 +216,6 @@ def _is_full(layout: Layout) -> bool:
     return layout.parallel.activation_checkpointing == "full"
 
 
-def _is_selective(layout: Layout) -> bool:
-    return layout.parallel.activation_checkpointing == "selective"
-
-
 def _memory(stack: StackShape) -> float:
     """Return the bytes per image of the memory to which a stack attends."""
     return stack.number_size * stack.hidden_size * stack.work.num_memory
@@ -338,7 +248,7 @@ def _recomputed(stack: StackShape, layout: Layout) -> float:
     """Return the bytes per image of a block, or of its MLP's input and activations, recomputed."""
     if _is_full(layout):
         return block_activations(stack, layout).total
-    if not _is_selective(layout):
+    if not is_selective(layout):
         return 0.0
     inside = 0.0 if stack.mlp_dropout else stack.mlp_size / stack.parts(layout)
     numbers = stack.hidden_size / stack.token_parts(layout) + inside
@@ -351,7 +261,7 @@ def _backward(shape: StackShape, layout: Layout) -> float:
     norm = 2 * _FLOAT32 * shape.hidden_size / shape.token_parts(layout)
     if shape.is_only_stack:
         # An upper bound for any activation function; other models have slack elsewhere.
-        return _AROUND_ACTIVATION * inside + norm
+        return AROUND_ACTIVATION * inside + norm
     # With sequence parallelism, the gradient of the MLP's output is gathered.
     split = shape.is_sequence_parallel(layout) / shape.context_parts(layout)
     gathered = shape.number_size * shape.hidden_size * split

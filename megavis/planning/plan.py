@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from megavis.config.errors import counted
 from megavis.config.schema import RunConfig
-from megavis.planning.activation_memory import block_activations
+from megavis.planning.block_activations import block_activations
 from megavis.planning.communication import Transfer, transfers
 from megavis.planning.devices import Cluster
 from megavis.planning.layouts import Layout, all_layouts, with_offload

@@ -13,7 +13,8 @@ from megavis.config.load import load_config
 from megavis.config.section import ParallelConfig
 from megavis.model.stack import LayerStack
 from megavis.papers import build_objective
-from megavis.planning.activation_memory import activation_memory, block_activations
+from megavis.planning.activation_memory import activation_memory
+from megavis.planning.block_activations import block_activations
 from megavis.planning.boundary_activations import boundary_activations_of, num_bytes, saved_tensors
 from megavis.planning.communication import Group, replica_group, transfers
 from megavis.planning.devices import Cluster, open_device
