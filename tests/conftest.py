@@ -191,3 +191,16 @@ training: {{steps: 2, batch_size: 8}}
 """
     )
     return path
+
+
+@pytest.fixture(scope="session")
+def train_small(small_config):
+    """Return a function that trains `small_config` with overrides and returns the run folder."""
+    from megavis.cli import main
+
+    def train(output, *overrides):
+        words = [str(small_config), f"output={output}", *overrides]
+        assert main(["train", *words, "--device", "cpu"]) == 0
+        return output / "small"
+
+    return train

@@ -13,18 +13,8 @@ from megavis.parallel.context import close_context
 pytestmark = pytest.mark.once
 
 
-def test_features_are_cached_across_commands(shard_folders, small_config, tmp_path, capsys):
-    path = tmp_path / "small.yaml"
-    path.write_text(
-        f"""\
-based_on: {small_config}
-output: {tmp_path}
-objective: {{mode: bert}}
-checkpoint: {{every: 1}}
-"""
-    )
-    run = tmp_path / "small"
-    assert main(["train", str(path), "--device", "cpu"]) == 0
+def test_features_are_cached_across_commands(shard_folders, train_small, tmp_path, capsys):
+    run = train_small(tmp_path, "objective.mode=bert", "checkpoint.every=1")
     words = [str(run), "--device", "cpu"]
     probing = ["probe", *words, "--untrained-networks", "1", "--masks", "2"]
     assert main(probing) == 0
@@ -63,21 +53,14 @@ checkpoint: {{every: 1}}
     )
 
 
-def test_likelihood_matches_a_loop(shard_folders, small_config, tmp_path, capsys):
-    path = tmp_path / "small.yaml"
-    path.write_text(
-        f"""\
-based_on: {small_config}
-output: {tmp_path}
-"""
-    )
-    words = ["likelihood", str(tmp_path / "small"), "--device", "cpu"]
-    assert main(["train", str(path), "--device", "cpu"]) == 0
+def test_likelihood_matches_a_loop(shard_folders, train_small, tmp_path, capsys):
+    folder = train_small(tmp_path)
+    words = ["likelihood", str(folder), "--device", "cpu"]
     assert main([*words, "--num-images", "20"]) == 0
-    found = json.loads((tmp_path / "small" / "evaluation" / "likelihood.json").read_text())
+    found = json.loads((folder / "evaluation" / "likelihood.json").read_text())
 
     try:
-        run = megavis.load(str(tmp_path / "small"), device="cpu")
+        run = megavis.load(str(folder), device="cpu")
         ids = ShardDataset(shard_folders / "validation").read(np.arange(20))[0].astype(np.int64)
         probabilities = run.outputs(ids).double().softmax(-1).numpy()
     finally:

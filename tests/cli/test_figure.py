@@ -18,21 +18,11 @@ pytestmark = pytest.mark.once
 
 
 @pytest.fixture(scope="module")
-def run(small_config, tmp_path_factory):
+def run(train_small, tmp_path_factory):
     """A run of 9 steps with three checkpoints."""
-    root = tmp_path_factory.mktemp("figures")
-    path = root / "small.yaml"
-    path.write_text(
-        f"""\
-based_on: {small_config}
-output: {root}/runs
-model: {{num_layers: 2}}
-training: {{steps: 9, validate_every: 9}}
-checkpoint: {{every: 3, keep_last: 9}}
-"""
-    )
-    assert main(["train", str(path), "--device", "cpu"]) == 0
-    return root / "runs" / "small"
+    words = ["model.num_layers=2", "training.steps=9", "training.validate_every=9"]
+    words += ["checkpoint.every=3", "checkpoint.keep_last=9"]
+    return train_small(tmp_path_factory.mktemp("figures"), *words)
 
 
 def test_depth_and_likelihood_figures(run, capsys):

@@ -17,19 +17,9 @@ pytestmark = pytest.mark.once
 
 
 @pytest.fixture(scope="module")
-def run(small_config, tmp_path_factory):
+def run(train_small, tmp_path_factory):
     """A short run on other images."""
-    root = tmp_path_factory.mktemp("transfer")
-    path = root / "small.yaml"
-    path.write_text(
-        f"""\
-based_on: {small_config}
-output: {root}/runs
-data: {{validation: null}}
-"""
-    )
-    assert main(["train", str(path), "--device", "cpu"]) == 0
-    return root / "runs" / "small"
+    return train_small(tmp_path_factory.mktemp("transfer"), "data.validation=null")
 
 
 @pytest.fixture(scope="module")

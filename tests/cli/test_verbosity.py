@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from megavis.cli import main
 from megavis.commands.terminal import quietly
 
 
@@ -36,16 +35,16 @@ def test_quietly_suppresses_output_and_gc(capsys, caplog):
 
 
 @pytest.mark.once
-def test_commands_leave_stderr_empty(small_config, tmp_path):
+def test_commands_leave_stderr_empty(train_small, tmp_path):
     """CUDA_HOME without a GPU, which torch logs, is set too.
 
     tests/unit/test_house.py covers `train` and `schema`.
     """
     preset = str(Path(__file__).parents[2] / "yaml_configs" / "igpt" / "s_32.yaml")
-    assert main(["train", str(small_config), f"output={tmp_path}", "--device", "cpu"]) == 0
+    run = train_small(tmp_path)
     # Evaluation comes first: it imports most, and only first imports warn.
     commands = [
-        ["likelihood", str(tmp_path / "small"), "--device", "cpu"],
+        ["likelihood", str(run), "--device", "cpu"],
         ["params", preset],
         ["plan", preset, "--gpus", "8"],
     ]

@@ -16,21 +16,11 @@ from megavis.notebook import Run
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, small_config):
+def trained(tmp_path_factory, train_small):
     """Train a run of three steps and return its folder."""
-    root = tmp_path_factory.mktemp("run")
-    (root / "small.yaml").write_text(
-        f"""\
-based_on: {small_config}
-output: {root}
-objective: {{order: random}}
-model: {{num_layers: 2}}
-training: {{steps: 3, validate_every: 3, validation_images: 32}}
-checkpoint: {{every: 2}}
-"""
-    )
-    assert main(["train", str(root / "small.yaml"), "--device", "cpu"]) == 0
-    return root / "small"
+    words = ["objective.order=random", "model.num_layers=2", "training.steps=3"]
+    words += ["training.validate_every=3", "training.validation_images=32", "checkpoint.every=2"]
+    return train_small(tmp_path_factory.mktemp("run"), *words)
 
 
 @pytest.fixture

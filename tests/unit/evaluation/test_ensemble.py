@@ -31,19 +31,10 @@ def test_ensemble_averages_probabilities():
 
 
 def test_ensemble_command_reports_each_run_and_the_ensemble(small_config, tmp_path, capsys):
-    path = tmp_path / "tuned.yaml"
-    path.write_text(
-        f"""\
-based_on: {small_config}
-name: first
-output: {tmp_path}
-training: {{steps: 4, validate_every: 2}}
-finetune: {{num_classes: 3}}
-"""
-    )
-    few = "data.images_per_class=2"
-    for words in ([], ["name=second", "seed=1", few]):
-        assert main(["finetune", str(path), "--device", "cpu", *words]) == 0
+    tuning = ["finetune", str(small_config), "--device", "cpu", f"output={tmp_path}"]
+    tuning += ["training.steps=4", "training.validate_every=2", "finetune={num_classes: 3}"]
+    for words in (["name=first"], ["name=second", "seed=1", "data.images_per_class=2"]):
+        assert main([*tuning, *words]) == 0
     runs = [str(tmp_path / name) for name in ("first", "second")]
     capsys.readouterr()
     assert main(["ensemble", *runs, "--device", "cpu", "--json", str(tmp_path / "e.json")]) == 0
