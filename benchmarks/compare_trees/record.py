@@ -229,7 +229,8 @@ def _written(run: Path, key: str) -> Record:
 
 def _said(key: str, said: Said) -> Record:
     # On success, standard error has progress and throughput, which differ.
-    return {f"{key}/says": [said.code, said.out, said.error if said.code else ""]}
+    error = said.error.replace(str(Path.cwd()), ".") if said.code else ""
+    return {f"{key}/says": [said.code, said.out, error]}
 
 
 def _curve(run: Path, first_step: int) -> list[dict[str, Any]]:
