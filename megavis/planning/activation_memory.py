@@ -84,7 +84,7 @@ def activation_memory(shape: ModelShape, layout: Layout, stage: int = 0) -> Acti
     here = _stacks_on(shape, holds, ends, layout)
     *lower, upper = here
     embedding = ends.embedding * holds.is_first + _memory(upper.stack)
-    head = ends.head * holds.is_last
+    head = (ends.head + _decoder_in_fp8(shape, layout)) * holds.is_last
     # 1F1B: one micro-batch in flight for each following stage, and one for the stage itself.
     in_flight = min(layout.accumulation_steps, layout.pipeline - stage)
     moments = _moments(here, head, layout)
@@ -185,6 +185,16 @@ def _moments(here: Sequence[_StackHere], head: float, layout: Layout) -> Iterato
         freed += stack.blocks
 
 
+def _decoder_in_fp8(shape: ModelShape, layout: Layout) -> float:
+    """Return the bytes per image that a decoder in the head keeps more than the measured bf16."""
+    decoder = shape.decoder_in(layout)
+    if decoder is None or not decoder.is_fp8:
+        return 0.0
+    pairs = (_kept_of_blocks(s, layout, is_top=True) for s in (decoder, decoder.in_bf16))
+    block, last = (mixed - half for mixed, half in zip(*pairs, strict=True))
+    return (decoder.num_layers - 1) * block + last
+
+
 def _head_backward(shape: ModelShape, ends: BoundaryActivations, layout: Layout) -> float:
     """Return the peak bytes of gradients in the head's backward pass."""
     images, of_loss = layout.micro_batch_size, ends.loss_backward
@@ -265,7 +275,8 @@ def _backward(shape: StackShape, layout: Layout) -> float:
     # With sequence parallelism, the gradient of the MLP's output is gathered.
     split = shape.is_sequence_parallel(layout) / shape.context_parts(layout)
     gathered = shape.number_size * shape.hidden_size * split
-    return shape.mlp_gradients * inside + norm + gathered
+    gradients = max(shape.mlp_gradients, AROUND_ACTIVATION * shape.is_fp8)
+    return gradients * inside + norm + gathered
 
 
 def _in_transit(shape: ModelShape, layout: Layout, stage: int, in_flight: int) -> float:

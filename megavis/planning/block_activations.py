@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megavis.planning.fp8_memory import FP8, attention_difference, weight_copies
 from megavis.planning.layouts import Layout
 from megavis.planning.shape import StackShape
 
@@ -17,16 +18,20 @@ AROUND_ACTIVATION = 2
 
 @dataclass(frozen=True)
 class BlockActivations:
-    """Bytes per image that a block keeps for the backward pass."""
+    """Bytes per image that a block keeps for the backward pass.
+
+    `weights` are copies in FP8, divided by the images of a micro-batch.
+    """
 
     norms: float
     attention: float
     mlp: float
+    weights: float
 
     @property
     def total(self) -> float:
         """Sum of all parts."""
-        return self.norms + self.attention + self.mlp
+        return self.norms + self.attention + self.mlp + self.weights
 
 
 def block_activations(
@@ -47,12 +52,15 @@ def block_activations(
     norm = size * width if recomputes else 4 * width + 4 * (1 + shape.is_layer_norm)
     dropped = shape.residual_dropouts * width * read
     normalised = work.num_tokens + read * (2 if work.num_memory else 1)
-    output = 0.0 if recomputes else size * width * read
+    product_input = FP8 if shape.is_fp8 else size
+    output = 0.0 if recomputes else product_input * width * read
     around = 1 if recomputes and not shape.mlp_dropout else AROUND_ACTIVATION
+    inside = size * (around - 1) + product_input + shape.mlp_dropout
     return BlockActivations(
         norms=(normalised * norm + dropped + output) / shape.token_parts(layout),
         attention=_attention_activations(shape, layout, read),
-        mlp=read * shape.mlp_size * (size * around + shape.mlp_dropout) / shape.parts(layout),
+        mlp=read * shape.mlp_size * inside / shape.parts(layout),
+        weights=weight_copies(shape, layout) if shape.is_fp8 else 0.0,
     )
 
 
@@ -83,6 +91,8 @@ def _attention_activations(shape: StackShape, layout: Layout, read: int) -> floa
     kernel = read * (size * width * copies + states) / shape.parts(layout)
     if shape.visibility == "two_stream":
         kernel += read * (size * work.num_visible + 1)
+    if shape.is_fp8:
+        kernel += attention_difference(shape, layout, read, inputs)
     # The rotary tables, one pair for all blocks, are negligible.
     return size * width * (inputs + split / shape.parts(layout)) + kernel
 

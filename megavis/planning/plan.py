@@ -302,7 +302,7 @@ def _elementwise(shape: ModelShape, layout: Layout, cluster: Cluster) -> float:
     plainly = replace(layout, parallel=plain)
     touched = 0.0
     for stack, count in shape.busiest_blocks(layout):
-        kept, whole = (block_activations(stack, each).total for each in (layout, plainly))
+        kept, whole = (block_activations(stack.in_bf16, each).total for each in (layout, plainly))
         touched += count * (_TOUCHES * whole + _TOUCHES_AGAIN * (whole - kept))
     again = _recomputed_passes(layout)
     return again * touched / (_MEMORY_SHARE * 1e9 * cluster.device.memory_gb_per_s)

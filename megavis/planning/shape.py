@@ -40,6 +40,7 @@ class StackShape:
         may_split_tokens: whether sequence and context parallelism apply.
         number_size: bytes per element in the compute precision.
         num_passing: see `PlannedStack`.
+        is_fp8: whether the blocks multiply their matrices in FP8.
     """
 
     num_layers: int
@@ -57,6 +58,7 @@ class StackShape:
     may_split_tokens: bool
     number_size: int
     num_passing: int
+    is_fp8: bool
 
     @classmethod
     def of(cls, stack: PlannedStack, precision: str, *, is_only_stack: bool) -> StackShape:
@@ -80,7 +82,13 @@ class StackShape:
             may_split_tokens=stack.core.stack.may_split_tokens,
             number_size=number_size(precision),
             num_passing=stack.num_passing,
+            is_fp8=stack.core.config.training.fp8,
         )
+
+    @property
+    def in_bf16(self) -> StackShape:
+        """The same stack without FP8."""
+        return replace(self, is_fp8=False)
 
     @property
     def chooses(self) -> bool:
