@@ -1,7 +1,7 @@
 """What a block's products in FP8 keep for the backward pass, besides or instead of bf16.
 
-Read in Transformer Engine 2.9.0, 2.11.0 and 2.20.2 (`pytorch/module/linear.py` and
-`pytorch/tensor/storage/float8_tensor_storage.py`), for the recipe `Float8CurrentScaling`:
+Read in the sources of Transformer Engine 2.9.0, 2.11.0 and 2.20.2 (`_Linear` and
+`Float8TensorStorage`), for the recipe `Float8CurrentScaling`:
 
 - A linear layer saves its input in FP8, in one of the two orders of storage: 1 byte per number.
   Layers with the same input each save their own copy.
