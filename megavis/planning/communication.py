@@ -89,9 +89,9 @@ class Transfer:
         )
 
     def part(self, share: float) -> Transfer:
-        """Return a share of the transfer."""
-        sizes = self.inside * share, self.between * share
-        return replace(self, inside=sizes[0], between=sizes[1], calls=self.calls * share)
+        """Return a share of the transfer, in whole calls."""
+        inside, between, calls = self.inside * share, self.between * share, self.calls * share
+        return replace(self, inside=inside, between=between, calls=round(calls))
 
 
 def transfers(shape: ModelShape, layout: Layout, devices_per_node: int) -> list[Transfer]:
