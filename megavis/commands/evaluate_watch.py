@@ -43,8 +43,8 @@ from megavis.evaluation.images.generation import (
     compare,
     read_statistics,
 )
+from megavis.evaluation.likelihood import mean_loss
 from megavis.evaluation.linear import HeldOutSplit, best_layer, score_layers
-from megavis.evaluation.networks import mean_loss
 from megavis.evaluation.probe import Pair, ProbeData, ProbeSettings
 from megavis.notebook import Run
 from megavis.sampling.pictures import Gallery, save_png

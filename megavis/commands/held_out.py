@@ -13,7 +13,7 @@ from megavis.data.format.files import write_json
 from megavis.data.loading.dataset import Subset, halves, shuffled
 from megavis.data.loading.leakage import check_no_overlap, training_shards
 from megavis.evaluation.classes import ClassProbabilities, average, predict_classes
-from megavis.evaluation.networks import LikelihoodResult, measure_likelihood
+from megavis.evaluation.likelihood import LikelihoodResult, measure_likelihood
 from megavis.notebook import Run
 
 

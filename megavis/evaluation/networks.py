@@ -1,17 +1,13 @@
-"""What a network computes of a data set: features by layer, with a cache, and the likelihood.
-
-Features are computed on all processes of a job.
+"""Compute the features of a network by layer, on all processes of a job, with a cache.
 
 Legend: b images, L blocks, h hidden size.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,10 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megavis.composition.trainable import Trainable
-from megavis.config.errors import UserError
-from megavis.data.format.files import write_json
 from megavis.data.loading.dataset import ShardDataset
-from megavis.data.loading.loader import evaluation_batches, round_robin_batches
+from megavis.data.loading.loader import round_robin_batches
 from megavis.evaluation.features import FeatureCache, LabelledFeatures, identity_of_data, view_of
 from megavis.model.inference import Inference
 from megavis.parallel.context import ParallelContext
@@ -159,94 +153,3 @@ def _gather(mine: Tensor, dimension: int, size: int, context: ParallelContext) -
     parts = [torch.empty_like(padded) for _ in range(context.data.size)]
     dist.all_gather(parts, padded, group=context.data.group)
     return parts
-
-
-@dataclass(frozen=True)
-class LikelihoodResult:
-    """Likelihood of held-out images under a network.
-
-    Attributes:
-        given: condition of the network, if any.
-        nats_per_dimension: mean of -log p; may be negative for densities.
-        bits_per_dimension: the same with logarithms to base 2.
-        nats_per_image: sum over all dimensions.
-    """
-
-    run: str
-    step: int
-    data: str
-    num_images: int
-    dimension: str
-    dimensions_per_image: int
-    given: str | None
-    nats_per_dimension: float
-    bits_per_dimension: float
-    nats_per_image: float
-    loss: float
-    precision: str
-
-    def write(self, path: Path) -> None:
-        """Write the result as JSON atomically. Raises OSError."""
-        write_json(path, asdict(self))
-
-
-def measure_likelihood(
-    name: str,
-    step: int,
-    runner: Inference,
-    objective: Trainable,
-    dataset: ShardDataset,
-    *,
-    limit: int | None = None,
-) -> LikelihoodResult:
-    """Measure the likelihood of images that the network was not trained on.
-
-    Args:
-        limit: maximum number of images, from the first.
-
-    Raises:
-        UserError: the objective's loss is not a likelihood.
-    """
-    form = objective.likelihood
-    if form is None:
-        raise UserError(
-            f"the loss of {objective.config.objective.name}, as configured in this run, is not a"
-            " likelihood of images; megavis figure likelihood draws validation losses of any run"
-        )
-    loss = mean_loss(runner, objective, dataset, limit=limit)
-    nats = loss / form.per_loss
-    return LikelihoodResult(
-        run=name,
-        step=step,
-        data=str(dataset.directory),
-        num_images=len(dataset) if limit is None else min(limit, len(dataset)),
-        dimension=form.dimension,
-        dimensions_per_image=form.per_image,
-        given=form.given,
-        nats_per_dimension=nats,
-        bits_per_dimension=nats / math.log(2),
-        nats_per_image=nats * form.per_image,
-        loss=loss,
-        precision=str(next(iter(runner.layers.named_parameters()))[1].dtype).removeprefix("torch."),
-    )
-
-
-@torch.no_grad()
-def mean_loss(
-    runner: Inference,
-    objective: Trainable,
-    dataset: ShardDataset,
-    *,
-    limit: int | None = None,
-    batch_size: int = 64,
-) -> float:
-    """Return the objective's mean loss over images, all with equal weight; labels are not needed.
-
-    Random draws are those of validation during training.
-    """
-    total, count = 0.0, 0
-    for batch in evaluation_batches(dataset, batch_size=batch_size, limit=limit):
-        sequence = objective.sequence(batch.to(runner.context.device))
-        loss = objective.loss(runner.predictions(sequence.inputs), sequence.targets)
-        total, count = total + float(loss) * len(batch), count + len(batch)
-    return total / count

@@ -22,6 +22,7 @@ from megavis.data.format.files import write_json
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.leakage import Shards, check_no_overlap
 from megavis.evaluation.features import LabelledFeatures, pixel_features
+from megavis.evaluation.likelihood import mean_loss
 from megavis.evaluation.linear import (
     STANDARDIZED,
     ConcatenatedScore,
@@ -35,7 +36,7 @@ from megavis.evaluation.linear import (
     score_layers,
     score_low_data,
 )
-from megavis.evaluation.networks import Network, mean_loss
+from megavis.evaluation.networks import Network
 from megavis.tokenizers.palette import Palette
 
 Pair = tuple[LabelledFeatures, LabelledFeatures]

@@ -7,8 +7,8 @@ import torch
 from megavis.cli import main
 from megavis.data.loading.dataset import ShardDataset
 from megavis.evaluation.figures import depth_rows, draw_depth, draw_likelihood
+from megavis.evaluation.likelihood import mean_loss
 from megavis.evaluation.linear import LayerScore
-from megavis.evaluation.networks import mean_loss
 from megavis.evaluation.probe import CheckpointScore, ProbeResult
 
 pytestmark = pytest.mark.once
