@@ -68,6 +68,7 @@ def full_disk(monkeypatch, capsys):
     """
     # An import would cut its compiled file short, which later imports cannot read.
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
 
     @contextlib.contextmanager
     def limited(num_bytes):
