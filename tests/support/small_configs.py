@@ -2,6 +2,16 @@
 
 from dataclasses import dataclass
 
+# Overrides for presets of GIVT's encoder-decoder: 64 tokens attend to the 64 patches of an image.
+SMALL_ENCODER = [
+    "data.image_size=32",
+    "objective.encoder_patch_size=4",
+    "objective.encoder_layers=2",
+    "objective.downsampling=4",
+    "model.hidden_size=64",
+    "model.ffn_hidden_size=256",
+]
+
 
 @dataclass(frozen=True)
 class SmallConfig:

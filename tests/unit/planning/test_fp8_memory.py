@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from small_configs import SMALL_ENCODER
 
 from megavis.config.load import load_config
 from megavis.config.section import ParallelConfig
@@ -22,14 +23,6 @@ FP8 = [
     "parallel.zero_stage=1",
     "training.kernels=transformer_engine",
     "training.fp8=true",
-]
-SMALL = [
-    "data.image_size=32",
-    "objective.encoder_patch_size=4",
-    "objective.encoder_layers=2",
-    "objective.downsampling=4",
-    "model.hidden_size=64",
-    "model.ffn_hidden_size=256",
 ]
 IMAGES = 16
 
@@ -109,7 +102,7 @@ def test_copied_outputs_of_attention_are_saved_in_fp8_only(shape):
 def test_keys_and_values_of_a_memory_are_projected_from_copies(context):
     """Of GIVT's encoder-decoder all blocks share the memory in bf16, and each saves it in FP8."""
     width = tokens = memory = 64
-    stack = shape_in_fp8(context, "givt/encoder_decoder", *SMALL).stacks[-1]
+    stack = shape_in_fp8(context, "givt/encoder_decoder", *SMALL_ENCODER).stacks[-1]
     half, mixed = (block_activations(each, layout_of()) for each in (stack.in_bf16, stack))
     # More: two outputs of kernels and the memory. Less: the input of cross-attention's queries.
     more = width * (2 * tokens + memory) - width * tokens

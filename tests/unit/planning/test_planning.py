@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_configs import SMALL_ENCODER
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -29,15 +30,6 @@ PRESETS = Path(__file__).parents[3] / "yaml_configs"
 IMAGES = 2
 HALF = ["training.precision=bf16", "parallel.zero_stage=1"]
 FULL = "parallel.activation_checkpointing=full"
-# 64 tokens attend to the 64 patches of an image.
-ENCODER = [
-    "data.image_size=32",
-    "objective.encoder_patch_size=4",
-    "objective.encoder_layers=2",
-    "objective.downsampling=4",
-    "model.hidden_size=64",
-    "model.ffn_hidden_size=256",
-]
 NARROW = ["objective.encoder_hidden_size=48", "objective.encoder_num_attention_heads=4"]
 
 
@@ -78,10 +70,10 @@ def measured(objective):
         ("darl/demo", [*HALF, "objective.loss=mse", "objective.decoder=mlp"]),
         ("mae/tiny", []),
         ("mae/tiny", [*HALF, "parallel.activation_checkpointing=selective", "data.image_size=64"]),
-        ("givt/encoder_decoder", [*ENCODER, "training.precision=float32"]),
-        ("givt/encoder_decoder", [*ENCODER, "parallel.activation_checkpointing=selective"]),
-        ("givt/encoder_decoder", [*ENCODER, FULL]),
-        ("givt/encoder_decoder", [*ENCODER, "training.precision=float32", *NARROW]),
+        ("givt/encoder_decoder", [*SMALL_ENCODER, "training.precision=float32"]),
+        ("givt/encoder_decoder", [*SMALL_ENCODER, "parallel.activation_checkpointing=selective"]),
+        ("givt/encoder_decoder", [*SMALL_ENCODER, FULL]),
+        ("givt/encoder_decoder", [*SMALL_ENCODER, "training.precision=float32", *NARROW]),
     ],
 )
 def test_planned_activations_match_autograd(context, name, words):
