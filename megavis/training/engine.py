@@ -24,6 +24,7 @@ import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import groups, set_z3_leaf_module
+from deepspeed.utils.timer import NoopTimer
 from torch import Tensor, nn
 
 from megavis.checkpoint.format.manifest import LossScale
@@ -83,6 +84,8 @@ class Engine:
                 optimizer, context.model.group, config.optimizer.gradient_clipping
             )
         self.deepspeed = self._open(module, optimizer, settings)
+        # The pipeline's timers keep two events a step until they are printed, which never happens.
+        self.deepspeed.timers = NoopTimer()
         decay = config.optimizer.ema_decay
         self.states = ParameterStates(
             self.deepspeed, config.parallel.zero_stage, averages=decay > 0
