@@ -10,8 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeVar, cast
@@ -30,9 +32,14 @@ from megavis.parallel.device import (
     set_arithmetic,
 )
 from megavis.parallel.launch import Launch
+from megavis.parallel.limits import allow_open_files
 
 Group = dist.ProcessGroup
 _Value = TypeVar("_Value")
+
+# What `open_context` replaces in this process, which has one job at a time, is restored when the job
+# closes: a command started later, by a notebook for example, must not take itself for a rank of it.
+_on_close = ExitStack()
 
 MEETING_SECONDS = 600.0
 """Rendezvous timeout, and minimum timeout of collectives."""
@@ -155,12 +162,19 @@ def open_context(
     place = choose_device(device, local_rank=launch.local_rank)
     select_device(place)
     set_arithmetic(tf32=tf32, deterministic=deterministic)
-    os.environ.update(launch.environment())
+    variables = launch.environment()
     if place.type == "cuda":
         # DeepSpeed uses it as the index of the GPU.
-        os.environ["LOCAL_RANK"] = str(place.index)
-    else:
+        variables["LOCAL_RANK"] = str(place.index)
+    # torch puts a hook that prefixes the rank in front of the present one.
+    _on_close.callback(setattr, sys, "excepthook", sys.excepthook)
+    for name, value in variables.items():
+        _on_close.callback(_restore_variable, name, os.environ.get(name))
+        os.environ[name] = value
+    if place.type == "cpu":
         _skip_inference_collectives()
+    # Each of gloo's groups takes three descriptors more than there are processes.
+    allow_open_files()
     backend = "nccl" if place.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
@@ -274,7 +288,7 @@ def _context_on(device: torch.device) -> ParallelContext:
 
 
 def close_context() -> None:
-    """Destroy all process groups, so that this process can join another job."""
+    """Destroy all process groups and restore the environment, so that another job can be joined."""
     import deepspeed.comm.comm as deepspeed_comm
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.partition_parameters import Init
@@ -290,6 +304,14 @@ def close_context() -> None:
     # agree; ranks that ran different jobs before would not.
     DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__ = ([0],)
     Init.param_id = 0
+    _on_close.close()
+
+
+def _restore_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
 
 
 def _axis(group: Any) -> Axis:

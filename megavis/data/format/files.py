@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import resource
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 _CHUNK_BYTES = 1 << 20
-_MOST_OPEN_FILES = 1 << 16
 
 
 @contextmanager
@@ -56,17 +54,6 @@ def sha256_of_file(path: Path) -> str:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def allow_open_files() -> None:
-    """Raise this process's soft limit of open files to the hard one, at most 65,536.
-
-    Many systems keep it at 1,024 only for programs that call `select`.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limits = [limit for limit in (hard, _MOST_OPEN_FILES) if limit != resource.RLIM_INFINITY]
-    if soft != resource.RLIM_INFINITY and soft < min(limits):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(limits), hard))
 
 
 def flush_folder(folder: Path) -> None:

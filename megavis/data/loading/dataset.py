@@ -18,11 +18,12 @@ from megavis.config.errors import UserError
 from megavis.data.codecs.codec import PaletteLike, Refusals
 from megavis.data.codecs.registry import codec_of
 from megavis.data.codecs.transforms import Transform
-from megavis.data.format.files import allow_open_files, sha256_of_file
+from megavis.data.format.files import sha256_of_file
 from megavis.data.format.manifest import PALETTE_NAME, Manifest, ShardEntry
 from megavis.data.format.shards import ShardIndex, index_path
 from megavis.data.loading.order import SampleOrder
 from megavis.data.loading.remote import RemoteFolder, is_remote
+from megavis.parallel.limits import allow_open_files
 
 # Each map holds a file descriptor. Batches that are being decoded hold further maps, and every part
 # of a blend has its own.

@@ -1,0 +1,43 @@
+"""What opening a job changes in its process, and closing restores."""
+
+import os
+import resource
+import sys
+
+import pytest
+from children import in_child
+
+from megavis.parallel.context import close_context, open_context
+from megavis.parallel.launch import read_launch
+
+
+@pytest.mark.parametrize("before", [{}, {"RANK": "5", "MASTER_PORT": ""}], ids=["unset", "set"])
+def test_closing_restores_environment_and_hook(monkeypatch, before):
+    """A command that a notebook starts afterwards must not take itself for a rank."""
+    names = list(read_launch({}).environment())
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in before.items():
+        monkeypatch.setenv(name, value)
+    hook = sys.excepthook
+    for _ in range(2):
+        open_context(read_launch({}), device="cpu")
+        assert os.environ["RANK"] == "0"
+        close_context()
+        assert {name: os.environ[name] for name in names if name in os.environ} == before
+        assert sys.excepthook is hook
+
+
+def limit_of_open_files(before):
+    """Open a job under a soft limit of open files; return the limit afterwards."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before, hard))
+    open_context(read_launch({}), device="cpu")
+    close_context()
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def test_job_raises_the_limit_of_open_files():
+    """1,024 are too few for gloo's groups of about 340 processes."""
+    soft, hard = in_child(limit_of_open_files, 200)
+    assert soft == min(hard, 65_536)
