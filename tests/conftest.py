@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+import threading
 
 # pytest imports it when a thread or an object fails: not for the first time while a test limits the
 # size of files, also that of compiled ones.
@@ -12,18 +13,32 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from process_state import differences, process_state, threads_left
+
+from megavis.parallel.limits import allow_open_files
 
 NUM_COLORS = 32
 
 # The references are those of a CPU, so the tests compute on it, wherever they run: set before
 # anything imports torch, and inherited by every process that a test starts.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# As every job does: done here, so that it is no change of the first file's.
+allow_open_files()
 
 
 def pytest_collection_finish() -> None:
     """Keep Python's collector, which each run calls, from looking through what was imported."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(crashitem: str) -> None:
+    """End the run if one of pytest-xdist's processes dies, and name the test it was running.
+
+    Otherwise the others first finish the files that they were given, which takes minutes.
+    """
+    pytest.exit(f"a test process died while it ran {crashitem}", returncode=1)
 
 
 @pytest.fixture(scope="session")
@@ -76,15 +91,21 @@ checkpoint: {{every: 4, keep_last: 10}}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _no_job_is_left_open():
-    """A job that a test leaves open would fail all tests after it, and the blame fall on these."""
+def _process_is_left_as_it_was():
+    """A file that changes its process would fail files after it, and the blame fall on these."""
+    state, threads = process_state(), set(threading.enumerate())
     yield
+    found = []
     job = sys.modules.get("torch.distributed")
     if job is not None and job.is_initialized():
         from megavis.parallel.context import close_context
 
         close_context()
-        pytest.fail("a test of this file leaves its job open")
+        found.append("a job is open")
+    found += differences(state, process_state())
+    found += [f"thread {name!r} runs" for name in threads_left(threads)]
+    if found:
+        pytest.fail("left by the tests of this file: " + "; ".join(found))
 
 
 @pytest.fixture(scope="module")

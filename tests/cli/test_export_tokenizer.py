@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from children import open_child
 
 import megavis
 from megavis.checkpoint.format.folder import chosen_checkpoint
@@ -47,14 +48,14 @@ def sampled(folder):
         close_context()
 
 
-def test_export_opens_and_samples(exported, monkeypatch, tmp_path):
+def test_export_opens_and_samples(exported, tmp_path):
     folder, images = exported
     assert images.shape == (2, 16, 16, 3)
     assert np.array_equal(sampled(folder), images)
-    monkeypatch.chdir(folder.parent)
-    assert np.array_equal(sampled("givt"), images)
     words = ["--num-images", "2", "--device", "cpu", "--out", str(tmp_path / "grid.png")]
-    assert main(["sample", "givt", *words]) == 0
+    with open_child(folder.parent) as run:
+        assert np.array_equal(run(sampled, "givt"), images)
+        assert run(main, ["sample", "givt", *words]) == 0
     card = (folder / "README.md").read_text()
     assert "Its tokenizer is in `tokenizer`." in card
     assert "tokenizer: tokenizer\n" in card

@@ -1,11 +1,14 @@
 """`megavis sample` for GIVT, with the golden models."""
 
+import contextlib
+import io
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from children import in_child
 from latent_shards import write_latent_shards
 from PIL import Image
 
@@ -106,18 +109,23 @@ def test_npz_of_another_network_is_refused(runs, tmp_path, capsys, monkeypatch, 
     assert sample(runs, "givt_causal", *common) == 0
 
 
-def test_moments(runs, tmp_path, capsys, monkeypatch):
-    # The training data of an imported run is a relative path.
-    monkeypatch.chdir(tmp_path)
+def print_moments(runs):
+    """Print the moments of samples and of two shard folders, both written in the working one."""
     vae = open_tokenizer(str(runs / "vae"))
     options = {"shape": vae.latent_shape(16), "identity": vae.identity()}
     for number, folder in enumerate(("shards/train", "held_out")):
         write_latent_shards(Path(folder), num_classes=10, num_images=30, seed=number, **options)
-    assert (
-        sample(runs, "givt_causal", "--moments", "--num-images", "20", "--images", "held_out") == 0
-    )
-    path, _, drawn, trained = capsys.readouterr().out.splitlines()
-    result = json.loads(Path(path).read_text())
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        words = ["--moments", "--num-images", "20", "--images", "held_out"]
+        assert sample(runs, "givt_causal", *words) == 0
+    return printed.getvalue()
+
+
+def test_moments(runs, tmp_path):
+    # The training data of an imported run is a relative path.
+    path, _, drawn, trained = in_child(print_moments, runs, folder=tmp_path).splitlines()
+    result = json.loads((tmp_path / path).read_text())
     assert result["num_drawn"] == result["num_held_out"] == 20
     # Both folders have the same distribution; the golden model was not trained on it.
     for moment, difference in result["training_difference"].items():

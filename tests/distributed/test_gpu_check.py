@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from children import in_child
 
 from benchmarks.gpu_check import driver
 from benchmarks.gpu_check.__main__ import main
@@ -18,13 +19,15 @@ pytestmark = pytest.mark.once
 ROOT = Path(__file__).parents[2]
 
 
-def test_all_stages_run_on_cpu(tmp_path, monkeypatch):
-    # Fork processes from a server that has imported everything.
-    forks = functools.partial(WorkerPool, preload=("megavis.training.trainer",))
-    monkeypatch.setattr(driver, "WorkerPool", forks)
-    monkeypatch.chdir(tmp_path)
+def run_stages(words):
+    """Run all stages, with processes forked from a server that has imported everything."""
+    driver.WorkerPool = functools.partial(WorkerPool, preload=("megavis.training.trainer",))
+    return main(words)
+
+
+def test_all_stages_run_on_cpu(tmp_path):
     words = ["--device", "cpu", "--out", str(tmp_path)]
-    assert main(words) == 0
+    assert in_child(run_stages, words, folder=tmp_path) == 0
     stages = json.loads((tmp_path / "report.json").read_text())
     assert [stage["stage"] for stage in stages] == list(range(1, 9))
     assert all(stage["finished"] and stage["small"] for stage in stages)

@@ -4,6 +4,7 @@ import hashlib
 from pathlib import Path
 
 import pytest
+from children import in_child
 
 from data_tools.__main__ import main as data_tools
 from megavis.cli import main
@@ -38,27 +39,26 @@ def make_all():
         assert main(["train", config, "--device", "cpu", *THREE_STEPS]) == 0
 
 
-def hashes():
-    """Return the SHA-256 of each image, shard, index, palette and weights file.
+def hashes(folder):
+    """Return the SHA-256 of each image, shard, index, palette and weights file below a folder.
 
     `report.json` is excluded: it records the speed and peak memory of writing shards.
     """
-    files = [*Path("demo").rglob("*"), *Path("runs").rglob("*.safetensors")]
+    files = [*(folder / "demo").rglob("*"), *(folder / "runs").rglob("*.safetensors")]
     return {
-        str(path): hashlib.sha256(path.read_bytes()).hexdigest()
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in files
         if path.is_file() and path.name != "report.json"
     }
 
 
 @pytest.mark.once
-def test_demo_is_byte_identical_when_repeated(tmp_path, monkeypatch):
+def test_demo_is_byte_identical_when_repeated(tmp_path):
     made = []
     for name in ("first", "again"):
         (tmp_path / name).mkdir()
-        monkeypatch.chdir(tmp_path / name)
-        make_all()
-        made.append(hashes())
+        in_child(make_all, folder=tmp_path / name)
+        made.append(hashes(tmp_path / name))
     first, again = made
     suffixes = [Path(path).suffix for path in first]
     assert suffixes.count(".npy") == 4

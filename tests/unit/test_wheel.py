@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from children import in_child
 
 from megavis.commands.config import find_config
 from megavis.config.errors import UserError
@@ -80,8 +81,12 @@ def test_getting_started_commands(installed, tmp_path):
     assert picture.stat().st_size > 100
 
 
-def test_missing_config_lists_searched_folders(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_missing_config_lists_searched_folders(tmp_path):
+    in_child(search_configs, tmp_path, folder=tmp_path)
+
+
+def search_configs(tmp_path):
+    """Look for configs in the working folder and in the checkout."""
     assert find_config("yaml_configs/igpt/demo.yaml") == ROOT / "yaml_configs/igpt/demo.yaml"
     with pytest.raises(UserError) as error:
         find_config("yaml_configs/igpt/demmo.yaml")

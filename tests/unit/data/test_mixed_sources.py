@@ -8,6 +8,7 @@ import resource
 import numpy as np
 import pytest
 import torch
+from children import in_child
 from loading import inputs_by_position
 from shard_folder import write_folder
 
@@ -117,18 +118,17 @@ def test_read_renumbers_classes(mixed):
         dataset.read(np.array([42]))
 
 
-@pytest.fixture
-def few_open_files():
-    """Leave room for at most ten more open files under the soft limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+def read_with_few_open_files(folders):
+    """Read shards with room for at most ten more open files under the soft limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.dup(0)  # a new descriptor has the lowest free number
     os.close(lowest)
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 10, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    dataset = BlendedDataset([ShardDataset(folder) for folder in folders], [1, 1])
+    return dataset.read(np.arange(60))[0]
 
 
-def test_more_shards_than_the_soft_limit_of_open_files(tmp_path, few_open_files):
+def test_more_shards_than_the_soft_limit_of_open_files(tmp_path):
     tokens = np.arange(30)[:, None].repeat(16, axis=1)
     for name in ("one", "two"):
         write_folder(
@@ -138,8 +138,7 @@ def test_more_shards_than_the_soft_limit_of_open_files(tmp_path, few_open_files)
             samples_per_shard=1,
             class_names=[],
         )
-    dataset = BlendedDataset([ShardDataset(tmp_path / name) for name in ("one", "two")], [1, 1])
-    samples, _ = dataset.read(np.arange(60))
+    samples = in_child(read_with_few_open_files, [tmp_path / name for name in ("one", "two")])
     assert samples[:, 0].tolist() == [*range(30), *range(30)]
 
 

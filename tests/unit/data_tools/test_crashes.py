@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import random
@@ -11,6 +13,7 @@ import sys
 import time
 
 import pytest
+from children import in_child
 from image_files import tree
 from kill_sweep import finished, killed_after, spawned, stop, workers_of, write_images
 
@@ -44,18 +47,15 @@ def test_kills_at_random_times(command, tmp_path):
     assert kills >= 3
 
 
-@pytest.fixture
-def small_files(monkeypatch):
-    """Simulate a full disk: files are limited to 8 KiB, less than a shard."""
+def written_on_a_full_disk(words):
+    """Run a command while files are limited to 8 KiB, less than a shard; return what it printed."""
     # An import would cut its compiled file short, which later imports cannot read.
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 10, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, handler)
+    sys.dont_write_bytecode = True
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 10, resource.RLIM_INFINITY))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = main(words)
+    return code, printed.getvalue()
 
 
 def report_of(out):
@@ -63,14 +63,15 @@ def report_of(out):
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
-def test_full_disk(workers, command, tmp_path, request, capsys):
+def test_full_disk(workers, command, tmp_path):
     words, whole = command
     out = tmp_path / "out"
     assert main([*words, "--out", str(out), "--slice", "1/2"]) == 0
     before = tree(out)
-    request.getfixturevalue("small_files")
-    assert main([*words, "--out", str(out), "--workers", workers]) == 1
-    assert "not finished: File too large" in capsys.readouterr().out
+    words = [*words, "--out", str(out)]
+    code, printed = in_child(written_on_a_full_disk, [*words, "--workers", workers])
+    assert code == 1
+    assert "not finished: File too large" in printed
     report = report_of(out)
     assert report["unfinished"]["reason"].startswith("File too large")
     (failed,) = report["unfinished"]["shards"]  # of several workers any may be the first
@@ -80,8 +81,7 @@ def test_full_disk(workers, command, tmp_path, request, capsys):
     assert not list(out.glob(".*"))
     now = tree(out)
     assert {name: now[name] for name in before if name.startswith("shard")}.items() <= whole.items()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-    assert main([*words, "--out", str(out)]) == 0
+    assert main(words) == 0
     assert tree(out) == whole
 
 

@@ -1,6 +1,7 @@
 """`metrics.jsonl` of an interrupted run equals that of an uninterrupted one."""
 
 import contextlib
+import io
 import json
 import resource
 import shutil
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from children import in_child
 
 from megavis.cli import main
 from megavis.training.metrics import MetricsWriter, read_metrics
@@ -60,55 +62,48 @@ def test_restart_from_scratch_writes_each_step_once(trained, tmp_path):
     assert losses(tmp_path / "small") == losses(run)
 
 
-@pytest.fixture
-def full_disk(monkeypatch, capsys):
-    """Return a context in which no file grows beyond a size.
-
-    It needs `capsys`, as pytest captures in files otherwise.
-    """
+@contextlib.contextmanager
+def largest_file(num_bytes):
+    """Simulate a full disk in a child process: no file grows beyond a size."""
     # An import would cut its compiled file short, which later imports cannot read.
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-
-    @contextlib.contextmanager
-    def limited(num_bytes):
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-    return limited
+    sys.dont_write_bytecode = True
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_lines_are_written_once_the_disk_has_space(tmp_path, full_disk, capsys):
-    writer = MetricsWriter(tmp_path, first_step=0)
+def write_on_a_full_disk(folder, limit, steps):
+    """Write a line, others while files are limited, amend one of these, and write a last one.
+
+    Returns:
+        The steps in the file while it was limited, and what was printed.
+    """
+    writer = MetricsWriter(folder, first_step=0)
     writer.write(1, {"loss": 1.0})
-    with full_disk(30):
-        writer.write(2, {"loss": 2.0})
-        writer.write(3, {"loss": 3.0})
-        assert [line["step"] for line in read_metrics(tmp_path)] == [1]
-    stderr = capsys.readouterr().err
-    assert stderr.count("WARNING: metrics are not written: [Errno 27]") == 1
-    writer.write(4, {"loss": 4.0})
-    writer.close()
-    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("limit", [30, 10_000])
-def test_no_line_is_lost_however_many_wait(tmp_path, limit, full_disk, capsys):
-    """More lines than fit into any buffer; the last one that fits is cut in the middle."""
-    writer = MetricsWriter(tmp_path, first_step=0, logging=())
-    with full_disk(limit):
-        for step in range(1, 501):
+    with contextlib.redirect_stderr(io.StringIO()) as printed, largest_file(limit):
+        for step in range(2, steps):
             writer.write(step, {"loss": 1.0, "accuracy": 0.5, "samples_seen": 8.0 * step})
-    assert len(read_metrics(tmp_path)) < 500
-    assert capsys.readouterr().err.count("WARNING") == 1
-    writer.write(501, {"loss": 1.0})
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == list(range(1, 502))
+        written = [line["step"] for line in read_metrics(folder)]
+    writer.amend(steps - 1, {"validation_loss": 3.0})
+    writer.write(steps, {"loss": 1.0})
     writer.close()
+    return written, printed.getvalue()
+
+
+@pytest.mark.parametrize(("limit", "steps"), [(30, 4), (30, 501), (10_000, 501)])
+def test_no_line_is_lost_on_a_full_disk(tmp_path, limit, steps):
+    """More lines than fit into any buffer; the last one that fits is cut in the middle."""
+    written, printed = in_child(write_on_a_full_disk, tmp_path, limit, steps)
+    assert written == list(range(1, len(written) + 1))
+    assert len(written) == 1 if limit == 30 else 50 < len(written) < 500
+    assert printed.count("WARNING") == 1
+    assert "WARNING: metrics are not written: [Errno 27]" in printed
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    assert [line["step"] for line in lines if "validation_loss" in line] == [steps - 1]
 
 
 def test_log_on_a_full_disk_does_not_end_a_run(trained, tmp_path, monkeypatch):
@@ -138,17 +133,3 @@ def test_file_that_was_replaced_is_continued(tmp_path):
     writer.amend(3, {"validation_loss": 4.0})
     writer.close()
     assert read_metrics(tmp_path) == [{"step": 3, "loss": 3.0, "validation_loss": 4.0}]
-
-
-def test_waiting_line_is_amended(tmp_path, full_disk, capsys):
-    writer = MetricsWriter(tmp_path, first_step=0, logging=())
-    writer.write(1, {"loss": 1.0})
-    with full_disk(30):
-        writer.write(2, {"loss": 2.0})
-    assert "metrics are not written" in capsys.readouterr().err
-    writer.amend(2, {"validation_loss": 3.0})
-    writer.close()
-    assert read_metrics(tmp_path) == [
-        {"step": 1, "loss": 1.0},
-        {"step": 2, "loss": 2.0, "validation_loss": 3.0},
-    ]
