@@ -34,10 +34,15 @@ Finish = Callable[[Any, Any], Predictions]
 
 
 class Inference:
-    """Runs the model, of which this process holds some layers."""
+    """Runs the model, of which this process holds some layers.
 
-    def __init__(self, layers: LocalLayers, context: ParallelContext) -> None:
-        self.layers, self.context = layers, context
+    `captures`: whether single tokens may be decoded by CUDA graphs, which keep their memory.
+    """
+
+    def __init__(
+        self, layers: LocalLayers, context: ParallelContext, *, captures: bool = True
+    ) -> None:
+        self.layers, self.context, self.captures = layers, context, captures
 
     @torch.no_grad()
     def predictions(
@@ -87,14 +92,16 @@ class Inference:
 
         It is an `IncrementalDecoder`, which also runs the blocks on single tokens, if possible.
         With `static` and one process per layer, its steps are CUDA graphs on a GPU, or raise
-        RuntimeError. By default they are, where that works, unless `training.kernels` is `torch`.
+        RuntimeError. By default they are, where that works, if this `captures` and
+        `training.kernels` is not `torch`.
         """
         blocks = [layer for layer in self.layers.of_phase("step") if isinstance(layer, Block)]
         if not IncrementalDecoder.suits(blocks):
             return KeyValueCache(capacity)
         strict, alone = static is True, self.context.tensor.size == 1
         if static is None:
-            static = self.context.device.type == "cuda" and chosen_kernels() != "torch"
+            is_cuda = self.context.device.type == "cuda"
+            static = self.captures and is_cuda and chosen_kernels() != "torch"
         return IncrementalDecoder(blocks, capacity, static=static and alone, strict=strict)
 
     @torch.no_grad()

@@ -143,6 +143,7 @@ class SampleImages:
         except UserError as error:
             raise UserError(f"training.sample_every: {error}; set it to 0") from None
         self.folder, self.every, self.num_images = run_folder, every, num_images
+        self._has_warned = False
         self.examples = None
         if dataset is not None:
             # Spread over the data set, which may be sorted by class.
@@ -152,22 +153,50 @@ class SampleImages:
     def __call__(self, state: StepState) -> None:
         """Sample if due, but neither before the first step nor when training stops.
 
-        A grid that cannot be written, as on a full disk, is reported and training continues.
+        Training continues without a grid that cannot be written, as on a full disk, or that takes
+        more memory than is free; later ones then have half as many images.
         """
         if state.loss is None or state.stop is not None or not state.is_due(self.every):
             return
+        if self.num_images == 0:
+            return
         engine = state.engine
-        runner = Inference(engine.layers, engine.context)
-        examples = self.examples and self.examples.to(engine.context.device)
-        with engine.evaluated():
-            pixels = self.gallery.draw(runner, examples, num_images=self.num_images)
-        if engine.context.is_main:
+        pixels = self._drawn(engine)
+        # A process may have less free memory than others: all draw as many images next time.
+        if not engine.context.smallest(pixels is not None):
+            self._draw_fewer(state)
+        elif engine.context.is_main:
+            assert pixels is not None
             state.images["samples"] = pixels
             try:
                 save_png(self.folder / "samples" / f"step-{state.step:08d}.png", pixels)
             except OSError as error:
                 text = f"WARNING: image grid of step {state.step} not written: {error}"
                 tqdm.write(f"{text}; training continues", file=sys.stderr)
+
+    def _drawn(self, engine: Engine) -> np.ndarray | None:
+        """Return the grid; None if this process has too little memory for it."""
+        runner = Inference(engine.layers, engine.context, captures=False)
+        examples = self.examples and self.examples.to(engine.context.device)
+        try:
+            with engine.evaluated():
+                return self.gallery.draw(runner, examples, num_images=self.num_images)
+        except torch.OutOfMemoryError:
+            return None
+
+    def _draw_fewer(self, state: StepState) -> None:
+        if torch.cuda.is_initialized():
+            # What the grid took, in pieces that a training step may not fit into.
+            torch.cuda.empty_cache()
+        if state.engine.context.is_main and not self._has_warned:
+            tqdm.write(
+                f"WARNING: image grid of step {state.step} takes more memory than is free; training"
+                f" continues without it, and the next has {self.num_images // 2} of"
+                f" {self.num_images} images",
+                file=sys.stderr,
+            )
+        self._has_warned = True
+        self.num_images //= 2
 
 
 ACCURACY = "validation_accuracy"
