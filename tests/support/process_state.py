@@ -15,6 +15,8 @@ from typing import Any
 OTHERS = re.compile("PYTEST_|PYTORCH_NVML_BASED_CUDA_CHECK|KMP_")
 # The alarm of pytest-timeout, and signals that the C library keeps for its threads.
 RESERVED = {signal.SIGALRM, 32, 33}
+# Threads that tqdm and multiprocessing start once in a process.
+KEPT = re.compile(r"tqdm_monitor|.*\(_serve\)")
 SECONDS_TO_END = 10.0
 
 
@@ -93,6 +95,12 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 def threads_left(before: set[threading.Thread]) -> list[str]:
     """Return the names of threads that did not run before and do not end within seconds."""
     until = time.monotonic() + SECONDS_TO_END
-    while (left := set(threading.enumerate()) - before) and time.monotonic() < until:
+    while left := [
+        thread.name
+        for thread in set(threading.enumerate()) - before
+        if not KEPT.fullmatch(thread.name)
+    ]:
+        if time.monotonic() > until:
+            break
         time.sleep(0.05)
-    return sorted(thread.name for thread in left)
+    return sorted(left)
