@@ -30,6 +30,7 @@ from megavis.parallel.device import (
     choose_device,
     select_device,
     set_arithmetic,
+    set_variables,
 )
 from megavis.parallel.launch import Launch
 from megavis.parallel.limits import allow_open_files
@@ -37,8 +38,8 @@ from megavis.parallel.limits import allow_open_files
 Group = dist.ProcessGroup
 _Value = TypeVar("_Value")
 
-# What `open_context` replaces in this process, which has one job at a time, is restored when the job
-# closes: a command started later, by a notebook for example, must not take itself for a rank of it.
+# Restores what `open_context` replaced in this process, which has one job at a time: a command that
+# is started later, by a notebook for example, must not take itself for a rank of the job.
 _on_close = ExitStack()
 
 MEETING_SECONDS = 600.0
@@ -161,37 +162,38 @@ def open_context(
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     place = choose_device(device, local_rank=launch.local_rank)
     select_device(place)
-    set_arithmetic(tf32=tf32, deterministic=deterministic)
-    variables = launch.environment()
-    if place.type == "cuda":
-        # DeepSpeed uses it as the index of the GPU.
-        variables["LOCAL_RANK"] = str(place.index)
-    # torch puts a hook that prefixes the rank in front of the present one.
-    _on_close.callback(setattr, sys, "excepthook", sys.excepthook)
-    for name, value in variables.items():
-        _on_close.callback(_restore_variable, name, os.environ.get(name))
-        os.environ[name] = value
-    if place.type == "cpu":
-        _skip_inference_collectives()
-    # Each of gloo's groups takes three descriptors more than there are processes.
-    allow_open_files()
-    backend = "nccl" if place.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend,
-        store=_store_of_this_machine(launch, timedelta(seconds=MEETING_SECONDS)),
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout=timedelta(seconds=timeout_seconds),
-    )
-    deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor_model_parallel_size,
-        context_parallel_size=context_parallel_size,
-        pipeline_model_parallel_size=pipeline_model_parallel_size,
-        create_gloo_process_groups=False,
-        distributed_timeout_minutes=timeout_seconds / 60,
-    )
-    return _context_on(place)
+    with ExitStack() as replaced:
+        replaced.enter_context(set_arithmetic(tf32=tf32, deterministic=deterministic))
+        variables = launch.environment()
+        if place.type == "cuda":
+            # DeepSpeed uses it as the index of the GPU.
+            variables["LOCAL_RANK"] = str(place.index)
+        # torch puts a hook that prefixes the rank in front of the present one.
+        replaced.callback(setattr, sys, "excepthook", sys.excepthook)
+        replaced.enter_context(set_variables(variables))
+        if place.type == "cpu":
+            _skip_inference_collectives()
+        # Each of gloo's groups takes three descriptors more than there are processes.
+        allow_open_files()
+        backend = "nccl" if place.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend,
+            store=_store_of_this_machine(launch, timedelta(seconds=MEETING_SECONDS)),
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
+        deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor_model_parallel_size,
+            context_parallel_size=context_parallel_size,
+            pipeline_model_parallel_size=pipeline_model_parallel_size,
+            create_gloo_process_groups=False,
+            distributed_timeout_minutes=timeout_seconds / 60,
+        )
+        context = _context_on(place)
+        _on_close.push(replaced.pop_all())
+    return context
 
 
 def set_timeouts(seconds: float) -> None:
@@ -305,13 +307,6 @@ def close_context() -> None:
     DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__ = ([0],)
     Init.param_id = 0
     _on_close.close()
-
-
-def _restore_variable(name: str, value: str | None) -> None:
-    if value is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = value
 
 
 def _axis(group: Any) -> Axis:

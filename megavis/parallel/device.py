@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -75,26 +75,55 @@ def _select_accelerator(name: str) -> None:
     PartitionedTensor.from_meta.__func__.__defaults__ = (name,)
 
 
-def set_arithmetic(*, tf32: bool, deterministic: bool) -> None:
+def set_arithmetic(*, tf32: bool, deterministic: bool) -> contextlib.ExitStack:
     """Set float32 precision and determinism on GPUs; call before the first matrix product.
 
     Args:
         tf32: allow TensorFloat-32 in float32 matrix products and convolutions.
         deterministic: use only bitwise deterministic kernels. Operations without one raise
             `RuntimeError`.
+
+    Returns:
+        A context manager that restores the previous settings on exit.
     """
-    torch.backends.cuda.matmul.allow_tf32 = tf32
-    torch.backends.cudnn.allow_tf32 = tf32
-    torch.backends.cudnn.deterministic = deterministic
+    before = contextlib.ExitStack()
+    for owner, name, value in (
+        (torch.backends.cuda.matmul, "allow_tf32", tf32),
+        (torch.backends.cudnn, "allow_tf32", tf32),
+        (torch.backends.cudnn, "deterministic", deterministic),
+        # Uninitialised memory is never read.
+        (torch.utils.deterministic, "fill_uninitialized_memory", False),
+    ):
+        before.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, value)
+    before.callback(torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.cudnn_sdp_enabled())
     # cuDNN's attention, preferred on Hopper, has a nondeterministic backward pass.
     torch.backends.cuda.enable_cudnn_sdp(not deterministic)
-    # Uninitialised memory is never read. torch's types do not declare this attribute.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    before.callback(
+        torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled()
+    )
     torch.use_deterministic_algorithms(deterministic)
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # In-switch reductions (NVLS) add in the order of arrival.
-        os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree")
+        wanted = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS,NVLSTree"}
+        missing = {name: value for name, value in wanted.items() if name not in os.environ}
+        before.enter_context(set_variables(missing))
+    return before
+
+
+@contextlib.contextmanager
+def set_variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables inside the block."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @contextlib.contextmanager

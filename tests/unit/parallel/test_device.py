@@ -75,7 +75,7 @@ def test_deepspeed_gets_the_gpu_index_as_local_rank(gpus, monkeypatch, visible, 
         pass
 
     def join(backend, **_options):
-        joined["backend"] = backend
+        joined.update(os.environ, backend=backend)
         raise Joined
 
     monkeypatch.setattr(context_module.dist, "init_process_group", join)
@@ -84,10 +84,12 @@ def test_deepspeed_gets_the_gpu_index_as_local_rank(gpus, monkeypatch, visible, 
         monkeypatch.setenv(variable, "before")
     with pytest.raises(Joined):
         open_context(Launch(0, 1, 3, "127.0.0.1", 1))
-    assert joined == {"backend": "nccl"}
+    assert joined["backend"] == "nccl"
     assert chosen == ["cuda", torch.device("cuda", index)]
-    assert os.environ["LOCAL_RANK"] == str(index)
-    assert os.environ["RANK"] == "0"
+    assert joined["LOCAL_RANK"] == str(index)
+    assert joined["RANK"] == "0"
+    # A job that could not be joined leaves the environment alone.
+    assert os.environ["LOCAL_RANK"] == os.environ["RANK"] == "before"
 
 
 def test_cpu_device_does_not_touch_gpus(gpus, shards):
@@ -157,18 +159,22 @@ PLAIN = {
 def test_set_arithmetic_controls_tf32_and_determinism(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.delenv("NCCL_ALGO", raising=False)
-    try:
-        set_arithmetic(tf32=True, deterministic=False)
+    before = switches()
+    with set_arithmetic(tf32=True, deterministic=False):
         assert switches() == PLAIN | {"products": True, "convolutions": True}
         assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
-        set_arithmetic(tf32=False, deterministic=True)
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    with set_arithmetic(tf32=False, deterministic=True):
         repeats = {"repeats": True, "repeats convolutions": True, "cuDNN's attention": False}
         assert switches() == PLAIN | repeats
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-        assert os.environ["NCCL_ALGO"] == "^NVLS,NVLSTree"
-    finally:
-        set_arithmetic(tf32=False, deterministic=False)
-    assert switches() == PLAIN
+        assert os.environ["NCCL_ALGO"] == "Ring"
+        with set_arithmetic(tf32=False, deterministic=False):
+            assert switches() == PLAIN
+        assert switches() == PLAIN | repeats
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    assert os.environ["NCCL_ALGO"] == "Ring"
+    assert switches() == before
 
 
 TOKENIZERS = [
@@ -182,21 +188,15 @@ def test_tokenizers_encode_in_full_float32(tokenizer):
     seen = []
     first = next(m for m in tokenizer.modules() if isinstance(m, torch.nn.Conv2d))
     hook = first.register_forward_hook(lambda *_: seen.append(switches()))
-    set_arithmetic(tf32=True, deterministic=False)
-    try:
+    with set_arithmetic(tf32=True, deterministic=False):
         tokenizer.encode(torch.zeros(1, 8, 8, 3, dtype=torch.uint8))
         assert switches() == PLAIN | {"products": True, "convolutions": True}
-    finally:
-        set_arithmetic(tf32=False, deterministic=False)
-        hook.remove()
+    hook.remove()
     assert seen == [PLAIN | {"repeats convolutions": True}]
 
 
 def test_full_float32_restores_the_previous_settings():
-    set_arithmetic(tf32=True, deterministic=False)
-    try:
+    with set_arithmetic(tf32=True, deterministic=False):
         with full_float32():
             assert switches() == PLAIN | {"repeats convolutions": True}
         assert switches() == PLAIN | {"products": True, "convolutions": True}
-    finally:
-        set_arithmetic(tf32=False, deterministic=False)
