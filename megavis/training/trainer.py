@@ -6,6 +6,7 @@ depends on it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Sequence
@@ -184,7 +185,9 @@ class Trainer:
             validate.catch_up(state, self._stopping, metrics, self.folder)
         loader = self.loader(engine, first_step + bad_steps.batches_skipped)
         watchdog = Watchdog(context, patience=config.training.hang_timeout)
-        with loader, watchdog:
+        # A failed run's last metrics are shown too.
+        written = contextlib.closing(metrics) if metrics is not None else contextlib.nullcontext()
+        with loader, watchdog, written:
             train(
                 engine,
                 loader,
@@ -195,8 +198,6 @@ class Trainer:
                 save=save,
                 watchdog=watchdog,
             )
-        if metrics is not None:
-            metrics.close()
         return bad_steps.row
 
     def _restore(self, found: Found | None, engine: Engine) -> None:

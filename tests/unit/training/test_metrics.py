@@ -133,3 +133,17 @@ def test_file_that_was_replaced_is_continued(tmp_path):
     writer.amend(3, {"validation_loss": 4.0})
     writer.close()
     assert read_metrics(tmp_path) == [{"step": 3, "loss": 3.0, "validation_loss": 4.0}]
+
+
+def test_failed_run_shows_its_last_metrics(trained, tmp_path, monkeypatch):
+    """Dashboards write from threads, which a process that goes on would otherwise keep."""
+    closed, close = [], MetricsWriter.close
+
+    def note(writer):
+        closed.append(writer)
+        close(writer)
+
+    monkeypatch.setattr(MetricsWriter, "close", note)
+    words = [f"output={tmp_path}", "training.max_bad_steps=1", "optimizer.learning_rate=1e30"]
+    assert main(["train", str(trained[0]), "--device", "cpu", *words]) != 0
+    assert len(closed) == 1
