@@ -2,6 +2,7 @@
 
 import gc
 import os
+import random
 import sys
 import threading
 
@@ -24,6 +25,25 @@ NUM_COLORS = 32
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # As every job does: done here, so that it is no change of the first file's.
 allow_open_files()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the order in which files, and the tests of each, run."""
+    parser.addoption("--order", default="given", help="given, reverse, or a number that seeds one")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Order whole files, whose fixtures then still open once, and the tests within each."""
+    order = config.getoption("order")
+    if order == "given":
+        return
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    groups = list(files.values())
+    for group in (groups, *groups):
+        group.reverse() if order == "reverse" else random.Random(int(order)).shuffle(group)
+    items[:] = [item for group in groups for item in group]
 
 
 def pytest_collection_finish() -> None:
