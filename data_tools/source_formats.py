@@ -9,15 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from data_tools.imagenet import (
-    KAGGLE_TRUTH,
-    VALIDATION_START,
-    find_truth,
-    flat_files,
-    read_truth,
-    train_tar,
-    validation,
-)
+from data_tools.ground_truth import KAGGLE_TRUTH, find_truth, read_truth
+from data_tools.imagenet import VALIDATION_START, flat_files, train_tar, validation
 from data_tools.labelled.data_set import OFFICIAL_SPLITS, TEST, VALIDATION
 from data_tools.labelled.table import DATA_SETS
 from data_tools.selection import SPLITS, ImageSelection, Split, check_made_for, open_selection
