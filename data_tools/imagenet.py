@@ -96,7 +96,7 @@ def validation(
     """
     known = truth.class_names if class_names is None else class_names
     files = flat_files(root).files
-    classes = {file.name: name for file in files if (name := truth.class_of(file.name)) is not None}
+    classes = truth.classes_of([file.name for file in files], root=root)
     if not classes:
         raise UserError(f"no image of {root} is in the ground truth {truth.path}")
     number = number_classes(sorted(set(classes.values())), known, root=truth.path)

@@ -16,6 +16,7 @@ from data_tools.labelled.table import DATA_SETS
 from data_tools.selection import SPLITS, ImageSelection, Split, check_made_for, open_selection
 from data_tools.sources import FileSource, ImageSource, SourceFile, list_images
 from data_tools.tars import first_member, is_tar, list_tars
+from data_tools.user_text import read_names
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import MANIFEST_NAME, Manifest
 from megavis.data.format.shards import ShardReader
@@ -208,7 +209,7 @@ def _validation(place: Path, truth: Path | None, classes: Sequence[str] | None) 
             f"{place} has ImageNet's validation images, whose labels are elsewhere: "
             "give --ground-truth, or --layout folder for no labels"
         )
-    return validation(place, truth=read_truth(truth), class_names=classes)
+    return validation(place, truth=read_truth(truth, classes), class_names=classes)
 
 
 def list_jpeg_shards(folder: Path, *, class_names: Sequence[str] | None = None) -> FileSource:
@@ -244,13 +245,7 @@ def read_class_names(place: Path | None) -> tuple[str, ...] | None:
     """Return the class names of `--classes-from`, or None. Raises UserError."""
     if place is None or place.is_dir():
         return Manifest.read(place).class_names if place else None
-    try:
-        names = tuple(line.strip() for line in place.read_text().splitlines() if line.strip())
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--classes-from {place} cannot be read: {error}") from None
-    if not names or len(set(names)) < len(names):
-        raise UserError(f"--classes-from {place} must have one class name per line, each once")
-    return names
+    return read_names(place)
 
 
 _FILE_LAYOUTS: Mapping[str, Callable[..., FileSource]] = {

@@ -128,30 +128,6 @@ def image_file(root: Path, name: str, label: int, *, listed_in: str) -> SourceFi
     return SourceFile(name, label, size)
 
 
-def read_lines(path: Path) -> list[str]:
-    """Return the non-empty lines of a text file; raises UserError if there are none."""
-    try:
-        lines = [stripped for line in path.read_text().splitlines() if (stripped := line.strip())]
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise UserError(f"{path} cannot be read: {reason}") from None
-    if not lines:
-        raise UserError(f"{path} is empty")
-    return lines
-
-
-def read_columns(path: Path, count: int) -> list[list[str]]:
-    """Split each line of a text file into `count` words; the last takes the rest of the line.
-
-    Raises UserError if a line has fewer.
-    """
-    rows = [line.split(maxsplit=count - 1) for line in read_lines(path)]
-    for row in rows:
-        if len(row) < count:
-            raise UserError(f"{path}: the line {' '.join(row)!r} does not have {count} words")
-    return rows
-
-
 @functools.lru_cache(maxsize=2)
 def hdf5_array(path: Path, name: str, *, wanted: str) -> Any:
     """Return an array of an HDF5 file, read on access. Raises UserError."""
