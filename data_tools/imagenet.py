@@ -48,10 +48,15 @@ def train_tar(path: Path, *, class_names: Sequence[str] | None = None) -> FileSo
                 files += _class_tar(file, outer)
         except BrokenTarError as error:
             files.append(SourceFile(path.name, -1, 0, _WHOLE_FILE, refused=str(error)))
-    if not any("/" in file.name for file in files):
+    folders = {file.name.split("/")[0] for file in files if "/" in file.name}
+    if not folders:
         raise UserError(f"{path} has no class tars such as n01440764.tar")
     return label_by_folder(
-        files, description=f"ImageNet train tar {path.name}", root=path, class_names=class_names
+        files,
+        description=f"ImageNet train tar {path.name}",
+        root=path,
+        folders=folders,
+        class_names=class_names,
     )
 
 

@@ -18,6 +18,7 @@ from data_tools.engines import ENGINES, Failure, run_units
 from data_tools.job_report import JobOutcome, ProgressBar, say, write_memory_figure, write_report
 from data_tools.shard_tasks import ShardEncoder, Unit, UnitResult, plan_units, refuse_other_jobs
 from data_tools.sources import ImageSource
+from data_tools.understood import unread_lines
 from megavis.config.errors import UserError, counted
 from megavis.data.format.manifest import FORMAT_VERSION, Manifest, SourceIdentity
 from megavis.data.format.shards import index_path
@@ -115,6 +116,8 @@ def run_job(
     write_memory_figure(arguments.out / MEMORY_NAME, outcome)
     for partial_report in arguments.out.glob("report-slice-*.json"):
         partial_report.unlink(missing_ok=True)
+    for line in unread_lines((result.unread for result in outcome.results), source.class_names):
+        say(f"  {line}")
     if not any(any(result.shards) for result in outcome.results):
         report = arguments.out / REPORT_NAME
         raise UserError(f"no file of {source.root} is a valid image; for reasons, see {report}")

@@ -49,16 +49,19 @@ class LabelledSet:
         sizes: published number of images in each split.
         list_split: lists one split of the data set at a path. Raises UserError if a file is
             missing, has the wrong size, or another format.
+        is_at: tells data sets apart whose files have the same names.
     """
 
     name: str
     markers: Sequence[Sequence[str]]
     sizes: Mapping[str, int]
     list_split: Callable[[Path, str], Listing]
+    is_at: Callable[[Path], bool] = lambda root: True
 
     def lies_at(self, root: Path) -> bool:
         """Return whether a folder has this data set."""
-        return any(all((root / name).exists() for name in group) for group in self.markers)
+        marked = any(all((root / name).exists() for name in group) for group in self.markers)
+        return marked and self.is_at(root)
 
     def parts_of(self, split: str) -> tuple[str, ...]:
         """Return the official splits that `--split` stands for. Raises UserError for others.

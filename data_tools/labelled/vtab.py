@@ -244,6 +244,15 @@ _SPLITS = {
 _CLASSES = ["no retinopathy", "mild", "moderate", "severe", "proliferative"]
 
 
+def is_retinopathy(root: Path) -> bool:
+    """Return whether these are the competition's files; others name theirs alike (CIFAR-10)."""
+    path = root / _SPLITS[TRAIN][0]
+    if not path.is_file():
+        return True  # by the other file, whose name says it
+    header = read_text(path).partition("\n")[0].replace('"', "").split(",")
+    return {"image", "level"} <= {name.strip() for name in header}
+
+
 def list_retinopathy(root: Path, split: str) -> Listing:
     """List the competition's training set, and its test set by public or private leaderboard."""
     listed_in, usage, folder = _SPLITS[split]
