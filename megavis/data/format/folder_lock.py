@@ -37,7 +37,7 @@ _PREFIX = ".lock-"
 _LOOK_SECONDS = 0.5
 
 
-class RunLock:
+class FolderLock:
     """The lock of a run folder, which is created if missing, for one process; a context manager.
 
     `patience`: seconds to wait for a live holder to finish.
@@ -48,9 +48,9 @@ class RunLock:
         self._holder = Holder.of_this_process()
         self._path = run_folder
         self._over = threading.Event()
-        self._beats = threading.Thread(target=self._beat, name="run-lock", daemon=True)
+        self._beats = threading.Thread(target=self._beat, name="folder-lock", daemon=True)
 
-    def __enter__(self) -> RunLock:
+    def __enter__(self) -> FolderLock:
         """Take the lock. Raises UserError if it is held, or the folder cannot be written."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
