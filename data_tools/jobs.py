@@ -16,6 +16,7 @@ from pathlib import Path
 from data_tools import __version__
 from data_tools.engines import ENGINES, Failure, run_units
 from data_tools.job_report import JobOutcome, ProgressBar, say, write_memory_figure, write_report
+from data_tools.out_lock import hold_out
 from data_tools.shard_tasks import ShardEncoder, Unit, UnitResult, plan_units, refuse_other_jobs
 from data_tools.sources import ImageSource
 from data_tools.understood import unread_lines
@@ -95,9 +96,23 @@ def run_job(
         0, or 1 if writing failed or a worker was killed; then a rerun continues.
 
     Raises:
-        UserError: an option is invalid, a folder has other shards, or there are no images.
+        UserError: an option is invalid, a folder has other shards, another command writes to it, or
+            there are no images.
     """
     units = _plan(source, encoder, arguments)
+    with hold_out(arguments.out, arguments.slice):
+        return _write_shards(source, encoder, arguments, units, label=label, finish=finish)
+
+
+def _write_shards(
+    source: ImageSource,
+    encoder: ShardEncoder,
+    arguments: argparse.Namespace,
+    units: list[Unit],
+    *,
+    label: str,
+    finish: Finish | None,
+) -> int:
     mine = arguments.slice.of(units)
     alone = len(mine) == len(units)
     _remove_partials(mine, alone=alone)
