@@ -15,6 +15,14 @@ from importlib.util import find_spec
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from megavis.data.codecs.jpeg import (
+    DamagedImageError,
+    TooManyPixelsError,
+    UnsupportedJpegError,
+    decode_strictly,
+)
+from megavis.data.codecs.metadata import pixels_of_png
+
 MAX_PIXELS = 178_956_970  # Pillow's limit for decompression bombs
 # Only formats for photographs: some others start external programs.
 _FORMATS = ("PNG", "JPEG", "GIF", "BMP", "DIB", "TIFF", "WEBP", "PPM", "JPEG2000")
@@ -63,24 +71,19 @@ def decode_image(content: bytes, *, min_side: int = 0) -> np.ndarray:
 
 def _decode_jpeg(content: bytes, min_side: int) -> np.ndarray | None:
     """Return RGB pixels, or None if only Pillow may support the file (rare chroma samplings)."""
-    import simplejpeg
-
     try:
-        height, width, _, _ = simplejpeg.decode_jpeg_header(content)
-    except ValueError:
+        return decode_strictly(content, min_side=min_side, max_pixels=MAX_PIXELS)
+    except UnsupportedJpegError:
         return None
-    if height * width > MAX_PIXELS:
-        raise RefusedImageError("too large")
-    try:
-        return simplejpeg.decode_jpeg(
-            content, colorspace="RGB", min_height=min_side, min_width=min_side, strict=True
-        )
-    except ValueError as error:
+    except TooManyPixelsError:
+        raise RefusedImageError("too large") from None
+    except DamagedImageError as error:
         truncated = "premature end" in str(error).lower()
         raise RefusedImageError("truncated" if truncated else "damaged") from None
 
 
 def _decode_with_pillow(content: bytes) -> np.ndarray:
+    content = pixels_of_png(content) or content
     Image.init()  # registers the formats once
     formats = [name for name in _FORMATS if name in Image.OPEN]
     try:

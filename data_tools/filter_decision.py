@@ -26,6 +26,7 @@ from data_tools.job_report import say
 from data_tools.measurements import find_duplicates, measured_units, read_measurements
 from data_tools.selection import DECISION_NAME, dropped_name
 from data_tools.sources import ImageSource
+from data_tools.user_text import numbered_lines
 from megavis.config.errors import UserError
 from megavis.data.format.files import write_atomically, write_json
 
@@ -313,13 +314,9 @@ def read_excluded(path: Path | None) -> Excluded:
     if path is None:
         return Excluded()
     sha256, perceptual = set(), set()
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--exclude {path} cannot be read: {error}") from None
-    for number, line in enumerate(lines, 1):
-        word = (line.split() or [""])[0].lower()
-        if not word or word.startswith("#"):
+    for number, line in numbered_lines(path):
+        word = line.split()[0].lower()
+        if word.startswith("#"):
             continue
         if len(word) not in (_SHA256_DIGITS, _PERCEPTUAL_DIGITS) or set(word) - set(
             "0123456789abcdef"

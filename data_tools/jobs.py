@@ -16,8 +16,10 @@ from pathlib import Path
 from data_tools import __version__
 from data_tools.engines import ENGINES, Failure, run_units
 from data_tools.job_report import JobOutcome, ProgressBar, say, write_memory_figure, write_report
+from data_tools.out_lock import hold_out
 from data_tools.shard_tasks import ShardEncoder, Unit, UnitResult, plan_units, refuse_other_jobs
 from data_tools.sources import ImageSource
+from data_tools.understood import unread_lines
 from megavis.config.errors import UserError, counted
 from megavis.data.format.manifest import FORMAT_VERSION, Manifest, SourceIdentity
 from megavis.data.format.shards import index_path
@@ -94,9 +96,23 @@ def run_job(
         0, or 1 if writing failed or a worker was killed; then a rerun continues.
 
     Raises:
-        UserError: an option is invalid, a folder has other shards, or there are no images.
+        UserError: an option is invalid, a folder has other shards, another command writes to it, or
+            there are no images.
     """
     units = _plan(source, encoder, arguments)
+    with hold_out(arguments.out, arguments.slice):
+        return _write_shards(source, encoder, arguments, units, label=label, finish=finish)
+
+
+def _write_shards(
+    source: ImageSource,
+    encoder: ShardEncoder,
+    arguments: argparse.Namespace,
+    units: list[Unit],
+    *,
+    label: str,
+    finish: Finish | None,
+) -> int:
     mine = arguments.slice.of(units)
     alone = len(mine) == len(units)
     _remove_partials(mine, alone=alone)
@@ -115,6 +131,8 @@ def run_job(
     write_memory_figure(arguments.out / MEMORY_NAME, outcome)
     for partial_report in arguments.out.glob("report-slice-*.json"):
         partial_report.unlink(missing_ok=True)
+    for line in unread_lines((result.unread for result in outcome.results), source.class_names):
+        say(f"  {line}")
     if not any(any(result.shards) for result in outcome.results):
         report = arguments.out / REPORT_NAME
         raise UserError(f"no file of {source.root} is a valid image; for reasons, see {report}")

@@ -36,6 +36,7 @@ from data_tools.jobs import add_job_arguments, run_job
 from data_tools.labelled.array_files import read_mat
 from data_tools.labelled.data_set import hdf5_array, ppm
 from data_tools.sources import FileSource, SourceFile, list_images
+from data_tools.user_text import read_text
 from megavis.config.errors import UserError
 from megavis.data.codecs.jpeg import DamagedImageError, decode_png, join, split
 from megavis.data.codecs.label_maps import MAX_NUMBER, MAX_SEGMENTS, UNITS_A_METRE, to_numbers
@@ -113,10 +114,8 @@ def list_panoptic(images: Path, maps: Path, annotations: Path) -> tuple[FileSour
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+        return json.loads(read_text(path))
+    except json.JSONDecodeError as error:
         raise UserError(f"{path} is not valid JSON: {error}") from None
 
 

@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from data_tools.out_lock import WRITING
 from megavis.config.errors import UserError
 from megavis.data.format.files import write_atomically
+from megavis.data.format.folder_lock import FolderLock
 
 
 def make_folder(
@@ -24,9 +26,17 @@ def make_folder(
         write: writes the content into a given folder.
 
     Raises:
-        UserError: `out` has other content.
+        UserError: `out` has other content, or another command writes it.
         OSError: writing fails.
     """
+    # Not in the folder itself, which gets its name when it is complete.
+    with FolderLock(out.absolute().parent, name=out.name, use=WRITING):
+        return _make_folder(out, record_name, record, write)
+
+
+def _make_folder(
+    out: Path, record_name: str, record: Mapping[str, Any], write: Callable[[Path], None]
+) -> bool:
     content = json.dumps(record, indent=2).encode() + b"\n"
     if out.exists() and any(out.iterdir()):
         _check_same(out, record_name, content)

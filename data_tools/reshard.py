@@ -124,7 +124,7 @@ class MergedPart:
         """Number of samples."""
         return sum(part.stop - part.start for part in self.ranges)
 
-    def pictures(self, refuse: Refuse) -> Iterator[SourceImage]:
+    def pictures(self, refuse: Refuse, unread: Counter[str] | None = None) -> Iterator[SourceImage]:
         """Yield the samples. Raises UserError if a shard does not match its manifest."""
         for part in self.ranges:
             reader = _whole_shard(part.path, part.shard)

@@ -11,9 +11,10 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -107,6 +108,7 @@ class UnitResult:
         skipped: `(name, reason)` of each rejected file.
         was_there: whether it was finished before.
         peak_memory: peak memory so far of the process that ran it, in bytes.
+        unread: number of members of its tar that were not read, by suffix.
     """
 
     num_files: int
@@ -114,6 +116,7 @@ class UnitResult:
     skipped: tuple[tuple[str, str], ...]
     was_there: bool
     peak_memory: int = 0
+    unread: Mapping[str, int] = field(default_factory=dict)
 
 
 def plan_units(
@@ -152,15 +155,17 @@ def do_unit(unit: Unit, advance: Callable[[int], None] | None = None) -> UnitRes
     if len(present) == len(unit.paths):
         return _result(unit, present, was_there=True)
     skipped: list[tuple[str, str]] = []
+    unread: Counter[str] = Counter()
     with ExitStack() as stack:
         writers = [
             stack.enter_context(open_shard(path, job=job, suffix=unit.encoder.suffix))
             for path, job in zip(unit.paths, unit.jobs, strict=True)
         ]
-        _fill(unit, writers, skipped, advance)
+        _fill(unit, writers, skipped, unread, advance)
     made = [writer.index for writer in writers]
     for path, index in zip(unit.paths, made, strict=True):
         index.skipped = [list(entry) for entry in skipped]
+        index.unread = dict(sorted(unread.items()))
         if not len(index):
             path.unlink()
         write_index(path, index)
@@ -211,12 +216,13 @@ def _fill(
     unit: Unit,
     writers: list[ShardWriter],
     skipped: list[tuple[str, str]],
+    unread: Counter[str],
     advance: Callable[[int], None] | None,
 ) -> None:
     def refuse(name: str, reason: str) -> None:
         skipped.append((name, reason))
 
-    pictures = unit.part.pictures(refuse)
+    pictures = unit.part.pictures(refuse, unread)
     for batch in _batches(pictures, unit.encoder.batch_size):
         for picture, encoded in zip(batch, unit.encoder.encode(batch), strict=True):
             if isinstance(encoded, RefusedImageError):
@@ -248,6 +254,7 @@ def _result(unit: Unit, indexes: list[ShardIndex], *, was_there: bool) -> UnitRe
         skipped=skipped,
         was_there=was_there,
         peak_memory=peak_memory(),
+        unread=first.unread,
     )
 
 

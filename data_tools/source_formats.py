@@ -9,22 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from data_tools.imagenet import (
-    KAGGLE_TRUTH,
-    VALIDATION_START,
-    find_truth,
-    flat_files,
-    read_truth,
-    train_tar,
-    validation,
-)
+from data_tools.ground_truth import KAGGLE_TRUTH, find_truth, read_truth
+from data_tools.imagenet import VALIDATION_START, flat_files, train_tar, validation
+from data_tools.job_report import say
 from data_tools.labelled.data_set import OFFICIAL_SPLITS, TEST, VALIDATION
 from data_tools.labelled.table import DATA_SETS
 from data_tools.selection import SPLITS, ImageSelection, Split, check_made_for, open_selection
 from data_tools.sources import FileSource, ImageSource, SourceFile, list_images
 from data_tools.tars import first_member, is_tar, list_tars
+from data_tools.understood import besides, folders_in_tars, refuse_splits, summary
+from data_tools.user_text import read_names
 from megavis.config.errors import UserError
-from megavis.data.format.manifest import MANIFEST_NAME, Manifest
+from megavis.data.format.folders import MANIFEST_NAME, Contents
+from megavis.data.format.manifest import Manifest
 from megavis.data.format.shards import ShardReader
 
 KAGGLE_TREE = Path("ILSVRC/Data/CLS-LOC")
@@ -39,6 +36,7 @@ LAYOUTS = (
     "jpeg-shards",
     *DATA_SETS,
 )
+_IMAGENET_TARS = ("ILSVRC2012_img_train", "ILSVRC2012_img_val", "ILSVRC2012_img_test")
 _URL_LISTS = (".parquet", ".csv", ".tsv", ".txt", ".json", ".jsonl", ".gz")
 # Defaults for layouts that share a folder.
 _PREFERRED = ("caltech-101",)
@@ -97,27 +95,48 @@ def _add_selection_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def open_source(arguments: argparse.Namespace) -> ImageSource:
-    """Open the source chosen by `add_source_arguments`. Raises UserError and OSError."""
+    """Open the source chosen by `add_source_arguments`, and say what it was taken for.
+
+    Raises UserError and OSError.
+    """
     selection = open_selection(arguments.split, arguments.validation_share, arguments.selection)
     classes = read_class_names(arguments.classes_from)
     place: Path = arguments.source
     layout = arguments.layout
     if layout == "auto":
         layout = "imagenet-validation" if arguments.ground_truth else find_layout(place)
+        if layout == "folder":
+            refuse_splits(place)
     selection = replace(selection, split=_hash_split(layout, arguments.split))
+    source: ImageSource
     if layout == "webdataset":
         check_made_for(selection, list_tars(place, selection=ImageSelection()).sha256)
-        return list_tars(place, selection=selection, class_names=classes)
+        tars = list_tars(place, selection=selection, class_names=classes)
+        source, labels_from, notes = tars, ".cls members", [*folders_in_tars(tars)]
+    else:
+        files, labels_from = _open_files(arguments, layout, place, classes)
+        check_made_for(selection, files.sha256)
+        source, notes = selection.of_files(files), []
+    if arguments.layout == "auto":
+        notes += besides(place, layout)
+    by_suffix = layout in ("folder", "kaggle-train")
+    for line in (summary(source, labels_from, by_suffix=by_suffix), *notes):
+        say(line)
+    return source
+
+
+def _open_files(
+    arguments: argparse.Namespace, layout: str, place: Path, classes: Sequence[str] | None
+) -> tuple[FileSource, str]:
+    """Open a source other than web tars; return it with the origin of its labels."""
     if layout.startswith("kaggle"):
         place = _kaggle_folder(place, layout)
     if layout in ("imagenet-validation", "kaggle-validation"):
-        source = _validation(place, arguments.ground_truth, classes)
-    elif layout in DATA_SETS:
-        source = DATA_SETS[layout].open(place, arguments.split, class_names=classes)
-    else:
-        source = _FILE_LAYOUTS[layout](place, class_names=classes)
-    check_made_for(selection, source.sha256)
-    return selection.of_files(source)
+        return _validation(place, arguments.ground_truth, classes)
+    if layout in DATA_SETS:
+        data_set = DATA_SETS[layout]
+        return data_set.open(place, arguments.split, class_names=classes), f"the files of {layout}"
+    return _FILE_LAYOUTS[layout](place, class_names=classes), _LABELS_FROM[layout]
 
 
 def _hash_split(layout: str, split: str) -> Split:
@@ -174,16 +193,28 @@ def _folder_layout(place: Path) -> str:
         raise UserError(f"{place} has labels for {' and '.join(found)}: choose one with --layout")
     if found:
         return found[0]
-    entries = sorted(place.iterdir())
-    if any(path.is_dir() for path in entries):
+    contents = Contents.of(place)
+    if contents.image_folders:
         return "folder"
-    if any(path.suffix == ".tar" for path in entries):
-        return "webdataset"
-    if any(_is_validation(path.name) for path in entries):
+    # Before tars: the tar of these images may lie among them.
+    if any(map(_is_validation, contents.images)):
         return "imagenet-validation"
-    if entries and all(path.name.endswith(_URL_LISTS) for path in entries):
-        _refuse_url_list(entries[0])
+    if contents.tars:
+        _refuse_imagenet_tars(place, contents.tars)
+        return "webdataset"
+    if not contents.images and all(name.endswith(_URL_LISTS) for name in contents.others):
+        for name in contents.others:
+            _refuse_url_list(place / name)
     return "folder"
+
+
+def _refuse_imagenet_tars(place: Path, tars: Sequence[str]) -> None:
+    named = [name for name in tars if name.startswith(_IMAGENET_TARS)]
+    if named:
+        raise UserError(
+            f"{place} holds {' and '.join(named)}, which are not web images: give one of them, such"
+            f" as {place / named[0]}"
+        )
 
 
 def _is_validation(name: str) -> bool:
@@ -206,7 +237,9 @@ def _kaggle_folder(place: Path, layout: str) -> Path:
     return place
 
 
-def _validation(place: Path, truth: Path | None, classes: Sequence[str] | None) -> FileSource:
+def _validation(
+    place: Path, truth: Path | None, classes: Sequence[str] | None
+) -> tuple[FileSource, str]:
     if not place.exists():
         raise UserError(f"{place} does not exist: give ImageNet's validation tar or folder")
     truth = truth or find_truth(place)
@@ -215,7 +248,7 @@ def _validation(place: Path, truth: Path | None, classes: Sequence[str] | None) 
             f"{place} has ImageNet's validation images, whose labels are elsewhere: "
             "give --ground-truth, or --layout folder for no labels"
         )
-    return validation(place, truth=read_truth(truth), class_names=classes)
+    return validation(place, truth=read_truth(truth, classes), class_names=classes), str(truth)
 
 
 def list_jpeg_shards(folder: Path, *, class_names: Sequence[str] | None = None) -> FileSource:
@@ -251,15 +284,15 @@ def read_class_names(place: Path | None) -> tuple[str, ...] | None:
     """Return the class names of `--classes-from`, or None. Raises UserError."""
     if place is None or place.is_dir():
         return Manifest.read(place).class_names if place else None
-    try:
-        names = tuple(line.strip() for line in place.read_text().splitlines() if line.strip())
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--classes-from {place} cannot be read: {error}") from None
-    if not names or len(set(names)) < len(names):
-        raise UserError(f"--classes-from {place} must have one class name per line, each once")
-    return names
+    return read_names(place)
 
 
+_LABELS_FROM = {
+    "folder": "the names of folders",
+    "kaggle-train": "the names of folders",
+    "imagenet-train-tar": "the names of class tars",
+    "jpeg-shards": "the shards",
+}
 _FILE_LAYOUTS: Mapping[str, Callable[..., FileSource]] = {
     "folder": list_images,
     "kaggle-train": list_images,

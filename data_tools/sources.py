@@ -12,7 +12,8 @@ import hashlib
 import itertools
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -21,6 +22,7 @@ import numpy as np
 
 from data_tools.decode import RefusedImageError
 from megavis.config.errors import UserError
+from megavis.data.format.folders import has_image_suffix, is_image, walk_files, why_no_images
 
 # Called with name and reason of each rejected file.
 Refuse = Callable[[str, str], None]
@@ -57,8 +59,13 @@ class SourcePart(Protocol):
     def num_files(self) -> int:
         """Number of files; 0 if it is not known before reading."""
 
-    def pictures(self, refuse: Refuse) -> Iterator[SourceImage]:
-        """Yield the files in a fixed order; call `refuse` for those that cannot be read."""
+    def pictures(self, refuse: Refuse, unread: Counter[str] | None = None) -> Iterator[SourceImage]:
+        """Yield the files in a fixed order.
+
+        Args:
+            refuse: called for files that cannot be read.
+            unread: counts, by suffix, what belongs to images and is neither read nor rejected.
+        """
 
 
 class ImageSource(Protocol):
@@ -136,7 +143,7 @@ class FileSlice:
         """Number of files."""
         return len(self.files)
 
-    def pictures(self, refuse: Refuse) -> Iterator[SourceImage]:
+    def pictures(self, refuse: Refuse, unread: Counter[str] | None = None) -> Iterator[SourceImage]:
         """Yield the files of the slice in order."""
         for place, file in self.files:
             if file.refused or file.num_bytes > MAX_FILE_BYTES:
@@ -215,19 +222,33 @@ def printable(name: str) -> str:
 def list_images(root: Path | str, *, class_names: Sequence[str] | None = None) -> FileSource:
     """List the files below `root`; the first folder on the path to a file is its class.
 
-    Files directly in `root` have no class. Hidden files and folders are skipped; links are
-    followed, but each folder is visited once. With `class_names` of another data set, its numbering
-    is used. Raises UserError if `root` is not a folder or is empty, or a class is not among them.
+    Files directly in `root` have no class, and a folder without images is none. Hidden files and
+    folders are skipped; links are followed, but each folder is visited once. With `class_names` of
+    another data set, its numbering is used. Raises UserError if `root` is not a folder, has no
+    images, or holds a folder that cannot be listed, or a class is not among them.
     """
     root = Path(root)
     if not root.is_dir():
         raise UserError(f"{root} is not a folder of images")
-    files = [_file_of(root, raw) for raw in _walk(root)]
-    if not files:
-        raise UserError(f"{root} has no files: give a folder of images")
+    files = [_file_of(root, raw) for raw in walk_files(root)]
+    holding = {_folder(file) for file in files if has_image_suffix(file.name)}
+    for file in files:
+        if _folder(file) not in holding and is_image(root / (file.path or file.name)):
+            holding.add(_folder(file))
+    if not holding:
+        raise UserError(why_no_images(root))
     return label_by_folder(
-        files, description=f"image folder {root.name}", root=root, class_names=class_names
+        files,
+        description=f"image folder {root.name}",
+        root=root,
+        folders=holding,
+        class_names=class_names,
     )
+
+
+def _folder(file: SourceFile) -> str:
+    """Return the first folder of a file's name, its class; empty if it is in none."""
+    return file.name.partition("/")[0] if "/" in file.name else ""
 
 
 def label_by_folder(
@@ -235,17 +256,18 @@ def label_by_folder(
     *,
     description: str,
     root: Path,
+    folders: Collection[str],
     class_names: Sequence[str] | None = None,
 ) -> FileSource:
     """Return a source of files whose class is the first folder of their name, if any.
 
-    Classes are numbered in order of their names, or as in `class_names`, those of another data set;
-    a class that is not among them raises UserError.
+    Only `folders` are classes. They are numbered in order of their names, or as in `class_names`,
+    those of another data set; a class that is not among them raises UserError.
     """
-    classes = [file.name.split("/")[0] if "/" in file.name else "" for file in files]
-    number = number_classes(sorted(set(classes) - {""}), class_names, root=root)
+    number = number_classes(sorted(set(folders) - {""}), class_names, root=root)
     labelled = (
-        replace(file, label=number.get(name, -1)) for file, name in zip(files, classes, strict=True)
+        replace(file, label=number[name] if (name := _folder(file)) in folders and name else -1)
+        for file in files
     )
     return FileSource.of(labelled, description=description, root=root, classes=list(number))
 
@@ -261,20 +283,6 @@ def number_classes(
     if unknown := sorted(set(found) - set(classes)):
         raise UserError(f"{root}: class {unknown[0]!r} is not among the {len(classes)} known ones")
     return {name: label for label, name in enumerate(classes)}
-
-
-def _walk(root: Path) -> Iterator[str]:
-    seen = set()
-    for folder, folders, names in os.walk(root, followlinks=True):
-        real = os.path.realpath(folder)
-        if real in seen:
-            folders.clear()
-            continue
-        seen.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in names:
-            if not name.startswith("."):
-                yield (Path(folder) / name).relative_to(root).as_posix()
 
 
 def _file_of(root: Path, raw: str) -> SourceFile:

@@ -34,6 +34,7 @@ from data_tools.jobs import add_job_arguments, run_job
 from data_tools.made_folder import make_folder
 from data_tools.shard_tasks import Encoded, ShardEncoder, encode_each
 from data_tools.sources import FileSource, SourceFile, SourceImage
+from data_tools.user_text import numbered_lines
 from megavis.config.errors import UserError
 from megavis.data.codecs.codec import RecordingsCodec
 from megavis.data.codecs.sound import HOP, SAMPLE_RATE, write_noises
@@ -80,8 +81,8 @@ def sources(root: Path, words: Sequence[str] = ()) -> dict[str, FileSource]:
     """
     if not root.is_dir():
         raise UserError(f"{root} is not a folder of recordings")
-    part_of = {name: part for part, file in LISTS.items() for name in _listed(root / file)}
     names = sorted(path.relative_to(root).as_posix() for path in root.glob("*/*.wav"))
+    part_of = {name: part for part, file in LISTS.items() for name in _listed(root / file, names)}
     spoken = [name for name in names if not name.startswith(NOISE)]
     there = sorted({name.split("/")[0] for name in spoken})
     missing = [word for word in words if word not in there]
@@ -112,11 +113,18 @@ def _nothing_in(root: Path, part: str, words: Sequence[str]) -> UserError:
     return UserError(f"{root} has no {what} for {part}: {advice}")
 
 
-def _listed(path: Path) -> list[str]:
-    try:
-        return path.read_text().split()
-    except OSError:
-        raise UserError(f"{path} is missing: it lists the files that are held out") from None
+def _listed(path: Path, names: Sequence[str]) -> list[str]:
+    """Return the names in a list. Raises UserError if there are some, but none of a recording."""
+    if not path.is_file():
+        raise UserError(f"{path} is missing: it lists the files that are held out")
+    lines = numbered_lines(path)
+    if names and lines and not {name for _, name in lines} & set(names):
+        number, name = lines[0]
+        raise UserError(
+            f"{path} line {number}: {name!r} is not the name of a recording, such as {names[0]};"
+            " neither is any other line"
+        )
+    return [name for _, name in lines]
 
 
 def _labelled(

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import tarfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from data_tools.sources import (
     printable,
 )
 from megavis.config.errors import UserError
+from megavis.data.format.folders import IMAGE_SUFFIXES, START_BYTES, Contents, looks_like_image
 
 _BLOCK = tarfile.BLOCKSIZE
 _CHUNK_BYTES = 1 << 20
@@ -35,8 +37,9 @@ DAMAGED = "damaged tar: what follows in it is lost"
 CUT = "tar cut off: what follows in it is lost"
 _SPARSE = "sparse member of a tar"
 _LINK = "link in a tar"
-_IMAGES = {"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "jp2"}
-_LABEL = "cls"
+_LABEL = ".cls"
+# Members that are no images; of others the first bytes are read.
+_NEVER_IMAGES = frozenset((_LABEL, ".json", ".txt", ".npy", ".npz", ".tar"))
 _MAX_LABEL_BYTES = 64
 _SECOND_IMAGE = "another image of its sample"
 _WRONG_LABEL = "label outside the list of classes"
@@ -154,7 +157,7 @@ class TarPart:
         path: path of the tar.
         number: its index among the tars of the source.
         num_files: number of images according to img2dataset's `_stats.json`; 0 without it.
-        num_classes: upper bound of labels (`.cls` members); 0 to ignore labels.
+        num_classes: upper bound of labels (`.cls` members); 0 to count them as unread.
         selection: images to select.
     """
 
@@ -164,12 +167,13 @@ class TarPart:
     num_classes: int
     selection: ImageSelection
 
-    def pictures(self, refuse: Refuse) -> Iterator[SourceImage]:
+    def pictures(self, refuse: Refuse, unread: Counter[str] | None = None) -> Iterator[SourceImage]:
         """Yield the images of the tar in order."""
         dropped = self.selection.dropped(self.number)
+        unread = Counter() if unread is None else unread
         try:
             with self.path.open("rb") as file:
-                for place, sample in enumerate(self._samples(file, refuse)):
+                for place, sample in enumerate(self._samples(file, refuse, unread)):
                     name = self._name(sample.image)
                     if not self.selection.has(name):
                         continue
@@ -188,19 +192,21 @@ class TarPart:
     def _name(self, member: tarfile.TarInfo) -> str:
         return f"{self.path.name}/{printable(member.name)}"
 
-    def _samples(self, file: BinaryIO, refuse: Refuse) -> Iterator[_Sample]:
+    def _samples(self, file: BinaryIO, refuse: Refuse, unread: Counter[str]) -> Iterator[_Sample]:
         """Yield the samples that have an image."""
         for _, members in itertools.groupby(self._members(file, refuse), key=_key):
             image, label = None, None
             for member in members:
-                suffix = member.name.rpartition(".")[2].lower()
-                if suffix in _IMAGES and image is not None:
-                    refuse(self._name(member), _SECOND_IMAGE)
-                elif suffix in _IMAGES:
-                    image = member
-                elif suffix == _LABEL and self.num_classes:
+                suffix = os.path.splitext(member.name)[1].lower()
+                if suffix == _LABEL and self.num_classes:
                     text = _content(file, member, _MAX_LABEL_BYTES)
                     label = text.decode("utf-8", "replace").strip()
+                elif not _is_image(file, member, suffix):
+                    unread[printable(suffix) or "without a suffix"] += 1
+                elif image is not None:
+                    refuse(self._name(member), _SECOND_IMAGE)
+                else:
+                    image = member
             if image is not None:
                 yield _Sample(image, label)
 
@@ -266,7 +272,7 @@ def list_tars(
     the same name.
     """
     if place.is_dir():
-        paths = sorted(place.glob("*.tar"))
+        paths = [place / name for name in Contents.of(place).tars]
     elif "{" in str(place):
         from braceexpand import braceexpand
 
@@ -291,6 +297,13 @@ def _key(member: tarfile.TarInfo) -> str:
     """Return the webdataset key: the path up to the first dot of the file name."""
     folder, slash, name = member.name.rpartition("/")
     return folder + slash + name.partition(".")[0]
+
+
+def _is_image(file: BinaryIO, member: tarfile.TarInfo, suffix: str) -> bool:
+    """Return whether a member is an image, by its suffix or else by its first bytes."""
+    if suffix in IMAGE_SUFFIXES or suffix in _NEVER_IMAGES:
+        return suffix in IMAGE_SUFFIXES
+    return member.isreg() and looks_like_image(_content(file, member, START_BYTES))
 
 
 def _content(file: BinaryIO, member: tarfile.TarInfo, limit: int) -> bytes:

@@ -15,8 +15,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from data_tools.labelled.data_set import TEST, TRAIN, UNLABELED, Listing, ppm, read_lines
+from data_tools.labelled.data_set import TEST, TRAIN, UNLABELED, Listing, ppm
 from data_tools.sources import SourceFile
+from data_tools.user_text import read_lines
 from megavis.config.errors import UserError
 
 _CIFAR_SIDE, _STL_SIDE = 32, 96

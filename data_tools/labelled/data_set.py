@@ -49,16 +49,19 @@ class LabelledSet:
         sizes: published number of images in each split.
         list_split: lists one split of the data set at a path. Raises UserError if a file is
             missing, has the wrong size, or another format.
+        is_at: tells data sets apart whose files have the same names.
     """
 
     name: str
     markers: Sequence[Sequence[str]]
     sizes: Mapping[str, int]
     list_split: Callable[[Path, str], Listing]
+    is_at: Callable[[Path], bool] = lambda root: True
 
     def lies_at(self, root: Path) -> bool:
         """Return whether a folder has this data set."""
-        return any(all((root / name).exists() for name in group) for group in self.markers)
+        marked = any(all((root / name).exists() for name in group) for group in self.markers)
+        return marked and self.is_at(root)
 
     def parts_of(self, split: str) -> tuple[str, ...]:
         """Return the official splits that `--split` stands for. Raises UserError for others.
@@ -126,30 +129,6 @@ def image_file(root: Path, name: str, label: int, *, listed_in: str) -> SourceFi
     except OSError:
         raise UserError(f"{root / name} is missing, but listed in {listed_in}") from None
     return SourceFile(name, label, size)
-
-
-def read_lines(path: Path) -> list[str]:
-    """Return the non-empty lines of a text file; raises UserError if there are none."""
-    try:
-        lines = [stripped for line in path.read_text().splitlines() if (stripped := line.strip())]
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise UserError(f"{path} cannot be read: {reason}") from None
-    if not lines:
-        raise UserError(f"{path} is empty")
-    return lines
-
-
-def read_columns(path: Path, count: int) -> list[list[str]]:
-    """Split each line of a text file into `count` words; the last takes the rest of the line.
-
-    Raises UserError if a line has fewer.
-    """
-    rows = [line.split(maxsplit=count - 1) for line in read_lines(path)]
-    for row in rows:
-        if len(row) < count:
-            raise UserError(f"{path}: the line {' '.join(row)!r} does not have {count} words")
-    return rows
 
 
 @functools.lru_cache(maxsize=2)

@@ -19,10 +19,9 @@ from data_tools.labelled.data_set import (
     Listing,
     image_file,
     ppm,
-    read_columns,
-    read_lines,
 )
 from data_tools.sources import SourceFile, list_images
+from data_tools.user_text import read_columns, read_lines
 from megavis.config.errors import UserError
 
 _PETS = {TRAIN: "trainval", TEST: "test"}

@@ -25,6 +25,7 @@ from data_tools.labelled.lists import (
     list_sun397,
 )
 from data_tools.labelled.vtab import (
+    is_retinopathy,
     list_clevr_count,
     list_clevr_distance,
     list_dmlab,
@@ -97,6 +98,7 @@ _DATA_SETS = (
         [["trainLabels.csv"], ["retinopathy_solution.csv"]],
         _sizes(35_126, 10_906, 42_670),
         list_retinopathy,
+        is_retinopathy,
     ),
     *(
         LabelledSet(name, _CLEVR, _sizes(70_000, 0, 15_000), lists)

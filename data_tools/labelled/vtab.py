@@ -16,7 +16,6 @@ Pillow resizes, with antialiasing.
 
 from __future__ import annotations
 
-import csv
 import functools
 import itertools
 import json
@@ -39,10 +38,9 @@ from data_tools.labelled.data_set import (
     Listing,
     image_file,
     ppm,
-    read_columns,
-    read_lines,
 )
 from data_tools.sources import SourceFile
+from data_tools.user_text import read_columns, read_lines, read_table, read_text
 from megavis.config.errors import UserError
 
 _CLEVR_FOLDERS = {TRAIN: "train", TEST: "val"}
@@ -78,11 +76,10 @@ def _list_clevr(
     """List CLEVR, with `val` as test set, since the released test images have no scenes."""
     folder = _CLEVR_FOLDERS[split]
     listed_in = f"scenes/CLEVR_{folder}_scenes.json"
+    text = read_text(root / listed_in)
     try:
-        scenes = json.loads((root / listed_in).read_text(encoding="utf-8"))["scenes"]
+        scenes = json.loads(text)["scenes"]
         labels = {scene["image_filename"]: label(scene["objects"]) for scene in scenes}
-    except OSError as error:
-        raise UserError(f"{root / listed_in} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, IndexError, TypeError):
         raise UserError(f"{root / listed_in} has no scenes of CLEVR") from None
     files = [
@@ -247,20 +244,26 @@ _SPLITS = {
 _CLASSES = ["no retinopathy", "mild", "moderate", "severe", "proliferative"]
 
 
+def is_retinopathy(root: Path) -> bool:
+    """Return whether these are the competition's files; others name theirs alike (CIFAR-10)."""
+    path = root / _SPLITS[TRAIN][0]
+    if not path.is_file():
+        return True  # by the other file, whose name says it
+    header = read_text(path).partition("\n")[0].replace('"', "").split(",")
+    return {"image", "level"} <= {name.strip() for name in header}
+
+
 def list_retinopathy(root: Path, split: str) -> Listing:
     """List the competition's training set, and its test set by public or private leaderboard."""
     listed_in, usage, folder = _SPLITS[split]
-    try:
-        with (root / listed_in).open(newline="", encoding="utf-8") as rows:
-            labels = {
-                row["image"]: int(row["level"])
-                for row in csv.DictReader(rows)
-                if usage is None or row["Usage"] == usage
-            }
-    except OSError as error:
-        raise UserError(f"{root / listed_in} cannot be read: {error.strerror}") from None
-    except (KeyError, ValueError, TypeError):
-        raise UserError(f"{root / listed_in} has no columns image, level and Usage") from None
+    columns = ("image", "level") if usage is None else ("image", "level", "Usage")
+    labels = {}
+    for number, row in read_table(root / listed_in, columns):
+        if not row["level"].isdecimal():
+            level = row["level"]
+            raise UserError(f"{root / listed_in} line {number}: the level {level!r} is no number")
+        if usage is None or row["Usage"] == usage:
+            labels[row["image"]] = int(row["level"])
     files = [
         image_file(root, f"{folder}/{name}.jpeg", label, listed_in=listed_in)
         for name, label in labels.items()

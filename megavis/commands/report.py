@@ -19,9 +19,9 @@ import yaml
 from megavis.checkpoint.format.folder import saved_steps
 from megavis.config.errors import UserError
 from megavis.data.format.files import write_atomically
+from megavis.data.format.folder_lock import holder_of
 from megavis.reports.page import render
 from megavis.reports.run_record import RunRecord, eval_metrics
-from megavis.training.faults.run_lock import holder_of
 from megavis.training.metrics import read_metrics
 
 _LABEL_WIDTH = 18

@@ -22,6 +22,7 @@ from megavis.config.load import LoadedConfig, load_config
 from megavis.config.schema import RunConfig
 from megavis.config.section import Section
 from megavis.data.codecs.transforms import Transform, evaluation_transform, training_transform
+from megavis.data.format.folder_lock import SILENCE_SECONDS, FolderLock
 from megavis.data.loading.blended_dataset import BlendedDataset, Samples
 from megavis.data.loading.dataset import ShardDataset, subset_per_class
 from megavis.model.kernels import choose_kernels
@@ -30,7 +31,6 @@ from megavis.parallel.device import choose_device, select_device
 from megavis.parallel.launch import Launch
 from megavis.tokenizers.palette import Palette
 from megavis.training.faults.interruption import is_automatic
-from megavis.training.faults.run_lock import SILENCE_SECONDS, RunLock
 from megavis.training.faults.watchdog import collective_timeout
 
 _FP8_CAPABILITY = (8, 9)
@@ -110,7 +110,7 @@ def hold_run(run_folder: Path, context: ParallelContext) -> Iterator[None]:
             # A scheduler may restart before the last process of the previous job has ended.
             patience = SILENCE_SECONDS if is_automatic(os.environ) else 0.0
             try:
-                stack.enter_context(RunLock(run_folder, patience=patience))
+                stack.enter_context(FolderLock(run_folder, patience=patience))
             except OSError as error:
                 if error.errno not in NOT_ALLOWED:
                     raise

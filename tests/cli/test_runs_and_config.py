@@ -11,7 +11,7 @@ from tiny import tiny
 
 from megavis.cli import main
 from megavis.config.load import load_config
-from megavis.training.faults.run_lock import RunLock
+from megavis.data.format.folder_lock import FolderLock
 
 pytestmark = pytest.mark.once
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ def test_runs_command(tmp_path, write, capsys):
     write("ended", [{"step": 0, "validation_loss": 3.5}, {"step": 3, "loss": 2.25}])
     write("stopped", [{"step": 1, "loss": 4.0}])
     write("sweeps/imported", checkpoints=[7])
-    with RunLock(write("now", [{"step": 2, "loss": 3.0}])):
+    with FolderLock(write("now", [{"step": 2, "loss": 3.0}])):
         assert main(["runs", str(tmp_path), "--json"]) == 0
     rows = {row["run"]: row for row in json.loads(capsys.readouterr().out)}
     states = {name: (row["step"], row["state"]) for name, row in rows.items()}

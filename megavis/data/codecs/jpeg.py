@@ -24,6 +24,7 @@ from PIL import Image, UnidentifiedImageError
 from megavis.data.codecs.codec import Codec, PaletteLike, Payloads, Refusals
 from megavis.data.codecs.crops import WrongSizeError
 from megavis.data.codecs.label_maps import TargetKind, renumbered
+from megavis.data.codecs.metadata import pixels_of_jpeg, pixels_of_png
 from megavis.data.codecs.transforms import Transform
 
 DAMAGED = "damaged"
@@ -33,6 +34,14 @@ _LENGTH = struct.Struct("<I")
 
 class DamagedImageError(ValueError):
     """The bytes cannot be decoded as an image."""
+
+
+class UnsupportedJpegError(DamagedImageError):
+    """simplejpeg does not read this kind of file."""
+
+
+class TooManyPixelsError(ValueError):
+    """An image is larger than allowed."""
 
 
 class JpegCodec(Codec):
@@ -68,14 +77,58 @@ class JpegCodec(Codec):
 
 def decode_rgb(content: bytes | np.ndarray) -> np.ndarray:
     """Decode a JPEG or PNG file to uint8 `[h, w, 3]`. Raises DamagedImageError."""
+    try:
+        return decode_strictly(content)
+    except UnsupportedJpegError:
+        return _decode_with_pillow(bytes(content))
+
+
+def decode_strictly(
+    content: bytes | np.ndarray, *, min_side: int = 0, max_pixels: int | None = None
+) -> np.ndarray:
+    """Decode a JPEG file whose pixels are whole, whatever its metadata is.
+
+    Args:
+        content: the file.
+        min_side: if positive, it may be decoded at a scale of n / 8 with sides of at least this.
+        max_pixels: limit of height times width.
+
+    Returns:
+        uint8 `[h, w, 3]`.
+
+    Raises:
+        UnsupportedJpegError: only Pillow may support the file, or it is none.
+        TooManyPixelsError: the image is larger than `max_pixels`.
+        DamagedImageError: the pixels are cut or damaged.
+    """
+    try:
+        return _decode_strictly(content, min_side, max_pixels)
+    except DamagedImageError as error:
+        first = error
+    reduced = pixels_of_jpeg(bytes(content))
+    if reduced is None:
+        raise first
+    try:
+        return _decode_strictly(reduced, min_side, max_pixels)
+    except UnsupportedJpegError:
+        raise first from None
+
+
+def _decode_strictly(
+    content: bytes | np.ndarray, min_side: int, max_pixels: int | None
+) -> np.ndarray:
     import simplejpeg
 
     try:
-        simplejpeg.decode_jpeg_header(content)
-    except ValueError:
-        return _decode_with_pillow(bytes(content))
+        height, width, _, _ = simplejpeg.decode_jpeg_header(content)
+    except ValueError as error:
+        raise UnsupportedJpegError(str(error)) from None
+    if max_pixels is not None and height * width > max_pixels:
+        raise TooManyPixelsError(f"{height} x {width} pixels")
     try:
-        return simplejpeg.decode_jpeg(content, colorspace="RGB", strict=True)
+        return simplejpeg.decode_jpeg(
+            content, colorspace="RGB", min_height=min_side, min_width=min_side, strict=True
+        )
     except ValueError as error:
         raise DamagedImageError(str(error)) from None
 
@@ -84,7 +137,7 @@ def _decode_with_pillow(content: bytes) -> np.ndarray:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about odd metadata, which does not matter here
         try:
-            image = Image.open(io.BytesIO(content), formats=_FORMATS)
+            image = Image.open(io.BytesIO(pixels_of_png(content) or content), formats=_FORMATS)
             return np.array(image.convert("RGB"))
         except UnidentifiedImageError:
             raise DamagedImageError("neither a JPEG nor a PNG file") from None
@@ -152,6 +205,7 @@ def split(payload: bytes) -> tuple[bytes, bytes]:
 
 def decode_png(content: bytes) -> np.ndarray:
     """Decode to uint8 `[h, w, 3]`. Raises DamagedImageError."""
+    content = pixels_of_png(content) or content
     try:
         # Loading does not check the CRCs of pixel data; verify() does.
         Image.open(io.BytesIO(content), formats=("PNG",)).verify()

@@ -9,9 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from megavis.config.errors import UserError
 from megavis.data.format.files import write_atomically
+from megavis.data.format.folders import MANIFEST_NAME
 from megavis.data.format.shards import MAX_TOKENS
 
-MANIFEST_NAME = "manifest.json"
 PALETTE_NAME = "palette.npy"
 FORMAT_VERSION: Literal[1] = 1
 

@@ -71,6 +71,8 @@ class ShardIndex:
         keys, offsets, lengths, labels, sources: one entry per sample; offsets are bytes from the
             start of the tar.
         skipped: `[source name, reason]` of each rejected source file.
+        unread: number of members of source tars that were not read, by suffix; left out of the
+            file if there are none.
     """
 
     shard: str
@@ -83,13 +85,17 @@ class ShardIndex:
     labels: list[int] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
     skipped: list[list[str]] = field(default_factory=list)
+    unread: dict[str, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def to_json(self) -> bytes:
         """Return the bytes of the index file."""
-        return json.dumps({"index_version": INDEX_VERSION, **asdict(self)}).encode() + b"\n"
+        values = {"index_version": INDEX_VERSION, **asdict(self)}
+        if not self.unread:
+            del values["unread"]
+        return json.dumps(values).encode() + b"\n"
 
     @classmethod
     def from_json(cls, content: bytes, *, path: Path) -> ShardIndex:

@@ -24,6 +24,7 @@ from megavis.data.codecs.crops import cut_center
 from megavis.data.codecs.jpeg import DamagedImageError, decode_rgb
 from megavis.data.codecs.transforms import Transform
 from megavis.data.format.files import sha256_of_file
+from megavis.data.format.folders import walk_files
 from megavis.data.format.manifest import MANIFEST_NAME, PALETTE_NAME
 from megavis.data.loading.dataset import ShardDataset
 from megavis.tokenizers.palette import Palette
@@ -85,13 +86,13 @@ class FolderImages:
             images have the same size already.
 
     Raises:
-        UserError: there are none.
+        UserError: there are none, or a folder cannot be listed.
     """
 
     def __init__(self, path: Path, image_size: int | None = None) -> None:
         self.path, self._size = path, image_size
-        files = (file for file in path.rglob("*") if file.suffix.lower() in _SUFFIXES)
-        self._files = sorted(files)
+        files = (path / name for name in walk_files(path))
+        self._files = sorted(file for file in files if file.suffix.lower() in _SUFFIXES)
         if not self._files:
             raise UserError(f"{path} has no PNG or JPEG files, no shards and no run")
         digest = hashlib.sha256()

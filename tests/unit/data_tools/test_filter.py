@@ -271,7 +271,7 @@ def test_evaluation_set_in_any_layout(tmp_path):
         (["--near", "11"], "--near must lie in 0 to 10"),
         (["--min-side", "0"], "must be at least 1"),
         (["--exclude", "EXCLUDE"], "line 2: 'abc' is neither a SHA-256"),
-        (["--exclude", "nowhere"], "--exclude nowhere cannot be read"),
+        (["--exclude", "nowhere"], "nowhere cannot be read"),
     ],
 )
 def test_errors_are_one_line(web, tmp_path, capsys, words, message):

@@ -210,7 +210,7 @@ ERRORS = {
     "half a line": (
         "pets",
         lambda r: (r / "annotations/trainval.txt").write_text("a_1\n"),
-        "2 words",
+        "has 1 word, not 2",
     ),
 }
 

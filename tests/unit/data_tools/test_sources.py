@@ -22,7 +22,7 @@ from image_sources import (
 )
 
 from data_tools.__main__ import main
-from data_tools.imagenet import read_truth
+from data_tools.ground_truth import read_truth
 from data_tools.palette import sample_pixels
 from data_tools.source_formats import find_layout
 from data_tools.sources import FileSource

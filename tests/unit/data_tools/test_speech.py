@@ -132,7 +132,7 @@ def test_unknown_and_silence_classes(tmp_path):
         (("yes/0.wav", ""), "", "no recording for test: list some in testing_list.txt"),
         (("yes/0.wav", "no/0.wav"), "yes", "no recording of yes for test: list some"),
         (("", "yes/0.wav"), "yes,no", "no recording of yes, no for validation: list some"),
-        (("yes/0.wav no/0.wav", "yes/1.wav no/1.wav"), "", "no recording for train: remove some"),
+        (("yes/0.wav\nno/0.wav", "yes/1.wav\nno/1.wav"), "", "no recording for train: remove some"),
     ],
 )
 def test_part_without_a_recording(tmp_path, capsys, held_out, words, message):

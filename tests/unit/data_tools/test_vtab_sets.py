@@ -149,7 +149,7 @@ ERRORS = {
     "half a label": (
         "kitti-distance",
         lambda r: (r / "training/label_2/000000.txt").write_text("Car 0 0\n"),
-        "does not have 15 words",
+        "has 3 words, not 15",
     ),
     "still zipped": (
         "dsprites-location",

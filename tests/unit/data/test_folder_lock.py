@@ -10,8 +10,8 @@ import time
 import pytest
 
 from megavis.config.errors import UserError
-from megavis.training.faults import run_lock
-from megavis.training.faults.run_lock import Holder, RunLock
+from megavis.data.format import folder_lock
+from megavis.data.format.folder_lock import FolderLock, Holder
 
 pytestmark = pytest.mark.once
 
@@ -19,7 +19,7 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 def hold(folder, is_held):
-    with RunLock(folder):
+    with FolderLock(folder):
         is_held.set()
         time.sleep(600)
 
@@ -39,8 +39,8 @@ def other(tmp_path):
 @pytest.fixture
 def short(monkeypatch):
     """Shorten the time after which a silent holder counts as dead."""
-    monkeypatch.setattr(run_lock, "SILENCE_SECONDS", 3.0)
-    monkeypatch.setattr(run_lock, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(folder_lock, "SILENCE_SECONDS", 3.0)
+    monkeypatch.setattr(folder_lock, "_LOOK_SECONDS", 0.05)
 
 
 def write_lock(folder, *, number=1, **changed):
@@ -58,7 +58,7 @@ def locks(folder):
 
 def test_second_process_is_refused(other, tmp_path):
     words = rf"run: another job trains .* \(process {other.pid} on {socket.gethostname()} since 20"
-    with pytest.raises(UserError, match=words) as refused, RunLock(tmp_path / "run"):
+    with pytest.raises(UserError, match=words) as refused, FolderLock(tmp_path / "run"):
         pass
     assert "\n" not in str(refused.value)
     assert locks(tmp_path / "run") == [".lock-1"], "the holder's lock must be untouched"
@@ -66,7 +66,7 @@ def test_second_process_is_refused(other, tmp_path):
 
 def test_stopped_process_still_holds_the_lock(other, tmp_path):
     os.kill(other.pid, signal.SIGSTOP)
-    with pytest.raises(UserError, match="another job"), RunLock(tmp_path / "run"):
+    with pytest.raises(UserError, match="another job"), FolderLock(tmp_path / "run"):
         pass
 
 
@@ -77,8 +77,8 @@ def test_killed_holder_is_replaced_immediately(other, tmp_path, is_reaped):
     if is_reaped:
         other.join()
     begin = time.monotonic()
-    with RunLock(tmp_path / "run"):
-        assert time.monotonic() - begin < run_lock.SILENCE_SECONDS / 2
+    with FolderLock(tmp_path / "run"):
+        assert time.monotonic() - begin < folder_lock.SILENCE_SECONDS / 2
         assert locks(tmp_path / "run") == [".lock-2"]
     assert locks(tmp_path / "run") == []
 
@@ -86,14 +86,14 @@ def test_killed_holder_is_replaced_immediately(other, tmp_path, is_reaped):
 def test_reused_process_id_is_detected(tmp_path):
     me = Holder.of_this_process()
     write_lock(tmp_path, process=os.getpid(), started=me.started - 1)
-    with RunLock(tmp_path):
+    with FolderLock(tmp_path):
         assert locks(tmp_path) == [".lock-2"]
 
 
 def test_silent_remote_holder_is_replaced(tmp_path, short, capsys):
     write_lock(tmp_path, host="elsewhere", number=7)
     begin = time.monotonic()
-    with RunLock(tmp_path):
+    with FolderLock(tmp_path):
         assert time.monotonic() - begin >= 3
         assert locks(tmp_path) == [".lock-8"]
     stderr = capsys.readouterr().err
@@ -112,7 +112,7 @@ def test_live_remote_holder_keeps_the_lock(tmp_path, short, place):
 
     process = multiprocessing.get_context("fork").Process(target=beat)
     process.start()
-    with pytest.raises(UserError, match="another job"), RunLock(tmp_path):
+    with pytest.raises(UserError, match="another job"), FolderLock(tmp_path):
         pass
     process.join()
     assert locks(tmp_path) == [".lock-1"]
@@ -120,15 +120,15 @@ def test_live_remote_holder_keeps_the_lock(tmp_path, short, place):
 
 def test_long_dead_holder_is_replaced_without_waiting(tmp_path, capsys):
     path = write_lock(tmp_path, host="elsewhere")
-    os.utime(path, (0, time.time() - 2 * run_lock.LONG_DEAD_SECONDS))
-    with RunLock(tmp_path):
+    os.utime(path, (0, time.time() - 2 * folder_lock.LONG_DEAD_SECONDS))
+    with FolderLock(tmp_path):
         assert locks(tmp_path) == [".lock-2"]
     assert capsys.readouterr().err == ""
 
 
 def test_truncated_lock_is_replaced(tmp_path, short):
     (tmp_path / ".lock-1").write_text('{"host": "els')
-    with RunLock(tmp_path):
+    with FolderLock(tmp_path):
         assert locks(tmp_path) == [".lock-2"]
 
 
@@ -136,7 +136,7 @@ def test_patience_waits_for_the_previous_process(other, tmp_path):
     os.kill(other.pid, signal.SIGSTOP)
     helper = SPAWN.Process(target=kill_later, args=(other.pid,))
     helper.start()
-    with RunLock(tmp_path / "run", patience=60):
+    with FolderLock(tmp_path / "run", patience=60):
         assert locks(tmp_path / "run") == [".lock-2"]
     helper.join()
 
@@ -147,15 +147,15 @@ def kill_later(process):
 
 
 def test_holder_updates_its_heartbeat(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_lock, "BEAT_SECONDS", 0.05)
-    with RunLock(tmp_path):
+    monkeypatch.setattr(folder_lock, "BEAT_SECONDS", 0.05)
+    with FolderLock(tmp_path):
         first = (tmp_path / ".lock-1").stat().st_mtime_ns
         time.sleep(0.5)
         assert (tmp_path / ".lock-1").stat().st_mtime_ns > first
 
 
 def hold_with_fast_beats(folder, is_held):
-    run_lock.BEAT_SECONDS = 0.05
+    folder_lock.BEAT_SECONDS = 0.05
     hold(folder, is_held)
 
 
@@ -167,7 +167,7 @@ def test_replaced_holder_exits(tmp_path, capfd):
     write_lock(tmp_path, number=2, host="elsewhere")
     (tmp_path / ".lock-1").unlink()
     process.join(60)
-    assert process.exitcode == run_lock.TAKEN_OVER_EXIT_CODE
+    assert process.exitcode == folder_lock.TAKEN_OVER_EXIT_CODE
     assert "taken over by process" in capfd.readouterr().err
     assert locks(tmp_path) == [".lock-2"]
 
@@ -175,7 +175,7 @@ def test_replaced_holder_exits(tmp_path, capfd):
 def compete(folder, gate, results, all_have_tried):
     gate.wait()
     try:
-        with RunLock(folder):
+        with FolderLock(folder):
             results.put(True)
             all_have_tried.wait(120)
     except UserError:
@@ -199,4 +199,4 @@ def test_one_of_several_processes_takes_over(tmp_path):
 def test_unwritable_run_folder_raises(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="file/run: the run folder cannot be written: Not a dir"):
-        RunLock(tmp_path / "file" / "run").__enter__()
+        FolderLock(tmp_path / "file" / "run").__enter__()

@@ -1,4 +1,4 @@
-"""Lock a run folder: one job at a time.
+"""Lock a folder: one job at a time trains in a run folder, or writes to a shard folder.
 
 The first rank keeps a file `.lock-N` there, which names its process, and renews its modification
 time every few seconds. Taking over means creating the file with the next number, which only one
@@ -10,6 +10,7 @@ is watched, and a holder that does not renew it for `SILENCE_SECONDS` counts as 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -35,29 +36,39 @@ TAKEN_OVER_EXIT_CODE = 2
 
 _PREFIX = ".lock-"
 _LOOK_SECONDS = 0.5
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
-class RunLock:
-    """The lock of a run folder, which is created if missing, for one process; a context manager.
+class FolderLock:
+    """The lock of a folder, which is created if missing, for one process; a context manager.
 
-    `patience`: seconds to wait for a live holder to finish.
+    Args:
+        folder: the folder.
+        patience: seconds to wait for a live holder to finish.
+        name: of one of several locks in the folder, without slashes; they do not exclude each
+            other.
+        use: what holders do there, for messages.
     """
 
-    def __init__(self, run_folder: Path, *, patience: float = 0.0) -> None:
-        self._folder, self._patience = run_folder, patience
+    def __init__(
+        self, folder: Path, *, patience: float = 0.0, name: str = "", use: LockUse | None = None
+    ) -> None:
+        self._folder, self._patience = folder, patience
+        self._prefix, self._use = lock_prefix(name), use or TRAINING
         self._holder = Holder.of_this_process()
-        self._path = run_folder
+        self._path = folder
         self._over = threading.Event()
-        self._beats = threading.Thread(target=self._beat, name="run-lock", daemon=True)
+        self._beats = threading.Thread(target=self._beat, name="folder-lock", daemon=True)
 
-    def __enter__(self) -> RunLock:
+    def __enter__(self) -> FolderLock:
         """Take the lock. Raises UserError if it is held, or the folder cannot be written."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._take(time.monotonic() + self._patience)
         except OSError as error:
             reason = error.strerror or str(error)
-            raise UserError(f"{self._folder}: the run folder cannot be written: {reason}") from None
+            what = self._use.folder
+            raise UserError(f"{self._folder}: the {what} cannot be written: {reason}") from None
         self._beats.start()
         return self
 
@@ -77,20 +88,18 @@ class RunLock:
 
     def _try(self, deadline: float) -> bool:
         """Try to take the lock once; return False if another holder came or went meanwhile."""
-        dead = _locks(self._folder)
+        dead = _locks(self._folder, self._prefix)
         for path, holder in dead.items():
             if _is_dead(path, holder):
                 continue
             if holder is None or time.monotonic() < deadline:
                 return False
-            raise UserError(
-                f"{self._folder}: another job trains in this run folder ({holder}); wait until it"
-                " has ended, stop it, or give this run another name (name=...)"
-            )
-        self._path = self._folder / f"{_PREFIX}{1 + max(map(_number, dead), default=0)}"
+            raise self._use.refusal(self._folder, holder)
+        self._path = self._folder / f"{self._prefix}{1 + max(map(_number, dead), default=0)}"
         if not _create(self._path, self._holder):
             return False
-        others = {path: h for path, h in _locks(self._folder).items() if path != self._path}
+        others = _locks(self._folder, self._prefix)
+        others = {path: holder for path, holder in others.items() if path != self._path}
         if any(path not in dead or dead[path] != holder for path, holder in others.items()):
             self._path.unlink(missing_ok=True)
             return False
@@ -112,8 +121,9 @@ class RunLock:
         return _read(self._path) == self._holder
 
     def _leave(self) -> None:
-        """Exit immediately: another process now writes to the run folder."""
-        holders = ", ".join(str(h) for h in _locks(self._folder).values() if h is not None)
+        """Exit immediately: another process now writes to the folder."""
+        others = _locks(self._folder, self._prefix).values()
+        holders = ", ".join(str(holder) for holder in others if holder is not None)
         sys.stderr.write(
             f"error: {self._folder}: the lock of this job is gone, taken over by"
             f" {holders or 'nobody (was it deleted?)'}; this job ends without saving\n"
@@ -124,7 +134,7 @@ class RunLock:
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that trains in a run folder.
+    """A process that holds a lock.
 
     Attributes:
         host: its name.
@@ -164,9 +174,40 @@ class Holder:
         return f"process {self.process} on {self.host} since {self.since}"
 
 
-def holder_of(run_folder: Path) -> Holder | None:
-    """Return the live holder of a run folder's lock, if there is one."""
-    locks = _locks(run_folder)
+@dataclass(frozen=True)
+class LockUse:
+    """What the holder of a lock does.
+
+    Attributes:
+        folder: what the folder is.
+        words: what the other job does in it.
+        advice: how to work elsewhere.
+    """
+
+    folder: str
+    words: str
+    advice: str
+
+    def refusal(self, folder: Path, holder: Holder) -> UserError:
+        """Return the error for a second job."""
+        return UserError(
+            f"{folder}: {self.words} ({holder}); wait until it has ended, stop it, or {self.advice}"
+        )
+
+
+TRAINING = LockUse(
+    "run folder", "another job trains in this run folder", "give this run another name (name=...)"
+)
+
+
+def lock_prefix(name: str) -> str:
+    """Return how the files of a lock begin; a number follows."""
+    return f"{_PREFIX}{name}-" if name else _PREFIX
+
+
+def holder_of(folder: Path, name: str = "") -> Holder | None:
+    """Return the live holder of a folder's lock, if there is one."""
+    locks = _locks(folder, lock_prefix(name))
     if not locks:
         return None
     path = max(locks, key=_number)
@@ -229,12 +270,27 @@ def _age(path: Path) -> float:
 
 
 def _create(path: Path, holder: Holder) -> bool:
-    """Create a file; return whether it did not exist."""
+    """Create a file with its content; return whether it did not exist."""
+    content = json.dumps(asdict(holder)).encode()
+    # A process that is killed between creating a file and filling it would look alive for a minute.
+    partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(8)}")
     try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(holder)))
-            file.flush()
-            os.fsync(file.fileno())
+        _write(partial, content)
+        os.link(partial, path)
+    except (FileExistsError, FileNotFoundError):  # or another job has removed the partial file
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return _create_without_links(path, content)
+    finally:
+        partial.unlink(missing_ok=True)
+    return True
+
+
+def _create_without_links(path: Path, content: bytes) -> bool:
+    try:
+        _write(path, content)
     except FileExistsError:
         return False
     except OSError:
@@ -244,15 +300,22 @@ def _create(path: Path, holder: Holder) -> bool:
     return True
 
 
-def _locks(folder: Path) -> Mapping[Path, Holder | None]:
-    """Return all lock files with their holders; None for incomplete ones."""
-    names = [name for name in os.listdir(folder) if name.startswith(_PREFIX)]
-    paths = [folder / name for name in names if name.removeprefix(_PREFIX).isdecimal()]
+def _write(path: Path, content: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _locks(folder: Path, prefix: str) -> Mapping[Path, Holder | None]:
+    """Return the files of a lock with their holders; None for incomplete ones."""
+    names = [name for name in os.listdir(folder) if name.startswith(prefix)]
+    paths = [folder / name for name in names if name.removeprefix(prefix).isdecimal()]
     return {path: _read(path) for path in paths}
 
 
 def _number(path: Path) -> int:
-    return int(path.name.removeprefix(_PREFIX))
+    return int(path.name.rpartition("-")[2])
 
 
 def _read(path: Path) -> Holder | None:

@@ -1,0 +1,106 @@
+"""Lines that say what a source was taken for, and what in it is not read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from data_tools.sources import FileSource, ImageSource
+from data_tools.tars import TarSource, first_member
+from megavis.config.errors import UserError, counted
+from megavis.data.format.folders import Contents, has_image_suffix
+
+_SHOWN = 3
+_SPLITS = frozenset(
+    ("train", "training", "trainset", "val", "valid", "validation", "dev", "test", "testing")
+)
+_LABEL = ".cls"
+
+
+def summary(source: ImageSource, labels_from: str, *, by_suffix: bool) -> str:
+    """Return one line: how many images and classes, and where the labels are from.
+
+    `by_suffix`: the files were not listed as images, so they count as such by their names.
+    """
+    parts = [f"{source.root}: {_size(source, by_suffix=by_suffix)}"]
+    if not source.class_names:
+        return f"{parts[0]}, no classes and no labels"
+    names = ", ".join(source.class_names[:_SHOWN])
+    more = ", ..." if len(source.class_names) > _SHOWN else ""
+    parts.append(f"{counted(len(source.class_names), 'class', 'classes')} ({names}{more})")
+    parts.append(f"labels from {labels_from}")
+    if isinstance(source, FileSource):
+        unlabelled = sum(
+            file.label < 0 and not file.refused and (not by_suffix or has_image_suffix(file.name))
+            for file in source.files
+        )
+        if unlabelled:
+            parts.append(f"{counted(unlabelled, 'image')} without a label")
+    return ", ".join(parts)
+
+
+def _size(source: ImageSource, *, by_suffix: bool) -> str:
+    if isinstance(source, TarSource):
+        return counted(len(source.tars), "tar")
+    assert isinstance(source, FileSource)
+    files = [file for file in source.files if not by_suffix or has_image_suffix(file.name)]
+    images = sum(not file.refused for file in files)
+    others = len(source.files) - images
+    return counted(images, "image") + (f" and {counted(others, 'other file')}" if others else "")
+
+
+def besides(place: Path, layout: str) -> Iterator[str]:
+    """Yield what lies in a folder of a detected layout and is not read, and how to read it."""
+    if not place.is_dir() or layout not in ("folder", "webdataset", "imagenet-validation"):
+        return
+    contents = Contents.of(place)
+    tars = counted(len(contents.tars), "tar")
+    the_tars = "the tar is" if len(contents.tars) == 1 else "the tars are"
+    if layout == "webdataset" and contents.images:
+        images = counted(len(contents.images), "image")
+        read = "the tar" if len(contents.tars) == 1 else "the tars"
+        yield (f"{place} holds {images} besides {read}, not read: for these give --layout folder")
+    elif layout != "webdataset" and contents.tars:
+        read = "the folders" if contents.image_folders else "the images"
+        yield (
+            f"{place} holds {tars} besides {read}: {the_tars} not read; for tars give --layout"
+            " webdataset"
+        )
+
+
+def folders_in_tars(source: TarSource) -> Iterator[str]:
+    """Yield a line if images lie in folders inside the first tar, whose names may be classes."""
+    folder = first_member(source.tars[0][0]).removeprefix("./").rpartition("/")[0]
+    if folder:
+        yield (
+            f"folders in a tar, such as {folder}, are not read as classes: if they are, unpack"
+            f" {source.tars[0][0].name} and give the folder"
+        )
+
+
+def refuse_splits(place: Path) -> None:
+    """Raise UserError if the folders of images in `place` are named like splits of a data set."""
+    names = Contents.of(place).image_folders
+    if names and {name.lower() for name in names} <= _SPLITS:
+        first = next((name for name in names if name.lower().startswith("train")), names[0])
+        raise UserError(
+            f"{place} holds {', '.join(names)}, which look like splits and not like classes: give"
+            f" one of them, such as {place / first}, or --layout folder if they are classes"
+        )
+
+
+def unread_lines(counts: Iterable[Mapping[str, int]], class_names: Sequence[str]) -> Iterator[str]:
+    """Yield what was not read in tars, from the numbers of members by suffix of each tar."""
+    total: dict[str, int] = {}
+    for each in counts:
+        for suffix, count in each.items():
+            total[suffix] = total.get(suffix, 0) + count
+    labels = total.pop(_LABEL, 0)
+    if labels and not class_names:
+        yield (
+            f"{counted(labels, 'label')} ({_LABEL}) not read: give --classes-from, a shard folder"
+            " or a text file with the names of the classes in their order"
+        )
+    if total:
+        members = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(total.items()))
+        yield f"not read in the tars: {members}"

@@ -1,0 +1,163 @@
+"""What a folder of a user holds: images, class folders, tars, shards, or none of them.
+
+Hidden entries and those that systems and tools add do not count. A folder that cannot be listed is
+an error: the number of a class is its place among all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megavis.config.errors import UserError, counted
+
+MANIFEST_NAME = "manifest.json"
+_SUFFIXES = "jpg jpeg jpe jfif png webp gif bmp dib tif tiff ppm pgm pbm pnm jp2 j2k"
+IMAGE_SUFFIXES = frozenset(f".{suffix}" for suffix in _SUFFIXES.split())
+"""Of image files, in lower case; images with other names are known by their first bytes."""
+START_BYTES = 16
+"""How many bytes of a file `looks_like_image` needs."""
+
+# Of Synology and QNAP disks, macOS, Windows and ext4.
+_OF_SYSTEMS = frozenset(
+    ("@eadir", "#recycle", "@recycle", "__macosx", "$recycle.bin", "lost+found")
+) | {"system volume information"}
+_COMPRESSED_TARS = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
+# A bitmap has four reserved bytes, without which every text that starts with BM would be one.
+_IMAGE_START = re.compile(
+    rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|GIF8[79]a|RIFF....WEBP|II\*\0|MM\0\*|BM....\0\0\0\0"
+    rb"|P[1-6]\s|\0\0\0\x0cjP  \r\n|\xff\x4f\xff\x51",
+    re.DOTALL,
+)
+
+
+def counts(name: str) -> bool:
+    """Return whether an entry of a folder is neither hidden nor added by a system."""
+    return not name.startswith(".") and name.lower() not in _OF_SYSTEMS
+
+
+def list_folder(folder: Path) -> list[os.DirEntry[str]]:
+    """Return the entries of a folder that count, by name. Raises UserError if it has no list."""
+    try:
+        with os.scandir(folder) as entries:
+            found = [entry for entry in entries if counts(entry.name)]
+    except OSError as error:
+        raise _cannot_list(error) from None
+    return sorted(found, key=lambda entry: entry.name)
+
+
+def walk_files(root: Path) -> Iterator[str]:
+    """Yield the paths below `root` of all files that count, folder by folder.
+
+    Links are followed, but each folder is visited once. Raises UserError if one cannot be listed.
+    """
+    seen = set()
+    for folder, folders, names in os.walk(root, followlinks=True, onerror=_raise):
+        real = os.path.realpath(folder)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(filter(counts, folders))
+        for name in filter(counts, names):
+            yield (Path(folder) / name).relative_to(root).as_posix()
+
+
+def _raise(error: OSError) -> None:
+    raise _cannot_list(error)
+
+
+def _cannot_list(error: OSError) -> UserError:
+    return UserError(
+        f"{error.filename} cannot be listed: {error.strerror}; its images would be missing, and"
+        " classes would have other numbers"
+    )
+
+
+def has_image_suffix(name: str) -> bool:
+    """Return whether a file has the name of an image."""
+    return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
+
+
+def looks_like_image(start: bytes) -> bool:
+    """Return whether the first `START_BYTES` of a file are those of an image."""
+    return _IMAGE_START.match(start) is not None
+
+
+def is_image(path: Path) -> bool:
+    """Return whether a file is an image by its name or content; True if it cannot be read."""
+    if has_image_suffix(path.name):
+        return True
+    if not path.is_file():  # opening a pipe would block
+        return False
+    try:
+        with path.open("rb") as file:
+            return looks_like_image(file.read(START_BYTES))
+    except OSError:
+        return True
+
+
+def holds_image(folder: Path) -> bool:
+    """Return whether there is an image anywhere below a folder. Raises UserError."""
+    unknown = []
+    for name in walk_files(folder):
+        if has_image_suffix(name):
+            return True
+        unknown.append(name)
+    return any(is_image(folder / name) for name in unknown)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What lies directly in a folder, by name.
+
+    Attributes:
+        image_folders: folders with images at any depth.
+        other_folders: the others.
+        tars: uncompressed tars.
+        images: files with the name of an image.
+        others: all other files.
+    """
+
+    image_folders: tuple[str, ...]
+    other_folders: tuple[str, ...]
+    tars: tuple[str, ...]
+    images: tuple[str, ...]
+    others: tuple[str, ...]
+
+    @classmethod
+    def of(cls, folder: Path) -> Contents:
+        """List a folder. Raises UserError if it, or one in it, cannot be listed."""
+        entries = list_folder(folder)
+        folders = [entry.name for entry in entries if entry.is_dir()]
+        files = [entry.name for entry in entries if not entry.is_dir()]
+        with_images = [name for name in folders if holds_image(folder / name)]
+        tars = [name for name in files if name.lower().endswith(".tar")]
+        images = [name for name in files if has_image_suffix(name)]
+        return cls(
+            tuple(with_images),
+            tuple(name for name in folders if name not in with_images),
+            tuple(tars),
+            tuple(images),
+            tuple(name for name in files if name not in {*tars, *images}),
+        )
+
+
+def why_no_images(root: Path) -> str:
+    """Return why a folder without images has none: what it holds instead, and what to do."""
+    contents = Contents.of(root)
+    compressed = [name for name in contents.others if name.lower().endswith(_COMPRESSED_TARS)]
+    if compressed:
+        return f"{root / compressed[0]} is a compressed tar: unpack it first"
+    for name in contents.other_folders:
+        tars = Contents.of(root / name).tars
+        if tars:
+            count = counted(len(tars), "tar")
+            return f"{root} has no images; its folder {name} has {count}: give {root / name}"
+    files = sum(1 for _ in walk_files(root))
+    if not files:
+        return f"{root} is empty: give a folder of images"
+    return f"{root} has no images, only {counted(files, 'other file')}: give a folder of images"
