@@ -27,6 +27,7 @@ DecoderKind = Literal["linear", "mlp", "transformer"]
 DashboardKind = Literal["tensorboard", "wandb", "mlflow", "jsonl"]
 """Where the numbers of a run are shown; `jsonl` is the record that every run writes."""
 Crop = Literal["random_resized", "inception", "scaled", "window", "shifted", "center", "none"]
+SourceCrop = Literal["random_resized", "inception", "scaled", "shifted", "center", "none"]
 KernelLibrary = Literal["auto", "torch", "apex", "transformer_engine"]
 
 
@@ -131,6 +132,9 @@ class MixedSource(Section):
     """Folder of shards."""
     weight: Above0
     """Share of the training images from this folder; weights need not sum to 1."""
+    crop: SourceCrop | None = None
+    """Crop of this folder's images in place of `data.crop`; `center` is the centre that validation
+    takes (iGPT, section 3.1: web images are not augmented)."""
 
 
 def _form(train: object) -> str:
@@ -219,3 +223,8 @@ class DataConfig(Section):
         if isinstance(self.train, str):
             return (MixedSource(path=self.train, weight=1.0),)
         return self.train
+
+    @property
+    def training_crops(self) -> tuple[Crop, ...]:
+        """The crop of each training folder."""
+        return tuple(source.crop or self.crop for source in self.train_sources)

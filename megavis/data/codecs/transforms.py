@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from megavis.config.section import DataConfig
+from megavis.config.section import DataConfig, SourceCrop
 from megavis.data.codecs.augment import (
     NUM_AUGMENT_DRAWS,
     NUM_ERASING_DRAWS,
@@ -59,6 +59,13 @@ _CROP_DRAWS = {
     "shifted": 2,
 }
 """Uniform draws per crop."""
+_HELD_OUT: dict[CropKind, CropKind] = {
+    "none": "none",
+    "shifted": "none",
+    "window": "middle",
+    "scaled": "scaled_center",
+}
+"""Crops of held-out images in place of training's; `center` for all others."""
 
 
 @dataclass(frozen=True)
@@ -195,12 +202,21 @@ class Transform:
         return shift(image, draws, border=self.border) if self.crop == "shifted" else image
 
 
-def training_transform(config: DataConfig, *, seed: int) -> Transform:
-    """Return a `data` section's training transform. Raises UserError for damaged noises."""
+def training_transform(
+    config: DataConfig, *, seed: int, crop: SourceCrop | None = None
+) -> Transform:
+    """Return a `data` section's training transform, or that of a folder with its own crop.
+
+    Raises:
+        UserError: the noises are damaged.
+    """
+    own: CropKind = crop or config.crop
+    if crop == "center" and config.crop == "scaled":
+        own = _HELD_OUT["scaled"]
     num_frames = config.frames[0] if config.frames else 0
     return Transform(
         image_size=config.image_size,
-        crop=config.crop,
+        crop=own,
         scale=config.scale,
         ratio=config.aspect,
         short_sides=config.short_sides,
@@ -219,15 +235,9 @@ def training_transform(config: DataConfig, *, seed: int) -> Transform:
 
 def evaluation_transform(config: DataConfig) -> Transform:
     """Return the transform of held-out images: center crops in place of random ones."""
-    middles: dict[CropKind, CropKind] = {
-        "none": "none",
-        "shifted": "none",
-        "window": "middle",
-        "scaled": "scaled_center",
-    }
     return Transform(
         image_size=config.image_size,
-        crop=middles.get(config.crop, "center"),
+        crop=_HELD_OUT.get(config.crop, "center"),
         crop_size=config.crop_size,
         short_side=config.short_side,
     )
