@@ -40,7 +40,7 @@ def add_encoding_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer", type=Path, required=True, metavar="RUN", help="run folder that trained it"
     )
     parser.add_argument("--size", type=int, required=True, help="side of its input images")
-    add_crop_arguments(parser, ("center", "area"))
+    add_crop_arguments(parser, ("center", "inception"))
     parser.add_argument("--batch-size", type=int, default=16, help="images per batch")
     parser.add_argument("--device", default="cpu", help="cpu (one core per worker) or cuda")
     add_job_arguments(parser)

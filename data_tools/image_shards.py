@@ -2,7 +2,7 @@
 
 `jpeg` with `--size` resizes every image, crops it to a square and encodes it again, for any number
 of sizes in one decode. Without, JPEG files are kept byte for byte and only other formats are
-encoded; training crops them.
+encoded; training crops them. With `--lossless`, what is encoded is PNG, under the same suffix.
 
 `pairs` combines two folders of files with equal names. The second has the targets to predict from
 the first: maps of labels or depths, other colours. Targets are stored losslessly and resized to the
@@ -67,7 +67,15 @@ def add_jpeg_arguments(parser: argparse.ArgumentParser) -> None:
         help="side of the stored squares; several sizes get a folder each below --out; by default "
         "images are stored unchanged",
     )
-    add_quality_argument(parser)
+    encoding = parser.add_mutually_exclusive_group()
+    add_quality_argument(encoding)
+    encoding.add_argument(
+        "--lossless",
+        dest="quality",
+        action="store_const",
+        const=None,
+        help="encode images as PNG; for those published as raw pixels, such as CIFAR's",
+    )
     add_job_arguments(parser)
 
 
@@ -81,16 +89,16 @@ def run_jpeg(arguments: argparse.Namespace) -> int:
     return run_job(source, JpegEncoder(sizes, arguments.quality), arguments, label="jpeg")
 
 
-def add_quality_argument(parser: argparse.ArgumentParser) -> None:
+def add_quality_argument(parser: argparse._ActionsContainer) -> None:
     """Add the option that `check_quality` takes."""
     parser.add_argument(
         "--quality", type=int, default=95, help="JPEG quality of encoded images, 1 to 100"
     )
 
 
-def check_quality(quality: int) -> None:
-    """Raise UserError if a JPEG quality is out of range."""
-    if not 1 <= quality <= 100:
+def check_quality(quality: int | None) -> None:
+    """Raise UserError if a JPEG quality is out of range; None is PNG."""
+    if quality is not None and not 1 <= quality <= 100:
         raise UserError("--quality must lie in 1 to 100")
 
 
@@ -98,11 +106,12 @@ def check_quality(quality: int) -> None:
 class JpegEncoder(ShardEncoder):
     """Write JPEG files; every image is decoded to reject those that training cannot read.
 
-    Without `sizes`, the sides of the squares, images are kept unchanged.
+    Without `sizes`, the sides of the squares, images are kept unchanged. Without `quality`, those
+    to be encoded become PNG files.
     """
 
     sizes: tuple[int, ...]
-    quality: int
+    quality: int | None
     suffix: str = JpegCodec.suffix
 
     @property
@@ -137,16 +146,21 @@ class JpegEncoder(ShardEncoder):
     def _payloads(self, content: bytes) -> list[bytes]:
         image = decode_image(content)
         if self.sizes:
-            return [encode_jpeg(resize_and_crop(image, size=s), self.quality) for s in self.sizes]
+            return [encode(resize_and_crop(image, size=s), self.quality) for s in self.sizes]
         check_aspect(image)  # training resizes it
         return [kept_jpeg(content, image, self.quality)]
 
 
-def kept_jpeg(content: bytes, image: np.ndarray, quality: int) -> bytes:
-    """Return a JPEG file unchanged, and re-encode others from their pixels uint8 `[h, w, 3]`."""
+def kept_jpeg(content: bytes, image: np.ndarray, quality: int | None) -> bytes:
+    """Return a JPEG file unchanged, and `encode` others from their pixels uint8 `[h, w, 3]`."""
     if content.startswith(_JPEG_START) and _reads(content):
         return content
-    return encode_jpeg(image, quality)
+    return encode(image, quality)
+
+
+def encode(image: np.ndarray, quality: int | None) -> bytes:
+    """Encode uint8 `[h, w, 3]` as JPEG, or as PNG without a quality."""
+    return encode_png(image) if quality is None else encode_jpeg(image, quality)
 
 
 def _reads(content: bytes) -> bool:

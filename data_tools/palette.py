@@ -194,7 +194,7 @@ def add_shards_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         help="side of the images: 32, 48, 64; several sizes get a folder each below --out",
     )
-    add_crop_arguments(parser, ("center", "evaluation", "random", "area"))
+    add_crop_arguments(parser, ("center", "evaluation", "random", "inception"))
     parser.add_argument(
         "--fast",
         action="store_true",

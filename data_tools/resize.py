@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,18 +14,18 @@ from PIL import Image
 
 from data_tools.decode import RefusedImageError, decoder_versions
 from megavis.config.errors import UserError
-from megavis.data.codecs.crops import NUM_WINDOW_DRAWS, Window, cut, random_window
+from megavis.data.codecs.crops import NUM_INCEPTION_DRAWS, Window, cut, inception_window
 
 RESIZE = "Pillow bicubic (antialiased)"
 CROP = "shorter side to image_size, then centre crop"
 # The paper's preparation of ImageNet: Generative Pretraining from Pixels, section 3.1.
 _PAPER_SIDE = 224
 _PAPER_SHORTER_SIDES = (256, 384)
-# GIVT, appendix C.2, keeps 80 % to 100 % of the area; the aspect ratios are MAE's.
-_AREAS, _SHAPES = (0.8, 1.0), (3 / 4, 4 / 3)
+_AREAS = (0.8, 1.0)  # GIVT, appendix C.2
+_SQUARE = (1.0, 1.0)
 _MAX_ASPECT = 64
 
-CropKind = Literal["center", "evaluation", "random", "area"]
+CropKind = Literal["center", "evaluation", "random", "inception"]
 
 
 @dataclass(frozen=True)
@@ -35,15 +36,17 @@ class Crop:
         kind: `center`: resize the shorter side to the stored size, crop the center. `evaluation`:
             resize the shorter side to 224, crop the center of 224, resize. `random`: resize the
             shorter side to a random length in [256, 384], crop a random square of 224, resize.
-            `area`: a random window of 80 % to 100 % of the area and a width / height of 3/4 to 4/3,
-            resized.
+            `inception`: a random window of 80 % to 100 % of the area, or the whole image if none
+            fits (`inception_window`), resized.
         count: random crops stored per image.
         seed: of the random crops, which depend only on it and the image's name.
+        aspect: smallest and largest width / height of `inception`; 1 in GIVT's released code.
     """
 
     kind: CropKind = "center"
     count: int = 1
     seed: int = 0
+    aspect: tuple[float, float] = _SQUARE
 
     def __str__(self) -> str:
         if self.kind == "center":
@@ -55,7 +58,8 @@ class Crop:
         what = (
             f"shorter side to a random length in [{shorter}, {longer}], random crop of {side}"
             if self.kind == "random"
-            else f"random part of {_AREAS[0]:.0%} to {_AREAS[1]:.0%} of the area"
+            else f"random part of {_AREAS[0]:.0%} to {_AREAS[1]:.0%} of the area, width / height"
+            f" {self.aspect[0]:g} to {self.aspect[1]:g}, or the whole image"
         )
         return f"{self.count} times: {what}, then to image_size; seed {self.seed}"
 
@@ -74,7 +78,7 @@ class Crop:
         """
         if self.kind == "center":
             return [[resize_and_crop(image, size=size)] for size in sizes]
-        if self.kind == "area":
+        if self.kind == "inception":
             parts = [self._random_part(image, name, number) for number in range(self.count)]
             return [[_shrink(part, size) for part in parts] for size in sizes]
         if self.kind == "evaluation":
@@ -95,8 +99,8 @@ class Crop:
     def _random_part(self, image: np.ndarray, name: str, number: int) -> np.ndarray:
         height, width = image.shape[:2]
         check_aspect(image)
-        draws = self._random(name, number).random(NUM_WINDOW_DRAWS)
-        return cut(image, random_window(height, width, draws, scale=_AREAS, ratio=_SHAPES))
+        draws = self._random(name, number).random(NUM_INCEPTION_DRAWS)
+        return cut(image, inception_window(height, width, draws, scale=_AREAS, ratio=self.aspect))
 
     def _random(self, name: str, number: int) -> np.random.Generator:
         text = f"{self.seed}\0{number}\0{name}".encode("utf-8", "surrogateescape")
@@ -167,7 +171,7 @@ def add_crop_arguments(parser: argparse.ArgumentParser, kinds: Sequence[CropKind
         "center": "shorter side to --size, center crop",
         "evaluation": "center 224 of shorter side 224, as iGPT's evaluation on ImageNet",
         "random": "224 of a shorter side in [256, 384], as iGPT's training",
-        "area": "a random 80 to 100 %% of the area, as GIVT's training",
+        "inception": "a random 80 to 100 %% of the area, as GIVT's training",
     }
     parser.add_argument(
         "--crop",
@@ -176,14 +180,30 @@ def add_crop_arguments(parser: argparse.ArgumentParser, kinds: Sequence[CropKind
         help="; ".join(f"{kind}: {descriptions[kind]}" for kind in kinds),
     )
     parser.add_argument("--crops", type=int, default=1, help="random crops stored per image")
+    parser.add_argument(
+        "--aspect",
+        type=float,
+        nargs=2,
+        default=_SQUARE,
+        metavar=("MIN", "MAX"),
+        help="with --crop inception: width / height; default: 1 1, squares, or whole images where "
+        "no square has 80 %% of the area",
+    )
 
 
 def crop_from(arguments: argparse.Namespace) -> Crop:
     """Return the crop from the options. Raises UserError."""
-    may_repeat = arguments.crop in ("random", "area")
+    may_repeat = arguments.crop in ("random", "inception")
     if arguments.crops < 1 or (arguments.crops > 1 and not may_repeat):
         raise UserError("--crops must be at least 1, and more than 1 only for random crops")
-    return Crop(arguments.crop, arguments.crops, arguments.seed)
+    aspect = tuple(arguments.aspect)
+    if not 0 < aspect[0] <= aspect[1] < math.inf:
+        raise UserError(
+            "--aspect must be two numbers above 0, the smaller first, such as 0.75 1.33"
+        )
+    if aspect != _SQUARE and arguments.crop != "inception":
+        raise UserError("--aspect needs --crop inception: other crops are squares")
+    return Crop(arguments.crop, arguments.crops, arguments.seed, aspect)
 
 
 def _shrink(square: np.ndarray, size: int) -> np.ndarray:

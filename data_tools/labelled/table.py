@@ -24,6 +24,7 @@ from data_tools.labelled.lists import (
     list_pets,
     list_sun397,
 )
+from data_tools.labelled.tiny_imagenet import ANNOTATIONS, IDS, list_tiny_imagenet
 from data_tools.labelled.vtab import (
     is_retinopathy,
     list_clevr_count,
@@ -66,6 +67,12 @@ _DATA_SETS = (
         [["train_32x32.mat"], ["test_32x32.mat"]],
         _sizes(73_257, 0, 26_032, **{EXTRA: 531_131}),
         list_svhn,
+    ),
+    LabelledSet(
+        "tiny-imagenet",
+        [[IDS], [ANNOTATIONS]],
+        _sizes(100_000, 0, 10_000, **{UNLABELED: 10_000}),
+        list_tiny_imagenet,
     ),
     LabelledSet("flowers-102", [["setid.mat"]], _sizes(1_020, 1_020, 6_149), list_flowers),
     LabelledSet("pets", [["annotations/trainval.txt"]], _sizes(3_680, 0, 3_669), list_pets),

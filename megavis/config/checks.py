@@ -179,7 +179,11 @@ def _check_data(data: DataConfig) -> Iterator[ConfigIssue]:
         yield "data.aspect", f"{list(data.aspect)} must begin with the smaller width / height"
     if data.short_sides[0] > data.short_sides[1]:
         yield "data.short_sides", f"{list(data.short_sides)} must begin with the smaller length"
-    if data.crop == "scaled" and data.crop_size > data.short_sides[0]:
+    for place, source in enumerate(data.train_sources):
+        if source.crop is not None and data.crop == "window":
+            text = "all folders hold images of one size, as data.crop window needs: remove it"
+            yield f"data.train.{place}.crop", text
+    if "scaled" in data.training_crops and data.crop_size > data.short_sides[0]:
         text = f"{data.crop_size} is too large for data.short_sides"
         yield "data.crop_size", f"{text} = {list(data.short_sides)}"
     if data.short_side is not None and data.short_side < data.image_size:

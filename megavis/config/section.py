@@ -26,6 +26,8 @@ Activation = Literal["quick_gelu", "gelu", "gelu_tanh"]
 DecoderKind = Literal["linear", "mlp", "transformer"]
 DashboardKind = Literal["tensorboard", "wandb", "mlflow", "jsonl"]
 """Where the numbers of a run are shown; `jsonl` is the record that every run writes."""
+Crop = Literal["random_resized", "inception", "scaled", "window", "shifted", "center", "none"]
+SourceCrop = Literal["random_resized", "inception", "scaled", "shifted", "center", "none"]
 KernelLibrary = Literal["auto", "torch", "apex", "transformer_engine"]
 
 
@@ -130,6 +132,9 @@ class MixedSource(Section):
     """Folder of shards."""
     weight: Above0
     """Share of the training images from this folder; weights need not sum to 1."""
+    crop: SourceCrop | None = None
+    """Crop of this folder's images in place of `data.crop`; `center` is the centre that validation
+    takes (iGPT, section 3.1: web images are not augmented)."""
 
 
 def _form(train: object) -> str:
@@ -168,13 +173,15 @@ class DataConfig(Section):
     """Palette for reading JPEG shards as colours: a file written by `data_tools palette fit`.
     Images
     are augmented as in JPEG shards."""
-    crop: Literal["random_resized", "scaled", "window", "shifted", "center", "none"] = "none"
+    crop: Crop = "none"
     """Crop applied when images are read. For JPEG shards only: `random_resized`, a random region,
-    resized; `scaled`, a random square of `crop_size` after resizing the shorter side to a random
-    length in `short_sides`, resized (iGPT, section 3.1); `center`, the centre, resized. For palette
-    shards too: `window`, a random square of larger stored images, and `shifted`, which shifts
-    training images by up to 4 pixels. `none`: no crop. Validation uses the centre. Pairs with label
-    maps take `random_resized` and `center`, which resizes the whole image to the square; so does
+    resized (torchvision's rule, as in MAE's recipe); `inception`, a random region by TensorFlow's
+    rule (GIVT's released code), which is the whole image if no region fits; `scaled`, a random
+    square of `crop_size` after resizing the shorter side to a random length in `short_sides`,
+    resized (iGPT, section 3.1); `center`, the centre, resized. For palette shards too: `window`, a
+    random square of larger stored images, and `shifted`, which shifts training images by up to 4
+    pixels. `none`: no crop. Validation uses the centre. Pairs with label maps take `inception`,
+    `random_resized` and `center`, which resizes the whole image to the square; so does
     validation."""
     border: Literal["reflect", "zeros"] = "reflect"
     """With `shifted`: fill at the border, the image's reflection or zeros (black; for palette
@@ -185,7 +192,7 @@ class DataConfig(Section):
     """With `scaled`: side of the square in pixels before resizing to `image_size`; in validation
     also the length of the shorter side."""
     scale: Annotated[tuple[Share, Share], Field(strict=False)] = (0.2, 1.0)
-    """Minimum and maximum share of an image's area for a `random_resized` crop."""
+    """Minimum and maximum share of an image's area for a `random_resized` or `inception` crop."""
     aspect: Annotated[tuple[Above0, Above0], Field(strict=False)] = (3 / 4, 4 / 3)
     """Minimum and maximum width / height of such a crop."""
     short_side: Positive | None = None
@@ -216,3 +223,8 @@ class DataConfig(Section):
         if isinstance(self.train, str):
             return (MixedSource(path=self.train, weight=1.0),)
         return self.train
+
+    @property
+    def training_crops(self) -> tuple[Crop, ...]:
+        """The crop of each training folder."""
+        return tuple(source.crop or self.crop for source in self.train_sources)

@@ -174,12 +174,23 @@ def open_training_data(loaded: LoadedConfig, objective: Trainable) -> Samples:
             return dataset
         with errors_of(loaded, "data.images_per_class"):
             return subset_per_class(dataset, data.images_per_class, seed=loaded.config.seed)
-    parts = [
-        open_data(loaded, f"data.train.{place}.path", source.path, transform, objective)
-        for place, source in enumerate(data.train)
-    ]
+    parts = [_open_source(loaded, place, objective) for place in range(len(data.train))]
     with errors_of(loaded, "data.train"):
         return BlendedDataset(parts, [source.weight for source in data.train])
+
+
+def _open_source(loaded: LoadedConfig, place: int, objective: Trainable) -> ShardDataset:
+    """Open one of several training folders, with its own crop if it has one."""
+    data = loaded.config.data
+    source, where = data.train_sources[place], f"data.train.{place}"
+    transform = training_transform(data, seed=loaded.config.seed, crop=source.crop)
+    try:
+        return open_data(loaded, f"{where}.path", source.path, transform, objective)
+    except UserError as error:
+        if source.crop is None:
+            raise
+        # Name the key that has the crop of this folder.
+        raise UserError(str(error).replace("data.crop", f"{where}.crop")) from None
 
 
 def open_held_out(

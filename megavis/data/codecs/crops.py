@@ -9,6 +9,7 @@ Legend: h and w, height and width of an image in pixels.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 NUM_WINDOW_DRAWS = 40
 """Uniform draws of `random_window`: four for each of its ten attempts."""
+NUM_INCEPTION_DRAWS = 400
+"""Uniform draws of `inception_window`: four for each of its hundred attempts."""
 _DRAWS_AN_ATTEMPT = 4
 Smoothing = Literal["bicubic", "bilinear"]
 _SHIFT = 4
@@ -92,6 +95,68 @@ def random_window(
     window_height = min(height, max(1, round(width / ratio[0])))
     top_left = ((height - window_height) // 2, (width - window_width) // 2)
     return Window(*top_left, window_height, window_width)
+
+
+def inception_window(
+    height: int,
+    width: int,
+    draws: np.ndarray,
+    *,
+    scale: tuple[float, float],
+    ratio: tuple[float, float],
+) -> Window:
+    """Return the window of TensorFlow's `sample_distorted_bounding_box` without boxes.
+
+    The crop of big_vision, and so of GIVT and UViM. Unlike in `random_window`, width / height is
+    uniform itself, the height is uniform among those of an allowed area, and after a hundred
+    attempts the window is the whole image: of a 4:3 photograph no square has 80 % of the area, so
+    with a ratio of 1 all of it is squeezed into the square.
+
+    Args:
+        draws: `[400]` in [0, 1): four per attempt (ratio, height, top, left).
+        scale: smallest and largest fraction of the area.
+        ratio: smallest and largest width / height.
+    """
+    # In float32, like the op: 0.8 · 500 · 400 must not exceed 160,000.
+    areas = [float(np.float32(share) * np.float32(width) * np.float32(height)) for share in scale]
+    # A hundred attempts take longer than decoding a photograph; most of GIVT's would be in vain.
+    if _largest_area(height, width, ratio) >= areas[0]:
+        for proportion, *places in draws.reshape(-1, _DRAWS_AN_ATTEMPT).tolist():
+            shape = _between(proportion, ratio)
+            window = _inception_attempt(height, width, places, shape=shape, areas=areas)
+            if window is not None:
+                return window
+    return Window(0, 0, height, width)
+
+
+def _largest_area(height: int, width: int, ratio: tuple[float, float]) -> float:
+    """Return a bound on the areas of windows, which may be half a pixel wider than their ratio."""
+    nearest = min(max(width / height, ratio[0]), ratio[1])
+    return min(height, (width + 0.5) / nearest) * min(width, height * nearest + 0.5)
+
+
+def _inception_attempt(
+    height: int, width: int, draws: Sequence[float], *, shape: float, areas: Sequence[float]
+) -> Window | None:
+    """Return a window of width / height `shape`; None if it misses the areas or the image."""
+    lowest, highest = (round(math.sqrt(area / shape)) for area in areas)
+    if round(highest * shape) > width:
+        highest = int((width + 0.5 - 1e-7) / shape)
+        highest -= round(highest * shape) > width
+    highest = min(highest, height)
+    lowest = min(lowest, highest)
+    window_height = lowest + math.floor(draws[0] * (highest - lowest + 1))
+    # Rounding may miss the areas by a pixel.
+    window_height += round(window_height * shape) * window_height < areas[0]
+    window_height -= round(window_height * shape) * window_height > areas[1]
+    window_width = round(window_height * shape)
+    fits = 0 < window_width <= width and 0 < window_height <= height
+    if not fits or not areas[0] <= window_width * window_height <= areas[1]:
+        return None
+    # As in the op, the last position is never drawn.
+    top = math.floor(draws[1] * (height - window_height))
+    left = math.floor(draws[2] * (width - window_width))
+    return Window(top, left, window_height, window_width)
 
 
 def square_window(height: int, width: int, draws: np.ndarray, *, size: int) -> Window:

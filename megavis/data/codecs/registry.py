@@ -20,6 +20,8 @@ from megavis.data.format.manifest import Manifest, ShardKind, TargetMaps
 
 _WHOLE = ("none", "shifted")
 """Crops that keep the stored size."""
+_WINDOWS = ("random_resized", "inception")
+"""Crops that resize a random window."""
 _FIXED = "whose pixels cannot be changed"
 
 
@@ -93,7 +95,8 @@ def _jpeg(
         sizes = f"images of {stored}x{stored} pixels" if stored else "images of many sizes"
         wanted = f", not {transform.image_size}x{transform.image_size}" if transform else ""
         raise UserError(
-            f"holds {sizes}{wanted}; set data.crop to random_resized, scaled, window or center"
+            f"holds {sizes}{wanted}; set data.crop to random_resized, inception, scaled,"
+            " window or center"
         )
     return JpegCodec(transform, palette=palette)
 
@@ -117,14 +120,17 @@ def _pairs(manifest: Manifest, transform: Transform | None) -> Codec:
 
 def _label_maps(target: TargetMaps, transform: Transform | None) -> Codec:
     """Return the codec of images and label maps of any size, resized to a square if not cropped."""
-    wanted = "set data.crop to random_resized, or to center, which resizes whole images here"
+    wanted = (
+        "set data.crop to inception or random_resized, or to center, which resizes whole images"
+        " here"
+    )
     if transform is None:
         raise UserError(f"holds {target.kind} maps of many sizes; {wanted}")
     _require_no_augmentation(f"{target.kind} maps, which must fit their images", transform)
-    if transform.crop not in ("random_resized", "center", "whole"):
+    if transform.crop not in (*_WINDOWS, "center", "whole"):
         text = f"holds {target.kind} maps of many sizes, which data.crop {transform.crop}"
         raise UserError(f"{text} does not fit; {wanted}")
-    crop: CropKind = "random_resized" if transform.crop == "random_resized" else "whole"
+    crop: CropKind = transform.crop if transform.crop in _WINDOWS else "whole"
     changed = replace(transform, crop=crop, smoothing="bilinear")
     return PairsCodec(changed, target=target.kind)
 
@@ -137,7 +143,7 @@ def _require_no_augmentation(held: str, transform: Transform) -> None:
 
 def _require_crop_of_stored_pixels(manifest: Manifest, transform: Transform) -> None:
     side, size = manifest.image_size or 0, transform.image_size
-    if transform.crop in ("random_resized", "scaled", "center", "scaled_center"):
+    if transform.crop in (*_WINDOWS, "scaled", "center", "scaled_center"):
         raise UserError(
             f"holds {manifest.kind} shards, which cannot be resized: set data.crop to none,"
             " shifted or window, or crop when they are made"

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from megavis.config.section import DataConfig
+from megavis.config.section import DataConfig, SourceCrop
 from megavis.data.codecs.augment import (
     NUM_AUGMENT_DRAWS,
     NUM_ERASING_DRAWS,
@@ -21,12 +21,14 @@ from megavis.data.codecs.augment import (
     RandomErasing,
 )
 from megavis.data.codecs.crops import (
+    NUM_INCEPTION_DRAWS,
     NUM_WINDOW_DRAWS,
     Smoothing,
     WrongSizeError,
     cut,
     cut_center,
     cut_scaled,
+    inception_window,
     mirror,
     random_window,
     resize,
@@ -38,6 +40,7 @@ from megavis.data.codecs.sound import HOP, NUM_SOUND_DRAWS, SoundAugment, sound_
 
 CropKind = Literal[
     "random_resized",
+    "inception",
     "scaled",
     "window",
     "shifted",
@@ -48,8 +51,21 @@ CropKind = Literal[
     "none",
 ]
 
-_CROP_DRAWS = {"random_resized": NUM_WINDOW_DRAWS, "scaled": 3, "window": 2, "shifted": 2}
+_CROP_DRAWS = {
+    "random_resized": NUM_WINDOW_DRAWS,
+    "inception": NUM_INCEPTION_DRAWS,
+    "scaled": 3,
+    "window": 2,
+    "shifted": 2,
+}
 """Uniform draws per crop."""
+_HELD_OUT: dict[CropKind, CropKind] = {
+    "none": "none",
+    "shifted": "none",
+    "window": "middle",
+    "scaled": "scaled_center",
+}
+"""Crops of held-out images in place of training's; `center` for all others."""
 
 
 @dataclass(frozen=True)
@@ -58,21 +74,22 @@ class Transform:
 
     Attributes:
         image_size: side of the square in pixels.
-        crop: `random_resized`: a random window, resized; `scaled`: resize to a random scale, crop
-            a random square, resize; `window`: a random square without a resize; `shifted`: the
-            stored image, shifted by up to 4 pixels in each direction; `center`: resize, crop the
-            center; `scaled_center`: resize the shorter side to `crop_size`, crop the center,
-            resize; `middle`: the center square without a resize; `whole`: the whole image, resized
-            without regard to its aspect ratio; `none`: the stored image. `shifted` and `none` need
-            images of `image_size`, `window` and `middle` images that are no smaller.
-        scale: smallest and largest fraction of the area that a random crop covers.
-        ratio: smallest and largest width / height of a random crop.
+        crop: `random_resized`: a random window, resized; `inception`: the same by TensorFlow's
+            rule; `scaled`: resize to a random scale, crop a random square, resize; `window`: a
+            random square without a resize; `shifted`: the stored image, shifted by up to 4 pixels
+            in each direction; `center`: resize, crop the center; `scaled_center`: resize the
+            shorter side to `crop_size`, crop the center, resize; `middle`: the center square
+            without a resize; `whole`: the whole image, resized without regard to its aspect ratio;
+            `none`: the stored image. `shifted` and `none` need images of `image_size`, `window` and
+            `middle` images that are no smaller.
+        scale: smallest and largest fraction of the area that a random window covers.
+        ratio: smallest and largest width / height of a random window.
         short_sides: smallest and largest length of the shorter side for `scaled`.
         crop_size: side of the squares of `scaled` and `scaled_center` before the last resize.
         short_side: length of the shorter side from which `center` crops; defaults to
             `image_size`.
         border: padding mode of `shifted`.
-        smoothing: resize filter of `random_resized` and `whole`: `bicubic`, antialiased, or
+        smoothing: resize filter of random windows and `whole`: `bicubic`, antialiased, or
             `bilinear`, not antialiased.
         flip: flip horizontally with probability 0.5.
         augment: applied after crop and flip, if given.
@@ -152,8 +169,9 @@ class Transform:
         """Return the part that is resized to the square; None if the crop does not resize."""
         size = self.crop_size
         height, width = image.shape[:2]
-        if self.crop == "random_resized":
-            window = random_window(height, width, draws, scale=self.scale, ratio=self.ratio)
+        if self.crop in ("random_resized", "inception"):
+            draw = random_window if self.crop == "random_resized" else inception_window
+            window = draw(height, width, draws, scale=self.scale, ratio=self.ratio)
             # Crop first: the filter must not see pixels outside the crop.
             return cut(image, window)
         if self.crop == "whole":
@@ -184,12 +202,21 @@ class Transform:
         return shift(image, draws, border=self.border) if self.crop == "shifted" else image
 
 
-def training_transform(config: DataConfig, *, seed: int) -> Transform:
-    """Return a `data` section's training transform. Raises UserError for damaged noises."""
+def training_transform(
+    config: DataConfig, *, seed: int, crop: SourceCrop | None = None
+) -> Transform:
+    """Return a `data` section's training transform, or that of a folder with its own crop.
+
+    Raises:
+        UserError: the noises are damaged.
+    """
+    own: CropKind = crop or config.crop
+    if crop == "center" and config.crop == "scaled":
+        own = _HELD_OUT["scaled"]
     num_frames = config.frames[0] if config.frames else 0
     return Transform(
         image_size=config.image_size,
-        crop=config.crop,
+        crop=own,
         scale=config.scale,
         ratio=config.aspect,
         short_sides=config.short_sides,
@@ -208,15 +235,9 @@ def training_transform(config: DataConfig, *, seed: int) -> Transform:
 
 def evaluation_transform(config: DataConfig) -> Transform:
     """Return the transform of held-out images: center crops in place of random ones."""
-    middles: dict[CropKind, CropKind] = {
-        "none": "none",
-        "shifted": "none",
-        "window": "middle",
-        "scaled": "scaled_center",
-    }
     return Transform(
         image_size=config.image_size,
-        crop=middles.get(config.crop, "center"),
+        crop=_HELD_OUT.get(config.crop, "center"),
         crop_size=config.crop_size,
         short_side=config.short_side,
     )

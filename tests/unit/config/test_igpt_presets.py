@@ -126,11 +126,10 @@ def test_baseline_from_scratch_has_dropout(load):
 def test_linear_probe_matches_section_3_4(load, name):
     config, before = load(f"{name}_linear"), load(name)
     optimizer, finetune = config.optimizer, config.finetune
-    assert (config.objective, config.model, config.data) == (
-        before.objective,
-        before.model,
-        before.data,
-    )
+    assert (config.objective, config.model) == (before.objective, before.model)
+    # XL's web images have no labels.
+    imagenet = before.data.train_sources[0].path
+    assert config.data == before.data.model_copy(update={"train": imagenet})
     assert (optimizer.algorithm, optimizer.learning_rate) == ("sgd", 30)
     assert (optimizer.betas[0], optimizer.weight_decay) == (0.9, 0.0)
     assert (config.schedule.decay, config.schedule.warmup_steps) == ("cosine", 0)
@@ -141,6 +140,14 @@ def test_linear_probe_matches_section_3_4(load, name):
         "mean",
     )
     assert finetune.from_run == f"runs/{before.name}"
+
+
+@pytest.mark.parametrize("name", ["xl_64", "xl_64_4x8_h100"])
+def test_web_images_of_xl_are_not_augmented(load, name):
+    """Section 3.1; 96 % of ImageNet and 100 million web images, each image equally often."""
+    imagenet, web = load(name).data.train_sources
+    assert load(name).data.training_crops == ("scaled", "center")
+    assert imagenet.weight / web.weight == pytest.approx(0.96 * 1_281_167 / 100e6, rel=1e-3)
 
 
 def test_xl_concatenates_15360_features(load):

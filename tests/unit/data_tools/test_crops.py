@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 
 import numpy as np
@@ -10,7 +11,8 @@ from image_files import encoded, real_jpegs
 from PIL import Image
 
 from data_tools.decode import RefusedImageError, decode_image
-from data_tools.resize import Crop
+from data_tools.resize import Crop, add_crop_arguments, crop_from
+from megavis.config.errors import UserError
 
 pytestmark = pytest.mark.once
 
@@ -53,3 +55,47 @@ def test_small_images_are_upscaled():
     tiny = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 9, 3), dtype=np.uint8))
     for kind in ("center", "evaluation", "random"):
         assert squares(Crop(kind), tiny, 32)[0][0].shape == (32, 32, 3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "aspect", "area"),
+    [
+        ((375, 500), (1.0, 1.0), (1.0, 1.0)),  # no square has 80 %: the whole photograph
+        ((320, 480), (1.0, 1.0), (1.0, 1.0)),
+        ((300, 100), (1.0, 1.0), (1.0, 1.0)),
+        ((400, 440), (1.0, 1.0), (0.8, 400 / 440)),
+        ((375, 500), (0.75, 1.33), (0.8, 1.0)),
+    ],
+)
+def test_stored_inception_crops_are_givts(shape, aspect, area):
+    """givt_imagenet2012.py: 80 to 100 % of the area, ratio 1, or the entire image."""
+    height, width = shape
+    across = np.linspace(0, 255, width).round().astype(np.uint8)
+    down = np.linspace(0, 255, height).round().astype(np.uint8)
+    ramp = np.zeros((height, width, 3), np.uint8)
+    ramp[..., 0], ramp[..., 1] = across[None, :], down[:, None]
+    [crops] = Crop("inception", count=60, aspect=aspect).squares(ramp, sizes=(64,), name="a.jpg")
+    sides = np.array([[np.ptp(crop[..., c].astype(int)) for c in (0, 1)] for crop in crops])
+    shares = sides / 255 * (64 / 63)
+    areas = shares.prod(axis=1)
+    assert areas.min() == pytest.approx(area[0], abs=0.03)
+    assert areas.max() == pytest.approx(area[1], abs=0.03)
+    if area[0] < 1 and aspect == (1.0, 1.0):
+        assert shares[:, 0] * width == pytest.approx(shares[:, 1] * height, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--crop", "inception", "--aspect", "2", "1"], "the smaller first"),
+        (["--crop", "inception", "--aspect", "0", "1"], "above 0"),
+        (["--crop", "inception", "--aspect", "1", "inf"], "above 0"),
+        (["--aspect", "1", "2"], "needs --crop inception"),
+    ],
+)
+def test_wrong_aspects_are_refused(options, message):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seed", type=int, default=0)
+    add_crop_arguments(parser, ("center", "inception"))
+    with pytest.raises(UserError, match=message):
+        crop_from(parser.parse_args(options))

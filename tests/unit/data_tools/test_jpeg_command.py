@@ -2,10 +2,12 @@
 
 import io
 
+import labelled_files
 import numpy as np
 import pytest
 import webdataset
 from image_files import bad_files, encoded, real_jpegs, real_picture
+from image_sources import looks
 from PIL import Image
 
 from data_tools.__main__ import main
@@ -82,3 +84,47 @@ def test_several_sizes_equal_single_runs(images, tmp_path):
 def test_errors_are_one_line(images, tmp_path, capsys, words, message):
     assert main(["jpeg", str(images), "--out", str(tmp_path / "out"), *words]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100", "cifar100_python"])
+def test_cifar_without_loss(name, tmp_path):
+    """Every part of CIFAR, as the presets of MP3 and GVP read it: the authors' pixels."""
+    root = tmp_path / "data"
+    root.mkdir()
+    expected = getattr(labelled_files, f"write_{name}")(root)
+    for split, options in (("train", ["--split", "all"]), ("test", ["--split", "test"])):
+        out = tmp_path / split
+        words = ["jpeg", str(root), *options, "--out", str(out), "--size", "32", "--lossless"]
+        assert main(words) == 0
+        pixels, labels = ShardDataset(out, Transform(image_size=32)).read(
+            np.arange(len(expected[split]))
+        )
+        found = looks(zip(labels.tolist(), pixels, strict=True))
+        assert found == looks(expected[split])
+        assert main(["verify", str(out)]) == 0
+        tar = webdataset.WebDataset(str(out / "shard-000000.tar"), shardshuffle=0).decode("rgb8")
+        assert all(sample["jpg"].shape == (32, 32, 3) for sample in tar)
+    with_loss = ["jpeg", str(root), "--out", str(tmp_path / "lossy"), "--size", "32"]
+    assert main(with_loss) == 0
+    lossy, _ = ShardDataset(tmp_path / "lossy").read(np.arange(4))
+    assert {image.tobytes() for image in lossy}.isdisjoint(
+        {pixels.tobytes() for _, pixels in expected["train"]}
+    )
+
+
+def test_lossless_keeps_jpeg_files(images, tmp_path):
+    """Without --size, JPEG files stay as they are and others are stored as PNG."""
+    out = tmp_path / "out"
+    assert main(["jpeg", str(images), "--out", str(out), "--lossless"]) == 0
+    stored = webdataset.WebDataset(str(out / "shard-000000.tar"), shardshuffle=0)
+    contents = [sample["jpg"] for sample in stored]
+    assert {path.read_bytes() for path in (images / "cats").glob("*.jpg")} <= set(contents)
+    plain = np.asarray(Image.open(images / "dogs" / "plain.png"))
+    decoded = [np.asarray(Image.open(io.BytesIO(content))) for content in contents]
+    assert any(np.array_equal(pixels, plain) for pixels in decoded)
+
+
+def test_lossless_and_quality_exclude_each_other(images, tmp_path, capsys):
+    words = ["jpeg", str(images), "--out", str(tmp_path / "out"), "--lossless", "--quality", "90"]
+    assert main(words) == 2
+    assert "not allowed with argument --lossless" in capsys.readouterr().err

@@ -30,7 +30,6 @@ SIZES = {
     "maskgit_512": (512, 16, 16, 1024, 24, 4096, 16, 1024, 0.4, 5e-5),
 }
 SIZES |= {
-    "causal_default_crops": SIZES["causal_default"],
     "causal_unconditional": SIZES["causal_default"],
     "causal_large_adapter": SIZES["causal_large"],
     "causal_large_512_adapter": SIZES["causal_large_512"],
@@ -138,20 +137,27 @@ def test_presets_use_the_vae_of_table_5(name, beta, vae, size):
     assert config.data.image_size == size
 
 
-def test_each_vae_and_size_has_its_own_latents_folder():
-    folders = {}
-    for name, _, vae, size in VAES:
-        folders.setdefault(read(name).data.train, set()).add((vae, size))
-    assert len(folders) == 4
-    assert all(len(made_by) == 1 for made_by in folders.values())
+@pytest.mark.parametrize("name", ["vae", "vae_large", *SIZES, "causal_large_4x8_h100"])
+def test_every_epoch_crops_as_the_released_code(name):
+    """Appendix C.2; givt_imagenet2012.py: area_min=80, area_max=100, ratio_min=ratio_max=1.0.
 
-
-@pytest.mark.parametrize("name", ["vae", "vae_large", "causal_default_crops"])
-def test_crops_match_the_released_code(name):
-    """Appendix C.2; givt_imagenet2012.py: area_min=80, area_max=100, ratio_min=ratio_max=1.0."""
+    Stored latents would be of one crop, or of a few.
+    """
     data = read(name).data
-    assert (data.crop, data.scale, data.aspect) == ("random_resized", (0.8, 1.0), (1, 1))
+    assert (data.crop, data.scale, data.aspect) == ("inception", (0.8, 1.0), (1, 1))
     assert data.flip
+    assert (data.train, data.validation) == (
+        "shards/imagenet_jpeg/train",
+        "shards/imagenet_jpeg/validation",
+    ) or name.startswith("vae")
+
+
+@pytest.mark.parametrize("name", ["vae", "encoder_decoder"])
+@pytest.mark.parametrize("task", ["coco_panoptic", "nyu_depth"])
+def test_crops_of_label_maps_match_the_released_code(name, task):
+    """vae_coco_panoptic.py and givt_coco_panoptic.py: inception_box, with UViM's defaults."""
+    data = read(f"{name}_{task}").data
+    assert (data.crop, data.scale, data.aspect) == ("inception", (0.05, 1.0), (0.75, 1.33))
 
 
 def test_vae_uses_ema():

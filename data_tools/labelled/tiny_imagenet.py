@@ -1,0 +1,82 @@
+"""Tiny ImageNet (`tiny-imagenet-200`): 200 classes of ImageNet at 64².
+
+The authors published no labels of `test`: papers report `val`, which is the test set here. Names of
+training images are those of the folder `train` read alone, so a split by their hash is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from data_tools.labelled.data_set import (
+    TRAIN,
+    UNLABELED,
+    Listing,
+    image_file,
+    read_columns,
+    read_lines,
+)
+from data_tools.sources import SourceFile, list_images
+from megavis.config.errors import UserError
+
+IDS = "wnids.txt"
+ANNOTATIONS = "val_annotations.txt"
+_NO_LABEL = "not in the ground truth"
+
+
+def list_tiny_imagenet(root: Path, split: str) -> Listing:
+    """List a split with the classes of `wnids.txt`, sorted as those of a folder of classes.
+
+    Raises UserError if a file is missing, or a class is not in `wnids.txt`.
+    """
+    if not (root / IDS).is_file() and (root / ANNOTATIONS).is_file():
+        raise UserError(
+            f"{root} holds Tiny ImageNet's validation images without the list of its classes: give"
+            f" the folder above, {root.resolve().parent}, with --split test"
+        )
+    names = sorted(read_lines(root / IDS))
+    classes = {name: label for label, name in enumerate(names)}
+    if split == TRAIN:
+        return Listing(names, _training_files(root, classes))
+    if split == UNLABELED:
+        return Listing(names, _below(root, "test/images"))
+    return Listing(names, _held_out_files(root, classes))
+
+
+def _training_files(root: Path, classes: Mapping[str, int]) -> list[SourceFile]:
+    """List `train/n01443537/images/...`; boxes of objects, in text files beside, are no images."""
+    files = []
+    for file in list_images(root / "train").files:
+        name = file.name.split("/")[0]
+        if name not in classes:
+            raise UserError(f"{root / 'train' / name} is not in {IDS}: remove it, or list it there")
+        if file.name.startswith(f"{name}/images/"):
+            path = f"train/{file.path or file.name}"
+            files.append(SourceFile(file.name, classes[name], file.num_bytes, path))
+    return files
+
+
+def _held_out_files(root: Path, classes: Mapping[str, int]) -> list[SourceFile]:
+    """List `val/images/...` with the labels of `val_annotations.txt`; others are rejected."""
+    listed_in = f"val/{ANNOTATIONS}"
+    labels: dict[str, int] = {}
+    files = []
+    for name, rest in read_columns(root / listed_in, 2):
+        wnid = rest.split()[0]
+        if wnid not in classes:
+            raise UserError(f"{root / listed_in}: {wnid!r}, the class of {name}, is not in {IDS}")
+        path = f"val/images/{name}"
+        labels[path] = classes[wnid]
+        files.append(image_file(root, path, classes[wnid], listed_in=listed_in))
+    others = [file for file in _below(root, "val/images") if file.name not in labels]
+    # The label of a rejected file is not used, but must be that of a class.
+    return files + [SourceFile(f.name, 0, f.num_bytes, f.path, refused=_NO_LABEL) for f in others]
+
+
+def _below(root: Path, folder: str) -> list[SourceFile]:
+    """List a folder of images without labels, by their paths below `root`."""
+    return [
+        SourceFile(f"{folder}/{file.name}", -1, file.num_bytes)
+        for file in list_images(root / folder).files
+    ]
