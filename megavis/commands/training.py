@@ -8,16 +8,22 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 from tqdm import tqdm
 
 from megavis.commands.terminal import quietly
 from megavis.config.errors import UserError
+from megavis.config.schema import RunConfig
 from megavis.config.section import ParallelConfig
 from megavis.data.format.files import write_json
 from megavis.parallel.launch import read_launch
-from megavis.planning.layouts import layout_name, legal_layouts
+from megavis.planning.layouts import (
+    layout_called,
+    layout_issues,
+    layout_name,
+    legal_layouts,
+    with_layout,
+)
 from megavis.training.bench import BenchResult, bench
 from megavis.training.dry_run import dry_run
 from megavis.training.parity import Noise, ParityResult, compare_layouts, parity_config
@@ -110,23 +116,34 @@ def check_parity(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _chosen_layouts(words: str, config: Any, num_processes: int) -> list[ParallelConfig]:
-    legal = {layout_name(parallel): parallel for parallel in legal_layouts(config, num_processes)}
-    if words == "everything":
-        return list(legal.values())
-    if words == "all":
-        return [
-            parallel
-            for parallel in legal.values()
-            if not parallel.sequence_parallel and parallel.activation_checkpointing == "none"
-        ]
-    unknown = [name for name in words.split(",") if name not in legal]
-    if unknown:
-        raise UserError(
-            f"--layouts: {', '.join(unknown)} is not legal for this config on {num_processes}"
-            f" processes; legal layouts are {', '.join(legal)}"
-        )
-    return [legal[name] for name in words.split(",")]
+def _chosen_layouts(words: str, config: RunConfig, num_processes: int) -> list[ParallelConfig]:
+    """Return the layouts of `--layouts`.
+
+    Raises:
+        UserError: a name is no layout's, or the config checks refuse it; gives their reasons.
+    """
+    if words not in ("all", "everything"):
+        chosen = [layout_called(name.strip()) for name in words.split(",")]
+        for parallel in chosen:
+            _require_legal(with_layout(config, parallel), num_processes)
+        return chosen
+    chosen = [
+        parallel
+        for parallel in legal_layouts(config, num_processes)
+        if words == "everything"
+        or not (parallel.sequence_parallel or parallel.activation_checkpointing != "none")
+    ]
+    if not chosen:
+        # Nothing compared is no success: say why the plainest layout is refused.
+        _require_legal(config, num_processes)
+    return chosen
+
+
+def _require_legal(config: RunConfig, num_processes: int) -> None:
+    issues = layout_issues(config, num_processes)
+    if issues:
+        name = layout_name(config.parallel)
+        raise UserError("\n".join(f"--layouts {name}: {key}: {text}" for key, text in issues))
 
 
 def _print_noise(noise: Noise, tolerance: float) -> None:

@@ -12,7 +12,13 @@ from megavis.commands.options.shared import (
     read_config,
     refuse_options,
 )
-from megavis.config.arguments import SweepAxis, comma_separated, non_negative, positive
+from megavis.config.arguments import (
+    SweepAxis,
+    comma_separated,
+    non_negative,
+    non_negative_number,
+    positive,
+)
 from megavis.config.errors import UserError
 
 
@@ -210,7 +216,7 @@ def add_parity(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=positive, default=20, help="optimizer steps")
     parser.add_argument(
         "--tolerance",
-        type=float,
+        type=non_negative_number,
         default=1e-5,
         help="largest relative difference, unless rounding alone makes a larger one",
     )
