@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 from tqdm import tqdm
 
 from megavis.commands.terminal import quietly
 from megavis.config.errors import UserError
+from megavis.config.schema import RunConfig
 from megavis.config.section import ParallelConfig
 from megavis.data.format.files import write_json
 from megavis.parallel.launch import read_launch
-from megavis.planning.layouts import layout_name, legal_layouts
+from megavis.planning.layouts import (
+    layout_called,
+    layout_issues,
+    layout_name,
+    legal_layouts,
+    with_layout,
+)
 from megavis.training.bench import BenchResult, bench
 from megavis.training.dry_run import dry_run
-from megavis.training.parity import ParityResult, compare_layouts, parity_config
+from megavis.training.parity import Noise, ParityResult, compare_layouts, parity_config
 from megavis.training.trainer import run_training
 
 
@@ -91,7 +98,7 @@ def check_parity(args: argparse.Namespace) -> int:
     loaded = args.loaded
     config = parity_config(loaded.config)
     layouts = _chosen_layouts(args.layouts, config, args.processes)
-    _print_row("layout", "loss", "grad norm", "tolerance", "")
+    _print_row("layout", "loss", "allowed", "grad norm", "allowed", "")
     comparisons = compare_layouts(
         config,
         layouts,
@@ -99,6 +106,7 @@ def check_parity(args: argparse.Namespace) -> int:
         steps=args.steps,
         tolerance=args.tolerance,
         device=args.device,
+        report_noise=functools.partial(_print_noise, tolerance=args.tolerance),
         report=_print_comparison,
     )
     failed = sum(not comparison.passed for comparison in comparisons)
@@ -108,38 +116,71 @@ def check_parity(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _chosen_layouts(words: str, config: Any, num_processes: int) -> list[ParallelConfig]:
-    legal = {layout_name(parallel): parallel for parallel in legal_layouts(config, num_processes)}
-    if words == "everything":
-        return list(legal.values())
-    if words == "all":
-        return [
-            parallel
-            for parallel in legal.values()
-            if not parallel.sequence_parallel and parallel.activation_checkpointing == "none"
-        ]
-    unknown = [name for name in words.split(",") if name not in legal]
-    if unknown:
-        raise UserError(
-            f"--layouts: {', '.join(unknown)} is not legal for this config on {num_processes}"
-            f" processes; legal layouts are {', '.join(legal)}"
+def _chosen_layouts(words: str, config: RunConfig, num_processes: int) -> list[ParallelConfig]:
+    """Return the layouts of `--layouts`.
+
+    Raises:
+        UserError: a name is no layout's, or the config checks refuse it; gives their reasons.
+    """
+    if words not in ("all", "everything"):
+        chosen = [layout_called(name.strip()) for name in words.split(",")]
+        for parallel in chosen:
+            _require_legal(with_layout(config, parallel), num_processes)
+        return chosen
+    chosen = [
+        parallel
+        for parallel in legal_layouts(config, num_processes)
+        if words == "everything"
+        or not (parallel.sequence_parallel or parallel.activation_checkpointing != "none")
+    ]
+    if not chosen:
+        # Nothing compared is no success: say why the plainest layout is refused.
+        _require_legal(config, num_processes)
+    return chosen
+
+
+def _require_legal(config: RunConfig, num_processes: int) -> None:
+    issues = layout_issues(config, num_processes)
+    if issues:
+        name = layout_name(config.parallel)
+        raise UserError("\n".join(f"--layouts {name}: {key}: {text}" for key, text in issues))
+
+
+def _print_noise(noise: Noise, tolerance: float) -> None:
+    """Print how far one process is from itself if weights change in their last bit."""
+    loss, norm = noise.loss[-1], noise.gradient_norm[-1]
+    _print_row("one process, last bits changed", f"{loss:.1e}", "", f"{norm:.1e}", "", "")
+    if max(loss, norm) > tolerance:
+        first = 1 + next(
+            i
+            for i, pair in enumerate(zip(noise.loss, noise.gradient_norm, strict=True))
+            if max(pair) > tolerance
         )
-    return [legal[name] for name in words.split(",")]
+        tqdm.write(
+            f"from step {first} on, rounding alone makes more than {tolerance:.0e}, since this"
+            " training amplifies it: each step of a layout is compared with what rounding has made"
+            " by then; for a stricter comparison use fewer --steps, schedule.warmup_steps, or a"
+            " lower optimizer.learning_rate",
+            sys.stdout,
+        )
 
 
 def _print_comparison(comparison: ParityResult) -> None:
     _print_row(
         comparison.layout,
         f"{comparison.loss_difference:.1e}",
+        f"{comparison.loss_tolerance:.0e}",
         f"{comparison.gradient_norm_difference:.1e}",
-        f"{comparison.tolerance:.0e}",
+        f"{comparison.gradient_norm_tolerance:.0e}",
         "pass" if comparison.passed else "FAIL",
     )
     if comparison.error:
         tqdm.write(comparison.error, sys.stdout)
 
 
-def _print_row(layout: str, loss: str, norm: str, tolerance: str, verdict: str) -> None:
+def _print_row(layout: str, *columns: str) -> None:
     # Written above the progress bar, if there is one.
-    tqdm.write(f"{layout:<30} {loss:>10} {norm:>10} {tolerance:>10}  {verdict}", sys.stdout)
+    *numbers, verdict = columns
+    row = f"{layout:<30} {' '.join(f'{number:>9}' for number in numbers)}  {verdict}"
+    tqdm.write(row.rstrip(), sys.stdout)
     sys.stdout.flush()

@@ -150,7 +150,7 @@ class SchemaNames:
         if error["type"] == "model_type":
             return key, f"must hold keys, not {given}; known here: {self._listed(location)}"
         text = str(error["msg"]).removeprefix("Value error, ")
-        meant = did_you_mean(error.get("input"), _legal_words(error))
+        meant = did_you_mean(error.get("input"), _legal_words(error)) or _in_yaml(error)
         return key, f"{text[0].lower()}{text[1:]}, not {given}{meant}"
 
     def _unknown(self, location: list[str]) -> str:
@@ -208,6 +208,18 @@ def did_you_mean(given: Any, legal: Iterable[str]) -> str:
         return ""
     near = difflib.get_close_matches(given.lower(), list(legal), n=1, cutoff=0.5)
     return f"; did you mean '{near[0]}'?" if near else ""
+
+
+def _in_yaml(error: Mapping[str, Any]) -> str:
+    """Say how YAML 1.2 writes what was meant, if the wrong value is a word of YAML 1.1."""
+    given = error["input"]
+    if error["type"] == "string_type" and isinstance(given, int | float):
+        return "; write it in quotes to keep it as text"
+    if error["type"] == "bool_type" and str(given).lower() in {"yes", "no", "on", "off", "y", "n"}:
+        return f"; write {'true' if str(given).lower() in {'yes', 'on', 'y'} else 'false'}"
+    if error["type"] in ("int_type", "float_type") and isinstance(given, str) and "_" in given:
+        return "; write it without '_'"
+    return ""
 
 
 def _wrong_kind(error: Mapping[str, Any]) -> str:

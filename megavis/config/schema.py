@@ -320,7 +320,7 @@ class RunConfig(Section):
     """Name of the run folder."""
     output: str = "runs"
     """Parent of the run folders."""
-    seed: NonNegative = 0
+    seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
     """Seed of initial weights, sample order and every random draw."""
     objective: SerializeAsAny[ObjectiveConfig]
     """The paper's own keys; `name` selects the paper."""

@@ -214,6 +214,9 @@ class DataConfig(Section):
     images_per_class: Positive | None = None
     """Train on so many images of each class alone, drawn by `seed`; on all when absent (iGPT,
     section 4.7)."""
+    may_change: bool = False
+    """Resume a run on other training data than it was started with, which is refused otherwise: the
+    sample order depends on it."""
     threads: Positive = 4
     """Threads per process that read and decode ahead; affects only speed."""
 

@@ -23,20 +23,56 @@ BASED_ON = "based_on"
 """Top-level key that names another file, which provides the keys that this one lacks."""
 
 
+_TAG = "tag:yaml.org,2002:"
+_CORE_SCHEMA = (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+    # No scalar of the core schema, but what `<<` has always meant to PyYAML.
+    ("merge", "<<", ["<"]),
+)
+"""Words that are no text, by YAML 1.2's core schema (section 10.3.2), and their first letters."""
+
+
+_LONG = 200
+
+
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, reading 1e-3 as a number as in YAML 1.2."""
+    """PyYAML's safe loader with the scalars of YAML 1.2's core schema.
+
+    PyYAML has those of 1.1, in which 0042 is 34, 1:30 is 90, 1_000 is 1000, `on` is true and
+    2024-01-02 a date, while 1e-3 is text.
+    """
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's own declaration
 
 
 class _Dumper(yaml.SafeDumper):
-    """PyYAML's safe dumper, quoting the words that `_Loader` reads as numbers."""
+    """PyYAML's safe dumper, quoting what YAML 1.1 or `_Loader` does not read as text."""
 
 
 for _side in (_Loader, _Dumper):
-    _side.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"),
-        list("-+0123456789"),
-    )
+    for _kind, _pattern, _first in _CORE_SCHEMA:
+        _side.add_implicit_resolver(f"{_TAG}{_kind}", re.compile(f"^(?:{_pattern})$"), _first)
+
+
+def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    """Read an integer, in which a leading zero does not mean octal."""
+    text = node.value
+    base = {"0o": 8, "0x": 16}.get(text[:2], 10)
+    try:
+        return int(text if base == 10 else text[2:], base)
+    except ValueError:  # of !!int, or thousands of digits
+        problem = f"{reprlib.repr(text)} is no integer that can be read"
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
+
+
+_Loader.add_constructor(f"{_TAG}int", _integer)
 
 
 # Lists hold numbers: write each on one line.
@@ -149,7 +185,7 @@ def _parse(text: str, source: ConfigSource) -> dict[str, Any] | None:
     except UserError:
         raise
     except ValueError as error:
-        # PyYAML parses 2024-13-45 as a date and lets the calendar's exception through.
+        # PyYAML lets exceptions of other tags through, such as the calendar's of !!timestamp.
         raise yaml.YAMLError(str(error)) from None
     finally:
         loader.dispose()
@@ -191,7 +227,8 @@ def apply_override(tree: dict[str, Any], word: str, source: ConfigSource) -> Non
     try:
         place[last] = yaml.load(text, Loader=_Loader)  # noqa: S506 - a subclass of SafeLoader
     except (yaml.YAMLError, ValueError, RecursionError):
-        raise UserError(f"command line: {key}: '{text}' is not a YAML value") from None
+        given = text if len(text) < _LONG else reprlib.repr(text)[1:-1]
+        raise UserError(f"command line: {key}: '{given}' is not a YAML value") from None
     place.pop(RIVALS.get(last, ""), None)
     if isinstance(tree.get("model"), dict):
         tree["model"] = write_out_preset(tree["model"], wins=key == "model.preset")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
 from megavis.config.checks import check_config, check_world
-from megavis.config.schema import RunConfig
+from megavis.config.errors import UserError
+from megavis.config.schema import ConfigIssue, RunConfig
 from megavis.config.section import ParallelConfig
 
 LayoutKey = tuple[int, int, bool, str]
@@ -97,6 +99,38 @@ def layout_name(parallel: ParallelConfig) -> str:
     return name
 
 
+_NAME = re.compile(
+    r"tp(?P<tensor>[1-9]\d*)(-cp(?P<context>[1-9]\d*))?-pp(?P<pipeline>[1-9]\d*)-zero(?P<zero>[0-3])"
+    r"(-hpz(?P<near>[1-9]\d*))?(?P<sequence>-sp)?(-(?P<recompute>selective|full))?(?P<offload>-offload)?"
+)
+
+
+def layout_called(name: str) -> ParallelConfig:
+    """Return the layout that `layout_name` calls by this name.
+
+    Raises:
+        UserError: no layout has it.
+    """
+    found = _NAME.fullmatch(name)
+    if found is None:
+        raise UserError(
+            f"'{name}' is no name of a layout; one is, for example, tp2-pp1-zero3 or"
+            " tp2-cp2-pp1-zero1-sp-full: tensor size, context size if it is not 1, pipeline size,"
+            " ZeRO stage, then hpz and its size, sp (sequence parallelism), selective or full"
+            " (activation checkpointing) and offload, as far as they apply"
+        )
+    return ParallelConfig(
+        tensor_model_parallel_size=int(found["tensor"]),
+        context_parallel_size=int(found["context"] or 1),
+        pipeline_model_parallel_size=int(found["pipeline"]),
+        zero_stage=int(found["zero"]),  # type: ignore[arg-type]
+        hierarchical_partition_size=int(found["near"] or 1),
+        sequence_parallel=found["sequence"] is not None,
+        activation_checkpointing=found["recompute"] or "none",  # type: ignore[arg-type]
+        offload_optimizer="cpu" if found["offload"] else "none",
+    )
+
+
 def legal_layouts(config: RunConfig, num_processes: int) -> Iterator[ParallelConfig]:
     """Yield every layout of `num_processes` that the config checks accept."""
     sizes = [size for size in range(1, num_processes + 1) if num_processes % size == 0]
@@ -117,7 +151,12 @@ def legal_layouts(config: RunConfig, num_processes: int) -> Iterator[ParallelCon
 
 def is_legal(config: RunConfig, num_processes: int) -> bool:
     """Return whether the config checks accept `config` on `num_processes`."""
-    return not [*check_config(config), *check_world(config, num_processes)]
+    return not layout_issues(config, num_processes)
+
+
+def layout_issues(config: RunConfig, num_processes: int) -> list[ConfigIssue]:
+    """Return what the config checks say against `config` on `num_processes`."""
+    return [*check_config(config), *check_world(config, num_processes)]
 
 
 def with_layout(config: RunConfig, parallel: ParallelConfig) -> RunConfig:

@@ -23,7 +23,7 @@ from megavis.config.schema import RunConfig
 from megavis.model.parameters import partition_dimension
 from megavis.parallel.context import close_context, open_virtual_context
 from megavis.planning.layouts import Layout, layout_name
-from megavis.training.job import check_earlier_run, check_same_tokenizer
+from megavis.training.job import check_earlier_run, check_same_data
 from megavis.training.trainer import Trainer
 
 _FLOAT32 = 4
@@ -163,7 +163,7 @@ def _resume(run: Trainer, shapes: Shapes) -> DryRunCheck:
         if checkpoint is None:
             return DryRunCheck("resume", True, f"{run.folder} has no checkpoint: starts at step 0")
         manifest = read_manifest(checkpoint)
-        check_same_tokenizer(manifest, run.train_data, run.tokenizer)
+        check_same_data(run.config, manifest, run.train_data, run.tokenizer)
     except UserError as error:
         return DryRunCheck("resume", False, str(error))
     for name, shape in shapes.items():

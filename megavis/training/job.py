@@ -205,13 +205,13 @@ def open_held_out(
     return dataset
 
 
-def check_same_tokenizer(
-    manifest: CheckpointManifest, data: Samples, tokenizer: str | None
+def check_same_data(
+    config: RunConfig, manifest: CheckpointManifest, data: Samples, tokenizer: str | None
 ) -> None:
-    """Compare the tokenizer with that of a checkpoint, by SHA-256.
+    """Compare tokenizer and training data with those of a checkpoint, by SHA-256.
 
     Raises:
-        UserError: they differ.
+        UserError: they differ; other data of the same tokenizer is allowed by `data.may_change`.
     """
     before = manifest.tokenizer
     if before != tokenizer:
@@ -220,6 +220,14 @@ def check_same_tokenizer(
             f" one of the run's step {manifest.step}, {str(before)[:12]}; use the one that the run"
             " was started with, or choose another name"
         )
+    if manifest.data in (None, data.manifest.content) or config.data.may_change:
+        return
+    folders = ", ".join(source.path for source in config.data.train_sources)
+    raise UserError(
+        f"data.train: {folders} with {counted(data.manifest.num_samples, 'image')} is not the data"
+        f" that the run's step {manifest.step} was trained on, on which its sample order depends;"
+        " use that data, choose another name, or allow it with data.may_change=true"
+    )
 
 
 def check_earlier_run(config: RunConfig) -> None:

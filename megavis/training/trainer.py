@@ -66,7 +66,7 @@ from megavis.training.faults.watchdog import Watchdog
 from megavis.training.finetune import Finetuning
 from megavis.training.job import (
     check_earlier_run,
-    check_same_tokenizer,
+    check_same_data,
     errors_of,
     hold_run,
     open_held_out,
@@ -140,7 +140,7 @@ class Trainer:
         check_earlier_run(config)
         found = newest_intact_checkpoint(self.folder, context)
         if found is not None:
-            check_same_tokenizer(found[1], self.train_data, self.tokenizer)
+            check_same_data(config, found[1], self.train_data, self.tokenizer)
         first_step = found[1].step if found else 0
         self._prepare_folder(first_step)
         count_restart(self.folder, first_step, config.training.max_restarts, context)
@@ -331,6 +331,7 @@ class Trainer:
             samples_seen=state.step * self.config.training.batch_size,
             seed=self.config.seed,
             tokenizer=self.tokenizer,
+            data=self.train_data.manifest.content,
             loss_scale=engine.loss_scale(),
             batches_skipped=bad_steps.batches_skipped,
             losses=bad_steps.judge.history,

@@ -38,6 +38,9 @@ def test_every_layout(write_config: Callable[[str], Path], name: str) -> None:
         steps=STEPS,
         tolerance=TOLERANCE,
         device="cpu",
+        report_noise=lambda noise: print(
+            f"noise {noise.loss[-1]:.1e} {noise.gradient_norm[-1]:.1e}"
+        ),
         report=show,
     )
     loss = max(comparison.loss_difference for comparison in comparisons)

@@ -126,6 +126,8 @@ class CheckpointManifest(_Part):
     seed: int
     tokenizer: str | None
     """SHA-256 of the tokenizer that made the training data."""
+    data: str | None = None
+    """SHA-256 of the training data, `Manifest.content`; none for released weights."""
     layout: dict[str, int]
     """Layout of the job that saved it; informational, not needed for loading."""
     files: dict[str, StoredFile]

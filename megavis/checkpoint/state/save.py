@@ -52,6 +52,7 @@ class TrainingProgress:
     samples_seen: int
     seed: int
     tokenizer: str | None
+    data: str | None = None
     loss_scale: LossScale | None = None
     batches_skipped: int = 0
     losses: LossHistory = LossHistory()

@@ -12,7 +12,13 @@ from megavis.commands.options.shared import (
     read_config,
     refuse_options,
 )
-from megavis.config.arguments import SweepAxis, comma_separated, non_negative, positive
+from megavis.config.arguments import (
+    SweepAxis,
+    comma_separated,
+    non_negative,
+    non_negative_number,
+    positive,
+)
 from megavis.config.errors import UserError
 
 
@@ -191,8 +197,10 @@ def add_parity(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megavis parity`."""
     parser.description = (
         "Compare every legal layout of N local processes with one process on the same"
-        " data and seed, without dropout, and print the differences of loss and gradient norm. Exit"
-        " code 1 if any layout fails."
+        " data and seed, without dropout, and print the differences of loss and gradient norm. One"
+        " process is also trained with the last bit of every weight changed: where that makes more"
+        " than --tolerance, layouts are compared with it, step by step. Exit code 1 if any layout"
+        " fails."
     )
     parser.epilog = (
         "example: megavis parity yaml_configs/igpt/demo.yaml --layouts all --processes 4"
@@ -206,7 +214,12 @@ def add_parity(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--processes", type=positive, default=4, help="local processes")
     parser.add_argument("--steps", type=positive, default=20, help="optimizer steps")
-    parser.add_argument("--tolerance", type=float, default=1e-5, help="largest relative difference")
+    parser.add_argument(
+        "--tolerance",
+        type=non_negative_number,
+        default=1e-5,
+        help="largest relative difference, unless rounding alone makes a larger one",
+    )
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),

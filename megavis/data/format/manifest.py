@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -122,6 +123,12 @@ class Manifest(_Strict):
     def num_samples(self) -> int:
         """Number of samples in all shards."""
         return sum(shard.num_samples for shard in self.shards)
+
+    @property
+    def content(self) -> str:
+        """SHA-256 of the samples and their order, in any folder."""
+        hashes = "".join(shard.sha256 for shard in self.shards)
+        return hashlib.sha256(hashes.encode()).hexdigest()
 
     @property
     def vocabulary_size(self) -> int:

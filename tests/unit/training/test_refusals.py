@@ -210,3 +210,70 @@ def test_explicit_zero_drop_path_matches_an_absent_one(small_config, tmp_path):
     check_same_run(paths["old"], configs["absent"])
     with pytest.raises(UserError, match=r"started with finetune.drop_path 0.0, not 0.1"):
         check_same_run(paths["old"], configs["other"])
+
+
+def other_images(shards, target, split="validation"):
+    """Write shards of other images with the same palette."""
+    from data_tools.__main__ import main as data_tools
+
+    options = ["--palette", str(shards / "palette.npy"), "--size", "4"]
+    source = str(shards / "images" / split)
+    assert data_tools(["palette", "shards", source, "--out", str(target), *options]) == 0
+    return target
+
+
+def test_other_training_data_with_the_same_palette_is_refused(
+    config, capsys, shard_folders, tmp_path
+):
+    """The sample order depends on the images, as the config's other keys of it do."""
+    other = other_images(shard_folders, tmp_path / "other")
+    words = ["training.steps=6", f"data.train={other}"]
+    message = refusal(capsys, config, *words)
+    assert (
+        f"data.train: {other} with 36 images is not the data that the run's step 4 was" in message
+    )
+    assert "allow it with data.may_change=true" in message
+    assert main(["train", str(config), "--device", "cpu", "--dry-run", *words]) == 2
+    checks = capsys.readouterr().out
+    assert f"NO  resume: data.train: {other} with 36 images is not the data" in checks
+
+
+def test_other_training_data_is_accepted_once_it_is_allowed(config, shard_folders, tmp_path):
+    run = tmp_path / "small"
+    shutil.copytree(config.parent / "runs" / "small", run)
+    other = other_images(shard_folders, tmp_path / "other")
+    words = [f"output={tmp_path}", f"data.train={other}"]
+    train = ["train", str(config), "--device", "cpu", *words]
+    assert main([*train, "training.steps=6", "data.may_change=true"]) == 0
+    # From now on that is the run's data.
+    assert main([*train, "training.steps=8"]) == 0
+    assert main(["train", str(config), "--device", "cpu", words[0], "training.steps=9"]) == 2
+
+
+def test_the_same_data_in_another_folder_is_accepted(config, shard_folders, tmp_path):
+    """Neighbour: a moved data set, or the copy on a node's own disk, is the same data."""
+    shutil.copytree(config.parent / "runs" / "small", tmp_path / "small")
+    shutil.copytree(shard_folders / "train", tmp_path / "moved")
+    words = [f"output={tmp_path}", f"data.train={tmp_path / 'moved'}", "training.steps=6"]
+    assert main(["train", str(config), "--device", "cpu", *words]) == 0
+
+
+def test_a_mixture_with_other_images_in_one_folder_is_refused(
+    config, capsys, shard_folders, tmp_path
+):
+    """Neighbour: of several folders one has changed, or they have changed places."""
+
+    def mixture(*folders):
+        return f"data.train=[{', '.join(f'{{path: {folder}, weight: 1}}' for folder in folders)}]"
+
+    first, second = shard_folders / "train", shard_folders / "validation"
+    words = ["name=blended", f"output={tmp_path}"]
+    assert main(["train", str(config), "--device", "cpu", *words, mixture(first, second)]) == 0
+    capsys.readouterr()
+    other = other_images(shard_folders, tmp_path / "other", "selection")
+    words.append("training.steps=6")
+    assert f"{first}, {other} with 156 images" in refusal(
+        capsys, config, *words, mixture(first, other)
+    )
+    assert "is not the data" in refusal(capsys, config, *words, mixture(second, first))
+    assert main(["train", str(config), "--device", "cpu", *words, mixture(first, second)]) == 0
