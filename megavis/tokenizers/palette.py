@@ -39,8 +39,8 @@ class Palette:
         self.centers = _checked_centers(centers)
         self.sha256 = hashlib.sha256(self.centers.astype("<f4").tobytes()).hexdigest()
         self._tree = cKDTree(self.centers.astype(np.float64))
-        # Per colour its token + 1, or 0 if it is unknown yet. Made here, since several threads encode
-        # with one palette; the system provides pages of zeros only when they are written to.
+        # Per colour its token + 1, or 0 if it is not known yet. Created here, since several threads
+        # encode with one palette; pages of zeros take no memory until they are written to.
         self._table = np.zeros(1 << 24, np.uint16)
 
     def __reduce__(self) -> tuple[type[Palette], tuple[np.ndarray]]:

@@ -49,7 +49,6 @@ class ShardDataset:
         class_names: names of the classes, indexed by label.
         labels: int64 `[N]`, -1 for a sample without a label; a replaced sample has the label of
             its replacement.
-        skipped: number of samples replaced so far, by reason.
 
     Raises:
         UserError: the folder is unfinished, empty or damaged, or was made with another palette.
@@ -73,7 +72,7 @@ class ShardDataset:
         except UserError as error:
             raise UserError(f"{self.directory} {error}") from None
         self.class_names = self.manifest.class_names
-        self.skipped: Counter[str] = Counter()
+        self._skipped: Counter[str] = Counter()
         self._skipped_names: dict[str, None] = {}
         self._maps: OrderedDict[int, np.ndarray] = OrderedDict()
         self._lock = Lock()
@@ -105,9 +104,16 @@ class ShardDataset:
         self.__dict__.update(state, _lock=Lock())
 
     @property
+    def skipped(self) -> Counter[str]:
+        """Number of samples replaced so far, by reason; a copy, since loader threads add to it."""
+        with self._lock:
+            return self._skipped.copy()
+
+    @property
     def skipped_names(self) -> list[str]:
         """`shard:key: reason` of each sample replaced so far."""
-        return list(self._skipped_names)
+        with self._lock:
+            return list(self._skipped_names)
 
     def order(self, seed: int) -> SampleOrder:
         """Return the training order."""
@@ -237,7 +243,7 @@ class ShardDataset:
         name = f"{self.name_of(index)}: {reason}"
         with self._lock:
             if name not in self._skipped_names:
-                self.skipped[reason] += 1
+                self._skipped[reason] += 1
                 self._skipped_names[name] = None
 
 
