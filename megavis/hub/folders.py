@@ -30,6 +30,7 @@ from megavis.hub.forms import (
     check_agreement,
     classifies,
     compared_vit,
+    composition_of,
     timm_settings,
     write_run,
 )
@@ -161,8 +162,8 @@ def _loader() -> str:
 
 def _sees_more(run: Run) -> tuple[str, ...]:
     """Return a limitation if the run was pretrained with another visibility than the export."""
-    causal = getattr(run.objective.backbone, "visibility_kind", "full") in ("causal", "two_stream")
-    if run.config.finetune is not None or not causal:
+    is_causal = composition_of(run).core.visibility_kind in ("causal", "two_stream")
+    if run.config.finetune is not None or not is_causal:
         return ()
     return (
         "In pretraining each token attended only to earlier tokens; this network uses full"

@@ -271,6 +271,7 @@ def _first_difference(key: str, old: Any, new: Any) -> str:
     if not (isinstance(old, Section) and isinstance(new, Section)):
         return f"{key} {old}, not {new}" if isinstance(old, int) else f"another {key!r}"
     for name in type(old).model_fields:
+        # The other may be another kind of section, without this key.
         if getattr(old, name) != getattr(new, name, None):
             return f"{key}.{name} {getattr(old, name)}, not {getattr(new, name, 'without it')}"
     return f"another {key!r}"
