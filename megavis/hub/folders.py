@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 import yaml
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megavis.checkpoint.format.folder import step_folder
+from megavis.checkpoint.format.tensor_files import save_tensors
 from megavis.checkpoint.format.tensor_reader import read_weights
 from megavis.config.errors import UserError
 from megavis.config.load import dump_config, exported_names, with_tokenizers
@@ -178,7 +178,7 @@ def _write(
     processor: Mapping[str, Any] | None,
 ) -> None:
     folder.mkdir(parents=True)
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    save_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
     if processor is not None:
         (folder / PROCESSOR).write_text(json.dumps(processor, indent=2) + "\n")

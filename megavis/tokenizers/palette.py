@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from scipy.spatial import cKDTree
 
-from megavis.config.errors import UserError
+from megavis.config.errors import UserError, describe_os_error
 from megavis.data.format.files import atomic_writer
 
 MAX_COLORS = 512
@@ -94,6 +94,8 @@ class Palette:
             centers = np.load(path, allow_pickle=False)
         except FileNotFoundError:
             raise UserError(f"palette {path} does not exist") from None
+        except PermissionError as error:
+            raise UserError(describe_os_error(error)) from None
         except (OSError, ValueError, EOFError):
             raise UserError(f"palette {path} is not a .npy file of numbers") from None
         if not isinstance(centers, np.ndarray) or centers.dtype != np.float32:

@@ -109,16 +109,26 @@ def hold_run(run_folder: Path, context: ParallelContext) -> Iterator[None]:
         def lock() -> None:
             # A scheduler may restart before the last process of the previous job has ended.
             patience = SILENCE_SECONDS if is_automatic(os.environ) else 0.0
-            try:
+            with permissions_needed(f"{run_folder} cannot be written"):
                 stack.enter_context(RunLock(run_folder, patience=patience))
-            except OSError as error:
-                if error.errno not in NOT_ALLOWED:
-                    raise
-                text = f"{run_folder} cannot be written: {error.strerror}"
-                raise UserError(text) from error
 
         context.on_main(lock)
         yield
+
+
+@contextlib.contextmanager
+def permissions_needed(what: str | None = None) -> Iterator[None]:
+    """Raise UserError where the block may not read or write: no launcher should try it again.
+
+    For what comes before the first step. A disk that turns read-only later is no user's mistake.
+    `what` is said in place of the name of the file.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NOT_ALLOWED:
+            raise
+        raise UserError(f"{what or error.filename}: {error.strerror}") from error
 
 
 def open_data(

@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,6 +48,16 @@ def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON, atomically; create the folder if needed. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(value, indent=2).encode() + b"\n")
+
+
+def copy_folder(source: Path, target: Path) -> None:
+    """Copy the files below a folder into a new one, with the modes of new files. Raises OSError."""
+    target.mkdir(parents=True)
+    for entry in source.iterdir():
+        if entry.is_dir():
+            copy_folder(entry, target / entry.name)
+        else:
+            shutil.copyfile(entry, target / entry.name)
 
 
 def sha256_of_file(path: Path) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megavis.config.errors import UserError
+from megavis.config.errors import UserError, describe_os_error
 from megavis.data.codecs.codec import PaletteLike, Refusals
 from megavis.data.codecs.registry import codec_of
 from megavis.data.codecs.transforms import Transform
@@ -271,6 +271,8 @@ def _check_palette(directory: Path, manifest: Manifest) -> None:
     path, identity = directory / PALETTE_NAME, str(manifest.identity)
     try:
         centers = np.load(path, allow_pickle=False)
+    except PermissionError as error:
+        raise UserError(describe_os_error(error)) from None
     except (OSError, ValueError, EOFError):
         raise UserError(f"{path} is missing or damaged: write the shards again") from None
     digest = hashlib.sha256(centers.astype("<f4").tobytes()).hexdigest()
