@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from tqdm import tqdm
 from megavis.commands.terminal import quietly
 from megavis.config.errors import UserError
 from megavis.config.section import ParallelConfig
-from megavis.data.format.files import write_json
+from megavis.data.format.files import to_json, write_json
 from megavis.parallel.launch import read_launch
 from megavis.planning.layouts import layout_name, legal_layouts
 from megavis.training.bench import BenchResult, bench
@@ -45,7 +44,7 @@ def time_step(args: argparse.Namespace) -> int:
     )
     if result is None:
         return 0
-    lines = [json.dumps(result.as_json(), indent=2)] if args.json else _bench_lines(result)
+    lines = [to_json(result.as_json(), indent=2)] if args.json else _bench_lines(result)
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     return 0
 

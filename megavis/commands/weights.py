@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import json
 import os
 import shutil
 import sys
@@ -41,7 +40,7 @@ from megavis.config.load import (
 from megavis.config.papers import ImportSpec, paper_imports
 from megavis.config.schema import OptimizerConfig, RunConfig, TrainingConfig
 from megavis.config.section import DataConfig
-from megavis.data.format.files import copy_folder, write_atomically
+from megavis.data.format.files import copy_folder, to_json, write_atomically
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.hub.folders import write_huggingface, write_timm
 from megavis.hub.forms import check_agreement
@@ -57,7 +56,7 @@ def list_(args: argparse.Namespace) -> int:
     """Print a line per checkpoint; return 2 if one is incomplete."""
     rows = list(_rows(args.run_folder))
     if args.json:
-        sys.stdout.write(json.dumps(rows, indent=2) + "\n")
+        sys.stdout.write(to_json(rows, indent=2) + "\n")
     else:
         for row in rows:
             state = row["problem"] or "complete"
