@@ -21,7 +21,7 @@ import numpy as np
 from megavis.data.codecs.jpeg import decode_png, split
 from megavis.data.codecs.label_maps import nearest, to_numbers, to_pixels
 from megavis.data.codecs.transforms import Transform
-from megavis.data.format.files import write_atomically
+from megavis.data.format.files import to_json, write_atomically
 from megavis.data.loading.dataset import ShardDataset
 from megavis.evaluation.images.pair_metrics import DepthErrors, PanopticQuality
 
@@ -64,7 +64,7 @@ def main() -> None:
     if arguments.run is not None:
         path = arguments.run / "evaluation" / "label_map_baselines.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, (json.dumps(found, indent=2) + "\n").encode())
+        write_atomically(path, (to_json(found, indent=2) + "\n").encode())
 
 
 def _score(

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megavis.config.load import load_config
+from megavis.config.load import exported_names, load_config
 from megavis.config.schema import RunConfig
 
 CONFIGS = Path(__file__).parents[1] / "yaml_configs"
@@ -108,10 +108,7 @@ def presets() -> dict[str, tuple[Path, RunConfig]]:
 
 def runs_before(config: RunConfig) -> Iterator[str]:
     """Yield the run folders that a config needs: a tokenizer, and the run to fine-tune."""
-    parts = [getattr(config.objective, name, None) for name in ("reads", "condition")]
-    for section in (config.objective, *parts):
-        if folder := getattr(section, "tokenizer", None):
-            yield folder
+    yield from exported_names(config)
     if config.finetune and config.finetune.from_run:
         yield config.finetune.from_run
 

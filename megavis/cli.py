@@ -103,7 +103,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
-    """Do the work, and record the command in its runs."""
+    """Do the work, and record the command in its runs.
+
+    Here and below, a namespace has only the options of its own command: the others have defaults.
+    """
     set_verbosity(quiet=parsed.quiet, verbose=parsed.verbose)
     if parsed.check is not None:
         parsed.check(parsed)

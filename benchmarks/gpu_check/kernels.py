@@ -101,8 +101,7 @@ def time_split(run: Callable[[], object], device: torch.device, *, times: int) -
             (
                 Kernel(event.name, event.time_range.start, event.time_range.end)
                 for event in found.events()
-                if event.device_type == DeviceType.CUDA
-                and not getattr(event, "is_user_annotation", False)
+                if event.device_type == DeviceType.CUDA and not event.is_user_annotation
             ),
             times=times,
         )

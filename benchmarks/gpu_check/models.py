@@ -11,7 +11,7 @@ from benchmarks.gpu_check.results import Settings
 from benchmarks.imagenet_hours import write_tokenizer
 from benchmarks.palette_shards import run_verb, write_crops
 from megavis.composition.trainable import Trainable
-from megavis.config.load import load_config
+from megavis.config.load import exported_names, load_config
 from megavis.config.schema import RunConfig
 from megavis.model.stack import LayerStack
 from megavis.papers import build_objective
@@ -62,9 +62,10 @@ def read_config(path: str, words: Sequence[str] = ()) -> RunConfig:
 def read_demo(path: str, folder: Path, words: Sequence[str] = ()) -> RunConfig:
     """Return a demo's config, with an untrained tokenizer in `folder` if it needs one."""
     config = read_config(path, words)
-    name = getattr(config.objective, "tokenizer", None)
-    if name is None:
+    names = list(exported_names(config))
+    if not names:
         return config
+    [name] = names
     # runs/givt_demo_vae is trained by givt/demo_vae.yaml.
     source = f"{Path(name).name.replace('_', '/', 1)}.yaml"
     kind = _TOKENIZERS[read_config(source).objective.name]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.gpu_check.results import Row, StageResult, Value
-from megavis.data.format.files import write_atomically
+from megavis.data.format.files import to_json, write_atomically
 
 _MARKS = {True: "yes", False: "**NO**", None: ""}
 
@@ -15,7 +14,7 @@ _MARKS = {True: "yes", False: "**NO**", None: ""}
 def write_report(folder: Path, results: Sequence[StageResult]) -> Path:
     """Write `report.json` and `report.md`; return the path of the latter."""
     tree = [result.as_json() for result in results]
-    write_atomically(folder / "report.json", (json.dumps(tree, indent=2) + "\n").encode())
+    write_atomically(folder / "report.json", (to_json(tree, indent=2) + "\n").encode())
     path = folder / "report.md"
     write_atomically(path, markdown(results).encode())
     return path

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megavis.config.errors import UserError
-from megavis.data.format.files import write_atomically
+from megavis.data.format.files import from_json, to_json, write_atomically
 
 Value = float | int | bool | str | None
 
@@ -88,7 +87,7 @@ class StageResult:
 
     def save(self, folder: Path) -> None:
         """Write the stage's file atomically."""
-        text = json.dumps(self.as_json(), indent=2) + "\n"
+        text = to_json(self.as_json(), indent=2) + "\n"
         write_atomically(stage_path(folder, self.stage), text.encode())
 
 
@@ -107,7 +106,7 @@ def read_stage(folder: Path, stage: int) -> StageResult | None:
     if not path.exists():
         return None
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = from_json(path.read_text(encoding="utf-8"))
         del tree["seconds"]
         tree["parts"] = {name: _part(part) for name, part in tree["parts"].items()}
         return StageResult(**tree)

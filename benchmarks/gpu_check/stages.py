@@ -80,6 +80,6 @@ def _parts(settings: Settings, number: int) -> Mapping[str, Measure]:
 def _prepare_process(settings: Settings) -> None:
     """Redirect libraries' output to a file, and end with the parent process."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    log = os.open(settings.folder / "worker.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = os.open(settings.folder / "worker.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for stream in (1, 2):
         os.dup2(log, stream)

@@ -77,6 +77,7 @@ def _default(loaded: LoadedConfig, key: str) -> Any:
     node: Any = loaded.config
     *sections, name = key.split(".")
     for section in sections:
+        # Some sections may be null, and items of lists have numbers in place of names.
         node = getattr(node, section, None)
     fields = getattr(type(node), "model_fields", {})
     if name not in fields or fields[name].is_required():

@@ -344,9 +344,10 @@ def _write_table(
     result: Mapping[str, Any],
 ) -> None:
     """Write this run's errors next to its paper's, if that has a table of them."""
-    table, tokenizer = dense_table(objective.name), getattr(objective, "tokenizer", None)
-    if table is None:
+    if (table := dense_table(objective.name)) is None:
         return
+    # A tokenizer's own run, which reconstructs maps, has none.
+    tokenizer = getattr(objective, "tokenizer", None)
     if tokenizer is not None:
         of_stages[STAGES[0]] = reconstruction_of(Path(tokenizer), path.name, result)
     values = {f"{metric}, {s}": found[metric] for s, found in of_stages.items() if metric in found}

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import functools
 import hashlib
-import json
 import selectors
 import signal
 import sys
@@ -33,6 +32,7 @@ from megavis.commands.opening import (
 from megavis.commands.options.images import DISTANCE
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
+from megavis.data.format.files import to_json
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import read_round_robin
 from megavis.evaluation.classes import accuracy_by_layer
@@ -166,7 +166,7 @@ def _keep(run_folder: Path, record: Mapping[str, Any]) -> None:
     folder = run_folder / "evaluation"
     folder.mkdir(exist_ok=True)
     with (folder / RESULTS_NAME).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+        file.write(to_json(record) + "\n")
     shown = {name: record[name] for name in record if name not in ("step", *_SETTINGS)}
     conditions = shown.pop("distance_of", None)
     with _board(run_folder) as board:

@@ -6,7 +6,6 @@ Neither allocates the weights.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import sys
@@ -23,7 +22,7 @@ from megavis.config.load import LoadedConfig
 from megavis.config.schema import RunConfig
 from megavis.config.section import ParallelConfig
 from megavis.config.yaml_tree import BASED_ON, ConfigSource, apply_override, dump_tree
-from megavis.data.format.files import write_atomically
+from megavis.data.format.files import to_json, write_atomically
 from megavis.model.stack import StackSize
 from megavis.papers import build_objective
 from megavis.parallel.context import open_context
@@ -58,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     asked = _asked(loaded, shape, cluster)
     if args.json:
         tree = as_json(loaded, shape, asked, found)
-        sys.stdout.write(json.dumps(tree, indent=2) + "\n")
+        sys.stdout.write(to_json(tree, indent=2) + "\n")
     else:
         sys.stdout.write(_as_table(loaded, shape, cluster, asked, found))
     if args.write is not None and found.best is not None:
@@ -313,7 +312,7 @@ def _counts_json(config: RunConfig, parts: list[ModelPart], memory: StateMemory 
     }
     if memory is not None:
         tree["bytes_a_process"] = {**asdict(memory), "total": memory.total}
-    return json.dumps(tree, indent=2) + "\n"
+    return to_json(tree, indent=2) + "\n"
 
 
 def _counts_table(config: RunConfig, parts: list[ModelPart], memory: StateMemory | None) -> str:

@@ -6,7 +6,6 @@ Both read run folders without torch.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,7 @@ import yaml
 
 from megavis.checkpoint.format.folder import saved_steps
 from megavis.config.errors import UserError
-from megavis.data.format.files import write_atomically
+from megavis.data.format.files import to_json, write_atomically
 from megavis.data.format.folder_lock import holder_of
 from megavis.reports.page import render
 from megavis.reports.run_record import RunRecord, eval_metrics
@@ -103,7 +102,7 @@ def list_runs(args: argparse.Namespace) -> int:
     if not rows:
         raise UserError(f"{args.folder} holds no run: no config.yaml lies in it")
     if args.json:
-        sys.stdout.write(json.dumps(rows, indent=2) + "\n")
+        sys.stdout.write(to_json(rows, indent=2) + "\n")
     else:
         sys.stdout.write(table([_COLUMNS, *(_written(row) for row in rows)]))
     return 0

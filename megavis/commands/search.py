@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import os
 import sys
@@ -18,7 +17,7 @@ from megavis.commands.figure import save_figure
 from megavis.commands.opening import feature_cache, job_closed, network_of, open_run, open_shards
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
-from megavis.data.format.files import write_atomically
+from megavis.data.format.files import from_json, to_json, write_atomically
 from megavis.evaluation.probe import ProbeData, ProbeSettings, score_best_layer
 from megavis.notebook import Run
 from megavis.parallel.launch import read_launch
@@ -138,14 +137,14 @@ def _score(point: Point, args: argparse.Namespace) -> float:
     kept = point.folder / "evaluation" / "sweep.json"
     asked = {"step": point.step, "train_images": args.train_images}
     if kept.exists():
-        record = json.loads(kept.read_text(encoding="utf-8"))
+        record = from_json(kept.read_text(encoding="utf-8"))
         if {key: record[key] for key in asked} == asked:
             return float(record["accuracy"])
     with job_closed():
         opened = open_run(point.folder, step=point.step, device=args.device)
         accuracy = _probe(opened, args)
     kept.parent.mkdir(exist_ok=True)
-    write_atomically(kept, json.dumps({**asked, "accuracy": accuracy}).encode())
+    write_atomically(kept, to_json({**asked, "accuracy": accuracy}).encode())
     return accuracy
 
 

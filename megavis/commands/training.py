@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from megavis.commands.terminal import quietly
 from megavis.config.errors import UserError
 from megavis.config.schema import RunConfig
 from megavis.config.section import ParallelConfig
-from megavis.data.format.files import write_json
+from megavis.data.format.files import to_json, write_json
 from megavis.parallel.launch import read_launch
 from megavis.planning.layouts import (
     layout_called,
@@ -52,7 +51,7 @@ def time_step(args: argparse.Namespace) -> int:
     )
     if result is None:
         return 0
-    lines = [json.dumps(result.as_json(), indent=2)] if args.json else _bench_lines(result)
+    lines = [to_json(result.as_json(), indent=2)] if args.json else _bench_lines(result)
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     return 0
 

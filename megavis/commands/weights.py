@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import json
 import os
 import shutil
 import sys
@@ -13,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megavis.checkpoint.format import folder as folders
@@ -25,6 +23,7 @@ from megavis.checkpoint.format.folder import (
     step_folder,
 )
 from megavis.checkpoint.format.manifest import damages, read_manifest
+from megavis.checkpoint.format.tensor_files import save_tensors
 from megavis.checkpoint.format.tensor_reader import read_weights
 from megavis.checkpoint.state import save as conversion
 from megavis.checkpoint.state.save import write_weights
@@ -41,7 +40,7 @@ from megavis.config.load import (
 from megavis.config.papers import ImportSpec, paper_imports
 from megavis.config.schema import OptimizerConfig, RunConfig, TrainingConfig
 from megavis.config.section import DataConfig
-from megavis.data.format.files import write_atomically
+from megavis.data.format.files import copy_folder, to_json, write_atomically
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.hub.folders import write_huggingface, write_timm
 from megavis.hub.forms import check_agreement
@@ -57,7 +56,7 @@ def list_(args: argparse.Namespace) -> int:
     """Print a line per checkpoint; return 2 if one is incomplete."""
     rows = list(_rows(args.run_folder))
     if args.json:
-        sys.stdout.write(json.dumps(rows, indent=2) + "\n")
+        sys.stdout.write(to_json(rows, indent=2) + "\n")
     else:
         for row in rows:
             state = row["problem"] or "complete"
@@ -240,7 +239,7 @@ def _import_own(args: argparse.Namespace) -> None:
     tokenizer, weights = read_manifest(source).tokenizer, read_weights(source)
     write_run(args.run_folder, config, weights, palette=colors, tokenizer=tokenizer)
     for name in inside:
-        shutil.copytree(args.source / name, args.run_folder / name)
+        copy_folder(args.source / name, args.run_folder / name)
     sys.stdout.write(f"{args.run_folder}: the weights of {args.source}\n")
 
 
@@ -293,7 +292,7 @@ def export(args: argparse.Namespace) -> int:
     if args.to == "safetensors":
         weights = read_weights(step_folder(opened.folder, opened.step))
         with renamed_when_complete(args.out) as partial:
-            save_file({name: tensor.contiguous() for name, tensor in weights.items()}, partial)
+            save_tensors(partial, {name: each.contiguous() for name, each in weights.items()})
         sys.stdout.write(f"{args.out}: {len(weights)} tensors\n")
         return 0
     write = {"huggingface": write_huggingface, "timm": write_timm}[args.to]

@@ -242,11 +242,13 @@ class PretrainedEncoder:
 
 
 def _patch_size(config: RunConfig) -> int:
-    return getattr(config.objective, "patch_size", 0)
+    # The papers that an encoder starts from have this key; `ObjectiveConfig` does not declare it.
+    size: int = config.objective.patch_size  # type: ignore[attr-defined]
+    return size
 
 
 def _differences(source: RunConfig, model: ModelConfig, sizes: EncoderSizes) -> Iterator[str]:
-    """Yield reasons why the weights of `source` do not fit."""
+    """Yield reasons why the weights of `source` do not fit; after the first, others may raise."""
     name, tuned = source.objective.name, source.finetune
     is_vit = name == "darl" and tuned is not None and tuned.visibility == "full"
     if name != "mae" and not is_vit:

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
-from megavis.config.errors import UserError
+from megavis.checkpoint.format.tensor_files import load_tensors
+from megavis.config.errors import UserError, describe_os_error
 from megavis.config.schema import ObjectiveConfig, RunConfig
 from megavis.tokenizers.palette import Palette
 
@@ -74,8 +74,10 @@ def read_hub_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file. Raises UserError where it is not whole."""
     try:
-        return dict(load_file(path))
-    except (SafetensorError, OSError) as error:
+        return load_tensors(path)
+    except OSError as error:
+        raise UserError(describe_os_error(error)) from None
+    except SafetensorError as error:
         raise UserError(f"{path}: not a whole safetensors file ({error})") from None
 
 

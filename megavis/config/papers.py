@@ -72,6 +72,7 @@ def paper_class(name: str) -> Any:
     variant = f"{_ROOMS}.{room}.{name.removeprefix(room).removeprefix('_')}"
     module = variant if name != room and find_spec(variant) else f"{_ROOMS}.{room}.paper"
     for value in vars(importlib.import_module(module)).values():
+        # Other classes in it have no such attribute.
         if isinstance(value, type) and getattr(value, "config_type", None) is keys:
             return value
     raise KeyError(name)

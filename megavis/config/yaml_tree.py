@@ -160,9 +160,10 @@ def _read_file(path: Path, source: ConfigSource) -> dict[str, Any]:
     try:
         tree = _parse(text, source)
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        # A character that YAML forbids has no line.
+        marked = error if isinstance(error, yaml.MarkedYAMLError) else None
+        line = f":{marked.problem_mark.line + 1}" if marked and marked.problem_mark else ""
+        problem = (marked and marked.problem) or str(error).splitlines()[0]
         raise UserError(f"{path}{line}: not valid YAML: {problem}") from None
     except RecursionError:
         raise UserError(

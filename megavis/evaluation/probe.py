@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from megavis.config.errors import UserError
-from megavis.data.format.files import write_json
+from megavis.data.format.files import from_json, write_json
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.leakage import Shards, check_no_overlap
 from megavis.evaluation.features import LabelledFeatures, pixel_features
@@ -103,7 +102,7 @@ class ProbeResult:
     def read(cls, path: Path) -> ProbeResult:
         """Read a result. Raises UserError: the file is missing, or has another format."""
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = from_json(path.read_text(encoding="utf-8"))
             names = {each.name for each in dataclasses.fields(cls)}
             return _RESULT.validate_python({k: v for k, v in content.items() if k in names})
         except (OSError, ValueError, AttributeError):

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 import yaml
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megavis.checkpoint.format.folder import step_folder
+from megavis.checkpoint.format.tensor_files import save_tensors
 from megavis.checkpoint.format.tensor_reader import read_weights
 from megavis.config.errors import UserError
 from megavis.config.load import dump_config, exported_names, with_tokenizers
@@ -30,6 +30,7 @@ from megavis.hub.forms import (
     check_agreement,
     classifies,
     compared_vit,
+    composition_of,
     timm_settings,
     write_run,
 )
@@ -161,8 +162,8 @@ def _loader() -> str:
 
 def _sees_more(run: Run) -> tuple[str, ...]:
     """Return a limitation if the run was pretrained with another visibility than the export."""
-    causal = getattr(run.objective.backbone, "visibility_kind", "full") in ("causal", "two_stream")
-    if run.config.finetune is not None or not causal:
+    is_causal = composition_of(run).core.visibility_kind in ("causal", "two_stream")
+    if run.config.finetune is not None or not is_causal:
         return ()
     return (
         "In pretraining each token attended only to earlier tokens; this network uses full"
@@ -177,7 +178,7 @@ def _write(
     processor: Mapping[str, Any] | None,
 ) -> None:
     folder.mkdir(parents=True)
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    save_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
     if processor is not None:
         (folder / PROCESSOR).write_text(json.dumps(processor, indent=2) + "\n")

@@ -39,7 +39,7 @@ from megavis.composition.composition import Composition
 from megavis.composition.condition import PooledFeatures
 from megavis.composition.reader import Reader
 from megavis.composition.released_run import random_images
-from megavis.composition.tokens import Patches
+from megavis.composition.tokens import Patches, Vocabulary
 from megavis.config.errors import UserError
 from megavis.config.load import dump_config, exported_names, with_tokenizers
 from megavis.data.format.manifest import PALETTE_NAME
@@ -137,7 +137,7 @@ class PlainForm:
 
     @torch.no_grad()
     def __init__(self, run: Run) -> None:
-        paper = _composition(run)
+        paper = composition_of(run)
         self._check(run, paper)
         reader, model = run.runner.layers.modules[0], run.config.model
         assert isinstance(reader, Reader)
@@ -191,7 +191,8 @@ class PlainForm:
         return check_agreement(plain_features(str(folder), self.tokens), self.expected)
 
 
-def _composition(run: Run) -> Composition:
+def composition_of(run: Run) -> Composition:
+    """Return the composition of a run; raise UserError if it has no Transformer."""
     paper = run.objective.backbone
     if not isinstance(paper, Composition):
         raise UserError(f"a run of {run.config.objective.name} has no Transformer")
@@ -226,8 +227,8 @@ def _random_tokens(paper: Composition) -> Tensor:
     blank = paper.reads.sequence(blank)
     if blank.is_floating_point():
         return torch.randn(blank.shape, generator=generator)
-    count = getattr(paper.reads, "vocabulary_size", 2)
-    return torch.randint(count, blank.shape, generator=generator)
+    assert isinstance(paper.reads, Vocabulary)
+    return torch.randint(paper.reads.vocabulary_size, blank.shape, generator=generator)
 
 
 def _embedded(
@@ -288,7 +289,7 @@ def classifies(run: Run) -> bool:
 
 def _paper(run: Run) -> Composition:
     """Return the composition of a run; raise UserError if it is not a ViT."""
-    paper, model = _composition(run), run.config.model
+    paper, model = composition_of(run), run.config.model
     if not isinstance(paper.reads, Patches):
         raise UserError("a ViT reads patches of pixels, which this run does not")
     for wanted, key in _WORDS.items():

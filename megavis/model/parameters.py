@@ -152,6 +152,7 @@ def vision_transformer() -> Initialization:
 
 def partition_dimension(parameter: nn.Parameter) -> int | None:
     """Return the dimension that is split over the tensor group; None if it is replicated."""
+    # Megatron marks only the parameters that it partitions.
     if not getattr(parameter, "tensor_model_parallel", False):
         return None
     # torch's type does not declare Megatron's attributes.

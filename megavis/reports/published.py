@@ -8,7 +8,6 @@ below.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -19,6 +18,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from megavis.data.codecs.label_maps import TargetKind
+from megavis.data.format.files import from_json
 from megavis.evaluation.figures import markdown_table
 from megavis.reports.blocks import Table, number, percent
 from megavis.reports.results import probed_shards
@@ -101,7 +101,7 @@ def reconstruction_of(tokenizer: Path, file: str, result: Mapping[str, Any]) -> 
     path = tokenizer / "evaluation" / file
     if not path.exists():
         return {}
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    found: dict[str, Any] = from_json(path.read_text(encoding="utf-8"))
     is_same = all(found.get(key) == result[key] for key in ("of", "images"))
     return found.get("all", {}) if is_same else {}
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from megavis.data.format.files import from_json
 from megavis.reports.blocks import (
     Block,
     Chart,
@@ -112,7 +112,7 @@ def _heading(stem: str) -> str:
 def _blocks(run: RunRecord, stem: str, files: dict[str, Path]) -> Iterator[Block]:
     drawn = False
     if ".json" in files:
-        content = json.loads(files[".json"].read_text(encoding="utf-8"))
+        content = from_json(files[".json"].read_text(encoding="utf-8"))
         blocks = _known_blocks(stem, run, content) or tables_of(content, title="")
         drawn = any(isinstance(block, Chart | Confusion) for block in blocks)
         yield from blocks

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import functools
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ import yaml
 from megavis.checkpoint.format.folder import latest_checkpoint
 from megavis.checkpoint.format.manifest import CheckpointManifest, read_manifest
 from megavis.config.errors import UserError
+from megavis.data.format.files import from_json
 from megavis.training.metrics import read_metrics
 from megavis.training.provenance import read_commands, read_faults, read_starts
 
@@ -27,7 +27,7 @@ from megavis.training.provenance import read_commands, read_faults, read_starts
 def read_result(path: Path) -> Any:
     """Return the content of a JSON or CSV file, the latter as a list of rows by column."""
     text = path.read_text(encoding="utf-8")
-    return json.loads(text) if path.suffix == ".json" else [*csv.DictReader(text.splitlines())]
+    return from_json(text) if path.suffix == ".json" else [*csv.DictReader(text.splitlines())]
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,13 @@ from typing import Any, ClassVar
 
 import torch
 import yaml
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megavis.checkpoint.format.folder import latest_checkpoint
 from megavis.checkpoint.format.manifest import file_damage, read_manifest
+from megavis.checkpoint.format.tensor_files import load_tensors
 from megavis.checkpoint.format.tensor_reader import read_weights
-from megavis.config.errors import UserError
+from megavis.config.errors import UserError, describe_os_error
 from megavis.data.codecs.label_maps import TargetKind
 
 TOKENIZERS: dict[str, str] = {
@@ -152,6 +152,8 @@ def read_config(run_folder: Path) -> dict[str, Any]:
         section = config["objective"]
     except FileNotFoundError:
         raise UserError(f"{run_folder} is not a run folder: it holds no config.yaml") from None
+    except PermissionError as error:
+        raise UserError(describe_os_error(error)) from None
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
         section = None
     if not isinstance(section, dict):
@@ -203,9 +205,11 @@ def read_weights_file(path: str | Path) -> dict[str, Tensor]:
     """
     try:
         if str(path).endswith(".safetensors"):
-            return load_file(path)
+            return load_tensors(Path(path))
         content = torch.load(path, map_location="cpu", weights_only=True)
         return dict(content.get("state_dict", content))
+    except PermissionError as error:
+        raise UserError(describe_os_error(error)) from None
     except pickle.UnpicklingError:
         raise UserError(
             f"{path} contains more than tensors, which is not unpickled; if you trust the file,"

@@ -13,11 +13,10 @@ from pathlib import Path
 import numpy as np
 from scipy.spatial import cKDTree
 
-from megavis.config.errors import UserError
+from megavis.config.errors import UserError, describe_os_error
 from megavis.data.format.files import atomic_writer
 
 MAX_COLORS = 512
-_UNKNOWN = np.uint16(0xFFFF)
 # Exceeds the rounding error of float64 distances; closer ties are resolved by brute force.
 _TIE_MARGIN = 1e-9
 
@@ -40,7 +39,12 @@ class Palette:
         self.centers = _checked_centers(centers)
         self.sha256 = hashlib.sha256(self.centers.astype("<f4").tobytes()).hexdigest()
         self._tree = cKDTree(self.centers.astype(np.float64))
-        self._table: np.ndarray | None = None
+        # Per colour its token + 1, or 0 if it is not known yet. Created here, since several threads
+        # encode with one palette; pages of zeros take no memory until they are written to.
+        self._table = np.zeros(1 << 24, np.uint16)
+
+    def __reduce__(self) -> tuple[type[Palette], tuple[np.ndarray]]:
+        return type(self), (self.centers,)
 
     def __len__(self) -> int:
         return len(self.centers)
@@ -49,24 +53,25 @@ class Palette:
         """Encode pixels uint8 `[..., 3]` as tokens uint16 `[...]` in [0, k).
 
         A table of all 2^24 colours (32 MiB) caches the results of a k-d tree, so that each colour
-        is searched for only once.
+        is searched for only once. Several threads may call this at the same time.
 
         Raises:
             ValueError: `images` is not uint8 `[..., 3]`.
         """
         if images.dtype != np.uint8 or images.ndim < 1 or images.shape[-1] != 3:
             raise ValueError(f"expected uint8 [..., 3], not {images.dtype} {list(images.shape)}")
-        if self._table is None:
-            self._table = np.full(1 << 24, _UNKNOWN)
         wide = images.reshape(-1, 3).astype(np.int64)
         codes = (wide[:, 0] << 16) | (wide[:, 1] << 8) | wide[:, 2]
         tokens = self._table.take(codes)
-        unknown = tokens == _UNKNOWN
-        if unknown.any():
-            new = np.unique(codes[unknown])
+        unknown = np.flatnonzero(tokens == 0)
+        tokens -= 1
+        if len(unknown):
+            new, places = np.unique(codes[unknown], return_inverse=True)
             colors = np.stack([new >> 16, new >> 8 & 0xFF, new & 0xFF], axis=1).astype(np.uint8)
-            self._table[new] = self._nearest(colors)
-            tokens = self._table.take(codes)
+            # From here and not from the table, whatever other threads do to it meanwhile.
+            found = self._nearest(colors)
+            tokens[unknown] = found[places]
+            self._table[new] = found + 1
         return tokens.reshape(images.shape[:-1])
 
     def decode(self, tokens: np.ndarray) -> np.ndarray:
@@ -89,6 +94,8 @@ class Palette:
             centers = np.load(path, allow_pickle=False)
         except FileNotFoundError:
             raise UserError(f"palette {path} does not exist") from None
+        except PermissionError as error:
+            raise UserError(describe_os_error(error)) from None
         except (OSError, ValueError, EOFError):
             raise UserError(f"palette {path} is not a .npy file of numbers") from None
         if not isinstance(centers, np.ndarray) or centers.dtype != np.float32:

@@ -166,7 +166,8 @@ class Adafactor(torch.optim.Optimizer):
         for kind in ("exp_avg", "exp_avg_sq"):
             if kind not in state:
                 state[kind] = torch.zeros_like(parameter)
-        # Skip a step that `GradientNorm` found not finite, like torch's own optimizers.
+        # Skip a step that `GradientNorm` found not finite, like torch's own optimizers; like them
+        # take every step where nobody sets `found_inf`.
         taken = ~getattr(self, "found_inf", torch.zeros((), device=parameter.device)).bool()
         steps = state["step"] + taken
         decay = (1.0 - steps.clamp(min=1.0).pow(-_EXPONENT)).clamp(max=bound)

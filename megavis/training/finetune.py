@@ -232,7 +232,7 @@ def _differences(source: RunConfig, config: RunConfig, objective: Classification
 
 
 def _other_keys(source: Section, config: Section, name: str) -> Iterator[str]:
-    """Compare two sections, key by key."""
+    """Compare two sections, key by key; a key that only one kind of section has counts as null."""
     for key in {**type(source).model_fields, **type(config).model_fields}:
         there, here = getattr(source, key, None), getattr(config, key, None)
         if there == here or _MAY_DIFFER.fullmatch(key) or key in config.sampling_keys:

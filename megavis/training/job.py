@@ -109,16 +109,26 @@ def hold_run(run_folder: Path, context: ParallelContext) -> Iterator[None]:
         def lock() -> None:
             # A scheduler may restart before the last process of the previous job has ended.
             patience = SILENCE_SECONDS if is_automatic(os.environ) else 0.0
-            try:
+            with permissions_needed(f"{run_folder} cannot be written"):
                 stack.enter_context(FolderLock(run_folder, patience=patience))
-            except OSError as error:
-                if error.errno not in NOT_ALLOWED:
-                    raise
-                text = f"{run_folder} cannot be written: {error.strerror}"
-                raise UserError(text) from error
 
         context.on_main(lock)
         yield
+
+
+@contextlib.contextmanager
+def permissions_needed(what: str | None = None) -> Iterator[None]:
+    """Raise UserError where the block may not read or write: no launcher should try it again.
+
+    For what comes before the first step. A disk that turns read-only later is no user's mistake.
+    `what` is said in place of the name of the file.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NOT_ALLOWED:
+            raise
+        raise UserError(f"{what or error.filename}: {error.strerror}") from error
 
 
 def open_data(
@@ -290,6 +300,7 @@ def _first_difference(key: str, old: Any, new: Any) -> str:
     if not (isinstance(old, Section) and isinstance(new, Section)):
         return f"{key} {old}, not {new}" if isinstance(old, int) else f"another {key!r}"
     for name in type(old).model_fields:
+        # The other may be another kind of section, without this key.
         if getattr(old, name) != getattr(new, name, None):
             return f"{key}.{name} {getattr(old, name)}, not {getattr(new, name, 'without it')}"
     return f"another {key!r}"

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from megavis.config.errors import UserError
 from megavis.config.section import DashboardKind
-from megavis.data.format.files import write_atomically
+from megavis.data.format.files import from_json, to_json, write_atomically
 
 
 class MetricsWriter:
@@ -64,7 +64,7 @@ class MetricsWriter:
 
         Unwritten lines are kept and written with the next one.
         """
-        self._pending.append(json.dumps({"step": step, **values}) + "\n")
+        self._pending.append(to_json({"step": step, **values}) + "\n")
         with self._warn_on_error():
             self._write_pending()
         self._show(step, values)
@@ -106,12 +106,12 @@ class MetricsWriter:
         """
         written = self._path.read_bytes()[: self._size].decode()
         lines = [*written.splitlines(keepends=True), *self._pending]
-        last = json.loads(lines[-1]) if lines else {}
+        last = from_json(lines[-1]) if lines else {}
         if last.get("step") != step:
             self.write(step, values)
             return
         last.update(values)
-        write_atomically(self._path, "".join([*lines[:-1], json.dumps(last) + "\n"]).encode())
+        write_atomically(self._path, "".join([*lines[:-1], to_json(last) + "\n"]).encode())
         self._size = self._path.stat().st_size
         self._pending.clear()
         self._show(step, values)
@@ -163,14 +163,14 @@ def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return one JSON object per line; none if there is no file."""
+    """Return one JSON object per line, with numbers as they were; none if there is no file."""
     if not path.exists():
         return []
     records = []
     for line in path.read_text(encoding="utf-8").splitlines():
         # A kill may leave an incomplete last line.
         with contextlib.suppress(json.JSONDecodeError):
-            records.append(json.loads(line))
+            records.append(from_json(line))
     return records
 
 

@@ -167,6 +167,7 @@ def skipping(kind: Any) -> Any:
     class Skipping(kind):
         @functools.wraps(kind.step)
         def step(self, *args: Any, **options: Any) -> Any:
+            # Like torch's optimizers, which take every step where nobody sets it.
             if float(getattr(self, "found_inf", 0.0)):
                 return None
             return super().step(*args, **options)
@@ -240,7 +241,8 @@ class LARS(torch.optim.Optimizer):
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(parameter)
         momentum = group["momentum"] * state["momentum"] + direction
-        # Skip a step that `GradientNorm` found not finite, like torch's own optimizers.
+        # Skip a step that `GradientNorm` found not finite, like torch's own optimizers; like them
+        # take every step where nobody sets `found_inf`.
         taken = ~getattr(self, "found_inf", torch.zeros((), device=parameter.device)).bool()
         state["momentum"].copy_(torch.where(taken, momentum, state["momentum"]))
         parameter.copy_(torch.where(taken, parameter - group["lr"] * momentum, parameter))

@@ -7,7 +7,6 @@ ended a job. Unlike `metrics.jsonl`, no line is dropped when its step is repeate
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shlex
@@ -18,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from megavis.data.format.files import to_json
 from megavis.training.metrics import read_json_lines
 
 STARTS_NAME = "starts.jsonl"
@@ -58,7 +58,7 @@ def record_fault(run_folder: Path, step: int, what: str, *, exit_code: int) -> N
 
 def _append(path: Path, content: Mapping[str, Any]) -> None:
     time = datetime.now(UTC).isoformat(timespec="seconds")
-    line = json.dumps({"time": time, **content})
+    line = to_json({"time": time, **content})
     with path.open("a", encoding="utf-8") as file:
         file.write(f"{line}\n")
 

@@ -72,6 +72,7 @@ from megavis.training.job import (
     open_held_out,
     open_job,
     open_training_data,
+    permissions_needed,
 )
 from megavis.training.loop import train
 from megavis.training.metrics import MetricsWriter, check_dashboards
@@ -137,13 +138,14 @@ class Trainer:
             BadStepsError: bad steps without a permitted rollback.
         """
         config, context = self.config, self.context
-        check_earlier_run(config)
-        found = newest_intact_checkpoint(self.folder, context)
-        if found is not None:
-            check_same_data(config, found[1], self.train_data, self.tokenizer)
-        first_step = found[1].step if found else 0
-        self._prepare_folder(first_step)
-        count_restart(self.folder, first_step, config.training.max_restarts, context)
+        with permissions_needed():
+            check_earlier_run(config)
+            found = newest_intact_checkpoint(self.folder, context)
+            if found is not None:
+                check_same_data(config, found[1], self.train_data, self.tokenizer)
+            first_step = found[1].step if found else 0
+            self._prepare_folder(first_step)
+            count_restart(self.folder, first_step, config.training.max_restarts, context)
         interruption = StopOnSignal(signals)
         engine = Engine(config, self.objective, context)
         while row := self._train_from(found, engine, interruption, extra_callbacks):
@@ -164,7 +166,8 @@ class Trainer:
         config, context = self.config, self.context
         start = found[1] if found else None
         first_step = start.step if start else 0
-        self._restore(found, engine)
+        with permissions_needed():
+            self._restore(found, engine)
         bad_steps = WatchBadSteps(
             config.training,
             config.checkpoint,
@@ -179,7 +182,8 @@ class Trainer:
         validate = self._validate(interruption)
         extra = [*extra_callbacks, bad_steps, *self._checks(bad_steps)]
         callbacks = self._callbacks(first_step, validate, interruption, save, extra)
-        metrics = self._open_metrics(first_step, start) if context.is_main else None
+        with permissions_needed():
+            metrics = self._open_metrics(first_step, start) if context.is_main else None
         if validate is not None and first_step:
             state = StepState(first_step, config.training.steps, None, engine)
             validate.catch_up(state, self._stopping, metrics, self.folder)
@@ -392,6 +396,7 @@ def run_training(loaded: LoadedConfig, launch: Launch, *, device: str | None = N
     check_dashboards(loaded.config.logging)
     job = open_job(loaded, launch, device=device)
     with forgiving_messages(), Signals() as signals, job as context:
-        run = Trainer.open(loaded, context)
+        with permissions_needed():
+            run = Trainer.open(loaded, context)
         with hold_run(run.folder, context), evaluate_during(run.config, context):
             run.train(signals)

@@ -102,6 +102,7 @@ class _ZeroPipelineEngine(PipelineEngine, _BuiltEngine):
     def _forward_pass(self, buffer_id: int) -> None:
         with self._gathering_ahead(FORWARD):
             self._exec_forward_pass(buffer_id)
+        # DeepSpeed creates it in a module's first forward pass with gradients.
         counts = {m: getattr(m, "ds_grads_remaining", 0) for m in self._counting}
         self._missing[buffer_id] = counts
 

@@ -1,6 +1,7 @@
 """The command line: help, examples, defaults and errors."""
 
 import argparse
+import inspect
 import re
 import shlex
 import subprocess
@@ -8,6 +9,7 @@ import sys
 
 import pytest
 
+import megavis.cli
 from data_tools.__main__ import build_parser as build_data_tools
 from data_tools.__main__ import main as data_tools
 from megavis.cli import _import_work, build_parser, main, read_arguments
@@ -52,6 +54,14 @@ def test_every_command_resolves():
     """Parsers name their functions in strings, which type checkers do not see."""
     for parser in commands(build_parser()):
         assert callable(_import_work(parser.get_default("run")))
+
+
+def test_options_that_main_looks_for_exist():
+    """It gives those that a command lacks a default, which would hide a changed name."""
+    asked = re.findall(r'(?:get|has)attr\(parsed, "(\w+)"', inspect.getsource(megavis.cli))
+    assert len(set(asked)) > 3
+    declared = {each.dest for parser in commands(build_parser()) for each in parser._actions}
+    assert {*asked, *("out", "npz")} <= declared
 
 
 @pytest.mark.parametrize("parser", COMMANDS, ids=lambda parser: parser.prog)

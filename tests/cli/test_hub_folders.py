@@ -149,6 +149,27 @@ def test_model_card(folders, build_paper):
 
 
 @pytest.mark.parametrize(
+    ("name", "is_causal"),
+    [
+        ("darl", True),
+        ("gvp", True),
+        ("gvp_timm", True),
+        ("mp3_timm", False),
+        ("mae_timm", False),
+        ("tuned", False),
+    ],
+)
+def test_a_card_says_when_tokens_saw_less_in_pretraining(folders, build_paper, name, is_causal):
+    paper, _, form = name.partition("_")
+    case = name if name in CASES else paper
+    run = make_run(folders / f"{name}-seen", CASES[case], build_paper)
+    out = folders / f"{name}-seen-out"
+    assert main(["export", str(run.folder), "--to", form or "huggingface", str(out)]) == 0
+    limits = (out / "README.md").read_text().split("## Limits\n")[1]
+    assert ("each token attended only to earlier tokens" in limits) == is_causal
+
+
+@pytest.mark.parametrize(
     ("name", "message"),
     [
         ("igpt", "a ViT reads patches of pixels"),

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from megavis.checkpoint.format.manifest import LogicalTensor, TensorKind, read_manifest
+from megavis.checkpoint.format.tensor_files import open_tensors
 from megavis.config.errors import UserError
 from megavis.parallel.progress_bar import shown
 
@@ -105,8 +105,7 @@ class CheckpointReader:
 
     def _file(self, name: str) -> Any:
         if name not in self._files:
-            opened = safe_open(self.folder / name, framework="pt")
-            self._files[name] = self._open.enter_context(opened)
+            self._files[name] = self._open.enter_context(open_tensors(self.folder / name))
         return self._files[name]
 
 

@@ -142,7 +142,10 @@ class ParameterStates:
         They look states up only once, after the first step of the first parameter group, when
         other groups have none yet.
         """
-        mapping = getattr(parameter, "_hp_mapping", None)
+        if self._zero_stage not in (1, 2):
+            return
+        # DeepSpeed's attribute of a parameter; None where another process updates all of it.
+        mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
         if mapping is not None and kind not in mapping.get_optim_state_keys():
             self._engine.optimizer._hp_optimizer_states_linked = False
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()
@@ -171,7 +174,10 @@ class ParameterStates:
 
 def logical_shape(parameter: nn.Parameter) -> torch.Size:
     """Return the shape of this process's tensor-parallel slice, under ZeRO-3 too."""
-    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+    if not _is_split(parameter):
+        return parameter.shape
+    whole: torch.Size = parameter.ds_shape  # type: ignore[attr-defined]
+    return torch.Size(whole)
 
 
 def set_gathered(parameter: nn.Parameter, value: Tensor) -> None:

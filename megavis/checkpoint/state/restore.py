@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -102,20 +103,24 @@ def load_weights(folder: Path, layers: LocalLayers, context: ParallelContext) ->
 def check_files(folder: Path, context: ParallelContext) -> CheckpointManifest:
     """Verify size and SHA-256 of all files; the files are divided among the processes.
 
-    Returns the manifest as the main process reads it. Raises UserError on every process, naming the
-    first damaged file.
+    Returns the manifest as the main process reads it. On every process, raises OSError where one
+    cannot read a file, which is then not known to be damaged, and else UserError, naming the first
+    damaged file.
     """
     # Other nodes may see an outdated folder, and would resume from another checkpoint.
     manifest = context.on_main(lambda: read_manifest(folder))
     files = sorted(manifest.files.items())
     mine = files[context.world.rank :: context.world.size]
     found = (file_damage(folder / name, stored) for name, stored in mine)
-    complaint = next((text for text in found if text), None)
-    damaged_files: list = [None] * context.world.size
-    dist.all_gather_object(damaged_files, complaint, group=context.world.group)
-    for text in damaged_files:
-        if text:
-            raise UserError(text)
+    complaint: str | OSError | None
+    try:
+        complaint = next((text for text in found if text), None)
+    except OSError as error:
+        complaint = error
+    complaints: list[Any] = [None] * context.world.size
+    dist.all_gather_object(complaints, complaint, group=context.world.group)
+    for each in sorted(filter(None, complaints), key=lambda each: not isinstance(each, OSError)):
+        raise each if isinstance(each, OSError) else UserError(each)
     return manifest
 
 
@@ -180,10 +185,10 @@ def newest_intact_checkpoint(
 
     Raises:
         UserError: on every process, if there are checkpoints and all are damaged.
+        OSError: likewise, if one cannot be read.
     """
     # Decided by the main process: other nodes may see an outdated folder.
-    own = checkpoints_by_age(run_folder, up_to=up_to) if context.is_main else []
-    folders = context.from_main(own)
+    folders = context.on_main(lambda: checkpoints_by_age(run_folder, up_to=up_to))
     damaged_files: list[str] = []
     for folder in folders:
         try:

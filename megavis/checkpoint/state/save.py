@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megavis.checkpoint.format.folder import partial_folder, publish, step_folder
@@ -34,6 +32,7 @@ from megavis.checkpoint.format.manifest import (
     read_manifest,
     write_manifest,
 )
+from megavis.checkpoint.format.tensor_files import open_tensors, save_tensors
 from megavis.checkpoint.format.tensor_reader import CheckpointReader
 from megavis.checkpoint.state.parameter_states import ParameterStates, logical_shape
 from megavis.config.errors import UserError
@@ -189,13 +188,13 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> StoredFile:
     checksums = {key: _checksum(tensor) for key, tensor in tensors.items()}
     # In a single entry: safetensors writes several in varying order, and equal tensors must give
     # equal files.
-    save_file(tensors, path, metadata={CHECKSUMS: json.dumps(checksums)})
+    save_tensors(path, tensors, {CHECKSUMS: json.dumps(checksums)})
     with path.open("rb") as file:
         os.fsync(file.fileno())
     flush_folder(path.parent)
     # A network disk over quota may report that only to who closes the file, which safetensors
     # ignores; the size and hash would be those of what is left.
-    with safe_open(path, framework="pt") as file:
+    with open_tensors(path) as file:
         for key, checksum in checksums.items():
             if _checksum(file.get_tensor(key)) != checksum:
                 raise OSError(f"{key} cannot be read back as it was written")

@@ -14,6 +14,7 @@ Legend: b samples.
 from __future__ import annotations
 
 import io
+import re
 import struct
 import warnings
 from collections.abc import Callable
@@ -30,6 +31,8 @@ from megavis.data.codecs.transforms import Transform
 DAMAGED = "damaged"
 _FORMATS = ("JPEG", "PNG")
 _LENGTH = struct.Struct("<I")
+_PILLOW = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
+"""The filter of its warnings, as `warnings.filters` holds it."""
 
 
 class DamagedImageError(ValueError):
@@ -134,16 +137,25 @@ def _decode_strictly(
 
 
 def _decode_with_pillow(content: bytes) -> np.ndarray:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about odd metadata, which does not matter here
-        try:
-            image = Image.open(io.BytesIO(pixels_of_png(content) or content), formats=_FORMATS)
-            return np.array(image.convert("RGB"))
-        except UnidentifiedImageError:
-            raise DamagedImageError("neither a JPEG nor a PNG file") from None
-        except Exception as error:
-            # Decoders raise almost any exception on damaged bytes: SyntaxError, struct.error, ...
-            raise DamagedImageError(str(error)) from None
+    _ignore_warnings_of_pillow()
+    try:
+        image = Image.open(io.BytesIO(pixels_of_png(content) or content), formats=_FORMATS)
+        return np.array(image.convert("RGB"))
+    except UnidentifiedImageError:
+        raise DamagedImageError("neither a JPEG nor a PNG file") from None
+    except Exception as error:
+        # Decoders raise almost any exception on damaged bytes: SyntaxError, struct.error, ...
+        raise DamagedImageError(str(error)) from None
+
+
+def _ignore_warnings_of_pillow() -> None:
+    """Ignore them from now on: they are about odd metadata, which does not matter here.
+
+    `warnings.catch_warnings` exchanges the filters of the whole process, and this runs in threads:
+    of two that are inside at once, the last to leave would put back the filters of the other.
+    """
+    if warnings.filters[:1] != [_PILLOW]:
+        warnings.filterwarnings("ignore", module=_PILLOW[3].pattern)
 
 
 class PairsCodec(Codec):

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from scipy import fft
 
-from megavis.config.errors import UserError
+from megavis.config.errors import UserError, describe_os_error
 from megavis.data.format.files import write_atomically
 
 SAMPLE_RATE = 16_000
@@ -141,6 +141,8 @@ def _read_noises(path: Path, num_samples: int) -> Sequence[np.ndarray]:
     try:
         with np.load(path, allow_pickle=False) as file:
             noises = [file[name] for name in file.files]
+    except PermissionError as error:
+        raise UserError(describe_os_error(error)) from None
     except (OSError, ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile):
         raise UserError(
             f"{path} is missing or no file of noises: `python -m data_tools speech` writes one"

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import secrets
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 _CHUNK_BYTES = 1 << 20
+_NOT_FINITE = "not_finite"
 
 
 @contextmanager
@@ -44,7 +47,58 @@ def write_atomically(path: Path, content: bytes) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON, atomically; create the folder if needed. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(value, indent=2).encode() + b"\n")
+    write_atomically(path, to_json(value, indent=2).encode() + b"\n")
+
+
+def to_json(value: Any, *, indent: int | None = None) -> str:
+    """Return JSON that any parser reads: its standard has neither NaN nor infinities.
+
+    They become null, and the object that holds them gets a key `not_finite` with their names and
+    what they were: `nan`, `inf` or `-inf`. A number in a list is named `key.index`.
+    """
+    return json.dumps(_without_infinities(value, "", {}), indent=indent, allow_nan=False)
+
+
+def from_json(text: str | bytes) -> Any:
+    """Invert `to_json`; read NaN and infinities as Python writes them too. Raises ValueError."""
+    return json.loads(text, object_hook=_with_infinities)
+
+
+def _without_infinities(value: Any, name: str, found: dict[str, str]) -> Any:
+    """Return the value with nulls, and add the names of those in it to `found`."""
+    if isinstance(value, float) and not math.isfinite(value):
+        found[name] = str(float(value))
+        return None
+    if isinstance(value, Mapping):
+        own: dict[str, str] = {}
+        inner = {key: _without_infinities(each, str(key), own) for key, each in value.items()}
+        return {**inner, _NOT_FINITE: own} if own else inner
+    if isinstance(value, list | tuple):
+        return [_without_infinities(e, f"{name}.{i}", found) for i, e in enumerate(value)]
+    return value
+
+
+def _with_infinities(value: dict[str, Any]) -> dict[str, Any]:
+    for name, number in value.pop(_NOT_FINITE, {}).items():
+        node: Any = value
+        key, places = name, list[int]()
+        while key not in value:
+            key, _, place = key.rpartition(".")
+            places.insert(0, int(place))
+        for each in (first := [key, *places])[:-1]:
+            node = node[each]
+        node[first[-1]] = float(number)
+    return value
+
+
+def copy_folder(source: Path, target: Path) -> None:
+    """Copy the files below a folder into a new one, with the modes of new files. Raises OSError."""
+    target.mkdir(parents=True)
+    for entry in source.iterdir():
+        if entry.is_dir():
+            copy_folder(entry, target / entry.name)
+        else:
+            shutil.copyfile(entry, target / entry.name)
 
 
 def sha256_of_file(path: Path) -> str:

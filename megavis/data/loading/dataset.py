@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megavis.config.errors import UserError
+from megavis.config.errors import UserError, describe_os_error
 from megavis.data.codecs.codec import PaletteLike, Refusals
 from megavis.data.codecs.registry import codec_of
 from megavis.data.codecs.transforms import Transform
@@ -50,7 +50,6 @@ class ShardDataset:
         class_names: names of the classes, indexed by label.
         labels: int64 `[N]`, -1 for a sample without a label; a replaced sample has the label of
             its replacement.
-        skipped: number of samples replaced so far, by reason.
 
     Raises:
         UserError: the folder is unfinished, empty or damaged, or was made with another palette.
@@ -74,7 +73,7 @@ class ShardDataset:
         except UserError as error:
             raise UserError(f"{self.directory} {error}") from None
         self.class_names = self.manifest.class_names
-        self.skipped: Counter[str] = Counter()
+        self._skipped: Counter[str] = Counter()
         self._skipped_names: dict[str, None] = {}
         self._maps: OrderedDict[int, np.ndarray] = OrderedDict()
         self._lock = Lock()
@@ -106,9 +105,16 @@ class ShardDataset:
         self.__dict__.update(state, _lock=Lock())
 
     @property
+    def skipped(self) -> Counter[str]:
+        """Number of samples replaced so far, by reason; a copy, since loader threads add to it."""
+        with self._lock:
+            return self._skipped.copy()
+
+    @property
     def skipped_names(self) -> list[str]:
         """`shard:key: reason` of each sample replaced so far."""
-        return list(self._skipped_names)
+        with self._lock:
+            return list(self._skipped_names)
 
     def order(self, seed: int) -> SampleOrder:
         """Return the training order."""
@@ -238,7 +244,7 @@ class ShardDataset:
         name = f"{self.name_of(index)}: {reason}"
         with self._lock:
             if name not in self._skipped_names:
-                self.skipped[reason] += 1
+                self._skipped[reason] += 1
                 self._skipped_names[name] = None
 
 
@@ -266,6 +272,8 @@ def _check_palette(directory: Path, manifest: Manifest) -> None:
     path, identity = directory / PALETTE_NAME, str(manifest.identity)
     try:
         centers = np.load(path, allow_pickle=False)
+    except PermissionError as error:
+        raise UserError(describe_os_error(error)) from None
     except (OSError, ValueError, EOFError):
         raise UserError(f"{path} is missing or damaged: write the shards again") from None
     digest = hashlib.sha256(centers.astype("<f4").tobytes()).hexdigest()

@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import hashlib
 import io
+import os
 import re
 import shlex
 import shutil
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 from megavis.config.errors import UserError
 from megavis.data.format.files import atomic_writer, write_atomically
@@ -183,10 +184,22 @@ def _short_reason(error: Exception) -> str:
 def _locked(target: Path) -> Iterator[None]:
     """Lock a file to fetch, against other threads and processes."""
     path = target.with_name(f".{target.name}.lock")
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with _lock(path):
         try:
             yield
         finally:
             # Waiters, and processes that create a new lock, then find the fetched file.
             path.unlink(missing_ok=True)
+
+
+def _lock(path: Path) -> IO[str]:
+    """Return an open file that nobody else has locked."""
+    while True:
+        lock = path.open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        # A holder removes it at the end. Whoever has waited meanwhile holds a file without a name,
+        # which keeps out nobody who creates another.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+                return lock
+        lock.close()

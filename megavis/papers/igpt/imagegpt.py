@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor
 
+from megavis.checkpoint.format.tensor_files import save_tensors
 from megavis.composition.released_run import (
     Compared,
     OpenedRun,
@@ -257,7 +257,7 @@ def write_folder(
 ) -> None:
     """Write config and weights, and the palette, if there is one, in both formats."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_tensors(folder / "model.safetensors", tensors, {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
     if palette is None:
         return

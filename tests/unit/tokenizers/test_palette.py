@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -20,6 +24,11 @@ def brute_force(pixels, centers):
         unit = pixel.astype(np.float64) / 127.5 - 1
         tokens.append(int(((unit - centers.astype(np.float64)) ** 2).sum(axis=1).argmin()))
     return np.array(tokens).reshape(pixels.shape[:-1])
+
+
+def brute_force_at_once(pixels, centers):
+    differences = (pixels / 127.5 - 1)[:, None] - centers.astype(np.float64)
+    return (differences**2).sum(axis=-1).argmin(axis=-1)
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +62,45 @@ def test_cached_colours_match_uncached(palette):
     assert all((warm.encode(i) == e).all() for i, e in zip(images, expected, strict=True))
     assert (warm.encode(images) == expected).all()
     assert (expected[7] == brute_force(images[7], palette.centers)).all()
+
+
+def test_threads_that_start_together_encode_as_one_thread_does():
+    """A table that two threads create or fill at once must not lose what either has found."""
+    random = np.random.default_rng(3)
+    centers = random.uniform(-1, 1, (16, 3)).astype(np.float32)
+    # Of unequal sizes, so that threads are at different places.
+    images = [random.integers(0, 256, (1000 * n, 3), dtype=np.uint8) for n in range(1, 9)]
+    expected = [brute_force_at_once(image, centers) for image in images]
+    with ThreadPoolExecutor(len(images)) as pool:
+        for _ in range(20):
+            palette, start = Palette(centers), Barrier(len(images))
+
+            def encode(image, palette=palette, start=start):
+                start.wait(timeout=60)
+                return palette.encode(image)
+
+            for tokens, right in zip(pool.map(encode, images), expected, strict=True):
+                assert (tokens == right).all()
+
+
+def test_a_pickle_holds_the_colours_and_not_the_table(palette):
+    images = np.random.default_rng(5).integers(0, 256, (4, 6, 3), dtype=np.uint8)
+    tokens = palette.encode(images)
+    content = pickle.dumps(palette)
+    copy = pickle.loads(content)
+    assert len(content) < 2 * palette.centers.nbytes
+    assert (copy.encode(images) == tokens).all()
+    assert copy.sha256 == palette.sha256
+    assert not copy.centers.flags.writeable
+
+
+def test_palettes_that_never_encode_take_no_memory(palette):
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    before = resident()
+    kept = [Palette(palette.centers) for _ in range(10)]
+    assert resident() - before < len(kept) * (1 << 24)  # half of a filled table each
 
 
 def test_decode_rounds_centers_and_checks_range(palette):

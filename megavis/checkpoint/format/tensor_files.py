@@ -1,0 +1,53 @@
+"""Write and open safetensors files with the permissions and errors of any other file."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+
+def save_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write contiguous tensors as a new file, which the umask alone keeps from others.
+
+    Raises:
+        OSError, SafetensorError: the file cannot be written.
+    """
+    path.unlink(missing_ok=True)
+    # The mode of a new file. Asking for the umask would change it for all threads for a moment.
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    save_file(dict(tensors), path, metadata=None if metadata is None else dict(metadata))
+    # safetensors writes another file, which only its owner may read, and renames it.
+    if stat.S_IMODE(path.stat().st_mode) != mode:
+        path.chmod(mode)
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """Return all tensors of a file, on the CPU.
+
+    Raises:
+        OSError: the file cannot be read.
+        SafetensorError: it is damaged.
+    """
+    require_readable(path)
+    return load_file(path)
+
+
+def open_tensors(path: Path) -> Any:
+    """Open a file as `safetensors.safe_open` does; raises as `load_tensors`."""
+    require_readable(path)
+    return safe_open(path, framework="pt")
+
+
+def require_readable(path: Path) -> None:
+    """Raise OSError if a file cannot be read; safetensors then says that there is no such file."""
+    with path.open("rb"):
+        pass

@@ -1,0 +1,80 @@
+"""Every JSON that a run writes can be read by any parser, whatever its numbers are."""
+
+import json
+import math
+
+import pytest
+
+from megavis.cli import main
+from megavis.data.format.files import from_json, to_json, write_json
+from megavis.training.metrics import MetricsWriter, read_json_lines, read_metrics
+
+pytestmark = pytest.mark.once
+
+
+def strict(text):
+    """Parse as the standard has it, without Python's NaN and Infinity."""
+
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({"loss": math.nan}, '{"loss": null, "not_finite": {"loss": "nan"}}'),
+        ({"a": -math.inf, "b": 1}, '{"a": null, "b": 1, "not_finite": {"a": "-inf"}}'),
+        ({"a.b": [1.5, math.inf]}, '{"a.b": [1.5, null], "not_finite": {"a.b.1": "inf"}}'),
+        ({"a": {"b": math.inf}}, '{"a": {"b": null, "not_finite": {"b": "inf"}}}'),
+        ([{"a": math.nan}, None], '[{"a": null, "not_finite": {"a": "nan"}}, null]'),
+        ({"a": [[0, math.nan]]}, '{"a": [[0, null]], "not_finite": {"a.0.1": "nan"}}'),
+        ({"step": 1, "a": None, "b": True, "c": "NaN"}, None),
+    ],
+)
+def test_what_is_not_finite_is_null_and_named(value, text):
+    written = to_json(value)
+    assert written == (text or json.dumps(value))
+    strict(written)
+    assert repr(from_json(written)) == repr(value)
+
+
+def test_files_of_earlier_versions_are_read(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": NaN}\n{"step": 2, "loss": Infinity}\n')
+    first, second = read_json_lines(path)
+    assert math.isnan(first["loss"])
+    assert second == {"step": 2, "loss": math.inf}
+
+
+def test_metrics_are_amended(tmp_path):
+    writer = MetricsWriter(tmp_path, first_step=0, logging=())
+    writer.write(1, {"loss": math.nan})
+    writer.amend(1, {"validation_loss": math.inf})
+    writer.close()
+    [line] = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert strict(line)["not_finite"] == {"loss": "nan", "validation_loss": "inf"}
+    [record] = read_metrics(tmp_path)
+    assert record.keys() == {"step", "loss", "validation_loss"}
+    assert math.isnan(record["loss"])
+
+
+def test_results_are_json(tmp_path):
+    write_json(tmp_path / "probe.json", {"accuracy": math.nan})
+    strict((tmp_path / "probe.json").read_text())
+
+
+def test_files_of_a_run_that_diverges_are_json(tiny_config, tmp_path, capsys):
+    words = ["optimizer.learning_rate=1e6", "optimizer.gradient_clipping=0", "training.steps=3"]
+    words += ["schedule.warmup_steps=0", "training.validate_every=1", f"output={tmp_path}"]
+    main(["train", str(tiny_config), "--device", "cpu", *words])
+    records = read_metrics(tmp_path / "tiny")
+    assert not all(math.isfinite(number) for record in records for number in record.values())
+    for path in tmp_path.rglob("*.json*"):
+        text = path.read_text()
+        for each in text.splitlines() if path.suffix == ".jsonl" else [text]:
+            strict(each)
+    assert main(["runs", str(tmp_path), "--json"]) == 0
+    strict(capsys.readouterr().out)
+    assert main(["report", str(tmp_path / "tiny")]) == 0
