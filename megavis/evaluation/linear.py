@@ -1,11 +1,9 @@
-"""Linear classifiers on fixed features: of one layer, of concatenated layers, with few labels.
+"""Linear classifiers on fixed features: of one layer, of concatenated layers.
 
 iGPT, sections 2.4 and 3.4: logistic regression by L-BFGS. Layer and strength of the L2 penalty are
 selected on a held-out part of the training features; then the classifier is fitted on all of them
 (section 3.1) and evaluated once on the validation set. Section 4.4: "we concatenate features from 5
-layers centered at the best single layer". Section 4.7 and Table 4, few labels: 4, 25 or 400 images
-per class, 5 random subsets, mean and standard deviation; the penalty is selected by
-cross-validation inside each subset, so labels outside of it influence only the choice of the layer.
+layers centered at the best single layer".
 
 The paper uses scikit-learn's L-BFGS and mentions neither standardization nor a penalty: `PLAIN`
 takes unchanged features and scikit-learn's default penalty.
@@ -19,14 +17,13 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
 from megavis.config.errors import UserError
-from megavis.data.loading.dataset import sample_per_class
 from megavis.evaluation.features import LabelledFeatures
 from megavis.parallel.progress_bar import shown
 
@@ -327,73 +324,3 @@ def score_concatenated(
     score = asdict(score_layers(together, others, selection, recipe=recipe)[0])
     score.pop("layer")
     return ConcatenatedScore(name, layers, together.layers.shape[-1], **score)
-
-
-MAXIMUM_FOLDS = 5
-"""Most folds of the cross-validation; at most the number of images per class."""
-
-
-@dataclass(frozen=True)
-class LowDataScore:
-    """Accuracy with few labels.
-
-    Attributes:
-        features: `trained`, `untrained` or `pixels`.
-        accuracies: accuracy on the validation set for each draw, in [0, 1].
-        deviation: sample standard deviation of the accuracies (divided by draws - 1).
-    """
-
-    features: str
-    layer: int
-    images_per_class: int
-    accuracies: tuple[float, ...]
-    mean: float
-    deviation: float
-
-
-def score_low_data(
-    name: str,
-    train: LabelledFeatures,
-    validation: LabelledFeatures,
-    *,
-    layer: int,
-    images_per_class: Sequence[int],
-    draws: int,
-    seed: int,
-    recipe: FitRecipe = STANDARDIZED,
-) -> list[LowDataScore]:
-    """Score one layer's features with few labels per class, over several draws.
-
-    Args:
-        name: name of the features, for the record.
-        images_per_class: sizes of subsets, each at least 2.
-        draws: subsets of each size, at least 2.
-        seed: of the subsets, which are the same for all features.
-    """
-    scores = []
-    for count in images_per_class:
-        try:
-            subsets = [
-                sample_per_class(train.labels, count, seed=seed, draw=draw) for draw in range(draws)
-            ]
-        except UserError as error:
-            text = f"--images-per-class {count}: {error}; use more with --train-images"
-            raise UserError(text) from None
-        accuracies = [
-            _accuracy(train.subset(images), validation, layer, count, recipe) for images in subsets
-        ]
-        mean, deviation = fmean(accuracies), stdev(accuracies)
-        scores.append(LowDataScore(name, layer, count, tuple(accuracies), mean, deviation))
-    return scores
-
-
-def _accuracy(
-    few: LabelledFeatures, validation: LabelledFeatures, layer: int, count: int, recipe: FitRecipe
-) -> float:
-    from sklearn.model_selection import StratifiedKFold
-
-    x, y = few.layers[layer], few.labels
-    folds = StratifiedKFold(min(count, MAXIMUM_FOLDS), shuffle=True, random_state=0)
-    best = choose_penalty(x, y, [HeldOutSplit(*parts) for parts in folds.split(x, y)], recipe)
-    classifier = fit_classifier(x, y, penalty=best.penalty, standardize=recipe.standardize)
-    return float(classifier.score(validation.layers[layer], validation.labels))

@@ -22,6 +22,7 @@ from megavis.data.format.files import write_json
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.leakage import Shards, check_no_overlap
 from megavis.evaluation.features import LabelledFeatures, pixel_features
+from megavis.evaluation.few_labels import LowDataScore, score_low_data
 from megavis.evaluation.likelihood import mean_loss
 from megavis.evaluation.linear import (
     STANDARDIZED,
@@ -29,12 +30,10 @@ from megavis.evaluation.linear import (
     FitRecipe,
     HeldOutSplit,
     LayerScore,
-    LowDataScore,
     best_layer,
     divide,
     score_concatenated,
     score_layers,
-    score_low_data,
 )
 from megavis.evaluation.networks import Network
 from megavis.tokenizers.palette import Palette

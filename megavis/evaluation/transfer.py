@@ -19,13 +19,13 @@ import numpy as np
 from megavis.config.errors import UserError
 from megavis.data.format.files import write_atomically
 from megavis.evaluation.features import LabelledFeatures
+from megavis.evaluation.few_labels import score_low_data
 from megavis.evaluation.figures import Row, markdown_table, write_table
 from megavis.evaluation.linear import (
     HeldOutScore,
     HeldOutSplit,
     choose_penalty,
     fit_classifier,
-    score_low_data,
 )
 from megavis.evaluation.probe import ProbeSettings
 

@@ -10,7 +10,8 @@ import pytest
 
 from megavis.config.errors import UserError
 from megavis.evaluation.features import LabelledFeatures
-from megavis.evaluation.linear import PENALTIES, HeldOutSplit, choose_penalty, score_low_data
+from megavis.evaluation.few_labels import score_low_data
+from megavis.evaluation.linear import PENALTIES, HeldOutSplit, choose_penalty
 from megavis.evaluation.probe import ProbeSettings
 from megavis.evaluation.transfer import (
     Task,
