@@ -6,11 +6,13 @@ selected on a held-out part of the training features; then the classifier is fit
 layers centered at the best single layer".
 
 The paper uses scikit-learn's L-BFGS and mentions neither standardization nor a penalty: `PLAIN`
-takes unchanged features and scikit-learn's default penalty.
+takes unchanged features and scikit-learn's default penalty. On ImageNet it uses SGD, which is
+fine-tuning with frozen layers (`finetune.linear_evaluation`).
 """
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Iterator, Sequence
@@ -42,13 +44,15 @@ class FitRecipe:
     """Settings of a fit.
 
     Attributes:
+        name: its value in `--classifier`, for the record.
         standardize: subtract the mean of each feature and divide by its standard deviation, both
             of the fitted features.
         search: select the penalty from `PENALTIES`; otherwise use scikit-learn's C = 1.
     """
 
-    standardize: bool = True
-    search: bool = True
+    name: str
+    standardize: bool
+    search: bool
 
     def penalties(self, count: int) -> Sequence[float]:
         """Return the candidate penalties for a fit of `count` images."""
@@ -56,9 +60,10 @@ class FitRecipe:
         return PENALTIES if self.search else (1.0 / count,)
 
 
-STANDARDIZED, PLAIN = FitRecipe(), FitRecipe(standardize=False, search=False)
-RECIPES = {"standardized": STANDARDIZED, "plain": PLAIN}
-"""Recipes by their names in `megavis probe --classifier`."""
+STANDARDIZED = FitRecipe("standardized", standardize=True, search=True)
+PLAIN = FitRecipe("plain", standardize=False, search=False)
+RECIPES = {recipe.name: recipe for recipe in (STANDARDIZED, PLAIN)}
+"""Recipes by their names in `--classifier`."""
 
 
 @dataclass(frozen=True)
@@ -119,25 +124,38 @@ class LayerScore:
 
 
 def divide(labels: np.ndarray, *, share: float, seed: int) -> HeldOutSplit:
-    """Hold out a stratified `share`, in (0, 1), of the training features, with labels int64 `[b]`.
+    """Hold out a `share`, in (0, 1), of the training features, with labels int64 `[b]`.
+
+    The split is stratified if each class has enough images. Otherwise, as for the first 5,000
+    images of ImageNet, it is random, except that one image of each class stays to be fitted.
 
     Raises:
-        UserError: there are fewer than two classes, or too few images of one.
+        UserError: there are fewer than two classes, or too few images.
     """
     from sklearn.model_selection import train_test_split
 
-    if len(np.unique(labels)) < 2:
+    classes, counts = np.unique(labels, return_counts=True)
+    if len(classes) < 2:
         raise UserError(
             "the linear probe needs labelled images of at least two classes, and the training"
-            f" shards have {len(np.unique(labels))}"
+            f" shards have {len(classes)}"
         )
-    try:
+    num_held_out = math.ceil(share * len(labels))
+    if counts.min() > 1 and len(classes) <= min(num_held_out, len(labels) - num_held_out):
         fitted, held_out = train_test_split(
             np.arange(len(labels)), test_size=share, random_state=seed, stratify=labels
         )
-    except ValueError as error:
-        raise UserError(f"too few training images for a linear probe: {error}") from None
-    return HeldOutSplit(fitted, held_out)
+        return HeldOutSplit(fitted, held_out)
+    order = np.random.default_rng(seed).permutation(len(labels))
+    first = order[np.unique(labels[order], return_index=True)[1]]
+    others = order[~np.isin(order, first)]
+    held_out = others[:num_held_out]
+    if len(np.unique(labels[held_out])) < 2:
+        raise UserError(
+            f"too few training images for a linear probe: {len(labels)} of {len(classes)} classes;"
+            " it needs some of two classes to choose the layer on, besides those that it fits"
+        )
+    return HeldOutSplit(np.concatenate([first, others[num_held_out:]]), held_out)
 
 
 def score_layers(
@@ -263,6 +281,8 @@ def _settings_of_fits(x: np.ndarray) -> Iterator[None]:
     with threadpool_limits(threads, user_api="blas"), warnings.catch_warnings():
         # A weak penalty on separable features converges very slowly; the result is good enough.
         warnings.simplefilter("ignore", ConvergenceWarning)
+        # A few images of each of many classes are no regression.
+        warnings.filterwarnings("ignore", "The number of unique classes", UserWarning)
         yield
 
 
