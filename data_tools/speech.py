@@ -3,9 +3,11 @@
 `speech` writes a Speech Commands folder as folders of recordings: train, validation, test.
 `validation_list.txt` and `testing_list.txt` in the folder list the files of the latter two ("Speech
 Commands", Warden, 2018). With `--words`, only these words are classes: all others are `_unknown_`,
-and seconds of zeros are `_silence_`, each a tenth as many as the recordings of `--words`, as in the
-twelve classes of TC-ResNet. Recordings of `_background_noise_` that last a second or more are
-written to `background_noise.npz`, which training mixes into recordings (`data.background_noise`).
+and seconds of zeros are `_silence_`, each a tenth as many as the recordings of `--words`, rounded
+up, as in the twelve classes of TC-ResNet. Which recordings of other words these are, a hash of
+their names decides; `--split-lists` takes TC-ResNet's own. Recordings of `_background_noise_` that
+last a second or more are written to `background_noise.npz`, which training mixes into recordings
+(`data.background_noise`).
 
 `words` writes such a folder. espeak-ng has about a hundred voices; some are held out, and the two
 lists have their recordings, so that a model is evaluated on unseen voices. Accent, speed, pitch,
@@ -19,6 +21,7 @@ import copy
 import ctypes
 import hashlib
 import io
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -34,14 +37,25 @@ from data_tools.jobs import add_job_arguments, run_job
 from data_tools.made_folder import make_folder
 from data_tools.shard_tasks import Encoded, ShardEncoder, encode_each
 from data_tools.sources import FileSource, SourceFile, SourceImage
+from data_tools.speech_lists import SILENCE, read_split_lists
 from megavis.config.errors import UserError
 from megavis.data.codecs.codec import RecordingsCodec
 from megavis.data.codecs.sound import HOP, SAMPLE_RATE, write_noises
 
 LISTS = {"validation": "validation_list.txt", "test": "testing_list.txt"}
-NOISE, UNKNOWN, SILENCE = "_background_noise_", "_unknown_", "_silence_"
+NOISE, UNKNOWN = "_background_noise_", "_unknown_"
 _OTHERS = 10
 """Recordings of `--words` per unknown word and per silence."""
+
+
+def num_others(wanted: int) -> int:
+    """Return how many recordings of unknown words, and how many silences, join `wanted` ones.
+
+    Rounded up, as by TensorFlow's script, whose lists TC-ResNet publishes: 1,854 for 18,538.
+    """
+    return math.ceil(wanted / _OTHERS)
+
+
 NOISE_FILE = "background_noise.npz"
 _FRAME_SHAPE = (SAMPLE_RATE // HOP, 40)
 """Frames of a second, and coefficients per frame."""
@@ -53,6 +67,13 @@ def add_speech_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--words", default="", help="comma-separated words to use as classes; default: all words"
     )
+    parser.add_argument(
+        "--split-lists",
+        type=Path,
+        metavar="FOLDER",
+        help="with --words: take the parts from train.txt, valid.txt and test.txt in this folder,"
+        " as TC-ResNet publishes them; default: validation_list.txt and testing_list.txt in source",
+    )
     add_job_arguments(parser)
 
 
@@ -60,7 +81,9 @@ def run_speech(arguments: argparse.Namespace) -> int:
     """Write the three folders and the file of noises. Raises UserError and OSError."""
     words = tuple(filter(None, arguments.words.split(",")))
     noises = read_noises(arguments.source / NOISE)
-    for part, source in sources(arguments.source, words).items():
+    for part, source in sources(arguments.source, words, arguments.split_lists).items():
+        if words:
+            say(_counts(part, source, words))
         job = copy.copy(arguments)
         job.out = arguments.out / part
         code = run_job(source, SpeechEncoder(), job, label=part)
@@ -72,15 +95,34 @@ def run_speech(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def sources(root: Path, words: Sequence[str] = ()) -> dict[str, FileSource]:
+def _counts(part: str, source: FileSource, words: Sequence[str]) -> str:
+    """Say how many recordings a part has."""
+    labels = [min(file.label - len(words), 1) for file in source.files]
+    unknown, silent = labels.count(0), labels.count(1)
+    wanted = len(labels) - unknown - silent
+    return (
+        f"{part}: {wanted} of {', '.join(words)}, {unknown} of other words, {silent} silences,"
+        f" {len(labels)} in all"
+    )
+
+
+def sources(
+    root: Path, words: Sequence[str] = (), split_lists: Path | None = None
+) -> dict[str, FileSource]:
     """Return the recordings of each part of a Speech Commands folder.
 
-    Without `words`, all of them are classes. Raises UserError if this is not a folder, or it or one
-    of its parts does not have these words.
+    Without `words`, all of them are classes. `split_lists` is a folder of TC-ResNet's lists.
+
+    Raises:
+        UserError: this is not a folder, or it or one of its parts does not have these words, or a
+            list is unsuitable.
     """
+    if split_lists is not None and not words:
+        raise UserError("--split-lists needs --words: the lists are of wanted and other words")
     if not root.is_dir():
         raise UserError(f"{root} is not a folder of recordings")
-    part_of = {name: part for part, file in LISTS.items() for name in _listed(root / file)}
+    lists = {} if split_lists else LISTS
+    part_of = {name: part for part, file in lists.items() for name in _listed(root / file)}
     names = sorted(path.relative_to(root).as_posix() for path in root.glob("*/*.wav"))
     spoken = [name for name in names if not name.startswith(NOISE)]
     there = sorted({name.split("/")[0] for name in spoken})
@@ -88,16 +130,21 @@ def sources(root: Path, words: Sequence[str] = ()) -> dict[str, FileSource]:
     if missing or not there:
         raise UserError(f"{root} has no recordings of {', '.join(missing) or 'any word'}")
     classes = [*words, UNKNOWN, SILENCE] if words else there
+    listed = read_split_lists(split_lists, spoken, words) if split_lists else {}
     found = {}
     for part in ("train", *LISTS):
-        mine = [name for name in spoken if part_of.get(name, "train") == part]
+        mine: Sequence[str] = [name for name in spoken if part_of.get(name, "train") == part]
+        if listed:
+            mine = listed[part].names
         files = list(_labelled(root, mine, words, classes))
         wanted = sum(file.label < len(words or classes) for file in files)
         if not wanted:
             raise _nothing_in(root, part, words)
         if words:
-            files = _share(files, len(words), wanted // _OTHERS)
-            files += _silences(files[0], part, wanted // _OTHERS, label=len(words) + 1)
+            silent = listed[part].num_silences if listed else num_others(wanted)
+            if not listed:
+                files = _share(files, len(words), num_others(wanted))
+            files += _silences(files[0], part, silent, label=len(words) + 1)
         description = f"Speech Commands folder {root.name}, {part}"
         found[part] = FileSource.of(
             files, description=description, root=root, classes=classes, extra=part
