@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy.io import wavfile
 
-from data_tools import speech
+from data_tools import words as spoken_words
 from data_tools.__main__ import main
 from data_tools.decode import RefusedImageError
 from data_tools.speech import one_second, read_wav
@@ -80,7 +80,7 @@ class Humming:
 
 def test_interrupted_words_can_be_made_again(tmp_path, monkeypatch):
     # espeak-ng cannot be initialized twice in a process.
-    monkeypatch.setattr(speech, "Synthesizer", Humming)
+    monkeypatch.setattr(spoken_words, "Synthesizer", Humming)
     monkeypatch.setattr(Humming, "num_words", 6)
     out = tmp_path / "words"
     command = ["words", str(out), "--words", "no", "--voices", "2", "--held-out-voices", "1"]
