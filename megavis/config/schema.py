@@ -225,7 +225,7 @@ class TrainingConfig(Section):
     """Held-out images per validation."""
     patience: NonNegative = 0
     """Stop pre-training after this many validations without a new best accuracy, and keep the best
-    step's checkpoint for fine-tuning (MP3, section 4.3); 0: never."""
+    step's checkpoint for fine-tuning; 0: never."""
     sample_every: NonNegative = 0
     """Steps between image grids; 0: never."""
     sample_images: Positive = 8

@@ -6,7 +6,7 @@ windows of 30 ms, one every 10 ms, 64 mel bands from 80 to 7600 Hz, triangles on
 (`tf.signal.linear_to_mel_weight_matrix`), ln(power + 1e-6), and a cosine transform that scales all
 coefficients by √(2 / 64), also the first (`tf.signal.mfccs_from_log_mel_spectrograms`). TensorFlow
 has 98 windows in a second; here one more begins before it and one ends after it, filled with
-silence, since MP3 has 100 positions (its Table 1).
+silence, so that every 10 ms have a window in whose middle they are.
 
 A recording is shifted by up to 100 ms with zero padding, and in four of five a random part of a
 noise is mixed in at a volume of up to 0.1 (method `anchored_slice_or_pad_with_shift`).

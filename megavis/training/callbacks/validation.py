@@ -1,8 +1,7 @@
 """Held-out images during training: mean loss, grids, early stopping, evaluation of checkpoints.
 
 "Generative Pretraining from Pixels", section 3.4: fine-tuning stops early, at the highest
-validation accuracy; "Position Prediction as an Effective Pretraining Strategy", section 4.3:
-pre-training too.
+validation accuracy. Pre-training may do the same.
 
 Checkpoints are evaluated by `megavis evaluate watch` in a child process. Training shares only a
 pipe with it, which closes when training ends, even if it is killed. The child reads checkpoints, so
