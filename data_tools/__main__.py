@@ -126,7 +126,7 @@ VERBS = (
         "words",
         "synthesize spoken words into a folder like Speech Commands",
         "demo/words --voices 60 --held-out-voices 15",
-        "speech",
+        "words",
     ),
     Verb(
         "speech",

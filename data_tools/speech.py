@@ -1,24 +1,22 @@
-"""`speech` and `words`: recordings of Speech Commands as shards, and synthesized words like them.
+"""`speech`: recordings of Speech Commands as shards.
 
-`speech` writes a Speech Commands folder as folders of recordings: train, validation, test.
+It writes a Speech Commands folder as folders of recordings: train, validation, test.
 `validation_list.txt` and `testing_list.txt` in the folder list the files of the latter two ("Speech
 Commands", Warden, 2018). With `--words`, only these words are classes: all others are `_unknown_`,
-and seconds of zeros are `_silence_`, each a tenth as many as the recordings of `--words`, as in the
-twelve classes of TC-ResNet. Recordings of `_background_noise_` that last a second or more are
-written to `background_noise.npz`, which training mixes into recordings (`data.background_noise`).
-
-`words` writes such a folder. espeak-ng has about a hundred voices; some are held out, and the two
-lists have their recordings, so that a model is evaluated on unseen voices. Accent, speed, pitch,
-position in the second and noise level differ between recordings.
+and seconds of zeros are `_silence_`, each a tenth as many as the recordings of `--words`, rounded
+up, as in the twelve classes of TC-ResNet. Which recordings of other words these are, a hash of
+their names decides; `--split-lists` takes TC-ResNet's own. Recordings of `_background_noise_` that
+last a second or more are written to `background_noise.npz`, which training mixes into recordings
+(`data.background_noise`).
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import ctypes
 import hashlib
 import io
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,20 +27,30 @@ from typing import Any
 import numpy as np
 
 from data_tools.decode import RefusedImageError
-from data_tools.job_report import ProgressBar, say
+from data_tools.job_report import say
 from data_tools.jobs import add_job_arguments, run_job
-from data_tools.made_folder import make_folder
 from data_tools.shard_tasks import Encoded, ShardEncoder, encode_each
 from data_tools.sources import FileSource, SourceFile, SourceImage
+from data_tools.speech_lists import SILENCE, read_split_lists
 from data_tools.user_text import numbered_lines
 from megavis.config.errors import UserError
 from megavis.data.codecs.codec import RecordingsCodec
 from megavis.data.codecs.sound import HOP, SAMPLE_RATE, write_noises
 
 LISTS = {"validation": "validation_list.txt", "test": "testing_list.txt"}
-NOISE, UNKNOWN, SILENCE = "_background_noise_", "_unknown_", "_silence_"
+NOISE, UNKNOWN = "_background_noise_", "_unknown_"
 _OTHERS = 10
 """Recordings of `--words` per unknown word and per silence."""
+
+
+def num_others(wanted: int) -> int:
+    """Return how many recordings of unknown words, and how many silences, join `wanted` ones.
+
+    Rounded up, as by TensorFlow's script, whose lists TC-ResNet publishes: 1,854 for 18,538.
+    """
+    return math.ceil(wanted / _OTHERS)
+
+
 NOISE_FILE = "background_noise.npz"
 _FRAME_SHAPE = (SAMPLE_RATE // HOP, 40)
 """Frames of a second, and coefficients per frame."""
@@ -54,6 +62,13 @@ def add_speech_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--words", default="", help="comma-separated words to use as classes; default: all words"
     )
+    parser.add_argument(
+        "--split-lists",
+        type=Path,
+        metavar="FOLDER",
+        help="with --words: take the parts from train.txt, valid.txt and test.txt in this folder,"
+        " as TC-ResNet publishes them; default: validation_list.txt and testing_list.txt in source",
+    )
     add_job_arguments(parser)
 
 
@@ -61,7 +76,9 @@ def run_speech(arguments: argparse.Namespace) -> int:
     """Write the three folders and the file of noises. Raises UserError and OSError."""
     words = tuple(filter(None, arguments.words.split(",")))
     noises = read_noises(arguments.source / NOISE)
-    for part, source in sources(arguments.source, words).items():
+    for part, source in sources(arguments.source, words, arguments.split_lists).items():
+        if words:
+            say(_counts(part, source, words))
         job = copy.copy(arguments)
         job.out = arguments.out / part
         code = run_job(source, SpeechEncoder(), job, label=part)
@@ -73,32 +90,56 @@ def run_speech(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def sources(root: Path, words: Sequence[str] = ()) -> dict[str, FileSource]:
+def _counts(part: str, source: FileSource, words: Sequence[str]) -> str:
+    """Say how many recordings a part has."""
+    labels = [min(file.label - len(words), 1) for file in source.files]
+    unknown, silent = labels.count(0), labels.count(1)
+    wanted = len(labels) - unknown - silent
+    return (
+        f"{part}: {wanted} of {', '.join(words)}, {unknown} of other words, {silent} silences,"
+        f" {len(labels)} in all"
+    )
+
+
+def sources(
+    root: Path, words: Sequence[str] = (), split_lists: Path | None = None
+) -> dict[str, FileSource]:
     """Return the recordings of each part of a Speech Commands folder.
 
-    Without `words`, all of them are classes. Raises UserError if this is not a folder, or it or one
-    of its parts does not have these words.
+    Without `words`, all of them are classes. `split_lists` is a folder of TC-ResNet's lists.
+
+    Raises:
+        UserError: this is not a folder, or it or one of its parts does not have these words, or a
+            list is unsuitable.
     """
+    if split_lists is not None and not words:
+        raise UserError("--split-lists needs --words: the lists are of wanted and other words")
     if not root.is_dir():
         raise UserError(f"{root} is not a folder of recordings")
     names = sorted(path.relative_to(root).as_posix() for path in root.glob("*/*.wav"))
-    part_of = {name: part for part, file in LISTS.items() for name in _listed(root / file, names)}
+    lists = {} if split_lists else LISTS
+    part_of = {name: part for part, file in lists.items() for name in _listed(root / file, names)}
     spoken = [name for name in names if not name.startswith(NOISE)]
     there = sorted({name.split("/")[0] for name in spoken})
     missing = [word for word in words if word not in there]
     if missing or not there:
         raise UserError(f"{root} has no recordings of {', '.join(missing) or 'any word'}")
     classes = [*words, UNKNOWN, SILENCE] if words else there
+    listed = read_split_lists(split_lists, spoken, words) if split_lists else {}
     found = {}
     for part in ("train", *LISTS):
-        mine = [name for name in spoken if part_of.get(name, "train") == part]
+        mine: Sequence[str] = [name for name in spoken if part_of.get(name, "train") == part]
+        if listed:
+            mine = listed[part].names
         files = list(_labelled(root, mine, words, classes))
         wanted = sum(file.label < len(words or classes) for file in files)
         if not wanted:
             raise _nothing_in(root, part, words)
         if words:
-            files = _share(files, len(words), wanted // _OTHERS)
-            files += _silences(files[0], part, wanted // _OTHERS, label=len(words) + 1)
+            silent = listed[part].num_silences if listed else num_others(wanted)
+            if not listed:
+                files = _share(files, len(words), num_others(wanted))
+            files += _silences(files[0], part, silent, label=len(words) + 1)
         description = f"Speech Commands folder {root.name}, {part}"
         found[part] = FileSource.of(
             files, description=description, root=root, classes=classes, extra=part
@@ -222,160 +263,3 @@ def one_second(samples: np.ndarray) -> np.ndarray:
     """Return the first second, int16 `[16000]`, padded with silence."""
     first = samples[:SAMPLE_RATE]
     return np.pad(first, (0, SAMPLE_RATE - len(first)))
-
-
-RECORD_NAME = "words.json"
-WORDS = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go")
-ACCENTS = ("en-us", "en-gb", "en-gb-scotland", "en-029", "en-gb-x-rp", "en-gb-x-gbcwmd")
-_RATE, _PITCH = 1, 3  # espeak's parameter numbers
-_SYNCHRONOUS, _UTF8 = 2, 1
-_SPEEDS, _PITCHES, _DECIBELS = (120, 220), (30, 71), (5.0, 30.0)
-
-
-def add_words_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `words` to its parser."""
-    parser.add_argument("out", type=Path, help="the folder to write")
-    parser.add_argument("--words", default=",".join(WORDS), help="comma-separated")
-    parser.add_argument("--voices", type=int, default=60, help="training voices")
-    parser.add_argument(
-        "--held-out-voices", type=int, default=15, help="other voices, for validation and test"
-    )
-    parser.add_argument("--takes", type=int, default=4, help="recordings per word and voice")
-    parser.add_argument("--seed", type=int, default=0, help="of voices, accents, speeds and noise")
-
-
-def run_words(arguments: argparse.Namespace) -> int:
-    """Write the recordings, unless the folder has the same ones already. Raises UserError."""
-    counts = {"train": arguments.voices, **dict.fromkeys(LISTS, arguments.held_out_voices)}
-    if min(*counts.values(), arguments.takes) < 1 or arguments.seed < 0:
-        raise UserError(
-            "--voices, --held-out-voices and --takes must be at least 1, --seed at least 0"
-        )
-    words = tuple(filter(None, arguments.words.split(",")))
-    takes, seed = arguments.takes, arguments.seed
-    record = {"words": words, "voices": counts, "takes": takes, "seed": seed}
-    num_voices = sum(counts.values())
-    total = num_voices * len(words) * takes
-
-    def write(folder: Path) -> None:
-        synthesizer = Synthesizer()
-        voices = drawn_voices(synthesizer.voices(), counts, seed=seed)
-        with ProgressBar("speaking", total=total, unit="words") as progress:
-            for part, names in voices.items():
-                files = []
-                for voice in names:
-                    files += speak(synthesizer, voice, words, takes=takes, out=folder, seed=seed)
-                    progress.advance(len(words) * takes)
-                if part in LISTS:
-                    (folder / LISTS[part]).write_text("\n".join(files) + "\n")
-
-    out: Path = arguments.out
-    if not make_folder(out, RECORD_NAME, record, write):
-        say(f"{out}: the words exist already")
-        return 0
-    say(f"{out}: {total} recordings of {len(words)} words by {num_voices} voices")
-    return 0
-
-
-def drawn_voices(
-    voices: Sequence[str], counts: dict[str, int], *, seed: int
-) -> dict[str, list[str]]:
-    """Assign voices to parts at random. Raises UserError if there are too few."""
-    if sum(counts.values()) > len(voices):
-        raise UserError(
-            f"espeak-ng has {len(voices)} voices; --voices and twice --held-out-voices are"
-            f" {sum(counts.values())}"
-        )
-    order = iter(np.random.default_rng(seed).permutation(sorted(voices)).tolist())
-    return {part: [next(order) for _ in range(count)] for part, count in counts.items()}
-
-
-def speak(
-    synthesizer: Synthesizer, voice: str, words: Sequence[str], *, takes: int, out: Path, seed: int
-) -> list[str]:
-    """Write recordings of one voice; return their names below `out`, in Speech Commands' format.
-
-    Differences between takes depend only on the seed and the recording's name.
-    """
-    from scipy.io import wavfile
-
-    speaker = "".join(letter for letter in voice if letter.isalnum())
-    names = []
-    for word in words:
-        (out / word).mkdir(parents=True, exist_ok=True)
-        for take in range(takes):
-            name = f"{word}/{speaker}_nohash_{take}.wav"
-            random = np.random.default_rng([seed, *name.encode()])
-            accent = ACCENTS[int(random.integers(len(ACCENTS)))]
-            speed, pitch = int(random.integers(*_SPEEDS)), int(random.integers(*_PITCHES))
-            spoken = synthesizer.say(word, f"{accent}+{voice}", speed=speed, pitch=pitch)
-            wavfile.write(out / name, SAMPLE_RATE, recorded(spoken, random))
-            names.append(name)
-    return names
-
-
-def recorded(spoken: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Place speech float `[t]` at a random position in a second of white noise: int16 `[16000]`.
-
-    The speech is 5 to 30 decibels louder than the noise.
-    """
-    spoken = spoken[:SAMPLE_RATE]
-    start = int(random.integers(0, SAMPLE_RATE - len(spoken) + 1))
-    loudness = np.sqrt(np.mean(spoken**2))
-    noise = loudness * 10.0 ** (-random.uniform(*_DECIBELS) / 20.0)
-    second = noise * random.standard_normal(SAMPLE_RATE)
-    second[start : start + len(spoken)] += spoken
-    # Half the range, since noise is unbounded and clipped.
-    level = 0.5 * 32767.0 / np.abs(spoken).max()
-    return (level * second).round().clip(-32768, 32767).astype(np.int16)
-
-
-class Synthesizer:
-    """espeak-ng, from `espeakng-loader`; raises UserError if that is not installed."""
-
-    def __init__(self) -> None:
-        try:
-            import espeakng_loader
-        except ImportError:
-            raise UserError("words needs espeak-ng: pip install 'megavis[speech]'") from None
-        self._data = Path(espeakng_loader.get_data_path())
-        self._library: Any = ctypes.CDLL(espeakng_loader.get_library_path())
-        self._rate = self._library.espeak_Initialize(_SYNCHRONOUS, 0, bytes(self._data), 0)
-        self._pieces: list[np.ndarray] = []
-        types = (ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
-        # Keep a reference: the library calls it after this function has returned.
-        self._callback = ctypes.CFUNCTYPE(*types)(self._keep)
-        self._library.espeak_SetSynthCallback(self._callback)
-
-    def voices(self) -> list[str]:
-        """Return the names of the voices; each can speak with any accent."""
-        return sorted(path.name for path in (self._data / "voices" / "!v").iterdir())
-
-    def say(self, text: str, voice: str, *, speed: int, pitch: int) -> np.ndarray:
-        """Synthesize speech, float64 `[t]` at 16 kHz, without surrounding silence.
-
-        Args:
-            text: text to speak.
-            voice: accent and voice, for example `en-us+f3`.
-            speed: in words per minute.
-            pitch: 0 to 99.
-        """
-        from scipy.signal import resample_poly
-
-        self._pieces.clear()
-        self._library.espeak_SetVoiceByName(voice.encode())
-        self._library.espeak_SetParameter(_RATE, speed, 0)
-        self._library.espeak_SetParameter(_PITCH, pitch, 0)
-        content = text.encode()
-        self._library.espeak_Synth(content, len(content) + 1, 0, 0, 0, _UTF8, None, None)
-        self._library.espeak_Synchronize()
-        spoken = np.concatenate([*self._pieces, np.zeros(0)])
-        loud = np.flatnonzero(np.abs(spoken) > 0.01 * np.abs(spoken).max(initial=1.0))
-        if not len(loud):
-            raise UserError(f"espeak-ng produces no sound for {text!r} with the voice {voice}")
-        return resample_poly(spoken[loud[0] : loud[-1] + 1], SAMPLE_RATE, self._rate)
-
-    def _keep(self, samples: Any, count: int, _: object) -> int:
-        if count > 0:
-            self._pieces.append(np.ctypeslib.as_array(samples, (count,)).astype(np.float64))
-        return 0

@@ -33,12 +33,14 @@ from megavis.commands.terminal import quietly
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.config.papers import FigureSpec, paper_figures
+from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.leakage import check_no_overlap, training_shards
 from megavis.data.loading.loader import read_round_robin
 from megavis.evaluation import classes, figures
 from megavis.evaluation.classes import NeighborAccuracy
 from megavis.evaluation.figures import FigureInput, RenderedFigure, Row, write_png, write_table
 from megavis.evaluation.images.pair_metrics import score_completions
+from megavis.evaluation.linear import RECIPES
 from megavis.evaluation.probe import (
     CheckpointScore,
     ProbeResult,
@@ -57,11 +59,12 @@ def draw_depth(args: argparse.Namespace) -> int:
     if result is None:
         return 0
     picture = figures.draw_depth(result, name=args.run_folder.name)
-    save_figure(args.run_folder / "evaluation", "depth", picture, figures.depth_rows(result))
+    folder = args.run_folder / "evaluation"
+    save_figure(folder, args.name, picture, figures.depth_rows(result))
     if args.probe is None:
-        result.write(args.run_folder / "evaluation" / "depth.json")
+        result.write(folder / f"{args.name}.json")
     with quietly():
-        figures.show_in_tensorboard(args.run_folder, "depth", picture, step=result.step)
+        figures.show_in_tensorboard(args.run_folder, args.name, picture, step=result.step)
     return 0
 
 
@@ -71,7 +74,11 @@ def _depth_result(args: argparse.Namespace) -> ProbeResult | None:
     with feature_job(args):
         opened = open_run(args.run_folder, step=args.step, precision=args.precision)
         check_applies("depth", opened)
-        return probe_run(opened, args, ProbeSettings(seed=args.seed))
+        return probe_run(opened, args, _probe_settings(args))
+
+
+def _probe_settings(args: argparse.Namespace) -> ProbeSettings:
+    return ProbeSettings(seed=args.seed, recipe=RECIPES[args.classifier])
 
 
 def draw_likelihood(args: argparse.Namespace) -> int:
@@ -79,10 +86,10 @@ def draw_likelihood(args: argparse.Namespace) -> int:
     with feature_job(args, alone=True):
         scores = [score for folder in args.run_folders for score in _scores(folder, args)]
         data = probe_data(open_run(args.run_folders[0], step=None), args)
-        pixels = score_pixels(data, ProbeSettings(seed=args.seed))
+        pixels = score_pixels(data, _probe_settings(args))
     picture = figures.draw_likelihood(scores, pixels=pixels.accuracy)
     folder = args.run_folders[0] / "evaluation"
-    save_figure(folder, "likelihood", picture, [vars(score) for score in scores])
+    save_figure(folder, args.name, picture, [vars(score) for score in scores])
     return 0
 
 
@@ -100,7 +107,9 @@ def _scores(folder: Path, args: argparse.Namespace) -> Iterator[CheckpointScore]
             step,
             network_of(opened, cache),
             probe_data(opened, args),
-            ProbeSettings(seed=args.seed),
+            _probe_settings(args),
+            loss_images=_loss_images(opened, args),
+            num_loss_images=args.num_loss_images,
         )
         sys.stdout.write(
             f"{score.run} step {step}: validation loss {score.validation_loss:.4f},"
@@ -109,6 +118,18 @@ def _scores(folder: Path, args: argparse.Namespace) -> Iterator[CheckpointScore]
         report_cache(cache)
         sys.stdout.flush()
         yield score
+
+
+def _loss_images(opened: Run, args: argparse.Namespace) -> ShardDataset:
+    """Open the held-out images of a run for its loss, which need no labels.
+
+    Raises:
+        UserError: the run was trained on them.
+    """
+    own = opened.config.data.validation or args.validation
+    images = open_held_out(opened, args.loss_images or own, option="--loss-images")
+    check_no_overlap(images, list(training_shards(opened.config)))
+    return images
 
 
 def draw_completions(args: argparse.Namespace) -> int:

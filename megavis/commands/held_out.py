@@ -71,15 +71,20 @@ def ensemble(args: argparse.Namespace) -> int:
     return 0
 
 
-def _predict_classes(folder: Path, args: argparse.Namespace) -> tuple[ClassProbabilities, str]:
-    """Return a run's class probabilities, and the identity of the images."""
+def _predict_classes(
+    folder: Path, args: argparse.Namespace
+) -> tuple[ClassProbabilities, tuple[str, int]]:
+    """Return a run's class probabilities, and the identity of the images and their number.
+
+    A run without `finetune.test` was evaluated on half of the images that another may have used.
+    """
     step, size = _chosen_step(folder), args.image_size
     opened = open_run(folder, step=step, device=args.device, image_size=size)
     objective = opened.objective.classification()
     assert objective is not None, "the run has a chosen step, so it was fine-tuned"
     images = _test_images(opened, args.images)
     probabilities = predict_classes(opened.runner, objective, images)
-    return probabilities, images.dataset.manifest.source.sha256
+    return probabilities, (images.dataset.manifest.source.sha256, len(images))
 
 
 def _chosen_step(folder: Path) -> int:

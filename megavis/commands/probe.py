@@ -188,6 +188,7 @@ def _settings(opened: Run, args: argparse.Namespace) -> ProbeSettings:
         images_per_class=args.images_per_class,
         draws=args.draws,
         seed=args.seed,
+        recipe=RECIPES[args.classifier],
     )
 
 
@@ -253,10 +254,13 @@ def _splits(data: ProbeData) -> dict[str, str]:
 
 def _title(opened: Run, args: argparse.Namespace) -> str:
     images = "all training images" if args.examples is None else f"{args.examples} training images"
+    chosen = "Features are standardised. Layer and penalty were chosen"
+    if not RECIPES[args.classifier].search:
+        chosen = "Features are unscaled and C = 1. The layer was chosen"
     return (
         f"# Transfer of {opened.config.name}, step {opened.step}\n\n"
-        f"Linear classifiers on frozen features, fitted on {images}. Layer and penalty were chosen"
-        f" on the held-out part of these, never on the test images. Seed {args.seed}."
+        f"Linear classifiers on frozen features, fitted on {images}. {chosen} on the held-out part"
+        f" of these, never on the test images. Seed {args.seed}."
     )
 
 

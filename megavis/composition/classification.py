@@ -306,6 +306,11 @@ class Classification(Trainable):
             loss = loss + self.settings.generative_weight * self.paper.loss(own, tuple(own_targets))
         return loss
 
+    @property
+    def measures_accuracy(self) -> bool:
+        """True: that of the classes."""
+        return True
+
     def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
         """Return top-1 and top-5 accuracy as `accuracy` and `top5`."""
         logits, labels = divide(predictions)[1], targets[-1]

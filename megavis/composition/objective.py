@@ -271,6 +271,11 @@ class Objective(Backbone):
         """Return the head's output gathered and batch first; see `Density.outputs`."""
         return self.density.outputs(predictions)
 
+    @property
+    def measures_accuracy(self) -> bool:
+        """True if the density has one."""
+        return self.density.measures_accuracy
+
     def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
         """Return the density's metrics of a batch, for validation."""
         return self.density.measures(predictions, targets)

@@ -234,16 +234,20 @@ class Patches(Vectors):
 
 
 class Frames(Vectors):
-    """`count` frames of a spectrogram of `width` values, each a token."""
+    """`count` frames of a spectrogram of `width` values, each a token.
+
+    With `normalize`, each value is standardised over the frames of a recording.
+    """
 
     sample_type = torch.float32
 
-    def __init__(self, count: int, width: int) -> None:
+    def __init__(self, count: int, width: int, *, normalize: bool) -> None:
         self.grid, self.width, self.sample_shape = (1, count), width, (count, width)
+        self.normalize = normalize
 
     def of(self, samples: Any, index: Tensor | None = None) -> Tensor:
-        """Return standardised frames float32 `[b, n, d]`."""
-        return standardize_frames(samples)
+        """Return frames float32 `[b, n, d]`."""
+        return standardize_frames(samples) if self.normalize else samples.float()
 
     def check(self, manifest: Manifest, name: str) -> Iterator[str]:
         """Check that shards hold frames of this count and width."""

@@ -136,6 +136,11 @@ class Trainable(ABC):
         """Return label maps uint8 `[b, H, W, 3]` as in shards, or raise UserError."""
         raise UserError(f"runs of {self.config.objective.name} do not reconstruct label maps")
 
+    @property
+    def measures_accuracy(self) -> bool:
+        """True if `measures` has `accuracy`."""
+        return False
+
     def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
         """Return further validation metrics of a batch, averaged over its images."""
         return {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import select
 import signal
 import sys
@@ -68,6 +69,16 @@ def output_file(text: str) -> Path:
     return path
 
 
+def file_stem(text: str) -> str:
+    """Parse the name of a file without folder and ending; raises argparse.ArgumentTypeError."""
+    if not re.fullmatch(RUN_NAME, text):
+        raise argparse.ArgumentTypeError(
+            f"'{text}' is no name of a file: use only letters, digits, '.', '_' and '-', and begin"
+            " with a letter or digit"
+        )
+    return text
+
+
 def close_output(error: BrokenPipeError) -> int:
     """Return the exit code for output that nobody reads any more, as behind `| head`.
 
@@ -97,6 +108,7 @@ class HelpFormatter(argparse.HelpFormatter):
         float: "X",
         Path: "PATH",
         output_file: "PATH",
+        file_stem: "NAME",
     }
 
     def __init__(self, prog: str, **options: Any) -> None:

@@ -201,7 +201,7 @@ def _check_samples(config: RunConfig) -> Iterator[ConfigIssue]:
     elif data.frames is not None and data.image_size:
         yield "data.image_size", "is for images, and data.frames for recordings: set only one"
     if data.frames is None:
-        for key in ("time_shift", "background_noise"):
+        for key in ("time_shift", "background_noise", "normalize_frames"):
             if getattr(data, key):
                 yield f"data.{key}", "is for recordings, which data.frames describes: remove it"
     elif data.time_shift >= data.frames[0] / 100:

@@ -25,6 +25,7 @@ def check_null_label(config: RunConfig) -> Iterator[ConfigIssue]:
 def check_finetuning(config: RunConfig) -> Iterator[ConfigIssue]:
     """Check that a step can be chosen by accuracy, and that no token sees its own target."""
     settings = config.finetune
+    yield from _check_patience(config)
     if settings is None:
         return
     if not config.objective.has_blocks:
@@ -47,6 +48,17 @@ def check_finetuning(config: RunConfig) -> Iterator[ConfigIssue]:
         yield from _check_linear_evaluation(config, settings)
     else:
         yield from _check_whole_tuning(config, settings)
+
+
+def _check_patience(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Check that pre-training that may stop early is validated."""
+    if not config.training.patience:
+        return
+    if config.finetune is not None:
+        yield "training.patience", "is for pre-training: set it to 0, and finetune.patience"
+    elif config.data.validation is None or not config.training.validate_every:
+        missing = "training.validate_every" if config.data.validation else "data.validation"
+        yield "training.patience", f"needs {missing}: the best step is chosen by accuracy"
 
 
 def _check_whole_tuning(config: RunConfig, settings: FinetuneConfig) -> Iterator[ConfigIssue]:

@@ -223,6 +223,9 @@ class TrainingConfig(Section):
     """Steps between validations; 0: never."""
     validation_images: Positive = 256
     """Held-out images per validation."""
+    patience: NonNegative = 0
+    """Stop pre-training after this many validations without a new best accuracy, and keep the best
+    step's checkpoint for fine-tuning; 0: never."""
     sample_every: NonNegative = 0
     """Steps between image grids; 0: never."""
     sample_images: Positive = 8

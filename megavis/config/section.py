@@ -169,6 +169,9 @@ class DataConfig(Section):
     background_noise: str | None = None
     """Recordings only: file of noises, written by `data_tools speech`; a random part of one is
     mixed into four of five training recordings, at a volume of up to 0.1."""
+    normalize_frames: bool = False
+    """Recordings only: standardise each coefficient over the frames of a recording, which removes
+    loudness and the stationary effects of microphone and room; not in TC-ResNet's preparation."""
     palette: str | None = None
     """Palette for reading JPEG shards as colours: a file written by `data_tools palette fit`.
     Images

@@ -155,6 +155,11 @@ class Place(Density):
         """Return the cross-entropy of each token in nats, `[b, n]`, for int64 `[b, n]`."""
         return nats(self.outputs(predictions), targets)
 
+    @property
+    def measures_accuracy(self) -> bool:
+        """True: that of the positions."""
+        return True
+
     def measures(self, predictions: Tensor, targets: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """Return top-1 and top-5 accuracy as `accuracy` and `top5`.
 

@@ -67,6 +67,11 @@ class Density(ABC):
     def per_token_loss(self, predictions: Any, targets: Any) -> Tensor:
         """Return the loss of each token, float32 `[b, q]`, given the true ones `[b, q, ...]`."""
 
+    @property
+    def measures_accuracy(self) -> bool:
+        """True if `measures` has `accuracy`."""
+        return False
+
     def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
         """Return metrics of a batch besides its loss, from the same arguments as the loss."""
         return {}

@@ -1,32 +1,31 @@
-"""Linear classifiers on fixed features: of one layer, of concatenated layers, with few labels.
+"""Linear classifiers on fixed features: of one layer, of concatenated layers.
 
 iGPT, sections 2.4 and 3.4: logistic regression by L-BFGS. Layer and strength of the L2 penalty are
 selected on a held-out part of the training features; then the classifier is fitted on all of them
 (section 3.1) and evaluated once on the validation set. Section 4.4: "we concatenate features from 5
-layers centered at the best single layer". Section 4.7 and Table 4, few labels: 4, 25 or 400 images
-per class, 5 random subsets, mean and standard deviation; the penalty is selected by
-cross-validation inside each subset, so labels outside of it influence only the choice of the layer.
+layers centered at the best single layer".
 
 The paper uses scikit-learn's L-BFGS and mentions neither standardization nor a penalty: `PLAIN`
-takes unchanged features and scikit-learn's default penalty.
+takes unchanged features and scikit-learn's default penalty. On ImageNet it uses SGD, which is
+fine-tuning with frozen layers (`finetune.linear_evaluation`).
 """
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
 from megavis.config.errors import UserError
-from megavis.data.loading.dataset import sample_per_class
 from megavis.evaluation.features import LabelledFeatures
 from megavis.parallel.progress_bar import shown
 
@@ -45,13 +44,15 @@ class FitRecipe:
     """Settings of a fit.
 
     Attributes:
+        name: its value in `--classifier`, for the record.
         standardize: subtract the mean of each feature and divide by its standard deviation, both
             of the fitted features.
         search: select the penalty from `PENALTIES`; otherwise use scikit-learn's C = 1.
     """
 
-    standardize: bool = True
-    search: bool = True
+    name: str
+    standardize: bool
+    search: bool
 
     def penalties(self, count: int) -> Sequence[float]:
         """Return the candidate penalties for a fit of `count` images."""
@@ -59,9 +60,10 @@ class FitRecipe:
         return PENALTIES if self.search else (1.0 / count,)
 
 
-STANDARDIZED, PLAIN = FitRecipe(), FitRecipe(standardize=False, search=False)
-RECIPES = {"standardized": STANDARDIZED, "plain": PLAIN}
-"""Recipes by their names in `megavis probe --classifier`."""
+STANDARDIZED = FitRecipe("standardized", standardize=True, search=True)
+PLAIN = FitRecipe("plain", standardize=False, search=False)
+RECIPES = {recipe.name: recipe for recipe in (STANDARDIZED, PLAIN)}
+"""Recipes by their names in `--classifier`."""
 
 
 @dataclass(frozen=True)
@@ -122,25 +124,38 @@ class LayerScore:
 
 
 def divide(labels: np.ndarray, *, share: float, seed: int) -> HeldOutSplit:
-    """Hold out a stratified `share`, in (0, 1), of the training features, with labels int64 `[b]`.
+    """Hold out a `share`, in (0, 1), of the training features, with labels int64 `[b]`.
+
+    The split is stratified if each class has enough images. Otherwise, as for the first 5,000
+    images of ImageNet, it is random, except that one image of each class stays to be fitted.
 
     Raises:
-        UserError: there are fewer than two classes, or too few images of one.
+        UserError: there are fewer than two classes, or too few images.
     """
     from sklearn.model_selection import train_test_split
 
-    if len(np.unique(labels)) < 2:
+    classes, counts = np.unique(labels, return_counts=True)
+    if len(classes) < 2:
         raise UserError(
             "the linear probe needs labelled images of at least two classes, and the training"
-            f" shards have {len(np.unique(labels))}"
+            f" shards have {len(classes)}"
         )
-    try:
+    num_held_out = math.ceil(share * len(labels))
+    if counts.min() > 1 and len(classes) <= min(num_held_out, len(labels) - num_held_out):
         fitted, held_out = train_test_split(
             np.arange(len(labels)), test_size=share, random_state=seed, stratify=labels
         )
-    except ValueError as error:
-        raise UserError(f"too few training images for a linear probe: {error}") from None
-    return HeldOutSplit(fitted, held_out)
+        return HeldOutSplit(fitted, held_out)
+    order = np.random.default_rng(seed).permutation(len(labels))
+    first = order[np.unique(labels[order], return_index=True)[1]]
+    others = order[~np.isin(order, first)]
+    held_out = others[:num_held_out]
+    if len(np.unique(labels[held_out])) < 2:
+        raise UserError(
+            f"too few training images for a linear probe: {len(labels)} of {len(classes)} classes;"
+            " it needs some of two classes to choose the layer on, besides those that it fits"
+        )
+    return HeldOutSplit(np.concatenate([first, others[num_held_out:]]), held_out)
 
 
 def score_layers(
@@ -266,6 +281,8 @@ def _settings_of_fits(x: np.ndarray) -> Iterator[None]:
     with threadpool_limits(threads, user_api="blas"), warnings.catch_warnings():
         # A weak penalty on separable features converges very slowly; the result is good enough.
         warnings.simplefilter("ignore", ConvergenceWarning)
+        # A few images of each of many classes are no regression.
+        warnings.filterwarnings("ignore", "The number of unique classes", UserWarning)
         yield
 
 
@@ -327,73 +344,3 @@ def score_concatenated(
     score = asdict(score_layers(together, others, selection, recipe=recipe)[0])
     score.pop("layer")
     return ConcatenatedScore(name, layers, together.layers.shape[-1], **score)
-
-
-MAXIMUM_FOLDS = 5
-"""Most folds of the cross-validation; at most the number of images per class."""
-
-
-@dataclass(frozen=True)
-class LowDataScore:
-    """Accuracy with few labels.
-
-    Attributes:
-        features: `trained`, `untrained` or `pixels`.
-        accuracies: accuracy on the validation set for each draw, in [0, 1].
-        deviation: sample standard deviation of the accuracies (divided by draws - 1).
-    """
-
-    features: str
-    layer: int
-    images_per_class: int
-    accuracies: tuple[float, ...]
-    mean: float
-    deviation: float
-
-
-def score_low_data(
-    name: str,
-    train: LabelledFeatures,
-    validation: LabelledFeatures,
-    *,
-    layer: int,
-    images_per_class: Sequence[int],
-    draws: int,
-    seed: int,
-    recipe: FitRecipe = STANDARDIZED,
-) -> list[LowDataScore]:
-    """Score one layer's features with few labels per class, over several draws.
-
-    Args:
-        name: name of the features, for the record.
-        images_per_class: sizes of subsets, each at least 2.
-        draws: subsets of each size, at least 2.
-        seed: of the subsets, which are the same for all features.
-    """
-    scores = []
-    for count in images_per_class:
-        try:
-            subsets = [
-                sample_per_class(train.labels, count, seed=seed, draw=draw) for draw in range(draws)
-            ]
-        except UserError as error:
-            text = f"--images-per-class {count}: {error}; use more with --train-images"
-            raise UserError(text) from None
-        accuracies = [
-            _accuracy(train.subset(images), validation, layer, count, recipe) for images in subsets
-        ]
-        mean, deviation = fmean(accuracies), stdev(accuracies)
-        scores.append(LowDataScore(name, layer, count, tuple(accuracies), mean, deviation))
-    return scores
-
-
-def _accuracy(
-    few: LabelledFeatures, validation: LabelledFeatures, layer: int, count: int, recipe: FitRecipe
-) -> float:
-    from sklearn.model_selection import StratifiedKFold
-
-    x, y = few.layers[layer], few.labels
-    folds = StratifiedKFold(min(count, MAXIMUM_FOLDS), shuffle=True, random_state=0)
-    best = choose_penalty(x, y, [HeldOutSplit(*parts) for parts in folds.split(x, y)], recipe)
-    classifier = fit_classifier(x, y, penalty=best.penalty, standardize=recipe.standardize)
-    return float(classifier.score(validation.layers[layer], validation.labels))

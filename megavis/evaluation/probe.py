@@ -21,6 +21,7 @@ from megavis.data.format.files import from_json, write_json
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.leakage import Shards, check_no_overlap
 from megavis.evaluation.features import LabelledFeatures, pixel_features
+from megavis.evaluation.few_labels import LowDataScore, score_low_data
 from megavis.evaluation.likelihood import mean_loss
 from megavis.evaluation.linear import (
     STANDARDIZED,
@@ -28,12 +29,10 @@ from megavis.evaluation.linear import (
     FitRecipe,
     HeldOutSplit,
     LayerScore,
-    LowDataScore,
     best_layer,
     divide,
     score_concatenated,
     score_layers,
-    score_low_data,
 )
 from megavis.evaluation.networks import Network
 from megavis.tokenizers.palette import Palette
@@ -53,6 +52,7 @@ class ProbeResult:
         num_held_out: training images on which layer and penalty were selected.
         num_validation: images for the accuracies.
         num_views: random draws of each validation image's inputs.
+        classifier: name of the recipe by which classifiers were fitted.
         splits: shard folders: `train`, `validation` and, if given, `selection`.
         num_equal: validation images that are also in the other shards; None if these were too
             large to compare.
@@ -71,6 +71,7 @@ class ProbeResult:
     num_classes: int
     num_views: int
     seed: int
+    classifier: str
     splits: Mapping[str, str] = field(default_factory=dict)
     num_equal: int | None = None
     concatenated: tuple[ConcatenatedScore, ...] = ()
@@ -181,10 +182,11 @@ class ProbeData:
             return divide(labels, share=settings.held_out_share, seed=settings.seed)
         first = len(labels) - int((self.selection.labels >= 0).sum())
         fitted, held_out = np.split(np.arange(len(labels)), [first])
-        if not len(held_out) or not set(labels[held_out]) <= set(labels[fitted]):
+        # A class that is not fitted counts as wrong: a few images of many classes lack some.
+        if not set(labels[held_out]) & set(labels[fitted]):
             raise UserError(
-                f"{self.selection.directory} cannot select the layer: its images need labels, and"
-                " only of classes in the training images"
+                f"{self.selection.directory} cannot select the layer: its images need labels, some"
+                " of them of classes in the training images"
             )
         return HeldOutSplit(fitted, held_out)
 
@@ -271,6 +273,7 @@ def probe(
         num_classes=len(set(pixels[0].labels.tolist())),
         num_views=len(trained[1].views),
         seed=settings.seed,
+        classifier=recipe.name,
         splits=data.splits,
         num_equal=data.num_equal,
         concatenated=tuple(concatenated),
@@ -311,12 +314,14 @@ class CheckpointScore:
     """One checkpoint: a point of iGPT's Figure 3.
 
     Attributes:
-        validation_loss: the objective's mean loss over the validation images.
+        validation_loss: the objective's mean loss over `loss_images`.
         layer: best layer on held-out training images.
         accuracy: of its linear probe on the validation images, in [0, 1].
         penalty: of the probe, selected on held-out training images like the layer.
         num_validation: labelled validation images.
         seed: of the probe's split of the training images.
+        classifier: name of the recipe by which classifiers were fitted.
+        loss_images: shard folder for the loss.
     """
 
     run: str
@@ -328,6 +333,9 @@ class CheckpointScore:
     num_train: int
     num_validation: int
     seed: int
+    classifier: str
+    loss_images: str
+    num_loss_images: int
 
 
 def score_checkpoint(
@@ -336,13 +344,18 @@ def score_checkpoint(
     network: Network,
     data: ProbeData,
     settings: ProbeSettings,
+    *,
+    loss_images: ShardDataset,
+    num_loss_images: int | None = None,
 ) -> CheckpointScore:
-    """Return loss and best layer's accuracy on the same validation images; raises as `probe`."""
+    """Return the loss on the first `loss_images`, and the accuracy of the best layer's probe.
+
+    Raises as `probe`.
+    """
     features = data.features(network)
     num_train, num_validation = (len(part.labels) for part in features)
     best = score_best_layer(features, data, settings)
-    limit = data.num_validation
-    loss = mean_loss(network.runner, network.objective, data.validation, limit=limit)
+    loss = mean_loss(network.runner, network.objective, loss_images, limit=num_loss_images)
     return CheckpointScore(
         run=name,
         step=step,
@@ -353,4 +366,7 @@ def score_checkpoint(
         num_train=num_train,
         num_validation=num_validation,
         seed=settings.seed,
+        classifier=settings.recipe.name,
+        loss_images=str(loss_images.directory),
+        num_loss_images=min(num_loss_images or len(loss_images), len(loss_images)),
     )

@@ -19,13 +19,14 @@ import numpy as np
 from megavis.config.errors import UserError
 from megavis.data.format.files import write_atomically
 from megavis.evaluation.features import LabelledFeatures
+from megavis.evaluation.few_labels import score_low_data
 from megavis.evaluation.figures import Row, markdown_table, write_table
 from megavis.evaluation.linear import (
+    FitRecipe,
     HeldOutScore,
     HeldOutSplit,
     choose_penalty,
     fit_classifier,
-    score_low_data,
 )
 from megavis.evaluation.probe import ProbeSettings
 
@@ -87,6 +88,7 @@ class TransferResult:
     Attributes:
         num_held_out: training images on which layer and penalty were selected.
         num_equal: test images that were also trained on; None if unknown.
+        classifier: name of the recipe by which classifiers were fitted.
         scores: the best layer first.
     """
 
@@ -98,6 +100,7 @@ class TransferResult:
     num_test: int
     num_equal: int | None
     num_classes: int
+    classifier: str
     scores: tuple[TransferScore, ...]
 
 
@@ -130,8 +133,8 @@ def first_examples(
 def transfer(task: Task, settings: ProbeSettings, *, layer: int | None = None) -> TransferResult:
     """Score the best layer on a data set, with few labels too, and in addition `layer`.
 
-    `settings` has the candidates, and sizes, number and seed of the subsets with few labels. Pixels
-    have a single layer, whatever is asked for.
+    `settings` has the candidates, the recipe of the fits, and sizes, number and seed of the subsets
+    with few labels. Pixels have a single layer, whatever is asked for.
 
     Raises:
         UserError: a class has fewer images than `images_per_class`.
@@ -140,12 +143,14 @@ def transfer(task: Task, settings: ProbeSettings, *, layer: int | None = None) -
     if task.features == PIXELS:
         settings, layer = replace(settings, layers=None), None
     layers = range(len(train.layers)) if settings.layers is None else settings.layers
-    choices = {each: _choose(task, each) for each in layers}
+    recipe = settings.recipe
+    choices = {each: _choose(task, each, recipe) for each in layers}
     # The first of equal ones.
     best = max(layers, key=lambda each: (choices[each].accuracy, choices[each].log_likelihood))
-    scores = [_score(task, best, choices[best], HELD_OUT)]
+    scores = [_score(task, best, choices[best], HELD_OUT, recipe)]
     if layer is not None:
-        scores.append(_score(task, layer, choices.get(layer) or _choose(task, layer), OPTION))
+        choice = choices.get(layer) or _choose(task, layer, recipe)
+        scores.append(_score(task, layer, choice, OPTION, recipe))
     return TransferResult(
         data_set=task.name,
         features=task.features,
@@ -155,19 +160,27 @@ def transfer(task: Task, settings: ProbeSettings, *, layer: int | None = None) -
         num_test=len(task.test.labels),
         num_equal=task.num_equal,
         num_classes=len(np.unique(train.labels)),
+        classifier=recipe.name,
         scores=(*scores, *_few_labels(task, best, settings)),
     )
 
 
-def _choose(task: Task, layer: int) -> HeldOutScore:
-    return choose_penalty(task.train.layers[layer], task.train.labels, [task.selection])
+def _choose(task: Task, layer: int, recipe: FitRecipe) -> HeldOutScore:
+    return choose_penalty(task.train.layers[layer], task.train.labels, [task.selection], recipe)
 
 
-def _score(task: Task, layer: int, choice: HeldOutScore, layer_from: str) -> TransferScore:
+def _score(
+    task: Task, layer: int, choice: HeldOutScore, layer_from: str, recipe: FitRecipe
+) -> TransferScore:
     from sklearn.metrics import accuracy_score, balanced_accuracy_score
 
     train, test = task.train, task.test
-    classifier = fit_classifier(train.layers[layer], train.labels, penalty=choice.penalty)
+    classifier = fit_classifier(
+        train.layers[layer],
+        train.labels,
+        penalty=choice.penalty,
+        standardize=recipe.standardize,
+    )
     answers = classifier.predict(test.layers[layer])
     return TransferScore(
         layer=layer,
@@ -189,6 +202,7 @@ def _few_labels(task: Task, layer: int, settings: ProbeSettings) -> list[Transfe
         images_per_class=settings.images_per_class,
         draws=settings.draws,
         seed=settings.seed,
+        recipe=settings.recipe,
     )
     return [
         TransferScore(
@@ -227,6 +241,7 @@ def rows_of(results: Sequence[TransferResult], *, step: int, seed: int) -> list[
             "features": result.features,
             "step": step,
             "seed": seed,
+            "classifier": result.classifier,
             **{key: "" if value is None else value for key, value in vars(score).items()},
             "num_train": result.num_train,
             "num_held_out": result.num_held_out,

@@ -223,6 +223,11 @@ def _differences(source: RunConfig, config: RunConfig, objective: Classification
     """Yield differences that change the meaning of the source run's weights."""
     for section in ("objective", "model"):
         yield from _other_keys(getattr(source, section), getattr(config, section), section)
+    if source.data.normalize_frames != config.data.normalize_frames:
+        yield (
+            f"was trained with data.normalize_frames {str(source.data.normalize_frames).lower()},"
+            " which its weights depend on; set it to the same"
+        )
     yield from _other_size(source, config, objective.paper.position_kind)
     if objective.paper.weights_need_their_seed and source.seed != config.seed:
         yield (

@@ -1,4 +1,4 @@
-"""Start a run: join the job in the config's layout, lock the run folder, open the shards.
+"""Start a run: join the job in the config's layout, lock and write the run folder, open the shards.
 
 A config or data that would change a run that is resumed are rejected.
 """
@@ -7,22 +7,26 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from megavis.checkpoint.format.folder import checkpoints_by_age
+from megavis.checkpoint.format.folder import checkpoints_by_age, remove_partial
 from megavis.checkpoint.format.manifest import CheckpointManifest
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import NOT_ALLOWED, UserError, counted
-from megavis.config.load import LoadedConfig, load_config
+from megavis.config.load import LoadedConfig, dump_config, load_config
 from megavis.config.schema import RunConfig
 from megavis.config.section import Section
 from megavis.data.codecs.transforms import Transform, evaluation_transform, training_transform
+from megavis.data.format.files import write_atomically
 from megavis.data.format.folder_lock import SILENCE_SECONDS, FolderLock
+from megavis.data.format.manifest import PALETTE_NAME
 from megavis.data.loading.blended_dataset import BlendedDataset, Samples
 from megavis.data.loading.dataset import ShardDataset, subset_per_class
 from megavis.model.kernels import choose_kernels
@@ -32,6 +36,7 @@ from megavis.parallel.launch import Launch
 from megavis.tokenizers.palette import Palette
 from megavis.training.faults.interruption import is_automatic
 from megavis.training.faults.watchdog import collective_timeout
+from megavis.training.provenance import record_start
 
 _FP8_CAPABILITY = (8, 9)
 
@@ -213,6 +218,43 @@ def open_held_out(
         text = f"{path} was made with another {kind} than {train.directory}"
         raise loaded.source.error([(key, text)])
     return dataset
+
+
+def prepare_folder(
+    config: RunConfig,
+    objective: Trainable,
+    train: Samples,
+    first_step: int,
+    context: ParallelContext,
+) -> None:
+    """Write config and palette to the run folder, and record the start; on the main process."""
+    folder, steps = Path(config.folder), config.training.steps
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_partial(folder)
+    if first_step >= steps:
+        taken = f"it has taken {counted(first_step, 'step')}, and training.steps is {steps}"
+        sys.stderr.write(f"{folder} is finished: {taken}; raise it to train further\n")
+    # A finished run keeps the config that it was trained with; fine-tuning may evaluate anew.
+    if first_step < steps or config.finetune is not None:
+        write_atomically(folder / "config.yaml", dump_config(config).encode())
+    palette = Path(config.data.palette or train.directory / PALETTE_NAME)
+    if palette.exists():
+        write_atomically(folder / PALETTE_NAME, palette.read_bytes())
+    device, likelihood = context.device, objective.likelihood
+    facts = {
+        "processes": context.world.size,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "likelihood": None if likelihood is None else asdict(likelihood),
+    }
+    record_start(folder, first_step, **facts)
+
+
+def check_patience(config: RunConfig, objective: Trainable) -> None:
+    """Raise UserError if pre-training is to stop by an accuracy that it does not measure."""
+    if config.training.patience and not objective.measures_accuracy:
+        raise UserError(
+            f"{config.objective.name} measures no accuracy in pre-training; set it to 0"
+        )
 
 
 def check_same_data(

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from megavis.checkpoint.format.folder import prune, remove_partial
+from megavis.checkpoint.format.folder import (
+    early_stopping_file,
+    prune,
+    saved_steps,
+)
 from megavis.checkpoint.format.manifest import CheckpointManifest, LossHistory
 from megavis.checkpoint.state.restore import (
     Found,
@@ -26,12 +27,10 @@ from megavis.checkpoint.state.restore import (
 from megavis.checkpoint.state.save import Snapshot, TrainingProgress
 from megavis.composition.encoded_image import KEY, PretrainedEncoder
 from megavis.composition.trainable import Trainable
-from megavis.config.errors import UnfinishedError, counted
-from megavis.config.load import LoadedConfig, dump_config
+from megavis.config.errors import UnfinishedError
+from megavis.config.load import LoadedConfig
 from megavis.config.schema import RunConfig
 from megavis.config.yaml_tree import leaves
-from megavis.data.format.files import write_atomically
-from megavis.data.format.manifest import PALETTE_NAME
 from megavis.data.loading.blended_dataset import Samples
 from megavis.data.loading.loader import BatchLoader
 from megavis.papers import build_objective
@@ -47,7 +46,12 @@ from megavis.training.callbacks.callback import (
     StepState,
     WatchHardware,
 )
-from megavis.training.callbacks.validation import SampleImages, Validate, evaluate_during
+from megavis.training.callbacks.validation import (
+    EarlyStopping,
+    SampleImages,
+    Validate,
+    evaluate_during,
+)
 from megavis.training.engine import Engine
 from megavis.training.faults.bad_steps import (
     BadStepStreak,
@@ -66,6 +70,7 @@ from megavis.training.faults.watchdog import Watchdog
 from megavis.training.finetune import Finetuning
 from megavis.training.job import (
     check_earlier_run,
+    check_patience,
     check_same_data,
     errors_of,
     hold_run,
@@ -73,10 +78,10 @@ from megavis.training.job import (
     open_job,
     open_training_data,
     permissions_needed,
+    prepare_folder,
 )
 from megavis.training.loop import train
 from megavis.training.metrics import MetricsWriter, check_dashboards
-from megavis.training.provenance import record_start
 
 
 @dataclass
@@ -95,6 +100,8 @@ class Trainer:
     """Set when fine-tuning."""
     pretrained: PretrainedEncoder | None = None
     """Set if the encoder starts from another run."""
+    stopping: EarlyStopping | None = None
+    """Set while fine-tuning, or pre-training with `training.patience`."""
 
     @property
     def folder(self) -> Path:
@@ -121,6 +128,8 @@ class Trainer:
             run = cls(config, context, objective, train_data, held_out, tokenizer)
             with errors_of(loaded, KEY):
                 run.pretrained = objective.pretrained()
+            with errors_of(loaded, "training.patience"):
+                check_patience(config, objective)
             return run
         assert held_out is not None, "required by the config's checks"
         tuning = Finetuning.open(loaded, network, train_data, held_out)
@@ -144,7 +153,8 @@ class Trainer:
             if found is not None:
                 check_same_data(config, found[1], self.train_data, self.tokenizer)
             first_step = found[1].step if found else 0
-            self._prepare_folder(first_step)
+            if context.is_main:
+                prepare_folder(config, self.objective, self.train_data, first_step, context)
             count_restart(self.folder, first_step, config.training.max_restarts, context)
         interruption = StopOnSignal(signals)
         engine = Engine(config, self.objective, context)
@@ -154,6 +164,8 @@ class Trainer:
             raise UnfinishedError(f"{self.folder} is saved; start it again to resume")
         if self.finetuning is not None:
             self.finetuning.finish(engine)
+        elif self.stopping is not None and context.is_main:
+            self.stopping.record(early_stopping_file(self.folder), saved_steps(self.folder))
 
     def _train_from(
         self,
@@ -206,8 +218,14 @@ class Trainer:
 
     def _restore(self, found: Found | None, engine: Engine) -> None:
         """Load a checkpoint, or else the weights of another run that this one starts from."""
+        step, patience = found[1].step if found else 0, self.config.training.patience
         if self.finetuning is not None:
-            self.finetuning.resume(found[1].step if found else 0, self.context)
+            self.finetuning.resume(step, self.context)
+            self.stopping = self.finetuning.stopping
+        elif patience:
+            self.stopping = EarlyStopping.resume(patience, self.folder, step, self.context)
+            if self.context.is_main:
+                early_stopping_file(self.folder).unlink(missing_ok=True)
         if found is not None:
             load_training_state(
                 found[0], layers=engine.layers, states=engine.states, context=self.context
@@ -286,8 +304,8 @@ class Trainer:
 
     @property
     def _stopping(self) -> list[Callback]:
-        """Return early stopping, when fine-tuning."""
-        return [self.finetuning.stopping] if self.finetuning is not None else []
+        """Return early stopping, if any."""
+        return [] if self.stopping is None else [self.stopping]
 
     def _validate(self, interruption: StopOnSignal) -> Validate | None:
         settings = self.config.training
@@ -326,7 +344,7 @@ class Trainer:
     @property
     def _is_over(self) -> bool:
         """Whether a restarted run had already stopped early."""
-        return self.finetuning is not None and self.finetuning.stopping.is_over
+        return self.stopping is not None and self.stopping.is_over
 
     def _snapshot(self, state: StepState, *, bad_steps: WatchBadSteps) -> Snapshot:
         engine = state.engine
@@ -347,7 +365,7 @@ class Trainer:
     def _prune(self) -> None:
         if self.context.is_main:
             keep = self.config.checkpoint
-            best = self.finetuning.best_saved_step() if self.finetuning else None
+            best = self.stopping.best_of(saved_steps(self.folder)) if self.stopping else None
             prune(
                 self.folder,
                 keep_last=keep.keep_last,
@@ -356,31 +374,6 @@ class Trainer:
                 # Rollbacks need the spacing that the config's checks assume.
                 regular=keep.every if self.config.training.max_rollbacks else 0,
             )
-
-    def _prepare_folder(self, first_step: int) -> None:
-        if not self.context.is_main:
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        remove_partial(self.folder)
-        steps = self.config.training.steps
-        if first_step >= steps:
-            taken = f"it has taken {counted(first_step, 'step')}, and training.steps is {steps}"
-            sys.stderr.write(f"{self.folder} is finished: {taken}; raise it to train further\n")
-        # A finished run keeps the config that it was trained with; fine-tuning may evaluate anew.
-        if first_step < steps or self.finetuning is not None:
-            write_atomically(self.folder / "config.yaml", dump_config(self.config).encode())
-        palette = Path(self.config.data.palette or self.train_data.directory / PALETTE_NAME)
-        if palette.exists():
-            write_atomically(self.folder / PALETTE_NAME, palette.read_bytes())
-        device = self.context.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        likelihood = self.objective.likelihood
-        facts = {
-            "processes": self.context.world.size,
-            "device": name,
-            "likelihood": None if likelihood is None else asdict(likelihood),
-        }
-        record_start(self.folder, first_step, **facts)
 
 
 def run_training(loaded: LoadedConfig, launch: Launch, *, device: str | None = None) -> None:

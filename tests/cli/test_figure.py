@@ -5,14 +5,20 @@ import importlib
 import io
 import json
 import shutil
+from hashlib import sha256
 
 import numpy as np
 import pytest
 from PIL import Image
+from shard_folder import identity
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from written_shards import write_payloads
 
 from megavis.cli import main
 from megavis.config.papers import paper_figures
+from megavis.data.codecs.codec import PaletteCodec
+from megavis.data.format.manifest import SourceIdentity
+from megavis.tokenizers.palette import Palette
 
 pytestmark = pytest.mark.once
 
@@ -52,6 +58,90 @@ def test_depth_and_likelihood_figures(run, capsys):
     # The validation loss that training logged at its last step.
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert float(rows[-1]["validation_loss"]) == pytest.approx(last["validation_loss"], rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def many_classes(shard_folders, tmp_path_factory):
+    """Shards of another data set of 30 classes, two of which have a single training image."""
+    root = tmp_path_factory.mktemp("many")
+    palette, codec = Palette.load(shard_folders / "palette.npy"), PaletteCodec(16)
+    random = np.random.default_rng(0)
+    for part, labels in (
+        ("train", [*range(30), *np.arange(70) % 28]),
+        ("selection", np.arange(30)),
+        ("validation", np.arange(60) % 30),
+    ):
+        write_payloads(
+            root / part,
+            [codec.encode(random.integers(0, len(palette), 16).astype(np.uint16)) for _ in labels],
+            suffix=codec.suffix,
+            labels=labels,
+            class_names=[f"class {number}" for number in range(30)],
+            kind="palette",
+            image_size=4,
+            num_tokens=16,
+            tokenizer=identity("palette", palette.sha256, len(palette)),
+            source=SourceIdentity(
+                description=part, num_files=len(labels), sha256=sha256(part.encode()).hexdigest()
+            ),
+        )
+        palette.save(root / part / "palette.npy")
+    return root
+
+
+def test_figures_of_another_data_set(run, many_classes, capsys):
+    """iGPT, Figures 2 and 3: CIFAR's probe over the layers, and over ImageNet's loss."""
+    folders = [f"--{part}={many_classes}/{part}" for part in ("train", "validation")]
+    words = [*folders, "--classifier", "plain", "--device", "cpu", "--name"]
+    assert main(["figure", "likelihood", str(run), *words, "likelihood_many"]) == 0
+    table = run / "evaluation" / "likelihood_many.csv"
+    rows = [*csv.DictReader(table.open())]
+    assert [row["step"] for row in rows] == ["3", "6", "9"]
+    # The loss is still the one that training logged, on the run's own images.
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert float(rows[-1]["validation_loss"]) == pytest.approx(last["validation_loss"], rel=1e-5)
+    assert rows[-1]["loss_images"].endswith("validation")
+    assert rows[-1]["loss_images"] != f"{many_classes}/validation"
+    assert [rows[-1][key] for key in ("num_train", "num_validation")] == ["100", "60"]
+    assert [rows[-1][key] for key in ("classifier", "num_loss_images")] == ["plain", "36"]
+    assert float(rows[-1]["penalty"]) == pytest.approx(1 / 100)
+    loss = ["--loss-images", f"{many_classes}/validation", "--num-loss-images", "20"]
+    assert main(["figure", "likelihood", str(run), *words, "likelihood_many", *loss]) == 0
+    assert [*csv.DictReader(table.open())][-1]["num_loss_images"] == "20"
+
+    words += ["depth_many", "--selection", f"{many_classes}/selection"]
+    assert main(["figure", "depth", str(run), *words, "--untrained-networks", "1"]) == 0
+    assert (run / "evaluation" / "depth_many.png").exists()
+    record = json.loads((run / "evaluation" / "depth_many.json").read_text())
+    assert (record["num_fitted"], record["num_held_out"], record["num_classes"]) == (100, 30, 30)
+    assert (record["classifier"], record["splits"]["train"]) == ("plain", f"{many_classes}/train")
+
+
+def test_probe_of_many_classes_chooses_on_a_part(run, many_classes, capsys):
+    """Classes with a single image are no error (ImageNet's first 5,000 images have some)."""
+    folders = [f"--{part}={many_classes}/{part}" for part in ("train", "validation")]
+    words = [*folders, "--device", "cpu", "--untrained-networks", "1", "--no-cache"]
+    assert main(["probe", str(run), *words, "--train-images", "60"]) == 0
+    assert "48 + 12 training images" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--name", "../depth"], "'../depth' is no name of a file"),
+        (["--name", ""], "'' is no name of a file"),
+        (["--classifier", "sgd"], "choose from"),
+    ],
+)
+def test_wrong_name_and_classifier(run, capsys, words, message):
+    assert main(["figure", "depth", str(run), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_loss_images_were_not_trained_on(run, shard_folders, capsys):
+    words = ["--loss-images", f"{shard_folders}/train", "--device", "cpu"]
+    assert main(["figure", "likelihood", str(run), *words]) == 2
+    assert f"{shard_folders}/train" in capsys.readouterr().err
 
 
 def test_likelihood_figure_needs_checkpoints(run, tmp_path, capsys):

@@ -100,6 +100,18 @@ def test_baselines_match_probe(run, cifar, tmp_path):
     assert pixels == probed["pixels"]["accuracy"]
 
 
+def test_plain_classifier_of_table_4(run, cifar, tmp_path):
+    """iGPT, section 3.4: scikit-learn's default, also with few labels."""
+    words = ["--classifier", "plain", "--images-per-class", "4", "--draws", "2", "--device", "cpu"]
+    words += ["--untrained-networks", "0", "--no-pixels", "--out", str(tmp_path)]
+    assert main(["transfer", str(run), "--data-sets", f"a:{cifar}/shards", *words]) == 0
+    whole, few = table(tmp_path)
+    assert {row["classifier"] for row in (whole, few)} == {"plain"}
+    assert float(whole["penalty"]) == pytest.approx(1 / int(whole["num_train"]))
+    assert (few["labels"], few["penalty"]) == ("4 a class", "")
+    assert "Features are unscaled and C = 1." in (tmp_path / "transfer.md").read_text()
+
+
 def test_examples_option(run, cifar, tmp_path):
     words = [f"a:{cifar}/shards", "--examples", "50", "--device", "cpu", "--out", str(tmp_path)]
     words += ["--untrained-networks", "0", "--no-pixels"]

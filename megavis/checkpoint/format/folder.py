@@ -57,8 +57,12 @@ def require_run_folder(folder: Path) -> None:
 
 
 def chosen_checkpoint(run_folder: Path, step: int | None = None) -> Path:
-    """Return the checkpoint of a step, by default the latest one. Raises UserError without one."""
+    """Return the checkpoint of a step, by default the best of `training.patience`, or the latest.
+
+    Raises UserError without one.
+    """
     require_run_folder(run_folder)
+    step = early_stopped_step(run_folder) if step is None else step
     if step is None:
         newest = latest_checkpoint(run_folder)
         if newest is None:
@@ -73,7 +77,20 @@ def chosen_checkpoint(run_folder: Path, step: int | None = None) -> Path:
 
 def finetuned_step(run_folder: Path) -> int | None:
     """Return the step that a finished fine-tuning has chosen; None if there is no such result."""
-    path = run_folder / "evaluation" / "finetune_test.json"
+    return _step_in(run_folder / "evaluation" / "finetune_test.json")
+
+
+def early_stopping_file(run_folder: Path) -> Path:
+    """Return the file that names the best step of pre-training with `training.patience`."""
+    return run_folder / "evaluation" / "early_stopping.json"
+
+
+def early_stopped_step(run_folder: Path) -> int | None:
+    """Return the best step of pre-training that has ended; None without `training.patience`."""
+    return _step_in(early_stopping_file(run_folder))
+
+
+def _step_in(path: Path) -> int | None:
     try:
         return int(json.loads(path.read_text(encoding="utf-8"))["step"])
     except (OSError, ValueError, TypeError, KeyError):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megavis.commands.options.shared import (
+    add_classifier_argument,
     add_data_arguments,
     add_device,
     add_feature_arguments,
@@ -22,7 +23,7 @@ from megavis.commands.options.shared import (
     refuse_options,
     require_writable,
 )
-from megavis.config.arguments import non_negative, output_file, positive
+from megavis.config.arguments import file_stem, non_negative, output_file, positive
 from megavis.config.papers import FigureSpec, paper_figures
 
 
@@ -43,13 +44,7 @@ def add_probe(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="also concatenate the features of N adjacent layers around the best; default: no",
     )
-    parser.add_argument(
-        "--classifier",
-        choices=("standardized", "plain"),
-        default="standardized",
-        help="standardized: standardise features, choose one of five penalties; plain: unscaled"
-        " features and scikit-learn's default penalty (C = 1), as in iGPT, section 3.4",
-    )
+    add_classifier_argument(parser)
     add_few_label_arguments(parser)
     add_data_arguments(parser)
     add_layout_argument(parser)
@@ -91,6 +86,7 @@ def add_transfer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layer", type=non_negative, help="score this layer in addition to the best"
     )
+    add_classifier_argument(parser)
     add_few_label_arguments(parser)
     parser.add_argument(
         "--untrained-networks",
@@ -171,7 +167,7 @@ def add_ensemble(parser: argparse.ArgumentParser) -> None:
 
 _OF_A_PROBE = (
     *("--train", "--validation", "--selection", "--train-images", "--validation-images", "--seed"),
-    *("--step", "--masks", "--untrained-networks", "--precision", "--no-cache"),
+    *("--step", "--masks", "--untrained-networks", "--precision", "--no-cache", "--classifier"),
 )
 
 
@@ -217,10 +213,22 @@ def _add_depth(figures: Any) -> None:
         metavar="FILE",
         help="plot this result of `megavis probe`, instead of probing",
     )
+    _add_name(parser, "depth")
+    add_classifier_argument(parser)
     add_data_arguments(parser)
     add_layout_argument(parser)
     add_probe_arguments(parser)
     parser.set_defaults(run="figure:draw_depth", check=_check_depth)
+
+
+def _add_name(parser: argparse.ArgumentParser, name: str) -> None:
+    parser.add_argument(
+        "--name",
+        type=file_stem,
+        default=name,
+        help="of the files that are written, without ending: one for each data set; default:"
+        f" {name}",
+    )
 
 
 def _check_depth(args: argparse.Namespace) -> None:
@@ -233,12 +241,24 @@ def _add_likelihood(figures: Any) -> None:
         "likelihood",
         help="accuracy over validation loss of all checkpoints (iGPT, Figure 3)",
         description="Compute the validation loss and the best layer's linear probe of every"
-        " checkpoint in a run folder, and plot one over the other, one line per run. Files go to"
-        " the first run's folder. Set checkpoint.keep_at or keep_every in training to have"
+        " checkpoint in a run folder, and plot one over the other, one line per run. The probe may"
+        " use another data set than the loss, which is that of the run's own held-out images. Files"
+        " go to the first run's folder. Set checkpoint.keep_at or keep_every in training to have"
         " checkpoints to plot.",
         epilog="example: megavis figure likelihood runs/igpt_s runs/igpt_m",
     )
     add_runs(parser)
+    parser.add_argument(
+        "--loss-images",
+        metavar="FOLDER",
+        help="shard folder for the loss; default: the run's data.validation, or --validation"
+        " without one",
+    )
+    parser.add_argument(
+        "--num-loss-images", type=positive, help="maximum number of these; default: all"
+    )
+    _add_name(parser, "likelihood")
+    add_classifier_argument(parser)
     add_data_arguments(parser)
     parser.set_defaults(run="figure:draw_likelihood")
 

@@ -151,6 +151,17 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     add_feature_arguments(parser)
 
 
+def add_classifier_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the choice of a recipe for linear classifiers."""
+    parser.add_argument(
+        "--classifier",
+        choices=("standardized", "plain"),
+        default="standardized",
+        help="standardized: standardise features, choose one of five penalties; plain: unscaled"
+        " features and scikit-learn's default penalty (C = 1), as in iGPT, section 3.4",
+    )
+
+
 def add_feature_arguments(parser: argparse.ArgumentParser) -> None:
     """Add options for computing and caching features."""
     add_precision(parser)

@@ -1,10 +1,15 @@
 """Sound: mel-frequency cepstral coefficients, and augmentation by a shift and background noise.
 
 As in TC-ResNet's released code ("Temporal Convolution for Real-time Keyword Spotting on Mobile
-Devices", Choi et al., 2019). 40 coefficients per 10 ms in the papers: windows of 30 ms, one every
-10 ms, 64 mel bands from 80 to 7600 Hz on HTK's scale, ln(power + 1e-6), and an orthonormal cosine
-transform. A recording is shifted by up to 100 ms with zero padding, and in four of five a random
-part of a noise is mixed in at a volume of up to 0.1 (method `anchored_slice_or_pad_with_shift`).
+Devices", Choi et al., 2019), which calls TensorFlow. 40 coefficients per 10 ms in the papers:
+windows of 30 ms, one every 10 ms, 64 mel bands from 80 to 7600 Hz, triangles on HTK's mel scale
+(`tf.signal.linear_to_mel_weight_matrix`), ln(power + 1e-6), and a cosine transform that scales all
+coefficients by √(2 / 64), also the first (`tf.signal.mfccs_from_log_mel_spectrograms`). TensorFlow
+has 98 windows in a second; here one more begins before it and one ends after it, filled with
+silence, so that every 10 ms have a window in whose middle they are.
+
+A recording is shifted by up to 100 ms with zero padding, and in four of five a random part of a
+noise is mixed in at a volume of up to 0.1 (method `anchored_slice_or_pad_with_shift`).
 
 Random numbers are arguments, so every rank, worker and resumed run gets the same samples.
 
@@ -19,6 +24,7 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -61,21 +67,24 @@ def _hann() -> np.ndarray:
 
 @functools.cache
 def _mel_bands() -> np.ndarray:
-    """Return triangular filters with a peak of 1, float32 `[257, 64]`."""
-    low, high = (2595.0 * np.log10(1.0 + hertz / 700.0) for hertz in (_LOWEST, _HIGHEST))
-    edges = 700.0 * (10.0 ** (np.linspace(low, high, NUM_BANDS + 2) / 2595.0) - 1.0)
-    hertz = np.arange(_TRANSFORM // 2 + 1)[:, None] * (SAMPLE_RATE / _TRANSFORM)
+    """Return filters that are triangles in mel, with a peak of 1, float32 `[257, 64]`."""
+    low, high = _to_mel(_LOWEST), _to_mel(_HIGHEST)
+    edges = np.linspace(low, high, NUM_BANDS + 2)
+    mel = _to_mel(np.arange(_TRANSFORM // 2 + 1) * (SAMPLE_RATE / _TRANSFORM))[:, None]
     left, peak, right = edges[:-2], edges[1:-1], edges[2:]
-    rise, fall = (hertz - left) / (peak - left), (right - hertz) / (right - peak)
+    rise, fall = (mel - left) / (peak - left), (right - mel) / (right - peak)
     return np.minimum(rise, fall).clip(min=0.0).astype(np.float32)
+
+
+def _to_mel(hertz: Any) -> Any:
+    return 2595.0 * np.log10(1.0 + hertz / 700.0)
 
 
 @functools.cache
 def _cosines(count: int) -> np.ndarray:
-    """Return the first `count` columns of the orthonormal DCT-II, float32 `[64, count]`."""
+    """Return the first `count` columns of the scaled DCT-II, float32 `[64, count]`."""
     angles = np.pi * np.outer(np.arange(NUM_BANDS) + 0.5, np.arange(count)) / NUM_BANDS
-    scale = np.where(np.arange(count) == 0, 1.0, 2.0) / NUM_BANDS
-    return (np.sqrt(scale) * np.cos(angles)).astype(np.float32)
+    return (np.sqrt(2.0 / NUM_BANDS) * np.cos(angles)).astype(np.float32)
 
 
 @dataclass(frozen=True, eq=False)

@@ -99,7 +99,7 @@ class Compose(Composition):
             )
         if isinstance(keys, FrameTokens):
             assert data.frames is not None
-            return Frames(*data.frames)
+            return Frames(*data.frames, normalize=data.normalize_frames)
         return self.patches(keys)
 
     @property

@@ -43,8 +43,10 @@ class MP3(Composition):
     @cached_property
     def reads(self) -> Frames | Patches:
         """Patches, or frames of a spectrogram (section 4.3)."""
-        frames = self.config.data.frames
-        return self.patches() if frames is None else Frames(*frames)
+        data = self.config.data
+        if data.frames is None:
+            return self.patches()
+        return Frames(*data.frames, normalize=data.normalize_frames)
 
     @property
     def num_places(self) -> int:

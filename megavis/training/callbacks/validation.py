@@ -1,7 +1,7 @@
 """Held-out images during training: mean loss, grids, early stopping, evaluation of checkpoints.
 
 "Generative Pretraining from Pixels", section 3.4: fine-tuning stops early, at the highest
-validation accuracy.
+validation accuracy. Pre-training may do the same.
 
 Checkpoints are evaluated by `megavis evaluate watch` in a child process. Training shares only a
 pipe with it, which closes when training ends, even if it is killed. The child reads checkpoints, so
@@ -28,6 +28,7 @@ from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.config.schema import RunConfig
 from megavis.config.section import EvaluationConfig
+from megavis.data.format.files import write_json
 from megavis.data.loading.blended_dataset import Samples
 from megavis.data.loading.loader import evaluation_batches, read_batch
 from megavis.model.inference import Inference
@@ -250,6 +251,14 @@ class EarlyStopping:
         measured = [entry for entry in self.history if entry[0] in steps]
         best = max(measured, key=lambda entry: (entry[1], -entry[0]), default=None)
         return best and best[0]
+
+    def record(self, path: Path, saved: Collection[int]) -> None:
+        """Write and print the best of the saved steps, if one was validated. Raises OSError."""
+        best = self.best_of(saved)
+        if best is not None:
+            accuracy = dict(self.history)[best]
+            write_json(path, {"step": best, ACCURACY: accuracy})
+            sys.stdout.write(f"best step {best}: validation accuracy {accuracy:.1%}, {path}\n")
 
     @property
     def is_over(self) -> bool:

@@ -108,9 +108,16 @@ def test_speech_presets_match_the_paper(build_paper):
     assert (config.data.time_shift, bool(config.data.background_noise)) == (0.1, True)
     assert (config.schedule.warmup_steps, config.schedule.halve_every) == (500, 10_000)
     assert config.schedule.warmup_rate == 1e-4
+    # "Early stopping is done based on validation accuracy", of pre-training too; TC-ResNet, whose
+    # preparation is kept, normalises nothing (section 4.1).
+    assert (training.patience, config.data.normalize_frames) == (10, False)
+    assert training.validation_images == 2_577 + 2 * 258
     # "Around 70K parameters": with a head of 12 classes instead of one of 100 positions.
     count = sum(parameter.numel() for _, parameter in runner.layers.named_parameters())
     assert count - 33 * 100 + 33 * 12 == pytest.approx(70_000, rel=0.01)
     tuning = load_config(PRESETS / "speech_commands_finetune.yaml").config
     assert (tuning.training.steps, tuning.finetune.label_smoothing) == (30_000, 0.1)
     assert (tuning.schedule, tuning.data) == (config.schedule, config.data)
+    assert (tuning.training.batch_size, tuning.optimizer) == (256, config.optimizer)
+    assert (tuning.finetune.patience, tuning.finetune.num_classes) == (10, 12)
+    assert tuning.finetune.test == "shards/speech_commands/test"

@@ -1,5 +1,7 @@
 """Every shipped config loads and has a unique, matching run name."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,21 @@ from megavis.config.load import load_config
 
 pytestmark = pytest.mark.once
 
+SCHEMA = json.loads((Path(__file__).parents[3] / "yaml_configs/schema.json").read_text())
+SECTIONS = sorted(name for name, value in SCHEMA["properties"].items() if "type" not in value)
 CONFIGS = sorted((Path(__file__).parents[3] / "yaml_configs").glob("*/*.yaml"))
+
+
+def _keys(node):
+    """Yield the names of all keys of the schema."""
+    children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    if isinstance(node, dict):
+        yield from node.get("properties", {})
+    for child in children:
+        yield from _keys(child)
+
+
+KEYS = set(_keys(SCHEMA))
 
 
 @pytest.fixture(scope="module")
@@ -24,3 +40,21 @@ def test_run_names_are_unique(presets):
 def test_run_name_is_paper_and_file_name(presets):
     for path, config in presets.items():
         assert config.name == f"{path.parent.name}_{path.stem}"
+
+
+@pytest.mark.parametrize("path", [each for each in CONFIGS if each.parent.name in ("igpt", "mp3")])
+def test_comments_name_keys_that_the_config_uses(path):
+    """xl_64 spoke of warmup_steps, and used warmup_epochs."""
+    used = set(re.findall(r"^\s*(\w+):", "".join(_with_bases(path)), re.MULTILINE))
+    for line in path.read_text().splitlines():
+        comment = re.sub("`[^`]*`", "", line.partition("#")[2])
+        bare = re.findall(r"(?<![\w./=-])([a-z]+(?:_[a-z]+)+)(?![\w/=.-])", comment)
+        assert not (set(bare) & KEYS) - used, line
+        qualified = re.findall(rf"(?<![\w/])(?:{'|'.join(SECTIONS)})\.(\w+)", comment)
+        assert set(qualified) <= KEYS, line
+
+
+def _with_bases(path):
+    text = path.read_text()
+    base = re.search(r"^based_on: (\S+)", text, re.MULTILINE)
+    return [text, *(_with_bases(path.parent / base[1]) if base else [])]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import fft
 from written_shards import write_payloads
 
 from megavis.config.errors import UserError
@@ -23,15 +24,29 @@ RANDOM = np.random.default_rng(0)
 
 
 def to_mel(hertz):
-    return 2595.0 * math.log10(1.0 + hertz / 700.0)
+    """HTK's scale, as in tf.signal.linear_to_mel_weight_matrix."""
+    return 1127.0 * math.log(1.0 + hertz / 700.0)
 
 
-def to_hertz(mel):
-    return 700.0 * (10.0 ** (mel / 2595.0) - 1.0)
+def mel_weight_matrix():
+    """Return tf.signal.linear_to_mel_weight_matrix(64, 257, 16000, 80, 7600) in plain loops.
+
+    Its triangles are linear in mel, not in hertz, and nothing of bin 0 passes.
+    """
+    low, high = to_mel(80.0), to_mel(7600.0)
+    edges = [low + (high - low) * i / 65 for i in range(66)]
+    weights = np.zeros((257, 64))
+    for number in range(1, 257):
+        mel = to_mel(8000.0 * number / 256)
+        for band, (left, peak, right) in enumerate(zip(edges, edges[1:], edges[2:], strict=False)):
+            weights[number, band] = max(
+                0.0, min((mel - left) / (peak - left), (right - mel) / (right - peak))
+            )
+    return weights
 
 
 def coefficients_by_the_formulas(samples, frame):
-    """Compute Hann window, FFT, triangular mel filters, logarithm and DCT in plain loops."""
+    """Compute Hann window, FFT, mel filters, logarithm and TensorFlow's DCT in plain loops."""
     middle = 160 * frame + 80
     window = np.zeros(512)
     for i in range(480):
@@ -39,21 +54,39 @@ def coefficients_by_the_formulas(samples, frame):
         value = samples[place] if 0 <= place < len(samples) else 0.0
         window[16 + i] = value * (0.5 - 0.5 * math.cos(2.0 * math.pi * i / 480))
     power = np.abs(np.fft.rfft(window)) ** 2
-    low, high = to_mel(80.0), to_mel(7600.0)
-    edges = [to_hertz(low + (high - low) * i / 65) for i in range(66)]
-    logarithms = []
-    for left, peak, right in zip(edges, edges[1:], edges[2:], strict=False):
-        energy = 0.0
-        for number, value in enumerate(power):
-            hertz = number * 16_000 / 512
-            rise, fall = (hertz - left) / (peak - left), (right - hertz) / (right - peak)
-            energy += max(0.0, min(rise, fall)) * value
-        logarithms.append(math.log(energy + 1e-6))
+    logarithms = np.log(power @ mel_weight_matrix() + 1e-6).tolist()
+    # tf.signal.dct, type 2, has a factor of 2 and no norm; mfccs_from_log_mel_spectrograms divides
+    # all coefficients by √(2 · 64), the first one too.
     return [
-        math.sqrt((1.0 if k == 0 else 2.0) / 64)
-        * sum(x * math.cos(math.pi * k * (i + 0.5) / 64) for i, x in enumerate(logarithms))
+        sum(2.0 * x * math.cos(math.pi * k * (i + 0.5) / 64) for i, x in enumerate(logarithms))
+        / math.sqrt(2.0 * 64)
         for k in range(40)
     ]
+
+
+def frames_of_tc_resnet(samples):
+    """Return the coefficients of tf.signal.stft's frames, [t, t + 480) every 160 samples."""
+    hann = 0.5 - 0.5 * np.cos(2.0 * np.pi * np.arange(480) / 480)
+    starts = range(0, len(samples) - 480 + 1, 160)
+    power = np.abs(np.fft.rfft([samples[t : t + 480] * hann for t in starts], 512)) ** 2
+    dct = fft.dct(np.log(power @ mel_weight_matrix() + 1e-6), type=2)
+    return dct[:, :40] / math.sqrt(2.0 * 64)
+
+
+def test_cepstra_are_those_of_tc_resnet():
+    """A second has 98 of its frames, and two more, half of silence, for Table 1's 100 positions."""
+    samples = (0.1 * RANDOM.standard_normal(16_000)).astype(np.float32)
+    theirs = frames_of_tc_resnet(samples)
+    assert theirs.shape == (98, 40)
+    np.testing.assert_allclose(cepstra(samples, 40)[1:-1], theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_first_coefficient_of_silence():
+    """ln(1e-6) in 64 bands: √(2 / 64) times their sum."""
+    silence = cepstra(np.zeros(16_000, np.float32), 40)
+    expected = math.sqrt(2 / 64) * 64 * math.log(1e-6)
+    np.testing.assert_allclose(silence[:, 0], expected, rtol=1e-5)
+    np.testing.assert_allclose(silence[:, 1:], 0.0, atol=1e-3)
 
 
 def test_cepstra_match_formulas():

@@ -5,8 +5,12 @@ import json
 import numpy as np
 import pytest
 import torch
+import yaml
+from image_shards import write_image_shards
+from tiny import VIT, tiny
 
 from megavis.cli import main
+from megavis.data.loading.dataset import ShardDataset
 from megavis.evaluation.classes import ClassProbabilities, average
 
 pytestmark = pytest.mark.once
@@ -53,3 +57,43 @@ def test_ensemble_command_reports_each_run_and_the_ensemble(small_config, tmp_pa
     assert row == result["rows"][0]
     assert main(["ensemble", *runs, "--device", "cpu"]) == 2
     assert "is not a finished fine-tuning run" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def mp3_and_mae(shards, image_shards, tmp_path_factory):
+    """Fine-tuned runs of both papers, tested on all of `finetune.test`."""
+    folder = tmp_path_factory.mktemp("ensemble")
+    write_image_shards(shards / "crops" / "selection", folder / "selection")
+    for name in ("mp3", "mae"):
+        text = tiny(
+            f"{{name: {name}, patch_size: 4, mask_ratio: 0.5}}", shards=image_shards, model=VIT
+        )
+        path = folder / f"{name}.yaml"
+        path.write_text(f"{text}output: {folder}\n")
+        words = [f"data.validation={folder}/selection", "training.validate_every=3"]
+        words += [f"finetune={{num_classes: 10, test: {image_shards}/validation}}"]
+        assert main(["finetune", str(path), f"name={name}", "--device", "cpu", *words]) == 0
+    return folder
+
+
+def test_ensemble_of_mp3_and_mae(mp3_and_mae, image_shards, capsys):
+    """MP3, section 4.2.3: "averaging the outputs of an MP3 and MAE finetuned model"."""
+    runs, out = [str(mp3_and_mae / name) for name in ("mp3", "mae")], mp3_and_mae / "e.json"
+    assert main(["ensemble", *runs, "--device", "cpu", "--json", str(out)]) == 0
+    result = json.loads(out.read_text())
+    assert [row["run"] for row in result["rows"]] == [*runs, "together"]
+    assert result["num_images"] == len(ShardDataset(image_shards / "validation"))
+
+
+def test_runs_tested_on_a_half_and_on_all_images_are_not_averaged(mp3_and_mae, capsys):
+    """One run has `finetune.test`; the other holds out half of the same shards."""
+    config = mp3_and_mae / "mae.yaml"
+    words = ["name=half", "training.validate_every=3", "finetune={num_classes: 10}"]
+    tested = mp3_and_mae / "mp3" / "config.yaml"
+    folder = yaml.safe_load(tested.read_text())["finetune"]["test"]
+    words += [f"data.validation={folder}", "--device", "cpu"]
+    assert main(["finetune", str(config), *words]) == 0
+    runs = [str(mp3_and_mae / name) for name in ("mp3", "half")]
+    assert main(["ensemble", *runs, "--device", "cpu"]) == 2
+    assert "evaluated on different images; name one folder with --images" in capsys.readouterr().err
+    assert main(["ensemble", *runs, "--device", "cpu", "--images", folder]) == 0

@@ -31,6 +31,7 @@ def make_result(**changes):
         "num_classes": 3,
         "num_views": 1,
         "seed": 0,
+        "classifier": "standardized",
     }
     return ProbeResult(**{**content, **changes})
 
@@ -60,6 +61,7 @@ def test_depth_figure_shows_vote_accuracy():
 def test_likelihood_figure_has_one_line_per_run_and_reversed_axis():
     points = [("small", 5, 3.0, 0.5), ("small", 10, 2.5, 0.6), ("large", 10, 2.0, 0.8)]
     probe = {"layer": 1, "penalty": 0.1, "num_train": 100, "num_validation": 50, "seed": 0}
+    probe |= {"classifier": "plain", "loss_images": "shards", "num_loss_images": 70}
     scores = [
         CheckpointScore(run=run, step=step, validation_loss=loss, accuracy=share, **probe)
         for run, step, loss, share in points

@@ -72,7 +72,31 @@ def test_held_out_split_is_stratified_and_disjoint():
     assert other.held_out.tolist() != selection.held_out.tolist()
 
 
-@pytest.mark.parametrize("labels", [[0, 0, 0, 0], [0, 0, 0, 1], []])
+@pytest.mark.parametrize("num_images", [5000, 2000])
+def test_split_of_a_thousand_classes_keeps_one_image_of_each_to_fit(num_images):
+    """The first 5,000 of ImageNet's images have one of some classes and none of others."""
+    labels = np.random.default_rng(0).integers(0, 1000, num_images)
+    assert np.bincount(labels)[np.unique(labels)].min() == 1
+
+    selection = divide(labels, share=0.2, seed=0)
+
+    assert sorted([*selection.fitted, *selection.held_out]) == list(range(num_images))
+    assert len(selection.held_out) == num_images // 5
+    assert set(labels[selection.fitted]) == set(labels)
+    again, other = divide(labels, share=0.2, seed=0), divide(labels, share=0.2, seed=1)
+    assert again.held_out.tolist() == selection.held_out.tolist()
+    assert other.held_out.tolist() != selection.held_out.tolist()
+
+
+def test_split_with_one_image_of_a_class_fits_it():
+    labels = np.array([0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 2])
+    for seed in range(5):
+        selection = divide(labels, share=0.4, seed=seed)
+        assert 10 in selection.fitted
+        assert set(labels[selection.held_out]) <= {0, 1}
+
+
+@pytest.mark.parametrize("labels", [[0, 0, 0, 0], [0, 0, 0, 1], [], [0, 1, 2, 3]])
 def test_too_few_images_or_classes_raise(labels):
     with pytest.raises(UserError, match=r"at least two classes|too few"):
         divide(np.array(labels, dtype=np.int64), share=0.2, seed=0)

@@ -8,7 +8,8 @@ import pytest
 from megavis.config.errors import UserError
 from megavis.data.loading.dataset import sample_per_class
 from megavis.evaluation.features import LabelledFeatures
-from megavis.evaluation.linear import PENALTIES, score_low_data
+from megavis.evaluation.few_labels import score_low_data
+from megavis.evaluation.linear import PENALTIES
 
 pytestmark = pytest.mark.once
 

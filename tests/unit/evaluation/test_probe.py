@@ -122,6 +122,17 @@ def test_selection_set_replaces_the_held_out_split(build, tmp_path, data, shard_
         chosen_by.divide(np.arange(60), ProbeSettings())
 
 
+def test_selection_may_have_classes_that_are_not_fitted(data, shard_folders):
+    """The first 5,000 images of ImageNet lack some classes of the 4 % that are held out."""
+    further = ShardDataset(shard_folders / "selection")
+    chosen_by = ProbeData(data.train, data.validation, data.palette, 60, None, further)
+    assert set(further.labels) == {0, 1, 2}
+    parts = chosen_by.divide(np.concatenate([np.arange(60) % 2, further.labels]), ProbeSettings())
+    assert (len(parts.fitted), len(parts.held_out)) == (60, 36)
+    with pytest.raises(UserError, match="cannot select the layer"):
+        chosen_by.divide(np.concatenate([np.full(60, 7), further.labels]), ProbeSettings())
+
+
 def test_different_class_numbering_raises(data, monkeypatch):
     monkeypatch.setattr(data.validation, "class_names", ("class-0", "class-1"))
     with pytest.raises(UserError, match="classes-from"):

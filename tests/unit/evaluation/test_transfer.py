@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from megavis.config.errors import UserError
+from megavis.data.loading.dataset import sample_per_class
 from megavis.evaluation.features import LabelledFeatures
-from megavis.evaluation.linear import PENALTIES, HeldOutSplit, choose_penalty, score_low_data
+from megavis.evaluation.few_labels import score_low_data
+from megavis.evaluation.linear import PENALTIES, PLAIN, HeldOutSplit, choose_penalty
 from megavis.evaluation.probe import ProbeSettings
 from megavis.evaluation.transfer import (
     Task,
@@ -94,6 +96,33 @@ def test_given_layer_and_low_data_are_scored_too(task):
     assert few.labels == "5 a class"
 
 
+def test_plain_classifier_is_scikit_learns_default(task):
+    """iGPT, section 3.4 and Table 4: no scaling, C = 1, also with few labels."""
+    from sklearn.linear_model import LogisticRegression
+
+    train, test = task.train, task.test
+    settings = ProbeSettings(images_per_class=(5,), draws=3, seed=4, recipe=PLAIN)
+    result = transfer(task, settings, layer=0)
+    best, given, few = result.scores
+    assert result.classifier == "plain"
+    for score in (best, given):
+        x = train.layers[score.layer]
+        model = LogisticRegression(max_iter=300).fit(x, train.labels)
+        assert score.accuracy == pytest.approx(model.score(test.layers[score.layer], test.labels))
+        assert score.penalty == pytest.approx(1 / 120)
+        held_out = LogisticRegression(max_iter=300).fit(x[:96], train.labels[:96])
+        assert score.selection_accuracy == pytest.approx(held_out.score(x[96:], train.labels[96:]))
+    accuracies = []
+    for draw in range(3):
+        images = sample_per_class(train.labels, 5, seed=4, draw=draw)
+        model = LogisticRegression(max_iter=300).fit(
+            train.layers[best.layer][images], train.labels[images]
+        )
+        accuracies.append(model.score(test.layers[best.layer], test.labels))
+    assert few.accuracy == pytest.approx(np.mean(accuracies))
+    assert few.deviation == pytest.approx(np.std(accuracies, ddof=1))
+
+
 def test_first_examples_are_split_80_20():
     train = features(50, seed=0)
     few, selection = first_examples(train, 30, name="toy")
@@ -129,6 +158,7 @@ def test_tables_list_all_scores_and_split_sizes(task, tmp_path):
     best = results[0].scores[0]
     assert float(rows[0]["accuracy"]) == best.accuracy
     assert rows[0]["train"] == "toy, training set"
+    assert {row["classifier"] for row in rows} == {"standardized"}
     assert (rows[0]["step"], rows[0]["num_test"], rows[2]["penalty"]) == ("7", "80", "")
     lines = readable.read_text().splitlines()
     assert lines[0] == "# Title"

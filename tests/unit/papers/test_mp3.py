@@ -1,6 +1,7 @@
 """MP3 against its definition: predict the position of each patch from a visible subset."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megavis.config.errors import UserError
 from megavis.model.flops import forward_flops
 from megavis.papers.mp3.place_figures import Places
+from megavis.training.finetune import _differences
 
 CONFIG = tiny(
     "{name: mp3, patch_size: 4, mask_ratio: 0.5}",
@@ -142,9 +144,8 @@ def test_speech_frames_with_given_positions(make):
     batch = batch_of(frames)
     sequence = objective.sequence(batch)
     patches, context, given_positions = sequence.inputs
-    mean, deviation = frames.float().mean(1), frames.float().std(1, correction=0)
-    expected = (frames.float() - mean[:, None]) / deviation[:, None]
-    torch.testing.assert_close(patches, expected, rtol=1e-3, atol=1e-3)
+    # TC-ResNet, whose preparation the paper keeps intact (section 4.1), scales nothing.
+    assert torch.equal(patches, frames.float())
     assert (context.shape, given_positions.shape) == ((3, 21), (3, 2))
     embedding = runner.layers.modules[0]
     hidden = embedding(sequence.inputs)[0][1:].transpose(0, 1)
@@ -171,6 +172,25 @@ def test_speech_frames_with_given_positions(make):
     assert objective.feature_inputs(batch)[2].tolist() == [list(range(20))] * 3
 
 
+def test_frames_are_normalized_by_a_key(make):
+    objective, _ = make(*SPEECH, "data.normalize_frames=true")
+    frames = 3 + 2 * torch.randn(3, 20, 6, generator=torch.Generator().manual_seed(0)).half()
+    patches = objective.sequence(batch_of(frames)).inputs[0]
+    mean, deviation = frames.float().mean(1), frames.float().std(1, correction=0)
+    expected = (frames.float() - mean[:, None]) / deviation[:, None]
+    torch.testing.assert_close(patches, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_finetuning_reads_frames_like_pretraining(make):
+    plain, normalized = (
+        make(*SPEECH, f"data.normalize_frames={value}")[0] for value in ("false", "true")
+    )
+    reader = SimpleNamespace(paper=plain)
+    assert list(_differences(plain.config, plain.config, reader)) == []
+    (text,) = _differences(normalized.config, plain.config, reader)
+    assert "was trained with data.normalize_frames true" in text
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -186,6 +206,7 @@ def test_speech_frames_with_given_positions(make):
         (["data.frames=[20,6]"], "is for images, and data.frames for recordings: set only one"),
         (["data.time_shift=0.1"], "is for recordings, which data.frames describes"),
         (["data.background_noise=noise.npz"], "is for recordings, which data.frames describes"),
+        (["data.normalize_frames=true"], "is for recordings, which data.frames describes"),
         (
             ["data.image_size=0", "data.frames=[20,6]", "data.time_shift=0.2"],
             "must be shorter than 20 frames of 10 ms",

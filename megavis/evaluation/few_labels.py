@@ -1,0 +1,92 @@
+"""Linear classifiers on one layer's features with few labels.
+
+iGPT, section 4.7 and Table 4: 4, 25 or 400 images per class, 5 random subsets, mean and standard
+deviation. A penalty is selected by cross-validation inside each subset, so labels outside of it
+influence only the choice of the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from megavis.config.errors import UserError
+from megavis.data.loading.dataset import sample_per_class
+from megavis.evaluation.features import LabelledFeatures
+from megavis.evaluation.linear import (
+    STANDARDIZED,
+    FitRecipe,
+    HeldOutSplit,
+    choose_penalty,
+    fit_classifier,
+)
+
+MAXIMUM_FOLDS = 5
+"""Most folds of the cross-validation; at most the number of images per class."""
+
+
+@dataclass(frozen=True)
+class LowDataScore:
+    """Accuracy with few labels.
+
+    Attributes:
+        features: `trained`, `untrained` or `pixels`.
+        accuracies: accuracy on the validation set for each draw, in [0, 1].
+        deviation: sample standard deviation of the accuracies (divided by draws - 1).
+    """
+
+    features: str
+    layer: int
+    images_per_class: int
+    accuracies: tuple[float, ...]
+    mean: float
+    deviation: float
+
+
+def score_low_data(
+    name: str,
+    train: LabelledFeatures,
+    validation: LabelledFeatures,
+    *,
+    layer: int,
+    images_per_class: Sequence[int],
+    draws: int,
+    seed: int,
+    recipe: FitRecipe = STANDARDIZED,
+) -> list[LowDataScore]:
+    """Score one layer's features with few labels per class, over several draws.
+
+    Args:
+        name: name of the features, for the record.
+        images_per_class: sizes of subsets, each at least 2.
+        draws: subsets of each size, at least 2.
+        seed: of the subsets, which are the same for all features.
+    """
+    scores = []
+    for count in images_per_class:
+        try:
+            subsets = [
+                sample_per_class(train.labels, count, seed=seed, draw=draw) for draw in range(draws)
+            ]
+        except UserError as error:
+            text = f"--images-per-class {count}: {error}; use more with --train-images"
+            raise UserError(text) from None
+        accuracies = [
+            _accuracy(train.subset(images), validation, layer, count, recipe) for images in subsets
+        ]
+        mean, deviation = fmean(accuracies), stdev(accuracies)
+        scores.append(LowDataScore(name, layer, count, tuple(accuracies), mean, deviation))
+    return scores
+
+
+def _accuracy(
+    few: LabelledFeatures, validation: LabelledFeatures, layer: int, count: int, recipe: FitRecipe
+) -> float:
+    from sklearn.model_selection import StratifiedKFold
+
+    x, y = few.layers[layer], few.labels
+    folds = StratifiedKFold(min(count, MAXIMUM_FOLDS), shuffle=True, random_state=0)
+    best = choose_penalty(x, y, [HeldOutSplit(*parts) for parts in folds.split(x, y)], recipe)
+    classifier = fit_classifier(x, y, penalty=best.penalty, standardize=recipe.standardize)
+    return float(classifier.score(validation.layers[layer], validation.labels))
