@@ -256,15 +256,21 @@ class Classification(Trainable):
         if not self.is_joint:
             return SequenceBatch(self.paper.feature_inputs(batch), (batch.labels,))
         self.paper.check_unlabelled()
-        own = self.paper.sequence(batch.unlabelled())
-        return SequenceBatch(own.inputs, (*own.targets, batch.labels))
+        return _with_labels(self.paper.sequence(batch.unlabelled()), batch.labels)
 
     def training_sequence(self, batch: Batch) -> SequenceBatch:
-        """Return the sequence of mixed images, with class probabilities instead of labels."""
-        if not self.mixes:
-            return self.paper.with_samples(self.sequence(batch), batch)
+        """Return the sequence for training; mixed images have class probabilities as labels."""
+        images, classes = self._mixed(batch) if self.mixes else (batch.inputs, batch.labels)
+        shown = dataclasses.replace(batch, inputs=images)
+        if not self.is_joint:
+            inputs = self.paper.feature_inputs(shown)
+            return self.paper.with_samples(SequenceBatch(inputs, (classes,)), batch)
+        self.paper.check_unlabelled()
+        return _with_labels(self.paper.training_sequence(shown.unlabelled()), classes)
+
+    def _mixed(self, batch: Batch) -> tuple[Tensor, Tensor]:
         settings = self.settings
-        images, classes = mix(
+        return mix(
             batch.inputs,
             batch.labels,
             batch.sample_index,
@@ -273,9 +279,6 @@ class Classification(Trainable):
             cutmix=settings.cutmix,
             seed=self.config.seed,
         )
-        mixed = self.sequence(dataclasses.replace(batch, inputs=images))
-        mixed = SequenceBatch(mixed.inputs, (*mixed.targets[:-1], classes))
-        return self.paper.with_samples(mixed, batch)
 
     def inputs_from(
         self, inputs: Any, *, sample_index: Tensor | None = None, **options: Any
@@ -317,6 +320,10 @@ class Classification(Trainable):
     def outputs(self, predictions: Any) -> Tensor:
         """Return class logits `[b, c]`."""
         return divide(predictions)[1]
+
+
+def _with_labels(own: SequenceBatch, labels: Tensor) -> SequenceBatch:
+    return SequenceBatch(own.inputs, (*own.targets, labels))
 
 
 def divide(predictions: Any) -> tuple[Any, Tensor]:

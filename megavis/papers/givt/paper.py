@@ -232,7 +232,12 @@ class GIVTMaskGIT(GIVT):
     @cached_property
     def schedule(self) -> Rounds:
         """Mask a drawn share of the tokens; generate in rounds."""
-        return Rounds(self.orders, least_masking=self.paper.least_masking, seed=self.config.seed)
+        return Rounds(
+            self.orders,
+            least_masking=self.paper.least_masking,
+            loss_average=self.paper.loss_average,
+            seed=self.config.seed,
+        )
 
     @cached_property
     def asks(self) -> Mask:
