@@ -277,6 +277,7 @@ class Classification(Trainable):
             num_classes=settings.num_classes,
             mixup=settings.mixup,
             cutmix=settings.cutmix,
+            sharing=settings.images_per_mix,
             seed=self.config.seed,
         )
 

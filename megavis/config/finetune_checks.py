@@ -43,6 +43,9 @@ def check_finetuning(config: RunConfig) -> Iterator[ConfigIssue]:
     if settings.from_step is not None and settings.from_run is None:
         yield "finetune.from_step", "selects a checkpoint of finetune.from_run, which is absent"
     yield from _check_layer(config, settings)
+    if settings.mixing_batch % 2:
+        text = f"{settings.mixing_batch} is odd, and images are mixed in pairs; make it even"
+        yield "finetune.mixing_batch", text
     if settings.linear_evaluation:
         yield from _check_linear_evaluation(config, settings)
     else:

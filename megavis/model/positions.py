@@ -42,7 +42,8 @@ _WAVELENGTH = 10_000.0
 class Positions(nn.Module):
     """Encodes positions of tokens on a grid of `height` × `width`.
 
-    Only learned positions have a `weight`, one vector per cell in raster order.
+    Only learned positions have a `weight`, one vector per cell in raster order; those of
+    `learned_sincos` start as sin-cos.
 
     Args:
         scale: multiplies the coordinates of sin-cos positions; training size / current size
@@ -63,19 +64,28 @@ class Positions(nn.Module):
         self.kind, self.width, self.hidden_size, self.scale = kind, width, hidden_size, scale
         self.is_row = height == 1
         self.weight: nn.Parameter | None = None
-        if kind == "learned":
-            self.weight = filled(height * width, hidden_size, fill=fill)
+        if kind in ("learned", "learned_sincos"):
+            start = fill if kind == "learned" else self._fill_sincos
+            self.weight = filled(height * width, hidden_size, fill=start)
             set_start([self.weight], "saved or fresh")
+
+    def _fill_sincos(self, table: Tensor) -> None:
+        with torch.no_grad():
+            cells = torch.arange(len(table), device=table.device)
+            table.copy_(self._sincos(cells))
+
+    def _sincos(self, cells: Tensor) -> Tensor:
+        coordinates = cell_coordinates(cells, self.width)
+        # A single row has one axis, like the sequences of "Attention Is All You Need".
+        coordinates = coordinates[..., 1:] if self.is_row else coordinates
+        return sincos(self.scale * coordinates, self.hidden_size)
 
     def forward(self, hidden: Tensor, places: Tensor) -> Tensor:
         """Add absolute positions of cells `[b or 1, s]` to `[b, s, h]`; other kinds add none."""
         if self.weight is not None:
             return hidden + nn.functional.embedding(places, self.weight)
         if self.kind == "sincos":
-            coordinates = cell_coordinates(places, self.width)
-            # A single row has one axis, like the sequences of "Attention Is All You Need".
-            coordinates = coordinates[..., 1:] if self.is_row else coordinates
-            return hidden + sincos(self.scale * coordinates, self.hidden_size).to(hidden.dtype)
+            return hidden + self._sincos(places).to(hidden.dtype)
         return hidden
 
     def carried(self, places: Tensor) -> dict[str, Tensor]:

@@ -253,7 +253,7 @@ def _other_size(source: RunConfig, config: RunConfig, position_kind: str) -> Ite
     """
     sizes = source.data.image_size, config.data.image_size
     # Spectrogram frames have no side, and their number may not change.
-    if position_kind not in ("sincos", "rope_1d", "rope_2d") or not all(sizes):
+    if position_kind not in ("sincos", "learned_sincos", "rope_1d", "rope_2d") or not all(sizes):
         return
     scale = source.model.position_scale * sizes[0] / sizes[1]
     if not math.isclose(config.model.position_scale, scale, rel_tol=1e-3):

@@ -253,7 +253,7 @@ class GIVTMaskGIT(GIVT):
     def part_names(self) -> Mapping[Role, str]:
         """Names of the causal model's parts, and of the label's position."""
         names = super().part_names
-        is_learned = self.position_kind == "learned"
+        is_learned = self.position_kind in ("learned", "learned_sincos")
         return {**names, "front": "label_position"} if is_learned else names
 
     def build_embedding(self) -> MaskedReader:

@@ -1,5 +1,7 @@
 """MAE against `transformers.ViTMAEForPreTraining` with the same weights and masks."""
 
+import math
+
 import pytest
 import torch
 from small_batches import batch_of, photographs, run_layers
@@ -11,6 +13,8 @@ from transformers.models.vit_mae.modeling_vit_mae import build_2d_sinusoidal_pos
 
 from megavis.config.errors import UserError
 from megavis.model.attention import join_keys_values
+from megavis.model.parameters import starts_fresh
+from megavis.model.positions import Positions
 from megavis.papers.mae.vit_mae import settings_of, to_vit_mae, vit_mae_predictions
 from megavis.tokenizers.patches import standardize
 
@@ -193,6 +197,29 @@ def test_fine_tuning_drops_the_decoder(make):
     pretrained.features(objective.backbone.feature_inputs(batch))
     classifier = runner.layers.modules[4].classifier.linear
     torch.testing.assert_close(logits, classifier(kept["out"][0]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2 / 3])
+def test_learned_positions_start_as_the_fixed_ones(scale):
+    """As `pos_embed` in the released fine-tuning code; a loop over cells and channels."""
+    positions = Positions(
+        "learned_sincos", height=3, width=3, hidden_size=16, fill=torch.nn.init.ones_, scale=scale
+    )
+    assert positions.weight.requires_grad
+    for cell in range(9):
+        expected = []
+        for coordinate in (cell % 3, cell // 3):
+            angles = [scale * coordinate / 10_000 ** (i / 4) for i in range(4)]
+            expected += [math.sin(x) for x in angles] + [math.cos(x) for x in angles]
+        assert positions.weight[cell].tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_fine_tuning_trains_positions_that_the_source_lacks(make):
+    words = ["finetune.num_classes=3", "data.validation=shards", "training.validate_every=1"]
+    _, runner = make(*words, "model.positions=learned_sincos")
+    parameters = dict(runner.layers.named_parameters())
+    assert starts_fresh(parameters["embedding.positions.weight"], is_saved=False)
+    assert not starts_fresh(parameters["embedding.class_token"], is_saved=True)
 
 
 def test_flops_match_torch_counter(make):
