@@ -108,8 +108,8 @@ class ModelConfig(Section):
     """Features of a layer: the output of its first norm (iGPT, section 2.4), or the input of that
     norm, which is the output of the block before it (GIVT, appendix F)."""
     position_scale: Above0 = 1.0
-    """Multiplies coordinates of rotary and sin-cos positions: trained grid / present grid
-    interpolates them."""
+    """Multiplies coordinates of rotary and sin-cos positions. Trained side / present side
+    interpolates them; for `rope_1d`, whose coordinate is the place in the sequence, its square."""
 
     @property
     def has_biased_attention(self) -> bool:

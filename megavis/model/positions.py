@@ -46,8 +46,8 @@ class Positions(nn.Module):
     `learned_sincos` start as sin-cos.
 
     Args:
-        scale: multiplies the coordinates of sin-cos positions; training size / current size
-            interpolates them. Rotary positions are scaled in `turns`.
+        scale: multiplies the coordinates of sin-cos positions; see `interpolation`. Rotary
+            positions are scaled in `turns`.
     """
 
     def __init__(
@@ -168,6 +168,18 @@ def resize_table(table: Tensor, num_cells: int) -> Tensor:
     return resized[0].flatten(1).t().contiguous()
 
 
+def interpolation(kind: PositionKind | None, trained_side: float, side: float) -> float:
+    """Return the factor by which positions are multiplied at another image size.
+
+    It places the last token of a grid, or for `rope_1d` of the sequence in raster order, about
+    where that of training was: 224² in place of 384² gives 14/24 for each axis, and 196/576 in the
+    sequence ("Denoising Autoregressive Representation Learning", section 4.1: "we interpolate the
+    positions").
+    """
+    ratio = trained_side / side
+    return ratio**2 if kind == "rope_1d" else ratio
+
+
 def carried_names(kind: PositionKind) -> tuple[str, ...]:
     """Return the names of the tensors in `Positions.carried` for a kind."""
     return ("coordinates",) if kind in ("rope_1d", "rope_2d", "relative_2d") else ()
@@ -193,10 +205,11 @@ def turns(coordinates: Tensor, head_size: int, *, scale: float = 1.0) -> tuple[T
 
     Adjacent channels (2i, 2i + 1) form a complex number, rotated by coordinate · θ_i with
     θ_i = 10000^(-2i/d); the channels of a head are divided evenly between the axes (appendix D).
+    Section 3.4 has 2π · coordinate · θ instead, and neither gives θ: `scale` 2π is that.
 
     Args:
         coordinates: `[b or 1, s, axes]`.
-        scale: multiplies coordinates; training size / current size interpolates them.
+        scale: multiplies coordinates; see `interpolation`.
 
     Returns:
         Cosines and sines, float32 `[b or 1, 1, s, d / 2]` each.
