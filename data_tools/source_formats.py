@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +24,7 @@ from data_tools.labelled.table import DATA_SETS
 from data_tools.selection import SPLITS, ImageSelection, Split, check_made_for, open_selection
 from data_tools.sources import FileSource, ImageSource, SourceFile, list_images
 from data_tools.tars import first_member, is_tar, list_tars
-from megavis.config.errors import UserError
+from megavis.config.errors import UserError, counted
 from megavis.data.format.manifest import MANIFEST_NAME, Manifest
 from megavis.data.format.shards import ShardReader
 
@@ -67,7 +68,9 @@ def add_source_arguments(parser: argparse.ArgumentParser, *, selects: bool = Tru
     if selects:
         _add_selection_arguments(parser)
     else:
-        parser.set_defaults(split="all", validation_share=0.04, selection=None)
+        parser.set_defaults(
+            split="all", validation_share=0.04, selection=None, only_classes=None
+        )
 
 
 def add_classes_argument(parser: argparse.ArgumentParser) -> None:
@@ -92,6 +95,12 @@ def _add_selection_arguments(parser: argparse.ArgumentParser) -> None:
         "--validation-share", type=float, default=0.04, help="of --split; default: as in iGPT"
     )
     parser.add_argument(
+        "--only-classes",
+        type=Path,
+        metavar="FILE",
+        help="keep only these classes, one name per line, such as the 100 synsets of ImageNet-100",
+    )
+    parser.add_argument(
         "--selection", type=Path, metavar="FOLDER", help="skip images that `filter` dropped"
     )
 
@@ -105,6 +114,14 @@ def open_source(arguments: argparse.Namespace) -> ImageSource:
     if layout == "auto":
         layout = "imagenet-validation" if arguments.ground_truth else find_layout(place)
     selection = replace(selection, split=_hash_split(layout, arguments.split))
+    only = _read_names(arguments.only_classes, "--only-classes")
+    if only is not None and (classes is not None or layout == "webdataset"):
+        raise UserError(
+            "--only-classes numbers the classes in order of their names: remove --classes-from"
+            if classes is not None
+            else f"--only-classes: {place} was read as webdataset tars, whose classes are not known"
+            " before they are read; set --layout if that is wrong"
+        )
     if layout == "webdataset":
         check_made_for(selection, list_tars(place, selection=ImageSelection()).sha256)
         return list_tars(place, selection=selection, class_names=classes)
@@ -117,7 +134,39 @@ def open_source(arguments: argparse.Namespace) -> ImageSource:
     else:
         source = _FILE_LAYOUTS[layout](place, class_names=classes)
     check_made_for(selection, source.sha256)
+    source = source if only is None else keep_classes(source, only, arguments.only_classes)
     return selection.of_files(source)
+
+
+def keep_classes(source: FileSource, names: Sequence[str], listed_in: Path) -> FileSource:
+    """Return the images of some classes, numbered in order of their names.
+
+    Prints how many of how many are kept. Raises UserError if the source lacks a class.
+    """
+    if missing := sorted(set(names) - set(source.class_names)):
+        raise UserError(
+            f"--only-classes {listed_in}: {source.root} has no class {missing[0]!r}; it has"
+            f" {counted(len(source.class_names), 'class', 'classes')}, such as"
+            f" {', '.join(source.class_names[:3]) or 'none'}"
+        )
+    number = {name: label for label, name in enumerate(sorted(names))}
+    labels = {old: number.get(name) for old, name in enumerate(source.class_names)}
+    kept = [
+        replace(file, label=label)
+        for file in source.files
+        if (label := labels.get(file.label)) is not None
+    ]
+    sys.stdout.write(
+        f"{len(number)} of {counted(len(source.class_names), 'class', 'classes')},"
+        f" {len(kept)} of {counted(len(source.files), 'file')} are kept\n"
+    )
+    return FileSource.of(
+        kept,
+        description=f"{source.description}, {counted(len(number), 'class', 'classes')}",
+        root=source.root,
+        classes=list(number),
+        read=source.read,
+    )
 
 
 def _hash_split(layout: str, split: str) -> Split:
@@ -251,12 +300,19 @@ def read_class_names(place: Path | None) -> tuple[str, ...] | None:
     """Return the class names of `--classes-from`, or None. Raises UserError."""
     if place is None or place.is_dir():
         return Manifest.read(place).class_names if place else None
+    return _read_names(place, "--classes-from")
+
+
+def _read_names(place: Path | None, option: str) -> tuple[str, ...] | None:
+    """Return the class names in a text file, or None without one. Raises UserError."""
+    if place is None:
+        return None
     try:
         names = tuple(line.strip() for line in place.read_text().splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--classes-from {place} cannot be read: {error}") from None
+        raise UserError(f"{option} {place} cannot be read: {error}") from None
     if not names or len(set(names)) < len(names):
-        raise UserError(f"--classes-from {place} must have one class name per line, each once")
+        raise UserError(f"{option} {place} must have one class name per line, each once")
     return names
 
 
