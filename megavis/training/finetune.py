@@ -37,8 +37,10 @@ from megavis.training.engine import Engine
 from megavis.training.job import errors_of, open_held_out
 
 _PARTS = ("selection", "test")
-_MAY_DIFFER = re.compile("positions|position_scale|features|drop_path|.*dropout")
-"""Model keys that do not change the meaning of weights."""
+_MAY_DIFFER = re.compile(
+    "positions|position_scale|features|feature_order|drop_path|.*dropout|tokens_decay|loss_average"
+)
+"""Keys of model and objective that do not change the meaning of weights."""
 
 
 @dataclass
