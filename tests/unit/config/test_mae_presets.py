@@ -97,6 +97,7 @@ def test_finetuning_matches_table_9(load, name):
     assert (training.batch_size, training.steps) == (1024, steps(epochs, 1024))
     data = config.data
     assert (data.rand_augment, data.scale, data.flip) == ((9, 0.5), (0.08, 1.0), True)
+    assert config.objective.normalize_targets
     assert (finetune.layer_decay, config.drop_path) == (decay, drop_path)
     assert (finetune.label_smoothing, finetune.mixup, finetune.cutmix) == (0.1, 0.8, 1.0)
     assert (finetune.read_out, finetune.num_classes) == ("first", 1000)
@@ -160,3 +161,42 @@ def test_linear_probing_matches_table_10(load, name):
     assert config.schedule.min_rate == 0.0
     assert (finetune.read_out, finetune.num_classes) == ("first", 1000)
     assert finetune.from_run == f"runs/{load(name).name}"
+
+
+def test_rows_of_table_1_have_unnormalised_pixels(load):
+    """Its default: ViT-L, 800 epochs, and for fine-tuning drop path 0.1 of table 9."""
+    source = load("vit_l16_pixels")
+    assert not source.objective.normalize_targets
+    assert source.training == load("vit_l16").training
+    tuned, probed = load("vit_l16_pixels_finetune"), load("vit_l16_pixels_linear")
+    for config in (tuned, probed):
+        assert config.objective == source.objective
+        assert config.finetune.from_run == f"runs/{source.name}"
+    assert (tuned.drop_path, tuned.finetune.layer_decay, tuned.training.steps) == (
+        0.1,
+        0.75,
+        steps(50, 1024),
+    )
+    assert tuned.optimizer.learning_rate == pytest.approx(1e-3 * 1024 / 256)
+    assert probed.training == load("vit_l16_linear").training
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_training_from_scratch_matches_table_11(load, name):
+    config = load(f"{name}_scratch")
+    small = name == "vit_b16"
+    optimizer, finetune = config.optimizer, config.finetune
+    assert (optimizer.algorithm, optimizer.betas) == ("adam", (0.9, 0.95))
+    assert optimizer.learning_rate == pytest.approx(1e-4 * 4096 / 256)
+    assert (optimizer.weight_decay, optimizer.ema_decay) == (0.3, 0.9999)
+    assert (config.schedule.decay, config.schedule.warmup_steps) == ("cosine", steps(20, 4096))
+    assert config.training.batch_size == 4096
+    assert config.training.steps == pytest.approx(steps(300 if small else 200, 4096), abs=1)
+    assert (config.data.rand_augment, config.drop_path) == ((9, 0.5), 0.1 if small else 0.2)
+    assert (finetune.label_smoothing, finetune.mixup, finetune.cutmix) == (0.1, 0.8, 1.0)
+    assert (finetune.from_run, finetune.layer_decay, config.model.positions) == (
+        None,
+        1.0,
+        "sincos",
+    )
+    assert (config.data.validation, finetune.test) == (SELECTION, TEST)
