@@ -218,8 +218,10 @@ class Classification(Trainable):
         around, kept = self.settings.concatenate // 2, list[Tensor]()
         centre = len(readable) - 1 if self.settings.layer is None else self.settings.layer
         *below, top = plans[: readable[centre + around] + 1]
-        if self.settings.linear_evaluation:
-            below = [dataclasses.replace(plan, factory=frozen(plan.factory)) for plan in below]
+        below = [
+            dataclasses.replace(plan, factory=frozen(plan.factory)) if self._is_frozen(plan) else plan
+            for plan in below
+        ]
         for place in readable[centre - around : centre + around]:
             factory = watched(below[place].factory, kept.append)
             below[place] = dataclasses.replace(below[place], factory=factory)
@@ -229,6 +231,14 @@ class Classification(Trainable):
             top = dataclasses.replace(top, inner=None, stack=None, flops=0.0)
         plans = [*below, dataclasses.replace(top, factory=build)]
         return [self._with_layer_decay(plan, plans[-1].depth) for plan in plans]
+
+    def _is_frozen(self, plan: LayerPlan) -> bool:
+        """Return whether a layer below the feature layer keeps its weights."""
+        if self.settings.linear_evaluation:
+            return True
+        tuned, top = self.settings.tuned_blocks, self.settings.layer
+        last = self.config.model.num_layers if top is None else top
+        return tuned is not None and plan.depth <= last - tuned
 
     def _with_layer_decay(self, plan: LayerPlan, last: int) -> LayerPlan:
         """Scale a layer's learning rate by γ^(last - depth) with γ = `layer_decay`.

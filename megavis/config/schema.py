@@ -299,6 +299,9 @@ class FinetuneConfig(Section):
     standardize: bool = True
     """With `linear_evaluation`: standardise features over the batch (MAE, appendix A.2); false:
     use them unscaled (iGPT, section 2.4)."""
+    tuned_blocks: NonNegative | None = None
+    """Train only this many of the last blocks, the last norm and the classifier (MAE, section 4.3);
+    default: everything."""
     layer_decay: Share = 1.0
     """Learning rate of each layer relative to that of the layer above it."""
     patience: NonNegative = 0

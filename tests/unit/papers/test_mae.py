@@ -214,6 +214,27 @@ def test_learned_positions_start_as_the_fixed_ones(scale):
         assert positions.weight[cell].tolist() == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.parametrize("tuned", [0, 1, 2, 3])
+def test_partial_fine_tuning_trains_the_last_blocks(make, tuned):
+    """Section 4.3; 0 trains the last norm besides the classifier."""
+    words = ["finetune.num_classes=3", "data.validation=shards", "training.validate_every=1"]
+    objective, runner = make(
+        *words, f"finetune.tuned_blocks={tuned}", "model.positions=learned_sincos"
+    )
+    trained = {n for n, p in runner.layers.named_parameters() if p.requires_grad}
+    parts = {".".join(name.split(".")[:2]) for name in trained}
+    expected = {f"blocks.{number}" for number in range(3 - tuned, 3)}
+    assert parts == expected | {"bridge.norm", "bridge.classifier"}
+    classifier = runner.layers.modules[-1].classifier.linear
+    torch.nn.init.normal_(classifier.weight)
+    batch = batch_of(photographs(3, 16))
+    sequence = objective.training_sequence(batch)
+    loss = objective.loss(run_layers(runner.layers.modules, sequence.inputs), (batch.labels,))
+    loss.backward()
+    for name, parameter in runner.layers.named_parameters():
+        assert (parameter.grad is not None) == (name in trained), name
+
+
 def test_fine_tuning_trains_positions_that_the_source_lacks(make):
     words = ["finetune.num_classes=3", "data.validation=shards", "training.validate_every=1"]
     _, runner = make(*words, "model.positions=learned_sincos")
@@ -252,6 +273,21 @@ def test_flops_match_torch_counter(make):
         (
             ["finetune.num_classes=3", "finetune.generative_weight=1"],
             "hidden for the paper's own loss, and all seen for classes; set it to 0",
+        ),
+        (
+            ["finetune.num_classes=3", "finetune.tuned_blocks=4"],
+            "finetune.tuned_blocks: is 4; there are 3 blocks to train",
+        ),
+        (
+            ["finetune.num_classes=3", "finetune.tuned_blocks=1", "finetune.linear_evaluation=true"],
+            "finetune.tuned_blocks: applies to trained layers; linear_evaluation freezes them",
+        ),
+        (
+            [
+                *("finetune.num_classes=3", "finetune.tuned_blocks=1"),
+                "parallel.activation_checkpointing=full",
+            ],
+            "parallel.activation_checkpointing: must be none for finetune.tuned_blocks",
         ),
     ],
 )
