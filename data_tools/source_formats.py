@@ -19,7 +19,7 @@ from data_tools.sources import FileSource, ImageSource, SourceFile, list_images
 from data_tools.tars import first_member, is_tar, list_tars
 from data_tools.understood import besides, folders_in_tars, refuse_splits, summary
 from data_tools.user_text import read_names
-from megavis.config.errors import UserError
+from megavis.config.errors import UserError, counted
 from megavis.data.format.folders import MANIFEST_NAME, Contents
 from megavis.data.format.manifest import Manifest
 from megavis.data.format.shards import ShardReader
@@ -65,7 +65,7 @@ def add_source_arguments(parser: argparse.ArgumentParser, *, selects: bool = Tru
     if selects:
         _add_selection_arguments(parser)
     else:
-        parser.set_defaults(split="all", validation_share=0.04, selection=None)
+        parser.set_defaults(split="all", validation_share=0.04, selection=None, only_classes=None)
 
 
 def add_classes_argument(parser: argparse.ArgumentParser) -> None:
@@ -90,6 +90,12 @@ def _add_selection_arguments(parser: argparse.ArgumentParser) -> None:
         "--validation-share", type=float, default=0.04, help="of --split; default: as in iGPT"
     )
     parser.add_argument(
+        "--only-classes",
+        type=Path,
+        metavar="FILE",
+        help="keep only these classes, one name per line, such as the 100 synsets of ImageNet-100",
+    )
+    parser.add_argument(
         "--selection", type=Path, metavar="FOLDER", help="skip images that `filter` dropped"
     )
 
@@ -108,6 +114,14 @@ def open_source(arguments: argparse.Namespace) -> ImageSource:
         if layout == "folder":
             refuse_splits(place)
     selection = replace(selection, split=_hash_split(layout, arguments.split))
+    only = read_names(arguments.only_classes) if arguments.only_classes else None
+    if only is not None and (classes is not None or layout == "webdataset"):
+        raise UserError(
+            "--only-classes numbers the classes in order of their names: remove --classes-from"
+            if classes is not None
+            else f"--only-classes: {place} was read as webdataset tars, whose classes are not known"
+            " before they are read; set --layout if that is wrong"
+        )
     source: ImageSource
     if layout == "webdataset":
         check_made_for(selection, list_tars(place, selection=ImageSelection()).sha256)
@@ -116,6 +130,7 @@ def open_source(arguments: argparse.Namespace) -> ImageSource:
     else:
         files, labels_from = _open_files(arguments, layout, place, classes)
         check_made_for(selection, files.sha256)
+        files = files if only is None else keep_classes(files, only, arguments.only_classes)
         source, notes = selection.of_files(files), []
     if arguments.layout == "auto":
         notes += besides(place, layout)
@@ -137,6 +152,37 @@ def _open_files(
         data_set = DATA_SETS[layout]
         return data_set.open(place, arguments.split, class_names=classes), f"the files of {layout}"
     return _FILE_LAYOUTS[layout](place, class_names=classes), _LABELS_FROM[layout]
+
+
+def keep_classes(source: FileSource, names: Sequence[str], listed_in: Path) -> FileSource:
+    """Return the images of some classes, numbered in order of their names.
+
+    Prints how many of how many are kept. Raises UserError if the source lacks a class.
+    """
+    if missing := sorted(set(names) - set(source.class_names)):
+        raise UserError(
+            f"--only-classes {listed_in}: {source.root} has no class {missing[0]!r}; it has"
+            f" {counted(len(source.class_names), 'class', 'classes')}, such as"
+            f" {', '.join(source.class_names[:3]) or 'none'}"
+        )
+    number = {name: label for label, name in enumerate(sorted(names))}
+    labels = {old: number.get(name) for old, name in enumerate(source.class_names)}
+    kept = [
+        replace(file, label=label)
+        for file in source.files
+        if (label := labels.get(file.label)) is not None
+    ]
+    say(
+        f"{len(number)} of {counted(len(source.class_names), 'class', 'classes')},"
+        f" {len(kept)} of {counted(len(source.files), 'file')} are kept"
+    )
+    return FileSource.of(
+        kept,
+        description=f"{source.description}, {counted(len(number), 'class', 'classes')}",
+        root=source.root,
+        classes=list(number),
+        read=source.read,
+    )
 
 
 def _hash_split(layout: str, split: str) -> Split:

@@ -29,6 +29,7 @@ from megavis.config.schema import RunConfig
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.data.loading.loader import Batch
 from megavis.model.inference import Inference
+from megavis.model.positions import interpolation
 from megavis.model.stack import LayerStack, LocalLayers
 from megavis.papers import build_objective
 from megavis.parallel.context import ParallelContext, current_context, open_context
@@ -309,7 +310,8 @@ def at_image_size(config: RunConfig, image_size: int) -> RunConfig:
     ratio = image_size / config.data.image_size
     short_side = config.data.short_side and round(config.data.short_side * ratio)
     data = {"image_size": image_size, "short_side": short_side}
-    scale = {"position_scale": config.model.position_scale / ratio}
+    factor = interpolation(config.model.positions, config.data.image_size, image_size)
+    scale = {"position_scale": config.model.position_scale * factor}
     changed = config.model_copy(
         update={
             "data": config.data.model_copy(update=data),

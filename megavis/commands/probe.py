@@ -140,6 +140,9 @@ def _low_data(result: ProbeResult) -> Iterator[str]:
 def probe_data_sets(args: argparse.Namespace) -> int:
     """Probe each data set, write and print the table."""
     data_sets = read_data_sets(args.data_sets)
+    if unknown := sorted(set(args.per_class) - set(data_sets)):
+        known = ", ".join(data_sets)
+        raise UserError(f"--per-class: {unknown[0]} is not among --data-sets: {known}")
     with feature_job(args):
         opened = open_run(args.run_folder, step=args.step, precision=args.precision)
         results = _results(opened, data_sets, args)
@@ -147,8 +150,12 @@ def probe_data_sets(args: argparse.Namespace) -> int:
         return 0
     title = _title(opened, args)
     out = args.out or opened.folder / "evaluation"
-    written = write_transfer(out, results, title=title, step=opened.step, seed=args.seed)
-    sys.stdout.write(markdown_of(results, title=title) + "".join(f"{path}\n" for path in written))
+    per_class = args.per_class
+    written = write_transfer(
+        out, results, title=title, step=opened.step, seed=args.seed, per_class=per_class
+    )
+    text = markdown_of(results, title=title, per_class=per_class)
+    sys.stdout.write(text + "".join(f"{path}\n" for path in written))
     return 0
 
 

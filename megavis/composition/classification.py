@@ -218,8 +218,10 @@ class Classification(Trainable):
         around, kept = self.settings.concatenate // 2, list[Tensor]()
         centre = len(readable) - 1 if self.settings.layer is None else self.settings.layer
         *below, top = plans[: readable[centre + around] + 1]
-        if self.settings.linear_evaluation:
-            below = [dataclasses.replace(plan, factory=frozen(plan.factory)) for plan in below]
+        below = [
+            dataclasses.replace(plan, factory=frozen(plan.factory)) if self._is_frozen(plan) else plan
+            for plan in below
+        ]
         for place in readable[centre - around : centre + around]:
             factory = watched(below[place].factory, kept.append)
             below[place] = dataclasses.replace(below[place], factory=factory)
@@ -229,6 +231,14 @@ class Classification(Trainable):
             top = dataclasses.replace(top, inner=None, stack=None, flops=0.0)
         plans = [*below, dataclasses.replace(top, factory=build)]
         return [self._with_layer_decay(plan, plans[-1].depth) for plan in plans]
+
+    def _is_frozen(self, plan: LayerPlan) -> bool:
+        """Return whether a layer below the feature layer keeps its weights."""
+        if self.settings.linear_evaluation:
+            return True
+        tuned, top = self.settings.tuned_blocks, self.settings.layer
+        last = self.config.model.num_layers if top is None else top
+        return tuned is not None and plan.depth <= last - tuned
 
     def _with_layer_decay(self, plan: LayerPlan, last: int) -> LayerPlan:
         """Scale a layer's learning rate by γ^(last - depth) with γ = `layer_decay`.
@@ -256,26 +266,30 @@ class Classification(Trainable):
         if not self.is_joint:
             return SequenceBatch(self.paper.feature_inputs(batch), (batch.labels,))
         self.paper.check_unlabelled()
-        own = self.paper.sequence(batch.unlabelled())
-        return SequenceBatch(own.inputs, (*own.targets, batch.labels))
+        return _with_labels(self.paper.sequence(batch.unlabelled()), batch.labels)
 
     def training_sequence(self, batch: Batch) -> SequenceBatch:
-        """Return the sequence of mixed images, with class probabilities instead of labels."""
-        if not self.mixes:
-            return self.paper.with_samples(self.sequence(batch), batch)
+        """Return the sequence for training; mixed images have class probabilities as labels."""
+        images, classes = self._mixed(batch) if self.mixes else (batch.inputs, batch.labels)
+        shown = dataclasses.replace(batch, inputs=images)
+        if not self.is_joint:
+            inputs = self.paper.feature_inputs(shown)
+            return self.paper.with_samples(SequenceBatch(inputs, (classes,)), batch)
+        self.paper.check_unlabelled()
+        return _with_labels(self.paper.training_sequence(shown.unlabelled()), classes)
+
+    def _mixed(self, batch: Batch) -> tuple[Tensor, Tensor]:
         settings = self.settings
-        images, classes = mix(
+        return mix(
             batch.inputs,
             batch.labels,
             batch.sample_index,
             num_classes=settings.num_classes,
             mixup=settings.mixup,
             cutmix=settings.cutmix,
+            sharing=settings.images_per_mix,
             seed=self.config.seed,
         )
-        mixed = self.sequence(dataclasses.replace(batch, inputs=images))
-        mixed = SequenceBatch(mixed.inputs, (*mixed.targets[:-1], classes))
-        return self.paper.with_samples(mixed, batch)
 
     def inputs_from(
         self, inputs: Any, *, sample_index: Tensor | None = None, **options: Any
@@ -322,6 +336,10 @@ class Classification(Trainable):
     def outputs(self, predictions: Any) -> Tensor:
         """Return class logits `[b, c]`."""
         return divide(predictions)[1]
+
+
+def _with_labels(own: SequenceBatch, labels: Tensor) -> SequenceBatch:
+    return SequenceBatch(own.inputs, (*own.targets, labels))
 
 
 def divide(predictions: Any) -> tuple[Any, Tensor]:

@@ -85,7 +85,14 @@ class Composition(Objective):
         return self.reads.blank_batch(num_images, device)
 
     def sequence(self, batch: Batch) -> SequenceBatch:
-        """Draw tokens, arrangement and condition; return the training sequence."""
+        """Draw tokens, arrangement and condition; return the sequence for evaluation."""
+        return self._sequence(batch, self._expected_count)
+
+    def training_sequence(self, batch: Batch) -> SequenceBatch:
+        """Return the sequence of a micro-batch, with sample indices if there is drop path."""
+        return self.with_samples(self._sequence(batch, self._count_of_step), batch)
+
+    def _sequence(self, batch: Batch, count: Callable[[Tensor], Tensor]) -> SequenceBatch:
         index, samples = batch.sample_index, self.condition.predicted(batch.inputs)
         read, plan = self._read(samples, index), self.schedule.draw(index)
         targets: tuple[Tensor, ...] = ()
@@ -95,7 +102,26 @@ class Composition(Objective):
             scored, extra = self.density.corrupted(asked, index)
             targets = (scored,)
         inputs = (*self.training_rows(read, plan), *self.condition.training(batch), *extra)
-        return SequenceBatch(inputs, (*targets, *self._weights(plan, len(read))))
+        weights = self._weights(plan, len(read))
+        if weights and self.schedule.loss_average == "batch":
+            weights = (*weights, count(index))
+        return SequenceBatch(inputs, (*targets, *weights))
+
+    def _count_of_step(self, index: Tensor) -> Tensor:
+        """Return the mean number of predicted tokens of an image of the whole step, for each of b.
+
+        Draws are functions of seed and sample, and a step is a range of samples. So each process
+        counts the masks of all of them without a word from the others, and the mean over
+        micro-batches and processes is the sum over the step divided by its count.
+        """
+        size = self.config.training.batch_size
+        first = index[:1] // size * size
+        step = first + torch.arange(size, device=index.device)
+        return self.schedule.num_predicted(step).mean().expand(len(index))
+
+    def _expected_count(self, index: Tensor) -> Tensor:
+        # Outside of training no step groups the images: the loss must not depend on the batch.
+        return torch.full((len(index),), self.schedule.expected_predicted, device=index.device)
 
     def _read(self, samples: Any, index: Tensor | None) -> Tensor:
         """Return tokens in raster order, or on their grid for a transform."""
@@ -222,18 +248,21 @@ class Composition(Objective):
         return self.density.blank_inputs(self.asks.shape_of(rows), rows[0].device)
 
     def loss(self, predictions: Any, targets: tuple[Tensor, ...]) -> Tensor:
-        """Return the loss per predicted token, averaged over each image and then over images.
+        """Return the loss per predicted token, a mean over the images.
 
         Args:
             targets: tokens `[b, q, ...]`, absent with a transform; then weights `[b, q]`, absent
-                if all are predicted.
+                if all are predicted; then the number by which each image's sum is divided,
+                float32 `[b]`, by default that of its predicted tokens.
         """
         scored = None if self.has_transform else targets[0]
         weights = targets[not self.has_transform :]
         losses = self.density.per_token_loss(predictions, scored)
         if not weights:
             return losses.mean()
-        return ((losses * weights[0]).sum(1) / weights[0].sum(1).clamp(min=1.0)).mean()
+        counted, *counts = weights
+        count = counts[0] if counts else counted.sum(1).clamp(min=1.0)
+        return ((losses * counted).sum(1) / count).mean()
 
     def composition(self) -> Composition:
         """Return itself."""

@@ -257,7 +257,7 @@ def _differences(source: RunConfig, model: ModelConfig, sizes: EncoderSizes) -> 
             " `megavis import timm` or `vit` has made"
         )
     kind = source.model.positions or ("sincos" if name == "mae" else "none")
-    if kind not in ("learned", "sincos"):
+    if kind not in ("learned", "sincos", "learned_sincos"):
         yield f"has model.positions {kind}, and the encoder adds learned positions"
     if _patch_size(source) != sizes.patch_size:
         yield (

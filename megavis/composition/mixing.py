@@ -1,10 +1,13 @@
 """Mixup and CutMix: mix pairs of images, and their labels in the same proportion.
 
 "mixup: Beyond Empirical Risk Minimization" (Zhang et al.) adds the images with weights λ and 1 - λ;
-"CutMix" (Yun et al.) pastes a rectangle of one into the other. With both enabled, each pair uses
-either with probability 1/2, as in MAE's recipe. There, a batch is mixed with its reverse under one
-λ; here, samples 2k and 2k + 1 of the sample stream form a pair with its own draws, so that results
-do not depend on micro-batches or the number of processes.
+"CutMix" (Yun et al.) pastes a rectangle of one into the other. With both enabled, either is used
+with probability 1/2, as in MAE's recipe.
+
+The code of DeiT and MAE mixes the images of a process with their reverse, all with one λ (`batch`,
+timm's default mode). Here samples 2k and 2k + 1 of the sample stream, whose order is random, are
+mixed with each other, and a run of consecutive samples shares λ. So results do not depend on
+micro-batches or the number of processes.
 
 Legend: b images (an even number), h and w their height and width, c classes.
 """
@@ -27,6 +30,7 @@ def mix(
     num_classes: int,
     mixup: float,
     cutmix: float,
+    sharing: int,
     seed: int,
 ) -> tuple[Tensor, Tensor]:
     """Mix the pairs of a micro-batch.
@@ -37,12 +41,14 @@ def mix(
         sample_index: int64 `[b]`, consecutive pairs (2k, 2k + 1).
         mixup: α of λ ~ Beta(α, α) for mixup; 0 disables it.
         cutmix: α of λ ~ Beta(α, α) for CutMix; 0 disables it.
+        sharing: consecutive samples that share λ, rectangle, and the choice between the two: 1, 2
+            or another even number.
 
     Returns:
         Mixed images uint8 `[b, h, w, 3]`, and their class probabilities float32 `[b, c]`.
     """
     height, width = images.shape[1:3]
-    which, share, row, column = uniform(sample_index // 2, 4, seed=seed, purpose="mixing").unbind(1)
+    which, share, row, column = uniform(sample_index // sharing, 4, seed=seed, purpose="mixing").unbind(1)
     sums = _quantile(mixup, share)[:, None, None].expand(-1, height, width)
     outside = 1.0 - rectangles(_quantile(cutmix, share), row, column, height, width)
     cuts = which < (0.5 if mixup else 1.0) * bool(cutmix)

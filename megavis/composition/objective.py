@@ -287,10 +287,6 @@ class Objective(Backbone):
             raise UserError(f"{name} does not predict the patches of an order one by one")
         return self.density.per_token_loss(predictions, targets[0] if targets else None)
 
-    def training_sequence(self, batch: Batch) -> SequenceBatch:
-        """Turn a batch into its training sequence, with sample indices if there is drop path."""
-        return self.with_samples(self.sequence(batch), batch)
-
     def with_samples(self, sequence: SequenceBatch, batch: Batch) -> SequenceBatch:
         """Append the sample indices to the inputs, as the first layer expects in training."""
         if not self.config.drop_path:

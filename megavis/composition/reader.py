@@ -26,7 +26,7 @@ from megavis.model.core import MEMORY, Core
 from megavis.model.embeddings import grid_positions, to_stream
 from megavis.model.flops import Workload
 from megavis.model.layer_state import LayerState, PackedState, as_bits
-from megavis.model.parameters import Fill, filled, normal
+from megavis.model.parameters import Fill, filled, normal, with_decay
 from megavis.model.stack import Bridge, LayerPlan, block_plans
 from megavis.tokenizers.patches import to_grid, to_tokens
 
@@ -176,6 +176,7 @@ class SecondStack:
 
     Args:
         sizes: values of `model` keys that differ from the encoder's.
+        tokens_decay: apply weight decay to the mask token.
     """
 
     def __init__(
@@ -186,11 +187,12 @@ class SecondStack:
         *,
         grid: tuple[int, int],
         positions: PositionKind,
+        tokens_decay: bool = False,
     ) -> None:
         model = below.model.model_copy(update={**sizes, "ffn_hidden_size": None})
         self.core = below.with_stack(name="decoder", model=model, carried_names=(), drop_path=0.0)
         self.below, self.num_front, self.grid = below, asks.num_front, grid
-        self.positions = positions
+        self.positions, self.tokens_decay = positions, tokens_decay
 
     def layers(self, num_outputs: int, *, seed: int) -> list[LayerPlan]:
         """Return bridge and blocks, below a head with `num_outputs` outputs per token."""
@@ -203,6 +205,7 @@ class SecondStack:
             num_front=self.num_front,
             grid=self.grid,
             positions=self.positions,
+            tokens_decay=self.tokens_decay,
         )
         bridge = LayerPlan("bridge", build, seed, depth, gives_features=True)
         return [bridge, *block_plans(self.core, work, seed=seed, depth=depth + 1)]
@@ -219,10 +222,13 @@ class MaskTokens(Bridge):
         num_front: int,
         grid: tuple[int, int],
         positions: PositionKind,
+        tokens_decay: bool,
     ) -> None:
         super().__init__(below, above)
         fill, self.num_front = normal(0.02), num_front
         self.mask = filled(above.model.hidden_size, fill=fill)
+        if tokens_decay:
+            with_decay(self.mask)
         self.positions = grid_positions(above, positions, grid, fill=fill)
 
     def enter(

@@ -11,7 +11,7 @@ from megavis.config.schema import ConfigIssue, Fraction, ObjectiveConfig, Positi
 from megavis.config.section import Above0, AtLeast0, Section
 from megavis.schedules.boundaries import context_size
 
-_ADDED = ("learned", "sincos")
+_ADDED = ("learned", "sincos", "learned_sincos")
 
 
 class DecoderConfig(Section):

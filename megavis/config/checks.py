@@ -162,8 +162,8 @@ def _check_positions(config: RunConfig) -> Iterator[ConfigIssue]:
             f"{model.positions} needs a head width divisible by {unit}, not {model.head_size};"
             " change num_attention_heads",
         )
-    if model.positions == "sincos" and model.hidden_size % 4:
-        text = f"sincos needs a hidden_size divisible by 4, not {model.hidden_size}"
+    if model.positions in ("sincos", "learned_sincos") and model.hidden_size % 4:
+        text = f"{model.positions} needs a hidden_size divisible by 4, not {model.hidden_size}"
         yield "model.positions", text
 
 

@@ -44,6 +44,9 @@ def check_finetuning(config: RunConfig) -> Iterator[ConfigIssue]:
     if settings.from_step is not None and settings.from_run is None:
         yield "finetune.from_step", "selects a checkpoint of finetune.from_run, which is absent"
     yield from _check_layer(config, settings)
+    if settings.mixing_batch % 2:
+        text = f"{settings.mixing_batch} is odd, and images are mixed in pairs; make it even"
+        yield "finetune.mixing_batch", text
     if settings.linear_evaluation:
         yield from _check_linear_evaluation(config, settings)
     else:
@@ -66,9 +69,29 @@ def _check_whole_tuning(config: RunConfig, settings: FinetuneConfig) -> Iterator
     if config.model.features == "blocks":
         text = "blocks leaves the last norm out, which would learn nothing; fine-tune on norms"
         yield "model.features", f"{text}, or set finetune.linear_evaluation"
+    yield from _check_tuned_blocks(config, settings)
     for key in ("concatenate", "standardize"):
         if getattr(settings, key) != type(settings).model_fields[key].default:
             yield f"finetune.{key}", "applies only to finetune.linear_evaluation; remove it"
+
+
+def _check_tuned_blocks(config: RunConfig, settings: FinetuneConfig) -> Iterator[ConfigIssue]:
+    """Check that some blocks are frozen, in a layout that frozen ones allow."""
+    tuned = settings.tuned_blocks
+    if tuned is None:
+        return
+    count = config.model.num_layers if settings.layer is None else settings.layer
+    if tuned > count:
+        yield "finetune.tuned_blocks", f"is {tuned}; there are {count} blocks to train"
+    if settings.generative_weight:
+        text = "freezes layers of the paper's own loss; set finetune.generative_weight to 0"
+        yield "finetune.tuned_blocks", text
+    if config.parallel.pipeline_model_parallel_size > 1:
+        text = "must be 1 for finetune.tuned_blocks: a frozen stage has no gradient to send"
+        yield "parallel.pipeline_model_parallel_size", text
+    if config.parallel.activation_checkpointing != "none":
+        text = "must be none for finetune.tuned_blocks, whose frozen layers keep no activations"
+        yield "parallel.activation_checkpointing", text
 
 
 def _check_layer(config: RunConfig, settings: FinetuneConfig) -> Iterator[ConfigIssue]:
@@ -98,6 +121,7 @@ def _check_linear_evaluation(config: RunConfig, settings: FinetuneConfig) -> Ite
     wrong = {
         "generative_weight": settings.generative_weight != 0,
         "layer_decay": settings.layer_decay != 1,
+        "tuned_blocks": settings.tuned_blocks is not None,
     }
     for key in (key for key, is_wrong in wrong.items() if is_wrong):
         yield f"finetune.{key}", "applies to trained layers; linear_evaluation freezes them"

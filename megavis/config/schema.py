@@ -101,14 +101,15 @@ class ModelConfig(Section):
     """Stochastic depth: probability that an image skips a branch (attention, MLP) of the last block
     in training; it grows linearly from 0 in the first. An encoder's blocks skip nothing."""
     positions: PositionKind | None = None
-    """Position encoding; default: the paper's. `relative_2d`: attention has a bias for each
-    offset, initially zero."""
+    """Position encoding; default: the paper's. `learned_sincos`: learned, and initially sin-cos, as
+    MAE's released code fine-tunes a model with sin-cos positions. `relative_2d`: attention has a
+    bias for each offset, initially zero."""
     features: Literal["norms", "blocks"] = "norms"
     """Features of a layer: the output of its first norm (iGPT, section 2.4), or the input of that
     norm, which is the output of the block before it (GIVT, appendix F)."""
     position_scale: Above0 = 1.0
-    """Multiplies coordinates of rotary and sin-cos positions: trained grid / present grid
-    interpolates them."""
+    """Multiplies coordinates of rotary and sin-cos positions. Trained side / present side
+    interpolates them; for `rope_1d`, whose coordinate is the place in the sequence, its square."""
 
     @property
     def has_biased_attention(self) -> bool:
@@ -279,14 +280,21 @@ class FinetuneConfig(Section):
     concatenated (iGPT, section 4.4)."""
     classifier_std: AtLeast0 | None = None
     """Standard deviation of the classifier's initial weights; default: 0 (iGPT, appendix A.1), and
-    0.01 with `linear_evaluation`, as in the code of MAE and MoCo."""
+    0.01 with `linear_evaluation`, as in the code of MAE and MoCo. MAE's code fine-tunes from 2e-5,
+    DeiT's trains from 0.02."""
     label_smoothing: Fraction = 0.0
     """Share of a label spread evenly over all classes."""
     mixup: AtLeast0 = 0.0
     """α of Beta(α, α), the share of the other image when two are added; 0: never. With `cutmix`
-    too, each applies to half of the pairs."""
+    too, each is chosen with probability 1/2."""
     cutmix: AtLeast0 = 0.0
     """The same for a rectangle of the other image pasted into the first."""
+    mixing: Literal["batch", "pair", "elem"] = "batch"
+    """Images that share α's draw, the rectangle, and the choice between the two, as timm's `mode`:
+    `batch`, as in the code of DeiT and MAE; two that are mixed with each other; or none."""
+    mixing_batch: Positive = 32
+    """Images of a `batch`, an even number: there those of a process, 32 in MAE's fine-tuning and 64
+    in DeiT's training."""
     drop_path: Fraction | None = None
     """Replaces `model.drop_path` in this run; default: that value."""
     linear_evaluation: bool = False
@@ -294,6 +302,9 @@ class FinetuneConfig(Section):
     standardize: bool = True
     """With `linear_evaluation`: standardise features over the batch (MAE, appendix A.2); false:
     use them unscaled (iGPT, section 2.4)."""
+    tuned_blocks: NonNegative | None = None
+    """Train only this many of the last blocks, the last norm and the classifier (MAE, section 4.3);
+    default: everything."""
     layer_decay: Share = 1.0
     """Learning rate of each layer relative to that of the layer above it."""
     patience: NonNegative = 0
@@ -301,6 +312,11 @@ class FinetuneConfig(Section):
     test: str | None = None
     """Folder of test shards on which the best checkpoint is evaluated once; default: half of the
     validation images is held out for this."""
+
+    @property
+    def images_per_mix(self) -> int:
+        """Consecutive images that share the draws of mixup and CutMix."""
+        return {"batch": self.mixing_batch, "pair": 2, "elem": 1}[self.mixing]
 
 
 class CheckpointConfig(Section):

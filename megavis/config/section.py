@@ -20,8 +20,11 @@ Share = Annotated[float, Field(gt=0, le=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 OrderKind = Literal["raster", "nested_raster", "round_robin", "random"]
-PositionKind = Literal["none", "learned", "sincos", "rope_1d", "rope_2d", "relative_2d"]
+PositionKind = Literal[
+    "none", "learned", "sincos", "learned_sincos", "rope_1d", "rope_2d", "relative_2d"
+]
 ScaleActivation = Literal["squareplus", "softplus"]
+LossAverage = Literal["batch", "images"]
 Activation = Literal["quick_gelu", "gelu", "gelu_tanh"]
 DecoderKind = Literal["linear", "mlp", "transformer"]
 DashboardKind = Literal["tensorboard", "wandb", "mlflow", "jsonl"]

@@ -9,7 +9,7 @@ Legend: b images.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -257,31 +257,57 @@ def rows_of(results: Sequence[TransferResult], *, step: int, seed: int) -> list[
     ]
 
 
-def markdown_of(results: Sequence[TransferResult], *, title: str) -> str:
-    """Return the table as Markdown, with title, means over data sets, and notes on the images."""
+def markdown_of(
+    results: Sequence[TransferResult], *, title: str, per_class: Collection[str] = ()
+) -> str:
+    """Return the table as Markdown, with title, means over data sets, and notes on the images.
+
+    The mean over data sets takes those in `per_class` with the mean accuracy of their classes
+    ("How Well Do Self-Supervised Models Transfer?" (Ericsson et al.) does so for some).
+    """
     rows = [_row(result, score) for result in results for score in result.scores]
-    lines = markdown_table(_HEADER, [*rows, *_means(results)])
+    lines = markdown_table(_HEADER, [*rows, *_means(results, per_class)])
     return "\n".join([title, "", *lines, "", *_footnotes(results)]) + "\n"
 
 
 def write_transfer(
-    folder: Path, results: Sequence[TransferResult], *, title: str, step: int, seed: int
+    folder: Path,
+    results: Sequence[TransferResult],
+    *,
+    title: str,
+    step: int,
+    seed: int,
+    per_class: Collection[str] = (),
 ) -> list[Path]:
     """Write `transfer.md` and `transfer.csv` and return both paths. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     readable = folder / "transfer.md"
-    write_atomically(readable, markdown_of(results, title=title).encode())
+    write_atomically(readable, markdown_of(results, title=title, per_class=per_class).encode())
     return [readable, write_table(folder / "transfer.csv", rows_of(results, step=step, seed=seed))]
 
 
-def _means(results: Sequence[TransferResult]) -> Iterator[list[str]]:
+def _means(
+    results: Sequence[TransferResult], per_class: Collection[str]
+) -> Iterator[list[str]]:
     """Yield rows with means over data sets, for features evaluated on all of them."""
     data_sets = dict.fromkeys(result.data_set for result in results)
     for features in dict.fromkeys(result.features for result in results):
-        own = [result.scores[0].accuracy for result in results if result.features == features]
+        own = [
+            _measured(result, per_class) for result in results if result.features == features
+        ]
         if len(own) == len(data_sets) > 1:
-            cells = ["mean of the best layers", features, f"{100 * fmean(own):.1f}"]
+            among = [name for name in data_sets if name in per_class]
+            what = f", by class for {', '.join(among)}" if among else ""
+            cells = [f"mean of the best layers{what}", features, f"{100 * fmean(own):.1f}"]
             yield [*cells, *[""] * (len(_HEADER) - len(cells))]
+
+
+def _measured(result: TransferResult, per_class: Collection[str]) -> float:
+    best = result.scores[0]
+    if result.data_set not in per_class:
+        return best.accuracy
+    assert best.class_accuracy is not None
+    return best.class_accuracy
 
 
 def _row(result: TransferResult, score: TransferScore) -> list[str]:

@@ -245,7 +245,7 @@ def _embedded(
 
 
 _WORDS = {"layer_norm": "normalization", "all": "norm_bias", "gelu": "activation"}
-_ADDED = ("learned", "sincos", "none")
+_ADDED = ("learned", "sincos", "learned_sincos", "none")
 
 
 def as_vit(run: Run, weights: Mapping[str, Tensor]) -> TimmViT:

@@ -3,8 +3,8 @@
 What a layer declares where it creates a parameter is an attribute of it, like Megatron's, since
 ZeRO-3 and the pipeline engine keep parameter objects but change their shapes.
 
-Weight decay applies to all parameters with two or more dimensions except those declared here:
-tables (embeddings, codebooks, positions) and learned tokens. As in the released code of MAE and
+Weight decay applies to all parameters with two or more dimensions, unless declared otherwise here:
+tables (embeddings, codebooks, positions) and learned tokens do not decay. As in the released code of MAE and
 GIVT, weights of linear layers and convolutions decay, biases and the gains of norms do not.
 
 A `Fill` initialises a whole logical matrix in place, and Megatron takes each process's shard of it,
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from megavis.parallel.context import tensor_rank
 
-_WITHOUT_DECAY, _OPTIONS, _START = "without_weight_decay", "group_options", "finetuning_start"
+_DECAYS, _OPTIONS, _START = "weight_decay_applies", "group_options", "finetuning_start"
 
 Start = Literal["saved", "fresh", "saved or fresh"]
 """Weights of a parameter when fine-tuning starts from another run: the saved ones, the initial
@@ -55,12 +55,17 @@ class ParamGroupOptions:
 
 def without_decay(parameter: Tensor) -> None:
     """Exclude a parameter from weight decay."""
-    setattr(parameter, _WITHOUT_DECAY, True)
+    setattr(parameter, _DECAYS, False)
 
 
-def is_without_decay(parameter: Tensor) -> bool:
-    """Return whether `without_decay` was called for a parameter."""
-    return getattr(parameter, _WITHOUT_DECAY, False)
+def with_decay(parameter: Tensor) -> None:
+    """Apply weight decay to a parameter, whatever its shape."""
+    setattr(parameter, _DECAYS, True)
+
+
+def declared_decay(parameter: Tensor) -> bool | None:
+    """Return whether a parameter was declared to decay; None: its shape decides."""
+    return getattr(parameter, _DECAYS, None)
 
 
 def add_options(parameters: Iterable[Tensor], options: ParamGroupOptions) -> None:

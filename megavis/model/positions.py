@@ -42,11 +42,12 @@ _WAVELENGTH = 10_000.0
 class Positions(nn.Module):
     """Encodes positions of tokens on a grid of `height` × `width`.
 
-    Only learned positions have a `weight`, one vector per cell in raster order.
+    Only learned positions have a `weight`, one vector per cell in raster order; those of
+    `learned_sincos` start as sin-cos.
 
     Args:
-        scale: multiplies the coordinates of sin-cos positions; training size / current size
-            interpolates them. Rotary positions are scaled in `turns`.
+        scale: multiplies the coordinates of sin-cos positions; see `interpolation`. Rotary
+            positions are scaled in `turns`.
     """
 
     def __init__(
@@ -63,19 +64,28 @@ class Positions(nn.Module):
         self.kind, self.width, self.hidden_size, self.scale = kind, width, hidden_size, scale
         self.is_row = height == 1
         self.weight: nn.Parameter | None = None
-        if kind == "learned":
-            self.weight = filled(height * width, hidden_size, fill=fill)
+        if kind in ("learned", "learned_sincos"):
+            start = fill if kind == "learned" else self._fill_sincos
+            self.weight = filled(height * width, hidden_size, fill=start)
             set_start([self.weight], "saved or fresh")
+
+    def _fill_sincos(self, table: Tensor) -> None:
+        with torch.no_grad():
+            cells = torch.arange(len(table), device=table.device)
+            table.copy_(self._sincos(cells))
+
+    def _sincos(self, cells: Tensor) -> Tensor:
+        coordinates = cell_coordinates(cells, self.width)
+        # A single row has one axis, like the sequences of "Attention Is All You Need".
+        coordinates = coordinates[..., 1:] if self.is_row else coordinates
+        return sincos(self.scale * coordinates, self.hidden_size)
 
     def forward(self, hidden: Tensor, places: Tensor) -> Tensor:
         """Add absolute positions of cells `[b or 1, s]` to `[b, s, h]`; other kinds add none."""
         if self.weight is not None:
             return hidden + nn.functional.embedding(places, self.weight)
         if self.kind == "sincos":
-            coordinates = cell_coordinates(places, self.width)
-            # A single row has one axis, like the sequences of "Attention Is All You Need".
-            coordinates = coordinates[..., 1:] if self.is_row else coordinates
-            return hidden + sincos(self.scale * coordinates, self.hidden_size).to(hidden.dtype)
+            return hidden + self._sincos(places).to(hidden.dtype)
         return hidden
 
     def carried(self, places: Tensor) -> dict[str, Tensor]:
@@ -158,6 +168,18 @@ def resize_table(table: Tensor, num_cells: int) -> Tensor:
     return resized[0].flatten(1).t().contiguous()
 
 
+def interpolation(kind: PositionKind | None, trained_side: float, side: float) -> float:
+    """Return the factor by which positions are multiplied at another image size.
+
+    It places the last token of a grid, or for `rope_1d` of the sequence in raster order, about
+    where that of training was: 224² in place of 384² gives 14/24 for each axis, and 196/576 in the
+    sequence ("Denoising Autoregressive Representation Learning", section 4.1: "we interpolate the
+    positions").
+    """
+    ratio = trained_side / side
+    return ratio**2 if kind == "rope_1d" else ratio
+
+
 def carried_names(kind: PositionKind) -> tuple[str, ...]:
     """Return the names of the tensors in `Positions.carried` for a kind."""
     return ("coordinates",) if kind in ("rope_1d", "rope_2d", "relative_2d") else ()
@@ -183,10 +205,11 @@ def turns(coordinates: Tensor, head_size: int, *, scale: float = 1.0) -> tuple[T
 
     Adjacent channels (2i, 2i + 1) form a complex number, rotated by coordinate · θ_i with
     θ_i = 10000^(-2i/d); the channels of a head are divided evenly between the axes (appendix D).
+    Section 3.4 has 2π · coordinate · θ instead, and neither gives θ: `scale` 2π is that.
 
     Args:
         coordinates: `[b or 1, s, axes]`.
-        scale: multiplies coordinates; training size / current size interpolates them.
+        scale: multiplies coordinates; see `interpolation`.
 
     Returns:
         Cosines and sines, float32 `[b or 1, 1, s, d / 2]` each.

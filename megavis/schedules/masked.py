@@ -16,12 +16,14 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megavis.config.errors import UserError
+from megavis.config.section import LossAverage
 from megavis.parallel.random import uniform
 from megavis.schedules.boundaries import context_size
 from megavis.schedules.orders import Orders, gather_tokens, random_orders
@@ -136,22 +138,36 @@ class Rounds(Masked):
 
     Args:
         least_masking: u is uniform in [0, 1 - least_masking).
+        loss_average: `batch`: all masked tokens weigh the same; `images`: all images do.
     """
 
     options_type = RoundOptions
     needs_score = True
 
-    def __init__(self, orders: Orders, *, least_masking: float, seed: int) -> None:
+    def __init__(
+        self, orders: Orders, *, least_masking: float, loss_average: LossAverage, seed: int
+    ) -> None:
         super().__init__(orders, seed=seed)
-        self.least_masking = least_masking
+        self.least_masking, self.loss_average = least_masking, loss_average
 
     def draw_hidden(self, index: Tensor) -> Tensor:
         """See `Masked`."""
-        draw = uniform(index, 1, seed=self.seed, purpose="masked-share")
-        share = torch.cos(math.pi / 2 * (1.0 - self.least_masking) * draw)
-        count = (share * self.orders.num_positions).ceil()
         order = random_orders(index, self.orders.num_positions, seed=self.seed, purpose="mask")
-        return order.argsort(dim=1) < count
+        return order.argsort(dim=1) < self.num_predicted(index)[:, None]
+
+    def num_predicted(self, index: Tensor) -> Tensor:
+        """Return the number of masked tokens of samples `[b]`: float32 `[b]`."""
+        draw = uniform(index, 1, seed=self.seed, purpose="masked-share")[:, 0]
+        share = torch.cos(math.pi / 2 * (1.0 - self.least_masking) * draw)
+        return (share * self.orders.num_positions).ceil()
+
+    @cached_property
+    def expected_predicted(self) -> float:
+        """The expectation of `num_predicted`."""
+        count, span = self.orders.num_positions, 1.0 - self.least_masking
+        # E[c] is the sum over k of P(c > k), and c > k where cos(π/2 · span · u) > k / count.
+        ends = [2 / math.pi * math.acos(k / count) for k in range(count)]
+        return sum(min(1.0, end / span) if span else 1.0 for end in ends)
 
     def order_of(self, images: Tensor, options: RoundOptions, *, seed: int) -> Tensor:
         """Return the order of all images: int64 `[1, n]`."""

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from megavis.config.errors import UserError
+from megavis.config.section import LossAverage
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,9 @@ class Schedule(ABC):
     """True if the next step depends on the log-likelihood of the sampled tokens."""
     is_sequential: ClassVar[bool] = False
     """True if each step samples one position and none twice, as beam search requires."""
+    loss_average: LossAverage = "images"
+    """`images`: average over the predicted tokens of each image, and then over images. `batch`:
+    divide the sum over all predicted tokens of a step by their number."""
 
     @property
     def needs_given(self) -> bool:
@@ -58,6 +62,18 @@ class Schedule(ABC):
     @abstractmethod
     def draw(self, index: Tensor) -> Arrangement:
         """Return the training arrangement of samples `index`, int64 `[b]`."""
+
+    def num_predicted(self, index: Tensor) -> Tensor:
+        """Return the number of predicted tokens of samples `[b]`, float32 `[b]`, without masks.
+
+        Needed for a `loss_average` of `batch`, where every process counts the whole step.
+        """
+        raise NotImplementedError
+
+    @property
+    def expected_predicted(self) -> float:
+        """The expectation of `num_predicted`; needed for a `loss_average` of `batch`."""
+        raise NotImplementedError
 
     def chosen(self, index: Tensor, choices: Mapping[str, Any], *, is_named: bool) -> Arrangement:
         """Return the arrangement for a user's own data.

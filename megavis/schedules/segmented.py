@@ -45,6 +45,7 @@ class Grouping(Schedule):
     Args:
         boundaries: n_0 .. n_{K-1} if `cut` is `given`, else None.
         shuffled: draw an order for each image instead of raster order.
+        draws_features: draw order and groups for features too, as in training.
         seed: the run's seed; draws are functions of seed and sample.
     """
 
@@ -60,8 +61,10 @@ class Grouping(Schedule):
         num_groups: int,
         boundaries: Sequence[int] | None = None,
         shuffled: bool,
+        draws_features: bool = False,
         seed: int,
     ) -> None:
+        self.draws_features = draws_features
         self.cut, self.num_tokens, self.num_groups = cut, num_tokens, num_groups
         self.shuffled, self.seed = shuffled, seed
         self.bounds = boundary_range(cut, num_tokens, num_groups, boundaries)
@@ -114,8 +117,15 @@ class Grouping(Schedule):
             plan = self._arranged(plan.order, ends)
         return replace(plan, num_content=self.num_tokens, first_asked=0)
 
+    @property
+    def has_random_features(self) -> bool:
+        """True if features have drawn orders or groups."""
+        return self.draws_features and self.is_random
+
     def for_features(self, index: Tensor) -> Arrangement:
-        """Return raster order with the typical groups of training, without random draws."""
+        """Return order and groups as in training, or raster order with the typical groups."""
+        if self.draws_features:
+            return self.draw(index)
         if self.cut == "given":
             boundaries = self._boundaries(index)
         else:

@@ -22,7 +22,7 @@ from megavis.composition.classification import Classification
 from megavis.config.errors import UserError, counted
 from megavis.config.load import LoadedConfig, load_run_config
 from megavis.config.schema import ConfigIssue, FinetuneConfig, RunConfig
-from megavis.config.section import Section
+from megavis.config.section import PositionKind, Section
 from megavis.data.loading.blended_dataset import Samples
 from megavis.data.loading.dataset import ShardDataset, Subset, halves, shuffled
 from megavis.data.loading.leakage import check_no_overlap, training_shards
@@ -30,14 +30,17 @@ from megavis.evaluation.classes import ClassResult, evaluate_classifier
 from megavis.evaluation.figures import draw_confusion, write_png
 from megavis.evaluation.networks import NUM_VIEWS
 from megavis.model.inference import Inference
+from megavis.model.positions import interpolation
 from megavis.parallel.context import ParallelContext
 from megavis.training.callbacks.validation import EarlyStopping
 from megavis.training.engine import Engine
 from megavis.training.job import errors_of, open_held_out
 
 _PARTS = ("selection", "test")
-_MAY_DIFFER = re.compile("positions|position_scale|features|drop_path|.*dropout")
-"""Model keys that do not change the meaning of weights."""
+_MAY_DIFFER = re.compile(
+    "positions|position_scale|features|feature_order|drop_path|.*dropout|tokens_decay|loss_average"
+)
+"""Keys of model and objective that do not change the meaning of weights."""
 
 
 @dataclass
@@ -251,16 +254,18 @@ def _other_keys(source: Section, config: Section, name: str) -> Iterator[str]:
             )
 
 
-def _other_size(source: RunConfig, config: RunConfig, position_kind: str) -> Iterator[str]:
+def _other_size(
+    source: RunConfig, config: RunConfig, position_kind: PositionKind
+) -> Iterator[str]:
     """Check that coordinates are interpolated if the image size differs from pre-training.
 
     Learned positions are resized on loading.
     """
     sizes = source.data.image_size, config.data.image_size
     # Spectrogram frames have no side, and their number may not change.
-    if position_kind not in ("sincos", "rope_1d", "rope_2d") or not all(sizes):
+    if position_kind not in ("sincos", "learned_sincos", "rope_1d", "rope_2d") or not all(sizes):
         return
-    scale = source.model.position_scale * sizes[0] / sizes[1]
+    scale = source.model.position_scale * interpolation(position_kind, *sizes)
     if not math.isclose(config.model.position_scale, scale, rel_tol=1e-3):
         yield (
             f"was trained on {sizes[0]}² pixels, and this config has {sizes[1]}²; set"

@@ -29,7 +29,7 @@ from megavis.checkpoint.state.parameter_states import AVERAGE, ParameterStates, 
 from megavis.config.schema import OptimizerConfig, ScheduleConfig
 from megavis.config.section import KernelLibrary
 from megavis.model.kernels import apex_part
-from megavis.model.parameters import ParamGroupOptions, is_first_copy, is_without_decay, options_of
+from megavis.model.parameters import ParamGroupOptions, declared_decay, is_first_copy, options_of
 from megavis.model.stack import LocalLayers
 from megavis.training.adafactor import Adafactor, Slice
 
@@ -128,7 +128,8 @@ def decays(parameter: nn.Parameter) -> bool:
     As in MAE's code, biases and the gains of norms have one dimension. A parameter that ZeRO-3 has
     partitioned counts by its logical shape.
     """
-    return len(logical_shape(parameter)) > 1 and not is_without_decay(parameter)
+    declared = declared_decay(parameter)
+    return len(logical_shape(parameter)) > 1 if declared is None else declared
 
 
 def split_groups(groups: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:

@@ -125,6 +125,11 @@ def test_examples_option(run, cifar, tmp_path):
     ("data_sets", "options", "message"),
     [
         ("a:{cifar}/shards", ["--examples", "1000"], "--examples 1000: a has 150 labelled"),
+        (
+            "a:{cifar}/shards",
+            ["--per-class", "a,b"],
+            "--per-class: b is not among --data-sets: a",
+        ),
         ("a:{cifar}/shards", ["--layer", "7"], "--layer 7: must be a number from 0 to 1"),
         ("a:{cifar}/nowhere", [], "{cifar}/nowhere/train"),
         ("a:{cifar}/shards", ["--examples", "0"], "--examples: '0' is not a whole number of 1"),

@@ -93,6 +93,24 @@ def test_layouts_match_one_process(run_job: Any, latent_config: Any, name: str) 
             assert largest_difference(curves, reference) <= TOLERANCE, layout
 
 
+def test_masked_tokens_weigh_the_same_in_every_micro_batch(
+    run_job: Any, latent_config: Any
+) -> None:
+    """One process with all images of a step at once has the loss of the paper's formula."""
+    path, steps = latent_config("masked"), 4
+    whole = make_config(path, "training.micro_batch_size=8")
+    reference = run_job(train_briefly, 1, whole, steps)[0]
+    for micro, processes, layout in (
+        (1, 1, {}),
+        (4, 2, {"zero_stage": 0}),
+        (1, 2, {"zero_stage": 2}),
+        (2, 4, {"pipeline_model_parallel_size": 2, "zero_stage": 1}),
+    ):
+        split = make_config(path, f"training.micro_batch_size={micro}")
+        curves = run_job(train_briefly, processes, with_layout(split, **layout), steps)
+        assert largest_difference(curves, reference) <= TOLERANCE, (layout, micro)
+
+
 def dropped(launch: Launch, config: RunConfig) -> dict[str, np.ndarray]:
     """Take a step; return activations of the first block in the last forward pass."""
     context = open_context(

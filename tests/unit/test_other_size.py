@@ -84,19 +84,23 @@ finetune: {{from_run: {folder}/{positions}, num_classes: 10}}
 """
 
 
-@pytest.mark.parametrize("positions", ["learned", "sincos", "rope_2d"])
+# 16² pixels are 4 × 4 patches, and 24² pixels 6 × 6: sides of 2/3, sequences of 16/36.
+FACTORS = {"sincos": "0.666667", "rope_2d": "0.666667", "rope_1d": "0.444444"}
+
+
+@pytest.mark.parametrize("positions", ["learned", *FACTORS])
 def test_finetuning_at_another_size(image_shards, tmp_path, capsys, positions):
     names = {"positions": positions, "folder": tmp_path, "shards": image_shards}
     (tmp_path / "c.yaml").write_text(CONFIG.format(**names))
     (tmp_path / "f.yaml").write_text(FINETUNING.format(**names))
     assert main(["train", str(tmp_path / "c.yaml"), "--device", "cpu"]) == 0
     command = ["finetune", str(tmp_path / "f.yaml"), "--device", "cpu"]
-    if positions in ("sincos", "rope_1d", "rope_2d"):
+    if positions in FACTORS:
         assert main(command) == 2
         message = capsys.readouterr().err
         assert "was trained on 16² pixels, and this config has 24²" in message
-        assert "set model.position_scale to 0.666667" in message
-        command.append("model.position_scale=0.6667")
+        assert f"set model.position_scale to {FACTORS[positions]}" in message
+        command.append(f"model.position_scale={FACTORS[positions]}")
     assert main([*command, "optimizer.learning_rate=1e-12", "finetune.classifier_std=1"]) == 0
     before, after = (
         read_weights(latest_checkpoint(tmp_path / name)) for name in (positions, "tuned")
@@ -126,7 +130,7 @@ def check_ensemble_at_training_size(run_folder, shards, capsys):
     assert f"top-1 {right / len(named):.1%}" in printed
 
 
-@pytest.mark.parametrize("positions", ["learned", "sincos", "rope_2d"])
+@pytest.mark.parametrize("positions", ["learned", *FACTORS])
 def test_run_opens_at_another_size(image_shards, tmp_path, positions):
     (tmp_path / "c.yaml").write_text(
         CONFIG.format(positions=positions, folder=tmp_path, shards=image_shards)
@@ -135,7 +139,7 @@ def test_run_opens_at_another_size(image_shards, tmp_path, positions):
     try:
         trained = Run.open(tmp_path / positions, device="cpu")
         larger = Run.open(tmp_path / positions, device="cpu", image_size=32)
-        assert larger.config.model.position_scale == 0.5
+        assert larger.config.model.position_scale == (0.25 if positions == "rope_1d" else 0.5)
         assert (larger.config.data.image_size, larger.config.data.short_side) == (32, 36)
         assert larger.features(torch.zeros(2, 32, 32, 3, dtype=torch.uint8)).shape == (2, 2, 16)
         drawn = larger.sample(originals=torch.zeros(2, 32, 32, 3, dtype=torch.uint8), given=0.5)

@@ -86,6 +86,13 @@ def add_transfer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layer", type=non_negative, help="score this layer in addition to the best"
     )
+    parser.add_argument(
+        "--per-class",
+        type=lambda text: tuple(text.split(",")),
+        default=(),
+        metavar="NAME,...",
+        help="data sets that enter the mean over data sets with the mean accuracy of their classes",
+    )
     add_classifier_argument(parser)
     add_few_label_arguments(parser)
     parser.add_argument(

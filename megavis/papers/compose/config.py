@@ -232,7 +232,7 @@ class ComposeConfig(ObjectiveConfig):
                 f" {'held' if place == 'asked' else 'next'} token, which differs by image in order"
                 " random; use both, or kind query",
             )
-        if place == "both" and positions not in ("learned", "sincos"):
+        if place == "both" and positions not in ("learned", "sincos", "learned_sincos"):
             text = f"{positions} cannot add two places to a row; use learned or sincos"
             yield "model.positions", text
         if schedule.prefix and place != "content":

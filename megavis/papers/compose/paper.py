@@ -139,7 +139,12 @@ class Compose(Composition):
             return OneByOne(orders, prefix=keys.prefix)
         orders = Orders(torch.arange(height * width))
         if isinstance(keys, RoundsSchedule):
-            return Rounds(orders, least_masking=keys.least_masking, seed=seed)
+            return Rounds(
+                orders,
+                least_masking=keys.least_masking,
+                loss_average=keys.loss_average,
+                seed=seed,
+            )
         return MaskedShare(orders, share=keys.mask_ratio, seed=seed)
 
     @cached_property

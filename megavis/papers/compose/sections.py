@@ -13,6 +13,7 @@ from megavis.config.section import (
     AtLeast0,
     DataConfig,
     DecoderKind,
+    LossAverage,
     OrderKind,
     ScaleActivation,
     Section,
@@ -120,6 +121,8 @@ class RoundsSchedule(Section):
     kind: Literal["rounds"]
     least_masking: Fraction = 0.0
     """The hidden share is cos(π/2 · u) with u uniform in [0, 1 - least_masking)."""
+    loss_average: LossAverage = "batch"
+    """`batch`: all hidden tokens of a step weigh the same in the loss; `images`: all images do."""
 
 
 class GroupsSchedule(Section):

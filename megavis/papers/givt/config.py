@@ -17,7 +17,7 @@ from megavis.config.schema import (
     Positive,
     RunConfig,
 )
-from megavis.config.section import Above0, Activation, AtLeast0, ScaleActivation
+from megavis.config.section import Above0, Activation, AtLeast0, LossAverage, ScaleActivation
 
 
 class LatentTokensConfig(ObjectiveConfig):
@@ -129,6 +129,10 @@ class MaskGITConfig(LatentTokensConfig):
     least_masking: Fraction = 0.3
     """The mask ratio is cos(π/2 · u) with u uniform in [0, 1 - least_masking): 0.3 in the released
     code, which masks at least 45 %; not stated in the paper; 0 in MaskGIT."""
+    loss_average: LossAverage = "batch"
+    """`batch`: the sum over all masked tokens of a step, divided by their number, as in paper
+    (appendix C.1) and released code. `images`: averaged over the masked tokens of each image, and
+    then over images."""
 
     def num_places(self, config: RunConfig) -> int:
         """Return the number of tokens, plus 1 for the label."""

@@ -232,7 +232,12 @@ class GIVTMaskGIT(GIVT):
     @cached_property
     def schedule(self) -> Rounds:
         """Mask a drawn share of the tokens; generate in rounds."""
-        return Rounds(self.orders, least_masking=self.paper.least_masking, seed=self.config.seed)
+        return Rounds(
+            self.orders,
+            least_masking=self.paper.least_masking,
+            loss_average=self.paper.loss_average,
+            seed=self.config.seed,
+        )
 
     @cached_property
     def asks(self) -> Mask:
@@ -248,7 +253,7 @@ class GIVTMaskGIT(GIVT):
     def part_names(self) -> Mapping[Role, str]:
         """Names of the causal model's parts, and of the label's position."""
         names = super().part_names
-        is_learned = self.position_kind == "learned"
+        is_learned = self.position_kind in ("learned", "learned_sincos")
         return {**names, "front": "label_position"} if is_learned else names
 
     def build_embedding(self) -> MaskedReader:

@@ -44,6 +44,10 @@ class GVPConfig(ObjectiveConfig):
     condition_size: Positive | None = None
     """Channels of the tokenizer's features, whose mean over an image is y_extra instead of learned
     tokens (appendix E); absent for learned tokens."""
+    feature_order: Literal["raster", "drawn"] = "raster"
+    """Order and groups of the tokens for features under the causal mask, on which the paper is
+    silent: `raster` order with even groups up to their mean end in training, without random draws;
+    or `drawn` for each image as in training, where probes vote over several draws."""
     normalize_targets: bool = False
     """Standardise each target patch by its own mean and standard deviation, as in MAE."""
 

@@ -53,12 +53,16 @@ class GVP(Composition):
     @cached_property
     def schedule(self) -> Grouping:
         """Order and groups of the tokens."""
+        tuned = self.config.finetune
+        # Without masks neither matters.
+        masks = tuned is None or tuned.visibility == "kept"
         return Grouping(
             self.paper.segmentation,
             num_tokens=self.num_tokens,
             num_groups=self.paper.num_groups,
             boundaries=self.paper.boundaries,
             shuffled=self.paper.order == "random",
+            draws_features=masks and self.paper.feature_order == "drawn",
             seed=self.config.seed,
         )
 

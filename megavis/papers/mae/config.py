@@ -23,6 +23,9 @@ class MAEConfig(ObjectiveConfig):
     """Standardise each target patch by its own mean and standard deviation (table 1d)."""
     class_token: bool = True
     """Prepend a learned token to the patches (section 3)."""
+    tokens_decay: bool = True
+    """Apply weight decay to class and mask token in pre-training, as the released code does since
+    they have three dimensions there; not stated in the paper. They never decay in fine-tuning."""
     decoder: DecoderConfig = DecoderConfig()
     """The decoder, used only in pretraining (section 3, table 1)."""
 

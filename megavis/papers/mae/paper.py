@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from functools import cached_property
 
+from torch import nn
+
 from megavis.composition.asking import Visible
 from megavis.composition.composition import Composition
-from megavis.composition.reader import SecondStack
+from megavis.composition.reader import Role, SecondStack
 from megavis.composition.tokens import Patches
 from megavis.densities.squared_error import SquaredError
 from megavis.model.embeddings import TokenHead
+from megavis.model.parameters import with_decay
 from megavis.papers.mae.config import MAEConfig
 from megavis.schedules.masked import RandomMasking
 
@@ -55,8 +58,22 @@ class MAE(Composition):
     @cached_property
     def second_stack(self) -> SecondStack:
         """The decoder (section 3)."""
-        sizes, grid = self.paper.decoder.model_dump(), self.reads.grid
-        return SecondStack(self.core, self.asks, sizes, grid=grid, positions=self.position_kind)
+        return SecondStack(
+            self.core,
+            self.asks,
+            self.paper.decoder.model_dump(),
+            grid=self.reads.grid,
+            positions=self.position_kind,
+            tokens_decay=self.paper.tokens_decay,
+        )
+
+    def part(self, role: Role) -> nn.Module | nn.Parameter:
+        """Build a part; the class token decays in pre-training, if `tokens_decay` says so."""
+        built = super().part(role)
+        if role == "front" and self.paper.tokens_decay and self.config.finetune is None:
+            assert isinstance(built, nn.Parameter)
+            with_decay(built)
+        return built
 
     @cached_property
     def density(self) -> SquaredError:

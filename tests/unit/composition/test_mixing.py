@@ -46,16 +46,19 @@ def mixed_by_loops(images, labels, pairs, *, mixup, cutmix):
     return mixed, shares, cuts
 
 
+# timm's `mode` elem, pair and batch: images that share λ, rectangle and choice.
+@pytest.mark.parametrize("sharing", [1, 2, 4])
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.8, 1.0), (0.8, 0.0), (0.0, 1.0)])
-def test_mixing_matches_plain_loops(mixup, cutmix):
+def test_mixing_matches_plain_loops(mixup, cutmix, sharing):
     images, labels = photographs(24, SIDE, seed=0), torch.randint(CLASSES, (24,))
     index = torch.arange(100, 124)
     options = {"num_classes": CLASSES, "mixup": mixup, "cutmix": cutmix, "seed": 5}
+    options["sharing"] = sharing
     mixed, shares = mix(images, labels, index, **options)
     expected, classes, cuts = mixed_by_loops(
-        images.numpy(), labels.tolist(), (index // 2).tolist(), mixup=mixup, cutmix=cutmix
+        images.numpy(), labels.tolist(), (index // sharing).tolist(), mixup=mixup, cutmix=cutmix
     )
-    assert cuts in {(0.8, 0.0): [0], (0.0, 1.0): [24]}.get((mixup, cutmix), range(6, 20))
+    assert cuts in {(0.8, 0.0): [0], (0.0, 1.0): [24]}.get((mixup, cutmix), range(4, 20))
     # Half a level of rounding plus the error of the quantile table.
     assert np.abs(mixed.numpy() - expected).max() < 0.6
     np.testing.assert_allclose(shares, classes, atol=1e-4)
@@ -87,6 +90,32 @@ def test_loss_uses_mixed_labels(build, tmp_path):
     loss = objective.loss(predictions, sequence.targets)
     assert float(loss) == pytest.approx(expected / 6, rel=1e-5)
     assert torch.equal(objective.sequence(batch).targets[-1], batch.labels)
+
+
+@pytest.mark.parametrize(
+    ("mode", "sharing"), [("batch", 32), ("pair", 2), ("elem", 1), ("batch", 6)]
+)
+def test_images_of_a_mode_share_their_draws(build, tmp_path, mode, sharing):
+    """Plain mixup of black and white pictures shows the share of the other image."""
+    words = (*WORDS, "objective={name: gvp, patch_size: 2, num_groups: 2}", *PATCHES)
+    more = [] if sharing < 3 else [f"finetune.mixing_batch={sharing}"]
+    objective, _ = build(
+        tmp_path / "c.yaml", *words, "finetune.mixup=0.8", f"finetune.mixing={mode}", *more
+    )
+    count = 96
+    images = torch.zeros(count, 4, 4, 3, dtype=torch.uint8)
+    images[::2] = 255
+    batch = Batch(images, torch.zeros(count, dtype=torch.int64), torch.arange(count))
+    shown = objective._mixed(batch)[0][:, 0, 0, 0].tolist()
+    own = [value if i % 2 == 0 else 255 - value for i, value in enumerate(shown)]
+    for first in range(0, count, sharing):
+        assert max(own[first : first + sharing]) - min(own[first : first + sharing]) <= 1
+    assert len(set(own)) > count // sharing // 2
+
+
+def test_an_odd_mixing_batch_is_refused(build, tmp_path):
+    with pytest.raises(UserError, match=r"finetune.mixing_batch: 33 is odd, and images are mixed"):
+        build(tmp_path / "c.yaml", *WORDS, *MIXING, "finetune.mixing_batch=33")
 
 
 def test_unsupported_mixing_is_refused(build, tmp_path, shard_folders):

@@ -56,6 +56,9 @@ def test_presets_have_the_architecture_of_their_size(load, name):
     has(config.model, {**shape, "mlp_size": 4 * width, "positions": "rope_2d"})
     assert config.objective.patch_size == patch
     assert config.data.image_size == (384 if name.endswith("384") else 224)
+    assert config.model.position_scale == (
+        pytest.approx(14 / 24, rel=1e-5) if name.endswith("384") else 1.0
+    )
 
 
 @pytest.mark.parametrize("name", PRE_TRAINING)

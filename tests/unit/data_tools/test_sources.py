@@ -193,6 +193,48 @@ def test_find_layout(layouts):
     assert {place: find_layout(layouts / place) for place in expected} == expected
 
 
+def test_only_some_classes_are_kept_in_every_layout(layouts, tmp_path, capsys):
+    """As ImageNet-100: labels follow the order of the names, in training and validation."""
+    listed = tmp_path / "two.txt"
+    listed.write_text(f"{SYNSETS[2]}\n{SYNSETS[0]}\n")
+    places = [
+        (layouts / "train", []),
+        (layouts / "ILSVRC2012_img_train.tar", []),
+        (layouts / "kaggle", []),
+        (layouts / "flat" / "val", []),
+        (layouts / "shards", []),
+    ]
+    for place, words in places:
+        whole, source = opened(place, *words), opened(place, *words, "--only-classes", listed)
+        names = sorted((SYNSETS[0], SYNSETS[2]))
+        expected = {
+            name: names.index(whole.class_names[label])
+            for name, label in labels_by_name(whole).items()
+            if whole.class_names[label] in names
+        }
+        assert source.class_names == tuple(names)
+        assert labels_by_name(source) == expected
+        assert source.sha256 != whole.sha256
+        kept, all_files = len(source.files), len(whole.files)
+        assert f"2 of 3 classes, {kept} of {all_files} files are kept" in capsys.readouterr().out
+
+
+def test_unsuitable_class_lists(layouts, tmp_path):
+    listed = tmp_path / "list.txt"
+    listed.write_text(f"{SYNSETS[0]}\nn00000000\n")
+    with pytest.raises(UserError, match=r"--only-classes .*list.txt: .* has no class 'n00000000'"):
+        opened(layouts / "train", "--only-classes", listed)
+    listed.write_text(f"{SYNSETS[0]}\n{SYNSETS[0]}\n")
+    with pytest.raises(UserError, match="must have one class name per line, each once"):
+        opened(layouts / "train", "--only-classes", listed)
+    with pytest.raises(UserError, match="--only-classes .* cannot be read"):
+        opened(layouts / "train", "--only-classes", tmp_path / "absent.txt")
+    listed.write_text(f"{SYNSETS[0]}\n")
+    both = ["--only-classes", listed, "--classes-from", layouts / "shards"]
+    with pytest.raises(UserError, match="in order of their names: remove --classes-from"):
+        opened(layouts / "train", *both)
+
+
 def test_url_lists_are_refused(tmp_path):
     for place in (tmp_path / "urls.parquet", tmp_path):
         (tmp_path / "urls.parquet").write_bytes(b"PAR1")

@@ -17,6 +17,7 @@ from megavis.evaluation.probe import ProbeSettings
 from megavis.evaluation.transfer import (
     Task,
     first_examples,
+    markdown_of,
     transfer,
     write_transfer,
 )
@@ -173,3 +174,9 @@ def test_tables_list_all_scores_and_split_sizes(task, tmp_path):
         f"| mean of the best layers | trained | {100 * best.accuracy:.1f} |"
     )
     assert lines[-1] == "- other: train: toy, training set; test: toy, test set"
+    mixed = markdown_of(results, title="# Title", per_class=("other",)).splitlines()[10]
+    mean = 50 * (best.accuracy + best.class_accuracy)
+    assert best.accuracy != best.class_accuracy
+    assert mixed.startswith(
+        f"| mean of the best layers, by class for other | trained | {mean:.1f} |"
+    )

@@ -1,6 +1,7 @@
 """GIVT's sequences, labels, masks and losses against plain loops and equations."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -226,6 +227,79 @@ def test_masked_tokens_are_hidden_and_scored(make):
     assert torch.equal(plain, other)
     expected = -objective.density.distribution(plain).log_prob(tokens)[:, 3:9].mean()
     torch.testing.assert_close(objective.loss(plain, (tokens, mask)), expected)
+
+
+STEP = "training.batch_size=6"
+
+
+def third_step():
+    """Return the third step of a run, whose images are 12 to 17 of the stream."""
+    return replace(batch_of(), sample_index=torch.arange(12, 18))
+
+
+def losses_by_token(objective, runner, batch):
+    """Return the loss of each token of a training batch, and which of them are masked."""
+    sequence = objective.training_sequence(batch)
+    losses = objective.density.per_token_loss(
+        runner.predictions(sequence.inputs), sequence.targets[0]
+    )
+    return losses, objective.schedule.draw(batch.sample_index).is_predicted
+
+
+def test_all_masked_tokens_of_a_step_weigh_the_same(make):
+    """ "The loss is normalized by the number of mask tokens" (appendix C.1); a loop over tokens."""
+    objective, runner = make("objective.name=givt_maskgit", STEP)
+    batch = third_step()
+    losses, mask = losses_by_token(objective, runner, batch)
+    assert len(set(mask.sum(1).tolist())) > 2, "the images differ in their masked tokens"
+    total, count = 0.0, 0
+    for image in range(6):
+        for token in range(16):
+            if mask[image, token]:
+                total, count = total + float(losses[image, token]), count + 1
+    sequence = objective.training_sequence(batch)
+    loss = objective.loss(runner.predictions(sequence.inputs), sequence.targets)
+    assert float(loss) == pytest.approx(total / count, rel=1e-6)
+
+
+@pytest.mark.parametrize("parts", [[3, 3], [2, 2, 2], [1, 1, 1, 1, 1, 1]])
+def test_micro_batches_average_to_the_loss_of_their_step(make, parts):
+    """The mean over micro-batches, and so over processes, is that of the step at once."""
+    objective, runner = make("objective.name=givt_maskgit", STEP)
+    batch, means = third_step(), []
+    for part in torch.arange(6).split(parts):
+        some = Batch(batch.inputs[part], batch.labels[part], batch.sample_index[part])
+        sequence = objective.training_sequence(some)
+        means.append(float(objective.loss(runner.predictions(sequence.inputs), sequence.targets)))
+    losses, mask = losses_by_token(objective, runner, batch)
+    assert sum(means) / len(means) == pytest.approx(float(losses[mask].mean()), rel=1e-6)
+
+
+def test_evaluation_weighs_tokens_alike_whatever_the_batch(make):
+    """It divides by the expected number of masked tokens, which no batch changes."""
+    objective, runner = make("objective.name=givt_maskgit", STEP)
+    expected = 0.0
+    for k in range(16):  # E[count] = sum of P(count > k), with count = ceil(16 cos(pi u / 2)).
+        expected += min(1.0, 2 / math.pi * math.acos(k / 16) / 0.7)
+    counts = objective.schedule.draw(torch.arange(50_000)).is_predicted.sum(1).double()
+    assert expected == pytest.approx(float(counts.mean()), rel=2e-3)
+    batch = third_step()
+    losses, mask = losses_by_token(objective, runner, batch)
+    sequence = objective.sequence(batch)
+    loss = objective.loss(runner.predictions(sequence.inputs), sequence.targets)
+    assert float(loss) == pytest.approx(float(losses[mask].sum()) / 6 / expected, rel=1e-6)
+
+
+def test_each_image_can_weigh_the_same(make):
+    objective, runner = make(
+        "objective.name=givt_maskgit", STEP, "objective.loss_average=images"
+    )
+    batch = third_step()
+    losses, mask = losses_by_token(objective, runner, batch)
+    means = [float(row[shown].mean()) for row, shown in zip(losses, mask, strict=True)]
+    sequence = objective.training_sequence(batch)
+    loss = objective.loss(runner.predictions(sequence.inputs), sequence.targets)
+    assert float(loss) == pytest.approx(sum(means) / 6, rel=1e-6)
 
 
 def test_mask_ratio_follows_the_cosine(make):

@@ -23,6 +23,7 @@ from megavis.config.errors import UserError
 from megavis.config.load import ConfigSource, LoadedConfig, load_config
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.loader import Batch
 from megavis.papers import OBJECTIVES
 from megavis.parallel.context import close_context, current_context, open_context
 from megavis.parallel.launch import read_launch
@@ -67,6 +68,24 @@ def test_outputs_and_nll_match_released_code(tmp_path, name):
     torch.testing.assert_close(outputs, torch.from_numpy(values["logits"]), **TOLERANCE)
     nats = run.objective.density.per_token_loss(outputs, tokens)
     torch.testing.assert_close(nats, torch.from_numpy(values["nll"]), rtol=0, atol=1e-3)
+
+
+def test_loss_of_masked_tokens_matches_released_code(tmp_path):
+    """The trainer has `nll.mean(where=input_mask)`, over the tokens of all images."""
+    values, run = golden("givt_maskgit"), open_golden(tmp_path, "givt_maskgit")
+    mask = torch.from_numpy(values["mask"]).clone()
+    mask[0, 3:] = False  # So that the images differ in their masked tokens.
+    paper, tokens = run.objective, torch.from_numpy(values["tokens"])
+    paper.config = paper.config.model_copy(
+        update={"training": paper.config.training.model_copy(update={"batch_size": len(mask)})}
+    )
+    paper.schedule.draw_hidden = lambda index: mask[index]
+    paper.schedule.num_predicted = lambda index: mask[index].sum(1).float()
+    batch = Batch(tokens, torch.from_numpy(values["labels"]), torch.arange(len(mask)))
+    counted = paper.training_sequence(batch).targets[1:]
+    loss = paper.loss(torch.from_numpy(values["logits"]), (tokens, *counted))
+    assert len(set(mask.sum(1).tolist())) > 1
+    assert float(loss) == pytest.approx(values["nll"][mask.numpy()].mean(), rel=1e-5)
 
 
 def test_per_channel_density_is_imported(tmp_path):

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from megavis.config.load import load_config
+from megavis.papers import build_objective
+from megavis.planning.parameters import by_part, count_parameters
 
 pytestmark = pytest.mark.once
 
@@ -61,8 +63,29 @@ def test_presets_match_table_rows(load, table):
         assert (model.num_layers, model.hidden_size, model.num_attention_heads) == (12, 768, 12)
         assert config.objective.num_patches(config) == (256 if keys["variant"] == "d2d" else 196)
         assert config.training.batch_size == 4096
-        if table != "7":
-            assert config.training.steps == round(200 * 1_281_167 / 4096)
+        # 200 epochs: of ImageNet-100 with y_extra (table 7), and of ImageNet in all other rows.
+        small = name == "vit_b_p2p_features"
+        images = 126_689 if small else 1_281_167
+        assert config.training.steps == round(200 * images / 4096)
+        assert config.schedule.warmup_steps == pytest.approx(10 * images / 4096, abs=1)
+        folder = "shards/imagenet100_jpeg" if small else "shards/imagenet_jpeg"
+        assert (config.data.train, config.data.validation) == (
+            f"{folder}/train",
+            f"{folder}/validation",
+        )
+
+
+def test_the_tokenizer_has_the_parameters_of_table_1(load, context):
+    """ "24M + 86M": encoder and codebook of the VQGAN, and ViT-B."""
+    matrices = count_parameters(build_objective(load("vqgan"), context))
+    encodes = ("vqgan.network.encoder.", "vqgan.network.quantize.")
+    found = [m for m in matrices if m.name.startswith(encodes)]
+    assert sum(m.parameters for m in found) == pytest.approx(24.04e6, abs=0.005e6)
+    # All rows with ids, here and in DARL's table 16, name that run.
+    for name in ("vit_b_p2d", "vit_b_d2d", "vit_b_p2p_features", "../darl/vit_l16_ids"):
+        assert load(name).objective.tokenizer == f"runs/{load('vqgan').name}"
+    blocks = count_parameters(build_objective(load("vit_b_d2d"), context))
+    assert sum(by_part(blocks).values()) == pytest.approx(86e6, rel=0.01)
 
 
 PRE_TRAINED = sorted({name for rows in TABLES.values() for name in rows} - {"vit_b_p2p_features"})

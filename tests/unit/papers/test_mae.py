@@ -1,5 +1,7 @@
 """MAE against `transformers.ViTMAEForPreTraining` with the same weights and masks."""
 
+import math
+
 import pytest
 import torch
 from small_batches import batch_of, photographs, run_layers
@@ -11,6 +13,8 @@ from transformers.models.vit_mae.modeling_vit_mae import build_2d_sinusoidal_pos
 
 from megavis.config.errors import UserError
 from megavis.model.attention import join_keys_values
+from megavis.model.parameters import starts_fresh
+from megavis.model.positions import Positions
 from megavis.papers.mae.vit_mae import settings_of, to_vit_mae, vit_mae_predictions
 from megavis.tokenizers.patches import standardize
 
@@ -195,6 +199,50 @@ def test_fine_tuning_drops_the_decoder(make):
     torch.testing.assert_close(logits, classifier(kept["out"][0]), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("scale", [1.0, 2 / 3])
+def test_learned_positions_start_as_the_fixed_ones(scale):
+    """As `pos_embed` in the released fine-tuning code; a loop over cells and channels."""
+    positions = Positions(
+        "learned_sincos", height=3, width=3, hidden_size=16, fill=torch.nn.init.ones_, scale=scale
+    )
+    assert positions.weight.requires_grad
+    for cell in range(9):
+        expected = []
+        for coordinate in (cell % 3, cell // 3):
+            angles = [scale * coordinate / 10_000 ** (i / 4) for i in range(4)]
+            expected += [math.sin(x) for x in angles] + [math.cos(x) for x in angles]
+        assert positions.weight[cell].tolist() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("tuned", [0, 1, 2, 3])
+def test_partial_fine_tuning_trains_the_last_blocks(make, tuned):
+    """Section 4.3; 0 trains the last norm besides the classifier."""
+    words = ["finetune.num_classes=3", "data.validation=shards", "training.validate_every=1"]
+    objective, runner = make(
+        *words, f"finetune.tuned_blocks={tuned}", "model.positions=learned_sincos"
+    )
+    trained = {n for n, p in runner.layers.named_parameters() if p.requires_grad}
+    parts = {".".join(name.split(".")[:2]) for name in trained}
+    expected = {f"blocks.{number}" for number in range(3 - tuned, 3)}
+    assert parts == expected | {"bridge.norm", "bridge.classifier"}
+    classifier = runner.layers.modules[-1].classifier.linear
+    torch.nn.init.normal_(classifier.weight)
+    batch = batch_of(photographs(3, 16))
+    sequence = objective.training_sequence(batch)
+    loss = objective.loss(run_layers(runner.layers.modules, sequence.inputs), (batch.labels,))
+    loss.backward()
+    for name, parameter in runner.layers.named_parameters():
+        assert (parameter.grad is not None) == (name in trained), name
+
+
+def test_fine_tuning_trains_positions_that_the_source_lacks(make):
+    words = ["finetune.num_classes=3", "data.validation=shards", "training.validate_every=1"]
+    _, runner = make(*words, "model.positions=learned_sincos")
+    parameters = dict(runner.layers.named_parameters())
+    assert starts_fresh(parameters["embedding.positions.weight"], is_saved=False)
+    assert not starts_fresh(parameters["embedding.class_token"], is_saved=True)
+
+
 def test_flops_match_torch_counter(make):
     objective, runner = make()
     sequence = objective.sequence(batch_of(photographs(2, 16)))
@@ -225,6 +273,21 @@ def test_flops_match_torch_counter(make):
         (
             ["finetune.num_classes=3", "finetune.generative_weight=1"],
             "hidden for the paper's own loss, and all seen for classes; set it to 0",
+        ),
+        (
+            ["finetune.num_classes=3", "finetune.tuned_blocks=4"],
+            "finetune.tuned_blocks: is 4; there are 3 blocks to train",
+        ),
+        (
+            ["finetune.num_classes=3", "finetune.tuned_blocks=1", "finetune.linear_evaluation=true"],
+            "finetune.tuned_blocks: applies to trained layers; linear_evaluation freezes them",
+        ),
+        (
+            [
+                *("finetune.num_classes=3", "finetune.tuned_blocks=1"),
+                "parallel.activation_checkpointing=full",
+            ],
+            "parallel.activation_checkpointing: must be none for finetune.tuned_blocks",
         ),
     ],
 )

@@ -24,8 +24,8 @@ def test_cosine_schedule_reveals_at_least_one_token_per_round(rounds, num_tokens
     assert hidden == 0
 
 
-def schedule(**options):
-    return Rounds(Orders(torch.arange(NUM_TOKENS)), least_masking=0.0, seed=0, **options)
+def schedule():
+    return Rounds(Orders(torch.arange(NUM_TOKENS)), least_masking=0.0, loss_average="batch", seed=0)
 
 
 def hidden_by_step(temperature, rounds=4, seed=0):
@@ -91,5 +91,5 @@ def test_masked_share_is_independent_of_token_order():
     assert plain.is_random
     features = plain.for_features(index)
     assert torch.equal(features.groups, hidden), "features use the same mask"
-    rounds = Rounds(Orders(order), least_masking=0.3, seed=4)
+    rounds = Rounds(Orders(order), least_masking=0.3, loss_average="batch", seed=4)
     assert not rounds.for_features(index).groups.any()

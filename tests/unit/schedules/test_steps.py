@@ -83,3 +83,29 @@ def test_context_is_the_prefix_of_a_random_order():
     assert not features.is_predicted.any()
     assert schedule.is_random
     assert not RandomMasking(8, mask_ratio=0.0, seed=2).is_random
+
+
+@pytest.mark.parametrize("cut", ["mixed", "random", "fixed"])
+def test_features_can_have_orders_and_groups_of_training(cut):
+    index = torch.tensor([3, 40, 41])
+    plain, drawn = (
+        Grouping(cut, num_tokens=16, num_groups=3, shuffled=True, draws_features=draws, seed=0)
+        for draws in (False, True)
+    )
+    expected = plain.draw(index)
+    found = drawn.for_features(index)
+    assert torch.equal(found.order, expected.order)
+    assert torch.equal(found.groups, expected.groups)
+    assert drawn.has_random_features
+    # Without draws: raster order, and the same even groups for all images.
+    fixed = plain.for_features(index)
+    assert fixed.order.tolist() == [list(range(16))] * 3
+    assert (fixed.groups == fixed.groups[:1]).all()
+    assert not plain.has_random_features
+
+
+def test_raster_orders_with_fixed_groups_draw_nothing_for_features():
+    rule = Grouping(
+        "fixed", num_tokens=16, num_groups=3, shuffled=False, draws_features=True, seed=0
+    )
+    assert not rule.has_random_features

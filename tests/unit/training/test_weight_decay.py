@@ -43,6 +43,8 @@ DISCRIMINATOR_BIASES = (
     f"{DISCRIMINATOR} {{conv_in,conv_out,dense,score}}.bias halvings.{{0,1}}.{{conv_0,conv_1}}.bias"
 )
 
+DECODER = "{num_layers: 1, hidden_size: 16, num_attention_heads: 2}"
+
 # Paper: objective section, overrides, names that decay, names that do not. Braces expand to
 # alternatives; a name in brackets is the prefix of all names up to the next bracket.
 PAPERS = {
@@ -146,6 +148,31 @@ PAPERS = {
         f"[embedding.] patches.weight [blocks.0.] {KERNELS} [head.] classifier.linear.weight",
         f"[embedding.] class_token patches.bias [blocks.0.] {GAINS} {BIASES}"
         " self_attention.relative_bias.weight [head.] norm.{weight,bias} classifier.linear.bias",
+    ),
+    "MAE, as in its released code": (
+        f"{{name: mae, patch_size: 4, decoder: {DECODER}}}",
+        BIASED,
+        f"[embedding.] class_token patches.weight [blocks.0.] {KERNELS} [bridge.] mask"
+        f" linear.weight [decoder.0.] {KERNELS} [head.] linear.weight",
+        f"[embedding.] patches.bias [blocks.0.] {GAINS} {BIASES} [bridge.] linear.bias"
+        f" norm.{{weight,bias}} [decoder.0.] {GAINS} {BIASES} [head.] norm.{{weight,bias}}"
+        " linear.bias",
+    ),
+    "MAE without decay of tokens": (
+        f"{{name: mae, patch_size: 4, tokens_decay: false, decoder: {DECODER}}}",
+        BIASED,
+        f"[embedding.] patches.weight [blocks.0.] {KERNELS} [bridge.] linear.weight"
+        f" [decoder.0.] {KERNELS} [head.] linear.weight",
+        f"[embedding.] class_token patches.bias [blocks.0.] {GAINS} {BIASES} [bridge.] mask"
+        f" linear.bias norm.{{weight,bias}} [decoder.0.] {GAINS} {BIASES}"
+        " [head.] norm.{weight,bias} linear.bias",
+    ),
+    "MAE fine-tuned, as in its released code": (
+        f"{{name: mae, patch_size: 4, decoder: {DECODER}}}",
+        (*FINETUNE, "model.positions=learned_sincos"),
+        f"[embedding.] patches.weight [blocks.0.] {KERNELS} [bridge.] classifier.linear.weight",
+        f"[embedding.] class_token positions.weight patches.bias [blocks.0.] {GAINS} {BIASES}"
+        " [bridge.] norm.{weight,bias} classifier.linear.bias",
     ),
     "GVP": (
         "{name: gvp, patch_size: 4, num_groups: 3}",
