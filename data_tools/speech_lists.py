@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from data_tools.user_text import numbered_lines
 from megavis.config.errors import UserError
 
 FILES = {"train": "train.txt", "validation": "valid.txt", "test": "test.txt"}
@@ -69,13 +70,10 @@ def read_split_lists(
 
 def _names(path: Path) -> Iterator[tuple[int, str]]:
     """Yield line number and the last two parts of the path on each line."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
+    if not path.is_file():
         raise UserError(
-            f"{path} is missing or no text: --split-lists needs {', '.join(FILES.values())}, as in"
+            f"{path} is missing: --split-lists needs {', '.join(FILES.values())}, as in"
             " speech_commands_dataset of TC-ResNet's repository"
-        ) from None
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            yield number, "/".join(PurePosixPath(line.strip()).parts[-2:])
+        )
+    for number, line in numbered_lines(path):
+        yield number, "/".join(PurePosixPath(line).parts[-2:])

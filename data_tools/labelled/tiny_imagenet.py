@@ -9,15 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from data_tools.labelled.data_set import (
-    TRAIN,
-    UNLABELED,
-    Listing,
-    image_file,
-    read_columns,
-    read_lines,
-)
+from data_tools.labelled.data_set import TRAIN, UNLABELED, Listing, image_file
 from data_tools.sources import SourceFile, list_images
+from data_tools.user_text import read_columns, read_lines
 from megavis.config.errors import UserError
 
 IDS = "wnids.txt"
