@@ -103,7 +103,7 @@ def test_images_without_a_label_are_counted(root, tmp_path):
             ("val/val_annotations.txt", b"val_7.JPEG\tn01443537\t0\t0\t1\t1\n"),
             "val_7.JPEG is missing",
         ),
-        (("val/val_annotations.txt", b"val_0.JPEG\n"), "does not have 2 words"),
+        (("val/val_annotations.txt", b"val_0.JPEG\n"), "line 1 has 1 word, not 2"),
         (("train/n00000001/images/a.JPEG", b"x"), "n00000001 is not in wnids.txt"),
     ],
 )
