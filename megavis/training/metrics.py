@@ -219,6 +219,7 @@ class TensorBoard(Dashboard):
 
     def __init__(self, run_folder: Path, *, first_step: int, config: Mapping[str, Any]) -> None:
         self._proto = importlib.import_module("tensorboard.compat.proto.event_pb2")
+        self._records = importlib.import_module("tensorboard.summary.writer.record_writer")
         self._summary = importlib.import_module("torch.utils.tensorboard.summary")
         self._folder = run_folder / "tensorboard"
         # Of two files of a run, TensorBoard takes the later name for the later file.
@@ -247,11 +248,9 @@ class TensorBoard(Dashboard):
         self._write()
 
     def _add(self, step: int = 0, **content: Any) -> None:
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
         event = self._proto.Event(wall_time=time.time(), step=step, **content)
         record = io.BytesIO()
-        RecordWriter(record).write(event.SerializeToString())
+        self._records.RecordWriter(record).write(event.SerializeToString())
         self._pending.append(record.getvalue())
 
     def _write(self) -> None:
