@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import json
 import os
 import secrets
+import socket
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
@@ -24,7 +27,7 @@ from tqdm import tqdm
 
 from megavis.config.errors import UserError
 from megavis.config.section import DashboardKind
-from megavis.data.format.files import from_json, to_json, write_atomically
+from megavis.data.format.files import append, from_json, to_json, write_atomically
 
 
 class MetricsWriter:
@@ -71,16 +74,7 @@ class MetricsWriter:
 
     def _write_pending(self) -> None:
         """Append the pending lines, which remain pending if this fails. Raises OSError."""
-        content, written = "".join(self._pending).encode(), 0
-        # Opened anew: on a network disk a full quota shows when a file is closed, and a file that
-        # another host has replaced is stale. Unbuffered: a buffer discards what does not fit.
-        with open(self._path, "ab", buffering=0) as file:
-            # A failed attempt may have written some of them.
-            start = min(self._size, os.fstat(file.fileno()).st_size)
-            file.truncate(start)
-            while written < len(content):
-                written += file.write(content[written:])
-        self._size = start + written
+        self._size = append(self._path, "".join(self._pending).encode(), size=self._size)
         self._pending.clear()
 
     def _show(self, step: int, values: Mapping[str, float]) -> None:
@@ -89,13 +83,17 @@ class MetricsWriter:
     def _on_dashboards(self, show: Callable[[Dashboard], None]) -> None:
         """Call a function with each dashboard; one that fails is given up until the next start.
 
-        A client may wait for minutes, in every call, for a server that is down.
+        A client may wait for minutes, in every call, for a server that is down. TensorBoard's files
+        wait for a disk, as those of the run do.
         """
         working = []
         for dashboard in self._dashboards:
+            if dashboard.waits_for_disk:
+                working.append(dashboard)
             with self._warn_on_error(Exception):
                 show(dashboard)
-                working.append(dashboard)
+                if not dashboard.waits_for_disk:
+                    working.append(dashboard)
         self._dashboards = working
 
     def amend(self, step: int, values: Mapping[str, float]) -> None:
@@ -174,6 +172,8 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+_MOST_PENDING = 1 << 28
+"""Bytes of events that wait for a disk."""
 IDENTITIES = "dashboards.json"
 """File in a run folder with the run's identity in each dashboard."""
 
@@ -183,9 +183,12 @@ class Dashboard(ABC):
 
     Attributes:
         package: required package.
+        waits_for_disk: whether a call that fails can be followed by others, which show what it did
+            not.
     """
 
     package: ClassVar[str]
+    waits_for_disk: ClassVar[bool] = False
 
     @abstractmethod
     def __init__(self, run_folder: Path, *, first_step: int, config: Mapping[str, Any]) -> None:
@@ -205,27 +208,59 @@ class Dashboard(ABC):
 
 
 class TensorBoard(Dashboard):
-    """Event files in `RUN/tensorboard`."""
+    """Event files in `RUN/tensorboard`.
+
+    TensorBoard's own writer has a thread that ends with the first error of the disk, and with it
+    all that the run would still have shown. Here events that cannot be written wait in memory.
+    """
 
     package = "tensorboard"
+    waits_for_disk = True
 
     def __init__(self, run_folder: Path, *, first_step: int, config: Mapping[str, Any]) -> None:
-        board = importlib.import_module("torch.utils.tensorboard")
-        folder = str(run_folder / "tensorboard")
-        self._writer = board.SummaryWriter(folder, purge_step=first_step + 1)
+        self._proto = importlib.import_module("tensorboard.compat.proto.event_pb2")
+        self._records = importlib.import_module("tensorboard.summary.writer.record_writer")
+        self._summary = importlib.import_module("torch.utils.tensorboard.summary")
+        self._folder = run_folder / "tensorboard"
+        # Of two files of a run, TensorBoard takes the later name for the later file.
+        unique = f"{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
+        self._path = self._folder / f"events.out.tfevents.{int(time.time()):010d}.{unique}"
+        self._pending: list[bytes] = []
+        self._size = 0
+        self._add(file_version="brain.Event:2")
+        # From this step on, it forgets what earlier files have.
+        start = self._proto.SessionLog(status=self._proto.SessionLog.START)
+        self._add(first_step + 1, session_log=start)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """See `Dashboard`."""
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            self._add(step, summary=self._summary.scalar(name, value))
+        self._write()
 
     def image(self, step: int, name: str, pixels: np.ndarray) -> None:
         """See `Dashboard`."""
-        self._writer.add_image(name, pixels, step, dataformats="HWC")
+        self._add(step, summary=self._summary.image(name, pixels, dataformats="HWC"))
+        self._write()
 
     def close(self) -> None:
         """See `Dashboard`."""
-        self._writer.close()
+        self._write()
+
+    def _add(self, step: int = 0, **content: Any) -> None:
+        event = self._proto.Event(wall_time=time.time(), step=step, **content)
+        record = io.BytesIO()
+        self._records.RecordWriter(record).write(event.SerializeToString())
+        self._pending.append(record.getvalue())
+
+    def _write(self) -> None:
+        """Append the pending events, the oldest of which are dropped if there are too many."""
+        while sum(map(len, self._pending)) > _MOST_PENDING and len(self._pending) > 2:
+            # After the first two, without which it is no file of events.
+            del self._pending[0 if self._size else 2]
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._size = append(self._path, b"".join(self._pending), size=self._size)
+        self._pending.clear()
 
 
 class WandB(Dashboard):

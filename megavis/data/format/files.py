@@ -44,6 +44,22 @@ def write_atomically(path: Path, content: bytes) -> None:
         file.write(content)
 
 
+def append(path: Path, content: bytes, *, size: int) -> int:
+    """Append to a file of `size` bytes and return its new size; raises OSError.
+
+    Of a file that is longer, the rest was left by an attempt that failed, and is replaced.
+    """
+    written = 0
+    # Opened anew: on a network disk a full quota shows when a file is closed, and a file that
+    # another host has replaced is stale. Unbuffered: a buffer discards what does not fit.
+    with open(path, "ab", buffering=0) as file:
+        start = min(size, os.fstat(file.fileno()).st_size)
+        file.truncate(start)
+        while written < len(content):
+            written += file.write(content[written:])
+    return start + written
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON, atomically; create the folder if needed. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -27,26 +27,38 @@ RECORD_NAME = "restarts.json"
 class Signals:
     """Records a signal in `received` instead of terminating; a context manager around the job.
 
-    A second Ctrl-C interrupts at once.
+    A second Ctrl-C interrupts at once. A file that exceeds a limit of its size is an OSError.
     """
 
     def __init__(self) -> None:
         self.received = False
         self._before: dict[signal.Signals, Any] = {}
+        self._handlers: dict[signal.Signals, Any] = dict.fromkeys(SIGNALS, self._receive)
+        self._handlers[signal.SIGXFSZ] = signal.SIG_IGN
 
     def __enter__(self) -> Signals:
         # Only Python's main thread handles signals; a job in another thread is its owner's.
         if threading.current_thread() is threading.main_thread():
-            self._before = {one: signal.signal(one, self._receive) for one in SIGNALS}
+            self._before = {one: signal.signal(one, new) for one, new in self._handlers.items()}
         return self
 
     def __exit__(self, *_: object) -> None:
         for one, handler in self._before.items():
             signal.signal(one, handler)
 
+    def take_back(self) -> None:
+        """Handle the signals again, whoever handles them now.
+
+        When Triton first compiles, its LLVM takes most signals without Python's knowledge: it drops
+        SIGUSR1, and ends the process on SIGXFSZ.
+        """
+        for one in self._before:
+            signal.signal(one, self._handlers[one])
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = True
         if number == signal.SIGINT:
+            self._handlers[signal.SIGINT] = signal.default_int_handler
             signal.signal(signal.SIGINT, signal.default_int_handler)
             # Not `sys.stderr`, which may be in the middle of writing.
             os.write(2, b"\nstopping after this step; press Ctrl-C again to stop at once\n")
@@ -66,6 +78,7 @@ class StopOnSignal:
 
     def __call__(self, state: StepState) -> None:
         """Stop once all processes know of the signal."""
+        self._signals.take_back()
         if not self._agreed:
             self._agreed = bool(self._agreement.exchange(self._signals.received))
         if self._agreed and state.loss is not None and not state.is_last:
@@ -75,6 +88,7 @@ class StopOnSignal:
 
     def is_urgent(self) -> bool:
         """Return whether to abort work that delays the next checkpoint; called on all processes."""
+        self._signals.take_back()
         self._agreed = self._agreed or self._agreement.settle(self._signals.received)
         # Aborted work must be repeated, even if no step is left to take.
         self.has_stopped = self.has_stopped or self._agreed
