@@ -19,6 +19,7 @@ import copy
 import ctypes
 import hashlib
 import io
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from data_tools.user_text import numbered_lines
 from megavis.config.errors import UserError
 from megavis.data.codecs.codec import RecordingsCodec
 from megavis.data.codecs.sound import HOP, SAMPLE_RATE, write_noises
+from megavis.data.format.folders import walk_files
 
 LISTS = {"validation": "validation_list.txt", "test": "testing_list.txt"}
 NOISE, UNKNOWN, SILENCE = "_background_noise_", "_unknown_", "_silence_"
@@ -81,7 +83,7 @@ def sources(root: Path, words: Sequence[str] = ()) -> dict[str, FileSource]:
     """
     if not root.is_dir():
         raise UserError(f"{root} is not a folder of recordings")
-    names = sorted(path.relative_to(root).as_posix() for path in root.glob("*/*.wav"))
+    names = sorted(name for name in walk_files(root) if re.fullmatch(r"[^/]+/[^/]+\.wav", name))
     part_of = {name: part for part, file in LISTS.items() for name in _listed(root / file, names)}
     spoken = [name for name in names if not name.startswith(NOISE)]
     there = sorted({name.split("/")[0] for name in spoken})

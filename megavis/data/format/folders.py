@@ -112,6 +112,14 @@ def is_image(path: Path) -> bool:
 
 def holds_image(folder: Path) -> bool:
     """Return whether there is an image anywhere below a folder. Raises UserError."""
+    try:
+        # A class of many images is not listed to its end.
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if counts(entry.name) and has_image_suffix(entry.name) and not entry.is_dir():
+                    return True
+    except OSError as error:
+        raise _cannot_list(error) from None
     unknown = []
     for name in walk_files(folder):
         if has_image_suffix(name):
