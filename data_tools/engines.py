@@ -21,6 +21,7 @@ from megavis.config.errors import UserError, describe_os_error
 
 ENGINES = ("local", "ray")
 # Enough to keep workers busy; few, since units in flight are reported after a kill.
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108 - only named
 _IN_FLIGHT_PER_WORKER = 2
 _RAY_RETRIES = 2
 
@@ -70,10 +71,8 @@ def _here(units: Sequence[Unit], advance: Callable[[int], None]) -> Iterator[Uni
 
 
 def _in_processes(units: Sequence[Unit], *, workers: int) -> Iterator[UnitResult | Failure]:
-    # Spawn rather than fork: the parent may have threads that hold locks.
-    context = multiprocessing.get_context("spawn")
     rest, in_flight = iter(units), workers * _IN_FLIGHT_PER_WORKER
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=end_with_parent) as pool:
+    with _open_pool(workers) as pool:
         flying: dict[Future[UnitResult], Unit] = {}
         try:
             while True:
@@ -93,6 +92,18 @@ def _in_processes(units: Sequence[Unit], *, workers: int) -> Iterator[UnitResult
             yield Failure((flying[future].shard,), describe_os_error(error))
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _open_pool(workers: int) -> ProcessPoolExecutor:
+    # Spawn rather than fork: the parent may have threads that hold locks.
+    context = multiprocessing.get_context("spawn")
+    try:
+        return ProcessPoolExecutor(workers, mp_context=context, initializer=end_with_parent)
+    except OSError as error:  # semaphores are files there, which the error does not name
+        raise UserError(
+            f"{_SHARED_MEMORY}: {error.strerror}; worker processes need room to write there: make"
+            " some, or use --workers 0"
+        ) from None
 
 
 def end_with_parent() -> None:

@@ -17,6 +17,7 @@ import copy
 import hashlib
 import io
 import math
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from data_tools.user_text import numbered_lines
 from megavis.config.errors import UserError
 from megavis.data.codecs.codec import RecordingsCodec
 from megavis.data.codecs.sound import HOP, SAMPLE_RATE, write_noises
+from megavis.data.format.folders import walk_files
 
 LISTS = {"validation": "validation_list.txt", "test": "testing_list.txt"}
 NOISE, UNKNOWN = "_background_noise_", "_unknown_"
@@ -116,7 +118,7 @@ def sources(
         raise UserError("--split-lists needs --words: the lists are of wanted and other words")
     if not root.is_dir():
         raise UserError(f"{root} is not a folder of recordings")
-    names = sorted(path.relative_to(root).as_posix() for path in root.glob("*/*.wav"))
+    names = sorted(name for name in walk_files(root) if re.fullmatch(r"[^/]+/[^/]+\.wav", name))
     lists = {} if split_lists else LISTS
     part_of = {name: part for part, file in lists.items() for name in _listed(root / file, names)}
     spoken = [name for name in names if not name.startswith(NOISE)]

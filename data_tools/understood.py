@@ -8,12 +8,9 @@ from pathlib import Path
 from data_tools.sources import FileSource, ImageSource
 from data_tools.tars import TarSource, first_member
 from megavis.config.errors import UserError, counted
-from megavis.data.format.folders import Contents, has_image_suffix
+from megavis.data.format.folders import Contents, has_image_suffix, named_like_splits
 
 _SHOWN = 3
-_SPLITS = frozenset(
-    ("train", "training", "trainset", "val", "valid", "validation", "dev", "test", "testing")
-)
 _LABEL = ".cls"
 
 
@@ -81,7 +78,7 @@ def folders_in_tars(source: TarSource) -> Iterator[str]:
 def refuse_splits(place: Path) -> None:
     """Raise UserError if the folders of images in `place` are named like splits of a data set."""
     names = Contents.of(place).image_folders
-    if names and {name.lower() for name in names} <= _SPLITS:
+    if names and named_like_splits(names):
         first = next((name for name in names if name.lower().startswith("train")), names[0])
         raise UserError(
             f"{place} holds {', '.join(names)}, which look like splits and not like classes: give"

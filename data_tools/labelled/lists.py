@@ -23,6 +23,7 @@ from data_tools.labelled.data_set import (
 from data_tools.sources import SourceFile, list_images
 from data_tools.user_text import read_columns, read_lines
 from megavis.config.errors import UserError
+from megavis.data.format.folders import list_folder
 
 _PETS = {TRAIN: "trainval", TEST: "test"}
 _SHORT = {TRAIN: "train", VALIDATION: "val", TEST: "test"}
@@ -57,7 +58,7 @@ def _number(text: str, path: Path) -> int:
 
 def list_dtd(root: Path, split: str) -> Listing:
     """List the Describable Textures Dataset, in the first of its ten splits."""
-    classes = sorted(path.name for path in (root / "images").glob("*") if path.is_dir())
+    classes = [entry.name for entry in list_folder(root / "images") if entry.is_dir()]
     return _by_folder(root, f"labels/{_SHORT[split]}1.txt", classes, suffix="")
 
 

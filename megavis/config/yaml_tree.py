@@ -5,6 +5,7 @@ A file may be `based_on` another, which provides the keys that it lacks.
 
 from __future__ import annotations
 
+import os
 import re
 import reprlib
 import typing
@@ -139,13 +140,23 @@ def _merge(beneath: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def expand_home(value: Any) -> Any:
-    """Return a tree with `~/` at the start of a text, a path, replaced by the home folder."""
+    """Return a tree with `~/` at the start of a text, a path, replaced by the home folder.
+
+    Raises UserError if the home folder is not known.
+    """
     if isinstance(value, dict):
         return {key: expand_home(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [expand_home(inner) for inner in value]
-    is_path = isinstance(value, str) and value.startswith("~/")
-    return str(Path(value).expanduser()) if is_path else value
+    if not (isinstance(value, str) and value.startswith("~/")):
+        return value
+    path = os.path.expanduser(value)
+    # An empty HOME would make it a path below the root.
+    if path == value or os.environ.get("HOME") == "":
+        raise UserError(
+            f"{value}: the home folder is not known, as HOME is not set: write the path itself"
+        )
+    return path
 
 
 def _read_file(path: Path, source: ConfigSource) -> dict[str, Any]:

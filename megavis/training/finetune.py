@@ -273,6 +273,9 @@ def _other_size(
         )
 
 
+_ADVICE = "write its shards with --classes-from, the folder of data.train"
+
+
 def label_issues(
     key: str, dataset: Samples, settings: FinetuneConfig, class_names: tuple[str, ...]
 ) -> Iterator[ConfigIssue]:
@@ -287,11 +290,26 @@ def label_issues(
         found = counted(missing, "image")
         yield key, f"{where} holds {found} without a label, of {len(dataset)} in all"
     elif len(dataset.class_names) != settings.num_classes:
-        text = f"{where} has {len(dataset.class_names)} classes; finetune.num_classes is"
-        yield key, f"{text} {settings.num_classes}"
+        found = counted(len(dataset.class_names), "class", "classes")
+        text = f"{where} has {found}; finetune.num_classes is {settings.num_classes}"
+        yield key, text + _other_classes(dataset.class_names, class_names)
     elif dataset.class_names != class_names:
-        yield (
-            key,
-            f"{where} numbers its classes differently from data.train: write its shards with"
-            " --classes-from",
+        text = f"{where} numbers its classes differently from data.train"
+        yield key, text + (_other_classes(dataset.class_names, class_names) or f": {_ADVICE}")
+
+
+def _other_classes(found: tuple[str, ...], known: tuple[str, ...]) -> str:
+    """Return how the classes of a data set differ from those of data.train, and what to do.
+
+    Empty if they are the same.
+    """
+    unknown = [name for name in found if name not in known]
+    missing = [name for name in known if name not in found]
+    if unknown:
+        return (
+            f"; data.train has no class {unknown[0]!r}: remove its images, or add the class there"
         )
+    if not missing:
+        return ""
+    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    return f"; it lacks {missing[0]!r}{more} of data.train: {_ADVICE}"

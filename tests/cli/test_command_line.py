@@ -92,7 +92,7 @@ def test_every_option_has_help_with_its_default(parser):
         (main, ["figure", "patches", "runs/x", "--num-images", "-1"], "'-1' is not a whole number"),
         (data_tools, ["palette", "fti"], "invalid choice: 'fti' (choose from 'fit', 'shards')"),
         (data_tools, ["palette", "fit", "x", "--out", "y.npy", "--num-colors", "0"], "in [1, 512]"),
-        (data_tools, ["verify", "nowhere"], "nowhere/manifest.json is missing"),
+        (data_tools, ["verify", "nowhere"], "nowhere does not exist in"),
         (data_tools, ["jpeg", "nowhere", "--out", "x"], "nowhere does not exist: give a folder"),
     ],
 )

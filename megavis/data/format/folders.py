@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,13 +25,23 @@ START_BYTES = 16
 _OF_SYSTEMS = frozenset(
     ("@eadir", "#recycle", "@recycle", "__macosx", "$recycle.bin", "lost+found")
 ) | {"system volume information"}
-_COMPRESSED_TARS = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
+COMPRESSED_TARS = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 # A bitmap has four reserved bytes, without which every text that starts with BM would be one.
 _IMAGE_START = re.compile(
     rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|GIF8[79]a|RIFF....WEBP|II\*\0|MM\0\*|BM....\0\0\0\0"
     rb"|P[1-6]\s|\0\0\0\x0cjP  \r\n|\xff\x4f\xff\x51",
     re.DOTALL,
 )
+
+
+_SPLITS = frozenset(
+    ("train", "training", "trainset", "val", "valid", "validation", "dev", "test", "testing")
+)
+
+
+def named_like_splits(folders: Iterable[str]) -> bool:
+    """Return whether all folders have names of parts of a data set, which are no classes."""
+    return all(name.lower() in _SPLITS for name in folders)
 
 
 def counts(name: str) -> bool:
@@ -102,6 +112,14 @@ def is_image(path: Path) -> bool:
 
 def holds_image(folder: Path) -> bool:
     """Return whether there is an image anywhere below a folder. Raises UserError."""
+    try:
+        # A class of many images is not listed to its end.
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if counts(entry.name) and has_image_suffix(entry.name) and not entry.is_dir():
+                    return True
+    except OSError as error:
+        raise _cannot_list(error) from None
     unknown = []
     for name in walk_files(folder):
         if has_image_suffix(name):
@@ -149,7 +167,7 @@ class Contents:
 def why_no_images(root: Path) -> str:
     """Return why a folder without images has none: what it holds instead, and what to do."""
     contents = Contents.of(root)
-    compressed = [name for name in contents.others if name.lower().endswith(_COMPRESSED_TARS)]
+    compressed = [name for name in contents.others if name.lower().endswith(COMPRESSED_TARS)]
     if compressed:
         return f"{root / compressed[0]} is a compressed tar: unpack it first"
     for name in contents.other_folders:

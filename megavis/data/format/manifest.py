@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from megavis.config.errors import UserError
 from megavis.data.format.files import write_atomically
 from megavis.data.format.folders import MANIFEST_NAME
+from megavis.data.format.not_shards import what_it_is
 from megavis.data.format.shards import MAX_TOKENS
 
 PALETTE_NAME = "palette.npy"
@@ -186,10 +187,7 @@ class Manifest(_Strict):
         try:
             content = path.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
-            raise UserError(
-                f"{path} is missing: this is not a finished shard folder; "
-                "run the `python -m data_tools` command that makes it (again) to finish it"
-            ) from None
+            raise UserError(what_it_is(Path(directory))) from None
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror}") from None
         try:

@@ -166,7 +166,7 @@ def test_invalid_manifest(folder, values, message):
 
 def test_missing_or_truncated_manifest(folder, tmp_path):
     path, _, _ = folder
-    with pytest.raises(UserError, match="is missing"):
+    with pytest.raises(UserError, match="holds the shard folders shards: give one of them"):
         Manifest.read(tmp_path)
     content = (path / "manifest.json").read_bytes()
     (path / "manifest.json").write_bytes(content[: len(content) // 2])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib.util
+import os
 
 import pytest
 from image_files import tree
@@ -57,3 +59,16 @@ def test_local_ray(command, tmp_path, capsys):
         ray.shutdown()
     assert "error: " in capsys.readouterr().err
     assert tree(tmp_path / "out") == whole
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_shared_memory_that_cannot_be_written(number, command, tmp_path, capsys, monkeypatch):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("_multiprocessing.SemLock", refuse)
+    assert main([*command[0], "--out", str(tmp_path / "out"), "--workers", "2"]) == 2
+    error = capsys.readouterr().err
+    assert f"/dev/shm: {os.strerror(number)}" in error
+    assert "--workers 0" in error
+    assert error.count("\n") == 1

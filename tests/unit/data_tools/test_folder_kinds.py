@@ -18,8 +18,10 @@ from image_sources import (
 )
 
 from data_tools.__main__ import main
+from data_tools.labelled.lists import list_dtd
 from data_tools.source_formats import find_layout
 from data_tools.sources import list_images
+from data_tools.speech import sources as speech_sources
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import Manifest
 from megavis.evaluation.images.image_files import open_images
@@ -267,3 +269,22 @@ def test_folders_without_images(files, message, tmp_path, capsys):
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert message in error
+
+
+def test_a_word_folder_that_cannot_be_listed(tmp_path, unlistable):
+    names = [f"{word}/{number}.wav" for word in ("no", "yes") for number in range(3)]
+    write_folder(tmp_path, dict.fromkeys(names, b"RIFF"))
+    (tmp_path / "validation_list.txt").write_text("no/0.wav\nyes/0.wav\n")
+    (tmp_path / "testing_list.txt").write_text("no/1.wav\nyes/1.wav\n")
+    assert speech_sources(tmp_path)["train"].class_names == ("no", "yes")
+    unlistable(tmp_path / "no")
+    with pytest.raises(UserError, match="no cannot be listed"):
+        speech_sources(tmp_path)
+
+
+def test_hidden_folders_are_no_classes_of_a_labelled_set(tmp_path):
+    write_folder(tmp_path, {"images/wavy/a.jpg": b"x", "images/.cache/b.jpg": b"x"})
+    write_folder(tmp_path, {"images/@eaDir/c.jpg": b"x", "labels/train1.txt": b"wavy/a.jpg\n"})
+    listing = list_dtd(tmp_path, "train")
+    assert listing.class_names == ["wavy"]
+    assert [file.label for file in listing.files] == [0]
