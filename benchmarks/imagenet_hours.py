@@ -60,6 +60,7 @@ CHOICES = (
     Choice("palette, 64²", f"{_PALETTE} 64"),
     Choice("palette, 32², 48² and 64² in one run", f"{_PALETTE} 32 48 64"),
     Choice("palette, 64², `--fast`", f"{_PALETTE} 64 --fast"),
+    Choice("palette, 64², `--resize pillow`", f"{_PALETTE} 64 --resize pillow"),
     Choice("palette, 32², `--crop evaluation`", f"{_PALETTE} 32 --crop evaluation"),
     Choice("palette, 32², `--crop random --crops 4`", f"{_PALETTE} 32 --crop random --crops 4"),
     Choice("palette, 40², to read 32² windows", f"{_PALETTE} 40"),
@@ -140,6 +141,9 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--images", type=int, default=400, help="photographs; default: 400")
     options.add_argument("--rounds", type=int, default=3, help="timed turns of each; default: 3")
+    options.add_argument(
+        "--without-networks", action="store_true", help="skip the rows that take hours on a CPU"
+    )
     arguments = options.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -147,7 +151,7 @@ def main() -> None:
         print(f"{arguments.images} photographs of {mean / 1000:.0f} KB on average; {machine()}")
         print(f"| what is stored | images/s a core | on one core | on {CORES} cores |", end="")
         print(" bytes an image | training set | validation set |\n|---|---|---|---|---|---|---|")
-        for choice in CHOICES:
+        for choice in [each for each in CHOICES if not (each.few and arguments.without_networks)]:
             seconds, num_bytes = cost(Path(folder), choice, rounds=arguments.rounds)
             print(line(choice, seconds, num_bytes), flush=True)
 

@@ -15,9 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data_tools.decode import RefusedImageError, decode_image, decoder_versions
+from data_tools.decode import RefusedImageError, decode_image
 from data_tools.jobs import add_job_arguments, run_job
-from data_tools.resize import RESIZE, Crop, add_crop_arguments, crop_from, preparation
+from data_tools.resize import (
+    Crop,
+    add_crop_arguments,
+    crop_from,
+    preparation,
+    resize_name,
+    versions,
+)
 from data_tools.shard_tasks import Encoded, ShardEncoder
 from data_tools.source_formats import add_source_arguments, open_source
 from data_tools.sources import SourceImage
@@ -77,16 +84,19 @@ class NetworkEncoder(ShardEncoder):
 
     def settings(self, folder: str) -> dict[str, Any]:
         """Return everything that affects the bytes."""
+        library = self.crop.library
         return {
             "tokenizer": self.sha256,
             "size": self.size,
-            "preparation": [RESIZE, str(self.crop), decoder_versions()],
+            "preparation": [resize_name(library), str(self.crop), versions(library)],
             "arithmetic": [self.device, self.images_per_batch],
         }
 
     def describe(self, folder: str) -> dict[str, Any]:
         """Return the manifest's fields that do not depend on the kind of output."""
-        return {"image_size": self.size, "preparation": preparation(RESIZE, str(self.crop))}
+        library = self.crop.library
+        prepared = preparation(resize_name(library), str(self.crop), library=library)
+        return {"image_size": self.size, "preparation": prepared}
 
     def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
         """Return the payloads of each image."""

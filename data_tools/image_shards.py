@@ -28,11 +28,13 @@ from data_tools.decode import RefusedImageError, decode_image
 from data_tools.jobs import add_job_arguments, run_job
 from data_tools.resize import (
     CROP,
-    RESIZE,
+    Library,
+    add_resize_argument,
     check_aspect,
     nearest_square,
     preparation,
     resize_and_crop,
+    resize_name,
 )
 from data_tools.shard_tasks import Encoded, ShardEncoder, encode_each
 from data_tools.source_formats import (
@@ -67,6 +69,7 @@ def add_jpeg_arguments(parser: argparse.ArgumentParser) -> None:
         help="side of the stored squares; several sizes get a folder each below --out; by default "
         "images are stored unchanged",
     )
+    add_resize_argument(parser)
     encoding = parser.add_mutually_exclusive_group()
     add_quality_argument(encoding)
     encoding.add_argument(
@@ -85,8 +88,8 @@ def run_jpeg(arguments: argparse.Namespace) -> int:
     if min(sizes, default=1) < 1:
         raise UserError("--size must be at least 1")
     check_quality(arguments.quality)
-    source = open_source(arguments)
-    return run_job(source, JpegEncoder(sizes, arguments.quality), arguments, label="jpeg")
+    encoder = JpegEncoder(sizes, arguments.quality, arguments.resize)
+    return run_job(open_source(arguments), encoder, arguments, label="jpeg")
 
 
 def add_quality_argument(parser: argparse._ActionsContainer) -> None:
@@ -107,11 +110,12 @@ class JpegEncoder(ShardEncoder):
     """Write JPEG files; every image is decoded to reject those that training cannot read.
 
     Without `sizes`, the sides of the squares, images are kept unchanged. Without `quality`, those
-    to be encoded become PNG files.
+    to be encoded become PNG files. `library` resizes.
     """
 
     sizes: tuple[int, ...]
     quality: int | None
+    library: Library
     suffix: str = JpegCodec.suffix
 
     @property
@@ -141,12 +145,15 @@ class JpegEncoder(ShardEncoder):
         return int(folder) if folder else next(iter(self.sizes), None)
 
     def _preparation(self) -> dict[str, Any]:
-        return preparation(RESIZE, CROP) if self.sizes else preparation()
+        if not self.sizes:
+            return preparation()
+        return preparation(resize_name(self.library), CROP, library=self.library)
 
     def _payloads(self, content: bytes) -> list[bytes]:
         image = decode_image(content)
         if self.sizes:
-            return [encode(resize_and_crop(image, size=s), self.quality) for s in self.sizes]
+            squares = [resize_and_crop(image, size=s, library=self.library) for s in self.sizes]
+            return [encode(square, self.quality) for square in squares]
         check_aspect(image)  # training resizes it
         return [kept_jpeg(content, image, self.quality)]
 
@@ -201,6 +208,7 @@ def add_pairs_arguments(parser: argparse.ArgumentParser) -> None:
         default="nearest",
         help="nearest keeps the colours of a target, as needed for labels; bicubic: as for images",
     )
+    add_resize_argument(parser)
     add_quality_argument(parser)
     add_job_arguments(parser)
 
@@ -214,7 +222,9 @@ def run_pairs(arguments: argparse.Namespace) -> int:
         raise UserError(f"--out {arguments.out} lies inside the targets: choose another place")
     images = list_images(arguments.images, class_names=read_class_names(arguments.classes_from))
     source = pair_up(images, list_images(arguments.targets))
-    encoder = PairEncoder(arguments.size, arguments.quality, arguments.target_resize)
+    encoder = PairEncoder(
+        arguments.size, arguments.quality, arguments.target_resize, arguments.resize
+    )
     return run_job(source, encoder, arguments, label="pairs")
 
 
@@ -290,12 +300,13 @@ def read_pair(file: SourceFile, root: Path) -> bytes:
 class PairEncoder(ShardEncoder):
     """Decode, resize and crop image and target alike, to squares of `size`.
 
-    `target_resize` is `nearest` or `bicubic`.
+    `target_resize` is `nearest` or `bicubic`; `library` resizes images, and targets if bicubic.
     """
 
     size: int
     quality: int
     target_resize: str
+    library: Library
     suffix: str = PairsCodec.suffix
 
     def settings(self, folder: str) -> dict[str, Any]:
@@ -311,15 +322,19 @@ class PairEncoder(ShardEncoder):
         return {"kind": "pairs", "image_size": self.size, "preparation": self._preparation()}
 
     def _preparation(self) -> dict[str, Any]:
-        return preparation(f"{RESIZE}; targets: {self.target_resize}", CROP)
+        name = f"{resize_name(self.library)}; targets: {self.target_resize}"
+        return preparation(name, CROP, library=self.library)
 
     def _payload(self, image_file: bytes, target_file: bytes) -> bytes:
         image, target = decode_image(image_file), _decode_target(target_file)
         if image.shape != target.shape:
             raise RefusedImageError(_SIZES_DIFFER)
-        square = nearest_square if self.target_resize == "nearest" else resize_and_crop
-        jpeg = encode_jpeg(resize_and_crop(image, size=self.size), self.quality)
-        return join(jpeg, encode_png(square(target, size=self.size)))
+        nearest = self.target_resize == "nearest"
+        label = nearest_square(target, size=self.size) if nearest else self._square(target)
+        return join(encode_jpeg(self._square(image), self.quality), encode_png(label))
+
+    def _square(self, image: np.ndarray) -> np.ndarray:
+        return resize_and_crop(image, size=self.size, library=self.library)
 
 
 def _decode_target(content: bytes) -> np.ndarray:

@@ -28,8 +28,8 @@ import numpy as np
 from PIL import Image
 
 from data_tools import __version__
-from data_tools.decode import RefusedImageError, decode_image, decoder_versions
-from data_tools.resize import RESIZE
+from data_tools.decode import RefusedImageError, decode_image
+from data_tools.resize import resize_name, resized, versions
 from data_tools.shard_tasks import Encoded, ShardEncoder
 from data_tools.sources import SourceImage
 from megavis.checkpoint.format.folder import latest_checkpoint
@@ -80,9 +80,13 @@ class MeasurementEncoder(ShardEncoder):
 
     def settings(self, folder: str) -> dict[str, Any]:
         """Return everything that affects the values."""
-        versions = {**decoder_versions(), "imagehash": version("ImageHash")}
+        found = versions(None if self.network is None else "torch")
         network = {} if self.network is None else {"network": self.network.sha256}
-        return {"measurement": 1, "versions": versions, **network}
+        return {
+            "measurement": 1,
+            "versions": {**found, "imagehash": version("ImageHash")},
+            **network,
+        }
 
     def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
         """Return the measurement of each image."""
@@ -244,9 +248,6 @@ def find_duplicates(hashes: np.ndarray, *, distance: int, num_fixed: int = 0) ->
     return duplicate_of
 
 
-_BICUBIC = Image.Resampling.BICUBIC
-
-
 @dataclass(frozen=True)
 class RunFeatures:
     """Output of the norm in the middle of a run's network, averaged over tokens.
@@ -282,8 +283,8 @@ class RunFeatures:
         if not pictures:
             return np.empty((0, self.width), np.float32)
         run = _opened(self.run_folder, self.sha256)
-        size = (run.config.data.image_size,) * 2
-        squares = [np.asarray(Image.fromarray(each).resize(size, _BICUBIC)) for each in pictures]
+        side = run.config.data.image_size
+        squares = [resized(each, height=side, width=side, library="torch") for each in pictures]
         middle = run.config.model.num_layers // 2
         features: np.ndarray = run.features(np.stack(squares), layer=middle).cpu().numpy()
         return features
@@ -303,7 +304,7 @@ def _takes_pictures(run: Run) -> bool:
         format_version=FORMAT_VERSION,
         kind="jpeg",
         image_size=run.config.data.image_size or None,
-        preparation=Preparation(resize=RESIZE, crop="none", decoders={}),
+        preparation=Preparation(resize=resize_name("torch"), crop="none", decoders={}),
         class_names=(),
         shards=(),
         skipped={},

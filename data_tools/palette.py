@@ -18,16 +18,19 @@ from typing import Any
 
 import numpy as np
 
-from data_tools.decode import RefusedImageError, decode_image, decoder_versions
+from data_tools.decode import RefusedImageError, decode_image
 from data_tools.job_report import ProgressBar, line_figure, say
 from data_tools.jobs import add_job_arguments, run_job
 from data_tools.resize import (
-    RESIZE,
     Crop,
+    Library,
     add_crop_arguments,
+    add_resize_argument,
     crop_from,
     preparation,
     resize_and_crop,
+    resize_name,
+    versions,
 )
 from data_tools.shard_tasks import Encoded, ShardEncoder, encode_each
 from data_tools.source_formats import add_source_arguments, open_source
@@ -53,6 +56,7 @@ def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-colors", type=int, default=MAX_COLORS, help="of the palette")
     parser.add_argument("--pixels", type=int, default=500_000, help="pixels to fit on")
     parser.add_argument("--size", type=int, default=32, help="side that images are resized to")
+    add_resize_argument(parser)
     parser.add_argument("--seed", type=int, default=0, help="of the sampled pixels and the fit")
     parser.add_argument(
         "--curve",
@@ -73,6 +77,7 @@ def run_fit(arguments: argparse.Namespace) -> int:
         num_pixels=arguments.pixels,
         size=arguments.size,
         seed=arguments.seed,
+        library=arguments.resize,
     )
     palette, error = fit_palette(pixels, num_colors=arguments.num_colors, seed=arguments.seed)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +96,9 @@ def _write_curve(arguments: argparse.Namespace, pixels: np.ndarray, *, known: Po
     say(f"{table}, {picture}")
 
 
-def sample_pixels(source: ImageSource, *, num_pixels: int, size: int, seed: int) -> np.ndarray:
+def sample_pixels(
+    source: ImageSource, *, num_pixels: int, size: int, seed: int, library: Library
+) -> np.ndarray:
     """Return at most `num_pixels` random pixels uint8 `[n, 3]` of resized images.
 
     Images come in random order and give equally many pixels, at least 64 each, so that only part of
@@ -108,7 +115,8 @@ def sample_pixels(source: ImageSource, *, num_pixels: int, size: int, seed: int)
     with ProgressBar("reading images", total=min(wanted, num_files)) as progress:
         for picture in _pictures(parts, count=wanted, random=random):
             try:
-                image = resize_and_crop(decode_image(picture.content), size=size)
+                pixels = decode_image(picture.content)
+                image = resize_and_crop(pixels, size=size, library=library)
             except RefusedImageError:
                 continue
             chosen = random.choice(size * size, each, replace=False)
@@ -247,7 +255,7 @@ class PaletteEncoder(ShardEncoder):
         return {
             "palette": self.palette_sha256,
             "size": self._size(folder),
-            "preparation": [self._resize, str(self.crop), decoder_versions()],
+            "preparation": [self._resize, str(self.crop), versions(self.crop.library)],
         }
 
     def prepare(self, directory: Path) -> None:
@@ -281,12 +289,13 @@ class PaletteEncoder(ShardEncoder):
                 "sha256": self.palette_sha256,
                 "num_tokens": self.num_colors,
             },
-            "preparation": preparation(self._resize, str(self.crop)),
+            "preparation": preparation(self._resize, str(self.crop), library=self.crop.library),
         }
 
     @property
     def _resize(self) -> str:
-        return f"{RESIZE}, JPEG decoded at a smaller scale" if self.fast else RESIZE
+        name = resize_name(self.crop.library)
+        return f"{name}, JPEG decoded at a smaller scale" if self.fast else name
 
     @property
     def _min_side(self) -> int:

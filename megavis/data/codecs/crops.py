@@ -232,10 +232,10 @@ def resize(
     torch's filter is several times faster than Pillow's; a few bytes in a thousand differ, by one
     or two. Bilinear is not antialiased, as in UViM's released code.
     """
-    from torch.nn import functional as F
-
     if image.shape[:2] == (height, width):
         return image
+    from torch.nn import functional as F
+
     pixels = _as_batch(image)
     smooths = smoothing == "bicubic"
     resized = F.interpolate(pixels, size=(height, width), mode=smoothing, antialias=smooths)

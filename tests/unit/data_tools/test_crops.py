@@ -29,9 +29,10 @@ def squares(crop, picture, *sizes):
     return crop.squares(image, sizes=sizes, name="n01/a.JPEG")
 
 
-def test_random_crops_match_pillow(picture):
+@pytest.mark.parametrize("library", ["torch", "pillow"])
+def test_random_crops_match_pillow(picture, library):
     """A 224² crop of a shorter side in [256, 384], drawn from seed, number and name."""
-    found = squares(Crop("random", count=3, seed=7), picture, 32, 48)
+    found = squares(Crop("random", count=3, seed=7, library=library), picture, 32, 48)
     for number in range(3):
         digest = hashlib.sha256(f"7\0{number}\0n01/a.JPEG".encode()).digest()
         random = np.random.default_rng(int.from_bytes(digest[:8], "little"))
@@ -41,8 +42,10 @@ def test_random_crops_match_pillow(picture):
         left = random.integers(0, resized.width - 224, endpoint=True)
         large = resized.crop((left, top, left + 224, top + 224))
         for size, same in zip((32, 48), found, strict=True):
-            expected = np.asarray(large.resize((size, size), BICUBIC))
-            assert np.array_equal(same[number], expected)
+            expected = np.asarray(large.resize((size, size), BICUBIC)).astype(int)
+            difference = np.abs(same[number] - expected)
+            assert difference.max() <= (library == "torch")
+            assert (difference > 0).mean() < 0.02
 
 
 @pytest.mark.parametrize("kind", ["center", "evaluation", "random"])

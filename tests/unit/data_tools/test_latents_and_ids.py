@@ -65,7 +65,7 @@ def squares(out, images, size=16):
     for path in sorted(out.glob("*.index.json")):
         names += json.loads(path.read_text())["sources"]
     pictures = [np.asarray(Image.open(images / name).convert("RGB")) for name in names]
-    return np.stack([resize_and_crop(picture, size=size) for picture in pictures])
+    return np.stack([resize_and_crop(picture, size=size, library="torch") for picture in pictures])
 
 
 def members(out, suffix):
@@ -200,7 +200,7 @@ def codebook_run(images, tmp_path, monkeypatch):
         network_tokenizer.TOKENIZERS, "small_codebook", "small_codebook:SmallCodebook"
     )
     pictures = [np.asarray(Image.open(path).convert("RGB")) for path in images.rglob("?.png")]
-    small = np.stack([resize_and_crop(picture, size=16) for picture in pictures])
+    small = np.stack([resize_and_crop(picture, size=16, library="torch") for picture in pictures])
     return SmallCodebook(300).fit(torch.from_numpy(small)).save_run(tmp_path / "codebook")
 
 

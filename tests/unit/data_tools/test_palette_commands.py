@@ -58,7 +58,7 @@ def images(tmp_path):
 
 def test_tokens_match_pillow(images, palette_file, tmp_path, capsys):
     out = tmp_path / "out"
-    assert shards(images, palette_file, out) == 0
+    assert shards(images, palette_file, out, "--resize", "pillow") == 0
     dataset = ShardDataset(out)
     palette = Palette.load(out / "palette.npy")
     assert len(dataset) == 15

@@ -59,7 +59,8 @@ def test_several_sizes_share_one_decode(folder, tmp_path, monkeypatch):
         "decode_image",
         lambda content, **options: decoded.append(1) or decode(content, **options),
     )
-    assert shards(folder, tmp_path, "--size", "32", "48", "64", "--crop", "evaluation") == 0
+    options = ["--crop", "evaluation", "--resize", "pillow"]
+    assert shards(folder, tmp_path, "--size", "32", "48", "64", *options) == 0
     assert len(decoded) == 3
     centers = Palette.load(folder / "palette.npy").centers
     for size in (32, 48, 64):
