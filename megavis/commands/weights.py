@@ -140,15 +140,16 @@ def prune(args: argparse.Namespace) -> int:
 
 
 def _protected_steps(run_folder: Path) -> Iterator[int]:
-    """Yield the steps that training does not delete either: fine-tuning needs its best one."""
+    """Yield the steps that training does not delete either, such as the best of early stopping."""
     path = run_folder / "config.yaml"
     if not path.exists():
         return
     config = load_config(path).config
     yield from config.checkpoint.keep_at
-    if config.finetune is not None:
+    patience = config.training.patience
+    if config.finetune is not None or patience:
         history = accuracy_history(read_metrics(run_folder))
-        best = EarlyStopping(config.finetune.patience, history).best_of(saved_steps(run_folder))
+        best = EarlyStopping(patience, history).best_of(saved_steps(run_folder))
         yield from (step for step in (best, finetuned_step(run_folder)) if step is not None)
 
 

@@ -62,7 +62,9 @@ def chosen_checkpoint(run_folder: Path, step: int | None = None) -> Path:
     Raises UserError without one.
     """
     require_run_folder(run_folder)
-    step = early_stopped_step(run_folder) if step is None else step
+    best, why = (early_stopped_step(run_folder) if step is None else None), ""
+    if best is not None:
+        step, why = best, ", which early stopping chose"
     if step is None:
         newest = latest_checkpoint(run_folder)
         if newest is None:
@@ -71,7 +73,9 @@ def chosen_checkpoint(run_folder: Path, step: int | None = None) -> Path:
     steps = saved_steps(run_folder)
     if step not in steps:
         existing = ", ".join(map(str, steps)) or "none"
-        raise UserError(f"{run_folder} has no checkpoint of step {step}; steps here: {existing}")
+        raise UserError(
+            f"{run_folder} has no checkpoint of step {step}{why}; steps here: {existing}"
+        )
     return step_folder(run_folder, step)
 
 

@@ -1,12 +1,14 @@
 """Early stopping of pre-training by the accuracy of predicted positions (MP3, section 4.3)."""
 
 import json
+import shutil
 
 import pytest
 from tiny import BLOCK_OBJECTIVES, VIT, tiny
 
-from megavis.checkpoint.format.folder import chosen_checkpoint, saved_steps
+from megavis.checkpoint.format.folder import chosen_checkpoint, saved_steps, step_folder
 from megavis.cli import main
+from megavis.config.errors import UserError
 from megavis.training.callbacks.validation import EarlyStopping
 
 ACCURACIES = [0.1, 0.4, 0.3, 0.2, 0.3, 0.9]
@@ -54,6 +56,16 @@ def test_stops_and_keeps_the_best_step(train, capsys):
     # Started again, it has already stopped.
     train("training.patience=3")
     assert saved_steps(folder) == [2, 5]
+
+
+def test_pruning_by_hand_keeps_the_best_step(train, capsys):
+    folder = train("training.patience=3", "checkpoint.keep_last=9")
+    assert saved_steps(folder) == [1, 2, 3, 4, 5]
+    assert main(["checkpoint", "prune", str(folder), "--keep-last", "1"]) == 0
+    assert saved_steps(folder) == [2, 5]
+    shutil.rmtree(step_folder(folder, 2))
+    with pytest.raises(UserError, match="no checkpoint of step 2, which early stopping chose"):
+        chosen_checkpoint(folder)
 
 
 def test_goes_on_with_more_patience(train):
