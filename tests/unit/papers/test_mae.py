@@ -283,6 +283,10 @@ def test_flops_match_torch_counter(make):
             "finetune.tuned_blocks: applies to trained layers; linear_evaluation freezes them",
         ),
         (
+            ["finetune.num_classes=3", "finetune.tuned_blocks=1", "parallel.zero_stage=3"],
+            "parallel.zero_stage: must be 2 or less for finetune.tuned_blocks",
+        ),
+        (
             [
                 *("finetune.num_classes=3", "finetune.tuned_blocks=1"),
                 "parallel.activation_checkpointing=full",
