@@ -68,9 +68,7 @@ def add_source_arguments(parser: argparse.ArgumentParser, *, selects: bool = Tru
     if selects:
         _add_selection_arguments(parser)
     else:
-        parser.set_defaults(
-            split="all", validation_share=0.04, selection=None, only_classes=None
-        )
+        parser.set_defaults(split="all", validation_share=0.04, selection=None, only_classes=None)
 
 
 def add_classes_argument(parser: argparse.ArgumentParser) -> None:
