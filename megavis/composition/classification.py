@@ -219,7 +219,9 @@ class Classification(Trainable):
         centre = len(readable) - 1 if self.settings.layer is None else self.settings.layer
         *below, top = plans[: readable[centre + around] + 1]
         below = [
-            dataclasses.replace(plan, factory=frozen(plan.factory)) if self._is_frozen(plan) else plan
+            dataclasses.replace(plan, factory=frozen(plan.factory))
+            if self._is_frozen(plan)
+            else plan
             for plan in below
         ]
         for place in readable[centre - around : centre + around]:

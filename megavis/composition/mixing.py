@@ -48,7 +48,9 @@ def mix(
         Mixed images uint8 `[b, h, w, 3]`, and their class probabilities float32 `[b, c]`.
     """
     height, width = images.shape[1:3]
-    which, share, row, column = uniform(sample_index // sharing, 4, seed=seed, purpose="mixing").unbind(1)
+    which, share, row, column = uniform(
+        sample_index // sharing, 4, seed=seed, purpose="mixing"
+    ).unbind(1)
     sums = _quantile(mixup, share)[:, None, None].expand(-1, height, width)
     outside = 1.0 - rectangles(_quantile(cutmix, share), row, column, height, width)
     cuts = which < (0.5 if mixup else 1.0) * bool(cutmix)

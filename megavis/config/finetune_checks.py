@@ -86,6 +86,10 @@ def _check_tuned_blocks(config: RunConfig, settings: FinetuneConfig) -> Iterator
     if settings.generative_weight:
         text = "freezes layers of the paper's own loss; set finetune.generative_weight to 0"
         yield "finetune.tuned_blocks", text
+    if config.parallel.zero_stage == 3:
+        # DeepSpeed frees the weights of a layer before its backward pass if its input has none.
+        text = "must be 2 or less for finetune.tuned_blocks: 3 needs a gradient in every layer"
+        yield "parallel.zero_stage", text
     if config.parallel.pipeline_model_parallel_size > 1:
         text = "must be 1 for finetune.tuned_blocks: a frozen stage has no gradient to send"
         yield "parallel.pipeline_model_parallel_size", text

@@ -286,15 +286,11 @@ def write_transfer(
     return [readable, write_table(folder / "transfer.csv", rows_of(results, step=step, seed=seed))]
 
 
-def _means(
-    results: Sequence[TransferResult], per_class: Collection[str]
-) -> Iterator[list[str]]:
+def _means(results: Sequence[TransferResult], per_class: Collection[str]) -> Iterator[list[str]]:
     """Yield rows with means over data sets, for features evaluated on all of them."""
     data_sets = dict.fromkeys(result.data_set for result in results)
     for features in dict.fromkeys(result.features for result in results):
-        own = [
-            _measured(result, per_class) for result in results if result.features == features
-        ]
+        own = [_measured(result, per_class) for result in results if result.features == features]
         if len(own) == len(data_sets) > 1:
             among = [name for name in data_sets if name in per_class]
             what = f", by class for {', '.join(among)}" if among else ""

@@ -4,8 +4,9 @@ What a layer declares where it creates a parameter is an attribute of it, like M
 ZeRO-3 and the pipeline engine keep parameter objects but change their shapes.
 
 Weight decay applies to all parameters with two or more dimensions, unless declared otherwise here:
-tables (embeddings, codebooks, positions) and learned tokens do not decay. As in the released code of MAE and
-GIVT, weights of linear layers and convolutions decay, biases and the gains of norms do not.
+tables (embeddings, codebooks, positions) and learned tokens do not decay. As in the released code
+of MAE and GIVT, weights of linear layers and convolutions decay, biases and the gains of norms do
+not.
 
 A `Fill` initialises a whole logical matrix in place, and Megatron takes each process's shard of it,
 so the weights are the same at every tensor-parallel size.

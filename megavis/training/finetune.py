@@ -254,9 +254,7 @@ def _other_keys(source: Section, config: Section, name: str) -> Iterator[str]:
             )
 
 
-def _other_size(
-    source: RunConfig, config: RunConfig, position_kind: PositionKind
-) -> Iterator[str]:
+def _other_size(source: RunConfig, config: RunConfig, position_kind: PositionKind) -> Iterator[str]:
     """Check that coordinates are interpolated if the image size differs from pre-training.
 
     Learned positions are resized on loading.

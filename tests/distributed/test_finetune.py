@@ -130,3 +130,30 @@ def test_linear_evaluation_trains_the_classifier_only(run_job: Any, config_path:
     assert new == {"linear.weight", "linear.bias", "standardize.mean", "standardize.variance"}
     assert after["head.classifier.standardize.mean"].any()
     assert (config_path.parent / "linear" / "evaluation" / "finetune_test.json").exists()
+
+
+@pytest.mark.once
+def test_partial_fine_tuning_trains_the_last_block_in_every_layout(
+    run_job: Any, config_path: Path
+) -> None:
+    partial = ("finetune.tuned_blocks=1", "finetune.generative_weight=0")
+    config = make_config(config_path, *words(config_path, *partial))
+    reference = run_job(train_briefly, 1, config, STEPS)[0]
+    for processes, layout in [(2, {"zero_stage": 2}), LAYOUTS[1]]:
+        curves = run_job(train_briefly, processes, with_layout(config, **layout), STEPS)
+        assert largest_difference(curves, reference) <= TOLERANCE, layout
+    settings = words(
+        config_path, *partial, "name=partial", "training.steps=4", "parallel.zero_stage=1"
+    )
+    run_job(train_run, 1, str(config_path), settings)
+    before, after = (
+        read_weights(latest_checkpoint(config_path.parent / name)) for name in ("source", "partial")
+    )
+    changed = {
+        name
+        for name, value in after.items()
+        if name not in before or not torch.equal(before[name], value)
+    }
+    last = max(int(name.split(".")[1]) for name in after if name.startswith("blocks."))
+    parts = {".".join(name.split(".")[:2]) for name in changed}
+    assert parts == {f"blocks.{last}", "head.norm", "head.classifier"}

@@ -291,9 +291,7 @@ def test_evaluation_weighs_tokens_alike_whatever_the_batch(make):
 
 
 def test_each_image_can_weigh_the_same(make):
-    objective, runner = make(
-        "objective.name=givt_maskgit", STEP, "objective.loss_average=images"
-    )
+    objective, runner = make("objective.name=givt_maskgit", STEP, "objective.loss_average=images")
     batch = third_step()
     losses, mask = losses_by_token(objective, runner, batch)
     means = [float(row[shown].mean()) for row, shown in zip(losses, mask, strict=True)]

@@ -279,8 +279,16 @@ def test_flops_match_torch_counter(make):
             "finetune.tuned_blocks: is 4; there are 3 blocks to train",
         ),
         (
-            ["finetune.num_classes=3", "finetune.tuned_blocks=1", "finetune.linear_evaluation=true"],
+            [
+                "finetune.num_classes=3",
+                "finetune.tuned_blocks=1",
+                "finetune.linear_evaluation=true",
+            ],
             "finetune.tuned_blocks: applies to trained layers; linear_evaluation freezes them",
+        ),
+        (
+            ["finetune.num_classes=3", "finetune.tuned_blocks=1", "parallel.zero_stage=3"],
+            "parallel.zero_stage: must be 2 or less for finetune.tuned_blocks",
         ),
         (
             [
