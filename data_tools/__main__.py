@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from megavis.config.arguments import ArgumentParser, close_output
+from megavis.config.arguments import ArgumentParser, accept_all_text, close_output
 from megavis.config.errors import UserError, describe_os_error
 
 
@@ -19,6 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns 0 on success, 1 if `verify` finds an error or writing fails, 2 for a user's mistake, 130
     if interrupted.
     """
+    accept_all_text()
     try:
         arguments = build_parser().parse_args(argv)
         code: int = arguments.run(arguments)

@@ -4,7 +4,9 @@
 #   bash launch/deepspeed.sh CONFIG [key=value ...]                       this node, all its GPUs
 #   HOSTFILE=launch/hostfile bash launch/deepspeed.sh CONFIG [...]        the nodes of the file
 #   PROCESSES=2 bash launch/deepspeed.sh CONFIG [...]                     2 processes, this node
+#   CUDA_VISIBLE_DEVICES=2,3 bash launch/deepspeed.sh CONFIG [...]        these GPUs, this node
 #
+# Processes meet at MASTER_PORT, or at a free port, so that several jobs run on one node.
 # A hostfile names nodes and their GPUs (hostfile.example). ssh must work between them without a
 # password, and the checkout and its environment must have the same path on all of them.
 # Variables for the other nodes go into ~/.deepspeed_env, one NAME=value per line: the launcher
@@ -12,7 +14,7 @@
 set -euo pipefail
 
 if (($# == 0)); then
-  sed -n '2,11s/^# \{0,1\}//p' "$0"
+  sed -n '2,13s/^# \{0,1\}//p' "$0"
   exit 2
 fi
 
@@ -24,9 +26,50 @@ if [[ -n ${HOSTFILE:-} ]]; then
   [[ -r $HOSTFILE ]] || { echo "deepspeed.sh: $HOSTFILE cannot be read" >&2; exit 2; }
   options+=(--hostfile "$HOSTFILE")
 fi
-if [[ -n ${PROCESSES:-} ]]; then
+
+fail() {
+  echo "deepspeed.sh: $1" >&2
+  exit 2
+}
+
+# Print the first PROCESSES of the visible GPUs, all without it. CUDA uses the entries of
+# CUDA_VISIBLE_DEVICES up to the first invalid one.
+visible_gpus() {
+  local entry found=() entries
+  IFS=, read -ra entries <<<"${CUDA_VISIBLE_DEVICES// /}"
+  for entry in ${entries[@]+"${entries[@]}"}; do
+    case $entry in
+      GPU-* | MIG-*) fail "CUDA_VISIBLE_DEVICES names $entry, and DeepSpeed's launcher takes numbers of GPUs; use launch/torchrun.sh" ;;
+      '' | *[!0-9]*) break ;;
+      *) found+=("$entry") ;;
+    esac
+  done
+  if ((${PROCESSES:-0} > ${#found[@]})); then
+    fail "PROCESSES is $PROCESSES, and CUDA_VISIBLE_DEVICES names ${#found[@]} GPUs: $CUDA_VISIBLE_DEVICES"
+  fi
+  found=("${found[@]:0:${PROCESSES:-${#found[@]}}}")
+  (IFS=, && echo "${found[*]}")
+}
+
+# DeepSpeed ignores CUDA_VISIBLE_DEVICES if it is given a number of processes, and takes GPUs 0, 1, ...
+if [[ -z ${HOSTFILE:-} && -n ${CUDA_VISIBLE_DEVICES:-} && $CUDA_VISIBLE_DEVICES != -* ]]; then
+  gpus=$(visible_gpus)
+  options+=(--include "localhost:$gpus")
+elif [[ -n ${PROCESSES:-} ]]; then
   options+=(--num_accelerators "$PROCESSES")
 fi
+
+# DeepSpeed's own default is one port for all jobs. Below the range of ephemeral ports, as in
+# megavis/parallel/launch.py.
+free_port() {
+  local port
+  while
+    port=$((20000 + RANDOM % 12768))
+    (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null
+  do :; done
+  echo "$port"
+}
+options+=(--master_port "${MASTER_PORT:-$(free_port)}")
 # megavis reads LOCAL_RANK from the environment, so the launcher need not add an argument. `env` sets
 # variables that are not forwarded over ssh; without them each process would use all processors.
 exec deepspeed ${options[@]+"${options[@]}"} --no_local_rank --no_python \

@@ -39,7 +39,9 @@ source "$(dirname "$0")/environment.sh"
 # checkpoint, for which the default of 30 is short.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}
 
-if ((num_nodes == 1)); then
+if ((num_nodes == 1)) && [[ -n ${MASTER_PORT:-} ]]; then
+  meeting=(--master-addr 127.0.0.1 --master-port "$MASTER_PORT")
+elif ((num_nodes == 1)); then
   # Standalone picks a free port: two jobs on one node do not collide.
   meeting=(--standalone)
 else

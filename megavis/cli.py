@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from megavis import __version__
 from megavis.commands.terminal import complete, is_verbose, quietly, set_verbosity
-from megavis.config.arguments import ArgumentParser, close_output
+from megavis.config.arguments import ArgumentParser, accept_all_text, close_output
 from megavis.config.errors import (
     CORRUPTION_EXIT_CODE,
     NOT_ALLOWED,
@@ -91,6 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     For 2, 71 and 75 see `config/errors.py`; 130 is Ctrl-C, 141 a closed pipe.
     """
+    accept_all_text()
     if "_ARGCOMPLETE" in os.environ:
         complete(build_parser())
     is_training = False

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import codecs
+import io
 import math
 import os
 import re
@@ -77,6 +79,22 @@ def file_stem(text: str) -> str:
             " with a letter or digit"
         )
     return text
+
+
+def accept_all_text() -> None:
+    """Let output replace what its encoding lacks by '?', where Python would raise.
+
+    `×` is missing in ASCII and Latin-2, and bytes of a file's name that are not UTF-8 everywhere.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        # Not of streams that a test or a notebook has put in their place.
+        if isinstance(stream, io.TextIOWrapper) and stream.errors != "backslashreplace":
+            keeps_bytes = stream.errors == "surrogateescape" and _is_utf_8(stream.encoding)
+            stream.reconfigure(errors="surrogateescape" if keeps_bytes else "replace")
+
+
+def _is_utf_8(encoding: str) -> bool:
+    return codecs.lookup(encoding).name == "utf-8"
 
 
 def close_output(error: BrokenPipeError) -> int:

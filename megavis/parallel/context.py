@@ -7,13 +7,14 @@ groups to DeepSpeed, whose data-parallel group includes the context group.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
 import socket
 import sys
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeVar, cast
@@ -40,7 +41,7 @@ _Value = TypeVar("_Value")
 
 # Restores what `open_context` replaced in this process, which has one job at a time: a command that
 # is started later, by a notebook for example, must not take itself for a rank of the job.
-_on_close = ExitStack()
+_on_close = contextlib.ExitStack()
 
 MEETING_SECONDS = 600.0
 """Rendezvous timeout, and minimum timeout of collectives."""
@@ -153,7 +154,7 @@ def open_context(
         deterministic: see `set_arithmetic`.
 
     Raises:
-        UserError: there is no GPU for this process.
+        UserError: there is no GPU for this process, or its port is in use.
     """
     import deepspeed
 
@@ -162,7 +163,7 @@ def open_context(
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     place = choose_device(device, local_rank=launch.local_rank)
     select_device(place)
-    with ExitStack() as replaced:
+    with contextlib.ExitStack() as replaced:
         replaced.enter_context(set_arithmetic(tf32=tf32, deterministic=deterministic))
         variables = launch.environment()
         if place.type == "cuda":
@@ -176,13 +177,14 @@ def open_context(
         # Each of gloo's groups takes three descriptors more than there are processes.
         allow_open_files()
         backend = "nccl" if place.type == "cuda" else "gloo"
-        dist.init_process_group(
-            backend,
-            store=_store_of_this_machine(launch, timedelta(seconds=MEETING_SECONDS)),
-            rank=launch.rank,
-            world_size=launch.world_size,
-            timeout=timedelta(seconds=timeout_seconds),
-        )
+        with _free_port_required(launch):
+            dist.init_process_group(
+                backend,
+                store=_store_of_this_machine(launch, timedelta(seconds=MEETING_SECONDS)),
+                rank=launch.rank,
+                world_size=launch.world_size,
+                timeout=timedelta(seconds=timeout_seconds),
+            )
         deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tensor_model_parallel_size,
@@ -205,6 +207,22 @@ def set_timeouts(seconds: float) -> None:
     change = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
     for group in list(distributed_c10d._world.pg_map):
         change(timedelta(seconds=seconds), group)
+
+
+@contextlib.contextmanager
+def _free_port_required(launch: Launch) -> Iterator[None]:
+    """Raise UserError if another program listens at the address of the rendezvous."""
+    try:
+        yield
+    except (OSError, dist.DistNetworkError) as error:
+        # torch's error has no errno.
+        in_use = getattr(error, "errno", None) == errno.EADDRINUSE or "EADDRINUSE" in str(error)
+        if not in_use:
+            raise
+        raise UserError(
+            f"port {launch.master_port} of {launch.master_address}, where the processes of this job"
+            " would meet, is in use by another program; set MASTER_PORT to a free one"
+        ) from None
 
 
 def _store_of_this_machine(launch: Launch, timeout: timedelta) -> dist.Store | None:

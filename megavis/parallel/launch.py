@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import re
+import reprlib
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from megavis.config.errors import UserError
 
 # The text before the first comma outside brackets, and the first number of a bracket.
 _FIRST_ENTRY = re.compile(r"(?:[^\[\],]|\[[^\[\]]+\])+")
+_LAST_PORT = 65535
 _BRACKET = re.compile(r"\[([0-9]+)[^\]]*\]")
 
 
@@ -44,12 +46,12 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     """Read the launch of this process from the environment of any launcher.
 
     Raises:
-        UserError: some of a launcher's variables are missing.
+        UserError: some of a launcher's variables are missing, or are not the numbers that they are.
     """
     if "RANK" in environment:
         return _from_torchrun(environment)
     # A batch script, which is one process, has the SLURM_PROCID and SLURM_NTASKS of its job.
-    if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+    if _number(environment, "SLURM_STEP_NUM_TASKS", default=1) > 1:
         return _from_slurm(environment)
     return Launch(0, 1, 0, "127.0.0.1", free_port())
 
@@ -62,25 +64,55 @@ def _from_torchrun(environment: Mapping[str, str]) -> Launch:
             f"RANK is set but not {', '.join(missing)}; start with torchrun, deepspeed or srun,"
             " which set all of them"
         )
+    world_size = _number(environment, "WORLD_SIZE", least=1)
     return Launch(
-        rank=int(environment["RANK"]),
-        world_size=int(environment["WORLD_SIZE"]),
-        local_rank=int(environment["LOCAL_RANK"]),
+        rank=_number(environment, "RANK", most=world_size - 1),
+        world_size=world_size,
+        local_rank=_number(environment, "LOCAL_RANK"),
         master_address=environment["MASTER_ADDR"],
-        master_port=int(environment["MASTER_PORT"]),
+        master_port=_number(environment, "MASTER_PORT", least=1, most=_LAST_PORT),
     )
 
 
 def _from_slurm(environment: Mapping[str, str]) -> Launch:
     nodes = environment.get("SLURM_STEP_NODELIST", "")
-    job = int(environment.get("SLURM_JOB_ID", "0"))
+    # The steps of a job may run side by side; a prime keeps them apart from the jobs that follow.
+    job = _number(environment, "SLURM_JOB_ID", default=0)
+    job += 4099 * _number(environment, "SLURM_STEP_ID", default=0)
+    # Derived from job and step: equal for all tasks, and rarely equal for two on a node.
+    port = 20000 + job % 12768
+    if environment.get("MASTER_PORT"):
+        port = _number(environment, "MASTER_PORT", least=1, most=_LAST_PORT)
+    world_size = _number(environment, "SLURM_STEP_NUM_TASKS")
     return Launch(
-        rank=int(environment["SLURM_PROCID"]),
-        world_size=int(environment["SLURM_STEP_NUM_TASKS"]),
-        local_rank=int(environment.get("SLURM_LOCALID", "0")),
+        rank=_number(environment, "SLURM_PROCID", most=world_size - 1),
+        world_size=world_size,
+        local_rank=_number(environment, "SLURM_LOCALID", default=0),
         master_address=environment.get("MASTER_ADDR") or first_host(nodes),
-        # Derived from the job ID: equal for all tasks, and rarely equal for two jobs on a node.
-        master_port=int(environment.get("MASTER_PORT") or 20000 + job % 12768),
+        master_port=port,
+    )
+
+
+def _number(
+    environment: Mapping[str, str],
+    name: str,
+    *,
+    default: int | None = None,
+    least: int = 0,
+    most: int | None = None,
+) -> int:
+    """Return a variable as a whole number.
+
+    Raises:
+        UserError: it is no whole number from `least` to `most`, or absent without a default.
+    """
+    text = environment.get(name, "" if default is None else str(default))
+    if text.isdecimal() and least <= int(text) and (most is None or int(text) <= most):
+        return int(text)
+    legal = f"{least} or more" if most is None else f"{least} to {most}"
+    raise UserError(
+        f"{name} is {reprlib.repr(text)}, not a whole number of {legal}; start with torchrun,"
+        f" deepspeed or srun, which set it, or `unset {name}` to run one process"
     )
 
 

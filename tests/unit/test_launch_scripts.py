@@ -120,18 +120,85 @@ def test_torchrun_on_several_nodes_requires_node_rank(start, programs):
 
 def test_deepspeed_with_and_without_hostfile(start, programs, tmp_path):
     programs("deepspeed")
-    assert start("deepspeed.sh", "a.yaml", PROCESSES="2").wait(PATIENCE) == 0
+    port = {"MASTER_PORT": "29501"}
+    assert start("deepspeed.sh", "a.yaml", PROCESSES="2", **port).wait(PATIENCE) == 0
     assert logged(tmp_path, "deepspeed") == (
-        "--num_accelerators 2 --no_local_rank --no_python env OMP_NUM_THREADS=1"
+        "--num_accelerators 2 --master_port 29501 --no_local_rank --no_python env OMP_NUM_THREADS=1"
         " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True TORCH_FR_BUFFER_SIZE=2000"
         " TORCH_FR_DUMP_TEMP_FILE=/tmp/megavis_collectives_rank_ TORCH_NCCL_DUMP_ON_TIMEOUT=1"
         f" {shutil.which('python')} -m megavis.cli train a.yaml"
     )
     (tmp_path / "log").unlink()
     hosts = LAUNCH / "hostfile.example"
-    assert start("deepspeed.sh", "a.yaml", HOSTFILE=str(hosts)).wait(PATIENCE) == 0
-    assert logged(tmp_path, "deepspeed").startswith(f"--hostfile {hosts} --no_local_rank")
+    assert start("deepspeed.sh", "a.yaml", HOSTFILE=str(hosts), **port).wait(PATIENCE) == 0
+    assert logged(tmp_path, "deepspeed").startswith(f"--hostfile {hosts} --master_port 29501 --no_")
     assert start("deepspeed.sh", "a.yaml", HOSTFILE="absent").wait(PATIENCE) == 2
+
+
+@pytest.mark.parametrize(
+    ("visible", "processes", "included"),
+    [
+        ("2,3", "2", "2,3"),
+        ("2,3", "", "2,3"),
+        ("4, 6,7", "2", "4,6"),
+        ("5,-1,2", "", "5"),  # CUDA stops at the first that is invalid
+    ],
+)
+def test_deepspeed_takes_the_visible_gpus(start, programs, tmp_path, visible, processes, included):
+    programs("deepspeed")
+    where = {"CUDA_VISIBLE_DEVICES": visible, "PROCESSES": processes, "MASTER_PORT": "1"}
+    assert start("deepspeed.sh", "a.yaml", **where).wait(PATIENCE) == 0
+    assert logged(tmp_path, "deepspeed").startswith(
+        f"--include localhost:{included} --master_port 1 --no_local_rank"
+    )
+
+
+@pytest.mark.parametrize(
+    ("visible", "sentence"),
+    [
+        ("2,3", "PROCESSES is 3, and CUDA_VISIBLE_DEVICES names 2 GPUs: 2,3"),
+        ("GPU-a,GPU-b,GPU-c", "names GPU-a, and DeepSpeed's launcher takes numbers of GPUs; use"),
+    ],
+)
+def test_deepspeed_refuses_gpus_that_it_cannot_take(start, programs, tmp_path, visible, sentence):
+    programs("deepspeed")
+    script = start("deepspeed.sh", "a.yaml", CUDA_VISIBLE_DEVICES=visible, PROCESSES="3")
+    _, errors = script.communicate(timeout=PATIENCE)
+    assert script.returncode == 2
+    assert errors.startswith("deepspeed.sh: ")
+    assert sentence in errors
+    assert not (tmp_path / "log").exists()
+
+
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_deepspeed_without_visible_gpus_starts_processes_on_the_cpu(
+    start, programs, tmp_path, hidden
+):
+    programs("deepspeed")
+    words = {"CUDA_VISIBLE_DEVICES": hidden, "PROCESSES": "2"}
+    assert start("deepspeed.sh", "a.yaml", **words).wait(PATIENCE) == 0
+    assert logged(tmp_path, "deepspeed").startswith("--num_accelerators 2 ")
+
+
+def test_two_jobs_of_deepspeed_on_one_node_meet_at_different_free_ports(start, programs, tmp_path):
+    programs("deepspeed")
+    ports = set()
+    for _ in range(3):
+        assert start("deepspeed.sh", "a.yaml", PROCESSES="1").wait(PATIENCE) == 0
+        words = logged(tmp_path, "deepspeed").split()
+        ports.add(int(words[words.index("--master_port") + 1]))
+        (tmp_path / "log").unlink()
+    # Of three draws from 12,768 at least two differ, but once in 10^8 times.
+    assert len(ports) > 1
+    assert all(20000 <= port < 32768 for port in ports)
+
+
+def test_torchrun_on_one_node_meets_at_the_port_that_is_asked_for(start, programs, tmp_path):
+    programs("python")
+    assert start("torchrun.sh", "a.yaml", MASTER_PORT="29501").wait(PATIENCE) == 0
+    assert logged(tmp_path, "python").startswith(
+        f"{LAUNCH}/elastic.py --master-addr 127.0.0.1 --master-port 29501 --max-restarts 0"
+    )
 
 
 @pytest.mark.parametrize(("code", "again"), [(0, False), (2, False), (1, True), (75, True)])

@@ -44,6 +44,41 @@ def test_srun_variables():
     assert read_launch(SLURM) == Launch(5, 8, 1, "gpu03", 20000 + 70123 % 12768)
 
 
+def test_two_steps_of_a_job_meet_at_different_ports():
+    ports = {read_launch({**SLURM, "SLURM_STEP_ID": step}).master_port for step in "0123"}
+    assert len(ports) == 4
+    assert all(20000 <= port < 32768 for port in ports)
+    # Nor at those of the jobs that follow.
+    assert ports.isdisjoint(
+        read_launch({**SLURM, "SLURM_JOB_ID": job}).master_port for job in ("70124", "70125")
+    )
+
+
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({**TORCHRUN, "RANK": ""}, "RANK is '', not a whole number of 0 to 7; start with torchrun"),
+        ({**TORCHRUN, "RANK": "8"}, "RANK is '8', not a whole number of 0 to 7"),
+        ({**TORCHRUN, "WORLD_SIZE": "eight"}, "WORLD_SIZE is 'eight', not a whole number of 1 or"),
+        ({**TORCHRUN, "LOCAL_RANK": "-1"}, "LOCAL_RANK is '-1', not a whole number of 0 or more"),
+        (
+            {**TORCHRUN, "MASTER_PORT": "70000"},
+            "MASTER_PORT is '70000', not a whole number of 1 to",
+        ),
+        ({**SLURM, "SLURM_PROCID": ""}, "SLURM_PROCID is '', not a whole number of 0 to 7"),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "2(x3)"}, "SLURM_STEP_NUM_TASKS is '2(x3)', not a"),
+        (
+            {**SLURM, "MASTER_PORT": "http"},
+            "MASTER_PORT is 'http', not a whole number of 1 to 65535",
+        ),
+    ],
+)
+def test_a_variable_that_is_no_number_is_one_sentence(variables, sentence):
+    with pytest.raises(UserError) as raised:
+        read_launch(variables)
+    assert str(raised.value).startswith(sentence)
+
+
 def test_master_variables_override_srun():
     launch = read_launch({**SLURM, "MASTER_ADDR": "ib-gpu03", "MASTER_PORT": "4000"})
     assert (launch.master_address, launch.master_port) == ("ib-gpu03", 4000)
