@@ -114,7 +114,9 @@ def test_prepare_eye_matches_loops():
 
 def test_vtab_preset_has_the_number_of_classes():
     text = (ROOT / "yaml_configs/darl/vit_l16_diff_vtab.yaml").read_text()
-    named = re.findall(r"data.train=shards/(\w+)/train .*?num_classes=(\d+)", text.replace("\n", " "))
+    named = re.findall(
+        r"data.train=shards/(\w+)/train .*?num_classes=(\d+)", text.replace("\n", " ")
+    )
     asked = {folder: int(count) for folder, count in named}
     sizes = {name: WHOLE.get(name, count) for name, (*_, count) in LAYOUTS.items()}
     ours = {name.replace("-", "_"): count for name, count in sizes.items()}
