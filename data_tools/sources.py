@@ -202,6 +202,7 @@ class FileSource:
         digest = hashlib.sha256(extra.encode())
         for file in ordered:
             digest.update(f"{file.name}\0{file.num_bytes}\n".encode())
+        description = printable(description)
         return cls(description, root, tuple(ordered), tuple(classes), digest.hexdigest(), read)
 
     def parts(self, *, files_per_part: int, seed: int) -> list[SourcePart]:

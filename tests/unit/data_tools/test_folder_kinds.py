@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 
 import pytest
@@ -288,3 +289,13 @@ def test_hidden_folders_are_no_classes_of_a_labelled_set(tmp_path):
     listing = list_dtd(tmp_path, "train")
     assert listing.class_names == ["wavy"]
     assert [file.label for file in listing.files] == [0]
+
+
+def test_the_summary_on_an_output_of_ascii(tmp_path, monkeypatch):
+    raw = b"caf\xe9".decode("utf-8", "surrogateescape")
+    root = write_folder(tmp_path / raw, {"grün/a.jpg": small_jpeg(0), "rot/b.jpg": small_jpeg(1)})
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert jpeg(root, tmp_path / "out") == 0
+    said = written.getvalue().decode("ascii").splitlines()[0]
+    assert said.endswith(r"2 images, 2 classes (gr\xfcn, rot), labels from the names of folders")
