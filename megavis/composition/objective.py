@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megavis.composition.asking import TRANSFORMED, Asking
 from megavis.composition.condition import Condition
 from megavis.composition.encoded_tokens import TokenIds
-from megavis.composition.reader import Reader, Role, SecondStack, Slot
+from megavis.composition.reader import Reader, Role, SecondStack, Slot, with_whole_norms
 from megavis.composition.tokens import Colors, Patches, Tokens
 from megavis.composition.trainable import Backbone, SequenceBatch
 from megavis.config.errors import UserError
@@ -241,7 +241,7 @@ class Objective(Backbone):
     def layer_plans(self) -> list[LayerPlan]:
         """Return the model: embedding, encoder if there is one, blocks, head."""
         seed, core, work = self.config.seed, self.core, self.workload()
-        build = self.build_embedding
+        build = partial(with_whole_norms, self.build_embedding)
         build = carries_samples(build) if self.config.drop_path else build
         embedding = LayerPlan("embedding", build, seed)
         encoder = self.condition.layers(core, num_rows=work.num_tokens, seed=seed)

@@ -26,6 +26,7 @@ from megavis.model.core import MEMORY, Core
 from megavis.model.embeddings import grid_positions, to_stream
 from megavis.model.flops import Workload
 from megavis.model.layer_state import LayerState, PackedState, as_bits
+from megavis.model.norms import Norm
 from megavis.model.parameters import Fill, filled, normal, with_decay
 from megavis.model.stack import Bridge, LayerPlan, block_plans
 from megavis.tokenizers.patches import to_grid, to_tokens
@@ -157,6 +158,27 @@ class Slot:
 
     role: Role
     build: Callable[[], nn.Module | nn.Parameter]
+
+
+def with_whole_norms(build: Callable[[], nn.Module]) -> nn.Module:
+    """Build a first layer, in which every process has all tokens.
+
+    Raises:
+        TypeError: a norm in it is one of split tokens, whose gradients would be wrong under
+            sequence parallelism, by a factor of the tensor-parallel size.
+    """
+    layer = build()
+    wrong = [
+        name
+        for name, part in layer.named_modules()
+        if isinstance(part, Norm) and part.sums_gradients
+    ]
+    if wrong:
+        raise TypeError(
+            f"{', '.join(wrong)} in the first layer is a norm of split tokens, and here every"
+            " process has all tokens; build it with WholeNorm(core) of model/embeddings.py"
+        )
+    return layer
 
 
 class EmbeddingTable(nn.Module):

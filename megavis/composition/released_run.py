@@ -68,17 +68,53 @@ def random_images(side: int) -> Tensor:
 
 def read_hub_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the settings and the tensors. Raises UserError as the functions below."""
-    return read_json(folder / "config.json"), read_tensors(folder / "model.safetensors")
+    return read_json(folder / "config.json"), read_hub_weights(folder)
+
+
+def read_hub_weights(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of a folder's `model.safetensors`, or of the files that its index lists.
+
+    Raises:
+        UserError: it has neither; pickled weights are not opened.
+    """
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.exists() or not index.exists():
+        if not whole.exists():
+            found = ", ".join(sorted(path.name for path in folder.iterdir())[:8])
+            raise UserError(
+                f"{whole}: missing; the folder has {found or 'no files'}; save the model with"
+                " transformers' save_pretrained(DIR, safe_serialization=True)"
+            )
+        return read_tensors(whole)
+    files = read_json(index).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise UserError(f"{index}: has no weight_map of names of files")
+    tensors: dict[str, Tensor] = {}
+    for name in sorted(set(files.values())):
+        if Path(name).name != name:
+            raise UserError(f"{index}: names a file outside of the folder, {name}")
+        tensors |= read_tensors(folder / name)
+    missing = [name for name in files if name not in tensors]
+    if missing:
+        raise UserError(f"{index}: lists {missing[0]}, which {files[missing[0]]} does not have")
+    return tensors
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file. Raises UserError where it is not whole."""
+    """Return the tensors of a safetensors file, all floats as float32, in which they are compared.
+
+    Raises UserError where it is not whole.
+    """
     try:
-        return load_tensors(path)
+        stored = load_tensors(path)
     except OSError as error:
         raise UserError(describe_os_error(error)) from None
     except SafetensorError as error:
         raise UserError(f"{path}: not a whole safetensors file ({error})") from None
+    return {
+        name: tensor.float() if tensor.is_floating_point() else tensor
+        for name, tensor in stored.items()
+    }
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -118,6 +118,9 @@ def read_tree(path: Path, source: ConfigSource, above: tuple[Path, ...] = ()) ->
     if not isinstance(base, str):
         raise source.error([(BASED_ON, f"must name a config file, not {reprlib.repr(base)}")])
     beneath, above = path.parent / base, (*above, path.resolve())
+    if not beneath.is_file():
+        # The config may have been reached by a link from another folder.
+        beneath = path.resolve().parent / base
     if beneath.resolve() in above:
         raise source.error([(BASED_ON, f"{base} is based on this file in turn")])
     if not beneath.is_file():

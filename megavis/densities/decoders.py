@@ -23,11 +23,10 @@ from torch import Tensor, nn
 from megavis.config.section import DecoderKind
 from megavis.model.context_parallel import own_rows, splits_context
 from megavis.model.core import Block, Core, FeedForward
-from megavis.model.embeddings import LastNorm, ReplicatedLinear
+from megavis.model.embeddings import LastNorm, ReplicatedLinear, WholeNorm
 from megavis.model.flops import Workload
 from megavis.model.heads import Head
 from megavis.model.layer_state import LayerState, PackedState, from_bits
-from megavis.model.norms import Norm
 from megavis.model.stack import PlannedStack
 from megavis.model.visibility import AttentionContext, Visibility
 
@@ -154,7 +153,7 @@ class SumDecoder(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(ResidualLayer(core) for _ in range(num_layers))
         # Without layers, the input has just passed the backbone's final norm.
-        self.norm = full_width_norm(core) if num_layers else None
+        self.norm = WholeNorm(core) if num_layers else None
         self.linear = ReplicatedLinear(core.megatron.hidden_size, patch_width)
 
     def forward(self, output: Tensor, noisy: Tensor | None) -> Tensor:
@@ -171,7 +170,7 @@ class PairDecoder(nn.Module):
     def __init__(self, core: Core, num_layers: int, patch_width: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Block(core, i + 1) for i in range(num_layers))
-        self.norm = full_width_norm(core)
+        self.norm = WholeNorm(core)
         self.linear = ReplicatedLinear(core.megatron.hidden_size, patch_width)
 
     def forward(self, output: Tensor, noisy: Tensor | None) -> Tensor:
@@ -190,7 +189,7 @@ class ResidualLayer(nn.Module):
 
     def __init__(self, core: Core) -> None:
         super().__init__()
-        self.norm = full_width_norm(core)
+        self.norm = WholeNorm(core)
         self.mlp = FeedForward(core.megatron, core)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -209,8 +208,3 @@ def core_of_decoder(core: Core, num_layers: int) -> Core:
         drop_path=0.0,
         may_split_tokens=False,
     )
-
-
-def full_width_norm(core: Core) -> Norm:
-    """Return a norm of the hidden size over unsplit sequences."""
-    return Norm(core.megatron, core.megatron.hidden_size, core.megatron.layernorm_epsilon)

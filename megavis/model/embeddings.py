@@ -98,6 +98,19 @@ class LastNorm(Norm):
         return gather_context(stream, self.config, self.groups).transpose(0, 1)
 
 
+class WholeNorm(Norm):
+    """A norm of tokens that every process has whole, as in a first layer or inside a head.
+
+    Their gradients are whole too. A `Norm` of the same core is for the tokens that sequence
+    parallelism splits: it would sum them over the tensor group, as many times too large.
+    """
+
+    def __init__(self, core: Core) -> None:
+        config: TransformerConfig = core.megatron
+        super().__init__(config, config.hidden_size, config.layernorm_epsilon)
+        self.sums_gradients = False
+
+
 class TokenHead(Head):
     """The final norm and a linear map of each token, for example to pixels or positions.
 

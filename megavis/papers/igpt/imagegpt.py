@@ -27,8 +27,8 @@ from megavis.composition.released_run import (
     Compared,
     OpenedRun,
     ReleasedRun,
+    read_hub_weights,
     read_json,
-    read_tensors,
 )
 from megavis.config.errors import UserError
 from megavis.config.schema import ModelConfig, RunConfig
@@ -181,22 +181,21 @@ _BICUBIC = 3  # PIL.Image.Resampling.BICUBIC
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return `config.json` and the tensors of `model.safetensors`.
+    """Return `config.json` and the tensors of `model.safetensors`, or of several such files.
 
     Raises:
         UserError: either is missing, unreadable or does not fit the other; pickled weights are not
             opened.
     """
-    paths = folder / "config.json", folder / "model.safetensors"
-    for path in paths:
-        if not path.exists():
-            raise UserError(
-                f"{path}: missing; save the model with transformers'"
-                " save_pretrained(DIR, safe_serialization=True)"
-            )
-    settings = read_json(paths[0])
-    tensors = read_tensors(paths[1])
-    _check_fit(settings, tensors, paths[0])
+    path = folder / "config.json"
+    if not path.exists():
+        raise UserError(f"{path}: missing; save the model with transformers' save_pretrained(DIR)")
+    settings = read_json(path)
+    kind = settings.get("model_type", "imagegpt")
+    if kind != "imagegpt":
+        raise UserError(f"{path}: this is a folder of {kind!r}, not of 'imagegpt'")
+    tensors = read_hub_weights(folder)
+    _check_fit(settings, tensors, path)
     return settings, tensors
 
 

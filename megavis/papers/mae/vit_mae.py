@@ -6,6 +6,7 @@ Legend: b images, n patches, c of them visible, h hidden size, w width of the de
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -149,6 +150,30 @@ def to_vit_mae(
     return {name: tensor.float().contiguous() for name, tensor in tensors.items()}
 
 
+_OLDER = (
+    (r"^decoder\.decoder_encoder\.layer\.", "decoder.decoder_layers."),
+    (r"^vit\.layers\.", "vit.encoder.layer."),
+    (r"\.attention\.q_proj\.", ".attention.attention.query."),
+    (r"\.attention\.k_proj\.", ".attention.attention.key."),
+    (r"\.attention\.v_proj\.", ".attention.attention.value."),
+    (r"\.attention\.o_proj\.", ".attention.output.dense."),
+    (r"\.mlp\.fc1\.", ".intermediate.dense."),
+    (r"\.mlp\.fc2\.", ".output.dense."),
+)
+"""Names in transformers 5, of its modules or as it saves them, and those of transformers 4."""
+
+
+def with_older_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename tensors of transformers 5 to the names that transformers 4 has, and keep others."""
+
+    def older(name: str) -> str:
+        for pattern, replacement in _OLDER:
+            name = re.sub(pattern, replacement, name)
+        return name
+
+    return {older(name): tensor for name, tensor in tensors.items()}
+
+
 def from_vit_mae(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
     """Invert `to_vit_mae`; tables of sin-cos positions are dropped.
 
@@ -263,6 +288,10 @@ def read_vit_mae(args: argparse.Namespace) -> ReleasedRun:
         UserError: it is not such a folder.
     """
     settings, tensors = read_hub_folder(args.source)
+    kind = settings.get("model_type", "vit_mae")
+    if kind != "vit_mae":
+        raise UserError(f"{args.source}: this is a folder of {kind!r}, not of 'vit_mae'")
+    tensors = with_older_names(tensors)
     paper, model = vit_mae_sections(settings, has_tables=not has_sines(tensors, settings))
     return ReleasedRun(
         paper,

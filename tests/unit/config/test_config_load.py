@@ -346,3 +346,24 @@ def test_errors_name_the_file_that_sets_the_key(complain, small, tmp_path):
 )
 def test_invalid_base_gives_one_message(complain, base, message):
     assert complain(f"based_on: {base}\nname: a\n") == message
+
+
+@pytest.mark.parametrize("links", [1, 2])
+def test_based_on_is_found_through_links(tiny_config, tmp_path, links):
+    """A config that is reached by a link names its base from where it lies."""
+    place = tmp_path / "configs"
+    place.mkdir()
+    (place / "base.yaml").write_text(tiny_config.read_text())
+    (place / "small.yaml").write_text("based_on: base.yaml\nseed: 7\n")
+    target = place / "small.yaml"
+    for number in range(links):
+        folder = tmp_path / f"elsewhere-{number}"
+        folder.mkdir()
+        link = folder / "linked.yaml"
+        link.symlink_to(target)
+        target = link
+    assert load_config(target).config.seed == 7
+    # A base beside the link is the nearer one, as before.
+    (target.parent / "base.yaml").write_text(tiny_config.read_text() + "drop_me: 1\n")
+    with pytest.raises(UserError, match="drop_me: unknown key"):
+        load_config(target)
