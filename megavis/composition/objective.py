@@ -9,7 +9,7 @@ known), and the parts of its first layer. Sequences, loss, features and generati
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -241,7 +241,7 @@ class Objective(Backbone):
     def layer_plans(self) -> list[LayerPlan]:
         """Return the model: embedding, encoder if there is one, blocks, head."""
         seed, core, work = self.config.seed, self.core, self.workload()
-        build = partial(with_whole_norms, self.build_embedding)
+        build: Callable[[], nn.Module] = partial(with_whole_norms, self.build_embedding)
         build = carries_samples(build) if self.config.drop_path else build
         embedding = LayerPlan("embedding", build, seed)
         encoder = self.condition.layers(core, num_rows=work.num_tokens, seed=seed)
