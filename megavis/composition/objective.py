@@ -9,7 +9,7 @@ known), and the parts of its first layer. Sequences, loss, features and generati
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, ClassVar

@@ -212,9 +212,17 @@ def _write_card(
     task = "unconditional-image-generation" if makes_images else "image-feature-extraction"
     if classifies(run):
         task = "image-classification"
+    if library == "transformers":
+        limits = (*limits, _SQUASHES)
     text = model_card(run, weights, library=library, task=task, use=use, limits=limits)
     (folder / CARD).write_text(text, encoding="utf-8")
 
+
+_SQUASHES = (
+    "The image processor of this folder resizes an image to a square without keeping its"
+    " proportions, where megavis resizes the shorter side and keeps the centre: for a photograph"
+    " that is not square the model sees other pixels. Crop it to a square first."
+)
 
 _VIT_USE = """
 from PIL import Image
