@@ -8,10 +8,13 @@ is that of the mixture: products of the blocks with their weights in FP8, all ot
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import platform
 import re
 import resource
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -227,6 +230,23 @@ def _repeat(step: Callable[[], object], count: int) -> None:
         step()
 
 
+@contextlib.contextmanager
+def _without_native_messages() -> Iterator[None]:
+    """Discard what torch's profiler writes at its start and end, an error without a GPU among it.
+
+    It comes from C++, past Python's streams and warnings.
+    """
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
 def _parts(
     step: Callable[[], object], device: torch.device, trace: Path | None
 ) -> Mapping[str, float]:
@@ -234,10 +254,16 @@ def _parts(
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as profiler:
+    profiler = profile(activities=activities)
+    with _without_native_messages():
+        profiler.start()
+    try:
         _repeat(step, _NUM_PROFILED)
         if device.type == "cuda":
             torch.cuda.synchronize()
+    finally:
+        with _without_native_messages():
+            profiler.stop()
     if trace is not None:
         trace.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(trace))

@@ -24,3 +24,11 @@ def test_json_output(small_config, capsys):
         1,
         "tp1-pp1-zero1",
     )
+
+
+def test_nothing_is_said_of_a_profiler_without_a_gpu(small_config, capfd):
+    """It comes from C++, so that only the file descriptor of a process shows it."""
+    assert main(["bench", str(small_config), *SMALL, "data.train=none"]) == 0
+    written = capfd.readouterr()
+    assert "USDT" not in written.err + written.out
+    assert "gpuGetDeviceCount" not in written.err + written.out
