@@ -270,6 +270,7 @@ def open_virtual_context(
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     answer_megatron(device)
+    _on_close.callback(setattr, sys, "excepthook", sys.excepthook)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_model_parallel_size,

@@ -7,7 +7,7 @@ import sys
 import pytest
 from children import in_child
 
-from megavis.parallel.context import close_context, open_context
+from megavis.parallel.context import close_context, open_context, open_virtual_context
 from megavis.parallel.launch import read_launch
 
 
@@ -26,6 +26,13 @@ def test_closing_restores_environment_and_hook(monkeypatch, before):
         close_context()
         assert {name: os.environ[name] for name in names if name in os.environ} == before
         assert sys.excepthook is hook
+
+
+def test_closing_a_virtual_job_restores_the_hook():
+    hook = sys.excepthook
+    open_virtual_context(1, 4)
+    close_context()
+    assert sys.excepthook is hook
 
 
 def limit_of_open_files(before):
