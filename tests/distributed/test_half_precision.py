@@ -3,6 +3,8 @@
 fp16 is slow on a CPU, and DeepSpeed refuses it there; these jobs override that check.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ LAYOUTS: list[tuple[str, int, list[str]]] = [
 # Two halvings too high for the first gradients of the tiny model; the first overflow does not lower
 # the scale.
 OVERFLOWING_SCALE_POWER = 24
+SAFE_SCALE_POWER = 8
 
 
 def allow_half() -> None:
@@ -44,27 +47,35 @@ def allow_half() -> None:
     get_accelerator().is_fp16_supported = lambda: True
 
 
+@contextmanager
+def initial_scale(power: int) -> Iterator[None]:
+    """Start fp16 with a loss scale of two to this power."""
+    plain = engine.deepspeed_config
+
+    def settings(*args: Any, **options: Any) -> dict[str, Any]:
+        section = plain(*args, **options)
+        return {**section, "fp16": {**section["fp16"], "initial_scale_power": power}}
+
+    engine.deepspeed_config = settings
+    try:
+        yield
+    finally:
+        engine.deepspeed_config = plain
+
+
 def short_curve(launch: Launch, path: str, overrides: list[str]) -> Curve:
-    """Train a few steps with `parity_config`."""
+    """Train a few steps with `parity_config`, from a loss scale at which none overflows."""
     allow_half()
     loaded = load_config(path, overrides)
-    return train_briefly(launch, parity_config(loaded.config), STEPS)
+    with initial_scale(SAFE_SCALE_POWER):
+        return train_briefly(launch, parity_config(loaded.config), STEPS)
 
 
 def train_from_a_high_scale(launch: Launch, path: str, overrides: list[str]) -> None:
     """Train in fp16 from a loss scale whose first gradients overflow."""
     allow_half()
-    plain = engine.deepspeed_config
-
-    def settings(*args: Any, **options: Any) -> dict[str, Any]:
-        section = {"enabled": True, "initial_scale_power": OVERFLOWING_SCALE_POWER}
-        return {**plain(*args, **options), "fp16": section}
-
-    engine.deepspeed_config = settings
-    try:
+    with initial_scale(OVERFLOWING_SCALE_POWER):
         train_run(launch, path, [*overrides, "training.precision=fp16"])
-    finally:
-        engine.deepspeed_config = plain
 
 
 @pytest.fixture(scope="module")
