@@ -5,10 +5,6 @@ import os
 import random
 import sys
 import threading
-
-# pytest imports it when a thread or an object fails: not for the first time while a test limits the
-# size of files, also that of compiled ones.
-import tracemalloc  # noqa: F401
 from pathlib import Path
 
 import numpy as np
