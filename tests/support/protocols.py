@@ -11,6 +11,7 @@ import re
 import shlex
 from pathlib import Path
 
+from megavis.cli import read_arguments
 from megavis.config.load import load_config
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +48,16 @@ class Protocols:
             for config in self.configs_of(claim):
                 chain = self.chain_of(config)
                 found.setdefault(self.key_of(claim, config), []).append(chain)
+        return found
+
+    def commands(self):
+        """Return lists of parsed commands by row, and by item for items without rows."""
+        found = {}
+        for claim in self.claims:
+            if claim.command.startswith("megavis"):
+                row = f", {claim.row} {claim.column}".rstrip() if claim.row else ""
+                args = read_arguments(shlex.split(claim.command)[1:])
+                found.setdefault(claim.item + row, []).append(args)
         return found
 
     def configs_of(self, claim):

@@ -5,7 +5,19 @@ from protocols import Protocols
 
 
 @pytest.fixture(scope="module")
-def rows(request):
-    """The chains of configs by row of the module's `PAPER`."""
+def protocols(request):
+    """The claims on rows of the module's `PAPER`."""
     with pytest.MonkeyPatch.context() as patch:
-        yield Protocols(patch, request.module.PAPER).rows()
+        yield Protocols(patch, request.module.PAPER)
+
+
+@pytest.fixture(scope="module")
+def rows(protocols):
+    """Chains of configs by row."""
+    return protocols.rows()
+
+
+@pytest.fixture(scope="module")
+def commands(protocols):
+    """Parsed commands by row."""
+    return protocols.commands()
