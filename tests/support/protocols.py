@@ -1,0 +1,131 @@
+"""What the runs behind the rows of docs/papers train on, compared with what the papers say.
+
+An expectation is a dictionary of a config's dotted keys and values, or of a name below:
+
+- `epochs`, `warmup_epochs`: `training.steps` and `schedule.warmup_steps`, in epochs of `images`.
+- `images`: size of the training set, as the paper's data set is published.
+"""
+
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+from megavis.cli import read_arguments
+from megavis.config.load import load_config
+
+ROOT = Path(__file__).parents[2]
+IMAGENET = {
+    "data.train": "shards/imagenet_jpeg/train",
+    "data.validation": "shards/imagenet_jpeg/validation",
+    "images": 1_281_167,
+}
+# Accuracy is of the 50,000 validation images; the step is chosen on held-out training images.
+IMAGENET_LABELS = {
+    **IMAGENET,
+    "data.validation": "shards/imagenet_jpeg/selection",
+    "finetune.test": "shards/imagenet_jpeg/validation",
+    "finetune.num_classes": 1000,
+}
+DURATIONS = {"epochs": "training.steps", "warmup_epochs": "schedule.warmup_steps"}
+
+
+class Protocols:
+    """The runs that the headers of a paper's presets claim for its rows."""
+
+    def __init__(self, monkeypatch, paper):
+        monkeypatch.syspath_prepend(str(ROOT / "launch"))
+        self.headers = importlib.import_module("paper_claims")
+        claims = self.headers.read_claims()
+        self.runs = {folder: config for folder, (_, config) in self.headers.presets().items()}
+        self.runs |= {claim.config.folder: claim.config for claim in claims if claim.words}
+        self.claims = [claim for claim in claims if claim.paper == paper]
+
+    def rows(self):
+        """Return lists of chains of configs by row, and by item and run for items without rows."""
+        found = {}
+        for claim in self.claims:
+            for config in self.configs_of(claim):
+                chain = self.chain_of(config)
+                found.setdefault(self.key_of(claim, config), []).append(chain)
+        return found
+
+    def commands(self):
+        """Return lists of parsed commands by row, and by item for items without rows."""
+        found = {}
+        for claim in self.claims:
+            if claim.command.startswith("megavis"):
+                row = f", {claim.row} {claim.column}".rstrip() if claim.row else ""
+                args = read_arguments(shlex.split(claim.command)[1:])
+                found.setdefault(claim.item + row, []).append(args)
+        return found
+
+    def configs_of(self, claim):
+        """Return the configs that a claim trains, or whose runs its command reads."""
+        if not claim.command:
+            return [claim.config]
+        folders = re.findall(r"runs/[\w.-]+", claim.command)
+        paths = [word for word in shlex.split(claim.command) if word.endswith(".yaml")]
+        return [self.runs[folder] for folder in folders] + [
+            load_config(ROOT / path).config for path in paths
+        ]
+
+    @staticmethod
+    def key_of(claim, config):
+        """Return `Table 1, 2 FT`, or `Figure 3: run` for an item without rows."""
+        if claim.row:
+            return f"{claim.item}, {claim.row} {claim.column}".strip()
+        return f"{claim.item}: {config.name}"
+
+    def chain_of(self, config):
+        """Return the shipped configs to train before one, in order, and that one."""
+        chain = {}
+        for folder in self.headers.runs_before(config):
+            for earlier in self.chain_of(self.runs[folder]) if folder in self.runs else ():
+                chain[earlier.folder] = earlier
+        return [*chain.values(), config]
+
+
+def differences(config, expected):
+    """Return (found, expected) by the keys in which a config differs."""
+    pairs = {}
+    for key, value in expected.items():
+        if key in DURATIONS:
+            steps = value * expected["images"] / config.training.batch_size
+            found = value_of(config, DURATIONS[key])
+            # Rounded to whole steps, or to a round number as in the released code.
+            if abs(found - steps) > max(1, 1e-4 * steps):
+                pairs[key] = (found, steps)
+        elif key != "images" and not same(found := value_of(config, key), value):
+            pairs[key] = (found, value)
+    return pairs
+
+
+def value_of(config, key):
+    """Return the value of a dotted key."""
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def same(found, expected):
+    """Compare values, floats to 1e-6."""
+    if isinstance(found, float) and isinstance(expected, float):
+        return abs(found - expected) <= 1e-6 * abs(expected)
+    return found == expected
+
+
+def contradictions(chains, expected):
+    """Return the differences of a row's chains from the expected runs, first to last.
+
+    A header line may stand for the first part of a row, such as pre-training; another one must
+    then complete it.
+    """
+    found = []
+    if max(map(len, chains)) != len(expected):
+        found.append(f"{max(map(len, chains))} runs, not {len(expected)}")
+    for chain in chains:
+        for config, wanted in zip(chain, expected, strict=False):
+            if pairs := differences(config, wanted):
+                found.append(f"{config.name}: {pairs}")
+    return found

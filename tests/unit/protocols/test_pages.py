@@ -1,0 +1,30 @@
+"""docs/papers has an item for every table and figure of the papers, and no others."""
+
+import pytest
+import yaml
+from protocols import ROOT
+
+pytestmark = pytest.mark.once
+
+# Counted in the papers, appendices included.
+TABLES = {
+    "igpt": range(1, 6),
+    "givt": range(1, 9),
+    "darl": range(1, 17),
+    "gvp": range(1, 12),
+    "mp3": range(1, 8),
+    # Table 1 has six parts.
+    "mae": ["1a", "1b", "1c", "1d", "1e", "1f", *range(2, 14)],
+}
+FIGURES = {"igpt": 4, "givt": 21, "darl": 15, "gvp": 2, "mp3": 15, "mae": 11}
+
+
+@pytest.mark.parametrize("paper", TABLES)
+def test_page_has_every_table_and_figure(paper):
+    tree = yaml.safe_load((ROOT / "docs" / "papers" / f"{paper}.yaml").read_text(encoding="utf-8"))
+    names = [item["item"] for item in tree]
+    assert len(set(names)) == len(names)
+    assert {name for name in names if name.startswith(("Table", "Figure"))} == {
+        *(f"Table {number}" for number in TABLES[paper]),
+        *(f"Figure {number}" for number in range(1, FIGURES[paper] + 1)),
+    }
