@@ -30,6 +30,7 @@ from megavis.papers.compose.sections import (
     QueryAsking,
     SelfAsking,
     ShiftAsking,
+    SquaredErrorDensity,
 )
 from megavis.schedules.boundaries import boundary_range
 
@@ -63,6 +64,7 @@ class ComposeConfig(ObjectiveConfig):
     @property
     def no_images(self) -> str | None:
         """Why models of this config cannot generate images; None if they can."""
+        density = self.density
         if self.predicts is not None:
             return (
                 "a model with objective.predicts cannot continue from its own samples: it reads"
@@ -70,8 +72,8 @@ class ComposeConfig(ObjectiveConfig):
             )
         if self.schedule.kind in ("masked", "context"):
             return (
-                f"objective.schedule {self.schedule.kind} has no order of generation; train with"
-                " rounds to generate"
+                f"objective.schedule {self.schedule.kind} has no order of generation; to generate,"
+                " train with objective.schedule.kind one_by_one, groups or rounds"
             )
         if self.condition.kind == "features":
             return (
@@ -80,7 +82,23 @@ class ComposeConfig(ObjectiveConfig):
             )
         if self.reads.kind == "frames":
             return "frames of a spectrogram cannot be shown as images"
+        if self.schedule.kind == "rounds" and density.kind in ("squared_error", "diffusion"):
+            return (
+                "objective.schedule rounds keeps the most likely tokens of each round, and"
+                f" {density.kind} has no likelihoods; to generate, train with"
+                " objective.density.kind mixture"
+            )
+        if isinstance(density, SquaredErrorDensity) and density.normalize:
+            return (
+                "patches predicted with objective.density.normalize lack brightness and contrast;"
+                " to generate, train with objective.density.normalize false"
+            )
         return None
+
+    @property
+    def warning(self) -> str | None:
+        """Sentence on what such a model cannot do after training, if it generates no images."""
+        return self.no_images and f"this run will generate no images: {self.no_images}"
 
     @property
     def class_token(self) -> bool:

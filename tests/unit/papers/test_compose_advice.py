@@ -92,7 +92,7 @@ CHOICES = {
 TREE = yaml.safe_load(config("{name: compose}")) | {"optimizer": {"learning_rate": 1e-2}}
 KEY = r"(?:objective|model|data|parallel)(?:\.[a-z0-9_]+)+"
 WORDS = ("null", "true", "false")
-STEPS = 12
+STEPS = 20
 
 
 def drawn(numbers):
