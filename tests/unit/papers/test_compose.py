@@ -190,7 +190,9 @@ def test_no_warning_of_what_generates(build_composition, words):
 @pytest.mark.parametrize("density", [ERROR, DIFFUSION])
 def test_rounds_need_likelihoods(build_composition, tmp_path, density):
     objective, runner = build_composition(PATCHES, ROUNDS, MASK, density)
-    with pytest.raises(UserError, match="rounds keeps .* has no likelihoods; to generate, train with"):
+    with pytest.raises(
+        UserError, match="rounds keeps .* has no likelihoods; to generate, train with"
+    ):
         Sampler(runner, objective, tmp_path)
 
 
