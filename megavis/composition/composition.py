@@ -321,7 +321,7 @@ class Composition(Objective):
         """
         if self.has_transform:
             raise UserError(
-                "with objective.adapter_blocks every token depends on the whole image, so no part"
+                f"with {self.transform_key} every token depends on the whole image, so no part"
                 " of an image can be given"
             )
         return self.reads.sequence(tokens)

@@ -99,8 +99,8 @@ class Condition:
     def null(self, known: Known) -> Known:
         """Return the null condition like `known`; raise UserError if it was not trained."""
         raise UserError(
-            "guidance needs a model that was trained with objective.label_dropout; this one has no"
-            " prediction without a class"
+            "guidance needs a model conditioned on classes, and trained without them as well; this"
+            " one has no classes"
         )
 
     def prepare(self, known: Known, encode: Encode) -> Known:
@@ -148,6 +148,8 @@ class Labels(Condition):
         seed: the run's seed; label dropout is a function of seed and sample.
         num_special_rows: rows of the table between the classes and the null label.
         deviation: initial standard deviation of the table.
+        classes_key: config key of `num_classes`, for messages.
+        dropout_key: that of `dropout`.
     """
 
     names: tuple[str, ...] = ("labels",)
@@ -162,9 +164,11 @@ class Labels(Condition):
         num_special_rows: int = 0,
         deviation: float = 1.0,
         classes_key: str = "objective.num_classes",
+        dropout_key: str = "objective.label_dropout",
     ) -> None:
         self.num_classes, self.dropout, self.seed = num_classes, dropout, seed
         self.deviation, self.classes_key = deviation, classes_key
+        self.dropout_key = dropout_key
         self.has_null_label = num_classes > 0 and dropout > 0
         # Without classes all images share one row.
         self.num_rows = (num_classes or 1) + num_special_rows + int(self.has_null_label)
@@ -213,8 +217,13 @@ class Labels(Condition):
 
     def null(self, known: Known) -> Known:
         """Return the null label's row for each image."""
-        if not self.has_null_label:
+        if not self.num_classes:
             return super().null(known)
+        if not self.has_null_label:
+            raise UserError(
+                f"guidance needs a model that was trained with {self.dropout_key}; this one has no"
+                " prediction without a class"
+            )
         rows, *others = known
         return torch.full_like(rows, self.null_row), *others
 
@@ -247,9 +256,17 @@ class PooledFeatures(Condition):
     names = ("image",)
     roles: tuple[Role, ...] = ("front",)
 
-    def __init__(self, image_size: int, *, size: int, tokenizer: str, size_key: str) -> None:
+    def __init__(
+        self,
+        image_size: int,
+        *,
+        size: int,
+        tokenizer: str,
+        size_key: str,
+        tokenizer_key: str = "objective.tokenizer",
+    ) -> None:
         self.image_size, self.size, self.run_folder = image_size, size, tokenizer
-        self.size_key = size_key
+        self.size_key, self.tokenizer_key = size_key, tokenizer_key
 
     @property
     def identity(self) -> str:
@@ -283,7 +300,7 @@ class PooledFeatures(Condition):
     @cached_property
     def tokenizer(self) -> IdTokenizer:
         """The frozen tokenizer; raise UserError if it does not fit the image or feature size."""
-        opened = open_ids_tokenizer(self.run_folder)
+        opened = open_ids_tokenizer(self.run_folder, self.tokenizer_key)
         opened.num_tokens(self.image_size)
         if opened.feature_size != self.size:
             raise UserError(

@@ -39,11 +39,19 @@ class TokenIds(Vocabulary):
     Args:
         side: side of the grid of ids.
         tokenizer: run folder of the tokenizer; None if all inputs are ids.
+        section: config section of these keys, for messages.
     """
 
     def __init__(
-        self, *, image_size: int, side: int, vocabulary_size: int, tokenizer: str | None
+        self,
+        *,
+        image_size: int,
+        side: int,
+        vocabulary_size: int,
+        tokenizer: str | None,
+        section: str = "objective",
     ) -> None:
+        self.section = section
         self.image_size, self.grid = image_size, (side, side)
         self.vocabulary_size, self.run_folder = vocabulary_size, tokenizer
         self.sample_shape = (image_size, image_size, 3)
@@ -63,7 +71,9 @@ class TokenIds(Vocabulary):
                 len(samples), self.num_tokens, dtype=torch.int64, device=samples.device
             )
         if self.run_folder is None:
-            raise UserError("images need a tokenizer: name its run folder in objective.tokenizer")
+            raise UserError(
+                f"images need a tokenizer: name its run folder in {self.section}.tokenizer"
+            )
         check_images(samples, self.image_size)
         return self.tokenizer.to(samples.device).encode(samples)
 
@@ -71,18 +81,18 @@ class TokenIds(Vocabulary):
     def tokenizer(self) -> IdTokenizer:
         """The frozen tokenizer. Raises UserError: it gives no ids, or does not fit the config."""
         assert self.run_folder is not None
-        opened = open_ids_tokenizer(self.run_folder)
-        where = f"objective.tokenizer: {self.run_folder}"
+        opened = open_ids_tokenizer(self.run_folder, f"{self.section}.tokenizer")
+        where = f"{self.section}.tokenizer: {self.run_folder}"
         if opened.vocabulary_size != self.vocabulary_size:
             raise UserError(
-                f"{where} has {opened.vocabulary_size} ids; objective.vocabulary_size is"
+                f"{where} has {opened.vocabulary_size} ids; {self.section}.vocabulary_size is"
                 f" {self.vocabulary_size}"
             )
         given = opened.num_tokens(self.image_size)
         if given != self.num_tokens:
             raise UserError(
                 f"{where} encodes an image of {self.image_size}² pixels as {given} ids;"
-                f" objective.patch_size makes {self.num_tokens} tokens"
+                f" {self.section}.patch_size makes {self.num_tokens} tokens"
             )
         return opened
 
@@ -93,14 +103,14 @@ class TokenIds(Vocabulary):
         elif manifest.kind != "jpeg":
             yield f"holds {manifest.kind} shards; {name} needs jpeg or ids shards"
         elif self.run_folder is None:
-            yield "holds images; name the tokenizer's run folder in objective.tokenizer"
+            yield f"holds images; name the tokenizer's run folder in {self.section}.tokenizer"
 
     def _check_ids_shards(self, manifest: Manifest) -> Iterator[str]:
         if manifest.num_tokens != self.num_tokens:
             yield f"holds {manifest.num_tokens} ids per image; the config has {self.num_tokens}"
         if manifest.vocabulary_size != self.vocabulary_size:
             yield (
-                f"holds ids below {manifest.vocabulary_size}; objective.vocabulary_size is"
+                f"holds ids below {manifest.vocabulary_size}; {self.section}.vocabulary_size is"
                 f" {self.vocabulary_size}"
             )
         elif self.run_folder is not None:
@@ -108,7 +118,7 @@ class TokenIds(Vocabulary):
             if manifest.identity != made_by:
                 yield (
                     f"was made by the tokenizer {str(manifest.identity)[:12]}; that of"
-                    f" objective.tokenizer, {self.run_folder}, is {made_by[:12]}"
+                    f" {self.section}.tokenizer, {self.run_folder}, is {made_by[:12]}"
                 )
 
     def check_images(self, folder: Path) -> None:
@@ -118,18 +128,20 @@ class TokenIds(Vocabulary):
     def to_images(self, tokens: Tensor, folder: Path | None = None) -> Tensor:
         """Decode ids `[b, n]` to images; raise UserError if there is no tokenizer."""
         if self.run_folder is None:
-            raise UserError("decoding ids needs their tokenizer: name it in objective.tokenizer")
+            raise UserError(
+                f"decoding ids needs their tokenizer: name it in {self.section}.tokenizer"
+            )
         return self.tokenizer.to(tokens.device).decode(tokens)
 
 
-def open_ids_tokenizer(run_folder: str) -> IdTokenizer:
-    """Open the tokenizer named by `objective.tokenizer`; raise UserError if it gives no ids."""
+def open_ids_tokenizer(run_folder: str, key: str) -> IdTokenizer:
+    """Open the tokenizer that config key `key` names; raise UserError if it gives no ids."""
     try:
         opened = open_tokenizer(run_folder)
     except UserError as error:
-        raise UserError(f"objective.tokenizer: {error}") from None
+        raise UserError(f"{key}: {error}") from None
     if not isinstance(opened, IdTokenizer):
-        raise UserError(f"objective.tokenizer: {run_folder} gives latents, not ids")
+        raise UserError(f"{key}: {run_folder} gives latents, not ids")
     return opened
 
 
@@ -142,6 +154,8 @@ class Latents(Vectors):
         tokenizer: run folder of the VAE; None if all inputs are latents.
         beta: required β of the VAE's run; None: any.
         image_size: side of the VAE's images in pixels.
+        section: config section of these keys, for messages.
+        shape_keys: keys of the latents' shape, for messages.
     """
 
     sample_type = torch.float16
@@ -158,7 +172,12 @@ class Latents(Vectors):
         tokenizer: str | None,
         beta: float | None,
         image_size: int,
+        section: str = "objective",
+        shape_keys: tuple[str, str] = ("latent_channels", "downsampling"),
     ) -> None:
+        self.tokenizer_key = f"{section}.tokenizer"
+        channels_key, side_key = (f"{section}.{key}" for key in shape_keys)
+        self.shape_keys = f"({channels_key}, data.image_size / {side_key})"
         self.shape, self.stacked, self.seed = (channels, side, side), stacked, seed
         self.run_folder, self.beta, self.image_size = tokenizer, beta, image_size
         self.grid, self.width = (side, side // stacked), channels * stacked
@@ -176,7 +195,7 @@ class Latents(Vectors):
         elif manifest.kind != "jpeg":
             yield f"holds {manifest.kind} shards; {name} needs latents shards"
         elif self.run_folder is None:
-            yield "holds images; name the VAE's run folder in objective.tokenizer"
+            yield f"holds images; name the VAE's run folder in {self.tokenizer_key}"
         elif manifest.target is not None or (Path(self.run_folder) / "config.yaml").exists():
             held = manifest.target.kind if manifest.target else None
             encoded = self.tokenizer.target_kind
@@ -184,18 +203,17 @@ class Latents(Vectors):
                 words = [
                     f"{kind} maps" if kind else "images of colours" for kind in (held, encoded)
                 ]
-                yield f"holds {words[0]}; the VAE of objective.tokenizer encodes {words[1]}"
+                yield f"holds {words[0]}; the VAE of {self.tokenizer_key} encodes {words[1]}"
 
     def _check_latents(self, manifest: Manifest) -> Iterator[str]:
         if manifest.latent_shape != self.shape:
             yield (
                 f"holds latents of shape {list(manifest.latent_shape or ())}; the config's"
-                f" (objective.latent_channels, data.image_size / objective.downsampling) is"
-                f" {list(self.shape)}"
+                f" {self.shape_keys} is {list(self.shape)}"
             )
         elif self.run_folder is not None and self.identity != manifest.identity:
             yield (
-                f"was made by the VAE {str(manifest.identity)[:12]}; that of objective.tokenizer,"
+                f"was made by the VAE {str(manifest.identity)[:12]}; that of {self.tokenizer_key},"
                 f" {self.run_folder}, is {str(self.identity)[:12]}"
             )
 
@@ -254,7 +272,7 @@ class Latents(Vectors):
     def to_images(self, tokens: Tensor, folder: Path | None = None) -> Tensor:
         """Decode latents `[b, c, h, w]` to uint8 `[b, H, W, 3]`; raise UserError without a VAE."""
         if self.run_folder is None:
-            raise UserError("images need the VAE: name its run folder in objective.tokenizer")
+            raise UserError(f"images need the VAE: name its run folder in {self.tokenizer_key}")
         return self.tokenizer.to(tokens.device).decode(tokens)
 
     def shown(self, images: Tensor) -> Tensor:
@@ -271,13 +289,12 @@ class Latents(Vectors):
         self._check_beta(Path(self.run_folder))
         tokenizer = open_tokenizer(self.run_folder)
         if not isinstance(tokenizer, LatentTokenizer):
-            raise UserError(f"objective.tokenizer: {self.run_folder} gives ids, not latents")
+            raise UserError(f"{self.tokenizer_key}: {self.run_folder} gives ids, not latents")
         given = tokenizer.latent_shape(self.image_size)
         if given != self.shape:
             raise UserError(
-                f"objective.tokenizer: {self.run_folder} gives latents of shape {list(given)};"
-                f" the config's (objective.latent_channels, data.image_size /"
-                f" objective.downsampling) is {list(self.shape)}"
+                f"{self.tokenizer_key}: {self.run_folder} gives latents of shape {list(given)};"
+                f" the config's {self.shape_keys} is {list(self.shape)}"
             )
         return tokenizer
 
@@ -286,7 +303,7 @@ class Latents(Vectors):
         found = read_config(run_folder)["objective"].get("beta")
         if self.beta is not None and found != self.beta:
             raise UserError(
-                f"objective.tokenizer: {run_folder} is a VAE with beta {found}; this config needs"
+                f"{self.tokenizer_key}: {run_folder} is a VAE with beta {found}; this config needs"
                 f" beta {self.beta} (objective.tokenizer_beta)"
             )
 

@@ -46,6 +46,8 @@ class Objective(Backbone):
 
     default_positions: ClassVar[PositionKind] = "none"
     """Position encoding if the config does not set one."""
+    transform_key: ClassVar[str] = "objective.transform"
+    """Config key of a learned transform of the tokens, for messages."""
 
     def __init__(
         self,
@@ -149,7 +151,7 @@ class Objective(Backbone):
         size = (keys or self.paper).patch_size
         return Patches(image_size=self.config.data.image_size, patch_size=size)
 
-    def ids(self, keys: Any = None) -> TokenIds:
+    def ids(self, keys: Any = None, *, section: str = "objective") -> TokenIds:
         """Return ids of `tokenizer`, one per patch of `patch_size`² pixels."""
         keys, size = keys or self.paper, self.config.data.image_size
         return TokenIds(
@@ -157,13 +159,16 @@ class Objective(Backbone):
             side=size // keys.patch_size,
             vocabulary_size=keys.vocabulary_size,
             tokenizer=keys.tokenizer,
+            section=section,
         )
 
-    def colours(self, keys: Any = None) -> Colors:
+    def colours(self, keys: Any = None, *, section: str = "objective") -> Colors:
         """Return ids of a palette of `vocabulary_size` colours."""
         data, count = self.config.data, (keys or self.paper).vocabulary_size
         windows = data.crop == "window"
-        return Colors(image_size=data.image_size, vocabulary_size=count, windows=windows)
+        return Colors(
+            image_size=data.image_size, vocabulary_size=count, windows=windows, section=section
+        )
 
     # What follows from them: the first layer, and all layers.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Annotated, ClassVar
 
@@ -12,6 +13,19 @@ from megavis.config.section import Above0, AtLeast0, Section
 from megavis.schedules.boundaries import context_size
 
 _ADDED = ("learned", "sincos", "learned_sincos")
+
+
+def nearest_divisors(value: int, whole: int, unit: int = 1) -> str:
+    """Return the next smaller and larger divisors of `whole` as words, such as "4 or 8".
+
+    Args:
+        value: no divisor itself.
+        whole: 1 or more.
+        unit: only its multiples count; at least one divides `whole`.
+    """
+    sizes = [size for size in range(unit, whole + 1, unit) if whole % size == 0]
+    below, above = ([s for s in sizes if s < value], [s for s in sizes if s > value])
+    return " or ".join(str(size) for size in (*below[-1:], *above[:1]))
 
 
 class DecoderConfig(Section):
@@ -28,10 +42,12 @@ class DecoderConfig(Section):
         """Check that heads divide the width, and that the layout divides them."""
         width, heads = self.hidden_size, self.num_attention_heads
         if width % heads or width % 4:
+            unit = math.lcm(4, heads)
             text = f"{width} is not divisible by 4 and by num_attention_heads {heads}"
-            yield f"{key}.hidden_size", text
+            yield f"{key}.hidden_size", f"{text}; set it to {-(-width // unit) * unit}"
         if heads % config.parallel.head_parts:
             text = f"{heads} heads are not divisible by {config.parallel.head_parts_text}"
+            text += f"; set it to a multiple of {config.parallel.head_parts}"
             yield f"{key}.num_attention_heads", text
 
 
@@ -53,10 +69,12 @@ def check_hiding(
     """
     seen = context_size(count, ratio)
     if count and seen == count:
-        yield ratio_key, f"{ratio} of {count} patches hides none; raise it, or use smaller patches"
+        text = f"{ratio} of {count} patches hides none; use smaller patches"
+        least = f", or set it to {math.ceil(1000 / count) / 1000:g} or more"
+        yield ratio_key, text + (least if count > 1 else "")
     if config.model.positions not in (None, *_ADDED):
-        text = f"{config.model.positions} does not reach the decoder; use sincos or learned"
-        yield "model.positions", text
+        text = f"{config.model.positions} does not reach the decoder"
+        yield "model.positions", f"{text}; set it to learned or sincos"
     counts = [seen + class_token, count + class_token]
     what = "{} tokens of the encoder and {} of the decoder".format(*counts)
     remedy = f"change {ratio_key} or {class_key}"
@@ -80,19 +98,21 @@ def check_placed(
     tells_all = config.classifies_only
     kind = config.model.positions or "none"
     if given_ratio and kind not in _ADDED and not tells_all:
-        text = f"{given_ratio} of the patches are given their position; model.positions"
-        yield given_key, f"{text} must say how: learned or sincos"
+        text = f"{given_ratio} of the patches are given their position, and {kind} cannot say it"
+        yield given_key, f"{text}; set model.positions to learned or sincos"
     if given_ratio >= 1.0 - mask_ratio and given_ratio:
         text = f"{given_ratio} leaves no context token without its position"
-        yield given_key, f"{text}; lower it, or {ratio_key}"
+        yield given_key, f"{text}; lower it below {1.0 - mask_ratio:g}, or set it to 0"
     if kind == "none":
         return
     relative = ("relative_2d",) if config.objective.has_relative_positions else ()
     if not given_ratio and not tells_all:
-        yield "model.positions", f"{kind} reveals what the model has to predict; leave it out"
-    elif kind not in (*_ADDED, *relative):
+        text = f"{kind} reveals what the model has to predict; leave it out"
+        yield "model.positions", f"{text}: set it to none"
+    elif kind not in (*_ADDED, *relative) and not given_ratio:
         known = ", ".join((*_ADDED, *relative))
-        yield "model.positions", f"{kind} is not for sets of patches; use {known} or none"
+        text = f"{kind} is not for sets of patches"
+        yield "model.positions", f"{text}; set it to {known} or none"
 
 
 def check_patches(
@@ -101,7 +121,8 @@ def check_patches(
     """Check that patches with sides of `patch_size` pixels (`key`) tile the image."""
     side = config.data.image_size
     if side % patch_size:
-        yield key, f"{patch_size} does not divide data.image_size {side}"
+        text = f"{patch_size} does not divide data.image_size {side}"
+        yield key, f"{text}; set it to {nearest_divisors(patch_size, side)}"
 
 
 def check_encoder(
@@ -122,11 +143,18 @@ def check_encoder(
     yield from check_patches(config, patch_size, key=key("patch_size"))
     width = hidden_size or config.model.hidden_size
     heads = num_heads or config.model.num_attention_heads
-    if width % heads:
-        yield key("num_attention_heads"), f"width {width} does not divide by {heads} heads"
-    if heads % config.parallel.head_parts:
+    parts = config.parallel.head_parts
+    if width % parts:
+        text = f"{width} is not divisible by {config.parallel.head_parts_text}"
+        yield key("hidden_size"), f"{text}; set it to {-(-width // parts) * parts}"
+    elif width % heads:
+        text = f"width {width} does not divide by {heads} heads"
+        choices = nearest_divisors(heads, width, parts)
+        yield key("num_attention_heads"), f"{text}; set it to {choices}"
+    elif heads % parts:
         text = f"{heads} heads do not divide by {config.parallel.head_parts_text}"
-        yield key("num_attention_heads"), text
+        choices = nearest_divisors(heads, width, parts)
+        yield key("num_attention_heads"), f"{text}; set it to {choices}"
     count = (config.data.image_size // patch_size) ** 2
     what, remedy = f"{count} patches of the encoder", f"change {key('patch_size')}"
     yield from check_tokens(config, count, what=what, remedy=remedy)
@@ -161,22 +189,31 @@ def check_tokens(
 
 
 def check_adapter(
-    token_size: int, bottleneck: int | None, *, blocks_key: str, bottleneck_key: str
+    token_size: int,
+    bottleneck: int | None,
+    *,
+    blocks_key: str,
+    bottleneck_key: str,
+    remedy: str = "set it to 0",
 ) -> Iterator[ConfigIssue]:
     """Check that a token has two halves to couple, and that the norm's groups divide the channels.
 
     Args:
         token_size: channels of a token.
         bottleneck: hidden channels; 4 · `token_size` by default.
+        remedy: how to do without an adapter, for the message.
     """
     half, groups = token_size // 2, min(32, token_size // 2)
     hidden = (bottleneck or 4 * token_size) // 2
     if token_size % 2:
         text = f"an adapter couples halves of a token, but {token_size} channels are odd"
-        yield blocks_key, f"{text}; set it to 0"
-    elif half % groups or hidden % groups:
-        text = f"half of it and half of a token's {token_size} channels must be divisible by"
-        yield bottleneck_key, f"{text} {groups}"
+        yield blocks_key, f"{text}; {remedy}"
+    elif half % groups:
+        text = f"an adapter couples halves of a token, but half of {token_size} channels"
+        yield blocks_key, f"{text} is not divisible by {groups}; {remedy}"
+    elif hidden % groups or not hidden:
+        text = f"half of it must be divisible by {groups}, as half of a token's channels is"
+        yield bottleneck_key, f"{text}; set it to {2 * groups * max(1, round(hidden / groups))}"
 
 
 class AutoencoderConfig(ObjectiveConfig):

@@ -129,13 +129,15 @@ class Vocabulary(Tokens):
     """Ids of a vocabulary."""
 
     vocabulary_size: int
+    section: str
+    """The config section with their keys, for messages."""
 
     def check_values(self, tokens: Tensor) -> None:
         """Raise UserError unless all ids are in the vocabulary."""
         smallest, largest = int(tokens.min()), int(tokens.max())
         if smallest < 0 or largest >= self.vocabulary_size:
             raise UserError(
-                f"the ids range from {smallest} to {largest}; objective.vocabulary_size"
+                f"the ids range from {smallest} to {largest}; {self.section}.vocabulary_size"
                 f" {self.vocabulary_size} allows 0 to {self.vocabulary_size - 1}"
             )
 
@@ -167,7 +169,15 @@ class Colors(Vocabulary):
 
     sample_type = torch.int64
 
-    def __init__(self, *, image_size: int, vocabulary_size: int, windows: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        image_size: int,
+        vocabulary_size: int,
+        windows: bool = False,
+        section: str = "objective",
+    ) -> None:
+        self.section = section
         self.grid, self.vocabulary_size = (image_size, image_size), vocabulary_size
         self.sample_shape, self.windows = (image_size**2,), windows
 
@@ -191,7 +201,7 @@ class Colors(Vocabulary):
         if manifest.vocabulary_size > self.vocabulary_size:
             yield (
                 f"has a palette of {manifest.vocabulary_size} colours;"
-                f" objective.vocabulary_size is {self.vocabulary_size}"
+                f" {self.section}.vocabulary_size is {self.vocabulary_size}"
             )
 
     def check_images(self, folder: Path) -> None:

@@ -57,6 +57,11 @@ class ObjectiveConfig(Section):
         return f"runs of {self.name} generate no images"
 
     @property
+    def warning(self) -> str | None:
+        """Sentence to report before training, on what the trained model cannot do; often None."""
+        return None
+
+    @property
     def num_further_blocks(self) -> int:
         """Transformer blocks of encoders and decoders, which `model.num_layers` does not count."""
         return 0

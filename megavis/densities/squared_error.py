@@ -26,6 +26,7 @@ class SquaredError(Density):
             Autoencoders Are Scalable Vision Learners", section 4, normalized pixels).
         num_skipped: leading rows whose predictions are ignored.
         build_head: builds the last layer, which returns `[b, num_skipped + q, d]`.
+        normalize_key: config key of `normalize`, for messages.
     """
 
     def __init__(
@@ -36,8 +37,10 @@ class SquaredError(Density):
         num_skipped: int = 0,
         build_head: Callable[[], Head],
         decoder: DecoderWork = NO_DECODER,
+        normalize_key: str = "objective.normalize_targets",
     ) -> None:
         super().__init__(num_outputs, build_head)
+        self.normalize_key = normalize_key
         self.normalize, self.num_skipped, self.decoder = normalize, num_skipped, decoder
 
     def per_token_loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
@@ -66,7 +69,7 @@ class SquaredError(Density):
             raise UserError(UNSCORED.format("squared error"))
         if self.normalize:
             raise UserError(
-                "patches predicted with objective.normalize_targets lack brightness and contrast,"
+                f"patches predicted with {self.normalize_key} lack brightness and contrast,"
                 " so no images can be generated; train without it to generate"
             )
         return _MeanPrediction()

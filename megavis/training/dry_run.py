@@ -57,6 +57,8 @@ def dry_run(loaded: LoadedConfig, num_processes: int) -> Iterator[DryRunCheck]:
     except UserError as error:
         yield DryRunCheck("layout", False, str(error))
         return
+    if config.finetune is None and config.objective.warning is not None:
+        yield DryRunCheck("samples", True, config.objective.warning)
     layout = Layout.of(config, num_processes)
     yield DryRunCheck(
         "layout",

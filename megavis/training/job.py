@@ -234,6 +234,8 @@ def prepare_folder(
     if first_step >= steps:
         taken = f"it has taken {counted(first_step, 'step')}, and training.steps is {steps}"
         sys.stderr.write(f"{folder} is finished: {taken}; raise it to train further\n")
+    elif config.finetune is None and config.objective.warning is not None:
+        sys.stderr.write(f"WARNING: {config.objective.warning}\n")
     # A finished run keeps the config that it was trained with; fine-tuning may evaluate anew.
     if first_step < steps or config.finetune is not None:
         write_atomically(folder / "config.yaml", dump_config(config).encode())

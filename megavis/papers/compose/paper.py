@@ -74,19 +74,21 @@ class Compose(Composition):
     @cached_property
     def reads(self) -> Tokens:
         """The input tokens."""
-        return self._tokens(self.paper.reads)
+        return self._tokens(self.paper.reads, "objective.reads")
 
     @cached_property
     def predicts(self) -> Tokens:
         """The predicted tokens."""
-        return self.reads if self.paper.predicts is None else self._tokens(self.paper.predicts)
+        if self.paper.predicts is None:
+            return self.reads
+        return self._tokens(self.paper.predicts, "objective.predicts")
 
-    def _tokens(self, keys: AnyTokens) -> Tokens:
+    def _tokens(self, keys: AnyTokens, section: str) -> Tokens:
         data = self.config.data
         if isinstance(keys, PaletteTokens):
-            return self.colours(keys)
+            return self.colours(keys, section=section)
         if isinstance(keys, IdTokens):
-            return self.ids(keys)
+            return self.ids(keys, section=section)
         if isinstance(keys, LatentTokens):
             return Latents(
                 channels=keys.channels,
@@ -96,6 +98,8 @@ class Compose(Composition):
                 tokenizer=keys.tokenizer,
                 beta=None,
                 image_size=data.image_size,
+                section=section,
+                shape_keys=("channels", "patch_size"),
             )
         if isinstance(keys, FrameTokens):
             assert data.frames is not None
@@ -187,6 +191,7 @@ class Compose(Composition):
                 size=keys.feature_size,
                 tokenizer=keys.tokenizer,
                 size_key="objective.condition.feature_size",
+                tokenizer_key="objective.condition.tokenizer",
             )
         if not isinstance(keys, ClassCondition):
             return Condition()
@@ -197,6 +202,7 @@ class Compose(Composition):
             seed=self.config.seed,
             deviation=0.02,
             classes_key="objective.condition.num_classes",
+            dropout_key="objective.condition.dropout",
         )
 
     @property
@@ -231,6 +237,7 @@ class Compose(Composition):
         return SquaredError(
             width,
             normalize=keys.normalize,
+            normalize_key="objective.density.normalize",
             build_head=self._token_head(width),
         )
 

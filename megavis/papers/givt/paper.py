@@ -57,6 +57,7 @@ class GIVT(Composition):
     config_type: ClassVar[type[LatentTokensConfig]] = GIVTConfig
     paper: LatentTokensConfig
     default_positions = "learned"
+    transform_key = "objective.adapter_blocks"
     default_share = 0.0
     num_special_rows = 0
     """Rows of the table of labels between the classes and the null label."""

@@ -1,5 +1,7 @@
 """Compositions from YAML: visibility, generation and evaluation."""
 
+import re
+
 import pytest
 import torch
 from compositions import (
@@ -35,6 +37,9 @@ from megavis.data.format.manifest import Manifest
 from megavis.model.encoder import EncoderInput
 from megavis.papers.mp3.place_figures import Places
 from megavis.sampling.sampler import Sampler
+
+ROUNDS = "schedule: {kind: rounds}"
+NORMALIZED = "density: {kind: squared_error, normalize: true}"
 
 # Visibility.
 
@@ -83,7 +88,7 @@ GENERATIVE = {
     "class and prefix": [
         *[PALETTE, "schedule: {kind: one_by_one, prefix: 8}", CONTENT, CATEGORICAL, CLASSES]
     ],
-    "rounds": [PATCHES, "schedule: {kind: rounds}", MASK, MIXTURE],
+    "rounds": [PATCHES, ROUNDS, MASK, MIXTURE],
     "adapter": [LATENTS, ONE_BY_ONE, SHIFT, MIXTURE, ADAPTER],
 }
 
@@ -115,7 +120,7 @@ def test_cached_sampling_equals_full_passes(build_composition, tmp_path, name):
     [
         ([PATCHES, ONE_BY_ONE, SHIFT, MIXTURE], MEMORY),
         ([PATCHES, RANDOM, QUERY, MIXTURE], MEMORY.replace("}", ", hidden_size: 24}")),
-        ([PATCHES, "schedule: {kind: rounds}", MASK, MIXTURE], MEMORY),
+        ([PATCHES, ROUNDS, MASK, MIXTURE], MEMORY),
     ],
 )
 def test_memory_condition_is_encoded_once(build_composition, tmp_path, monkeypatch, words, memory):
@@ -157,18 +162,37 @@ def test_number_of_classes_is_checked(build_composition):
         ([PATCHES, CONTEXT, ITSELF, PLACE], (), "context has no order of generation"),
         ([FRAMES, ONE_BY_ONE, SHIFT, ERROR], SPEECH, "frames of a spectrogram cannot be shown"),
         ([PATCHES, GROUPS, QUERY, ERROR, FEATURES], (), "is conditioned on the whole image"),
+        (
+            [PATCHES, ROUNDS, MASK, DIFFUSION],
+            (),
+            "diffusion has no likelihoods; to generate, .*mix",
+        ),
+        ([PATCHES, ROUNDS, MASK, ERROR], (), "squared_error has no likelihoods"),
+        ([PATCHES, GROUPS, QUERY, NORMALIZED], (), "train with objective.density.normalize false"),
     ],
 )
 def test_generation_errors(build_composition, words, more, message):
     objective, _ = build_composition(*words, more=more)
     with pytest.raises(UserError, match=message):
         objective.generation()
+    warning = objective.config.objective.warning
+    assert warning.startswith("this run will generate no images: ")
+    assert re.search(message, warning)
+
+
+@pytest.mark.parametrize(
+    "words", [[PATCHES, ROUNDS, MASK, MIXTURE], [PATCHES, GROUPS, QUERY, ERROR]]
+)
+def test_no_warning_of_what_generates(build_composition, words):
+    assert build_composition(*words)[0].config.objective.warning is None
 
 
 @pytest.mark.parametrize("density", [ERROR, DIFFUSION])
 def test_rounds_need_likelihoods(build_composition, tmp_path, density):
-    objective, runner = build_composition(PATCHES, "schedule: {kind: rounds}", MASK, density)
-    with pytest.raises(UserError, match="generation in rounds need likelihoods, which"):
+    objective, runner = build_composition(PATCHES, ROUNDS, MASK, density)
+    with pytest.raises(
+        UserError, match="rounds keeps .* has no likelihoods; to generate, train with"
+    ):
         Sampler(runner, objective, tmp_path)
 
 

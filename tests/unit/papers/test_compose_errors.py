@@ -126,13 +126,13 @@ from megavis.config.errors import UserError
             [PATCHES, f"predicts: {IDS}", CONTEXT, ITSELF, PLACE],
             [],
             "predicts.kind",
-            "is not used with density place",
+            "is not used with asks self, which predicts places; set objective.predicts to null",
         ),
         (
             [PATCHES, CONTEXT, "asks: {kind: self, given_ratio: 0.5}", PLACE],
             ["model.positions=sincos"],
             "asks.given_ratio",
-            "leaves no context token without its position; lower it, or objective.schedule.mask",
+            "leaves no context token without its position; lower it below 0.5, or set it to 0",
         ),
         (
             [PATCHES, CONTEXT, ITSELF, PLACE],
@@ -161,12 +161,17 @@ from megavis.config.errors import UserError
             "6 is not divisible by 4",
         ),
         ([PATCHES, CONTEXT, BRIDGE, ERROR], ["model.positions=rope_2d"], "", "not reach the decod"),
-        ([FRAMES, CONTEXT, ITSELF, PLACE], [], "reads.kind", "set both frames and data.frames"),
+        (
+            [FRAMES, CONTEXT, ITSELF, PLACE],
+            [],
+            "reads.kind",
+            "give data.frames in place of data.image_size, or set it to patches",
+        ),
         (
             [PATCHES, CONTEXT, ITSELF, PLACE],
             SPEECH,
             "reads.kind",
-            "set both frames and data.frames",
+            "data.frames describes; set it to frames",
         ),
         (
             [FRAMES, "schedule: {kind: one_by_one, order: nested_raster}", SHIFT, ERROR],

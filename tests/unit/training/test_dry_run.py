@@ -81,3 +81,19 @@ def test_dry_run_checks_the_checkpoint_to_resume(lines, tiny_config):
 def test_processes_option_requires_dry_run(tiny_config, capsys):
     assert main(["train", str(tiny_config), "--processes", "4"]) == 2
     assert "applies only to --dry-run" in capsys.readouterr().err
+
+
+def test_what_cannot_be_sampled_is_said_before_training(lines, tiny_config, capsys):
+    hidden = (
+        "objective={name: compose, reads: {kind: palette, vocabulary_size: 64}, asks: {kind: mask},"
+        " schedule: {kind: masked}, density: {kind: categorical}}"
+    )
+    code, found = lines(tiny_config, hidden, "name=hidden")
+    assert code == 0
+    text = "this run will generate no images: objective.schedule masked has no order of generation"
+    assert found[1].startswith(f"ok  samples: {text}")
+    short = ("training.steps=1", "schedule.warmup_steps=0", "data.validation=null")
+    assert main(["train", str(tiny_config), hidden, "name=hidden", *short]) == 0
+    assert f"WARNING: {text}" in capsys.readouterr().err
+    _, found = lines(tiny_config, hidden.replace("masked", "rounds"), "name=rounds")
+    assert not any("samples: " in line for line in found)

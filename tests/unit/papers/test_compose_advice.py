@@ -1,0 +1,195 @@
+"""The advice of refused compositions, followed literally until the config is accepted."""
+
+import copy
+import itertools
+import random
+import re
+
+import pytest
+import yaml
+from compositions import config
+from pydantic import BaseModel
+
+from megavis.config.checks import check_config
+from megavis.config.schema import RunConfig
+from megavis.papers.compose.config import ComposeConfig
+
+pytestmark = pytest.mark.once
+
+TOKENS = (
+    {"kind": "palette", "vocabulary_size": 33},
+    {"kind": "patches", "patch_size": 4},
+    {"kind": "patches", "patch_size": 5},
+    {"kind": "ids", "vocabulary_size": 12, "patch_size": 4, "tokenizer": "run"},
+    {"kind": "ids", "vocabulary_size": 13, "patch_size": 8},
+    {"kind": "latents", "channels": 4, "patch_size": 4},
+    {"kind": "latents", "channels": 3, "patch_size": 4, "tokenizer": "run"},
+    {"kind": "frames"},
+)
+CHOICES = {
+    "reads": TOKENS,
+    "predicts": (None, None, None, *TOKENS),
+    "schedule": (
+        *(
+            {"kind": "one_by_one", "order": order, "prefix": prefix}
+            for order in ("raster", "random")
+            for prefix in (0, 3, 300)
+        ),
+        {"kind": "one_by_one", "order": "round_robin", "order_block": 3},
+        {"kind": "masked"},
+        {"kind": "rounds"},
+        {"kind": "groups", "num_groups": 3},
+        {"kind": "groups", "num_groups": 300},
+        {"kind": "context", "mask_ratio": 0.01},
+        {"kind": "context", "mask_ratio": 0.5},
+    ),
+    "asks": (
+        *({"kind": "shift", "place": place} for place in ("asked", "content", "both")),
+        {"kind": "mask"},
+        {"kind": "query"},
+        {"kind": "self"},
+        {"kind": "self", "given_ratio": 0.5},
+        *(
+            {
+                "kind": "bridge",
+                "decoder": {"num_layers": 1, "hidden_size": size, "num_attention_heads": 2},
+            }
+            for size in (6, 8)
+        ),
+    ),
+    "density": (
+        {"kind": "categorical"},
+        {"kind": "squared_error"},
+        {"kind": "squared_error", "normalize": True},
+        {"kind": "mixture"},
+        {"kind": "diffusion"},
+        {"kind": "place"},
+    ),
+    "condition": (
+        {"kind": "none"},
+        {"kind": "none"},
+        {"kind": "class", "num_classes": 3},
+        {"kind": "features", "tokenizer": "run", "feature_size": 4},
+        {"kind": "memory", "num_layers": 1, "patch_size": 8},
+        {"kind": "memory", "num_layers": 1, "patch_size": 5, "hidden_size": 15},
+    ),
+    "transform": (
+        {"kind": "none"},
+        {"kind": "none"},
+        {"kind": "adapter", "blocks": 1},
+        {"kind": "adapter", "blocks": 1, "bottleneck": 2},
+    ),
+    "positions": (None, None, "none", "learned", "rope_2d", "sincos"),
+    "data": ({"image_size": 16}, {"image_size": 16}, {"image_size": 0, "frames": [12, 5]}),
+    "parallel": (
+        {},
+        {},
+        {"tensor_model_parallel_size": 2},
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        {"context_parallel_size": 2},
+    ),
+}
+TREE = yaml.safe_load(config("{name: compose}")) | {"optimizer": {"learning_rate": 1e-2}}
+KEY = r"(?:objective|model|data|parallel)(?:\.[a-z0-9_]+)+"
+WORDS = ("null", "true", "false")
+STEPS = 20
+
+
+def drawn(numbers):
+    """Return a config's tree, with one choice of each."""
+    chosen = {name: copy.deepcopy(numbers.choice(kinds)) for name, kinds in CHOICES.items()}
+    tree = copy.deepcopy(TREE)
+    tree["objective"] |= {
+        name: chosen[name]
+        for name in ("reads", "predicts", "schedule", "asks", "density", "condition", "transform")
+    }
+    tree["model"]["positions"] = chosen["positions"]
+    tree["data"] = {"train": "shards", **chosen["data"]}
+    tree["parallel"] |= chosen["parallel"]
+    return tree
+
+
+def checked(tree):
+    """Return the config, and its faults."""
+    objective = ComposeConfig.model_validate(tree["objective"])
+    config = RunConfig.model_validate({**tree, "objective": objective})
+    return config, list(check_config(config))
+
+
+def exists(config, key):
+    """Whether the schema of this config, with its kinds, has the key."""
+    section, names = config, key.split(".")
+    for name in names:
+        if not isinstance(section, BaseModel) or name not in type(section).model_fields:
+            return False
+        section = getattr(section, name)
+    return True
+
+
+def advised(key, text):
+    """Return the choices of a message, each a list of keys and values to set."""
+    *_, advice = re.split(r"[;:,] (?:or )?(?=set |change )", text, maxsplit=1)
+    if re.search(r"\bset ", advice) is None:
+        return []
+    advice = re.sub(r"^change .*?(?=set it to)", "", advice).removeprefix("set ")
+    advice = advice.replace("it to ", f"{key} to ").replace("this to ", f"{key} to ")
+    found = []
+    for choice in re.split(rf",? or (?=(?:set )?{KEY} to )", advice):
+        parts = [part.removeprefix("set ") for part in re.split(rf" and (?={KEY} to )", choice)]
+        pairs = [part.split(" to ", 1) for part in parts]
+        values = [re.split(r", | or ", value) for _, value in pairs]
+        found += [
+            [(name, read(value)) for (name, _), value in zip(pairs, one, strict=True)]
+            for one in itertools.product(*values)
+            if "more" not in one and "less" not in one
+        ]
+    return found
+
+
+def read(value):
+    """Read a value of a message; words are YAML too, but its reader is slow."""
+    return value if value.isidentifier() and value not in WORDS else yaml.safe_load(value)
+
+
+def followed(tree, choice):
+    """Return the tree after these keys were set; another kind takes none of the old one's keys."""
+    tree = copy.deepcopy(tree)
+    for key, value in choice:
+        *sections, last = key.split(".")
+        section = tree
+        for name in sections:
+            if section.get(name) is None:
+                section[name] = {}
+            section = section[name]
+        if last == "kind" and section.get("kind") != value:
+            kept = {name: section[name] for name in ("patch_size",) if name in section}
+            section.clear()
+            if sections[-1] in ("reads", "predicts") and value == "patches":
+                section.update(kept)
+        section[last] = value
+    return tree
+
+
+def follow(tree, numbers):
+    """Follow a random choice of a random message until none is left; return the steps taken."""
+    seen, choice = [], []
+    while len(seen) <= STEPS:
+        config, faults = checked(tree)
+        for key, _ in choice:
+            assert exists(config, key), (key, seen)
+        if not faults:
+            return len(seen)
+        assert tree not in seen, f"advice in a circle: {seen}"
+        seen.append(tree)
+        for key, text in faults:
+            assert exists(config, key), (key, text, tree)
+            assert advised(key, text), f"no choice: {key}: {text}"
+        choice = numbers.choice(advised(*numbers.choice(faults)))
+        tree = followed(tree, choice)
+    raise AssertionError(f"no end: {seen}")
+
+
+def test_advice_leads_to_an_accepted_config():
+    numbers = random.Random(0)
+    steps = [follow(drawn(numbers), numbers) for _ in range(150)]
+    assert sum(count > 0 for count in steps) > 100
