@@ -18,6 +18,7 @@ from torch import Tensor
 from megavis.checkpoint.format.folder import step_folder
 from megavis.checkpoint.format.tensor_files import save_tensors
 from megavis.checkpoint.format.tensor_reader import read_weights
+from megavis.composition.composition import Composition
 from megavis.config.errors import UserError
 from megavis.config.load import dump_config, exported_names, with_tokenizers
 from megavis.config.schema import RunConfig
@@ -45,6 +46,7 @@ from megavis.papers.igpt.imagegpt import (
 )
 from megavis.papers.mae.vit_mae import compared_vit_mae, fits_vit_mae, settings_of, to_vit_mae
 from megavis.reports.run_record import RunRecord, eval_metrics
+from megavis.schedules.masked import RandomMasking
 from megavis.tokenizers.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 
 SETTINGS = "config.json"
@@ -162,13 +164,34 @@ def _loader() -> str:
 
 def _sees_more(run: Run) -> tuple[str, ...]:
     """Return a limitation if the run was pretrained with another visibility than the export."""
-    is_causal = composition_of(run).core.visibility_kind in ("causal", "two_stream")
-    if run.config.finetune is not None or not is_causal:
+    paper = composition_of(run)
+    if run.config.finetune is not None:
         return ()
-    return (
-        "In pretraining each token attended only to earlier tokens; this network uses full"
-        " attention, as in fine-tuning.",
-    )
+    if paper.core.visibility_kind in ("causal", "two_stream"):
+        return (
+            "In pretraining each token attended only to earlier tokens; this network uses full"
+            " attention, as in fine-tuning.",
+        )
+    if paper.core.visibility_kind == "context":
+        return _sees_more_than_context(paper)
+    return ()
+
+
+def _sees_more_than_context(paper: Composition) -> tuple[str, ...]:
+    schedule = paper.schedule
+    assert isinstance(schedule, RandomMasking)
+    total, sentences = schedule.num_positions, []
+    if (seen := schedule.num_context(schedule.mask_ratio)) < total:
+        sentences.append(
+            f"In pretraining each patch attended only to {seen} of the {total} patches, drawn for"
+            " each image; this network uses full attention, as in fine-tuning."
+        )
+    if schedule.num_placed:
+        sentences.append(
+            f"In pretraining only {schedule.num_placed} of the {total} patches had a position; here"
+            " all have one."
+        )
+    return tuple(sentences)
 
 
 def _write(
@@ -212,7 +235,7 @@ def _write_card(
     task = "unconditional-image-generation" if makes_images else "image-feature-extraction"
     if classifies(run):
         task = "image-classification"
-    if library == "transformers":
+    if library == "transformers" and (folder / PROCESSOR).exists():
         limits = (*limits, _SQUASHES)
     text = model_card(run, weights, library=library, task=task, use=use, limits=limits)
     (folder / CARD).write_text(text, encoding="utf-8")
