@@ -226,6 +226,8 @@ def _import(args: argparse.Namespace, form: ImportSpec) -> None:
         f"{args.run_folder}: {released.compared} agree with {args.source} to {difference:.1e} on"
         " random input\n"
     )
+    if released.note:
+        sys.stdout.write(f"  {released.note}\n")
 
 
 def _import_own(args: argparse.Namespace) -> None:

@@ -48,6 +48,7 @@ class ReleasedRun:
         validates: the sections require `data.validation`.
         compare: runs both networks on random input; None: the released one cannot be run here.
         compared: what `compare` compares, for the command's message.
+        note: a sentence about what differs from the released network, if anything does.
     """
 
     objective: ObjectiveConfig
@@ -58,6 +59,7 @@ class ReleasedRun:
     palette: Palette | None = None
     compare: Callable[[OpenedRun], Compared] | None = None
     compared: str = "outputs"
+    note: str = ""
 
 
 def random_images(side: int) -> Tensor:
@@ -80,11 +82,7 @@ def read_hub_weights(folder: Path) -> dict[str, Tensor]:
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.exists() or not index.exists():
         if not whole.exists():
-            found = ", ".join(sorted(path.name for path in folder.iterdir())[:8])
-            raise UserError(
-                f"{whole}: missing; the folder has {found or 'no files'}; save the model with"
-                " transformers' save_pretrained(DIR, safe_serialization=True)"
-            )
+            raise missing_file(whole)
         return read_tensors(whole)
     files = read_json(index).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
@@ -98,6 +96,18 @@ def read_hub_weights(folder: Path) -> dict[str, Tensor]:
     if missing:
         raise UserError(f"{index}: lists {missing[0]}, which {files[missing[0]]} does not have")
     return tensors
+
+
+def missing_file(
+    path: Path, advice: str = "save the model with transformers' save_pretrained(DIR)"
+) -> UserError:
+    """Return the error for a folder without a file: it says what the folder has instead."""
+    folder = path.parent
+    if not folder.is_dir():
+        what = "a file, not a folder of a model" if folder.exists() else "no such folder"
+        return UserError(f"{folder}: {what}")
+    found = ", ".join(sorted(each.name for each in folder.iterdir())[:8])
+    return UserError(f"{path}: missing; the folder has {found or 'no files'}; {advice}")
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -119,6 +129,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object of a JSON file. Raises UserError where it is none."""
+    if not path.exists():
+        raise missing_file(path)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

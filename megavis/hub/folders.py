@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import yaml
 from torch import Tensor
 
 from megavis.checkpoint.format.folder import step_folder
 from megavis.checkpoint.format.tensor_files import save_tensors
 from megavis.checkpoint.format.tensor_reader import read_weights
+from megavis.composition.composition import Composition
 from megavis.config.errors import UserError
-from megavis.config.load import dump_config, exported_names, with_tokenizers
+from megavis.config.load import exported_names
 from megavis.config.schema import RunConfig
-from megavis.data.format.manifest import PALETTE_NAME, Manifest
+from megavis.data.format.manifest import PALETTE_NAME
 from megavis.hub import plain_loader
+from megavis.hub.card import CARD, model_card
 from megavis.hub.forms import (
     WEIGHTS,
     PlainForm,
@@ -44,7 +45,7 @@ from megavis.papers.igpt.imagegpt import (
     write_folder,
 )
 from megavis.papers.mae.vit_mae import compared_vit_mae, fits_vit_mae, settings_of, to_vit_mae
-from megavis.reports.run_record import RunRecord, eval_metrics
+from megavis.schedules.masked import RandomMasking
 from megavis.tokenizers.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 
 SETTINGS = "config.json"
@@ -162,13 +163,34 @@ def _loader() -> str:
 
 def _sees_more(run: Run) -> tuple[str, ...]:
     """Return a limitation if the run was pretrained with another visibility than the export."""
-    is_causal = composition_of(run).core.visibility_kind in ("causal", "two_stream")
-    if run.config.finetune is not None or not is_causal:
+    paper = composition_of(run)
+    if run.config.finetune is not None:
         return ()
-    return (
-        "In pretraining each token attended only to earlier tokens; this network uses full"
-        " attention, as in fine-tuning.",
-    )
+    if paper.core.visibility_kind in ("causal", "two_stream"):
+        return (
+            "In pretraining each token attended only to earlier tokens; this network uses full"
+            " attention, as in fine-tuning.",
+        )
+    if paper.core.visibility_kind == "context":
+        return _sees_more_than_context(paper)
+    return ()
+
+
+def _sees_more_than_context(paper: Composition) -> tuple[str, ...]:
+    schedule = paper.schedule
+    assert isinstance(schedule, RandomMasking)
+    total, sentences = schedule.num_positions, []
+    if (seen := schedule.num_context(schedule.mask_ratio)) < total:
+        sentences.append(
+            f"In pretraining each patch attended only to {seen} of the {total} patches, drawn for"
+            " each image; this network uses full attention, as in fine-tuning."
+        )
+    if schedule.num_placed:
+        sentences.append(
+            f"In pretraining only {schedule.num_placed} of the {total} patches had a position; here"
+            " all have one."
+        )
+    return tuple(sentences)
 
 
 def _write(
@@ -212,7 +234,7 @@ def _write_card(
     task = "unconditional-image-generation" if makes_images else "image-feature-extraction"
     if classifies(run):
         task = "image-classification"
-    if library == "transformers":
+    if library == "transformers" and (folder / PROCESSOR).exists():
         limits = (*limits, _SQUASHES)
     text = model_card(run, weights, library=library, task=task, use=use, limits=limits)
     (folder / CARD).write_text(text, encoding="utf-8")
@@ -249,145 +271,3 @@ import megavis
 
 run = megavis.load("DIR")  # run.features, run.outputs, run.sample
 """
-
-
-CARD = "README.md"
-
-
-def model_card(
-    run: Run,
-    weights: Mapping[str, Tensor],
-    *,
-    library: str,
-    task: str,
-    use: str,
-    limits: tuple[str, ...],
-) -> str:
-    """Return the card in Markdown.
-
-    Args:
-        run: the run.
-        weights: its parameters.
-        library: the Hub's `library_name`.
-        task: the Hub's `pipeline_tag`.
-        use: Python code that opens the folder, which it calls `DIR`.
-        limits: sentences about limitations of this format.
-    """
-    name, paper = run.config.name, run.config.objective.name
-    total = sum(tensor.numel() for tensor in weights.values())
-    head = {
-        "library_name": library,
-        "pipeline_tag": task,
-        "license": "unknown",
-        "tags": ["megavis", paper],
-    }
-    kind = "fine-tuned" if run.config.finetune is not None else "trained"
-    lines = [
-        f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n",
-        f"# {name}\n",
-        f"A run of `{paper}`, {kind} with megavis: {total:,} parameters after step {run.step:,}.\n",
-        f"## Use\n\n```python\n{use.strip()}\n```\n",
-        "## Data\n",
-        *_table(_data(run)),
-        "## Training\n",
-        *_table(_training(run)),
-        "## Results\n",
-        *_results(run),
-        "## Licence\n",
-        "Not stated. Before you publish these weights, check what the licence of the data allows,"
-        " and put the licence here and into the header above.\n",
-        "## Limits\n",
-        *(f"- {sentence}" for sentence in (*limits, *_limits(run))),
-        "\n## Config\n",
-        f"```yaml\n{_config(run)}```",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _table(rows: Iterator[tuple[str, object]]) -> Iterator[str]:
-    yield "| | |\n|---|---|"
-    for name, value in rows:
-        yield f"| {name} | {value} |"
-    yield ""
-
-
-def _data(run: Run) -> Iterator[tuple[str, object]]:
-    data = run.config.data
-    folders = [data.train] if isinstance(data.train, str) else data.train
-    for place in folders:
-        path = Path(str(place))
-        yield "shards", f"`{path.name}`"
-        try:
-            manifest = Manifest.read(path)
-        except (UserError, OSError):
-            continue  # The shards are not on this machine.
-        yield "source", manifest.source.description
-        yield "images", f"{manifest.num_samples:,}"
-        if manifest.class_names:
-            yield "classes", len(manifest.class_names)
-    yield "side in pixels", data.image_size
-
-
-def _training(run: Run) -> Iterator[tuple[str, object]]:
-    training, optimizer = run.config.training, run.config.optimizer
-    yield "steps", f"{run.step:,} of {training.steps:,}" if training.steps else f"{run.step:,}"
-    yield "batch", training.batch_size
-    yield "precision", training.precision
-    yield "optimizer", f"{optimizer.algorithm}, learning rate {optimizer.learning_rate:g}"
-    record = _record(run)
-    if record is None:
-        return
-    for start in record.starts[-1:]:
-        versions = start.get("versions", {})
-        yield "machine", start.get("machine", "")
-        yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
-
-
-def _results(run: Run) -> Iterator[str]:
-    record = _record(run)
-    rows: list[tuple[str, object]] = []
-    if record is not None:
-        for key in ("loss", "validation_loss"):
-            steps, values = record.series(key)
-            if values:
-                rows.append((key.replace("_", " "), f"{values[-1]:.4g} at step {steps[-1]:,}"))
-    for measure in eval_metrics(run.folder):
-        is_other = measure.step not in (None, run.step)
-        notes = [measure.note] * bool(measure.note) + [f"step {measure.step}"] * is_other
-        note = f" ({', '.join(notes)})" if notes else ""
-        rows.append((f"{measure.group}, {measure.name}", f"{measure.formatted}{note}"))
-    if rows:
-        yield from _table(iter(rows))
-    else:
-        yield "The run folder holds no measurements.\n"
-
-
-def _limits(run: Run) -> Iterator[str]:
-    yield (
-        "The numbers above are those that the run folder holds, on its own held-out data; nothing"
-        " else was measured."
-    )
-    size = run.config.data.image_size
-    yield f"It has seen images of {size} × {size} pixels, of the data named above and no other."
-    yield "Biases of the data are those of the model; nobody has looked for them here."
-
-
-def _record(run: Run) -> RunRecord | None:
-    """Return the run's records; None for an imported run, which was not trained here."""
-    try:
-        return RunRecord.read(run.folder)
-    except UserError:
-        return None
-
-
-def _config(run: Run) -> str:
-    """Return the config without paths of the machine that it ran on."""
-    data = run.config.data
-    names = {
-        key: Path(value).name
-        for key in ("train", "validation")
-        if isinstance(value := getattr(data, key), str)
-    }
-    here = {"output": "runs", "data": data.model_copy(update=names)}
-    config = with_tokenizers(run.config, exported_names(run.config))
-    return dump_config(config.model_copy(update=here))

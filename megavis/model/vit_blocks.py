@@ -5,6 +5,7 @@ Legend: b images, s tokens, h hidden size, n heads, d head size.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -54,6 +55,30 @@ TRANSFORMERS = BlockNames(
     ),
     tuple(f"attention.attention.{part}" for part in ("query", "key", "value")),
 )
+
+
+_OLDER = (
+    (r"^decoder\.decoder_encoder\.layer\.", "decoder.decoder_layers."),
+    (r"^(vit\.)?layers\.", r"\1encoder.layer."),
+    (r"\.attention\.q_proj\.", ".attention.attention.query."),
+    (r"\.attention\.k_proj\.", ".attention.attention.key."),
+    (r"\.attention\.v_proj\.", ".attention.attention.value."),
+    (r"\.attention\.o_proj\.", ".attention.output.dense."),
+    (r"\.mlp\.fc1\.", ".intermediate.dense."),
+    (r"\.mlp\.fc2\.", ".output.dense."),
+)
+"""Names in transformers 5, of its modules or as it saves them, and those of transformers 4."""
+
+
+def with_older_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename tensors of transformers 5 to the names that transformers 4 has, and keep others."""
+
+    def older(name: str) -> str:
+        for pattern, replacement in _OLDER:
+            name = re.sub(pattern, replacement, name)
+        return name
+
+    return {older(name): tensor for name, tensor in tensors.items()}
 
 
 def block_from(

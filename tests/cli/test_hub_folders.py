@@ -6,8 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from small_batches import photographs
 from tiny import VIT, tiny
@@ -17,9 +19,12 @@ from megavis.cli import main
 from megavis.commands.weights import write_run
 from megavis.config.load import load_config
 from megavis.hub.forms import PlainForm, full_attention_tokens
+from megavis.tokenizers.palette import Palette
 from megavis.tokenizers.patches import standardize
 
-pytest.importorskip("transformers", reason="pip install transformers, to open exported folders")
+transformers = pytest.importorskip(
+    "transformers", reason="pip install transformers, to open exported folders"
+)
 pytestmark = pytest.mark.usefixtures("context")
 
 DECODER = "decoder: {num_layers: 1, hidden_size: 8, num_attention_heads: 2}"
@@ -165,8 +170,86 @@ def test_a_card_says_when_tokens_saw_less_in_pretraining(folders, build_paper, n
     run = make_run(folders / f"{name}-seen", CASES[case], build_paper)
     out = folders / f"{name}-seen-out"
     assert main(["export", str(run.folder), "--to", form or "huggingface", str(out)]) == 0
-    limits = (out / "README.md").read_text().split("## Limits\n")[1]
+    limits = limits_of(out)
     assert ("each token attended only to earlier tokens" in limits) == is_causal
+
+
+def limits_of(folder):
+    return (folder / "README.md").read_text().split("## Limits\n")[1]
+
+
+@pytest.mark.parametrize(
+    ("form", "keys", "sentences"),
+    [
+        ("huggingface", "", ["attended only to 4 of the 16 patches, drawn for each image"]),
+        ("timm", "", ["attended only to 4 of the 16 patches, drawn for each image"]),
+        ("timm", ", mask_ratio: 0", []),
+        (
+            "huggingface",
+            ", mask_ratio: 0.5, given_ratio: 0.25",
+            ["attended only to 8 of the 16 patches", "only 4 of the 16 patches had a position"],
+        ),
+    ],
+)
+def test_a_card_says_what_patches_of_mp3_saw_in_pretraining(
+    tmp_path, build_paper, form, keys, sentences
+):
+    model = {**VIT, "positions": "sincos"} if "given" in keys else VIT
+    text = tiny(f"{{name: mp3, patch_size: 4{keys}}}", model=model)
+    run = make_run(tmp_path / "run", text, build_paper)
+    assert main(["export", str(run.folder), "--to", form, str(tmp_path / "out")]) == 0
+    limits = limits_of(tmp_path / "out")
+    assert limits.count("In pretraining") == len(sentences)
+    assert all(sentence in limits for sentence in sentences)
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "squashes"),
+    [
+        ("igpt", "huggingface", True),
+        ("mae", "huggingface", True),
+        ("gvp", "huggingface", True),
+        ("tuned", "huggingface", True),
+        ("tuned", "timm", False),
+        ("rotary_own", "huggingface", False),
+    ],
+)
+def test_a_card_says_that_the_image_processor_squashes(tmp_path, build_paper, name, form, squashes):
+    run = make_run(tmp_path / "run", CASES[name], build_paper)
+    if name == "igpt":
+        Palette(np.linspace(-1, 1, 96, dtype=np.float32).reshape(32, 3)).save(
+            run.folder / "palette.npy"
+        )
+    assert main(["export", str(run.folder), "--to", form, str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "preprocessor_config.json").exists() == squashes
+    assert ("to a square without keeping its proportions" in limits_of(tmp_path / "out")) == (
+        squashes
+    )
+
+
+def test_a_card_without_an_image_processor_says_nothing_of_it(tmp_path, build_paper):
+    run = make_run(tmp_path / "run", CASES["igpt"], build_paper)
+    assert main(["export", str(run.folder), "--to", "huggingface", str(tmp_path / "out")]) == 0
+    assert not (tmp_path / "out" / "preprocessor_config.json").exists()
+    assert "image processor" not in limits_of(tmp_path / "out")
+
+
+@pytest.mark.once
+def test_the_image_processor_squashes_as_the_card_says(tmp_path, build_paper):
+    """A wide photograph: another picture than the centre that megavis reads; a square: the same."""
+    run = make_run(tmp_path / "run", CASES["gvp"], build_paper)
+    assert main(["export", str(run.folder), "--to", "huggingface", str(tmp_path / "out")]) == 0
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "out", backend="pil")
+    wide = np.zeros((16, 48, 3), dtype=np.uint8)
+    wide[:, 16:32] = 255
+    seen = processor(Image.fromarray(wide), return_tensors="pt").pixel_values
+    assert not torch.allclose(
+        seen,
+        standardize(centre := torch.from_numpy(wide[None, :, 16:32])).permute(0, 3, 1, 2),
+        atol=1e-3,
+    )
+    square = processor(Image.fromarray(centre[0].numpy()), return_tensors="pt").pixel_values
+    assert torch.allclose(square, standardize(centre).permute(0, 3, 1, 2), atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,29 @@ from megavis.composition.released_run import (
     Compared,
     OpenedRun,
     ReleasedRun,
+    missing_file,
     random_images,
     read_hub_folder,
     read_json,
     read_tensors,
 )
+from megavis.composition.vit_folder import (
+    check_depth,
+    check_shapes,
+    check_vit_settings,
+    read_statistics,
+    vit_shapes,
+)
 from megavis.config.errors import UserError
 from megavis.config.schema import FinetuneConfig, ModelConfig
-from megavis.model.vit_blocks import TIMM, TRANSFORMERS, block_from, block_to, run_block
+from megavis.model.vit_blocks import (
+    TIMM,
+    TRANSFORMERS,
+    block_from,
+    block_to,
+    run_block,
+    with_older_names,
+)
 from megavis.papers.darl.config import DARLConfig
 from megavis.tokenizers.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, for_other_pixels
 
@@ -107,7 +122,7 @@ def read_timm_folder(folder: Path, *, num_heads: int | None = None) -> TimmViT:
     """
     weights, settings = folder / "model.safetensors", folder / "config.json"
     if not weights.exists():
-        raise UserError(f"{weights}: missing; save the model with timm.models.save_for_hf")
+        raise missing_file(weights, "save the model with timm.models.save_for_hf")
     tensors = {name: tensor.float() for name, tensor in read_tensors(weights).items()}
     _check(tensors)
     pretrained = read_json(settings).get("pretrained_cfg", {}) if settings.exists() else {}
@@ -281,7 +296,23 @@ def read_timm(args: argparse.Namespace) -> ReleasedRun:
 def read_vit(args: argparse.Namespace) -> ReleasedRun:
     """Convert a ViT folder of transformers; raises UserError where it is none."""
     settings, tensors = read_hub_folder(args.source)
-    return _run_of(from_transformers(tensors, settings))
+    tensors = with_older_names(tensors)
+    _check_folder(args.source, settings, tensors)
+    mean, deviation = read_statistics(args.source)
+    model = replace(from_transformers(tensors, settings), mean=mean, deviation=deviation)
+    return _run_of(model)
+
+
+def _check_folder(folder: Path, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Raise UserError if a folder's settings are not those of our layers, or of its weights."""
+    check_vit_settings(folder / "config.json", settings)
+    prefix = "vit." if any(name.startswith("vit.") for name in tensors) else ""
+    shapes = vit_shapes(settings, prefix)
+    check_shapes(folder, tensors, shapes, wanted="ViTModel", settings=settings)
+    check_depth(folder, tensors, f"{prefix}encoder.layer", settings["num_hidden_layers"])
+    classifier = tensors.get("classifier.weight")
+    if classifier is not None and len(classifier) < 2:
+        raise UserError(f"{folder}: its classifier has one output; at least two classes are needed")
 
 
 def _run_of(model: TimmViT) -> ReleasedRun:

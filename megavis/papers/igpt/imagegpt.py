@@ -30,6 +30,7 @@ from megavis.composition.released_run import (
     read_hub_weights,
     read_json,
 )
+from megavis.composition.vit_folder import check_shapes
 from megavis.config.errors import UserError
 from megavis.config.schema import ModelConfig, RunConfig
 from megavis.model.attention import join_keys_values, split_keys_values
@@ -85,7 +86,6 @@ def model_section(settings: Mapping[str, Any], *, add_bias: bool) -> dict[str, A
         ("activation_function", "quick_gelu"),
         ("scale_attn_by_inverse_layer_idx", False),
         ("scale_attn_weights", True),
-        ("tie_word_embeddings", False),
     ):
         if settings.get(key, wanted) != wanted:
             raise UserError(f"config.json: {key} is {settings[key]!r}; iGPT has {wanted!r}")
@@ -188,15 +188,34 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             opened.
     """
     path = folder / "config.json"
-    if not path.exists():
-        raise UserError(f"{path}: missing; save the model with transformers' save_pretrained(DIR)")
     settings = read_json(path)
     kind = settings.get("model_type", "imagegpt")
     if kind != "imagegpt":
         raise UserError(f"{path}: this is a folder of {kind!r}, not of 'imagegpt'")
     tensors = read_hub_weights(folder)
+    if settings.get("tie_word_embeddings"):
+        tensors = _untied(tensors, folder)
     _check_fit(settings, tensors, path)
     return settings, tensors
+
+
+def _untied(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """Return the tensors with a head for the colours, which is their embedding.
+
+    transformers ties the head to the whole embedding: it predicts the start token too.
+
+    Raises:
+        UserError: the folder has a head of its own.
+    """
+    embedding, head = tensors.get("transformer.wte.weight"), tensors.get("lm_head.weight")
+    if embedding is None:
+        return dict(tensors)
+    if head is not None and not any(torch.equal(head, e) for e in (embedding, embedding[:-1])):
+        raise UserError(
+            f"{folder}: tie_word_embeddings is true in config.json, and lm_head.weight differs from"
+            " transformer.wte.weight; which of them is the head?"
+        )
+    return {**tensors, "lm_head.weight": embedding[:-1].clone()}
 
 
 def _check_fit(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -214,14 +233,13 @@ def _check_fit(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], path:
     }
     for layer in range(settings["n_layer"]):
         shapes[f"transformer.h.{layer}.attn.c_attn.weight"] = (width, 3 * width)
-    for name, shape in shapes.items():
-        if name not in tensors:
-            raise UserError(f"{path.parent}: the weights have no {name}; is it an ImageGPT folder?")
-        if tuple(tensors[name].shape) != shape:
-            raise UserError(
-                f"{path.parent}: {name} has shape {list(tensors[name].shape)}; config.json implies"
-                f" {list(shape)}"
-            )
+    check_shapes(
+        path.parent,
+        tensors,
+        shapes,
+        wanted="ImageGPTForCausalImageModeling",
+        settings=settings,
+    )
     if f"transformer.h.{settings['n_layer']}.ln_1.weight" in tensors:
         raise UserError(f"{path}: n_layer is {settings['n_layer']}; the weights have more layers")
 
@@ -356,7 +374,14 @@ def read_imagegpt(args: argparse.Namespace) -> ReleasedRun:
         palette=_palette(args, num_colors),
         compare=compare,
         compared="logits",
+        note=_TIED if settings.get("tie_word_embeddings") else "",
     )
+
+
+_TIED = (
+    "The folder ties the head to the embedding: the run's head starts as a copy of the colours'"
+    " embeddings, without the start token, and further training changes each by itself"
+)
 
 
 def _palette(args: argparse.Namespace, num_colors: int) -> Palette | None:

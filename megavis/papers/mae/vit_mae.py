@@ -6,8 +6,8 @@ Legend: b images, n patches, c of them visible, h hidden size, w width of the de
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,13 +16,26 @@ from torch import Tensor
 
 from megavis.composition.released_run import OpenedRun, ReleasedRun, random_images, read_hub_folder
 from megavis.composition.shared_keys import DecoderConfig
+from megavis.composition.vit_folder import (
+    check_depth,
+    check_shapes,
+    check_vit_settings,
+    read_statistics,
+    vit_shapes,
+)
 from megavis.config.errors import UserError
 from megavis.config.schema import ModelConfig, RunConfig
 from megavis.model.positions import cell_coordinates, sincos
-from megavis.model.vit_blocks import TRANSFORMERS, block_from, block_to, run_block
+from megavis.model.vit_blocks import (
+    TRANSFORMERS,
+    block_from,
+    block_to,
+    run_block,
+    with_older_names,
+)
 from megavis.papers.mae.config import MAEConfig
 from megavis.schedules.boundaries import context_size
-from megavis.tokenizers.patches import patchify, standardize
+from megavis.tokenizers.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, patchify, standardize
 
 # megavis' and transformers' names of layers other than blocks.
 _PLAIN = (
@@ -150,30 +163,6 @@ def to_vit_mae(
     return {name: tensor.float().contiguous() for name, tensor in tensors.items()}
 
 
-_OLDER = (
-    (r"^decoder\.decoder_encoder\.layer\.", "decoder.decoder_layers."),
-    (r"^vit\.layers\.", "vit.encoder.layer."),
-    (r"\.attention\.q_proj\.", ".attention.attention.query."),
-    (r"\.attention\.k_proj\.", ".attention.attention.key."),
-    (r"\.attention\.v_proj\.", ".attention.attention.value."),
-    (r"\.attention\.o_proj\.", ".attention.output.dense."),
-    (r"\.mlp\.fc1\.", ".intermediate.dense."),
-    (r"\.mlp\.fc2\.", ".output.dense."),
-)
-"""Names in transformers 5, of its modules or as it saves them, and those of transformers 4."""
-
-
-def with_older_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename tensors of transformers 5 to the names that transformers 4 has, and keep others."""
-
-    def older(name: str) -> str:
-        for pattern, replacement in _OLDER:
-            name = re.sub(pattern, replacement, name)
-        return name
-
-    return {older(name): tensor for name, tensor in tensors.items()}
-
-
 def from_vit_mae(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
     """Invert `to_vit_mae`; tables of sin-cos positions are dropped.
 
@@ -292,6 +281,7 @@ def read_vit_mae(args: argparse.Namespace) -> ReleasedRun:
     if kind != "vit_mae":
         raise UserError(f"{args.source}: this is a folder of {kind!r}, not of 'vit_mae'")
     tensors = with_older_names(tensors)
+    _check_folder(args.source, settings, tensors)
     paper, model = vit_mae_sections(settings, has_tables=not has_sines(tensors, settings))
     return ReleasedRun(
         paper,
@@ -301,6 +291,43 @@ def read_vit_mae(args: argparse.Namespace) -> ReleasedRun:
         compare=lambda run: [compared_vit_mae(run, tensors, settings)],
         compared="predictions",
     )
+
+
+def _check_folder(folder: Path, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Raise UserError if a folder's settings are not MAE's, or do not fit its weights."""
+    path, name = folder / "config.json", "decoder_intermediate_size"
+    own = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
+    check_vit_settings(path, settings, sizes=[f"decoder_{key}" for key in own])
+    width = settings["decoder_hidden_size"]
+    if width % settings["decoder_num_attention_heads"]:
+        raise UserError(f"{path}: decoder_hidden_size is not divisible by its attention heads")
+    if settings[name] != 4 * width:
+        raise UserError(
+            f"{path}: {name} is {settings[name]}; only 4 × decoder_hidden_size, {4 * width}, can be"
+            " imported"
+        )
+    ratio, is_relative = settings.get("mask_ratio"), settings.get("norm_pix_loss")
+    if not isinstance(ratio, float | int) or not 0 <= ratio < 1:
+        raise UserError(f"{path}: mask_ratio is {ratio!r}, not a number in [0, 1)")
+    if not isinstance(is_relative, bool):
+        raise UserError(f"{path}: norm_pix_loss is {is_relative!r}, neither true nor false")
+    count = (settings["image_size"] // settings["patch_size"]) ** 2
+    shapes = {
+        **vit_shapes(settings, "vit."),
+        "decoder.decoder_embed.weight": (width, settings["hidden_size"]),
+        "decoder.decoder_pos_embed": (1, 1 + count, width),
+    }
+    wanted = "ViTMAEForPreTraining"
+    check_shapes(folder, tensors, shapes, wanted=wanted, settings=settings)
+    for (_, stack), (layers, _) in zip(_STACKS, _depths(settings), strict=True):
+        check_depth(folder, tensors, stack, layers)
+    for found, ours in zip(read_statistics(folder), (CHANNEL_MEAN, CHANNEL_DEVIATION), strict=True):
+        if any(abs(a - b) > 1e-6 for a, b in zip(found, ours, strict=True)):
+            raise UserError(
+                f"{folder / 'preprocessor_config.json'}: pixels are standardised by"
+                f" {[round(value, 4) for value in found]}; MAE of megavis has ImageNet's"
+                f" {list(ours)}, and its targets would differ"
+            )
 
 
 def compared_vit_mae(

@@ -1,0 +1,156 @@
+"""The model card of an exported folder, from the run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import yaml
+from torch import Tensor
+
+from megavis.config.errors import UserError
+from megavis.config.load import dump_config, exported_names, with_tokenizers
+from megavis.data.format.manifest import Manifest
+from megavis.notebook import Run
+from megavis.reports.run_record import RunRecord, eval_metrics
+
+CARD = "README.md"
+
+
+def model_card(
+    run: Run,
+    weights: Mapping[str, Tensor],
+    *,
+    library: str,
+    task: str,
+    use: str,
+    limits: tuple[str, ...],
+) -> str:
+    """Return the card in Markdown.
+
+    Args:
+        run: the run.
+        weights: its parameters.
+        library: the Hub's `library_name`.
+        task: the Hub's `pipeline_tag`.
+        use: Python code that opens the folder, which it calls `DIR`.
+        limits: sentences about limitations of this format.
+    """
+    name, paper = run.config.name, run.config.objective.name
+    total = sum(tensor.numel() for tensor in weights.values())
+    head = {
+        "library_name": library,
+        "pipeline_tag": task,
+        "license": "unknown",
+        "tags": ["megavis", paper],
+    }
+    kind = "fine-tuned" if run.config.finetune is not None else "trained"
+    lines = [
+        f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n",
+        f"# {name}\n",
+        f"A run of `{paper}`, {kind} with megavis: {total:,} parameters after step {run.step:,}.\n",
+        f"## Use\n\n```python\n{use.strip()}\n```\n",
+        "## Data\n",
+        *_table(_data(run)),
+        "## Training\n",
+        *_table(_training(run)),
+        "## Results\n",
+        *_results(run),
+        "## Licence\n",
+        "Not stated. Before you publish these weights, check what the licence of the data allows,"
+        " and put the licence here and into the header above.\n",
+        "## Limits\n",
+        *(f"- {sentence}" for sentence in (*limits, *_limits(run))),
+        "\n## Config\n",
+        f"```yaml\n{_config(run)}```",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _table(rows: Iterator[tuple[str, object]]) -> Iterator[str]:
+    yield "| | |\n|---|---|"
+    for name, value in rows:
+        yield f"| {name} | {value} |"
+    yield ""
+
+
+def _data(run: Run) -> Iterator[tuple[str, object]]:
+    data = run.config.data
+    folders = [data.train] if isinstance(data.train, str) else data.train
+    for place in folders:
+        path = Path(str(place))
+        yield "shards", f"`{path.name}`"
+        try:
+            manifest = Manifest.read(path)
+        except (UserError, OSError):
+            continue  # The shards are not on this machine.
+        yield "source", manifest.source.description
+        yield "images", f"{manifest.num_samples:,}"
+        if manifest.class_names:
+            yield "classes", len(manifest.class_names)
+    yield "side in pixels", data.image_size
+
+
+def _training(run: Run) -> Iterator[tuple[str, object]]:
+    training, optimizer = run.config.training, run.config.optimizer
+    yield "steps", f"{run.step:,} of {training.steps:,}" if training.steps else f"{run.step:,}"
+    yield "batch", training.batch_size
+    yield "precision", training.precision
+    yield "optimizer", f"{optimizer.algorithm}, learning rate {optimizer.learning_rate:g}"
+    record = _record(run)
+    if record is None:
+        return
+    for start in record.starts[-1:]:
+        versions = start.get("versions", {})
+        yield "machine", start.get("machine", "")
+        yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def _results(run: Run) -> Iterator[str]:
+    record = _record(run)
+    rows: list[tuple[str, object]] = []
+    if record is not None:
+        for key in ("loss", "validation_loss"):
+            steps, values = record.series(key)
+            if values:
+                rows.append((key.replace("_", " "), f"{values[-1]:.4g} at step {steps[-1]:,}"))
+    for measure in eval_metrics(run.folder):
+        is_other = measure.step not in (None, run.step)
+        notes = [measure.note] * bool(measure.note) + [f"step {measure.step}"] * is_other
+        note = f" ({', '.join(notes)})" if notes else ""
+        rows.append((f"{measure.group}, {measure.name}", f"{measure.formatted}{note}"))
+    if rows:
+        yield from _table(iter(rows))
+    else:
+        yield "The run folder holds no measurements.\n"
+
+
+def _limits(run: Run) -> Iterator[str]:
+    yield (
+        "The numbers above are those that the run folder holds, on its own held-out data; nothing"
+        " else was measured."
+    )
+    size = run.config.data.image_size
+    yield f"It has seen images of {size} × {size} pixels, of the data named above and no other."
+    yield "Biases of the data are those of the model; nobody has looked for them here."
+
+
+def _record(run: Run) -> RunRecord | None:
+    """Return the run's records; None for an imported run, which was not trained here."""
+    try:
+        return RunRecord.read(run.folder)
+    except UserError:
+        return None
+
+
+def _config(run: Run) -> str:
+    """Return the config without paths of the machine that it ran on."""
+    data = run.config.data
+    names = {
+        key: Path(value).name
+        for key in ("train", "validation")
+        if isinstance(value := getattr(data, key), str)
+    }
+    here = {"output": "runs", "data": data.model_copy(update=names)}
+    config = with_tokenizers(run.config, exported_names(run.config))
+    return dump_config(config.model_copy(update=here))
