@@ -171,14 +171,14 @@ def followed(tree, choice):
 
 
 def follow(tree, numbers):
-    """Follow a random choice of a random message until none is left; return the steps taken."""
+    """Follow a random choice of a random message until none is left; return all trees."""
     seen, choice = [], []
     while len(seen) <= STEPS:
         config, faults = checked(tree)
         for key, _ in choice:
             assert exists(config, key), (key, seen)
         if not faults:
-            return len(seen)
+            return [*seen, tree]
         assert tree not in seen, f"advice in a circle: {seen}"
         seen.append(tree)
         for key, text in faults:
@@ -191,5 +191,15 @@ def follow(tree, numbers):
 
 def test_advice_leads_to_an_accepted_config():
     numbers = random.Random(0)
-    steps = [follow(drawn(numbers), numbers) for _ in range(150)]
-    assert sum(count > 0 for count in steps) > 100
+    paths = [follow(drawn(numbers), numbers) for _ in range(150)]
+    assert sum(len(path) > 1 for path in paths) > 100
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_accepted_builds(build_paper, seed):
+    numbers = random.Random(seed)
+    tree = drawn(numbers)
+    tree["parallel"] = {"zero_stage": 0}
+    *_, accepted = follow(tree, numbers)
+    objective, _ = build_paper(yaml.safe_dump(accepted))
+    assert objective.flops_per_image() > 0
