@@ -91,6 +91,8 @@ def read_hub_weights(folder: Path) -> dict[str, Tensor]:
     for name in sorted(set(files.values())):
         if Path(name).name != name:
             raise UserError(f"{index}: names a file outside of the folder, {name}")
+        if not (folder / name).exists():
+            raise UserError(f"{index}: lists {name}, which is missing from the folder")
         tensors |= read_tensors(folder / name)
     missing = [name for name in files if name not in tensors]
     if missing:

@@ -42,7 +42,7 @@ def test_weights_are_compared_in_float32(tmp_path, dtype):
     ("files", "sentence"),
     [
         ({"a": "b.safetensors"}, "lists a, which b.safetensors does not have"),
-        ({"a": "absent.safetensors"}, "absent.safetensors: not a whole safetensors file"),
+        ({"a": "absent.safetensors"}, "lists absent.safetensors, which is missing from the folder"),
         ({"a": "../b.safetensors"}, "names a file outside of the folder, ../b.safetensors"),
         ({"a": 3}, "has no weight_map of names of files"),
     ],
