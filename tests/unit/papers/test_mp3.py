@@ -197,7 +197,10 @@ def test_finetuning_reads_frames_like_pretraining(make):
         (["objective.patch_size=5"], "5 does not divide data.image_size 16"),
         (["model.positions=learned"], "learned reveals what the model has to predict"),
         (["model.positions=relative_2d"], "relative_2d reveals what the model has to predict"),
-        (["objective.given_ratio=0.1"], "model.positions must say how: learned or sincos"),
+        (
+            ["objective.given_ratio=0.1"],
+            "none cannot say it; set model.positions to learned or sincos",
+        ),
         (
             ["objective.given_ratio=0.5", "model.positions=sincos"],
             "0.5 leaves no context token without its position",
