@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import contextlib
 import io
 import math
 import os
@@ -90,7 +91,9 @@ def accept_all_text() -> None:
         # Not of streams that a test or a notebook has put in their place.
         if isinstance(stream, io.TextIOWrapper) and stream.errors != "backslashreplace":
             keeps_bytes = stream.errors == "surrogateescape" and _is_utf_8(stream.encoding)
-            stream.reconfigure(errors="surrogateescape" if keeps_bytes else "replace")
+            # It writes what waits in the stream: a log on a full disk must not end a run.
+            with contextlib.suppress(OSError):
+                stream.reconfigure(errors="surrogateescape" if keeps_bytes else "replace")
 
 
 def _is_utf_8(encoding: str) -> bool:

@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeVar, cast
@@ -177,14 +177,7 @@ def open_context(
         # Each of gloo's groups takes three descriptors more than there are processes.
         allow_open_files()
         backend = "nccl" if place.type == "cuda" else "gloo"
-        with _free_port_required(launch):
-            dist.init_process_group(
-                backend,
-                store=_store_of_this_machine(launch, timedelta(seconds=MEETING_SECONDS)),
-                rank=launch.rank,
-                world_size=launch.world_size,
-                timeout=timedelta(seconds=timeout_seconds),
-            )
+        _join(launch, backend, timedelta(seconds=timeout_seconds))
         deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tensor_model_parallel_size,
@@ -209,11 +202,16 @@ def set_timeouts(seconds: float) -> None:
         change(timedelta(seconds=seconds), group)
 
 
-@contextlib.contextmanager
-def _free_port_required(launch: Launch) -> Iterator[None]:
-    """Raise UserError if another program listens at the address of the rendezvous."""
+def _join(launch: Launch, backend: str, timeout: timedelta) -> None:
+    """Meet the other processes; raise UserError if another program listens at the address."""
     try:
-        yield
+        dist.init_process_group(
+            backend,
+            store=_store_of_this_machine(launch, timedelta(seconds=MEETING_SECONDS)),
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timeout,
+        )
     except (OSError, dist.DistNetworkError) as error:
         # torch's error has no errno.
         in_use = getattr(error, "errno", None) == errno.EADDRINUSE or "EADDRINUSE" in str(error)

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Variables of pytest, and those that DeepSpeed and OpenMP set when they are first imported.
-OTHERS = re.compile("PYTEST_|PYTORCH_NVML_BASED_CUDA_CHECK|KMP_")
+# Variables of pytest, and those that DeepSpeed, OpenMP and Inductor set when they are first used.
+OTHERS = re.compile("PYTEST_|PYTORCH_NVML_BASED_CUDA_CHECK|KMP_|_?TORCHINDUCTOR_")
 # The alarm of pytest-timeout, and signals that the C library keeps for its threads.
 RESERVED = {signal.SIGALRM, 32, 33}
 # Threads that tqdm and multiprocessing start once in a process.
