@@ -158,7 +158,7 @@ def test_unsupported_networks_are_refused(tmp_path, change, message):
 
 
 def test_an_empty_folder_is_refused(tmp_path):
-    with pytest.raises(UserError, match="missing; save the model"):
+    with pytest.raises(UserError, match="missing; the folder has no files; save the model"):
         read_timm_folder(tmp_path)
 
 
