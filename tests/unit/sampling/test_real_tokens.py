@@ -209,10 +209,19 @@ def test_inapplicable_options_raise(make, words, options, message):
         make(*words, **options)
 
 
-@pytest.mark.parametrize("words", [["objective.label_dropout=0.0"], ["objective.num_classes=0"]])
-def test_guidance_requires_label_dropout(make, words):
-    with pytest.raises(UserError, match="label_dropout"):
-        make(*words, guidance=0.4).balanced_images(IMAGES)
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("objective.label_dropout=0.0", "objective.label_dropout"),
+        (
+            "objective.num_classes=0",
+            "needs a model conditioned on classes.* this one has no classes",
+        ),
+    ],
+)
+def test_guidance_requires_label_dropout(make, word, message):
+    with pytest.raises(UserError, match=message):
+        make(word, guidance=0.4).balanced_images(IMAGES)
 
 
 def test_unsupported_completion_raises(make):
