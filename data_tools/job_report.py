@@ -23,9 +23,8 @@ _IMAGES_OF_A_FIGURE, _POINTS_OF_A_FIGURE = 10_000, 5
 
 
 def say(text: str) -> None:
-    """Print a line to standard output, with escapes for what its encoding does not have."""
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+    """Print a line to standard output at once."""
+    sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from megavis.config.errors import UserError
-from megavis.parallel.context import _free_port_required, close_context, open_context
+from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import Launch
 
 pytestmark = pytest.mark.once
@@ -71,8 +71,11 @@ def test_a_port_in_use_is_one_sentence(tiny_config: Path, tmp_path: Path) -> Non
     ids=["in use", "nobody listens", "not allowed"],
 )
 def test_only_a_port_in_use_is_a_mistake_of_the_user(
-    error: Exception, raised: type[Exception]
+    monkeypatch: pytest.MonkeyPatch, error: Exception, raised: type[Exception]
 ) -> None:
-    launch = Launch(0, 2, 0, "node00", 29500)
-    with pytest.raises(raised), _free_port_required(launch):
+    def join(*_: object, **__: object) -> None:
         raise error
+
+    monkeypatch.setattr(dist, "init_process_group", join)
+    with pytest.raises(raised):
+        open_context(Launch(0, 2, 0, "node00", 29500), device="cpu")

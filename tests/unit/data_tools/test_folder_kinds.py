@@ -298,4 +298,4 @@ def test_the_summary_on_an_output_of_ascii(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii"))
     assert jpeg(root, tmp_path / "out") == 0
     said = written.getvalue().decode("ascii").splitlines()[0]
-    assert said.endswith(r"2 images, 2 classes (gr\xfcn, rot), labels from the names of folders")
+    assert said.endswith(r"2 images, 2 classes (gr?n, rot), labels from the names of folders")
