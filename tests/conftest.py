@@ -19,6 +19,8 @@ NUM_COLORS = 32
 # The references are those of a CPU, so the tests compute on it, wherever they run: set before
 # anything imports torch, and inherited by every process that a test starts.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# Inductor compiles in the thread that asks: threads of its pool would outlive the tests.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 # As every job does: done here, so that it is no change of the first file's.
 allow_open_files()
 
