@@ -66,8 +66,9 @@ def add_jpeg_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs="+",
         default=(),
-        help="side of the stored squares; several sizes get a folder each below --out; by default "
-        "images are stored unchanged",
+        help="side of the stored squares; JPEG files that have it are stored unchanged, others "
+        "resized and encoded; several sizes get a folder each below --out; by default all JPEG "
+        "files are stored unchanged, and training has to crop them (data.crop)",
     )
     add_resize_argument(parser)
     encoding = parser.add_mutually_exclusive_group()
@@ -109,8 +110,8 @@ def check_quality(quality: int | None) -> None:
 class JpegEncoder(ShardEncoder):
     """Write JPEG files; every image is decoded to reject those that training cannot read.
 
-    Without `sizes`, the sides of the squares, images are kept unchanged. Without `quality`, those
-    to be encoded become PNG files. `library` resizes.
+    JPEG files of the wanted size, one of `sizes`, are kept unchanged; so are all of them without
+    `sizes`. Without `quality`, images to be encoded become PNG files. `library` resizes.
     """
 
     sizes: tuple[int, ...]
@@ -152,10 +153,14 @@ class JpegEncoder(ShardEncoder):
     def _payloads(self, content: bytes) -> list[bytes]:
         image = decode_image(content)
         if self.sizes:
-            squares = [resize_and_crop(image, size=s, library=self.library) for s in self.sizes]
-            return [encode(square, self.quality) for square in squares]
+            return [self._square(content, image, size) for size in self.sizes]
         check_aspect(image)  # training resizes it
         return [kept_jpeg(content, image, self.quality)]
+
+    def _square(self, content: bytes, image: np.ndarray, size: int) -> bytes:
+        if image.shape[:2] == (size, size):
+            return kept_jpeg(content, image, self.quality)
+        return encode(resize_and_crop(image, size=size, library=self.library), self.quality)
 
 
 def kept_jpeg(content: bytes, image: np.ndarray, quality: int | None) -> bytes:

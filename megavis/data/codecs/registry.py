@@ -92,11 +92,13 @@ def _jpeg(
         transform = Transform(image_size=stored)
     as_stored = transform is not None and transform.crop in _WHOLE
     if transform is None or (as_stored and transform.image_size != stored):
-        sizes = f"images of {stored}x{stored} pixels" if stored else "images of many sizes"
         wanted = f", not {transform.image_size}x{transform.image_size}" if transform else ""
+        crops = "set data.crop to random_resized, inception, scaled, window or center"
+        if stored is not None:
+            raise UserError(f"holds images of {stored}x{stored} pixels{wanted}; {crops}")
         raise UserError(
-            f"holds {sizes}{wanted}; set data.crop to random_resized, inception, scaled,"
-            " window or center"
+            f"holds images of any size{wanted}; {crops}, or write the shards again with"
+            " `data_tools jpeg --size`, which keeps JPEG files of that size unchanged"
         )
     return JpegCodec(transform, palette=palette)
 

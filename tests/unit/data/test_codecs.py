@@ -266,8 +266,8 @@ def test_no_payloads_give_no_rows(codec, shape):
 @pytest.mark.parametrize(
     ("kind", "transform", "message"),
     [
-        ("jpeg", None, "images of many sizes; set data.crop"),
-        ("jpeg", Transform(image_size=8), "images of many sizes, not 8x8"),
+        ("jpeg", None, "images of any size; set data.crop"),
+        ("jpeg", Transform(image_size=8), "images of any size, not 8x8; .*, or .* --size"),
         ("ids", Transform(image_size=16, crop="center"), "ids shards, which cannot be cropped"),
         ("ids", Transform(image_size=16, flip=True), "without mirrored images"),
         ("latents", Transform(image_size=16, flip=True), "without mirrored images"),

@@ -53,6 +53,25 @@ def test_jpeg_files_are_stored_unchanged(images, tmp_path):
     assert main(["verify", str(out)]) == 0
 
 
+def test_jpeg_files_of_the_wanted_size_are_stored_unchanged(tmp_path):
+    """Data sets of one size, such as CIFAR's images as JPEG, then need no crop in training."""
+    originals = set()
+    (tmp_path / "images" / "cats").mkdir(parents=True)
+    for number, side in enumerate((32, 32, 40)):
+        content = encoded(real_picture().resize((side, side)).rotate(90 * number), "JPEG")
+        (tmp_path / "images" / "cats" / f"{number}.jpg").write_bytes(content)
+        originals.add(content)
+    out = tmp_path / "out"
+    assert main(["jpeg", str(tmp_path / "images"), "--out", str(out), "--size", "32"]) == 0
+    stored = {
+        s["jpg"] for s in webdataset.WebDataset(str(out / "shard-000000.tar"), shardshuffle=0)
+    }
+    assert len(stored) == 3
+    assert len(stored & originals) == 2
+    assert Manifest.read(out).image_size == 32
+    assert ShardDataset(out).read(np.arange(3))[0].shape == (3, 32, 32, 3)
+
+
 def test_resized_images_match_pillow(images, tmp_path):
     out = tmp_path / "out"
     assert main(["jpeg", str(images), "--out", str(out), "--size", "20", "--quality", "100"]) == 0
