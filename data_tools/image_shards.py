@@ -67,8 +67,8 @@ def add_jpeg_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=(),
         help="side of the stored squares; JPEG files that have it are stored unchanged, others "
-        "resized and encoded; several sizes get a folder each below --out; by default all JPEG "
-        "files are stored unchanged, and training has to crop them (data.crop)",
+        "resized and encoded; several sizes get a folder each below --out; without it, JPEG files "
+        "are stored unchanged and training crops (data.crop)",
     )
     add_resize_argument(parser)
     encoding = parser.add_mutually_exclusive_group()

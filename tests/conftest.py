@@ -129,6 +129,16 @@ def _process_is_left_as_it_was():
 @pytest.fixture(scope="module")
 def context():
     """A job of this process alone, left when the module's tests are done."""
+    yield from _job()
+
+
+@pytest.fixture
+def brief_context():
+    """A job of this process alone, left after the test: for modules that also call commands."""
+    yield from _job()
+
+
+def _job():
     from megavis.parallel.context import close_context, open_context
     from megavis.parallel.launch import read_launch
 

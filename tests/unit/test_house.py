@@ -138,11 +138,6 @@ def test_files_named_in_docstrings_exist():
     assert not stale
 
 
-def test_files_have_at_most_400_lines():
-    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
-    assert not {str(path): length for path, length in lengths.items() if length > 400}
-
-
 def test_functions_have_at_most_60_lines():
     long = []
     for path in SOURCES:

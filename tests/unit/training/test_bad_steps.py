@@ -100,15 +100,15 @@ def test_checkpoints_at_extra_steps_are_checked_and_know_all_losses(trained, mon
         assert len(read_manifest(step_folder(run, step)).losses.recent) == step
 
 
-def test_number_of_rollbacks_is_limited(trained, tmp_path, context):
+def test_number_of_rollbacks_is_limited(trained, tmp_path, brief_context):
     run = tmp_path / "small"
     shutil.copytree(trained.parent / "small", run)
     settings = TrainingConfig(steps=9, batch_size=8, rollback_margin=1, max_rollbacks=2)
     with pytest.raises(UserError, match="no checkpoint is 1 step "):
-        roll_back(run, BadStepStreak(2, 4, next_batch=4), settings, context)
+        roll_back(run, BadStepStreak(2, 4, next_batch=4), settings, brief_context)
     for times, next_batch in ((1, 4), (2, 9)):
         folder, manifest = roll_back(
-            run, BadStepStreak(4, 4, next_batch=next_batch), settings, context
+            run, BadStepStreak(4, 4, next_batch=next_batch), settings, brief_context
         )
         assert folder == latest_checkpoint(run) == step_folder(run, 2)
         assert saved_steps(run) == [1, 2]
@@ -117,10 +117,13 @@ def test_number_of_rollbacks_is_limited(trained, tmp_path, context):
         assert manifest.went_back.times == times
         assert manifest.step + manifest.batches_skipped == next_batch + 1
     with pytest.raises(UserError, match="after 2 rollbacks to step 2"):
-        roll_back(run, BadStepStreak(4, 4, next_batch=14), settings, context)
+        roll_back(run, BadStepStreak(4, 4, next_batch=14), settings, brief_context)
     with pytest.raises(UserError, match="or allow rollbacks"):
         roll_back(
-            run, BadStepStreak(4, 4, next_batch=4), TrainingConfig(steps=9, batch_size=8), context
+            run,
+            BadStepStreak(4, 4, next_batch=4),
+            TrainingConfig(steps=9, batch_size=8),
+            brief_context,
         )
 
 
@@ -160,13 +163,13 @@ def watch_steps(context, losses, *, limit, history=None):
 @pytest.mark.parametrize(
     ("limit", "streak"), [(1, (5, 5)), (2, (5, 7)), (3, (5, 8)), (4, None), (0, None)]
 )
-def test_skipped_steps_of_fp16_neither_count_nor_hide_a_streak(context, limit, streak):
+def test_skipped_steps_of_fp16_neither_count_nor_hide_a_streak(brief_context, limit, streak):
     losses = [2.0, 2.0, 2.0, 2.0, 9.0, None, 9.0, 9.0, None, 2.0, 9.0]
-    row = watch_steps(context, losses, limit=limit)
+    row = watch_steps(brief_context, losses, limit=limit)
     assert (row and (row.first, row.last)) == streak
 
 
-def test_lower_limit_ends_a_longer_streak(context):
+def test_lower_limit_ends_a_longer_streak(brief_context):
     history = LossHistory(recent=(2.0,) * 4, bad_since=1, bad_steps=7)
-    assert watch_steps(context, [9.0], limit=3, history=history) is not None
-    assert watch_steps(context, [2.0, 9.0], limit=3, history=history) is None
+    assert watch_steps(brief_context, [9.0], limit=3, history=history) is not None
+    assert watch_steps(brief_context, [2.0, 9.0], limit=3, history=history) is None

@@ -20,16 +20,15 @@ pytestmark = pytest.mark.once
 GRID = ["--grid", "objective.noise_a=0.1,1", "--grid", "objective.noise_b=1..10:2"]
 
 
-@pytest.fixture(scope="module")
-def config(image_shards, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sweep")
-    path = folder / "c.yaml"
+@pytest.fixture
+def config(image_shards, tmp_path):
+    path = tmp_path / "c.yaml"
     path.write_text(
         tiny(
             "{name: darl, patch_size: 4, loss: diffusion}",
             shards=image_shards,
             validates=True,
-            output=str(folder),
+            output=str(tmp_path),
             model={"num_layers": 1, "hidden_size": 8},
             training={"steps": 1, "batch_size": 4, "validate_every": 1, "validation_images": 8},
         )
