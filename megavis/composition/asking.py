@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from megavis.composition.reader import PositionRole, Reader, Role
 
 AskedRows = tuple[Tensor, ...]
+Filler = Literal["vector", "zero_embedding", "zero_token"]
 ORDER = "order"
 """Name under which the places of all positions, int64 `[b, n]`, are carried to a bridge."""
 TRANSFORMED = "tokens"
@@ -80,6 +81,10 @@ class Asking(ABC):
     def feature_rows(self, tokens: Tensor, plan: Arrangement) -> AskedRows:
         """Return one row per token, hiding no more than the plan requires."""
         return self.rows(tokens, plan.question)
+
+    def num_feature_rows(self, count: int) -> int:
+        """Return the number of embedded rows of `feature_rows` for `count` tokens."""
+        return self.num_front + count
 
     def shape_of(self, rows: AskedRows) -> tuple[int, int]:
         """Return the number of images b, and of embedded rows per image."""
@@ -139,8 +144,11 @@ class Shift(Asking):
 
     def feature_rows(self, tokens: Tensor, plan: Arrangement) -> AskedRows:
         """Return start token and all tokens; rows as in training if `place` is not `content`."""
-        last = 0 if self.place == "content" else 1
-        return self._between(tokens, plan, 0, plan.num_positions + 1 - last)
+        return self._between(tokens, plan, 0, self.num_feature_rows(plan.num_positions))
+
+    def num_feature_rows(self, count: int) -> int:
+        """Return the number of tokens, and with `content` the start token."""
+        return count + (self.place == "content")
 
     def _between(self, tokens: Tensor, plan: Arrangement, start: int, stop: int) -> AskedRows:
         """Return the rows [start, stop)."""
@@ -160,11 +168,8 @@ class Shift(Asking):
     def embed(self, reader: Reader, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
         """See `Asking`."""
         tokens, places, own = rows
-        carried: dict[str, Tensor] = {}
-        if reader.part("transform") is not None:
-            carried[TRANSFORMED] = tokens if tokens.ndim == 3 else reader.transformed(tokens)
-            tokens = carried[TRANSFORMED][:, : places.shape[1]]
-        hidden = reader.embed_content(tokens)
+        carried, tokens = reader.transformed(tokens)
+        hidden = reader.embed_content(tokens[:, : places.shape[1]])
         if self.place != "asked":
             hidden = reader.add_positions(hidden, places, "positions")
         starts = own.shape[1] > places.shape[1]
@@ -184,11 +189,34 @@ class Shift(Asking):
 
 
 class Mask(Asking):
-    """One row per position, which holds its token, or the mask token if that is hidden."""
+    """One row per position, which holds its token, or a filler if that is hidden.
+
+    Args:
+        num_front: condition rows in front.
+        filler: what stands for a hidden token: a learned `vector`, a `zero_embedding`, or the
+            embedding of a `zero_token`.
+        marks: the first half of the width marks hidden and shown tokens, and the second half holds
+            the token: every second channel of each.
+        places_front: add a learned position to the row in front.
+    """
 
     num_inputs = 3
     visibility: VisibilityKind = "full"
-    fillers = ("mask",)
+
+    def __init__(
+        self,
+        *,
+        num_front: int = 0,
+        filler: Filler = "vector",
+        marks: bool = False,
+        places_front: bool = False,
+    ) -> None:
+        super().__init__(num_front=num_front)
+        self.filler, self.marks = filler, marks
+        fillers: dict[Role, bool] = {
+            "mask": filler == "vector", "marks": marks, "front_position": places_front
+        }  # fmt: skip
+        self.fillers = tuple(role for role, is_needed in fillers.items() if is_needed)
 
     def rows(self, tokens: Tensor, question: Question, since: int = 0) -> AskedRows:
         """Return all tokens, their places, and the mask bool `[b, n]`, true where hidden."""
@@ -199,13 +227,27 @@ class Mask(Asking):
     def embed(self, reader: Reader, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
         """See `Asking`."""
         tokens, places, is_hidden = rows
-        hidden = reader.embed_content(tokens)
-        filler = reader.vector("mask", hidden)
-        hidden = torch.where(is_hidden[..., None], filler, hidden)
+        carried, tokens = reader.transformed(tokens)
+        is_hidden = is_hidden[..., None]
+        if self.filler == "zero_token":
+            hidden = reader.embed_content(tokens.masked_fill(is_hidden, 0.0))
+        else:
+            hidden = reader.embed_content(tokens)
+            hidden = torch.where(is_hidden, reader.vector("mask", hidden), hidden)
+        if self.marks:
+            for_hidden, for_shown = reader.part("marks").to(hidden.dtype)
+            marks = torch.where(is_hidden, for_hidden, for_shown)
+            # As in GIVT's released code, every second channel of each.
+            hidden = torch.cat([marks[..., ::2], hidden[..., ::2]], dim=-1)
         hidden = reader.add_positions(hidden, places, "positions")
         front = reader.front_rows(hidden, known)
         hidden = torch.cat([front, hidden], dim=1)
-        return Embedded(hidden, F.pad(places, (front.shape[1], 0)), {})
+        # For rotary positions the front row is at the first cell.
+        return Embedded(hidden, F.pad(places, (front.shape[1], 0)), carried)
+
+    def shape_of(self, rows: AskedRows) -> tuple[int, int]:
+        """Return the number of images, and of rows including those in front."""
+        return rows[0].shape[0], self.num_front + rows[1].shape[1]
 
     def workload(self, plan: Arrangement, num_outputs: int) -> Workload:
         """Return the workload of one stream with full attention."""
@@ -258,6 +300,10 @@ class Query(Asking):
     def feature_rows(self, tokens: Tensor, plan: Arrangement) -> AskedRows:
         """Return only the content stream."""
         return self._streams(tokens, plan, plan.num_positions, slice(0, 0))
+
+    def num_feature_rows(self, count: int) -> int:
+        """Return the number of rows in front, of the start token and of tokens."""
+        return self.num_front + self.starts + count
 
     def shape_of(self, rows: AskedRows) -> tuple[int, int]:
         """Return the number of images, and of rows in both streams, front and start included."""

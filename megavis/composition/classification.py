@@ -195,7 +195,8 @@ class Classification(Trainable):
         if self.is_joint:
             return self.paper.flops_per_image()
         causal = self.paper.core.visibility_kind == "causal"
-        work = Workload.of_one_stream(self.paper.num_tokens, 0, causal=causal)
+        rows = self.paper.asks.num_feature_rows(self.paper.num_tokens)
+        work = Workload.of_one_stream(rows, 0, causal=causal)
         model, layer = self.config.model, self.settings.layer
         if layer is not None:
             top = layer + self.settings.concatenate // 2

@@ -23,7 +23,7 @@ from megavis.data.loading.loader import Batch
 from megavis.model.core import Core
 from megavis.model.embeddings import ReplicatedLinear
 from megavis.model.layer_state import PackedState
-from megavis.model.parameters import filled, normal
+from megavis.model.parameters import normal
 from megavis.model.stack import LayerPlan
 from megavis.parallel.random import uniform
 from megavis.tokenizers.network_tokenizer import IdTokenizer
@@ -127,26 +127,13 @@ class Condition:
         return []
 
 
-class LearnedTokens(Condition):
-    """`count` learned vectors in front of all rows, the same for all images: class tokens."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def part(self, role: Role, core: Core) -> nn.Module | nn.Parameter | None:
-        """Build the vectors `[count, h]`."""
-        fill = normal(0.02)
-        return filled(self.count, core.model.hidden_size, fill=fill) if role == "front" else None
-
-
 class Labels(Condition):
     """The class of an image: a row of a table, whose last row may be the null label.
 
     Args:
-        num_classes: number of classes; 0 for unconditional models.
+        num_classes: number of classes.
         dropout: probability of the null label in training; 0: there is no null label.
         seed: the run's seed; label dropout is a function of seed and sample.
-        num_special_rows: rows of the table between the classes and the null label.
         deviation: initial standard deviation of the table.
         classes_key: config key of `num_classes`, for messages.
         dropout_key: that of `dropout`.
@@ -161,7 +148,6 @@ class Labels(Condition):
         *,
         dropout: float,
         seed: int,
-        num_special_rows: int = 0,
         deviation: float = 1.0,
         classes_key: str = "objective.num_classes",
         dropout_key: str = "objective.label_dropout",
@@ -169,10 +155,9 @@ class Labels(Condition):
         self.num_classes, self.dropout, self.seed = num_classes, dropout, seed
         self.deviation, self.classes_key = deviation, classes_key
         self.dropout_key = dropout_key
-        self.has_null_label = num_classes > 0 and dropout > 0
-        # Without classes all images share one row.
-        self.num_rows = (num_classes or 1) + num_special_rows + int(self.has_null_label)
-        self.null_row = self.num_rows - 1 if num_classes else 0
+        self.has_null_label = dropout > 0
+        self.num_rows = num_classes + int(self.has_null_label)
+        self.null_row = self.num_rows - 1
 
     def part(self, role: Role, core: Core) -> nn.Module | nn.Parameter | None:
         """Build the table."""
@@ -182,8 +167,6 @@ class Labels(Condition):
 
     def training(self, batch: Batch) -> Known:
         """Return rows int64 `[b]` of the labels, with the null row for absent or dropped ones."""
-        if not self.num_classes:
-            return (torch.zeros_like(batch.labels),)
         rows = self._rows(batch.labels)
         if not self.has_null_label:
             return (rows,)
@@ -201,10 +184,8 @@ class Labels(Condition):
 
     def rows(self, labels: Tensor | None, count: int, device: torch.device) -> Tensor:
         """Return rows int64 `[b]` of classes; -1 or None: no class. UserError if out of range."""
-        if labels is None and (self.has_null_label or not self.num_classes):
+        if labels is None and self.has_null_label:
             return torch.full((count,), self.null_row, device=device)
-        if not self.num_classes:
-            return torch.zeros(count, dtype=torch.int64, device=device)
         labels = torch.full((count,), -1) if labels is None else labels
         lowest = -1 if self.has_null_label else 0
         if int(labels.min()) < lowest or int(labels.max()) >= self.num_classes:
@@ -217,8 +198,6 @@ class Labels(Condition):
 
     def null(self, known: Known) -> Known:
         """Return the null label's row for each image."""
-        if not self.num_classes:
-            return super().null(known)
         if not self.has_null_label:
             raise UserError(
                 f"guidance needs a model that was trained with {self.dropout_key}; this one has no"
@@ -229,12 +208,10 @@ class Labels(Condition):
 
     def balanced(self, numbers: Tensor) -> Mapping[str, Tensor]:
         """Cycle through the classes."""
-        return {"labels": numbers % self.num_classes} if self.num_classes else {}
+        return {"labels": numbers % self.num_classes}
 
     def defaults(self, num_images: int, examples: Batch | None) -> Mapping[str, Tensor]:
         """Return the classes of the examples, or evenly distributed ones in ascending order."""
-        if not self.num_classes:
-            return {}
         if examples is not None:
             return {"labels": examples.labels}
         return {"labels": torch.arange(num_images) * self.num_classes // num_images}
@@ -243,11 +220,17 @@ class Labels(Condition):
         """Also check that there are labels, and that the table has a row for each class."""
         yield from super().check(manifest, tokens, name)
         wanted, given = self.num_classes, len(manifest.class_names)
-        if given > wanted > 0:
+        if given > wanted:
             yield f"has {given} classes; {self.classes_key} is {wanted}"
-        if wanted and not given:
+        if not given:
             text = f"has no labels, and {self.classes_key} is {wanted}"
             yield f"{text}; give labelled shards, or train without classes"
+
+
+class ClassInFront(Labels):
+    """The class as a row before all others."""
+
+    roles: tuple[Role, ...] = ("front",)
 
 
 class PooledFeatures(Condition):

@@ -71,7 +71,7 @@ class EncodedImage(Condition):
         self.image_size, self.sizes = image_size, sizes
         self.others = others or Condition()
         self.names = (*self.others.names, "image")
-        self.roles: tuple[Role, ...] = (*self.others.roles, "memory")
+        self.roles: tuple[Role, ...] = (*self.others.roles, "encoder")
 
     @property
     def num_memory(self) -> int:
@@ -101,7 +101,7 @@ class EncodedImage(Condition):
 
     def part(self, role: Role, core: Core) -> nn.Module | nn.Parameter | None:
         """Build the encoder's patch embedding, or a part of the other conditions."""
-        if role != "memory":
+        if role != "encoder":
             return self.others.part(role, core)
         layer = EncoderInput(self.sizes.core(core, _NAME), self.sizes)
         add_options(layer.parameters(), self.sizes.options)
@@ -144,7 +144,7 @@ class EncodedImage(Condition):
 
         def embed(layer: nn.Module) -> PackedState:
             assert isinstance(layer, Reader)
-            patches: LayerState = layer.part("memory")(images)
+            patches: LayerState = layer.part("encoder")(images)
             return patches.pack()
 
         return *others, encode(embed)
@@ -226,7 +226,7 @@ class PretrainedEncoder:
 
     def _patches(self, reader: CheckpointReader) -> tuple[Tensor, Tensor]:
         weight, bias = (
-            reader.read(reader.weight_key(f"embedding.patches.{kind}"))
+            reader.read(reader.weight_key(f"embedding.content.{kind}"))
             for kind in ("weight", "bias")
         )
         encoder = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megavis.composition.asking import TRANSFORMED, Asking
 from megavis.composition.condition import Condition
 from megavis.composition.encoded_tokens import TokenIds
-from megavis.composition.reader import Reader, Role, SecondStack, Slot, with_whole_norms
+from megavis.composition.reader import PARTS, Part, Reader, Role, SecondStack, with_whole_norms
 from megavis.composition.tokens import Colors, Patches, Tokens
 from megavis.composition.trainable import Backbone, SequenceBatch
 from megavis.config.errors import UserError
@@ -113,14 +113,6 @@ class Objective(Backbone):
         return False
 
     @property
-    def part_names(self) -> Mapping[Role, str]:
-        """Names of the first layer's parts, which begin their parameters', in building order.
-
-        Parts that are not needed are not built.
-        """
-        return {}
-
-    @property
     def deviations(self) -> Mapping[Role, float]:
         """Initial standard deviation of learned positions and vectors, where it is not 0.02."""
         return {}
@@ -190,20 +182,19 @@ class Objective(Backbone):
             *((TRANSFORMED,) if self.has_transform else ()),
             *carried_names(self.position_kind),
             *self.extra_tensors,
-            *((MEMORY,) if "memory" in self.condition.roles else ()),
+            *((MEMORY,) if "encoder" in self.condition.roles else ()),
         )
 
     @property
     def carries_gradient(self) -> bool:
         """True with a transform, trained by the loss on its tokens, or an encoder's memory."""
-        return self.has_transform or "memory" in self.condition.roles
+        return self.has_transform or "encoder" in self.condition.roles
 
-    def slots(self) -> dict[str, Slot]:
-        """Return the parts of the first layer by name."""
+    def parts(self) -> dict[Role, Part]:
+        """Return how to build each part of the first layer."""
         needed = {*self.asks.roles, *self.condition.roles}
         needed |= {"transform"} if self.has_transform else set()
-        names = {role: name for role, name in self.part_names.items() if role in needed}
-        return {name: Slot(role, partial(self.part, role)) for role, name in names.items()}
+        return {role: partial(self.part, role) for role in PARTS if role in needed}
 
     def part(self, role: Role) -> nn.Module | nn.Parameter:
         """Build a part of the first layer."""
@@ -215,15 +206,17 @@ class Objective(Backbone):
             return self.reads.embedding(self.core)
         if role in ("positions", "asked_positions"):
             return grid_positions(self.core, self.position_kind, self.reads.grid, fill=fill)
-        assert role in ("start", "query", "mask", "front"), f"the paper builds its {role}"
-        return filled(self.core.model.hidden_size, fill=fill)
+        assert role not in ("transform", "encoder"), f"the paper builds its {role}"
+        counts: dict[Role, tuple[int, ...]] = {"marks": (2,), "front": (self.asks.num_front,)}
+        return filled(*counts.get(role, ()), self.core.model.hidden_size, fill=fill)
 
     def build_embedding(self) -> nn.Module:
         """Build the first layer, from `SequenceBatch.inputs` to a `PackedState` of `[s, b, h]`."""
         return Reader(
             self.core,
             self.asks,
-            self.slots(),
+            self.parts(),
+            seed=self.config.seed,
             conditions=self.condition.roles,
             extras=self.extra_tensors,
         )

@@ -2,9 +2,9 @@
 
 The first layer has named parts that embed tokens, positions and conditions.
 
-A paper chooses the names of the parts, which begin their parameters', and the order in which they
-are built, which determines their initial weights. `SecondStack` is a decoder such as MAE's; the
-bridge to it adds mask tokens for the positions that the encoder did not see.
+Parts are named by their role, the same in every paper; the names begin their parameters'.
+`SecondStack` is a decoder such as MAE's; the bridge to it adds mask tokens for the positions that
+the encoder did not see.
 
 Legend: b images, m rows, n positions, h hidden size, w width of the decoder.
 """
@@ -12,15 +12,14 @@ Legend: b images, m rows, n positions, h hidden size, w width of the decoder.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megavis.composition.asking import ORDER, Asking, Visible
+from megavis.composition.asking import ORDER, TRANSFORMED, Asking, Visible
 from megavis.config.section import PositionKind
 from megavis.model.core import MEMORY, Core
 from megavis.model.embeddings import grid_positions, to_stream
@@ -29,22 +28,31 @@ from megavis.model.layer_state import LayerState, PackedState, as_bits
 from megavis.model.norms import Norm
 from megavis.model.parameters import Fill, filled, normal, with_decay
 from megavis.model.stack import Bridge, LayerPlan, block_plans
+from megavis.parallel.random import seeded
 from megavis.tokenizers.patches import to_grid, to_tokens
 
 Role = Literal[
-    "content", "positions", "asked_positions", "start", "query", "mask", "front", "transform",
-    "memory",
+    "transform", "content", "positions", "asked_positions", "start", "query", "mask", "marks",
+    "front", "front_position", "encoder",
 ]  # fmt: skip
 """What a part is for:
 
+- `transform`: a learned, invertible map of tokens on their grid (`forward`, `inverse`).
 - `content`: embeds tokens `[b, m, ...]` to `[b, m, h]`.
 - `positions`, `asked_positions`: `Positions` of content and of predicted tokens.
 - `start`: a start token before the first token: a vector, or a table by class.
 - `query`, `mask`: a vector that stands for a token to predict, or a hidden one.
-- `front`: vectors in front of all rows, or a map of a condition to one.
-- `transform`: a learned, invertible map of tokens on their grid (`forward`, `inverse`).
-- `memory`: embeds the input of an encoder, to whose output blocks attend (`EncoderInput`).
+- `marks`: two vectors `[2, h]`, which mark hidden and shown tokens.
+- `front`: vectors `[num_front, h]` in front of all rows, or a map of a condition to one.
+- `front_position`: a position for the row in front.
+- `encoder`: embeds the input of an encoder, to whose output blocks attend (`EncoderInput`).
 """
+
+PARTS: tuple[Role, ...] = get_args(Role)
+"""All roles, in the order of a model's parameters."""
+
+Part = Callable[[], nn.Module | nn.Parameter]
+"""Builds a part."""
 
 PositionRole = Literal["positions", "asked_positions"]
 
@@ -53,6 +61,8 @@ class Reader(nn.Module):
     """Embeds rows: content, positions, and vectors that stand for absent tokens.
 
     Args:
+        parts: how to build each part. Its initial weights are a function of the run's `seed` and
+            its role, so that they do not depend on which other parts there are.
         conditions: roles of the parts that embed a condition, in the order of the inputs.
         extras: names of float tensors, the last inputs, that are carried to the head.
     """
@@ -61,22 +71,23 @@ class Reader(nn.Module):
         self,
         core: Core,
         asking: Asking,
-        slots: Mapping[str, Slot],
+        parts: Mapping[Role, Part],
         *,
+        seed: int,
         conditions: Sequence[Role] = (),
         extras: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.core, self.asking = core, asking
         self.conditions, self.extras = tuple(conditions), tuple(extras)
-        self._names = {slot.role: name for name, slot in slots.items()}
-        for name, slot in slots.items():
-            setattr(self, name, slot.build())
+        self.roles = tuple(role for role in PARTS if role in parts)
+        for role in self.roles:
+            with seeded(seed, "weights", f"embedding.{role}"):
+                setattr(self, role, parts[role]())
 
     def part(self, role: Role) -> Any:
         """Return the part with this role, or None."""
-        name = self._names.get(role)
-        return None if name is None else getattr(self, name)
+        return getattr(self, role) if role in self.roles else None
 
     def embed_content(self, tokens: Tensor) -> Tensor:
         """Embed tokens `[b, m, ...]` as `[b, m, h]`."""
@@ -100,22 +111,29 @@ class Reader(nn.Module):
 
     def front_rows(self, hidden: Tensor, known: Mapping[Role, Tensor]) -> Tensor:
         """Return the front rows `[b, num_front, h]` in the dtype of `hidden`; 0 without a part."""
-        part = self.part("front")
+        part, position = self.part("front"), self.part("front_position")
         if part is None:
             return hidden[:, :0]
-        if "front" in known:
-            rows: Tensor = part(known["front"])[:, None]
-            return rows.to(hidden.dtype)
-        vectors: Tensor = part.to(hidden.dtype).view(-1, hidden.shape[-1])
-        return vectors.expand(len(hidden), -1, -1)
+        rows: Tensor = part(known["front"])[:, None] if "front" in known else part[None]
+        rows = rows if position is None else rows + position
+        return rows.to(hidden.dtype).expand(len(hidden), -1, -1)
 
     def carried(self, places: Tensor) -> Mapping[str, Tensor]:
         """Return the tensors that rotary and relative positions carry, for `Embedded.places`."""
         return self.part("positions").carried(places)
 
-    def transformed(self, tokens: Tensor) -> Tensor:
-        """Transform tokens on their grid `[b, d, h, w]`; return them as `[b, n, d]`."""
-        return to_tokens(self.part("transform")(tokens)).contiguous()
+    def transformed(self, tokens: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Transform tokens on their grid `[b, d, h, w]` to `[b, n, d]`, if there is a transform.
+
+        Returns:
+            What is carried to the head, which scores transformed tokens, and the tokens. Tokens
+            `[b, n, d]` have been transformed.
+        """
+        part = self.part("transform")
+        if part is None:
+            return {}, tokens
+        tokens = tokens if tokens.ndim == 3 else to_tokens(part(tokens)).contiguous()
+        return {TRANSFORMED: tokens}, tokens
 
     def untransformed(self, tokens: Tensor, num_rows: int) -> Tensor:
         """Apply the inverse transform to tokens `[b, n, d]` on a grid of `num_rows` rows."""
@@ -126,7 +144,7 @@ class Reader(nn.Module):
 
         Args:
             inputs: the rows from the asking kind, then conditions, then extras. The condition for
-                `memory` is the encoder's input, or its output `[b, c, h]`.
+                `encoder` is the encoder's input, or its output `[b, c, h]`.
 
         Returns:
             The `PackedState` of `[m, b, h]` with the tensors of `core.carried_names`; before an
@@ -141,23 +159,15 @@ class Reader(nn.Module):
             **self.carried(embedded.places),
             **dict(zip(self.extras, extras, strict=True)),
         }
-        memory = known.get("memory")
+        memory = known.get("encoder")
         if memory is not None and memory.ndim == 3:
             carried[MEMORY] = memory.transpose(0, 1).contiguous()
         ordered = {name: carried[name] for name in self.core.carried_names if name in carried}
         stream = LayerState(to_stream(embedded.hidden, self.core), ordered)
         if memory is None or memory.ndim == 3:
             return stream.pack()
-        patches: LayerState = self.part("memory")(memory, stream)
+        patches: LayerState = self.part("encoder")(memory, stream)
         return patches.pack()
-
-
-@dataclass(frozen=True)
-class Slot:
-    """The role and the constructor of a part."""
-
-    role: Role
-    build: Callable[[], nn.Module | nn.Parameter]
 
 
 def with_whole_norms(build: Callable[[], nn.Module]) -> nn.Module:

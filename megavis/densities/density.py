@@ -125,17 +125,25 @@ class Draws:
         """Draw a uniform value in [0, 1) for each token at this position: float32 `[r · q]`."""
         start = self.position - self.position % _BLOCK
         if start not in self.blocks:
-            self.blocks[start] = self.uniform(self.name, _BLOCK, first=start)
+            self.blocks[start] = uniform(
+                self.keys.flatten(), _BLOCK, seed=self.seed, purpose=self.name, first=start
+            )
         return self.blocks[start][:, self.position - start]
 
-    def uniform(self, purpose: str, count: int = 1, *, first: int = 0) -> Tensor:
-        """Draw `count` uniform values in [0, 1) for each token: float32 `[r · q, count]`."""
-        keys = self.keys.flatten()
-        return uniform(keys, count, seed=self.seed, purpose=purpose, first=first)
+    @property
+    def purpose(self) -> str:
+        """Begins the purposes of all draws at this position."""
+        return f"{self.name}/{self.position}"
+
+    def uniform(self, purpose: str) -> Tensor:
+        """Draw a uniform value in [0, 1) for each token at this position: float32 `[r · q]`."""
+        keys, purpose = self.keys.flatten(), f"{self.purpose}/{purpose}"
+        return uniform(keys, 1, seed=self.seed, purpose=purpose)[:, 0]
 
     def normal(self, purpose: str, count: int) -> Tensor:
         """Draw standard normals for each token: float32 `[r · q, count]`."""
-        return normal(self.keys.flatten(), count, seed=self.seed, purpose=purpose)
+        keys, purpose = self.keys.flatten(), f"{self.purpose}/{purpose}"
+        return normal(keys, count, seed=self.seed, purpose=purpose)
 
 
 @dataclass(frozen=True)

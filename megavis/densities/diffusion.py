@@ -146,7 +146,7 @@ class _AncestralSampling(Drawing):
         output = for_each_key(decoder.outputs(state)[:, -shape[1] :], draws)
 
         def noise_of(step: int) -> Tensor:
-            return draws.normal(f"{draws.name} step {step}", width).view(*shape, width)
+            return draws.normal(f"step/{step}", width).view(*shape, width)
 
         patches = reverse_process(
             partial(self._denoise, decoder, output),

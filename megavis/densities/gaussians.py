@@ -168,8 +168,8 @@ class _GaussianSampling(Drawing):
         parameters = parameters_of(head(state))[:, -shape[1] :]
         density = self.density.distribution(for_each_key(parameters, draws).flatten(0, 1))
         density = density.tempered(scale=self.temperature, probability=self.probability)
-        component = draws.uniform(f"{draws.name}/component")[:, 0]
-        noise = draws.normal(f"{draws.name}/value", density.token_size)
+        component = draws.uniform("component")
+        noise = draws.normal("value", density.token_size)
         tokens = density.draw(component, noise)
         score = density.log_prob(tokens).view(shape) if self.scored else None
         return Drawn(tokens.view(*shape, -1), score)
@@ -192,7 +192,9 @@ class _GuidedSampling(Drawing):
         size = flat.mean.numel() // draws.num_tokens
         numbers = draws.keys.flatten()[:, None] * size
         numbers = numbers + torch.arange(size, device=numbers.device)
-        values, counts = draw_guided(flat, numbers.flatten(), seed=draws.seed, purpose=draws.name)
+        values, counts = draw_guided(
+            flat, numbers.flatten(), seed=draws.seed, purpose=draws.purpose
+        )
         score = flat.log_density(values).view(*shape, size).sum(-1)
         return Drawn(values.view(*shape, size), score, counts)
 
@@ -205,7 +207,7 @@ class _GuidedSampling(Drawing):
             )
             for half in halves
         )
-        index = conditional.choose(draws.uniform(f"{draws.name}/component")[:, 0])
+        index = conditional.choose(draws.uniform("component"))
         return Guided(*conditional.component(index), *other.component(index), choice.guidance)
 
 

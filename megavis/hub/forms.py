@@ -57,6 +57,7 @@ from megavis.tokenizers.network_tokenizer import open_tokenizer
 WEIGHTS = "model.safetensors"
 TOLERANCE = 1e-4
 _PREFIX = "plain."
+_CONTENT = "embedding.content"
 
 
 def check_agreement(ours: Tensor, theirs: Tensor) -> float:
@@ -160,7 +161,7 @@ class PlainForm:
             self.tensors[f"{_PREFIX}mask"] = groups <= groups[:, None]
         self.expected = _last_norm(run.runner, inputs)
         self.settings = {
-            "content": _content_name(run, paper),
+            "content": _CONTENT,
             "first": int(changed[0]),
             "layers": model.num_layers,
             "heads": model.num_attention_heads,
@@ -174,7 +175,7 @@ class PlainForm:
     @staticmethod
     def _check(run: Run, paper: Composition) -> None:
         paper.check_unlabelled()
-        if paper.has_transform or "memory" in paper.condition.roles:
+        if paper.has_transform or "encoder" in paper.condition.roles:
             raise UserError("its model has an adapter or an encoder besides the blocks")
         if paper.schedule.has_random_features:
             raise UserError("its features hide tokens that are drawn")
@@ -197,11 +198,6 @@ def composition_of(run: Run) -> Composition:
     if not isinstance(paper, Composition):
         raise UserError(f"a run of {run.config.objective.name} has no Transformer")
     return paper
-
-
-def _content_name(run: Run, paper: Composition) -> str:
-    """Return the name of the embedding of tokens."""
-    return f"{run.runner.layers.plans[0].name}.{paper.part_names['content']}"
 
 
 def _last_norm(runner: Inference, inputs: tuple[Tensor, ...]) -> Tensor:
@@ -256,14 +252,14 @@ def as_vit(run: Run, weights: Mapping[str, Tensor]) -> TimmViT:
     paper = _paper(run)
     reader = run.runner.layers.modules[0]
     assert isinstance(reader, Reader)
-    content, side = _content_name(run, paper), paper.paper.patch_size
+    side = paper.paper.patch_size
     heads, norm = run.config.model.num_attention_heads, norm_name(run.runner)
-    kernel = weights[f"{content}.weight"].unflatten(1, (side, side, 3)).permute(0, 3, 1, 2)
+    kernel = weights[f"{_CONTENT}.weight"].unflatten(1, (side, side, 3)).permute(0, 3, 1, 2)
     tensors = {
         "cls_token": _first_token(reader).detach().view(1, 1, -1),
         "pos_embed": F.pad(_positions(paper, reader), (0, 0, 1, 0))[None],
         "patch_embed.proj.weight": kernel,
-        "patch_embed.proj.bias": weights[f"{content}.bias"],
+        "patch_embed.proj.bias": weights[f"{_CONTENT}.bias"],
         "norm.weight": weights[f"{norm}.weight"],
         "norm.bias": weights[f"{norm}.bias"],
     }
@@ -299,7 +295,7 @@ def _paper(run: Run) -> Composition:
         raise UserError("a ViT has biases; model.add_bias or attention_bias is false")
     if paper.position_kind not in _ADDED:
         raise UserError(f"a ViT adds its positions; model.positions is {paper.position_kind}")
-    if paper.has_transform or "memory" in paper.condition.roles:
+    if paper.has_transform or "encoder" in paper.condition.roles:
         raise UserError("a ViT has neither an adapter nor an encoder")
     sees_all = paper.core.visibility_kind in ("full", "context")
     if run.config.finetune is not None and not sees_all:

@@ -18,14 +18,13 @@ class OneByOne(Schedule):
 
     Args:
         prefix: number of tokens at the start that are given, not predicted.
-        name: names the random draws of a step; `{}` is replaced by the position.
     """
 
     is_sequential = True
     names = ("order",)
 
-    def __init__(self, orders: Orders, *, name: str = "token/{}", prefix: int = 0) -> None:
-        self.orders, self._name, self.prefix = orders, name, prefix
+    def __init__(self, orders: Orders, *, prefix: int = 0) -> None:
+        self.orders, self.prefix = orders, prefix
 
     @property
     def needs_given(self) -> bool:
@@ -88,4 +87,4 @@ class OneByOne(Schedule):
         if position == plan.num_positions:
             return None
         asked = slice(position, position + 1)
-        return Step(plan, position, asked, number, self._name.format(position))
+        return Step(plan, position, asked, number, "token")

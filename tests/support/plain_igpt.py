@@ -35,7 +35,7 @@ def logits(parameters, ids, *, num_layers, num_heads, causal, mask=None, epsilon
     def part(prefix):
         return {k.removeprefix(prefix): v for k, v in parameters.items() if k.startswith(prefix)}
 
-    embedded = parameters["embedding.tokens.weight"][ids]
+    embedded = parameters["embedding.content.weight"][ids]
     if causal:
         embedded = torch.cat([parameters["embedding.start"][None], embedded[:-1]])
     if mask is not None:

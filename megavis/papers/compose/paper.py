@@ -5,7 +5,7 @@ New combinations need no code. The config checks which can be combined (`config.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from megavis.composition.asking import TRANSFORMED, Asking, InContext, Mask, Query, Shift, Visible
 from megavis.composition.composition import Composition
-from megavis.composition.condition import Condition, Labels, PooledFeatures
+from megavis.composition.condition import ClassInFront, Condition, Labels, PooledFeatures
 from megavis.composition.encoded_image import EncodedImage
 from megavis.composition.encoded_tokens import Latents, TokenIds
 from megavis.composition.reader import Role, SecondStack
@@ -44,7 +44,6 @@ from megavis.papers.compose.sections import (
     GroupsSchedule,
     IdTokens,
     LatentTokens,
-    MaskAsking,
     MemoryCondition,
     MixtureDensity,
     OneByOneSchedule,
@@ -112,11 +111,6 @@ class Compose(Composition):
         is_self = isinstance(self.paper.asks, SelfAsking)
         return self.config.model.positions or ("none" if is_self else "learned")
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of an image and the class token."""
-        return super().num_tokens + self.paper.class_token
-
     @cached_property
     def schedule(self) -> Schedule:
         """What is known when a token is predicted."""
@@ -166,7 +160,7 @@ class Compose(Composition):
             return InContext(num_front=int(keys.class_token))
         if isinstance(keys, BridgeAsking):
             return Visible(num_front=int(keys.class_token))
-        return Mask()
+        return Mask(filler=keys.filler)
 
     @cached_property
     def second_stack(self) -> SecondStack | None:
@@ -270,24 +264,6 @@ class Compose(Composition):
         return Diffusion(width, process, build_head=head, decoder=work)
 
     @property
-    def part_names(self) -> Mapping[Role, str]:
-        """Names of the first layer's parts, in building order."""
-        names: dict[Role, str] = {
-            "content": "content",
-            "positions": "places",
-            "asked_positions": "asked_places",
-            "query": "query_vector",
-        }
-        if isinstance(self.paper.asks, MaskAsking) and self.paper.asks.filler == "vector":
-            names["mask"] = "filler"
-        if isinstance(self.condition, PooledFeatures):
-            names["front"] = "features"
-        else:
-            names["front"] = "class_token" if self.paper.class_token else "labels"
-        names["start"] = "labels" if "start" in self.condition.roles else "start_token"
-        return {**names, "transform": "adapter", "memory": "encoder"}
-
-    @property
     def has_transform(self) -> bool:
         """True with an adapter."""
         return isinstance(self.paper.transform, AdapterTransform)
@@ -300,9 +276,3 @@ class Compose(Composition):
         assert isinstance(self.reads, Latents)
         size = self.reads.width
         return Adapter(size, num_blocks=keys.blocks, bottleneck=keys.bottleneck or 4 * size)
-
-
-class ClassInFront(Labels):
-    """The class as a row before all others."""
-
-    roles: tuple[Role, ...] = ("front",)

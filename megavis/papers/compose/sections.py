@@ -159,8 +159,9 @@ class MaskAsking(Section):
     """One row per token, with a mask token for hidden ones."""
 
     kind: Literal["mask"]
-    filler: Literal["vector", "zeros"] = "vector"
-    """Embedding of hidden tokens: a learned vector, or zeros."""
+    filler: Literal["vector", "zero_embedding", "zero_token"] = "vector"
+    """What stands for a hidden token: a learned `vector`, a `zero_embedding`, or the embedding of a
+    `zero_token`, which ids do not have."""
 
 
 class QueryAsking(Section):

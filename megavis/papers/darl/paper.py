@@ -19,6 +19,7 @@ from megavis.densities.categorical import Categorical
 from megavis.densities.decoders import DecoderSpec, PatchHead
 from megavis.densities.diffusion import Diffusion, DiffusionProcess
 from megavis.densities.squared_error import SquaredError
+from megavis.model.embeddings import TokenHead
 from megavis.model.parameters import normal
 from megavis.papers.darl.config import DARLConfig
 from megavis.schedules.one_by_one import OneByOne
@@ -33,9 +34,6 @@ class DARL(Composition):
     paper: DARLConfig
     default_positions = "rope_2d"  # decomposed (section 3.4)
     num_copies = 3
-    part_names = {
-        "content": "patches", "positions": "positions", "start": "start", "query": "query"
-    }  # fmt: skip
 
     @cached_property
     def reads(self) -> TokenIds | Patches:
@@ -60,7 +58,7 @@ class DARL(Composition):
         """One patch at a time in the configured order; raster for features if it is random."""
         kind, block = self.paper.order, self.paper.order_block
         orders = Orders.of_kind(kind, *self.reads.grid, block=block, seed=self.config.seed)
-        return OneByOne(orders, name="patch {}")
+        return OneByOne(orders)
 
     @cached_property
     def asks(self) -> Asking:
@@ -82,6 +80,12 @@ class DARL(Composition):
         paper, predicts = self.paper, self.predicts
         if isinstance(predicts, TokenIds):
             return Categorical(self.core, predicts.vocabulary_size, fill=normal(0.02))
+        if paper.loss == "mse" and paper.decoder_kind == "linear":
+            return SquaredError(
+                predicts.width,
+                normalize=paper.normalize_targets,
+                build_head=partial(TokenHead, self.core, predicts.width),
+            )
         decoder = DecoderSpec(
             paper.decoder_kind,
             predicts.width,

@@ -179,8 +179,8 @@ def from_timm(model: TimmViT) -> dict[str, Tensor]:
     )
     positions = tensors["pos_embed"][0]
     whole = {
-        "embedding.patches.weight": matrix,
-        "embedding.patches.bias": bias,
+        "embedding.content.weight": matrix,
+        "embedding.content.bias": bias,
         "embedding.start": tensors["cls_token"][0, 0] + positions[0],
         "embedding.positions.weight": positions[1:],
         "head.norm.weight": tensors["norm.weight"],

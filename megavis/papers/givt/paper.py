@@ -19,25 +19,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from megavis.composition.asking import TRANSFORMED, Asking, Mask, Shift
 from megavis.composition.composition import Composition
-from megavis.composition.condition import Condition, Labels
+from megavis.composition.condition import ClassInFront, Condition, Labels
 from megavis.composition.encoded_image import EncodedImage, PretrainedEncoder
 from megavis.composition.encoded_tokens import Latents
-from megavis.composition.reader import Reader, Role
+from megavis.composition.reader import Role
 from megavis.composition.trainable import Likelihood
 from megavis.densities.gaussians import CorrelatedGaussian, GaussianMixture, Gaussians
 from megavis.model.adapter import Adapter
-from megavis.model.embeddings import TokenHead, to_stream
+from megavis.model.embeddings import TokenHead
 from megavis.model.encoder import EncoderSizes
 from megavis.model.gaussian_mixture import ScaleForm
-from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.parameters import Initialization, normal, truncated_normal, xavier_uniform
 from megavis.papers.givt.config import (
     EncoderDecoderConfig,
@@ -59,8 +57,7 @@ class GIVT(Composition):
     default_positions = "learned"
     transform_key = "objective.adapter_blocks"
     default_share = 0.0
-    num_special_rows = 0
-    """Rows of the table of labels between the classes and the null label."""
+    labels_type: ClassVar[type[Labels]] = Labels
 
     @property
     def has_transform(self) -> bool:
@@ -98,16 +95,14 @@ class GIVT(Composition):
 
     @cached_property
     def condition(self) -> Condition:
-        """The class."""
+        """The class, if there are classes; a learned token comes first otherwise."""
         return self._labels()
 
-    def _labels(self) -> Labels:
-        return Labels(
-            self.paper.num_classes,
-            dropout=self.paper.label_dropout,
-            seed=self.config.seed,
-            num_special_rows=self.num_special_rows,
-        )
+    def _labels(self) -> Condition:
+        paper, seed = self.paper, self.config.seed
+        if not paper.num_classes:
+            return Condition()
+        return self.labels_type(paper.num_classes, dropout=paper.label_dropout, seed=seed)
 
     @cached_property
     def density(self) -> Gaussians:
@@ -139,17 +134,12 @@ class GIVT(Composition):
         )
 
     @property
-    def part_names(self) -> Mapping[Role, str]:
-        """Names of adapter, labels, latents, positions and encoder."""
-        return {
-            "transform": "adapter", "start": "labels", "content": "linear",
-            "positions": "positions", "memory": "encoder",
-        }  # fmt: skip
-
-    @property
     def deviations(self) -> Mapping[Role, float]:
-        """1 / √h for positions."""
-        return dict.fromkeys(("positions", "front"), self.config.model.hidden_size**-0.5)
+        """1 / √h for positions, 1 for tokens."""
+        tokens: tuple[Role, ...] = ("start", "front", "mask", "marks")
+        positions: tuple[Role, ...] = ("positions", "front_position")
+        width = self.config.model.hidden_size**-0.5
+        return {**dict.fromkeys(tokens, 1.0), **dict.fromkeys(positions, width)}
 
     def part(self, role: Role) -> nn.Module | nn.Parameter:
         """Build a part; the embedding of latents has Flax's default initialization."""
@@ -176,59 +166,12 @@ class GIVT(Composition):
         return Likelihood(words, self.num_tokens * size, per_loss=size, given=given)
 
 
-MASKED, VISIBLE, REPLACEMENT = range(3)
-"""Special rows after the classes in the table of labels, as in the released models."""
-
-
-class MaskedReader(Reader):
-    """Embeds the label and all tokens; half of the width marks which tokens are masked."""
-
-    def __init__(self, paper: MaskGITConfig, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.paper, self.first_special = paper, paper.num_classes or 1
-
-    def forward(self, inputs: tuple[Tensor, ...]) -> PackedState:
-        """Embed.
-
-        Args:
-            inputs: tokens `[b, n, d]`, or on their grid if the adapter has yet to transform them;
-                their places; the mask bool `[b, n]`, true where a token is masked; and label rows
-                int64 `[b]`.
-
-        Returns:
-            `[1 + n, b, h]`, the label first, which carries the tokens if there is an adapter.
-        """
-        tokens, places, mask, labels = inputs
-        tokens = self.transformed(tokens) if tokens.ndim == 4 else tokens
-        is_hidden = mask[..., None]
-        marks = torch.where(is_hidden, self._special(MASKED), self._special(VISIBLE))
-        if self.paper.masked_input == "zeros":
-            embedded = self.embed_content(tokens.masked_fill(is_hidden, 0.0))
-        else:
-            embedded = torch.where(
-                is_hidden, self._special(REPLACEMENT), self.embed_content(tokens)
-            )
-        # As in the released code, every second channel of each.
-        both = torch.cat([marks[..., ::2], embedded[..., ::2]], dim=-1)
-        label = self.part("start")(labels)[:, None]
-        label = label + self.front_rows(label, {}).sum(1, keepdim=True)
-        hidden = torch.cat([label, self.add_positions(both, places, "positions")], dim=1)
-        carried = {} if self.part("transform") is None else {TRANSFORMED: tokens}
-        # For rotary positions the label is at the first cell.
-        carried |= self.carried(F.pad(places, (1, 0)))
-        return LayerState(to_stream(hidden, self.core), carried).pack()
-
-    def _special(self, row: int) -> Tensor:
-        table: Tensor = self.part("start").weight
-        return table[self.first_special + row]
-
-
 class GIVTMaskGIT(GIVT):
     """Predict masked latents."""
 
     config_type = MaskGITConfig
     paper: MaskGITConfig
-    num_special_rows = 3
+    labels_type = ClassInFront
 
     @cached_property
     def schedule(self) -> Rounds:
@@ -242,24 +185,18 @@ class GIVTMaskGIT(GIVT):
 
     @cached_property
     def asks(self) -> Mask:
-        """One row per token, masked or not, after the label."""
-        return Mask(num_front=1)
+        """One row per token, masked or not, after the label, as in the released code."""
+        return Mask(
+            num_front=1,
+            filler="vector" if self.paper.masked_input == "vector" else "zero_token",
+            marks=True,
+            places_front=self.position_kind in ("learned", "learned_sincos"),
+        )
 
     @property
     def likelihood(self) -> None:
         """None: masked tokens are predicted independently."""
         return None
-
-    @property
-    def part_names(self) -> Mapping[Role, str]:
-        """Names of the causal model's parts, and of the label's position."""
-        names = super().part_names
-        is_learned = self.position_kind in ("learned", "learned_sincos")
-        return {**names, "front": "label_position"} if is_learned else names
-
-    def build_embedding(self) -> MaskedReader:
-        """Build the first layer."""
-        return MaskedReader(self.paper, self.core, self.asks, self.slots())
 
 
 class GIVTEncoderDecoder(GIVT):
@@ -290,7 +227,7 @@ class GIVTEncoderDecoder(GIVT):
     def deviations(self) -> Mapping[Role, float]:
         """`objective.position_std`, and otherwise GIVT's."""
         std = self.paper.position_std
-        return super().deviations if std is None else {"positions": std}
+        return {**super().deviations, **({} if std is None else {"positions": std})}
 
     def pretrained(self) -> PretrainedEncoder | None:
         """Open the Vision Transformer that the encoder starts from."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from megavis.composition.released_run import ReleasedRun
@@ -27,7 +28,6 @@ from megavis.papers.givt.config import (
     LatentTokensConfig,
     MaskGITConfig,
 )
-from megavis.papers.givt.paper import REPLACEMENT
 from megavis.papers.givt.released_layers import (
     Arrays,
     ReleasedArrays,
@@ -42,6 +42,9 @@ from megavis.papers.vae.config import LabelMapVAEConfig, VAEConfig
 
 Mode = Literal["causal", "maskgit"]
 _IMAGENET_CLASSES = 1000
+_SPECIAL_ROWS = 3
+"""Rows of MaskGIT's table of labels that mark masked and other tokens and replace masked ones; they
+follow the classes."""
 _ADAPTER = "params_adaptor/"
 _BLOCK = "decoder/EncDecBlock"
 _ENCODER, _ENCODER_BLOCK = "encoder/", "encoder/encoderblock"
@@ -231,16 +234,16 @@ class ReleasedModel(ReleasedArrays):
         """
         positions = self.tensor("decoder/pos_emb")[0]
         named = {
-            "embedding.labels.weight": self.tensor("EmbedLabels/embedding"),
-            **dict(dense("embedding.linear", self.arrays, "EmbedTargets/")),
+            **self._label_weights(),
+            **dict(dense("embedding.content", self.arrays, "EmbedTargets/")),
             "embedding.positions.weight": positions[1:] if self.is_masked else positions,
             **dict(norm("head.norm", self.arrays, "decoder/LayerNorm/")),
             **dict(dense("head.linear", self._head())),
         }
         if self.is_masked:
-            named["embedding.label_position"] = positions[0]
+            named["embedding.front_position"] = positions[0]
         for name, tensor in adapter_weights(self.inside(_ADAPTER)).items():
-            named[f"embedding.adapter.{name}"] = tensor
+            named[f"embedding.transform.{name}"] = tensor
         for number, block in enumerate(self._blocks):
             for name, tensor in block_weights(block):
                 named[f"blocks.{number}.{name}"] = tensor
@@ -261,9 +264,25 @@ class ReleasedModel(ReleasedArrays):
             for name, tensor in encoder_block_weights(block):
                 yield f"blocks.{number}.{name}", tensor
 
+    def _label_weights(self) -> dict[str, Tensor]:
+        """Return the table of labels, and MaskGIT's special rows of it as parts of their own."""
+        table, classes = self.tensor("EmbedLabels/embedding"), self._labels()["num_classes"]
+        if not self.is_masked:
+            name = "embedding.start.weight" if classes else "embedding.start"
+            return {name: table if classes else table[0]}
+        first = max(classes, 1)
+        special = table[first : first + _SPECIAL_ROWS]
+        return {
+            "embedding.front" + ".weight" * (classes > 0): torch.cat(
+                [table[:first], table[first + _SPECIAL_ROWS :]]
+            ),
+            "embedding.marks": special[:2],  # of masked tokens, and of others
+            "embedding.mask": special[2],
+        }
+
     def _labels(self) -> dict[str, Any]:
         """Infer the number of classes and the null label from the rows of the table."""
-        rows = self.array("EmbedLabels/embedding").shape[0] - (REPLACEMENT + 1) * self.is_masked
+        rows = self.array("EmbedLabels/embedding").shape[0] - _SPECIAL_ROWS * self.is_masked
         classes = self.num_classes
         if classes is None:
             classes = {1: 0, _IMAGENET_CLASSES: 1000, _IMAGENET_CLASSES + 1: 1000}.get(rows)

@@ -11,14 +11,12 @@ p2p: patches to pixels; p2d: patches to ids; d2d: ids to ids (section 5).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cached_property, partial
 
 from megavis.composition.asking import Query
 from megavis.composition.composition import Composition
-from megavis.composition.condition import Condition, LearnedTokens, PooledFeatures
+from megavis.composition.condition import Condition, PooledFeatures
 from megavis.composition.encoded_tokens import TokenIds
-from megavis.composition.reader import Role
 from megavis.composition.tokens import Patches
 from megavis.densities.categorical import Categorical
 from megavis.densities.squared_error import SquaredError
@@ -77,7 +75,7 @@ class GVP(Composition):
         """y_extra: learned vectors, or features of the whole image (appendix E)."""
         size, tokenizer = self.paper.condition_size, self.paper.tokenizer
         if size is None:
-            return LearnedTokens(self.paper.num_condition_tokens)
+            return Condition()  # the vectors are the front rows
         assert tokenizer is not None
         side, key = self.config.data.image_size, "objective.condition_size"
         return PooledFeatures(side, size=size, tokenizer=tokenizer, size_key=key)
@@ -95,9 +93,3 @@ class GVP(Composition):
             num_skipped=0 if paper.streams == "two" else paper.num_condition_tokens - 1,
             build_head=partial(TokenHead, self.core, predicts.width),
         )
-
-    @property
-    def part_names(self) -> Mapping[Role, str]:
-        """H⁽⁰⁾ = [y; x] + E_pos and G⁽⁰⁾ = w + E_pos."""
-        y = "condition" if self.paper.condition_size is None else "linear_condition"
-        return dict(content="linear_content", positions="positions", query="query", front=y)

@@ -114,7 +114,7 @@ def from_imagegpt(released: Mapping[str, Tensor], *, num_heads: int) -> dict[str
     biased = has_biases(released)
     embedding = _take(released, f"{_PREFIX}wte.weight")
     whole = {
-        "embedding.tokens.weight": embedding[:-1],
+        "embedding.content.weight": embedding[:-1],
         "embedding.start": embedding[-1],
         "embedding.positions.weight": _take(released, f"{_PREFIX}wpe.weight"),
         "head.norm.weight": _take(released, f"{_PREFIX}ln_f.weight"),
@@ -138,7 +138,7 @@ def from_imagegpt(released: Mapping[str, Tensor], *, num_heads: int) -> dict[str
 
 def to_imagegpt(whole: Mapping[str, Tensor], *, num_heads: int) -> dict[str, Tensor]:
     """Invert `from_imagegpt`; biases that the model lacks become zeros."""
-    tokens, start = whole["embedding.tokens.weight"], whole["embedding.start"]
+    tokens, start = whole["embedding.content.weight"], whole["embedding.start"]
     released = {
         f"{_PREFIX}wte.weight": torch.cat([tokens, start[None]]),
         f"{_PREFIX}wpe.weight": whole["embedding.positions.weight"],

@@ -31,7 +31,6 @@ class IGPT(Composition):
     config_type = IGPTConfig
     paper: IGPTConfig
     default_positions = "learned"
-    part_names = {"content": "tokens", "positions": "positions", "start": "start"}
     deviations = {"positions": 0.01}
 
     @property
@@ -50,13 +49,15 @@ class IGPT(Composition):
         paper, side, seed = self.paper, self.config.data.image_size, self.config.seed
         orders = Orders(order_of_run(paper.order, side, block=paper.order_block, seed=seed))
         if paper.mode == "autoregressive":
-            return OneByOne(orders, name="sample")
+            return OneByOne(orders)
         return MaskedShare(orders, share=paper.mask_ratio, seed=seed)
 
     @cached_property
     def asks(self) -> Asking:
         """The previous pixel's row predicts; BERT masks by zeros instead (section 2.2)."""
-        return Shift("asked") if self.paper.mode == "autoregressive" else Mask()
+        if self.paper.mode == "autoregressive":
+            return Shift("asked")
+        return Mask(filler="zero_embedding")
 
     @cached_property
     def density(self) -> Categorical:

@@ -28,17 +28,11 @@ class MAE(Composition):
     config_type = MAEConfig
     paper: MAEConfig
     default_positions = "sincos"
-    part_names = {"content": "patches", "positions": "positions", "front": "class_token"}
 
     @cached_property
     def reads(self) -> Patches:
         """Patches of pixels."""
         return self.patches()
-
-    @property
-    def num_tokens(self) -> int:
-        """Patches and the class token."""
-        return self.reads.num_tokens + self.paper.class_token
 
     @cached_property
     def schedule(self) -> RandomMasking:

@@ -143,11 +143,11 @@ def to_vit_mae(
         position_scale: `model.position_scale` of the run.
     """
     side = settings["patch_size"]
-    kernel = whole["embedding.patches.weight"].unflatten(1, (side, side, 3)).permute(0, 3, 1, 2)
+    kernel = whole["embedding.content.weight"].unflatten(1, (side, side, 3)).permute(0, 3, 1, 2)
     tensors = {
-        "vit.embeddings.cls_token": whole["embedding.class_token"].view(1, 1, -1),
+        "vit.embeddings.cls_token": whole["embedding.front"].view(1, 1, -1),
         f"{_PATCHES}.weight": kernel,
-        f"{_PATCHES}.bias": whole["embedding.patches.bias"],
+        f"{_PATCHES}.bias": whole["embedding.content.bias"],
         "decoder.mask_token": whole["bridge.mask"].view(1, 1, -1),
     }
     for (ours, theirs), table in zip(_TABLES, _sines(settings, position_scale), strict=True):
@@ -177,13 +177,13 @@ def from_vit_mae(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> 
 
 def _converted(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
     whole = {
-        "embedding.class_token": tensors["vit.embeddings.cls_token"][0, 0],
-        "embedding.patches.weight": tensors[f"{_PATCHES}.weight"].permute(0, 2, 3, 1).flatten(1),
-        "embedding.patches.bias": tensors[f"{_PATCHES}.bias"],
+        "embedding.front": tensors["vit.embeddings.cls_token"][0],
+        "embedding.content.weight": tensors[f"{_PATCHES}.weight"].permute(0, 2, 3, 1).flatten(1),
+        "embedding.content.bias": tensors[f"{_PATCHES}.bias"],
         "bridge.mask": tensors["decoder.mask_token"][0, 0],
     }
     tables = [tensors[theirs][0] for _, theirs in _TABLES]
-    whole["embedding.class_token"] = whole["embedding.class_token"] + tables[0][0]
+    whole["embedding.front"] = whole["embedding.front"] + tables[0][0]
     if tables[1][0].any():
         raise UserError(
             "decoder.decoder_pos_embed has a position for the class token, which MAE does not"

@@ -33,7 +33,6 @@ class MP3(Composition):
 
     config_type = MP3Config
     paper: MP3Config
-    part_names = {"content": "patches", "positions": "positions", "front": "class_token"}
 
     @property
     def relative_grid(self) -> tuple[int, int] | None:
@@ -48,21 +47,11 @@ class MP3(Composition):
             return self.patches()
         return Frames(*data.frames, normalize=data.normalize_frames)
 
-    @property
-    def num_places(self) -> int:
-        """Patches and positions n of an image."""
-        return self.reads.num_tokens
-
-    @property
-    def num_tokens(self) -> int:
-        """Patches and the class token."""
-        return self.num_places + self.paper.class_token
-
     @cached_property
     def schedule(self) -> RandomMasking:
         """A random share 1 - η of the patches is the context."""
         return RandomMasking(
-            self.num_places,
+            self.num_tokens,
             mask_ratio=self.paper.mask_ratio,
             placed_ratio=self.paper.given_ratio,
             seed=self.config.seed,
@@ -77,9 +66,9 @@ class MP3(Composition):
     def density(self) -> Place:
         """Logits over the positions."""
         return Place(
-            self.num_places,
+            self.num_tokens,
             num_skipped=int(self.paper.class_token),
-            build_head=lambda: TokenHead(self.core, self.num_places, normal(0.02)),
+            build_head=lambda: TokenHead(self.core, self.num_tokens, normal(0.02)),
         )
 
     def initialization(self) -> Initialization:

@@ -1,7 +1,8 @@
-"""Parameter names and shapes are stable, so that checkpoints of earlier versions load.
+"""Parameter names and shapes change on purpose only.
 
-`first_names.json` was written on 2026-11-22, before models became compositions. Whoever renames a
-parameter must make `megavis checkpoint convert` accept the old name.
+`first_names.json` was written on 2026-11-26, when the parts of the first layer were named by their
+role. From the first release on, whoever renames a parameter must make `megavis checkpoint convert`
+accept the old name.
 """
 
 import json

@@ -44,7 +44,7 @@ def test_predictions_depend_only_on_earlier_pixels(build, tmp_path):
     ids = draw_ids(batch_size=1)
     embedding = runner.layers.modules[0]
     seen = []
-    hook = embedding.tokens.register_forward_hook(
+    hook = embedding.content.register_forward_hook(
         lambda _, __, out: seen.append(out.retain_grad() or out)
     )
     logits = run_layers(runner.layers.modules, objective.inputs_from(ids))
@@ -62,7 +62,7 @@ def test_bert_attention_is_bidirectional(build, tmp_path):
     ids = draw_ids(batch_size=1)
     nothing = torch.zeros_like(ids, dtype=torch.bool)
     seen = []
-    hook = runner.layers.modules[0].tokens.register_forward_hook(
+    hook = runner.layers.modules[0].content.register_forward_hook(
         lambda _, __, out: seen.append(out.retain_grad() or out)
     )
     logits = run_layers(runner.layers.modules, objective.inputs_from(ids, mask=nothing))
@@ -126,7 +126,7 @@ def test_initial_weights_match_the_released_code(build, tmp_path):
     objective, _ = build(tmp_path / "c.yaml", *words)
     embedding, block, *_, head = [plan.build() for plan in objective.layer_plans()]
     expected = {
-        embedding.tokens.weight: 0.02,
+        embedding.content.weight: 0.02,
         embedding.positions.weight: 0.01,
         block.self_attention.linear_q.weight: 128**-0.5,
         block.self_attention.linear_kv.weight: 128**-0.5,

@@ -45,7 +45,7 @@ def test_queries_depend_only_on_earlier_pixels(two_stacks):
     objective, runner = two_stacks
     ids = torch.randint(32, (1, 16), generator=torch.Generator().manual_seed(0))
     seen = []
-    hook = runner.layers.modules[0].tokens.register_forward_hook(
+    hook = runner.layers.modules[0].content.register_forward_hook(
         lambda _, __, out: seen.append(out.retain_grad() or out)
     )
     state = objective.inputs_from(ids)

@@ -32,7 +32,7 @@ def test_whole_tokens_does_not_leak_from_predictions(build, tmp_path):
         seen.append(splits_tokens(Settings(True)))
         return head(state)
 
-    ids = runner.layers.modules[0].tokens.weight.new_zeros(1, 16).long()
+    ids = runner.layers.modules[0].content.weight.new_zeros(1, 16).long()
     objective, _ = build(tmp_path / "c.yaml")
     for whole in (True, False):
         runner.predictions(objective.inputs_from(ids), finish=finish, whole=whole)

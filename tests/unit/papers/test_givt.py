@@ -201,7 +201,7 @@ def test_adapter_has_a_gradient(make):
     # Detach the predictions, so that the adapter's gradient comes from the targets alone.
     loss = objective.loss((state[0].detach(), state[1]), ())
     loss.backward()
-    adapter = runner.layers.modules[0].adapter
+    adapter = runner.layers.modules[0].transform
     assert all(float(p.grad.abs().sum()) > 0 for p in adapter.parameters())
 
 

@@ -29,7 +29,7 @@ def test_pooled_features_replace_the_class_token(with_features, run_folder):
     network = open_tokenizer(run_folder).network
     pixels = batch.inputs.permute(0, 3, 1, 2).float() / 255.0
     pooled = network.vectors(pixels).mean((2, 3))
-    linear = embedding.linear_condition
+    linear = embedding.front
     wanted = pooled @ linear.weight.t() + linear.bias
     for inputs in (objective.sequence(batch).inputs, objective.feature_inputs(batch)):
         stream = LayerState.unpack(embedding(inputs), objective.carried_names)

@@ -77,14 +77,14 @@ NAMES = {
     "bridge.mask": "decoder.mask_token",
     "head.norm": "decoder.decoder_norm",
     "head.linear": "decoder.decoder_pred",
-    "embedding.class_token": "vit.embeddings.cls_token",
+    "embedding.front": "vit.embeddings.cls_token",
 }
 
 
 def counterparts(name):
     """Return the `transformers` names of a parameter: two for the fused keys and values."""
-    if name.startswith("embedding.patches"):
-        return [name.replace("embedding.patches", "vit.embeddings.patch_embeddings.projection")]
+    if name.startswith("embedding.content"):
+        return [name.replace("embedding.content", "vit.embeddings.patch_embeddings.projection")]
     name = name.replace("decoder.", "decoder.decoder_layers.").replace("blocks.", "vit.layers.")
     for own, other in NAMES.items():
         name = name.replace(own, other)
@@ -240,7 +240,7 @@ def test_fine_tuning_trains_positions_that_the_source_lacks(make):
     _, runner = make(*words, "model.positions=learned_sincos")
     parameters = dict(runner.layers.named_parameters())
     assert starts_fresh(parameters["embedding.positions.weight"], is_saved=False)
-    assert not starts_fresh(parameters["embedding.class_token"], is_saved=True)
+    assert not starts_fresh(parameters["embedding.front"], is_saved=True)
 
 
 def test_flops_match_torch_counter(make):

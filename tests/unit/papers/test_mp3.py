@@ -149,7 +149,7 @@ def test_speech_frames_with_given_positions(make):
     assert (context.shape, given_positions.shape) == ((3, 21), (3, 2))
     embedding = runner.layers.modules[0]
     hidden = embedding(sequence.inputs)[0][1:].transpose(0, 1)
-    added = hidden - embedding.patches(patches)
+    added = hidden - embedding.content(patches)
     for image in range(3):
         for place in range(20):
             waves = [place / 10_000 ** (2 * i / 32) for i in range(16)]

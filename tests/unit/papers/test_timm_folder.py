@@ -12,6 +12,7 @@ from small_batches import batch_of, photographs
 from tiny import VIT, tiny
 
 from megavis.config.errors import UserError
+from megavis.model.layer_state import LayerState
 from megavis.papers.darl.vit_folders import TimmViT, from_timm, read_timm_folder, timm_features
 
 pytestmark = pytest.mark.once
@@ -51,6 +52,11 @@ def random_tensors(*, classes=5):
     return {n: 0.2 * torch.randn(shape, generator=generator) for n, shape in shapes.items()}
 
 
+def last_norm(head, state):
+    """Return the output `[b, s, h]` of the final norm."""
+    return head.norm.own(LayerState.unpack(state, head.core.carried_names).hidden)
+
+
 @pytest.fixture
 def features(build_paper):
     """Compute features of a converted network with unmasked megavis blocks."""
@@ -60,11 +66,11 @@ def features(build_paper):
         weights = from_timm(model)
         for name, parameter in runner.layers.named_parameters():
             # timm has no pixel decoder.
-            if not name.startswith("head.decoder."):
+            if not name.startswith("head.linear."):
                 parameter.data.copy_(weights.pop(name))
         assert sorted(weights) == [f"head.classifier.linear.{kind}" for kind in ("bias", "weight")]
         inputs = objective.feature_inputs(batch_of(images))
-        return runner.predictions(inputs, finish=lambda head, state: head.outputs(state))
+        return runner.predictions(inputs, finish=last_norm)
 
     return features
 

@@ -68,7 +68,7 @@ def test_sampling_matches_full_passes(sampler, words, num_given):
     warm = sampler(*words, temperature=0.8, seed=5)
     objective = warm.paper
     prefix = random_prefix(objective, num_given)
-    draws = uniform(torch.arange(7, 10), objective.num_tokens, seed=5, purpose="sample")
+    draws = uniform(torch.arange(7, 10), objective.num_tokens, seed=5, purpose="token")
 
     def choose(row, image, place):
         weights = np.exp((np.array(row) - max(row)) / 0.8)

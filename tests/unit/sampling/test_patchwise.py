@@ -60,14 +60,14 @@ def sample_by_full_passes(runner, objective, order, prefix, numbers, seed):
     for place in range(prefix.shape[1], 16):
         with torch.no_grad():
             state = run_layers(before, sequence_of(objective, patches, order))
-            output = head.outputs(state)[:, place : place + 1]
             if objective.paper.loss == "mse":
-                patches[:, place] = head.decode(output, None)[:, 0]
+                patches[:, place] = head(state)[:, place]
                 continue
+            output = head.outputs(state)[:, place : place + 1]
             patches[:, place] = reverse_process(
                 lambda x, g, z=output: head.decode(z, with_gamma(x, g)).clamp(*PIXELS),
                 lambda step, t=place: normal(
-                    numbers, 48, seed=seed, purpose=f"patch {t} step {step}"
+                    numbers, 48, seed=seed, purpose=f"token/{t}/step/{step}"
                 )[:, None],
                 torch.tensor([0, 1 / 3, 2 / 3, 1]),
             )[:, 0]

@@ -23,12 +23,12 @@ def steps_of(schedule, order, num_given, options):
 
 @pytest.mark.parametrize("num_given", [0, 1, 4, 5])
 def test_one_by_one_generates_positions_in_order(num_given):
-    schedule = OneByOne(Orders(torch.tensor([3, 1, 0, 2, 4])), name="at {}")
+    schedule = OneByOne(Orders(torch.tensor([3, 1, 0, 2, 4])))
     order = schedule.order_of(torch.arange(2), NoOptions(), seed=7)
     assert order.tolist() == [[3, 1, 0, 2, 4]]
     found = [(s.known, s.asked, s.number, s.name) for s in steps_of(schedule, order, num_given, 0)]
     assert found == [
-        (place, slice(place, place + 1), number, f"at {place}")
+        (place, slice(place, place + 1), number, "token")
         for number, place in enumerate(range(num_given, 5))
     ]
 

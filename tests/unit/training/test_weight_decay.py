@@ -52,46 +52,46 @@ PAPERS = {
         "{name: igpt, vocabulary_size: 12}",
         (),
         f"[blocks.0.] {KERNELS} [head.] linear.weight",
-        f"[embedding.] start {{tokens,positions}}.weight [blocks.0.] {GAINS} [head.] norm.weight",
+        f"[embedding.] start {{content,positions}}.weight [blocks.0.] {GAINS} [head.] norm.weight",
     ),
     "iGPT BERT": (
         "{name: igpt, vocabulary_size: 12, mode: bert}",
         (),
         f"[blocks.0.] {KERNELS} [head.] linear.weight",
-        f"[embedding.] {{tokens,positions}}.weight [blocks.0.] {GAINS} [head.] norm.weight",
+        f"[embedding.] {{content,positions}}.weight [blocks.0.] {GAINS} [head.] norm.weight",
     ),
     "iGPT fine-tuned with its own loss": (
         "{name: igpt, vocabulary_size: 12}",
         ("finetune={num_classes: 5, generative_weight: 1}",),
         f"[blocks.0.] {KERNELS} [head.] linear.weight classifier.linear.weight",
-        f"[embedding.] start {{tokens,positions}}.weight [blocks.0.] {GAINS}"
+        f"[embedding.] start {{content,positions}}.weight [blocks.0.] {GAINS}"
         " [head.] norm.weight classifier.linear.bias",
     ),
     "GIVT causal with an adapter": (
         "{name: givt, latent_channels: 4, downsampling: 4, num_components: 2, num_classes: 3,"
         " adapter_blocks: 2}",
         BIASED,
-        "[embedding.] linear.weight adapter.blocks.{0,1}.conv_{0,1,2}.weight"
+        "[embedding.] content.weight transform.blocks.{0,1}.conv_{0,1,2}.weight"
         f" [blocks.0.] {KERNELS} [head.] linear.weight",
-        "[embedding.] {labels,positions}.weight linear.bias"
-        " adapter.blocks.{0,1}.norm_{1,2}.{weight,bias} adapter.blocks.1.norm_0.{weight,bias}"
+        "[embedding.] {start,positions}.weight content.bias"
+        " transform.blocks.{0,1}.norm_{1,2}.{weight,bias} transform.blocks.1.norm_0.{weight,bias}"
         f" [blocks.0.] {GAINS} {BIASES} [head.] norm.{{weight,bias}} linear.bias",
     ),
     "GIVT MaskGIT": (
         "{name: givt_maskgit, latent_channels: 4, downsampling: 4, num_classes: 3}",
         BIASED,
-        f"[embedding.] linear.weight [blocks.0.] {KERNELS} [head.] linear.weight",
-        "[embedding.] {labels,positions}.weight label_position linear.bias"
+        f"[embedding.] content.weight [blocks.0.] {KERNELS} [head.] linear.weight",
+        "[embedding.] {front,positions}.weight front_position mask marks content.bias"
         f" [blocks.0.] {GAINS} {BIASES} [head.] norm.{{weight,bias}} linear.bias",
     ),
     "GIVT encoder-decoder": (
         "{name: givt_encoder_decoder, latent_channels: 4, downsampling: 4, encoder_layers: 1,"
         " encoder_patch_size: 4}",
         BIASED,
-        "[embedding.] linear.weight encoder.linear_patches.weight"
+        "[embedding.] content.weight encoder.linear_patches.weight"
         f" [embedding.encoder.blocks.0.] {KERNELS} [blocks.0.] {KERNELS} {CROSS_KERNELS}"
         " [head.] linear.weight",
-        "[embedding.] {labels,positions,encoder.positions}.weight linear.bias"
+        "[embedding.] start {positions,encoder.positions}.weight content.bias"
         " encoder.linear_patches.bias encoder.norm.{weight,bias}"
         f" [embedding.encoder.blocks.0.] {GAINS} {BIASES}"
         f" [blocks.0.] {GAINS} {BIASES} {CROSS_OTHERS} [head.] norm.{{weight,bias}} linear.bias",
@@ -99,34 +99,34 @@ PAPERS = {
     "DARL": (
         "{name: darl, patch_size: 4}",
         (*BIASED, "model.positions=learned"),
-        f"[embedding.] patches.weight [blocks.0.] {KERNELS} [head.] decoder.linear.weight",
-        f"[embedding.] start positions.weight patches.bias [blocks.0.] {GAINS} {BIASES}"
-        " [head.] norm.{weight,bias} decoder.linear.bias",
+        f"[embedding.] content.weight [blocks.0.] {KERNELS} [head.] linear.weight",
+        f"[embedding.] start positions.weight content.bias [blocks.0.] {GAINS} {BIASES}"
+        " [head.] norm.{weight,bias} linear.bias",
     ),
     "DARL with diffusion, two streams and an MLP": (
         "{name: darl, patch_size: 4, loss: diffusion, order: random, two_streams: true,"
         " noise_a: 1, decoder: mlp}",
         BIASED,
-        f"[embedding.] patches.weight [blocks.0.] {KERNELS} [head.] noisy.weight"
+        f"[embedding.] content.weight [blocks.0.] {KERNELS} [head.] noisy.weight"
         " decoder.linear.weight decoder.layers.0.mlp.linear_{fc1,fc2}.weight",
-        f"[embedding.] start query patches.bias [blocks.0.] {GAINS} {BIASES}"
+        f"[embedding.] start query content.bias [blocks.0.] {GAINS} {BIASES}"
         " [head.] norm.{weight,bias} noisy.bias decoder.{linear.bias,norm.weight,norm.bias}"
         " decoder.layers.0.norm.{weight,bias} decoder.layers.0.mlp.linear_{fc1,fc2}.bias",
     ),
     "DARL with diffusion and a Transformer": (
         "{name: darl, patch_size: 4, loss: diffusion, noise_a: 1, decoder: transformer}",
         BIASED,
-        f"[embedding.] patches.weight [blocks.0.] {KERNELS} [head.] noisy.weight"
+        f"[embedding.] content.weight [blocks.0.] {KERNELS} [head.] noisy.weight"
         f" decoder.linear.weight [head.decoder.layers.0.] {KERNELS}",
-        f"[embedding.] start patches.bias [blocks.0.] {GAINS} {BIASES}"
+        f"[embedding.] start content.bias [blocks.0.] {GAINS} {BIASES}"
         " [head.] norm.{weight,bias} noisy.bias decoder.{linear.bias,norm.weight,norm.bias}"
         f" [head.decoder.layers.0.] {GAINS} {BIASES}",
     ),
     "DARL of ids": (
         "{name: darl, vocabulary_size: 12, patch_size: 4, loss: ids, tokenizer: TOKENIZER}",
         BIASED,
-        f"[embedding.] patches.weight [blocks.0.] {KERNELS} [head.] linear.weight",
-        f"[embedding.] start patches.bias [blocks.0.] {GAINS} {BIASES}"
+        f"[embedding.] content.weight [blocks.0.] {KERNELS} [head.] linear.weight",
+        f"[embedding.] start content.bias [blocks.0.] {GAINS} {BIASES}"
         " [head.] norm.{weight,bias}",
     ),
     "DARL in linear evaluation": (
@@ -138,70 +138,68 @@ PAPERS = {
     "MP3": (
         "{name: mp3, patch_size: 4}",
         BIASED,
-        f"[embedding.] patches.weight [blocks.0.] {KERNELS} [head.] linear.weight",
-        f"[embedding.] class_token patches.bias [blocks.0.] {GAINS} {BIASES}"
+        f"[embedding.] content.weight [blocks.0.] {KERNELS} [head.] linear.weight",
+        f"[embedding.] front content.bias [blocks.0.] {GAINS} {BIASES}"
         " [head.] norm.{weight,bias} linear.bias",
     ),
     "MP3 fine-tuned with relative positions": (
         "{name: mp3, patch_size: 4}",
         (*FINETUNE, "model.positions=relative_2d"),
-        f"[embedding.] patches.weight [blocks.0.] {KERNELS} [head.] classifier.linear.weight",
-        f"[embedding.] class_token patches.bias [blocks.0.] {GAINS} {BIASES}"
+        f"[embedding.] content.weight [blocks.0.] {KERNELS} [head.] classifier.linear.weight",
+        f"[embedding.] front content.bias [blocks.0.] {GAINS} {BIASES}"
         " self_attention.relative_bias.weight [head.] norm.{weight,bias} classifier.linear.bias",
     ),
     "MAE, as in its released code": (
         f"{{name: mae, patch_size: 4, decoder: {DECODER}}}",
         BIASED,
-        f"[embedding.] class_token patches.weight [blocks.0.] {KERNELS} [bridge.] mask"
+        f"[embedding.] front content.weight [blocks.0.] {KERNELS} [bridge.] mask"
         f" linear.weight [decoder.0.] {KERNELS} [head.] linear.weight",
-        f"[embedding.] patches.bias [blocks.0.] {GAINS} {BIASES} [bridge.] linear.bias"
+        f"[embedding.] content.bias [blocks.0.] {GAINS} {BIASES} [bridge.] linear.bias"
         f" norm.{{weight,bias}} [decoder.0.] {GAINS} {BIASES} [head.] norm.{{weight,bias}}"
         " linear.bias",
     ),
     "MAE without decay of tokens": (
         f"{{name: mae, patch_size: 4, tokens_decay: false, decoder: {DECODER}}}",
         BIASED,
-        f"[embedding.] patches.weight [blocks.0.] {KERNELS} [bridge.] linear.weight"
+        f"[embedding.] content.weight [blocks.0.] {KERNELS} [bridge.] linear.weight"
         f" [decoder.0.] {KERNELS} [head.] linear.weight",
-        f"[embedding.] class_token patches.bias [blocks.0.] {GAINS} {BIASES} [bridge.] mask"
+        f"[embedding.] front content.bias [blocks.0.] {GAINS} {BIASES} [bridge.] mask"
         f" linear.bias norm.{{weight,bias}} [decoder.0.] {GAINS} {BIASES}"
         " [head.] norm.{weight,bias} linear.bias",
     ),
     "MAE fine-tuned, as in its released code": (
         f"{{name: mae, patch_size: 4, decoder: {DECODER}}}",
         (*FINETUNE, "model.positions=learned_sincos"),
-        f"[embedding.] patches.weight [blocks.0.] {KERNELS} [bridge.] classifier.linear.weight",
-        f"[embedding.] class_token positions.weight patches.bias [blocks.0.] {GAINS} {BIASES}"
+        f"[embedding.] content.weight [blocks.0.] {KERNELS} [bridge.] classifier.linear.weight",
+        f"[embedding.] front positions.weight content.bias [blocks.0.] {GAINS} {BIASES}"
         " [bridge.] norm.{weight,bias} classifier.linear.bias",
     ),
     "GVP": (
         "{name: gvp, patch_size: 4, num_groups: 3}",
         (*BIASED, "model.positions=learned"),
-        f"[embedding.] linear_content.weight [blocks.0.] {KERNELS} [head.] linear.weight",
-        f"[embedding.] query condition positions.weight linear_content.bias"
+        f"[embedding.] content.weight [blocks.0.] {KERNELS} [head.] linear.weight",
+        f"[embedding.] query front positions.weight content.bias"
         f" [blocks.0.] {GAINS} {BIASES} [head.] norm.{{weight,bias}} linear.bias",
     ),
     "GVP with a given condition": (
         "{name: gvp, patch_size: 4, num_groups: 3, condition_size: 5, tokenizer: absent}",
         BIASED,
-        "[embedding.] {linear_content,linear_condition}.weight"
-        f" [blocks.0.] {KERNELS} [head.] linear.weight",
-        f"[embedding.] query {{linear_content,linear_condition}}.bias"
+        f"[embedding.] {{content,front}}.weight [blocks.0.] {KERNELS} [head.] linear.weight",
+        f"[embedding.] query {{content,front}}.bias"
         f" [blocks.0.] {GAINS} {BIASES} [head.] norm.{{weight,bias}} linear.bias",
     ),
     "GVP of ids": (
         "{name: gvp, variant: d2d, vocabulary_size: 12, patch_size: 4, num_groups: 3}",
         BIASED,
         f"[blocks.0.] {KERNELS} [head.] linear.weight",
-        f"[embedding.] query condition linear_content.weight [blocks.0.] {GAINS} {BIASES}"
+        f"[embedding.] query front content.weight [blocks.0.] {GAINS} {BIASES}"
         " [head.] norm.{weight,bias}",
     ),
     "GVP fine-tuned": (
         "{name: gvp, patch_size: 4, num_groups: 3}",
         (*FINETUNE, "finetune.layer_decay=0.5"),
-        f"[embedding.] linear_content.weight [blocks.0.] {KERNELS}"
-        " [head.] classifier.linear.weight",
-        f"[embedding.] query condition linear_content.bias [blocks.0.] {GAINS} {BIASES}"
+        f"[embedding.] content.weight [blocks.0.] {KERNELS} [head.] classifier.linear.weight",
+        f"[embedding.] query front content.bias [blocks.0.] {GAINS} {BIASES}"
         " [head.] norm.{weight,bias} classifier.linear.bias",
     ),
     "VAE": (
