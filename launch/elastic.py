@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
 MISTAKE, STOPPED = 2, 75
-PATIENCE = 7200
+PATIENCE = 1800
 """Seconds that a node waits to restart with the others, which may notice a failure only after
 `training.hang_timeout`."""
 

@@ -146,9 +146,7 @@ def feature_job(args: argparse.Namespace, *, alone: bool = False) -> Iterator[No
             f"--tensor-parallel {tensor_size} does not divide the {launch.world_size} processes"
         )
     with quietly():
-        context = open_context(
-            launch, tensor_model_parallel_size=tensor_size, device=args.device
-        )
+        context = open_context(launch, tensor_model_parallel_size=tensor_size, device=args.device)
     with job_closed():
         require_compiled(context)
         yield

@@ -21,7 +21,13 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def saved(run_job, tiny_config, tmp_path_factory):
     output = tmp_path_factory.mktemp("saved")
-    words = [*SIZES, "training.steps=1", "schedule.warmup_steps=0", f"output={output}", "name=saved"]
+    words = [
+        *SIZES,
+        "training.steps=1",
+        "schedule.warmup_steps=0",
+        f"output={output}",
+        "name=saved",
+    ]
     run_job(train_run, 1, str(tiny_config), words)
     return output / "saved"
 

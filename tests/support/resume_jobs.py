@@ -58,5 +58,7 @@ def _kept(engine: Engine, zero_stage: int) -> int:
     whole = 0
     if zero_stage == 3:
         parameters = [parameter for _, parameter in engine.layers.named_parameters()]
-        whole = sum(each.ds_numel - each.ds_tensor.numel() for each in parameters if each.ds_persist)
+        whole = sum(
+            each.ds_numel - each.ds_tensor.numel() for each in parameters if each.ds_persist
+        )
     return 4 * (3 * sum(master.numel() for master in masters) + whole)

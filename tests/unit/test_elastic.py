@@ -36,8 +36,15 @@ def torchrun(elastic, monkeypatch):
             raise end
         if end:
             failure = SimpleNamespace(
-                exitcode=end, timestamp=0, error_file_data={}, local_rank=0, pid=1, error_file="",
-                message="", signal_name=lambda: "", timestamp_isoformat=lambda: "",
+                exitcode=end,
+                timestamp=0,
+                error_file_data={},
+                local_rank=0,
+                pid=1,
+                error_file="",
+                message="",
+                signal_name=lambda: "",
+                timestamp_isoformat=lambda: "",
             )
             raise ChildFailedError("train", {0: failure})
 
@@ -49,7 +56,7 @@ def test_failed_job_starts_again_at_the_next_port(elastic, torchrun, capsys):
     ends, started = torchrun
     ends += [1, -9, 0]
     assert elastic.run(["--restarts", "3", *NODE, "train"]) == 0
-    later = ["--rdzv-conf", "timeout=7200", *NODE[:-1]]
+    later = ["--rdzv-conf", "timeout=1800", *NODE[:-1]]
     assert started == [
         ("0", [*NODE, "train"]),
         ("1", [*later, "29501", "train"]),

@@ -79,7 +79,7 @@ def _write(directory: Path, shards: Sequence[ShardEntry]) -> str:
             index = ShardIndex.from_json(where.read_bytes(), path=where)
             keys = [key.encode() for key in index.keys]
             ends = passed + np.cumsum([len(key) for key in keys], dtype=_WIDE)
-            columns = [
+            columns: list[np.ndarray] = [
                 np.array(index.offsets, _WIDE),
                 np.array(index.lengths, _WIDE),
                 ends,

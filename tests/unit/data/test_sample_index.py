@@ -84,8 +84,8 @@ def test_opening_keeps_and_takes_next_to_nothing_per_sample(million):
         tracemalloc.stop()
     assert len(dataset) == 10**6
     assert order.dataset_index(np.arange(3)).shape == (3,)
-    assert kept / len(dataset) < 1, "it was 65 bytes a sample"
-    assert peak / len(dataset) < 8, "it was 258 bytes a sample"
+    assert kept / len(dataset) < 1, "it was 99 bytes a sample"
+    assert peak / len(dataset) < 8, "it was 318 bytes a sample"
 
 
 def test_samples_of_a_large_folder(million):

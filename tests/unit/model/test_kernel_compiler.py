@@ -128,4 +128,3 @@ def test_doctor_requires_a_kernel_where_there_is_a_gpu(compile_fails, monkeypatc
     finding = doctor.compiled_kernel()
     assert (finding.found, finding.required) == (False, True)
     assert finding.detail == "RuntimeError: Failed to find C compiler."
-
