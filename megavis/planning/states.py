@@ -18,8 +18,8 @@ from megavis.planning.shape import ModelShape, number_size
 FLOAT32 = 4
 MOMENTS = {"adam": 2, "adafactor": 2, "sgd": 1, "lars": 1}
 """Moments by `optimizer.algorithm`; Adafactor's product of row and column means is stored whole."""
-# DeepSpeed's defaults in elements: what it flattens at once at ZeRO-0 and in bf16 at ZeRO-1, where no
-# key changes it, and the limit of gathered weights under ZeRO-3.
+# DeepSpeed's defaults in elements: what it flattens at once at ZeRO-0 and in bf16 at ZeRO-1, where
+# no key changes it, and the limit of gathered weights under ZeRO-3.
 BUCKET, MOST_GATHERED = 500_000_000, 1_000_000_000
 SMALLEST_BUCKET = 5_000_000
 """Elements of the smallest bucket: in float32 20 MB, below which a network is bound by latency."""
@@ -62,8 +62,8 @@ def keeps_half_gradients(zero_stage: int, precision: str) -> bool:
 def bucket_size(hidden_size: int, mlp_size: int, tensor_size: int) -> int:
     """Return the gradients that ZeRO reduces at once, in elements: about one block's.
 
-    A smaller share than DeepSpeed's 5·10⁸, which is 3/4 of a ViT-H: its reduction would begin when
-    most of the backward pass is over. At ZeRO-0 and in bf16 at ZeRO-1 DeepSpeed reduces after it.
+    DeepSpeed's own 5·10⁸ is 3/4 of a ViT-H: reduction would begin when most of the backward pass is
+    over.
     """
     block = hidden_size * (4 * hidden_size + 2 * mlp_size)
     return max(block // tensor_size, SMALLEST_BUCKET)

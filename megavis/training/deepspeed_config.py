@@ -78,9 +78,9 @@ def _zero(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
         "reduce_bucket_size": bucket_size(model.hidden_size, model.mlp_size, tensor_size),
     }
     if parallel.zero_stage < 3:
-        # In bf16 at ZeRO-1 `BF16_Optimizer` ignores it. At ZeRO-2 DeepSpeed's second stream has had
-        # races with contiguous gradients (its issues 5545, 7188, 7804 and 8061): off until bf16 with
-        # and without it has been compared on two GPUs.
+        # In bf16 at ZeRO-1 `BF16_Optimizer` ignores it. At ZeRO-2 DeepSpeed's second stream has
+        # had races with contiguous gradients (its issues 5545, 7188, 7804 and 8061): off until
+        # bf16 with and without it has been compared on two GPUs.
         section["overlap_comm"] = False
     elif on_gpu and parallel.pipeline_model_parallel_size == 1:
         section["overlap_comm"] = True

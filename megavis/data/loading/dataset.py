@@ -8,7 +8,6 @@ processes of a node share both, and a process keeps nothing per sample.
 from __future__ import annotations
 
 import hashlib
-import resource
 from collections import Counter, OrderedDict
 from pathlib import Path
 from threading import Lock
@@ -25,12 +24,8 @@ from megavis.data.format.manifest import PALETTE_NAME, Manifest, ShardEntry
 from megavis.data.format.sample_index import SampleIndex
 from megavis.data.loading.order import SampleOrder
 from megavis.data.loading.remote import RemoteFolder, is_remote
-from megavis.parallel.limits import allow_open_files
+from megavis.parallel.limits import allow_open_files, most_open_maps
 
-# Each map holds a file descriptor. Batches that are being decoded hold further maps, and every part
-# of a blend has its own. A random order over more shards than maps would reopen a file for nearly
-# each sample, so as many stay open as the limit of open files allows.
-_LEAST_OPEN_MAPS, _SHARE_OF_FILES = 256, 4
 _CHUNK = 1 << 16
 _WRONG_LENGTH = "wrong length"
 
@@ -52,6 +47,7 @@ class ShardDataset:
         directory: the shard folder; its cache for a URL.
         manifest: the folder's; with a palette, that of the resulting ids.
         class_names: names of the classes, indexed by label.
+
     Raises:
         UserError: the folder is unfinished, empty or damaged, or was made with another palette.
     """
@@ -270,13 +266,6 @@ class ShardDataset:
             if name not in self._skipped_names:
                 self._skipped[reason] += 1
                 self._skipped_names[name] = None
-
-
-def most_open_maps() -> int:
-    """Return how many shards of a data set stay mapped: a share of the limit of open files."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = soft if soft != resource.RLIM_INFINITY else 1 << 16
-    return max(_LEAST_OPEN_MAPS, allowed // _SHARE_OF_FILES)
 
 
 def checked_indices(indices: np.ndarray, size: int) -> np.ndarray:
