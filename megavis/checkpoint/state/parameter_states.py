@@ -123,15 +123,19 @@ class ParameterStates:
         # DeepSpeed's setter for full tensors ignores the padding of sizes that are not divisible.
         part = _partition(parameter)
         mine = values[part.start : part.stop] if len(values) > len(part) else values
-        size: int = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
-        local = nn.functional.pad(mine, (0, size - len(part)))
-        if kind != "weight":
-            safe_set_local_optimizer_state(parameter, local, kind)
-            return
-        safe_set_local_fp32_param(parameter, local)
-        if len(held_elements(parameter)) == len(values):
+        split: Any = parameter
+        local = nn.functional.pad(mine, (0, split.ds_tensor.ds_numel - len(part)))
+        # The partition of a weight on NVMe is one element until it is fetched, and DeepSpeed would
+        # fill the float32 partition with one number.
+        is_away = split.ds_tensor.status is not PartitionedParamStatus.AVAILABLE
+        with deepspeed.zero.GatheredParameters([parameter], enabled=is_away):
+            if kind == "weight":
+                safe_set_local_fp32_param(parameter, local)
+            else:
+                safe_set_local_optimizer_state(parameter, local, kind)
+        if kind == "weight" and len(held_elements(parameter)) == len(values):
             set_held_elements(parameter, values)
-        else:
+        elif kind == "weight":
             set_gathered(parameter, self.get(parameter, kind))
 
     def optimizer_step(self) -> int:
