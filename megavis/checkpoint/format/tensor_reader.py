@@ -106,6 +106,8 @@ class CheckpointReader:
         then whole rows of each, or everything if `dimension` is not that of the pieces.
         """
         entry = self._entry(key)
+        if not elements:
+            return torch.zeros(0)
         along = _along(entry, dimension)
         if along is None:
             whole = self.read(key, start, length, dimension=dimension).reshape(-1)
@@ -122,7 +124,7 @@ class CheckpointReader:
             first, last = max(elements.start - passed, 0), min(elements.stop - passed, view.numel())
             runs += _runs(view, first, last) if first < last else ()
             passed += view.numel()
-        return self._joined(runs, 0) if runs else torch.zeros(0)
+        return self._joined(runs, 0)
 
     def _joined(self, views: list[Tensor], dimension: int) -> Tensor:
         """Return the content of views of the files: the only place that reads tensors."""
