@@ -22,6 +22,7 @@ from data_tools.sources import ImageSource
 from data_tools.understood import unread_lines
 from megavis.config.errors import UserError, counted
 from megavis.data.format.manifest import FORMAT_VERSION, Manifest, SourceIdentity
+from megavis.data.format.sample_index import finish_folder
 from megavis.data.format.shards import index_path
 
 REPORT_NAME = "report.json"
@@ -252,7 +253,7 @@ def _write_manifests(
 
 def write_manifest(manifest: Manifest, directory: Path) -> None:
     """Write the manifest, which finishes a shard folder. Raises OSError."""
-    manifest.write(directory)
+    manifest = finish_folder(directory, manifest)
     shards = counted(len(manifest.shards), "shard")
     say(f"{directory}: {counted(manifest.num_samples, 'sample')} in {shards}")
 

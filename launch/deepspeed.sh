@@ -75,4 +75,5 @@ options+=(--master_port "${MASTER_PORT:-$(free_port)}")
 exec deepspeed ${options[@]+"${options[@]}"} --no_local_rank --no_python \
   env "OMP_NUM_THREADS=$OMP_NUM_THREADS" "PYTORCH_CUDA_ALLOC_CONF=$PYTORCH_CUDA_ALLOC_CONF" \
   "TORCH_FR_BUFFER_SIZE=$TORCH_FR_BUFFER_SIZE" "TORCH_FR_DUMP_TEMP_FILE=$TORCH_FR_DUMP_TEMP_FILE" \
-  "TORCH_NCCL_DUMP_ON_TIMEOUT=$TORCH_NCCL_DUMP_ON_TIMEOUT" "$(command -v python)" -m megavis.cli train "$@"
+  "TORCH_NCCL_DUMP_ON_TIMEOUT=$TORCH_NCCL_DUMP_ON_TIMEOUT" \
+  "TORCHINDUCTOR_COMPILE_THREADS=$TORCHINDUCTOR_COMPILE_THREADS" "$(command -v python)" -m megavis.cli train "$@"

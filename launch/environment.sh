@@ -5,6 +5,8 @@
 # torchrun would set it to 1 with a warning. One thread per process leaves cores to the data threads.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
+# Inductor starts up to 32 compiling processes for each of a node's processes.
+export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-4}
 # NCCL's flight recorder: each process keeps its last collectives and, when one times out, writes
 # them to TORCH_FR_DUMP_TEMP_FILE followed by its rank. `torchfrtrace` finds the missing ranks.
 export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000}

@@ -31,10 +31,9 @@ num_nodes=${NUM_NODES:-1}
 # shellcheck source=launch/environment.sh
 source "$(dirname "$0")/environment.sh"
 # If a process dies, the launcher ends the others; if one hangs, megavis ends all after
-# training.hang_timeout. RESTARTS=3 restarts them up to three times, from the newest checkpoint.
-# Not set here: CUDA_DEVICE_MAX_CONNECTIONS. Megatron-Core recommends 1 with sequence parallelism,
-# so that a collective is issued before the matrix product it overlaps with; ZeRO-3, whose gathers
-# overlap with the previous layer, is faster without it.
+# training.hang_timeout. RESTARTS=3 restarts the job up to three times, from the newest checkpoint, but not
+# after a mistake of the user (exit code 2) or a requested stop (75). On several nodes set it on all of
+# them; each restart uses the next port.
 # Seconds between the SIGTERM that torchrun forwards and its SIGKILL: long enough for a step and a
 # checkpoint, for which the default of 30 is short.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}
@@ -52,6 +51,5 @@ else
     --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}"
   )
 fi
-# elastic.py is torchrun with another exit code.
-exec python "$(dirname "$0")/elastic.py" "${meeting[@]}" --max-restarts "${RESTARTS:-0}" \
+exec python "$(dirname "$0")/elastic.py" --restarts "${RESTARTS:-0}" "${meeting[@]}" \
   --nproc-per-node "$PROCESSES" --module megavis.cli train "$@"

@@ -29,6 +29,7 @@ from megavis.config.schema import RunConfig
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.data.loading.loader import Batch
 from megavis.model.inference import Inference
+from megavis.model.kernel_compiler import require_compiled
 from megavis.model.positions import interpolation
 from megavis.model.stack import LayerStack, LocalLayers
 from megavis.papers import build_objective
@@ -328,7 +329,9 @@ def _context(device: str | None) -> ParallelContext:
     context = current_context()
     if context is None:
         # Not os.environ: a launcher's variables would make it wait for other processes.
-        return open_context(read_launch({}), device=device)
+        context = open_context(read_launch({}), device=device)
+        require_compiled(context)
+        return context
     if context.pipeline.size > 1:
         raise UserError("a run cannot be opened inside a job with pipeline stages")
     return context

@@ -1,6 +1,6 @@
-"""The first 45 minutes on a GPU: does megavis work there, how fast, and what to correct.
+"""The first 50 minutes on a GPU: does megavis work there, how fast, and what to correct.
 
-    python -m benchmarks.gpu_check                 # all eight stages on one GPU
+    python -m benchmarks.gpu_check                 # all nine stages on one GPU
     python -m benchmarks.gpu_check --stages 1,3    # some of them
     python -m benchmarks.gpu_check --small         # all code paths on tiny sizes, about a minute
     python -m benchmarks.gpu_check --device cpu    # the same without a GPU
@@ -14,11 +14,12 @@ time limit or a crash loses the part that was running and nothing else.
     2      6        losses and gradients of every demo on the CPU and on the GPU, random numbers,
                     Transformer Engine and FP8 where installed
     3      5        ZeRO 0 to 3 from one checkpoint, float32 and bf16; saved at ZeRO-3, on at ZeRO-1
-    4      3        waits for the device inside a step
+    4      3        waits for the device inside a step, from the sixth step on
     5      12       the papers' presets: step time, MFU, memory, where the time goes
     6      6        decoding: batch 1, 16, 64; float32, bf16, CUDA graph; largest batch
     7      4        the loader alone and during a step; the stall of a save
     8      3        two equal runs, replica check, a refit of the planner
+    9      2        a whole `megavis train`: killed after a save, resumed, with a grid of samples
 
 Nothing needs to be installed. With a folder of wheels and no network, from the checkout:
 

@@ -1,4 +1,4 @@
-"""The eight stages: their modules, and the processes of their parts."""
+"""The nine stages: their modules, and the processes of their parts."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ STAGES: Mapping[int, Stage] = {
     6: Stage("decoding", "decoding", fresh=True),
     7: Stage("loader and saves", "loader_and_saves", fresh=True),
     8: Stage("equal runs, refit", "equal_runs"),
+    9: Stage("a whole run", "whole_run"),
 }
 
 
@@ -76,10 +77,15 @@ def _parts(settings: Settings, number: int) -> Mapping[str, Measure]:
     return parts
 
 
+def end_with_parent(libc: ctypes.CDLL) -> None:
+    """Have the kernel kill this process when its parent ends."""
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 @functools.cache
 def _prepare_process(settings: Settings) -> None:
     """Redirect libraries' output to a file, and end with the parent process."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(ctypes.CDLL(None))
     log = os.open(settings.folder / "worker.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for stream in (1, 2):
         os.dup2(log, stream)

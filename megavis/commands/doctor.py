@@ -68,6 +68,7 @@ def examine() -> Iterator[SystemCheck]:
     if "torch" in sys.modules:
         yield from _devices()
         yield _process_group()
+        yield compiled_kernel()
     yield apex()
     yield transformer_engine()
     yield from _compilers()
@@ -155,6 +156,20 @@ def _all_reduce(device: torch.device) -> str:
     if float(numbers.sum()) != dist.get_world_size() * 1024 * 1023 / 2:
         raise RuntimeError(f"{dist.get_backend()} computes wrong sums on {device}")
     return f"{dist.get_backend()}, an all-reduce on {device}"
+
+
+def compiled_kernel() -> SystemCheck:
+    """Compile a Triton kernel and run it on the GPU; every run depends on it by default."""
+    import torch
+
+    from megavis.model.kernel_compiler import why_not_compiled
+
+    name, purpose = "Triton kernel", "training.kernels: auto, the default on a GPU"
+    if not torch.cuda.is_available():
+        return SystemCheck(name, False, "not tried: there is no GPU to run one", purpose)
+    reason = why_not_compiled(torch.device("cuda"))
+    detail = reason or f"compiled and run on {torch.cuda.get_device_name()}"
+    return SystemCheck(name, reason is None, detail, purpose, required=True)
 
 
 def apex() -> SystemCheck:

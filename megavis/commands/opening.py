@@ -34,6 +34,7 @@ from megavis.evaluation.features import (
 from megavis.evaluation.networks import Network
 from megavis.evaluation.probe import Pair, ProbeData, ProbeResult, ProbeSettings, probe
 from megavis.model.inference import Inference
+from megavis.model.kernel_compiler import require_compiled
 from megavis.notebook import Run
 from megavis.parallel.context import close_context, current_context, open_context
 from megavis.parallel.launch import read_launch
@@ -145,8 +146,9 @@ def feature_job(args: argparse.Namespace, *, alone: bool = False) -> Iterator[No
             f"--tensor-parallel {tensor_size} does not divide the {launch.world_size} processes"
         )
     with quietly():
-        open_context(launch, tensor_model_parallel_size=tensor_size, device=args.device)
+        context = open_context(launch, tensor_model_parallel_size=tensor_size, device=args.device)
     with job_closed():
+        require_compiled(context)
         yield
 
 

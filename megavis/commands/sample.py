@@ -29,6 +29,7 @@ from megavis.data.format.files import write_json
 from megavis.data.format.manifest import MANIFEST_NAME, PALETTE_NAME
 from megavis.data.loading.loader import Batch, read_batch, read_round_robin
 from megavis.evaluation.images.set_metrics import compare, largest_differences
+from megavis.model.kernel_compiler import require_compiled
 from megavis.notebook import Run
 from megavis.parallel.context import open_context
 from megavis.parallel.launch import read_launch
@@ -51,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
                 tensor_model_parallel_size=args.tensor_parallel,
                 device=args.device,
             )
+        require_compiled(context)
         precision = args.precision or default_precision(context.device)
         opened = open_run(args.run_folder, step=args.step, precision=precision)
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 
 _MOST_OPEN_FILES = 1 << 16
+_LEAST_MAPS, _SHARE_OF_MAPS = 256, 4
 
 
 def allow_open_files() -> None:
@@ -16,3 +17,15 @@ def allow_open_files() -> None:
     limits = [limit for limit in (hard, _MOST_OPEN_FILES) if limit != resource.RLIM_INFINITY]
     if soft != resource.RLIM_INFINITY and soft < min(limits):
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(limits), hard))
+
+
+def most_open_maps() -> int:
+    """Return how many shards of a data set stay mapped: a share of the limit of open files.
+
+    Each map holds a file descriptor. Batches that are being decoded hold further maps, and every
+    part of a blend has its own. A random order over more shards than maps would reopen a file for
+    nearly each sample.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = _MOST_OPEN_FILES if soft == resource.RLIM_INFINITY else min(soft, _MOST_OPEN_FILES)
+    return max(_LEAST_MAPS, allowed // _SHARE_OF_MAPS)

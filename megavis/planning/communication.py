@@ -16,7 +16,13 @@ from dataclasses import dataclass, replace
 
 from megavis.planning.layouts import Layout
 from megavis.planning.shape import ModelShape, StackShape
-from megavis.planning.states import BUCKET, FLOAT32, MOST_GATHERED, parameters_held
+from megavis.planning.states import (
+    BUCKET,
+    FLOAT32,
+    MOST_GATHERED,
+    bucket_of,
+    parameters_held,
+)
 
 _ALL_REDUCE, _GATHER = 2.0, 1.0
 
@@ -241,7 +247,7 @@ def _replica_transfers(shape: ModelShape, layout: Layout, group: Group) -> list[
     held = max(parameters_held(shape.layers, layout, stage) for stage in range(layout.pipeline))
     weights, times = shape.number_size * held, layout.accumulation_steps
     gradients = shape.gradient_size * held
-    buckets = held // BUCKET + 1
+    buckets = held // bucket_of(shape, layout) + 1
     if layout.zero_stage == 0:
         return [_sent(group, "gradients: all-reduce", FLOAT32 * held, _ALL_REDUCE, buckets)]
     if layout.zero_stage < 3:
@@ -251,7 +257,7 @@ def _replica_transfers(shape: ModelShape, layout: Layout, group: Group) -> list[
         in_passes = layout.zero_stage == 2 and layout.pipeline > 1
         return [
             replace(reduced, in_passes=in_passes),
-            _sent(group, "ZeRO: all-gather of weights", weights, _GATHER, buckets),
+            _sent(group, "ZeRO: all-gather of weights", weights, _GATHER, held // BUCKET + 1),
         ]
     # DeepSpeed keeps gathered weights from the forward to the backward pass up to a limit; not with
     # pipeline stages (`training/zero_pipeline.py`).

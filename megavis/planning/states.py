@@ -18,9 +18,11 @@ from megavis.planning.shape import ModelShape, number_size
 FLOAT32 = 4
 MOMENTS = {"adam": 2, "adafactor": 2, "sgd": 1, "lars": 1}
 """Moments by `optimizer.algorithm`; Adafactor's product of row and column means is stored whole."""
-# DeepSpeed's defaults in elements: bucket size of the gradient reduction, and the limit of gathered
-# weights under ZeRO-3.
+# DeepSpeed's defaults in elements: what it flattens at once at ZeRO-0 and in bf16 at ZeRO-1, where
+# no key changes it, and the limit of gathered weights under ZeRO-3.
 BUCKET, MOST_GATHERED = 500_000_000, 1_000_000_000
+SMALLEST_BUCKET = 5_000_000
+"""Elements of the smallest bucket: in float32 20 MB, below which a network is bound by latency."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,24 @@ class StateMemory:
 def keeps_half_gradients(zero_stage: int, precision: str) -> bool:
     """Return whether DeepSpeed keeps bf16 gradients in addition to float32 ones."""
     return zero_stage == 1 and precision == "bf16"
+
+
+def bucket_size(hidden_size: int, mlp_size: int, tensor_size: int) -> int:
+    """Return the gradients that ZeRO reduces at once, in elements: about one block's.
+
+    DeepSpeed's own 5·10⁸ is 3/4 of a ViT-H: reduction would begin when most of the backward pass is
+    over.
+    """
+    block = hidden_size * (4 * hidden_size + 2 * mlp_size)
+    return max(block // tensor_size, SMALLEST_BUCKET)
+
+
+def bucket_of(shape: ModelShape, layout: Layout) -> int:
+    """Return the gradients that a layout reduces at once, in elements."""
+    if layout.zero_stage == 0 or keeps_half_gradients(layout.zero_stage, shape.precision):
+        return BUCKET
+    stack = shape.main_stack
+    return bucket_size(stack.hidden_size, stack.mlp_size, layout.tensor)
 
 
 def parameters_held(layers: Layers, layout: Layout, stage: int = 0) -> float:
@@ -176,4 +196,4 @@ def _buffers(shape: ModelShape, layout: Layout, stage: int) -> float:
     # ZeRO-2 fills its bucket in the compute precision and averages a copy.
     averages_a_copy = layout.zero_stage == 2 and shape.gradient_size != shape.number_size
     bucket = shape.gradient_size + shape.number_size * averages_a_copy
-    return whole + BUCKET * bucket + gathered * shape.number_size
+    return whole + bucket_of(shape, layout) * bucket + gathered * shape.number_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megavis.config.schema import ModelConfig, RunConfig
+from megavis.planning.states import bucket_size
 
 # Smaller tensors stay whole on every process under ZeRO-3: gathering a norm's gain costs more in
 # latency than it saves in memory.
@@ -24,7 +25,7 @@ def deepspeed_config(
         config: of the run.
         data_parallel_size: processes that read different images.
         carries_gradient: whether a tensor other than the hidden states needs a gradient.
-        on_gpu: pin host memory, and overlap the reduction of gradients with the backward pass.
+        on_gpu: pin host memory, and overlap communication with computation where that is safe.
     """
     # DeepSpeed partitions tensors sent between stages over the tensor group, assuming that
     # all its processes hold the same (under sequence parallelism they hold different tokens), and
@@ -70,8 +71,18 @@ def block_parameters(model: ModelConfig) -> int:
 
 def _zero(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
     parallel = config.parallel
-    section: dict[str, Any] = {"stage": parallel.zero_stage, "contiguous_gradients": True}
-    if on_gpu and parallel.zero_stage and parallel.pipeline_model_parallel_size == 1:
+    model, tensor_size = config.model, parallel.tensor_model_parallel_size
+    section: dict[str, Any] = {
+        "stage": parallel.zero_stage,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": bucket_size(model.hidden_size, model.mlp_size, tensor_size),
+    }
+    if parallel.zero_stage < 3:
+        # In bf16 at ZeRO-1 `BF16_Optimizer` ignores it. At ZeRO-2 DeepSpeed's second stream has
+        # had races with contiguous gradients (its issues 5545, 7188, 7804 and 8061): off until
+        # bf16 with and without it has been compared on two GPUs.
+        section["overlap_comm"] = False
+    elif on_gpu and parallel.pipeline_model_parallel_size == 1:
         section["overlap_comm"] = True
     if parallel.zero_stage == 3:
         section["stage3_param_persistence_threshold"] = _PERSISTENCE_THRESHOLD

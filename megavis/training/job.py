@@ -22,13 +22,14 @@ from megavis.composition.trainable import Trainable
 from megavis.config.errors import NOT_ALLOWED, UserError, counted
 from megavis.config.load import LoadedConfig, dump_config, load_config
 from megavis.config.schema import RunConfig
-from megavis.config.section import Section
+from megavis.config.section import ParallelConfig, Section
 from megavis.data.codecs.transforms import Transform, evaluation_transform, training_transform
 from megavis.data.format.files import write_atomically
 from megavis.data.format.folder_lock import SILENCE_SECONDS, FolderLock
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.data.loading.blended_dataset import BlendedDataset, Samples
 from megavis.data.loading.dataset import ShardDataset, subset_per_class
+from megavis.model.kernel_compiler import require_compiled
 from megavis.model.kernels import choose_kernels
 from megavis.parallel.context import ParallelContext, close_context, open_context
 from megavis.parallel.device import choose_device, select_device
@@ -55,6 +56,7 @@ def open_job(
         UserError: the config does not fit the number of processes or the device.
     """
     loaded.require_world(launch.world_size)
+    _order_launches(loaded.config.parallel)
     place = choose_device(device, local_rank=launch.local_rank)
     select_device(place)
     _require_precision(loaded)
@@ -72,9 +74,21 @@ def open_job(
         deterministic=training.deterministic,
     )
     try:
+        require_compiled(context)
         yield context
     finally:
         close_context()
+
+
+def _order_launches(parallel: ParallelConfig) -> None:
+    """Make a GPU start kernels in the order in which they are issued, with a tensor group.
+
+    Megatron-Core issues a collective before the matrix product that it overlaps with, and relies on
+    this order, up to Hopper. Not under ZeRO-3, whose gathers are issued after the layer before. A
+    variable that is set is kept. CUDA reads it when it starts, so this comes first.
+    """
+    if parallel.tensor_model_parallel_size > 1 and parallel.zero_stage < 3:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def _require_precision(loaded: LoadedConfig) -> None:

@@ -25,7 +25,7 @@ from megavis.planning.boundary_activations import (
     storage_of,
 )
 from megavis.planning.shape import shape_of
-from megavis.planning.states import BUCKET
+from megavis.planning.states import BUCKET, SMALLEST_BUCKET
 from megavis.training.engine import Engine
 
 
@@ -169,6 +169,6 @@ def live_storages(before=None):
         # Kept alive, so that no later storage has the address of one of these.
         return found
     # DeepSpeed's reduction bucket is `buffers` in the plan.
-    buckets = {BUCKET * 2, BUCKET * 4}
+    buckets = {size * elements for size in (2, 4) for elements in (BUCKET, SMALLEST_BUCKET)}
     sizes = (storage.nbytes() for place, storage in found.items() if place not in before)
     return sum(size for size in sizes if size not in buckets)

@@ -8,6 +8,7 @@ from typing import Any
 
 from megavis.data.format.files import sha256_of_file
 from megavis.data.format.manifest import Manifest, Preparation, ShardEntry, SourceIdentity
+from megavis.data.format.sample_index import finish_folder
 from megavis.data.format.shards import index_path, open_shard, write_index
 
 
@@ -56,5 +57,4 @@ def write_payloads(
     manifest = Manifest(
         class_names=tuple(class_names), shards=tuple(shards), **{**standard, **fields}
     )
-    manifest.write(folder)
-    return manifest
+    return finish_folder(folder, manifest)

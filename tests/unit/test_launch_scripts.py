@@ -37,7 +37,7 @@ def start(tmp_path):
     (tmp_path / "launch").symlink_to(LAUNCH)
 
     def run(script, *words, log=subprocess.PIPE, **variables):
-        scheduler = ("SLURM", "MASTER", "CUDA_VISIBLE")
+        scheduler = ("SLURM", "MASTER", "CUDA_VISIBLE", "TORCHINDUCTOR")
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(scheduler)}
         environment = {**inherited, **variables}
         environment["PATH"] = f"{tmp_path}/bin:{os.environ['PATH']}"
@@ -69,7 +69,7 @@ def test_torchrun_starts_one_process_per_gpu(start, programs, tmp_path):
     programs("python")
     assert start("torchrun.sh", "a.yaml", "training.steps=3").wait(PATIENCE) == 0
     assert logged(tmp_path, "python") == (
-        f"{LAUNCH}/elastic.py --standalone --max-restarts 0 --nproc-per-node 3"
+        f"{LAUNCH}/elastic.py --restarts 0 --standalone --nproc-per-node 3"
         " --module megavis.cli train a.yaml training.steps=3"
     )
 
@@ -89,9 +89,17 @@ def test_torchrun_on_several_nodes_uses_node_0_as_master(start, programs, tmp_pa
     where["RESTARTS"] = "5"
     assert start("torchrun.sh", "a.yaml", **where).wait(PATIENCE) == 0
     assert logged(tmp_path, "python") == (
-        f"{LAUNCH}/elastic.py --nnodes 4 --node-rank 2 --master-addr node00 --master-port 29500"
-        " --max-restarts 5 --nproc-per-node 8 --module megavis.cli train a.yaml"
+        f"{LAUNCH}/elastic.py --restarts 5 --nnodes 4 --node-rank 2 --master-addr node00"
+        " --master-port 29500 --nproc-per-node 8 --module megavis.cli train a.yaml"
     )
+
+
+def test_user_chooses_the_number_of_compiling_processes(start, programs, tmp_path):
+    programs("python", f"echo $TORCHINDUCTOR_COMPILE_THREADS > {tmp_path}/threads")
+    assert start("torchrun.sh", "a.yaml").wait(PATIENCE) == 0
+    assert (tmp_path / "threads").read_text() == "4\n"
+    assert start("torchrun.sh", "a.yaml", TORCHINDUCTOR_COMPILE_THREADS="9").wait(PATIENCE) == 0
+    assert (tmp_path / "threads").read_text() == "9\n"
 
 
 @pytest.mark.once
@@ -126,7 +134,7 @@ def test_deepspeed_with_and_without_hostfile(start, programs, tmp_path):
         "--num_accelerators 2 --master_port 29501 --no_local_rank --no_python env OMP_NUM_THREADS=1"
         " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True TORCH_FR_BUFFER_SIZE=2000"
         " TORCH_FR_DUMP_TEMP_FILE=/tmp/megavis_collectives_rank_ TORCH_NCCL_DUMP_ON_TIMEOUT=1"
-        f" {shutil.which('python')} -m megavis.cli train a.yaml"
+        f" TORCHINDUCTOR_COMPILE_THREADS=4 {shutil.which('python')} -m megavis.cli train a.yaml"
     )
     (tmp_path / "log").unlink()
     hosts = LAUNCH / "hostfile.example"
@@ -197,7 +205,7 @@ def test_torchrun_on_one_node_meets_at_the_port_that_is_asked_for(start, program
     programs("python")
     assert start("torchrun.sh", "a.yaml", MASTER_PORT="29501").wait(PATIENCE) == 0
     assert logged(tmp_path, "python").startswith(
-        f"{LAUNCH}/elastic.py --master-addr 127.0.0.1 --master-port 29501 --max-restarts 0"
+        f"{LAUNCH}/elastic.py --restarts 0 --master-addr 127.0.0.1 --master-port 29501"
     )
 
 

@@ -23,12 +23,17 @@ from megavis.parallel.progress_bar import shown
 
 
 class CheckpointReader:
-    """Random access to the logical tensors of a checkpoint; a context manager."""
+    """Random access to the logical tensors of a checkpoint; a context manager.
+
+    Attributes:
+        bytes_read: of the tensors that were read.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.manifest = folder, read_manifest(folder)
         self._open = ExitStack()
         self._files: dict[str, Any] = {}
+        self.bytes_read = 0
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -79,18 +84,63 @@ class CheckpointReader:
             length: of the slice; by default to the end.
             dimension: of the slice; by default that of the stored slices.
         """
+        entry = self._entry(key)
+        along = _along(entry, dimension)
+        if along is None:
+            wanted = dimension or 0
+            return self.read(key).narrow(wanted, start, length or entry.shape[wanted] - start)
+        return self._joined([*self._views(entry, along, start, length)], along)
+
+    def read_elements(
+        self,
+        key: str,
+        elements: range,
+        start: int = 0,
+        length: int | None = None,
+        *,
+        dimension: int | None = None,
+    ) -> Tensor:
+        """Return consecutive elements, in row-major order, of what `read` returns, as a vector.
+
+        Reads no others, except of a tensor stored in pieces along another dimension than the first:
+        then whole rows of each, or everything if `dimension` is not that of the pieces.
+        """
+        entry = self._entry(key)
+        if not elements:
+            return torch.zeros(0)
+        along = _along(entry, dimension)
+        if along is None:
+            whole = self.read(key, start, length, dimension=dimension).reshape(-1)
+            return whole[elements.start : elements.stop]
+        views = [*self._views(entry, along, start, length)]
+        if len(views) > 1 and along > 0:
+            row = sum(view[0].numel() for view in views)
+            first, last = elements.start // row, -(-elements.stop // row)
+            rows = self._joined([view[first:last] for view in views], along).reshape(-1)
+            return rows[elements.start - first * row :][: len(elements)]
+        runs: list[Tensor] = []
+        passed = 0
+        for view in views:
+            first, last = max(elements.start - passed, 0), min(elements.stop - passed, view.numel())
+            runs += _runs(view, first, last) if first < last else ()
+            passed += view.numel()
+        return self._joined(runs, 0)
+
+    def _joined(self, views: list[Tensor], dimension: int) -> Tensor:
+        """Return the content of views of the files: the only place that reads tensors."""
+        self.bytes_read += sum(view.nbytes for view in views)
+        return views[0] if len(views) == 1 else torch.cat(views, dim=dimension)
+
+    def _entry(self, key: str) -> LogicalTensor:
         if key not in self.manifest.tensors:
             raise UserError(f"{self.folder}: has no tensor {key}; it was saved by another model")
-        entry = self.manifest.tensors[key]
-        stored = entry.dimension or 0
-        wanted = stored if dimension is None else dimension
-        stop = entry.shape[wanted] if length is None else start + length
-        if len(entry.slices) > 1 and wanted != stored:
-            return self.read(key).narrow(wanted, start, stop - start)
-        parts = list(self._parts(entry, wanted, start, stop))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=wanted)
+        return self.manifest.tensors[key]
 
-    def _parts(self, entry: LogicalTensor, dimension: int, start: int, stop: int) -> Iterator[Any]:
+    def _views(
+        self, entry: LogicalTensor, dimension: int, start: int, length: int | None
+    ) -> Iterator[Tensor]:
+        """Yield views of the mapped files, which are read when their content is used."""
+        stop = entry.shape[dimension] if length is None else start + length
         for piece in entry.slices:
             # A tensor stored in one piece can be sliced along any dimension.
             extent = piece.length if len(entry.slices) > 1 else entry.shape[dimension]
@@ -107,6 +157,28 @@ class CheckpointReader:
         if name not in self._files:
             self._files[name] = self._open.enter_context(open_tensors(self.folder / name))
         return self._files[name]
+
+
+def _along(entry: LogicalTensor, dimension: int | None) -> int | None:
+    """Return the dimension to slice a tensor along; None if it was cut along another."""
+    stored = entry.dimension or 0
+    wanted = stored if dimension is None else dimension
+    return None if len(entry.slices) > 1 and wanted != stored else wanted
+
+
+def _runs(view: Tensor, start: int, stop: int) -> list[Tensor]:
+    """Return vectors of the elements from `start` to `stop` in row-major order, and no others."""
+    if view.is_contiguous():
+        return [view.view(-1)[start:stop]]
+    row = view[0].numel()
+    first, last = -(-start // row), stop // row
+    if first > last:  # within one row
+        return _runs(view[last], start % row, stop % row)
+    return [
+        *(_runs(view[first - 1], start % row, row) if start % row else ()),
+        *([view[first:last].reshape(-1)] if first < last else ()),
+        *(_runs(view[last], 0, stop % row) if stop % row else ()),
+    ]
 
 
 def read_weights(checkpoint: Path, prefix: str = "") -> dict[str, Tensor]:

@@ -1,7 +1,8 @@
 """A parameter's float32 weight and optimizer states, at any ZeRO stage.
 
 DeepSpeed partitions and flattens them differently at each stage. Here a tensor is always this
-process's tensor-parallel slice, gathered over the data-parallel group.
+process's tensor-parallel slice, and what a process holds of it is a range of its elements in
+row-major order.
 """
 
 from __future__ import annotations
@@ -11,11 +12,10 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
     safe_set_local_fp32_param,
     safe_set_local_optimizer_state,
 )
@@ -67,22 +67,45 @@ class ParameterStates:
             return torch.zeros(logical_shape(parameter), dtype=torch.float32)
         return value.float()
 
+    def held(self, parameter: nn.Parameter, kind: TensorKind) -> range:
+        """Return the elements, in row-major order, that `set_held` takes: those held here.
+
+        All of them where a process needs the whole tensor and cannot gather it from the others.
+        """
+        if self._zero_stage == 0 or not parameter.requires_grad:
+            return held_elements(parameter)
+        if self._zero_stage == 3:
+            if kind == "weight" and parameter.ds_persist:  # type: ignore[attr-defined]
+                return held_elements(parameter)
+            return _partition(parameter)
+        mapping = _mapping(parameter)
+        if mapping is None:
+            return range(0)
+        address = mapping.lp_fragment_address
+        return range(address.start, address.start + address.numel)
+
     def set(self, parameter: nn.Parameter, kind: TensorKind, value: Tensor) -> None:
         """Write the float32 slice; a weight also updates the copy in the compute precision."""
+        held = self.held(parameter, kind)
+        self.set_held(parameter, kind, value.flatten()[held.start : held.stop])
+
+    def set_held(self, parameter: nn.Parameter, kind: TensorKind, values: Tensor) -> None:
+        """Write the elements of `held`, as a vector; else as `set`."""
         if not parameter.requires_grad:
-            set_gathered(parameter, value)
+            set_held_elements(parameter, values)
         elif self._zero_stage == 0:
             state = self._engine.optimizer.state
             target = parameter.data if kind == "weight" else state[parameter][kind]
-            target.copy_(value)
+            target.copy_(values.view_as(target))
         elif self._zero_stage == 3:
-            self._set_local(parameter, kind, value)
-        elif kind == "weight":
-            value = value.to(parameter.device)
-            safe_set_full_fp32_param(parameter, value)
-            parameter.data.copy_(value)
+            self._set_partition(parameter, kind, values)
         else:
-            safe_set_full_optimizer_state(parameter, value.to(parameter.device), kind)
+            mapping = _mapping(parameter)
+            if mapping is not None:
+                fragment = mapping.get_hp_fragment(None if kind == "weight" else kind)
+                fragment.data.copy_(values)
+            if kind == "weight":
+                parameter.data.copy_(self.get(parameter, kind))
 
     @torch.no_grad()
     def show(self, parameter: nn.Parameter, kind: TensorKind) -> None:
@@ -96,19 +119,24 @@ class ParameterStates:
         average.copy_(parameter)
         parameter.copy_(shown)
 
-    def _set_local(self, parameter: nn.Parameter, kind: TensorKind, value: Tensor) -> None:
-        # Write the local slice: DeepSpeed's setter for full tensors ignores the padding of sizes
-        # that are not divisible.
+    def _set_partition(self, parameter: nn.Parameter, kind: TensorKind, values: Tensor) -> None:
+        # DeepSpeed's setter for full tensors ignores the padding of sizes that are not divisible.
+        part = _partition(parameter)
+        mine = values[part.start : part.stop] if len(values) > len(part) else values
         split: Any = parameter
-        size = split.ds_tensor.numel()
-        padding = size * split.ds_zero_partition_world_size - value.numel()
-        padded = nn.functional.pad(value.flatten(), (0, padding))
-        local = padded.narrow(0, size * split.ds_zero_partition_rank, size)
-        if kind == "weight":
-            safe_set_local_fp32_param(parameter, local)
-            set_gathered(parameter, value)
-        else:
-            safe_set_local_optimizer_state(parameter, local, kind)
+        local = nn.functional.pad(mine, (0, split.ds_tensor.ds_numel - len(part)))
+        # The partition of a weight on NVMe is one element until it is fetched, and DeepSpeed would
+        # fill the float32 partition with one number.
+        is_away = split.ds_tensor.status is not PartitionedParamStatus.AVAILABLE
+        with deepspeed.zero.GatheredParameters([parameter], enabled=is_away):
+            if kind == "weight":
+                safe_set_local_fp32_param(parameter, local)
+            else:
+                safe_set_local_optimizer_state(parameter, local, kind)
+        if kind == "weight" and len(held_elements(parameter)) == len(values):
+            set_held_elements(parameter, values)
+        elif kind == "weight":
+            set_gathered(parameter, self.get(parameter, kind))
 
     def optimizer_step(self) -> int:
         """Return the optimizer's step count."""
@@ -144,8 +172,7 @@ class ParameterStates:
         """
         if self._zero_stage not in (1, 2):
             return
-        # DeepSpeed's attribute of a parameter; None where another process updates all of it.
-        mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
+        mapping = _mapping(parameter)
         if mapping is not None and kind not in mapping.get_optim_state_keys():
             self._engine.optimizer._hp_optimizer_states_linked = False
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()
@@ -187,6 +214,47 @@ def set_gathered(parameter: nn.Parameter, value: Tensor) -> None:
         return
     with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
         parameter.data.copy_(value)
+
+
+def held_elements(parameter: nn.Parameter) -> range:
+    """Return the elements, in row-major order, that `set_held_elements` takes.
+
+    This process's partition under ZeRO-3, else all. All also where the partition has copies: of a
+    parameter that is kept whole or gathered at present, within a node, or on NVMe.
+    """
+    if not _is_split(parameter):
+        return range(parameter.numel())
+    split: Any = parameter
+    alone = (
+        split.ds_status is ZeroParamStatus.NOT_AVAILABLE
+        and split.ds_tensor.status is PartitionedParamStatus.AVAILABLE
+        and split.ds_tensor.final_location is None
+        and split.ds_secondary_tensor is None
+        and not split.ds_persist
+    )
+    return _partition(parameter) if alone else range(split.ds_numel)
+
+
+def set_held_elements(parameter: nn.Parameter, values: Tensor) -> None:
+    """Set the elements of `held_elements`, a vector, without communication if a process can."""
+    shape = logical_shape(parameter)
+    if len(values) == shape.numel():
+        set_gathered(parameter, values.view(shape))
+    else:
+        parameter.ds_tensor[: len(values)].copy_(values)  # type: ignore[attr-defined]
+
+
+def _partition(parameter: nn.Parameter) -> range:
+    """Return the elements of this process's partition under ZeRO-3, without its padding."""
+    split: Any = parameter
+    size, whole = split.ds_tensor.ds_numel, split.ds_numel
+    start = min(size * split.ds_zero_partition_rank, whole)
+    return range(start, min(start + size, whole))
+
+
+def _mapping(parameter: nn.Parameter) -> Any:
+    """Return DeepSpeed's fragment at ZeRO 1 and 2; None where others update all of it."""
+    return parameter._hp_mapping  # type: ignore[attr-defined]
 
 
 def _is_split(parameter: nn.Parameter) -> bool:

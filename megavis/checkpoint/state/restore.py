@@ -1,6 +1,6 @@
 """Load a checkpoint into any layout, and find the newest intact one to resume from.
 
-Each process reads only its own slices.
+Each process reads only the elements that it holds: under ZeRO those of its partition.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from megavis.checkpoint.format.tensor_reader import CheckpointReader
 from megavis.checkpoint.state.parameter_states import (
     AVERAGE,
     ParameterStates,
+    held_elements,
     logical_shape,
-    set_gathered,
+    set_held_elements,
 )
 from megavis.composition.encoded_image import PretrainedEncoder
 from megavis.config.errors import UserError
@@ -43,9 +44,9 @@ def load_training_state(
         states.create_states(reader.manifest.optimizer_step, with_average=averages)
         for name, parameter in layers.named_parameters():
             for kind in states.kinds(parameter):
-                states.set(
-                    parameter, kind, _local_slice(reader, f"{kind}/{name}", parameter, context)
-                )
+                held = states.held(parameter, kind)
+                values = _elements(reader, f"{kind}/{name}", held, parameter, context)
+                states.set_held(parameter, kind, values)
         _fill_buffers(reader, layers)
         return reader.manifest
 
@@ -63,7 +64,9 @@ def start_from_weights(
         for name, parameter in layers.named_parameters():
             is_saved = f"weight/{name}" in reader.manifest.tensors
             if not starts_fresh(parameter, is_saved=is_saved):
-                states.set(parameter, "weight", _weight(reader, name, parameter, context))
+                held = states.held(parameter, "weight")
+                values = _weight(reader, name, held, parameter, context)
+                states.set_held(parameter, "weight", values)
 
 
 def start_encoder(
@@ -95,7 +98,8 @@ def load_weights(folder: Path, layers: LocalLayers, context: ParallelContext) ->
     check_files(folder, context)
     with CheckpointReader(folder) as reader, torch.no_grad():
         for name, parameter in layers.named_parameters():
-            set_gathered(parameter, _weight(reader, name, parameter, context))
+            held = held_elements(parameter)
+            set_held_elements(parameter, _weight(reader, name, held, parameter, context))
         _fill_buffers(reader, layers)
         return reader.manifest
 
@@ -141,35 +145,45 @@ def _fill_buffers(reader: CheckpointReader, layers: LocalLayers) -> None:
 
 
 def _weight(
-    reader: CheckpointReader, name: str, parameter: nn.Parameter, context: ParallelContext
+    reader: CheckpointReader,
+    name: str,
+    elements: range,
+    parameter: nn.Parameter,
+    context: ParallelContext,
 ) -> Tensor:
     key = reader.weight_key(name)
     saved, wanted = reader.shape(key), logical_shape(parameter)
     grids = name == LEARNED and saved is not None and all(map(is_grid, (saved[0], wanted[0])))
     if grids and saved != wanted:
-        return resize_table(reader.read(key), wanted[0])
-    return _local_slice(reader, key, parameter, context)
+        resized = resize_table(reader.read(key), wanted[0])
+        return resized.flatten()[elements.start : elements.stop]
+    return _elements(reader, key, elements, parameter, context)
 
 
-def _local_slice(
-    reader: CheckpointReader, key: str, parameter: nn.Parameter, context: ParallelContext
+def _elements(
+    reader: CheckpointReader,
+    key: str,
+    elements: range,
+    parameter: nn.Parameter,
+    context: ParallelContext,
 ) -> Tensor:
-    shape = logical_shape(parameter)
+    """Return elements, in row-major order, of this process's tensor-parallel slice."""
     if not key.startswith("weight/") and reader.manifest.optimizer_step == 0:
         # No optimizer step has been taken, or the weights were imported without moments.
-        return torch.zeros(shape)
-    dimension = partition_dimension(parameter)
-    if dimension is None:
-        value = reader.read(key)
-    else:
+        return torch.zeros(len(elements))
+    shape, dimension = [*logical_shape(parameter)], partition_dimension(parameter)
+    start, length = 0, None
+    if dimension is not None:
         length = shape[dimension]
-        value = reader.read(key, length * context.tensor.rank, length, dimension=dimension)
-    if value.shape != shape:
+        start = length * context.tensor.rank
+        shape[dimension] = length * context.tensor.size
+    saved = reader.shape(key)
+    if saved is not None and [*saved] != shape:
         raise UserError(
-            f"{reader.folder}: {key} has shape {tuple(value.shape)}, and this model needs"
+            f"{reader.folder}: {key} has shape {tuple(saved)}, and this model needs"
             f" {tuple(shape)}; the config differs from that of training"
         )
-    return value
+    return reader.read_elements(key, elements, start, length, dimension=dimension)
 
 
 Found = tuple[Path, CheckpointManifest]

@@ -115,6 +115,9 @@ class Manifest(_Strict):
     preparation: Preparation
     class_names: tuple[str, ...]
     shards: tuple[ShardEntry, ...]
+    index_sha256: Sha256 | None = Field(
+        default=None, description="SHA-256 of `samples.index`; set when the folder is finished"
+    )
     skipped: dict[str, Count] = Field(description="number of rejected source files by reason")
     seed: Count
     source: SourceIdentity

@@ -45,15 +45,17 @@ class BlendedDataset:
         self._label_tables = [
             _label_table(part.class_names, self.class_names) for part in self.parts
         ]
-        labels = [
-            table[part.labels] for table, part in zip(self._label_tables, self.parts, strict=True)
-        ]
-        self.labels = np.concatenate(labels)
         self._firsts = np.cumsum([0, *map(len, self.parts)])
         shards = tuple(shard for part in self.parts for shard in part.manifest.shards)
         self.manifest = self.parts[0].manifest.model_copy(
             update={"class_names": self.class_names, "shards": shards}
         )
+
+    @property
+    def labels(self) -> np.ndarray:
+        """Labels int64 `[N]`, as indexes of `class_names`; made anew when asked for."""
+        parts = zip(self._label_tables, self.parts, strict=True)
+        return np.concatenate([table[part.labels] for table, part in parts])
 
     @property
     def directory(self) -> Path:

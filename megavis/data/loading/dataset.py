@@ -1,7 +1,8 @@
 """A shard folder as a map-style data set, and subsets of it.
 
-Opening reads only the manifest and the indexes, and runs cheap checks (sizes, counts, hashes of
-small files); `verify` reads every byte. Tars are memory-mapped on first use.
+Opening reads only the manifest and the index, and runs cheap checks (sizes, counts, the hash of the
+index); `verify` reads every byte. The index is memory-mapped, tars on first use, so that the
+processes of a node share both, and a process keeps nothing per sample.
 """
 
 from __future__ import annotations
@@ -20,14 +21,12 @@ from megavis.data.codecs.registry import codec_of
 from megavis.data.codecs.transforms import Transform
 from megavis.data.format.files import sha256_of_file
 from megavis.data.format.manifest import PALETTE_NAME, Manifest, ShardEntry
-from megavis.data.format.shards import ShardIndex, index_path
+from megavis.data.format.sample_index import SampleIndex
 from megavis.data.loading.order import SampleOrder
 from megavis.data.loading.remote import RemoteFolder, is_remote
-from megavis.parallel.limits import allow_open_files
+from megavis.parallel.limits import allow_open_files, most_open_maps
 
-# Each map holds a file descriptor. Batches that are being decoded hold further maps, and every part
-# of a blend has its own.
-_MAX_OPEN_MAPS = 256
+_CHUNK = 1 << 16
 _WRONG_LENGTH = "wrong length"
 
 
@@ -48,8 +47,6 @@ class ShardDataset:
         directory: the shard folder; its cache for a URL.
         manifest: the folder's; with a palette, that of the resulting ids.
         class_names: names of the classes, indexed by label.
-        labels: int64 `[N]`, -1 for a sample without a label; a replaced sample has the label of
-            its replacement.
 
     Raises:
         UserError: the folder is unfinished, empty or damaged, or was made with another palette.
@@ -84,25 +81,36 @@ class ShardDataset:
         elif palette is not None:
             size = (transform or self.manifest).image_size or 0
             self.manifest = self.manifest.as_palette(palette.sha256, len(palette), image_size=size)
-        indexes = [self._open_index(shard) for shard in self.manifest.shards]
-        self._keys = [index.keys for index in indexes]
-        self._first = np.cumsum([0] + [len(index) for index in indexes])
-        self._offsets = np.concatenate([np.array(index.offsets, np.int64) for index in indexes])
-        self._lengths = np.concatenate([np.array(index.lengths, np.int64) for index in indexes])
-        self._replacement = self._find_replacements()
-        labels = np.concatenate([np.array(index.labels, np.int64) for index in indexes])
+        self._check_sizes()
+        self._first = np.cumsum([0] + [shard.num_samples for shard in self.manifest.shards])
+        self._index = SampleIndex(self.directory, self.manifest)
+        self._num_bytes = np.array([shard.num_bytes for shard in self.manifest.shards])
+        self._wrong, self._in_their_place = self._find_replacements()
+        for index in self._wrong.tolist():
+            self._name_skipped(index, _WRONG_LENGTH)
+        labels = self._index.labels
         if labels.min() < -1 or labels.max() >= len(self.class_names):
             raise UserError(f"{self.directory} holds labels outside its list of classes")
-        self.labels = labels[self._replacement]
 
     def __len__(self) -> int:
-        return len(self._replacement)
+        return int(self._first[-1])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_maps": OrderedDict(), "_lock": None}
+        return {**self.__dict__, "_maps": OrderedDict(), "_lock": None, "_index": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=Lock())
+        self._index = SampleIndex(self.directory, self.manifest)
+
+    @property
+    def labels(self) -> np.ndarray:
+        """Labels int64 `[N]`, -1 for a sample without a label; made anew when asked for.
+
+        A replaced sample has the label of its replacement.
+        """
+        labels = self._index.labels.astype(np.int64)
+        labels[self._wrong] = labels[self._in_their_place]
+        return labels
 
     @property
     def skipped(self) -> Counter[str]:
@@ -141,16 +149,16 @@ class ShardDataset:
         """
         indices = checked_indices(indices, len(self))
         positions = indices if positions is None else positions
-        indices = self._replacement[indices]
+        indices = self._valid(indices)
         samples, refused = self._decode(indices, positions)
         for _ in range(len(self)):
             if not refused:
-                return samples, self.labels[indices]
+                return samples, self._index.labels[indices].astype(np.int64)
             for row, reason in refused.items():
                 self._name_skipped(int(indices[row]), reason)
             rows = np.array(sorted(refused))
             # The next sample may have a wrong length and a replacement of its own.
-            indices[rows] = self._replacement[(indices[rows] + 1) % len(self)]
+            indices[rows] = self._valid((indices[rows] + 1) % len(self))
             samples[rows], still = self._decode(indices[rows], positions[rows])
             refused = {int(rows[place]): reason for place, reason in still.items()}
         raise UserError(f"{self.directory} holds no valid sample; first: {self._first_skipped}")
@@ -158,8 +166,7 @@ class ShardDataset:
     def name_of(self, index: int) -> str:
         """Return `shard:key` of one sample."""
         shard = int(np.searchsorted(self._first, index, side="right")) - 1
-        key = self._keys[shard][index - self._first[shard]]
-        return f"{self.manifest.shards[shard].name}:{key}"
+        return f"{self.manifest.shards[shard].name}:{self._index.key(index)}"
 
     @property
     def _first_skipped(self) -> str:
@@ -175,7 +182,7 @@ class ShardDataset:
 
     def payload(self, index: int) -> bytes:
         """Return the stored bytes of a sample or its replacement. Raises IndexError."""
-        [payload] = self._payloads(self._replacement[checked_indices(np.array([index]), len(self))])
+        [payload] = self._payloads(self._valid(checked_indices(np.array([index]), len(self))))
         return payload.tobytes()
 
     def _decode(self, indices: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, Refusals]:
@@ -186,11 +193,11 @@ class ShardDataset:
         """Return views of the bytes of samples, uint8 `[length]` each."""
         shards = np.searchsorted(self._first, indices, side="right") - 1
         maps = {shard: self._map(shard) for shard in np.unique(shards).tolist()}
-        starts = self._offsets[indices]
+        starts = self._index.offsets[indices]
         places = zip(
             shards.tolist(),
             starts.tolist(),
-            (starts + self._lengths[indices]).tolist(),
+            (starts + self._index.lengths[indices]).tolist(),
             strict=True,
         )
         return [maps[shard][start:stop] for shard, start, stop in places]
@@ -204,7 +211,7 @@ class ShardDataset:
                 allow_open_files()
                 # Wrap in a plain array: slicing np.memmap is four times slower.
                 self._maps[shard] = np.asarray(np.memmap(path, np.uint8, mode="r"))
-                if len(self._maps) > _MAX_OPEN_MAPS:
+                if len(self._maps) > most_open_maps():
                     self._maps.popitem(last=False)
             self._maps.move_to_end(shard)
             return self._maps[shard]
@@ -212,33 +219,46 @@ class ShardDataset:
     def _tar(self, shard: ShardEntry) -> Path:
         return self._remote.shard(shard) if self._remote else self.directory / shard.name
 
-    def _open_index(self, shard: ShardEntry) -> ShardIndex:
-        if self._remote is None or (self.directory / shard.name).exists():
-            _check_size(self.directory / shard.name, shard)
-        path = index_path(self.directory / shard.name)
-        try:
-            content = path.read_bytes()
-        except FileNotFoundError:
-            raise UserError(f"{path} is missing: write the shards again") from None
-        if hashlib.sha256(content).hexdigest() != shard.index_sha256:
-            raise UserError(f"{path} does not have the SHA-256 of the manifest")
-        index = ShardIndex.from_json(content, path=path)
-        if len(index) != shard.num_samples:
-            raise UserError(f"{path} lists {len(index)} samples, the manifest {shard.num_samples}")
-        return index
+    def _check_sizes(self) -> None:
+        for shard in self.manifest.shards:
+            path = self.directory / shard.name
+            if self._remote is None or path.exists():
+                _check_size(path, shard)
 
-    def _find_replacements(self) -> np.ndarray:
+    def _valid(self, indices: np.ndarray) -> np.ndarray:
         """Return the index to read for each sample: its own or the next of valid length."""
-        ends = np.repeat([shard.num_bytes for shard in self.manifest.shards], np.diff(self._first))
-        inside = (self._offsets >= 0) & (self._offsets + self._lengths <= ends)
-        good = self.codec.valid_lengths(self._lengths) & inside
-        for index in np.flatnonzero(~good):
-            self._name_skipped(int(index), _WRONG_LENGTH)
-        if not good.any():
+        if not len(self._wrong):
+            return indices.copy()
+        places = np.searchsorted(self._wrong, indices).clip(max=len(self._wrong) - 1)
+        is_wrong = self._wrong[places] == indices
+        return np.where(is_wrong, self._in_their_place[places], indices)
+
+    def _find_replacements(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the samples of invalid length, sorted, and the samples to read in their place."""
+        # In chunks: arrays over all samples would be most of a process's memory.
+        chunks = (
+            start + np.flatnonzero(~self._has_valid_length(start, start + _CHUNK))
+            for start in range(0, len(self), _CHUNK)
+        )
+        wrong = np.concatenate([*chunks])
+        if len(wrong) == len(self):
             raise UserError(f"{self.directory} holds no sample of the right length")
-        places = np.flatnonzero(good)
-        after = np.searchsorted(places, np.arange(len(good)))
-        return places[after % len(places)]
+        # The first valid one after a run of wrong ones, each of which is one further than the last.
+        ends = np.flatnonzero(np.append(np.diff(wrong) != 1, True)) if len(wrong) else wrong
+        after = wrong[ends[np.searchsorted(ends, np.arange(len(wrong)))]] + 1
+        if len(wrong) and after[-1] == len(self):
+            first = int(after[0]) if wrong[0] == 0 else 0
+            after[after == len(self)] = first
+        return wrong, after
+
+    def _has_valid_length(self, start: int, stop: int) -> np.ndarray:
+        offsets, lengths = self._index.offsets[start:stop], self._index.lengths[start:stop]
+        places = np.arange(start, start + len(offsets))
+        shards = np.searchsorted(self._first, places, side="right") - 1
+        ends = self._num_bytes[shards]
+        inside = (offsets >= 0) & (offsets + lengths <= ends)
+        valid: np.ndarray = self.codec.valid_lengths(lengths) & inside
+        return valid
 
     def _name_skipped(self, index: int, reason: str) -> None:
         name = f"{self.name_of(index)}: {reason}"

@@ -26,6 +26,7 @@ from typing import IO, BinaryIO
 from megavis.config.errors import UserError
 from megavis.data.format.files import atomic_writer, write_atomically
 from megavis.data.format.manifest import MANIFEST_NAME, PALETTE_NAME, Manifest, ShardEntry
+from megavis.data.format.sample_index import SAMPLE_INDEX_NAME
 from megavis.data.format.shards import index_path
 
 ATTEMPTS = 3
@@ -92,6 +93,7 @@ class RemoteFolder:
         folder._check_room(manifest)
         if manifest.kind == "palette":
             folder.fetch(PALETTE_NAME)  # checked by the data set
+        folder.fetch(SAMPLE_INDEX_NAME, sha256=manifest.index_sha256)
         with ThreadPoolExecutor(_FETCHED_AT_ONCE) as pool:
             list(pool.map(folder._fetch_index, manifest.shards))
         return folder

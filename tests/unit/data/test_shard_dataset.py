@@ -13,6 +13,8 @@ from shard_folder import write_folder
 
 from megavis.config.errors import UserError
 from megavis.data.format.files import sha256_of_file
+from megavis.data.format.manifest import Manifest
+from megavis.data.format.sample_index import SAMPLE_INDEX_NAME, finish_folder
 from megavis.data.format.shards import index_path
 from megavis.data.loading import dataset as dataset_module
 from megavis.data.loading.dataset import ShardDataset
@@ -38,7 +40,7 @@ def test_read(folder):
 
 def test_concurrent_reads_with_few_open_maps(folder, monkeypatch):
     path, tokens, _ = folder
-    monkeypatch.setattr(dataset_module, "_MAX_OPEN_MAPS", 2)
+    monkeypatch.setattr(dataset_module, "most_open_maps", lambda: 2)
     dataset = pickle.loads(pickle.dumps(ShardDataset(path)))
     wrong = []
 
@@ -101,9 +103,12 @@ def test_changed_palette(folder):
 
 def test_changed_index(folder):
     path, _, _ = folder
-    with index_path(path / "shard-000000.tar").open("ab") as file:
+    with (path / SAMPLE_INDEX_NAME).open("ab") as file:
         file.write(b" ")
-    with pytest.raises(UserError, match=r"shard-000000\.index\.json"):
+    with pytest.raises(UserError, match=r"samples\.index does not have the SHA-256"):
+        ShardDataset(path)
+    (path / SAMPLE_INDEX_NAME).unlink()
+    with pytest.raises(UserError, match=r"samples\.index is missing: write the shards again"):
         ShardDataset(path)
 
 
@@ -120,7 +125,7 @@ def test_labels_outside_the_classes(tmp_path):
 
 
 def edit_index(path, shard, **columns):
-    """Change columns of an index, and its SHA-256 in the manifest."""
+    """Change columns of a shard's index, and finish the folder again."""
     file = index_path(path / shard)
     index = json.loads(file.read_text())
     for column, values in columns.items():
@@ -131,6 +136,7 @@ def edit_index(path, shard, **columns):
     entry = next(s for s in manifest["shards"] if s["name"] == shard)
     entry["index_sha256"] = sha256_of_file(file)
     (path / "manifest.json").write_text(json.dumps(manifest))
+    finish_folder(path, Manifest.read(path))
 
 
 def test_wrong_lengths_are_replaced(folder):
@@ -144,6 +150,36 @@ def test_wrong_lengths_are_replaced(folder):
     assert (dataset.labels == labels[stand_in]).all()
     assert dataset.skipped == {"wrong length": 3}
     assert dataset.skipped_names[0] == "shard-000001.tar:000000013: wrong length"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "wanted"),
+    [
+        ([0], {0: 1}),
+        ([0, 1, 36], {0: 2, 1: 2, 36: 2}),
+        ([5, 7, 8], {5: 6, 7: 9, 8: 9}),
+        ([9, 10, 11], {9: 12, 10: 12, 11: 12}),  # over the end of a shard
+        (range(1, 37), dict.fromkeys(range(1, 37), 0)),
+    ],
+)
+def test_next_valid_sample_is_read(folder, wrong, wanted):
+    path, tokens, labels = folder
+    for shard in range(4):
+        places = [sample - 10 * shard for sample in wrong if sample // 10 == shard]
+        edit_index(path, f"shard-{shard:06d}.tar", lengths=dict.fromkeys(places, 17))
+    stand_in = np.array([wanted.get(sample, sample) for sample in range(37)])
+    dataset = ShardDataset(path)
+    assert (dataset.read(np.arange(37))[0] == tokens[stand_in]).all()
+    assert (dataset.labels == labels[stand_in]).all()
+    assert dataset.skipped == {"wrong length": len(wrong)}
+
+
+def test_no_sample_of_the_right_length(folder):
+    path, _, _ = folder
+    for shard, count in enumerate([10, 10, 10, 7]):
+        edit_index(path, f"shard-{shard:06d}.tar", lengths=dict.fromkeys(range(count), 17))
+    with pytest.raises(UserError, match="holds no sample of the right length"):
+        ShardDataset(path)
 
 
 def test_tokens_beyond_the_palette_are_replaced(tmp_path):

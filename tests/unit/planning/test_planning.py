@@ -22,7 +22,7 @@ from megavis.planning.devices import Cluster, open_device
 from megavis.planning.layouts import Layout, layout_key
 from megavis.planning.plan import bubble_fraction, plan_layout
 from megavis.planning.shape import shape_of
-from megavis.planning.states import BUCKET, parameters_held, rank_memory, states_of
+from megavis.planning.states import bucket_of, parameters_held, rank_memory, states_of
 
 pytestmark = pytest.mark.once
 
@@ -225,7 +225,8 @@ def test_stages_gather_one_layer_ahead(shape):
     """Of iGPT-M a block is the largest layer; the next one is gathered while it computes."""
     keys = {"zero_stage": 3, "pipeline_model_parallel_size": 2}
     staged, alone = layout_of(data=8, **keys), layout_of(data=8, zero_stage=3)
-    block, bucket = shape.layers.stacks[0].block.held(1), 4 * BUCKET
+    block = shape.layers.stacks[0].block.held(1)
+    bucket = 4 * bucket_of(shape, alone)
     assert shape.layers.largest(1) == block
     assert rank_memory(shape, staged).buffers == bucket + 4 * block
     assert rank_memory(shape, alone).buffers == bucket + 4 * (shape.layers.total - block)

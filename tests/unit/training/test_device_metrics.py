@@ -20,13 +20,23 @@ def zero(*words, **options):
     return config, deepspeed_config(config, 1, **options)["zero_optimization"]
 
 
-def test_overlap_comm_only_on_gpus():
-    assert "overlap_comm" not in zero("parallel.zero_stage=2")[1]
-    assert zero("parallel.zero_stage=2", on_gpu=True)[1]["overlap_comm"]
-    stages = ["parallel.pipeline_model_parallel_size=2", "parallel.zero_stage=1"]
-    assert "overlap_comm" not in zero(*stages, on_gpu=True)[1], (
-        "DeepSpeed's pipeline engine does not support it"
-    )
+def test_overlap_only_under_zero_3_and_on_gpus():
+    for stage in (0, 1, 2):
+        assert zero(f"parallel.zero_stage={stage}", on_gpu=True)[1]["overlap_comm"] is False
+    assert zero("parallel.zero_stage=3", on_gpu=True)[1]["overlap_comm"]
+    stages = ["parallel.pipeline_model_parallel_size=2"]
+    for stage in (1, 2):
+        assert not zero(*stages, f"parallel.zero_stage={stage}", on_gpu=True)[1]["overlap_comm"]
+    assert "overlap_comm" not in zero("parallel.zero_stage=3")[1]
+
+
+@pytest.mark.parametrize(
+    ("width", "tensor", "wanted"), [(64, 1, 5e6), (1024, 1, 12 * 2**20), (1024, 2, 6 * 2**20)]
+)
+def test_gradients_are_reduced_about_a_block_at_a_time(width, tensor, wanted):
+    words = [f"model.hidden_size={width}", "model.num_attention_heads=2"]
+    words += [f"parallel.tensor_model_parallel_size={tensor}", "parallel.zero_stage=2"]
+    assert zero(*words)[1]["reduce_bucket_size"] == wanted
 
 
 def test_offload_pins_memory_only_on_gpus():

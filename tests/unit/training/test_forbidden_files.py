@@ -40,7 +40,7 @@ FORBIDDEN = [
     "metrics.jsonl",
     "../../train/manifest.json",
     "../../train/palette.npy",
-    "../../train/shard-000000.index.json",
+    "../../train/samples.index",
 ]
 
 

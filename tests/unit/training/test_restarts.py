@@ -63,6 +63,8 @@ def test_restarts_without_progress_are_limited(context, tmp_path, monkeypatch):
         ({"SLURM_RESTART_COUNT": "0", "TORCHELASTIC_RESTART_COUNT": "0"}, False),
         ({"SLURM_RESTART_COUNT": "2"}, True),
         ({"TORCHELASTIC_RESTART_COUNT": "1"}, True),
+        ({"MEGAVIS_RESTART_COUNT": "0"}, False),
+        ({"MEGAVIS_RESTART_COUNT": "1"}, True),
     ],
 )
 def test_automatic_restarts_are_detected(environment, automatic):
