@@ -37,8 +37,8 @@ def list_mnist(root: Path, split: str) -> Listing:
         raise UserError(f"{pictures} holds no image")
     if len(pixels) != len(numbers):
         raise UserError(
-            f"{pictures} has {len(pixels)} images, and {labels.name} has {len(numbers)} labels: they"
-            " belong to different sets"
+            f"{pictures} has {len(pixels)} images, and {labels.name} has {len(numbers)} labels:"
+            " they belong to different sets"
         )
     files = [
         SourceFile(f"{part}/{place:05d}", label, pixels[0].size, pictures.name, place)

@@ -213,7 +213,7 @@ def test_mnist_is_the_network_of_transformers_are_rnns(load):
     config = load("mnist")
     model, data = config.model, config.data
     assert (model.num_layers, model.num_attention_heads, model.hidden_size) == (8, 8, 256)
-    assert (data.image_size, config.objective.vocabulary_size, data.num_images) == (28, 256, 60_000)
+    assert (data.image_size, config.objective.vocabulary_size) == (28, 256)
     assert (config.optimizer.learning_rate, config.schedule.decay) == (1e-4, "constant")
     assert (config.training.batch_size, config.training.steps) == (10, 250 * 6_000)
     assert list(config.checkpoint.keep_at) == [epoch * 6_000 for epoch in (10, 50, 100, 150, 200)]
