@@ -1,0 +1,159 @@
+"""Train megavis and a peer in turns, and compare losses, weights and time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megavis.config.schema import RunConfig
+from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.loader import Batch, BatchLoader
+from megavis.papers import build_objective
+from megavis.parallel.context import ParallelContext
+from megavis.training.engine import Engine
+
+TOLERANCE = 1e-4
+"""Largest difference of the losses, in nats or squared deviations, at each of the first steps."""
+COMPARED = 100
+"""Steps to which the tolerance applies."""
+
+Weights = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A plain loop around another library's model.
+
+    Attributes:
+        step: takes a batch and the number of the step, and returns the loss.
+        weights: returns the model's weights under megavis' names.
+        average: returns the moving average of the weights, if the loop keeps one.
+    """
+
+    step: Callable[[Batch, int], float]
+    weights: Callable[[], Weights]
+    average: Callable[[], Weights] | None = None
+
+
+@dataclass
+class Result:
+    """What a comparison found.
+
+    Attributes:
+        name: what was trained.
+        peer: the other library's model.
+        batch_size: images per step.
+        losses: of each step, megavis' and the peer's.
+        seconds: of each step, likewise.
+        weights: largest difference of a weight after the last step.
+        average: largest difference of an averaged weight; None without an average.
+    """
+
+    name: str
+    peer: str
+    batch_size: int
+    losses: list[tuple[float, float]] = field(default_factory=list)
+    seconds: list[tuple[float, float]] = field(default_factory=list)
+    weights: float = 0.0
+    average: float | None = None
+
+    @property
+    def difference(self) -> float:
+        """Largest difference of the losses in the first `COMPARED` steps."""
+        return max(abs(ours - theirs) for ours, theirs in self.losses[:COMPARED])
+
+    @property
+    def agrees(self) -> bool:
+        """True if the losses agree within the tolerance; a loss that is not a number does not."""
+        return self.difference <= TOLERANCE
+
+    def row(self) -> dict[str, Any]:
+        """Return a line of the report; rates are of the median step, ends of the last tenth."""
+        ours, theirs = ([pair[side] for pair in self.seconds] for side in (0, 1))
+        last = self.losses[-max(1, len(self.losses) // 10) :]
+        return {
+            "training": self.name,
+            "peer": self.peer,
+            "steps": len(self.losses),
+            "batch": self.batch_size,
+            "first loss": self.losses[0][0],
+            "end, megavis": statistics.fmean(pair[0] for pair in last),
+            "end, peer": statistics.fmean(pair[1] for pair in last),
+            f"largest difference, {min(COMPARED, len(self.losses))} steps": self.difference,
+            "weights": self.weights,
+            "average": "none" if self.average is None else self.average,
+            "images/s, megavis": self.batch_size / statistics.median(ours),
+            "images/s, peer": self.batch_size / statistics.median(theirs),
+        }
+
+
+class Ours:
+    """megavis in training, as `megavis train` sets it up."""
+
+    def __init__(self, config: RunConfig, context: ParallelContext) -> None:
+        self.objective = build_objective(config, context)
+        self.engine = Engine(config, self.objective, context)
+
+    @torch.no_grad()
+    def start_from(self, weights: Weights) -> None:
+        """Copy weights, all of which must be used, to the model."""
+        left = dict(weights)
+        for name, parameter in self.engine.layers.named_parameters():
+            parameter.copy_(left.pop(name))
+        assert not left, f"left over: {list(left)}"
+
+    def step(self, batch: Batch, number: int) -> float:
+        """Take one step and return its loss."""
+        return float(self.engine.train_step(iter([batch]), number))
+
+    def weights(self) -> Weights:
+        """Return copies of the weights."""
+        return {n: p.detach().clone() for n, p in self.engine.layers.named_parameters()}
+
+    def average(self) -> Weights:
+        """Return copies of the weights' moving average."""
+        with self.engine.evaluated():
+            return self.weights()
+
+
+def batches(config: RunConfig, dataset: ShardDataset) -> Iterator[Batch]:
+    """Yield the batches of a run on one process, in its order of samples."""
+    with BatchLoader(
+        dataset,
+        seed=config.seed,
+        micro_batch_size=config.training.batch_size,
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        accumulation_steps=1,
+        threads=1,
+    ) as loader:
+        yield from loader
+
+
+def compare(result: Result, ours: Ours, peer: Peer, config: RunConfig, stream: Any) -> Result:
+    """Train both for the config's steps, in alternating order, and fill in the result."""
+    for number in range(config.training.steps):
+        batch = next(stream)
+        taken: dict[int, tuple[float, float]] = {}
+        for side in (0, 1) if number % 2 else (1, 0):
+            began = time.perf_counter()
+            loss = (ours, peer)[side].step(batch, number)
+            taken[side] = loss, time.perf_counter() - began
+        result.losses.append((taken[0][0], taken[1][0]))
+        result.seconds.append((taken[0][1], taken[1][1]))
+    result.weights = largest_difference(ours.weights(), peer.weights())
+    if peer.average is not None:
+        result.average = largest_difference(ours.average(), peer.average())
+    return result
+
+
+def largest_difference(ours: Weights, theirs: Weights) -> float:
+    """Return the largest difference of a number; both must have the same tensors."""
+    assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
