@@ -65,8 +65,10 @@ class Result:
 
     @property
     def difference(self) -> float:
-        """Largest difference of the losses in the first `COMPARED` steps."""
-        return max(abs(ours - theirs) for ours, theirs in self.losses[:COMPARED])
+        """Largest difference of the losses in the first `COMPARED` steps; NaN if one is."""
+        # Unlike max(), torch's maximum is NaN if one value is.
+        ours, theirs = torch.tensor(self.losses[:COMPARED], dtype=torch.float64).unbind(1)
+        return float((ours - theirs).abs().max())
 
     @property
     def agrees(self) -> bool:
