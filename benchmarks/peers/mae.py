@@ -104,7 +104,9 @@ def run(sizes: Sizes, folder: Path, context: ParallelContext) -> Result:
     config = config_of(sizes)
     dataset = ShardDataset(folder, training_transform(config.data, seed=config.seed))
     ours = Ours(config, context)
-    peer = MAEPeer(config, ours.objective.backbone)
+    paper = ours.objective.backbone
+    assert isinstance(paper, Composition)
+    peer = MAEPeer(config, paper)
     ours.start_from(peer.weights())
     optimizer = adamw(decay_matrices(peer.model, WEIGHT_DECAY), rate=sizes.rate)
 
