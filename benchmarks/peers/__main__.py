@@ -23,7 +23,9 @@ from benchmarks.timing import machine
 
 KINDS = ("mae", "igpt", "finetune")
 _NEEDS = {"mae": "transformers", "igpt": "transformers", "finetune": "timm"}
-_OPTIONS = tuple(field.name for field in fields(Sizes) if field.name not in ("rate", "seed"))
+_OPTIONS = tuple(
+    field.name for field in fields(Sizes) if field.type == "int" and field.name != "seed"
+)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,6 +46,12 @@ def parser() -> argparse.ArgumentParser:
         )
     made.add_argument("--rate", type=float, default=default.rate, help="peak learning rate")
     made.add_argument("--seed", type=int, nargs="+", default=[0], help="one run for each")
+    made.add_argument(
+        "--control",
+        action="store_true",
+        help="also train the peer from weights that differ by one rounding, to see how far rounding"
+        " alone leads at this rate",
+    )
     made.add_argument("--json", type=Path, metavar="FILE", help="also write all losses here")
     return made
 
@@ -67,7 +75,10 @@ def main(words: Sequence[str] | None = None) -> int:
     for kind in kinds:
         for seed in options.seed:
             sizes = Sizes(
-                **{name: getattr(options, name) for name in _OPTIONS}, rate=options.rate, seed=seed
+                **{name: getattr(options, name) for name in _OPTIONS},
+                rate=options.rate,
+                seed=seed,
+                control=options.control,
             )
             module = importlib.import_module(f"benchmarks.peers.{kind}")
             results.append(module.run(sizes, folders[kind], context))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,7 +50,8 @@ class Result:
         name: what was trained.
         peer: the other library's model.
         batch_size: images per step.
-        losses: of each step, megavis' and the peer's.
+        losses: of each step: megavis', the peer's, and those of the peer after one rounding of its
+            first weights, if that was trained too.
         seconds: of each step likewise, processor seconds of the thread that trains.
         weights: largest difference of a weight after the last step.
         average: largest difference of an averaged weight; None without an average.
@@ -59,17 +60,25 @@ class Result:
     name: str
     peer: str
     batch_size: int
-    losses: list[tuple[float, float]] = field(default_factory=list)
-    seconds: list[tuple[float, float]] = field(default_factory=list)
+    losses: list[tuple[float, ...]] = field(default_factory=list)
+    seconds: list[tuple[float, ...]] = field(default_factory=list)
     weights: float = 0.0
     average: float | None = None
 
     @property
     def difference(self) -> float:
         """Largest difference of the losses in the first `COMPARED` steps; NaN if one is."""
+        return self._largest(0)
+
+    @property
+    def rounding(self) -> float | None:
+        """The same of the peer and the peer after one rounding; None if that was not trained."""
+        return self._largest(2) if len(self.losses[0]) > 2 else None
+
+    def _largest(self, side: int) -> float:
         # Unlike max(), torch's maximum is NaN if one value is.
-        ours, theirs = torch.tensor(self.losses[:COMPARED], dtype=torch.float64).unbind(1)
-        return float((ours - theirs).abs().max())
+        losses = torch.tensor(self.losses[:COMPARED], dtype=torch.float64)
+        return float((losses[:, side] - losses[:, 1]).abs().max())
 
     @property
     def agrees(self) -> bool:
@@ -89,8 +98,9 @@ class Result:
             "end, megavis": statistics.fmean(pair[0] for pair in last),
             "end, peer": statistics.fmean(pair[1] for pair in last),
             f"largest difference, {min(COMPARED, len(self.losses))} steps": self.difference,
+            "the same after one rounding": _text(self.rounding),
             "weights": self.weights,
-            "average": "none" if self.average is None else self.average,
+            "average": _text(self.average),
             "images/CPU s, megavis": self.batch_size / statistics.median(ours),
             "images/CPU s, peer": self.batch_size / statistics.median(theirs),
             "peer's time / megavis'": ratio(theirs, ours),
@@ -140,22 +150,38 @@ def batches(config: RunConfig, dataset: ShardDataset) -> Iterator[Batch]:
         yield from loader
 
 
-def compare(result: Result, ours: Ours, peer: Peer, config: RunConfig, stream: Any) -> Result:
-    """Train both for the config's steps, in alternating order, and fill in the result."""
+def compare(
+    result: Result, ours: Ours, peers: Sequence[Peer], config: RunConfig, stream: Iterator[Batch]
+) -> Result:
+    """Train all for the config's steps, in alternating order, and fill in the result.
+
+    Args:
+        result: with its names.
+        ours: megavis, with the weights of the first peer.
+        peers: the peer, and optionally the peer after one rounding.
+        config: of the run.
+        stream: its batches.
+    """
+    contestants = [ours, *peers]
     for number in range(config.training.steps):
         batch = next(stream)
-        taken: dict[int, tuple[float, float]] = {}
-        for side in (0, 1) if number % 2 else (1, 0):
+        losses, seconds = [0.0] * len(contestants), [0.0] * len(contestants)
+        places = range(len(contestants))
+        for place in places if number % 2 else reversed(places):
             # A thread's own seconds hardly depend on other load; the loader has its threads.
             began = time.thread_time()
-            loss = (ours, peer)[side].step(batch, number)
-            taken[side] = loss, time.thread_time() - began
-        result.losses.append((taken[0][0], taken[1][0]))
-        result.seconds.append((taken[0][1], taken[1][1]))
-    result.weights = largest_difference(ours.weights(), peer.weights())
-    if peer.average is not None:
-        result.average = largest_difference(ours.average(), peer.average())
+            losses[place] = contestants[place].step(batch, number)
+            seconds[place] = time.thread_time() - began
+        result.losses.append(tuple(losses))
+        result.seconds.append(tuple(seconds))
+    result.weights = largest_difference(ours.weights(), peers[0].weights())
+    if peers[0].average is not None:
+        result.average = largest_difference(ours.average(), peers[0].average())
     return result
+
+
+def _text(number: float | None) -> float | str:
+    return "not measured" if number is None else number
 
 
 def largest_difference(ours: Weights, theirs: Weights) -> float:

@@ -14,7 +14,7 @@ from scipy.stats import beta
 from torch import Tensor
 
 from benchmarks.peers.comparison import Ours, Peer, Result, batches, compare
-from benchmarks.peers.plain import adamw, pixels, step_of
+from benchmarks.peers.plain import adamw, pixels, round_once, step_of
 from benchmarks.peers.sizes import Sizes
 from megavis.config.schema import (
     FinetuneConfig,
@@ -196,8 +196,11 @@ def run(sizes: Sizes, folder: Path, context: ParallelContext) -> Result:
     num_classes = len(Manifest.read(folder).class_names)
     config = config_of(sizes, num_classes)
     dataset = ShardDataset(folder, training_transform(config.data, seed=config.seed))
-    ours, peer = Ours(config, context), TimmPeer(sizes, num_classes)
-    ours.start_from(peer.weights())
-    plain = Peer(peer.step, peer.weights, peer.average)
+    ours = Ours(config, context)
+    peers = [TimmPeer(sizes, num_classes) for _ in range(1 + sizes.control)]
+    ours.start_from(peers[0].weights())
+    for other in peers[1:]:
+        round_once(other.model)
+    loops = [Peer(peer.step, peer.weights, peer.average) for peer in peers]
     result = Result("fine-tuning", "timm VisionTransformer", sizes.batch_size)
-    return compare(result, ours, plain, config, batches(config, dataset))
+    return compare(result, ours, loops, config, batches(config, dataset))

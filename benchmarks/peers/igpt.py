@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.peers.comparison import Ours, Peer, Result, batches, compare
-from benchmarks.peers.plain import adamw, cosine_rate, step_of
+from benchmarks.peers.plain import adamw, cosine_rate, round_once, step_of
 from benchmarks.peers.sizes import Sizes
 from megavis.config.schema import ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig
 from megavis.config.section import DataConfig, ParallelConfig
@@ -79,6 +79,17 @@ class IGPTPeer:
         tensors = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
         return from_imagegpt(tensors, num_heads=self.num_heads)
 
+    def loop(self, sizes: Sizes) -> Peer:
+        """Return the loop that trains the model; nothing decays."""
+        group = {"params": [*self.model.parameters()], "weight_decay": 0.0}
+        optimizer = adamw([group], rate=sizes.rate)
+
+        def set_rates(step: int) -> None:
+            rate = cosine_rate(step, peak=sizes.rate, warmup=sizes.warmup, steps=sizes.steps)
+            optimizer.param_groups[0]["lr"] = rate
+
+        return Peer(step_of(optimizer, set_rates, self.loss), self.weights)
+
 
 def run(sizes: Sizes, folder: Path, context: ParallelContext) -> Result:
     """Compare on palette shards of any size and number of colours."""
@@ -89,16 +100,11 @@ def run(sizes: Sizes, folder: Path, context: ParallelContext) -> Result:
     num_colors = manifest.tokenizer.num_tokens
     assert num_colors is not None
     config = config_of(sizes, manifest.image_size, num_colors)
-    ours, peer = Ours(config, context), IGPTPeer(config, num_colors)
-    ours.start_from(peer.weights())
-    optimizer = adamw(
-        [{"params": [*peer.model.parameters()], "weight_decay": 0.0}], rate=sizes.rate
-    )
-
-    def set_rates(step: int) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] = cosine_rate(step, peak=sizes.rate, warmup=sizes.warmup, steps=sizes.steps)
-
-    plain = Peer(step_of(optimizer, set_rates, peer.loss), peer.weights)
+    ours = Ours(config, context)
+    peers = [IGPTPeer(config, num_colors) for _ in range(1 + sizes.control)]
+    ours.start_from(peers[0].weights())
+    for other in peers[1:]:
+        round_once(other.model)
+    loops = [peer.loop(sizes) for peer in peers]
     result = Result("iGPT", "transformers ImageGPTForCausalImageModeling", sizes.batch_size)
-    return compare(result, ours, plain, config, batches(config, dataset))
+    return compare(result, ours, loops, config, batches(config, dataset))

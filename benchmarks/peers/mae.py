@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.peers.comparison import Ours, Peer, Result, batches, compare
-from benchmarks.peers.plain import adamw, cosine_rate, decay_matrices, pixels, step_of
+from benchmarks.peers.plain import adamw, cosine_rate, decay_matrices, pixels, round_once, step_of
 from benchmarks.peers.sizes import Sizes
 from megavis.composition.composition import Composition
 from megavis.config.schema import ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig
@@ -98,6 +98,17 @@ class MAEPeer:
         tensors = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
         return from_vit_mae(with_older_names(tensors), self.settings)
 
+    def loop(self, sizes: Sizes) -> Peer:
+        """Return the loop that trains the model."""
+        optimizer = adamw(decay_matrices(self.model, WEIGHT_DECAY), rate=sizes.rate)
+
+        def set_rates(step: int) -> None:
+            rate = cosine_rate(step, peak=sizes.rate, warmup=sizes.warmup, steps=sizes.steps)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+
+        return Peer(step_of(optimizer, set_rates, self.loss), self.weights)
+
 
 def run(sizes: Sizes, folder: Path, context: ParallelContext) -> Result:
     """Compare on shards of JPEG files."""
@@ -106,15 +117,10 @@ def run(sizes: Sizes, folder: Path, context: ParallelContext) -> Result:
     ours = Ours(config, context)
     paper = ours.objective.backbone
     assert isinstance(paper, Composition)
-    peer = MAEPeer(config, paper)
-    ours.start_from(peer.weights())
-    optimizer = adamw(decay_matrices(peer.model, WEIGHT_DECAY), rate=sizes.rate)
-
-    def set_rates(step: int) -> None:
-        rate = cosine_rate(step, peak=sizes.rate, warmup=sizes.warmup, steps=sizes.steps)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-
-    plain = Peer(step_of(optimizer, set_rates, peer.loss), peer.weights)
+    peers = [MAEPeer(config, paper) for _ in range(1 + sizes.control)]
+    ours.start_from(peers[0].weights())
+    for other in peers[1:]:
+        round_once(other.model)
+    loops = [peer.loop(sizes) for peer in peers]
     result = Result("MAE", "transformers ViTMAEForPreTraining", sizes.batch_size)
-    return compare(result, ours, plain, config, batches(config, dataset))
+    return compare(result, ours, loops, config, batches(config, dataset))

@@ -59,3 +59,13 @@ def step_of(
         return float(loss.detach())
 
     return step
+
+
+@torch.no_grad()
+def round_once(model: torch.nn.Module) -> None:
+    """Change the trained weights by a rounding of float32, up or down at random."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            sign = torch.randint(2, parameter.shape, generator=generator) * 2 - 1
+            parameter.mul_(1 + sign * 2.0**-23)

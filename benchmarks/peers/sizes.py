@@ -20,6 +20,7 @@ class Sizes:
         warmup: steps of linear warm-up.
         rate: peak learning rate.
         seed: of weights, order of samples, and draws.
+        control: train a second peer too, whose first weights differ by one rounding.
     """
 
     layers: int = 6
@@ -33,8 +34,9 @@ class Sizes:
     batch_size: int = 32
     steps: int = 100
     warmup: int = 10
-    rate: float = 1e-3
+    rate: float = 1.5e-4
     seed: int = 0
+    control: bool = False
 
     def training(self) -> TrainingConfig:
         """Return the section `training` of a run."""

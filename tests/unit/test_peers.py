@@ -1,6 +1,7 @@
 """`benchmarks.peers` in small: megavis trains like plain loops around other libraries' models."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -32,17 +33,22 @@ def check(result, *, first_loss):
     assert result.agrees
     assert len(result.losses) == SIZES.steps
     assert abs(result.losses[0][0] - first_loss) < 0.5
-    assert len({loss for loss, _ in result.losses}) == SIZES.steps
+    assert len({losses[0] for losses in result.losses}) == SIZES.steps
     # Adam divides by the size of a gradient, so that rounding moves a few weights by a small step.
     assert result.weights < 0.1 * SIZES.rate
 
 
 def test_mae_trains_like_vit_mae(context, image_shards):
-    check(mae.run(SIZES, image_shards / "train", context), first_loss=1.0)
+    """One rounding of the first weights does not lead further than megavis in this short run."""
+    result = mae.run(replace(SIZES, control=True), image_shards / "train", context)
+    check(result, first_loss=1.0)
+    assert 0 < result.rounding < 0.1 * TOLERANCE
 
 
 def test_igpt_trains_like_image_gpt(context, shards):
-    check(igpt.run(SIZES, shards / "train", context), first_loss=4.2)  # ln 64
+    result = igpt.run(SIZES, shards / "train", context)
+    check(result, first_loss=4.2)  # ln 64
+    assert result.rounding is None
 
 
 def test_fine_tuning_trains_like_timm(context, image_shards):
