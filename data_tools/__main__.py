@@ -70,6 +70,12 @@ VERBS = (
         "palette",
     ),
     Verb(
+        "palette grey",
+        "write a palette of greys, whose tokens are the pixels of grey images",
+        "--out grey.npy",
+        "palette",
+    ),
+    Verb(
         "palette shards",
         "write images as shards of palette tokens",
         "images/train --palette palette.npy --out shards/train --size 32",
@@ -167,7 +173,7 @@ VERBS = (
     ),
 )
 GROUPS = {
-    "palette": "palette tokens: fit, shards",
+    "palette": "palette tokens: fit, grey, shards",
     "maps": "images with label maps: panoptic, depth, nyu",
 }
 

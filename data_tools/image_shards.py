@@ -171,8 +171,11 @@ def kept_jpeg(content: bytes, image: np.ndarray, quality: int | None) -> bytes:
 
 
 def encode(image: np.ndarray, quality: int | None) -> bytes:
-    """Encode uint8 `[h, w, 3]` as JPEG, or as PNG without a quality."""
-    return encode_png(image) if quality is None else encode_jpeg(image, quality)
+    """Encode uint8 `[h, w, 3]` as JPEG, or as PNG without a quality, grey if the image is."""
+    if quality is not None:
+        return encode_jpeg(image, quality)
+    is_grey = (image[..., :1] == image[..., 1:]).all()
+    return encode_png(image[..., 0] if is_grey else image)
 
 
 def _reads(content: bytes) -> bool:
@@ -350,7 +353,7 @@ def _decode_target(content: bytes) -> np.ndarray:
 
 
 def encode_png(image: np.ndarray) -> bytes:
-    """Encode uint8 `[h, w, 3]` as a PNG file."""
+    """Encode uint8 `[h, w, 3]`, or grey `[h, w]`, as a PNG file."""
     file = io.BytesIO()
     Image.fromarray(image).save(file, "PNG")
     return file.getvalue()

@@ -1,4 +1,4 @@
-"""`palette fit` and `palette shards`: fit a palette, and encode images as shards of its tokens.
+"""`palette fit`, `grey` and `shards`: make a palette, and encode images as shards of its tokens.
 
 Fitting can also write the error by number of colours, as a CSV and a plot. Several sizes of shards
 are written in one decode, each to its own folder.
@@ -36,11 +36,17 @@ from data_tools.shard_tasks import Encoded, ShardEncoder, encode_each
 from data_tools.source_formats import add_source_arguments, open_source
 from data_tools.sources import ImageSource, SourceImage, SourcePart
 from megavis.config.arguments import output_file
-from megavis.config.errors import UserError
+from megavis.config.errors import UserError, counted
 from megavis.data.codecs.codec import PaletteCodec
 from megavis.data.format.files import write_atomically
 from megavis.data.format.manifest import PALETTE_NAME
-from megavis.tokenizers.palette import MAX_COLORS, Palette, fit_palette
+from megavis.tokenizers.palette import (
+    MAX_COLORS,
+    MAX_GREYS,
+    Palette,
+    fit_palette,
+    grey_palette,
+)
 
 # Pixels of one image are correlated: more images are better than more pixels.
 _MIN_PIXELS_AN_IMAGE = 64
@@ -85,6 +91,29 @@ def run_fit(arguments: argparse.Namespace) -> int:
     say(_summary(palette, error, len(pixels), arguments.out))
     if arguments.curve:
         _write_curve(arguments, pixels, known=(len(palette), error))
+    return 0
+
+
+def add_grey_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `palette grey` to its parser."""
+    parser.add_argument("--out", type=output_file, required=True, help="the .npy file to write")
+    parser.add_argument(
+        "--num-colors",
+        type=int,
+        default=MAX_GREYS,
+        help="greys, evenly spaced from black to white; default: all 256, so that a token is the"
+        " value of its pixel",
+    )
+
+
+def run_grey(arguments: argparse.Namespace) -> int:
+    """Write a palette of greys. Raises UserError and OSError."""
+    if not 1 <= arguments.num_colors <= MAX_GREYS:
+        raise UserError(f"--num-colors must be in [1, {MAX_GREYS}], not {arguments.num_colors}")
+    palette = grey_palette(arguments.num_colors)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    palette.save(arguments.out)
+    say(f"{arguments.out}: {counted(len(palette), 'grey')}, SHA-256 {palette.sha256}")
     return 0
 
 

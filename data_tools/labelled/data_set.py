@@ -45,7 +45,8 @@ class LabelledSet:
 
     Attributes:
         name: as in `--layout`.
-        markers: groups of files or folders; a folder with all of one group has this data set.
+        markers: groups of files or folders, or patterns of their names; a folder with all of one
+            group has this data set.
         sizes: published number of images in each split.
         list_split: lists one split of the data set at a path. Raises UserError if a file is
             missing, has the wrong size, or another format.
@@ -60,7 +61,7 @@ class LabelledSet:
 
     def lies_at(self, root: Path) -> bool:
         """Return whether a folder has this data set."""
-        marked = any(all((root / name).exists() for name in group) for group in self.markers)
+        marked = any(all(any(root.glob(name)) for name in group) for group in self.markers)
         return marked and self.is_at(root)
 
     def parts_of(self, split: str) -> tuple[str, ...]:

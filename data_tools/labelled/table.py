@@ -14,6 +14,7 @@ from data_tools.labelled.array_files import (
 )
 from data_tools.labelled.binary import list_cifar10, list_cifar100, list_stl10
 from data_tools.labelled.data_set import EXTRA, TEST, TRAIN, UNLABELED, VALIDATION, LabelledSet
+from data_tools.labelled.idx import TEST_IMAGES, TRAIN_IMAGES, list_mnist
 from data_tools.labelled.lists import (
     list_aircraft,
     list_caltech101,
@@ -56,6 +57,7 @@ _DATA_SETS = (
         _sizes(50_000, 0, 10_000),
         list_cifar100,
     ),
+    LabelledSet("mnist", [[TRAIN_IMAGES], [TEST_IMAGES]], _sizes(60_000, 0, 10_000), list_mnist),
     LabelledSet(
         "stl-10",
         [["train_X.bin"], ["test_X.bin"], ["unlabeled_X.bin"]],

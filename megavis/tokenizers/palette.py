@@ -17,6 +17,7 @@ from megavis.config.errors import UserError, describe_os_error
 from megavis.data.format.files import atomic_writer
 
 MAX_COLORS = 512
+MAX_GREYS = 256
 # Exceeds the rounding error of float64 distances; closer ties are resolved by brute force.
 _TIE_MARGIN = 1e-9
 
@@ -123,6 +124,20 @@ class Palette:
 def to_unit(pixels: np.ndarray) -> np.ndarray:
     """Map uint8 `[...]` to float64 `[...]` in [-1, 1]: x / 127.5 - 1."""
     return pixels.astype(np.float64) / 127.5 - 1.0
+
+
+def grey_palette(num_greys: int = MAX_GREYS) -> Palette:
+    """Return greys from black to white, evenly spaced: of all 256, a token is its pixel's value.
+
+    Encoding grey images is then lossless, and the likelihood of tokens is that of their 8 bits.
+
+    Raises:
+        ValueError: `num_greys` is not in [1, 256].
+    """
+    if not 1 <= num_greys <= MAX_GREYS:
+        raise ValueError(f"{num_greys} greys; 8 bits have 1 to {MAX_GREYS}")
+    greys = np.rint(np.linspace(0.0, 255.0, num_greys)).astype(np.uint8)
+    return Palette(np.repeat(to_unit(greys)[:, None], 3, axis=1).astype(np.float32))
 
 
 def fit_palette(

@@ -6,6 +6,7 @@ the bytes of its file.
 
 from __future__ import annotations
 
+import gzip
 import struct
 
 import numpy as np
@@ -121,6 +122,31 @@ def write_stl10(root):
         shown = [-1] * 3 if split == "unlabeled" else labels
         found[split] = list(zip(shown, pixels, strict=True))
     (root / "class_names.txt").write_text("\n".join(CIFAR10_NAMES) + "\n")
+    return found
+
+
+def idx(array):
+    """Return a uint8 array as an idx file: two zeros, the type, the dimensions, the values."""
+    shape = struct.pack(f">{array.ndim}I", *array.shape)
+    return bytes([0, 0, 8, array.ndim]) + shape + array.tobytes()
+
+
+def write_mnist(root, *, prefix="", packed=True):
+    """Write MNIST's four files, gzip-compressed or not; its images have one channel."""
+    found = {}
+    for seed, (split, name) in enumerate((("train", "train"), ("test", "t10k"))):
+        labels = [9, 0, 4, seed, 5]
+        pixels = np.random.default_rng(seed).integers(0, 256, (5, 28, 28), np.uint8)
+        for kind, array in (
+            ("images-idx3", pixels),
+            ("labels-idx1", np.array(labels, np.uint8)),
+        ):
+            path = root / f"{prefix}{name}-{kind}-ubyte{'.gz' * packed}"
+            path.write_bytes(gzip.compress(idx(array)) if packed else idx(array))
+        found[split] = [
+            (label, np.repeat(grey[..., None], 3, axis=-1))
+            for label, grey in zip(labels, pixels, strict=True)
+        ]
     return found
 
 

@@ -206,3 +206,14 @@ def test_xl_concatenates_15360_features(load):
     config = load("xl_64_linear_5")
     assert config.finetune.concatenate * config.model.hidden_size == 15_360
     assert config.finetune.layer == load("xl_64_linear").finetune.layer
+
+
+def test_mnist_is_the_network_of_transformers_are_rnns(load):
+    """Section 4.2.1 there: 8 layers, 8 heads of 32, 1e-4, 250 epochs; 10 images a step."""
+    config = load("mnist")
+    model, data = config.model, config.data
+    assert (model.num_layers, model.num_attention_heads, model.hidden_size) == (8, 8, 256)
+    assert (data.image_size, config.objective.vocabulary_size) == (28, 256)
+    assert (config.optimizer.learning_rate, config.schedule.decay) == (1e-4, "constant")
+    assert (config.training.batch_size, config.training.steps) == (10, 250 * 6_000)
+    assert list(config.checkpoint.keep_at) == [epoch * 6_000 for epoch in (10, 50, 100, 150, 200)]

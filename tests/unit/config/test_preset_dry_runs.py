@@ -28,7 +28,7 @@ from megavis.data.format.shards import payload_bytes
 from megavis.papers.darl.config import DARLConfig
 from megavis.tokenizers.label_map_vae import LabelMapVAE
 from megavis.tokenizers.network_tokenizer import open_tokenizer
-from megavis.tokenizers.palette import Palette
+from megavis.tokenizers.palette import Palette, grey_palette
 from megavis.tokenizers.vae import VAE
 from megavis.tokenizers.vqgan import VQGAN
 from megavis.training import dry_run
@@ -47,7 +47,7 @@ KINDS = [
     (r"pairs|coarse|panoptic|_depth", "pairs"),
     (r"ids", "ids"),
     (r"speech", "recordings"),
-    (r"cifar\d+_32|demo/(train|selection|validation)$", "palette"),
+    (r"cifar\d+_32|mnist|demo/(train|selection|validation)$", "palette"),
 ]
 
 
@@ -103,10 +103,16 @@ def tokenizer(folder):
     return open_tokenizer(folder)
 
 
+def palette_of(config):
+    """Return the file of the palette with as many colours as the run has."""
+    part = getattr(config.objective, "reads", config.objective)
+    return "grey.npy" if part.vocabulary_size == 256 else "palette.npy"
+
+
 def identity_of(config):
     """Return the SHA-256 of the run's palette or tokenizer, or None."""
     if config.objective.name == "igpt":
-        return Palette.load("palette.npy").sha256
+        return Palette.load(palette_of(config)).sha256
     found = tokenizer_of(config)
     return found.identity() if found else None
 
@@ -131,7 +137,7 @@ def shards_of(config, folder):
         return "ids", 2 * count, {**fields, "num_tokens": count, "tokenizer": name}
     if kind == "palette":
         part = getattr(config.objective, "reads", config.objective)
-        vocabulary, name = part.vocabulary_size, Palette.load("palette.npy").sha256
+        vocabulary, name = part.vocabulary_size, Palette.load(palette_of(config)).sha256
         name = TokenizerIdentity(kind="palette", sha256=name, num_tokens=vocabulary)
         fields |= {"num_tokens": size**2, "tokenizer": name}
         return "tok", payload_bytes(size**2), fields
@@ -163,7 +169,7 @@ def write_shards(config, folder):
         **fields,
     )
     if suffix == "tok":
-        shutil.copy("palette.npy", folder)
+        shutil.copy(palette_of(config), Path(folder) / "palette.npy")
 
 
 def write_finished(folder):
@@ -209,6 +215,7 @@ def in_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("presets")
     colors = np.random.default_rng(0).uniform(-1, 1, (512, 3)).astype(np.float32)
     Palette(colors).save(folder / "palette.npy")
+    grey_palette().save(folder / "grey.npy")
     with open_child(folder) as run:
         yield run
 

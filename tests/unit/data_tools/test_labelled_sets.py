@@ -28,6 +28,7 @@ LAYOUTS = {
     "cifar100": ("cifar-100", CIFAR100_NAMES),
     "cifar100_python": ("cifar-100", CIFAR100_NAMES),
     "stl10": ("stl-10", CIFAR10_NAMES),
+    "mnist": ("mnist", [str(digit) for digit in range(10)]),
     "svhn": ("svhn", [str(digit) for digit in range(10)]),
     "flowers": ("flowers-102", [str(number) for number in range(1, 103)]),
     "cars": ("cars", ["AM General Hummer", "Acura RL", "Acura TL"]),

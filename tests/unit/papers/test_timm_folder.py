@@ -1,14 +1,12 @@
 """A converted timm ViT has the features of timm and of its formulas."""
 
 import json
-import sys
-from importlib.machinery import ModuleSpec
-from unittest.mock import MagicMock
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from small_batches import batch_of, photographs
+from timm_alone import whole_timm
 from tiny import VIT, tiny
 
 from megavis.config.errors import UserError
@@ -86,33 +84,11 @@ def test_features_match_formulas(features, mean, deviation):
     torch.testing.assert_close(features(model, photographs(2, 24)), expected, rtol=0, atol=1e-4)
 
 
-class TorchvisionStub:
-    """Import hook that mocks torchvision, which timm imports for data pipelines not used here."""
-
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "torchvision":
-            return ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec):
-        return MagicMock(__spec__=spec, __path__=[], __name__=spec.name)
-
-    def exec_module(self, module):
-        pass
-
-
 @pytest.fixture
-def timm(monkeypatch):
-    """Import timm without torchvision, whose wheel does not load with every torch."""
-    pytest.importorskip("huggingface_hub", reason="timm imports it")
-    before = set(sys.modules)
-    if "torchvision" not in before:
-        monkeypatch.setattr(sys, "meta_path", [TorchvisionStub(), *sys.meta_path])
-    yield pytest.importorskip("timm", reason="pip install timm, to compare with it")
-    # Later imports must find the real modules.
-    for name in [n for n in sys.modules if n.partition(".")[0] in ("timm", "torchvision")]:
-        if name not in before:
-            del sys.modules[name]
+def timm():
+    """Import timm without torchvision."""
+    with whole_timm() as package:
+        yield package
 
 
 def test_features_match_timm(timm, features):
