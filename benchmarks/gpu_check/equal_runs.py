@@ -80,12 +80,13 @@ def _host_time(name: str, launch: Launch, settings: Settings) -> list[Row]:
                 rounds = 2 if settings.small else 20
                 measured.append(seconds_of(trainer.enqueue, context.device, rounds=rounds))
                 planned.append(planned_time(trainer.objective, context.device).host)
-        rows.append(host_row(name, stage, depths, measured, planned))
+                objective = trainer.objective.config.objective.name
+        rows.append(host_row(name, objective, stage, depths, measured, planned))
     return rows
 
 
 def refit(launch: Launch, settings: Settings) -> list[Row]:
-    """Suggest constants for `megavis/planning/plan.py`; nothing is changed."""
+    """Suggest constants for `megavis/planning`; nothing is changed."""
     found = {number: read_stage(settings.folder, number) for number in (1, 5, 8)}
     rows = {number: stage.rows if stage else [] for number, stage in found.items()}
     device = planned_device(torch.cuda.get_device_name()) if settings.on_gpu else None

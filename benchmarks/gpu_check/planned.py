@@ -9,8 +9,8 @@ from megavis.composition.trainable import Trainable
 from megavis.planning.communication import transfers
 from megavis.planning.devices import DEVICES, Cluster, Device
 from megavis.planning.layouts import Layout
-from megavis.planning.plan import StepTime, step_time
 from megavis.planning.shape import shape_of
+from megavis.planning.step_time import StepTime, step_time
 
 
 def planned_device(name: str) -> Device:

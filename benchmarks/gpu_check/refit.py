@@ -1,4 +1,4 @@
-"""Suggest constants of `megavis/planning/plan.py` from the measurements."""
+"""Suggest constants of `megavis/planning` from the measurements."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from collections.abc import Mapping, Sequence
 from benchmarks.gpu_check.results import Row
 from megavis.planning.devices import Device
 
-_NOTE = "suggestion for megavis/planning/plan.py, not applied"
+# Parts of `StepTime.device`.
+_DEVICE = ("products", "elementwise", "bubble", "communication", "optimizer")
+_NOTE = "for megavis/planning; `megavis plan --measured FOLDER` uses host times and speeds"
 
 
 def host_row(
     name: str,
+    objective: str,
     stage: int,
     depths: Sequence[int],
     measured: Sequence[float],
@@ -22,6 +25,7 @@ def host_row(
 
     Args:
         name: name of the preset.
+        objective: its objective's name.
         stage: ZeRO stage.
         depths: numbers of blocks of two models.
         measured: seconds per step of each.
@@ -36,7 +40,7 @@ def host_row(
         "ms",
         f"{expected:.4g} planned",
         note=f"and {fixed:.3g} ms a step whatever the depth",
-        detail={"stage": stage, "planned_ms": expected, "fixed_ms": fixed},
+        detail={"objective": objective, "stage": stage, "planned_ms": expected, "fixed_ms": fixed},
     )
 
 
@@ -90,7 +94,7 @@ def _steps(rows: Sequence[Row]) -> list[Row]:
     for row in rows:
         if row.what.endswith(": step"):
             planned, split = row.detail["planned_s"], row.detail["split_ms"]
-            on_device = sum(planned[key] for key in planned.keys() - {"host", "mfu"})
+            on_device = sum(planned[key] for key in _DEVICE)
             total = max(on_device, planned["host"])
             pairs = {
                 "": (_number(row), total),

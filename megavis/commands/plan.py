@@ -9,6 +9,7 @@ import argparse
 import os
 import shlex
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from megavis.parallel.context import open_context
 from megavis.parallel.launch import read_launch
 from megavis.planning.boundary_activations import boundary_activations_of_layouts
 from megavis.planning.devices import Cluster, open_device
+from megavis.planning.host_time import read_measured
 from megavis.planning.layouts import Layout, all_layouts, with_layout
 from megavis.planning.parameters import (
     Layers,
@@ -41,6 +43,7 @@ from megavis.planning.parameters import (
 from megavis.planning.plan import Plan, Recommendation, plan_layout, recommend
 from megavis.planning.shape import ModelShape, require_blocks, shape_of
 from megavis.planning.states import MOMENTS, StateMemory, fullest_states
+from megavis.planning.step_time import sources
 
 _SHOWN = 10
 _WHEN = {"once": "once", "step": "each step"}
@@ -56,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     found = recommend(loaded.config, shape, cluster)
     asked = _asked(loaded, shape, cluster)
     if args.json:
-        tree = as_json(loaded, shape, asked, found)
+        tree = as_json(loaded, shape, asked, found, cluster)
         sys.stdout.write(to_json(tree, indent=2) + "\n")
     else:
         sys.stdout.write(_as_table(loaded, shape, cluster, asked, found))
@@ -69,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _cluster(args: argparse.Namespace) -> Cluster:
     device = open_device(args.gpu, memory=args.gpu_memory, interconnect=args.interconnect)
-    return Cluster(device, args.gpus, min(args.gpus, args.gpus_per_node))
+    measured = None if args.measured is None else read_measured(args.measured)
+    return Cluster(device, args.gpus, min(args.gpus, args.gpus_per_node), measured)
 
 
 def measure(loaded: LoadedConfig, num_processes: int) -> ModelShape:
@@ -96,7 +100,11 @@ def _asked(loaded: LoadedConfig, shape: ModelShape, cluster: Cluster) -> Plan | 
 
 
 def as_json(
-    loaded: LoadedConfig, shape: ModelShape, asked: Plan | str, found: Recommendation
+    loaded: LoadedConfig,
+    shape: ModelShape,
+    asked: Plan | str,
+    found: Recommendation,
+    cluster: Cluster,
 ) -> dict[str, Any]:
     """Return all estimates, in bytes, seconds and FLOPs."""
     return {
@@ -104,8 +112,8 @@ def as_json(
         "parameters": shape.layers.total,
         "flops_per_image": shape.flops,
         **parts_json(shape.parts),
-        "asked": {"illegal": asked} if isinstance(asked, str) else _plan_json(asked),
-        "recommended": None if found.best is None else _plan_json(found.best),
+        "asked": {"illegal": asked} if isinstance(asked, str) else _plan_json(asked, cluster),
+        "recommended": None if found.best is None else _plan_json(found.best, cluster),
         "reasons": list(found.reasons),
         "legal": len(found.plans),
         "fitting": len(found.fitting),
@@ -113,7 +121,7 @@ def as_json(
     }
 
 
-def _plan_json(plan: Plan) -> dict[str, Any]:
+def _plan_json(plan: Plan, cluster: Cluster) -> dict[str, Any]:
     memory = asdict(plan.memory)
     memory["states"]["total"] = plan.memory.states.total
     memory["activations"]["total"] = plan.memory.activations.total
@@ -124,6 +132,7 @@ def _plan_json(plan: Plan) -> dict[str, Any]:
         "memory": {**memory, "total": plan.memory.total},
         "traffic": [asdict(transfer) for transfer in plan.traffic],
         "time": {**asdict(plan.time), "total": plan.time.total},
+        "sources": sources(plan.time, cluster),
     }
 
 
@@ -131,6 +140,8 @@ def _row(plan: Plan) -> dict[str, Any]:
     return {
         "layout": plan.layout.name,
         "fits": plan.fits,
+        "waits_for_host": plan.time.waits_for_host,
+        "experimental": plan.layout.is_experimental,
         "bytes": plan.memory.total,
         "seconds_a_step": plan.time.total,
         "mfu": plan.time.mfu,
@@ -155,24 +166,30 @@ def _as_table(
         f" {device.network_gb_per_s:g} GB/s for each between nodes",
         "",
         "As configured:",
-        *([f"  not legal: {asked}"] if isinstance(asked, str) else _details(asked)),
+        *([f"  not legal: {asked}"] if isinstance(asked, str) else _details(asked, cluster)),
         "",
         f"{len(found.fitting)} of {len(found.plans)} legal settings fit."
         + (" The fastest:" if found.fitting else " The smallest:"),
         f"  {'layout':36}{'GB':>8}{'s per step':>11}{'MFU':>7}{'days':>9}",
         *(
             f"  {plan.layout.name:36}{plan.memory.total / 1e9:8.1f}{plan.time.total:10.3f}"
-            f"{plan.time.mfu:7.1%}{plan.days:9.1f}"
+            f"{plan.time.mfu:7.1%}{plan.days:9.1f}{_notes(plan)}"
             for plan in found.plans[:_SHOWN]
         ),
         "",
     ]
     if found.best is not None:
-        lines += [f"Recommended: {found.best.layout.name}", *_details(found.best)]
+        lines += [f"Recommended: {found.best.layout.name}", *_details(found.best, cluster)]
     return "\n".join([*lines, *(f"  {reason}" for reason in found.reasons)]) + "\n"
 
 
-def _details(plan: Plan) -> list[str]:
+def _notes(plan: Plan) -> str:
+    """Return what keeps a layout from being recommended."""
+    waits = "  waits for the host" if plan.time.waits_for_host else ""
+    return waits + "  experimental" * plan.layout.is_experimental
+
+
+def _details(plan: Plan, cluster: Cluster) -> list[str]:
     memory, time = plan.memory, plan.time
     states, kept = memory.states, memory.activations
     verdict = "fits" if plan.fits else "DOES NOT FIT"
@@ -188,8 +205,9 @@ def _details(plan: Plan) -> list[str]:
         f" outputs {kept.outputs / 1e9:.2f} GB",
         f"  buffers      {memory.buffers / 1e9:.2f} GB",
         f"  step         {time.total:.3f} s: products {time.products:.3f}, element-wise"
-        f" {time.elementwise:.3f}, bubble {time.bubble:.3f}, communication"
-        f" {time.communication:.3f}, optimizer {time.optimizer:.3f}; host {time.host:.3f}",
+        f" {time.elementwise:.3f}, bubble {time.bubble:.3f}, exposed communication"
+        f" {time.communication:.3f}, optimizer {time.optimizer:.3f}; overlapped communication"
+        f" {time.overlapped:.3f}; host {time.host:.3f}{_notes(plan)}",
         f"  run          MFU {time.mfu:.1%}; {plan.steps:,} steps in {plan.days:.1f} days",
     ]
     for transfer in plan.traffic:
@@ -198,7 +216,8 @@ def _details(plan: Plan) -> list[str]:
             f"  sends        {transfer.kind}: {transfer.inside / 1e9:.2f} GB inside a node,"
             f" {transfer.between / 1e9:.2f} between nodes{hidden}"
         )
-    return lines
+    known = sources(plan.time, cluster)
+    return [*lines, *(f"  known        {name}: {how}" for name, how in known.items())]
 
 
 def _command(args: argparse.Namespace) -> str:
@@ -207,9 +226,13 @@ def _command(args: argparse.Namespace) -> str:
     words += ["--gpu", args.gpu]
     if args.gpus_per_node != 8:
         words += ["--gpus-per-node", str(args.gpus_per_node)]
-    for option, value in (("--gpu-memory", args.gpu_memory), ("--interconnect", args.interconnect)):
+    for option, value in (
+        ("--gpu-memory", args.gpu_memory),
+        ("--interconnect", args.interconnect),
+        ("--measured", args.measured),
+    ):
         if value is not None:
-            words += [option, value]
+            words += [option, str(value)]
     return shlex.join(words)
 
 
@@ -253,10 +276,17 @@ def _head(args: argparse.Namespace, loaded: LoadedConfig, plan: Plan, cluster: C
         f"# {loaded.config.name} on {cluster.num_devices} {cluster.device.name} GPUs,"
         f" {cluster.devices_per_node} to a node. Made by",
         f"#   {_command(args)} --write {path}",
-        "# which estimates, without having run it:",
-        f"#   {plan.memory.total / 1e9:.1f} GB on the fullest GPU, {plan.time.total:.3f} s a step"
-        f" (MFU {plan.time.mfu:.0%}),",
-        f"#   {plan.days:.1f} days for {plan.steps:,} steps.",
+        "# which estimates, without having run it on a GPU:",
+        f"#   {plan.memory.total / 1e9:.1f} GB on the fullest GPU, {plan.time.total:.3f} s a step,"
+        f" {plan.days:.1f} days for {plan.steps:,} steps.",
+        "# Where these numbers come from:",
+        *(
+            f"#{line}"
+            for name, how in sources(plan.time, cluster).items()
+            for line in textwrap.wrap(
+                f"{name}: {how}", 115, initial_indent="   ", subsequent_indent="     "
+            )
+        ),
     ]
     if path.resolve().parent == base.resolve().parent:
         # Path of the schema for editors, relative to the folder.

@@ -220,7 +220,7 @@ def _check_deepspeed(parallel: ParallelConfig, precision: str) -> Iterator[Confi
         yield (
             "training.precision",
             f"fp16 accumulates pipeline gradients in half precision in DeepSpeed under zero_stage"
-            f" {parallel.zero_stage}; the nearest legal choices are zero_stage 2 and bf16",
+            f" {parallel.zero_stage}; use bf16, or zero_stage 2, which is experimental with stages",
         )
     if parallel.hierarchical_partition_size > 1:
         yield from _check_hierarchy(parallel)

@@ -317,8 +317,7 @@ def close_context() -> None:
     dist.destroy_process_group()
     # DeepSpeed keeps its groups in module globals and has no function to reset them.
     deepspeed_comm.cdb = None
-    for name in ("mpu", "_WORLD_GROUP", "mesh_device"):
-        setattr(groups, name, None)
+    groups.mpu = groups._WORLD_GROUP = groups.mesh_device = None
     # ZeRO-3 numbers modules and parameters with process-wide counters and asserts that all ranks
     # agree; ranks that ran different jobs before would not.
     DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__ = ([0],)

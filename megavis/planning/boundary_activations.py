@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from megavis.composition.trainable import SequenceBatch, Trainable
@@ -186,7 +185,11 @@ def _score(
 
 def _loss_backward(objective: Trainable, outputs: Predictions, sequence: SequenceBatch) -> int:
     """Return the peak bytes of the gradients that the loss computes for the head's outputs."""
-    leaves = tree_map(lambda output: output.detach().requires_grad_(output.requires_grad), outputs)
+
+    def leaf(output: Tensor) -> Tensor:
+        return output.detach().requires_grad_(output.requires_grad)
+
+    leaves = leaf(outputs) if isinstance(outputs, Tensor) else tuple(map(leaf, outputs))
     loss = objective.loss(leaves, sequence.targets)
     with LiveStorages() as live:
         loss.backward()
@@ -267,4 +270,11 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    """Return the tensors in nested tuples, lists and dictionaries."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, Mapping):
+        tree = tree.values()
+    elif not isinstance(tree, tuple | list):
+        return []
+    return [tensor for part in tree for tensor in _tensors(part)]

@@ -13,6 +13,7 @@ from megavis.config.errors import UserError
 from megavis.config.schema import Section
 from megavis.config.yaml_tree import ConfigSource, read_tree
 from megavis.model.flops import PEAKS, mixed_peak
+from megavis.planning.host_time import Measured
 
 Amount = Annotated[float, Field(gt=0, strict=False)]
 
@@ -80,11 +81,12 @@ DEVICES: Mapping[str, Device] = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal devices in equal nodes."""
+    """Equal devices in equal nodes; `measured`: by `gpu_check` on one of them."""
 
     device: Device
     num_devices: int
     devices_per_node: int
+    measured: Measured | None = None
 
     @property
     def usable_memory(self) -> float:

@@ -66,6 +66,11 @@ class Layout:
         return self.parallel.zero_stage
 
     @property
+    def is_experimental(self) -> bool:
+        """Whether it stands on private parts of DeepSpeed (`training/zero_pipeline.py`)."""
+        return self.pipeline > 1 and self.zero_stage > 1
+
+    @property
     def num_processes(self) -> int:
         """Total number of processes."""
         return self.parallel.model_parallel_size * self.data

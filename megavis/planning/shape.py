@@ -117,6 +117,7 @@ class ModelShape:
     """A model for planning.
 
     Attributes:
+        objective: its name in the config.
         layers: parameters by layer.
         parts: parameters by name of the part.
         stacks: stacks of blocks, from bottom to top.
@@ -129,6 +130,7 @@ class ModelShape:
         fp8_share: fraction of the operations in FP8.
     """
 
+    objective: str
     layers: Layers
     parts: tuple[ModelPart, ...]
     stacks: tuple[StackShape, ...]
@@ -188,6 +190,7 @@ def shape_of(objective: Trainable, ends: Mapping[LayoutKey, BoundaryActivations]
         return StackShape.of(stack, config.training.precision, is_only_stack=is_only_stack)
 
     return ModelShape(
+        objective=config.objective.name,
         layers=Layers.of(matrices, plans),
         parts=tuple(parts_of(matrices, plans)),
         stacks=tuple(shape(stack) for stack in stacks),

@@ -1,7 +1,7 @@
 """One training engine over DeepSpeed's two: the ordinary one and the pipeline one.
 
-Both run the same list of layers. Only this file and `zero_pipeline.py` handle the differences:
-which process holds which layers, and how a step is run.
+Both run the same list of layers. Only this file and the experimental `zero_pipeline.py` handle the
+differences: which process holds which layers, and how a step is run.
 
 DeepSpeed's pipeline calls `backward` on each floating-point tensor that a stage has sent, which
 would run common parts, such as an encoder whose memory is carried, once for each of them;
@@ -13,8 +13,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -118,19 +119,26 @@ class Engine:
             num_mp=self.context.tensor.size,
             num_dp=self.context.replicas.size,
         )
-        built = _splitting(self.config, self.context)
-        return _Pipeline(
-            [_PlannedLayer(plan, built) for plan in plans],
-            topology=topology,
-            loss_fn=self.objective.loss,
-            partition_method=stage_bounds(plans, self.context.pipeline.size),
+        built, bounds = _splitting(self.config, self.context), self._bounds(plans)
+        # One entry a stage: DeepSpeed's own ways to divide a list ignore the workload of layers.
+        stages = [
+            LayerSpec(Stage, plans[start:stop], built, is_last=stop == len(plans))
+            for start, stop in pairwise(bounds)
+        ]
+        return PipelineModule(
+            stages, topology=topology, loss_fn=self.objective.loss, partition_method="uniform"
         )
+
+    def _bounds(self, plans: list[LayerPlan]) -> list[int]:
+        """Return the first layer of each stage, and the number of layers."""
+        return stage_bounds(plans, self.context.pipeline.size)
 
     def _local_layers(self, plans: list[LayerPlan], module: Any) -> LocalLayers:
         if not self._pipelined:
             return LocalLayers(plans, list(module.layers))
-        start, stop = module._local_start, module._local_stop
-        return LocalLayers(plans[start:stop], module.forward_funcs)
+        bounds, stage = self._bounds(plans), self.context.pipeline.rank
+        (own,) = module.forward_funcs
+        return LocalLayers(plans[bounds[stage] : bounds[stage + 1]], list(own.layers))
 
     def train_step(self, batches: Iterator[Batch], step: int) -> Tensor:
         """Take one optimizer step on the next `accumulation_steps` micro-batches.
@@ -286,37 +294,26 @@ class _Split:
         self._swapper, self._near = split.param_swapper, split.zero_param_process_group
 
 
-class _Pipeline(PipelineModule):
-    """DeepSpeed's pipeline, divided at given layers."""
+class Stage(nn.Module):
+    """The layers of a pipeline stage, built when DeepSpeed builds the stage."""
+
+    def __init__(
+        self, plans: Sequence[LayerPlan], built: Callable[[nn.Module], object], *, is_last: bool
+    ) -> None:
+        """Build the layers; `built` is called with each layer before the next one is built."""
+        super().__init__()
+        self.layers = nn.ModuleList()
+        for plan in plans:
+            self.layers.append(plan.build())
+            built(self.layers[-1])
+        self._is_last = is_last
 
     def forward(self, inputs: PackedState) -> PackedState:
-        """Run this process's layers."""
-        outputs: PackedState = super().forward(inputs)
-        return outputs if self.is_last else with_one_backward(outputs)
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this process holds the head."""
-        return bool(self._local_stop == self.parts[-1])
-
-    def _partition_layers(self, method: list[int]) -> None:
-        """Set this process's stage; DeepSpeed's methods ignore the workload of layers."""
-        self.parts = method
-        stage = self._topo.get_coord(self.global_rank).pipe
-        self._set_bounds(start=method[stage], stop=method[stage + 1])
-
-
-class _PlannedLayer(LayerSpec):
-    """A layer plan in the form that DeepSpeed's pipeline builds lazily."""
-
-    def __init__(self, plan: LayerPlan, built: Callable[[nn.Module], object]) -> None:
-        super().__init__(nn.Module)
-        self.plan, self.built = plan, built
-
-    def build(self, log: bool = False) -> nn.Module:
-        layer = self.plan.build()
-        self.built(layer)
-        return layer
+        """Run the layers."""
+        state = inputs
+        for layer in self.layers:
+            state = layer(state)
+        return state if self._is_last else with_one_backward(state)
 
 
 def with_one_backward(outputs: PackedState) -> PackedState:

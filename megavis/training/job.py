@@ -250,6 +250,11 @@ def prepare_folder(
         sys.stderr.write(f"{folder} is finished: {taken}; raise it to train further\n")
     elif config.finetune is None and config.objective.warning is not None:
         sys.stderr.write(f"WARNING: {config.objective.warning}\n")
+    if config.parallel.pipeline_model_parallel_size > 1 and config.parallel.zero_stage > 1:
+        sys.stderr.write(
+            f"WARNING: pipeline stages with parallel.zero_stage {config.parallel.zero_stage} are"
+            " experimental: they stand on private parts of DeepSpeed; use zero_stage 1\n"
+        )
     # A finished run keeps the config that it was trained with; fine-tuning may evaluate anew.
     if first_step < steps or config.finetune is not None:
         write_atomically(folder / "config.yaml", dump_config(config).encode())

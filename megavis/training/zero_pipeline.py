@@ -1,4 +1,8 @@
-"""ZeRO 2 and 3 with pipeline stages: DeepSpeed's optimizers, called after every micro-batch.
+"""Experimental: ZeRO 2 and 3 with pipeline stages, on private parts of DeepSpeed.
+
+No preset uses it and no plan recommends it: with stages, ZeRO-1 is the first choice. Everything
+that it needs stands in this file; docs/architecture.md lists the private names, and a test checks
+them in the installed DeepSpeed.
 
 DeepSpeed's pipeline engine refuses both, since it reduces gradients once per step, when each
 process still has all of its stage. Here each backward pass ends as it does without stages: the
@@ -9,7 +13,7 @@ the two in turn. What follows from that, and is changed here:
 
 - It records in which order modules run, to gather weights ahead, and compares the order between all
   processes. Stages differ, so nothing is recorded: the order is that of the stage's layers, along
-  which `gather_ahead.py` gathers.
+  which `GatherAhead` gathers.
 - A module counts the inputs whose gradients are missing until its weights are released, and a
   forward pass resets the count. So the counts are kept for each micro-batch.
 - It counts micro-batches by forward passes, and adds no gradients to those of the first.
@@ -20,16 +24,23 @@ the two in turn. What follows from that, and is changed here:
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
+from deepspeed.utils import z3_leaf_module
+from torch import nn
 from torch.optim import Optimizer
 
-from megavis.training.gather_ahead import BACKWARD, FORWARD, GatherAhead
+FORWARD, BACKWARD = 1, -1
 
 
 def open_zero_pipeline(
@@ -90,7 +101,7 @@ class _ZeroPipelineEngine(PipelineEngine, _BuiltEngine):
             coordinator.reset_step = coordinator._clean_inflight_param_registry
             self._counting = [m for m in self.module.modules() if hasattr(m, "post_bwd_fn")]
             self._ahead = GatherAhead(
-                self.module.forward_funcs,
+                self.module.forward_funcs[0].layers,
                 coordinator,
                 bucket=self.zero_prefetch_bucket_size(),
                 most_live=self.zero_max_live_parameters(),
@@ -103,8 +114,8 @@ class _ZeroPipelineEngine(PipelineEngine, _BuiltEngine):
         with self._gathering_ahead(FORWARD):
             self._exec_forward_pass(buffer_id)
         # DeepSpeed creates it in a module's first forward pass with gradients.
-        counts = {m: getattr(m, "ds_grads_remaining", 0) for m in self._counting}
-        self._missing[buffer_id] = counts
+        counted = (m for m in self._counting if hasattr(m, "ds_grads_remaining"))
+        self._missing[buffer_id] = {m: m.ds_grads_remaining for m in counted}
 
     def _backward_pass(self, buffer_id: int) -> None:
         for module, count in self._missing.pop(buffer_id).items():
@@ -130,3 +141,110 @@ class _ZeroPipelineEngine(PipelineEngine, _BuiltEngine):
         schedule.ReduceGrads: _reduce_gradients,
         schedule.ReduceTiedGrads: _reduce_tied_gradients,
     }
+
+
+class GatherAhead:
+    """Under ZeRO-3, gathers the weights of a stage's next layer while the current one computes.
+
+    Without stages, DeepSpeed gathers ahead along the order of modules that it has recorded. The
+    layers of a stage run in the order of its list, and backwards in backward passes, so when the
+    first module of a layer asks for its weights, the following layer's are gathered too. All
+    processes that share weights hold the same stage, so they issue the same collectives in the same
+    order.
+
+    Within a layer, only weights are gathered ahead that its modules have asked for before, in such
+    a pass: DeepSpeed gathers weights that are read outside their module when they are read, and
+    remembers that it did. What is recomputed in a backward pass uses the weights gathered ahead. If
+    its modules release them afterwards, as those of blocks with inputs besides hidden states do,
+    they are gathered again when they are needed.
+
+    While a layer computes, the process holds its weights and no more of the next layer's than
+    DeepSpeed would gather ahead without stages.
+    """
+
+    def __init__(
+        self, layers: Sequence[nn.Module], coordinator: Any, *, bucket: int, most_live: int
+    ) -> None:
+        """Follow the requests for weights.
+
+        Args:
+            layers: of the stage, partitioned by DeepSpeed.
+            coordinator: DeepSpeed's, which modules ask for their weights.
+            bucket: parameters of the next layer after which no more of them are gathered, not
+                counting those that DeepSpeed calls persistent.
+            most_live: the same for those of both layers.
+        """
+        self._place = {
+            module: place for place, layer in enumerate(layers) for module in layer.modules()
+        }
+        # DeepSpeed's attributes of parameters are unknown to torch's types.
+        self._asked: dict[int, list[set[Any]]] = {
+            step: [set() for _ in layers] for step in (FORWARD, BACKWARD)
+        }
+        self._room = [
+            min(bucket, most_live - sum(_size(each) for each in layer.parameters()))
+            for layer in layers
+        ]
+        self._fetch = coordinator.fetch_sub_module
+        coordinator.fetch_sub_module = self._fetch_sub_module
+        self._step = 0
+        self._handles: dict[int, list[Any]] = {}
+        self._gathered: list[Any] = []
+
+    @contextmanager
+    def running(self, step: int) -> Iterator[None]:
+        """Gather ahead in a pass over all layers, `FORWARD` or `BACKWARD`."""
+        self._step = step
+        try:
+            yield
+        finally:
+            self._step = 0
+        # What no module has asked for this time.
+        for place in [*self._handles]:
+            self._wait(place)
+        for parameter in self._gathered:
+            is_whole = parameter.ds_status is ZeroParamStatus.AVAILABLE
+            if is_whole and not parameter.ds_active_sub_modules:
+                parameter.partition()
+        self._handles, self._gathered = {}, []
+
+    def _fetch_sub_module(self, module: nn.Module, forward: bool) -> None:
+        """Do what DeepSpeed's function of this name does, and gather ahead."""
+        place = self._place.get(module)
+        if not self._step or place is None:
+            self._fetch(module, forward)
+            return
+        self._wait(place)
+        self._fetch(module, forward)
+        asked = self._asked[self._step]
+        asked[place].update(iter_params(module, recurse=z3_leaf_module(module)))
+        following = place + self._step
+        if 0 <= following < len(asked) and following not in self._handles:
+            self._handles[following] = self._gather(asked[following], self._room[place])
+
+    @torch.no_grad()
+    def _gather(self, parameters: set[Any], room: int) -> list[Any]:
+        """Start to gather partitioned parameters in DeepSpeed's order; return what to wait for."""
+        # Those with and without a copy from hierarchical partitioning have different groups.
+        chosen: dict[bool, list[Any]] = {}
+        for parameter in sorted(parameters, key=lambda each: each.ds_id):
+            if room <= 0:
+                break
+            if parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE:
+                room -= _size(parameter)
+                has_copy = parameter.ds_secondary_tensor is not None
+                chosen.setdefault(has_copy, []).append(parameter)
+                self._gathered.append(parameter)
+        return [group[0].all_gather_coalesced(group) for _, group in sorted(chosen.items())]
+
+    @torch.no_grad()
+    def _wait(self, place: int) -> None:
+        """Wait for the weights of a layer; they remain noted as gathered in this pass."""
+        for handle in self._handles.get(place, ()):
+            handle.wait()
+        self._handles[place] = []
+
+
+def _size(parameter: Any) -> int:
+    """Return the number of elements, 0 for persistent parameters."""
+    return 0 if parameter.ds_persist else int(parameter.ds_numel)

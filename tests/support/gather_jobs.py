@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,13 +71,13 @@ def gathers_of_a_step(
         with engine_of(launch, read(path, words)) as engine:
             batches = itertools.repeat(blank_batch(engine))
             engine.train_step(batches, 0)
-            watch = _Watch(engine.deepspeed.module.forward_funcs)
+            watch = _Watch(engine.layers.modules)
             engine.train_step(batches, 1)
             return Gathers(watch.events, [[p.ds_numel for p in own] for own in watch.parameters])
 
 
 class _Watch:
-    def __init__(self, layers: list[Any]) -> None:
+    def __init__(self, layers: Sequence[Any]) -> None:
         self.events: list[Event] = []
         self.parameters = [[p for p in layer.parameters() if not p.ds_persist] for layer in layers]
         self._computing: tuple[str, int] | None = None

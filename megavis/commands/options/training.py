@@ -268,6 +268,13 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "--interconnect",
         help="between nodes: 100ge, hdr, ndr, or GB/s per GPU; default: usual for the GPU",
     )
+    parser.add_argument(
+        "--measured",
+        type=Path,
+        metavar="FOLDER",
+        help="take speeds and the host's time from a folder that gpu_check wrote on such a GPU, for"
+        " example runs/gpu_check; default: assumptions, and the host's time of another machine",
+    )
     add_json(parser)
     parser.add_argument(
         "--write", type=Path, metavar="FILE", help="write the recommended layout as a config"

@@ -75,8 +75,8 @@ from megavis.config.errors import UserError
         (
             ["training.precision=fp16", "parallel.pipeline_model_parallel_size=2"],
             "command line: training.precision: fp16 accumulates pipeline gradients in half"
-            " precision in DeepSpeed under zero_stage 1; the nearest legal choices are zero_stage"
-            " 2 and bf16",
+            " precision in DeepSpeed under zero_stage 1; use bf16, or zero_stage 2, which is"
+            " experimental with stages",
         ),
         (
             ["parallel.offload_parameters=cpu", "parallel.zero_stage=2"],

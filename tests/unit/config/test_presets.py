@@ -42,6 +42,13 @@ def test_run_name_is_paper_and_file_name(presets):
         assert config.name == f"{path.parent.name}_{path.stem}"
 
 
+def test_no_preset_has_an_experimental_layout(presets):
+    for path, config in presets.items():
+        parallel = config.parallel
+        is_staged = parallel.pipeline_model_parallel_size > 1
+        assert not (is_staged and parallel.zero_stage > 1), f"{path}: pipeline stages with ZeRO > 1"
+
+
 @pytest.mark.parametrize("path", [each for each in CONFIGS if each.parent.name in ("igpt", "mp3")])
 def test_comments_name_keys_that_the_config_uses(path):
     """xl_64 spoke of warmup_steps, and used warmup_epochs."""

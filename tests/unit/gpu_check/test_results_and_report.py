@@ -173,14 +173,15 @@ def test_planned_device_from_the_cuda_name():
 
 def test_refit_suggestions_follow_measurements():
     # 4 blocks take 10 ms and 12 blocks 18: one a block, and 6 whatever the depth.
-    host = [host_row("XL", 3, (4, 12), (0.010, 0.018), (0.001, 0.0018))]
+    host = [host_row("XL", "igpt", 3, (4, 12), (0.010, 0.018), (0.001, 0.0018))]
     assert (host[0].value, host[0].aim) == (pytest.approx(1.0), "0.1 planned")
     assert host[0].detail["fixed_ms"] == pytest.approx(6.0)
     speeds = [
         Row("speed: products of 8192², bfloat16", 494.5, "TFLOP/s"),
         Row("speed: copy in memory", 3015.0, "GB/s"),
     ]
-    planned = {"products": 0.04, "elementwise": 0.02, "optimizer": 0.0, "host": 0.01, "mfu": 0.5}
+    planned = dict.fromkeys(("bubble", "communication", "optimizer"), 0.0)
+    planned |= {"products": 0.04, "elementwise": 0.02, "host": 0.01, "mfu": 0.5}
     split = {"products": 50.0, "attention": 10.0, "rest": 30.0}
     steps = [Row("XL, ZeRO-1: step", 90.0, "ms", detail={"planned_s": planned, "split_ms": split})]
     found = suggestions({1: speeds, 5: steps, 8: host}, DEVICES["h100"])

@@ -20,9 +20,10 @@ from megavis.planning.boundary_activations import boundary_activations_of, num_b
 from megavis.planning.communication import Group, replica_group, transfers
 from megavis.planning.devices import Cluster, open_device
 from megavis.planning.layouts import Layout, layout_key
-from megavis.planning.plan import bubble_fraction, plan_layout
+from megavis.planning.plan import plan_layout
 from megavis.planning.shape import shape_of
 from megavis.planning.states import bucket_of, parameters_held, rank_memory, states_of
+from megavis.planning.step_time import bubble_fraction
 
 pytestmark = pytest.mark.once
 

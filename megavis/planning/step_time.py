@@ -1,0 +1,218 @@
+"""Estimate the time of an optimizer step.
+
+Estimates are accurate enough to rank layouts. A step has matrix products at a fraction of the
+device's peak, element-wise operations at a fraction of its memory bandwidth, the pipeline bubble,
+and communication that does not overlap. The host's time is measured (`host_time.py`), bytes and
+operations are counted, and all fractions are assumptions in this file, unless `gpu_check` has
+measured them on the machine; none has been fitted to megavis on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from megavis.planning.block_activations import block_activations
+from megavis.planning.communication import Transfer
+from megavis.planning.devices import Cluster
+from megavis.planning.host_time import host_time
+from megavis.planning.layouts import Layout
+from megavis.planning.shape import ModelShape
+from megavis.planning.states import parameters_held
+
+# Fraction of peak that a large matrix product reaches, and the sizes at which it reaches half of
+# that: rows (tokens of a micro-batch) and columns (of this process's part of a matrix).
+_PRODUCT_SHARE, _HALF_ROWS, _HALF_COLUMNS = 0.7, 256.0, 128.0
+# Fraction of peak of links and of memory; latency of a collective in seconds.
+_LINK_SHARE, _MEMORY_SHARE, _LATENCY = 0.8, 0.7, 20e-6
+# Memory accesses per saved activation: written once, read by the next operation and in the backward
+# pass; its gradient is written and read.
+_TOUCHES = 5.0
+# Of each that `selective` frees: its function's input read, itself written, and copied into place.
+_TOUCHES_AGAIN = 4.0
+# Fraction of overlapped communication by which it slows down computation.
+_FELT = 0.1
+# Seconds of the host per collective; blocks were measured without tensor and context parallelism.
+_HOST_CALL = 20e-6
+# Offloaded states: bytes/s between GPU and CPU, and of a node's memory during Adam.
+_PCIE, _CPU_MEMORY = 20e9, 150e9
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds per optimizer step by kind, and the resulting MFU.
+
+    Attributes:
+        products: matrix products and attention, including recomputation.
+        elementwise: operations between them.
+        bubble: idle time of pipeline stages.
+        communication: communication that does not overlap with computation (exposed).
+        overlapped: communication that does, which is no part of the total.
+        optimizer: Adam.
+        host: time in which the host launches all kernels, ahead of the device.
+        host_block: its part per block and micro-batch without collectives.
+        host_source: how that is known.
+        mfu: fraction of peak used by the model's operations, without recomputation.
+    """
+
+    products: float
+    elementwise: float
+    bubble: float
+    communication: float
+    overlapped: float
+    optimizer: float
+    host: float
+    host_block: float
+    host_source: str
+    mfu: float
+
+    @property
+    def total(self) -> float:
+        """Time of the device, or of the host if the device waits for it."""
+        return max(self.device, self.host)
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether the host bounds the step."""
+        return self.host > self.device
+
+    @property
+    def device(self) -> float:
+        """Sum of the device's parts."""
+        return self.products + self.elementwise + self.bubble + self.communication + self.optimizer
+
+
+def bubble_fraction(pipeline_size: int, num_micro_batches: int) -> float:
+    """Return the ratio of idle to busy time, (p - 1)/m.
+
+    "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", section 2.2.
+    """
+    return (pipeline_size - 1) / num_micro_batches
+
+
+def step_time(
+    shape: ModelShape, layout: Layout, cluster: Cluster, traffic: Iterable[Transfer]
+) -> StepTime:
+    """Estimate an optimizer step of the slowest stage."""
+    traffic, images = list(traffic), layout.micro_batch_size * layout.accumulation_steps
+    known = host_time(shape.objective, layout.zero_stage, cluster.measured)
+    # Work of the busiest stage; embedding and head are spread over the blocks.
+    share = shape.layers.busiest(layout.pipeline).share / layout.tensor
+    own = images * share * shape.flops / layout.context
+    products = own * _recomputed_passes(layout) / _speed(shape, layout, cluster)
+    elementwise = images * _elementwise(shape, layout, cluster)
+    shown, hidden, ends = _communication(traffic, cluster)
+    busy = products + elementwise
+    exposed = max(hidden - busy, _FELT * hidden)
+    bubble = bubble_fraction(layout.pipeline, layout.accumulation_steps) * (busy + shown)
+    time = StepTime(
+        products=products,
+        elementwise=elementwise,
+        bubble=bubble,
+        communication=shown + exposed + ends,
+        overlapped=hidden - exposed,
+        optimizer=_optimizer(shape, layout, cluster),
+        host=_host(shape, layout, traffic, known.seconds),
+        host_block=known.seconds,
+        host_source=known.source,
+        mfu=0.0,
+    )
+    whole = shape.flops * images * layout.data
+    peak = cluster.peak(shape.number_size, shape.fp8_share) * layout.num_processes
+    return replace(time, mfu=whole / time.total / peak)
+
+
+def _host(shape: ModelShape, layout: Layout, traffic: Iterable[Transfer], block: float) -> float:
+    """Return the seconds in which the host launches the kernels of a step, `block` for each."""
+    blocks = sum(count for _, count in shape.busiest_blocks(layout))
+    launched = _recomputed_passes(layout) * blocks * layout.accumulation_steps * block
+    split = ("tensor", "context", "pipeline")
+    return launched + _HOST_CALL * sum(
+        each.calls for each in traffic if each.kind.startswith(split)
+    )
+
+
+def _recomputed_passes(layout: Layout) -> float:
+    """Return the ratio of executed to counted operations."""
+    return 4 / 3 if layout.parallel.activation_checkpointing == "full" else 1.0
+
+
+def _speed(shape: ModelShape, layout: Layout, cluster: Cluster) -> float:
+    """Return the FLOP/s that matrix products of these sizes reach."""
+    stack = shape.main_stack
+    rows = layout.micro_batch_size * stack.work.num_tokens / stack.context_parts(layout)
+    columns = stack.hidden_size / layout.tensor
+    share = rows / (rows + _HALF_ROWS) * columns / (columns + _HALF_COLUMNS)
+    return share * _product_share(cluster) * cluster.peak(shape.number_size, shape.fp8_share)
+
+
+def _product_share(cluster: Cluster) -> float:
+    """Return the fraction of peak that a large product reaches: measured, or assumed."""
+    measured = cluster.measured and cluster.measured.bf16_tflops
+    return measured / cluster.device.bf16_tflops if measured else _PRODUCT_SHARE
+
+
+def _memory_speed(cluster: Cluster) -> float:
+    """Return the bytes per second of element-wise operations: a measured copy's, or assumed."""
+    measured = cluster.measured and cluster.measured.memory_gb_per_s
+    return 1e9 * (measured or _MEMORY_SHARE * cluster.device.memory_gb_per_s)
+
+
+def _elementwise(shape: ModelShape, layout: Layout, cluster: Cluster) -> float:
+    """Return the seconds per image of element-wise operations, bound by memory bandwidth."""
+    plain = layout.parallel.model_copy(update={"activation_checkpointing": "none"})
+    plainly = replace(layout, parallel=plain)
+    touched = 0.0
+    for stack, count in shape.busiest_blocks(layout):
+        kept, whole = (block_activations(stack.in_bf16, each).total for each in (layout, plainly))
+        touched += count * (_TOUCHES * whole + _TOUCHES_AGAIN * (whole - kept))
+    again = _recomputed_passes(layout)
+    return again * touched / _memory_speed(cluster)
+
+
+def _communication(traffic: Iterable[Transfer], cluster: Cluster) -> tuple[float, float, float]:
+    """Return seconds of communication in the passes, its overlapped part, and after the passes."""
+    device = cluster.device
+    shown = hidden = ends = 0.0
+    for transfer in traffic:
+        seconds = transfer.calls * _LATENCY
+        seconds += transfer.inside / (_LINK_SHARE * 1e9 * device.node_gb_per_s)
+        seconds += transfer.between / (_LINK_SHARE * 1e9 * device.network_gb_per_s)
+        if transfer.is_hidden:
+            hidden += seconds
+        elif transfer.in_passes or transfer.kind.startswith(("tensor", "context", "pipeline")):
+            shown += seconds
+        else:
+            ends += seconds
+    return shown, hidden, ends
+
+
+def _optimizer(shape: ModelShape, layout: Layout, cluster: Cluster) -> float:
+    """Return the seconds of Adam, which reads and writes all states including the EMA."""
+    states = 12 + 4 * shape.keeps_average
+    own = parameters_held(shape.layers, layout) / (layout.replicas if layout.zero_stage else 1)
+    if layout.parallel.offload_optimizer == "none":
+        return own * 2 * (4 + states + shape.number_size) / _memory_speed(cluster)
+    moved = own * (4 + shape.number_size) / _PCIE
+    return (
+        moved
+        + own * 2 * (4 + states) * min(cluster.devices_per_node, layout.num_processes) / _CPU_MEMORY
+    )
+
+
+def sources(time: StepTime, cluster: Cluster) -> dict[str, str]:
+    """Return how each kind of number is known: measured, counted or assumed."""
+    measured = cluster.measured
+    on = f"measured on this {measured.device}" if measured else ""
+    product, memory = f"{_product_share(cluster):.0%}", f"{_memory_speed(cluster) / 1e9:,.0f}"
+    return {
+        "host": f"{1e3 * time.host_block:.2g} ms a block and micro-batch,"
+        f" {time.host_source}; {1e6 * _HOST_CALL:g} µs a collective, assumed",
+        "operations, bytes, bubble": "counted",
+        "products": f"{product} of peak,"
+        f" {on if measured and measured.bf16_tflops else 'assumed'}; less for few rows or columns,"
+        " assumed",
+        "memory": f"{memory} GB/s, {on if measured and measured.memory_gb_per_s else 'assumed'}",
+        "links": f"{_LINK_SHARE:.0%} of peak, {1e6 * _LATENCY:g} µs a collective, and what"
+        " overlaps: assumed",
+    }
