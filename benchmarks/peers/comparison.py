@@ -162,7 +162,7 @@ def compare(
         config: of the run.
         stream: its batches.
     """
-    contestants = [ours, *peers]
+    contestants: list[Ours | Peer] = [ours, *peers]
     for number in range(config.training.steps):
         batch = next(stream)
         losses, seconds = [0.0] * len(contestants), [0.0] * len(contestants)
