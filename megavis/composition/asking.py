@@ -18,26 +18,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megavis.composition.parts import Parts, PositionRole, Role
 from megavis.model.flops import Workload
 from megavis.model.positions import NOWHERE, START
 from megavis.model.visibility import VisibilityKind
 from megavis.schedules.schedule import Arrangement, Question
 
-if TYPE_CHECKING:
-    from megavis.composition.reader import PositionRole, Reader, Role
-
 AskedRows = tuple[Tensor, ...]
 Filler = Literal["vector", "zero_embedding", "zero_token"]
 ORDER = "order"
 """Name under which the places of all positions, int64 `[b, n]`, are carried to a bridge."""
-TRANSFORMED = "tokens"
-"""Name under which a learned transform's tokens are carried to the head, which scores them."""
 
 
 class Asking(ABC):
@@ -91,7 +87,7 @@ class Asking(ABC):
         return rows[0].shape[0], self.num_front + rows[0].shape[1]
 
     @abstractmethod
-    def embed(self, reader: Reader, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
+    def embed(self, parts: Parts, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
         """Embed the output of `rows`; `known` has the conditions by the role of their part."""
 
     @abstractmethod
@@ -165,22 +161,22 @@ class Shift(Asking):
         """Return the number of images, and of rows including a start token."""
         return rows[0].shape[0], rows[2].shape[1]
 
-    def embed(self, reader: Reader, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
+    def embed(self, parts: Parts, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
         """See `Asking`."""
         tokens, places, own = rows
-        carried, tokens = reader.transformed(tokens)
-        hidden = reader.embed_content(tokens[:, : places.shape[1]])
+        carried, tokens = parts.transformed(tokens)
+        hidden = parts.embed_content(tokens[:, : places.shape[1]])
         if self.place != "asked":
-            hidden = reader.add_positions(hidden, places, "positions")
+            hidden = parts.add_positions(hidden, places, "positions")
         starts = own.shape[1] > places.shape[1]
         if starts:
-            hidden = reader.prepend_start(hidden, known)
+            hidden = parts.prepend_start(hidden, known)
         if self.by_groups:
             carried |= {"content_groups": own, "query_groups": own[:, :0]}
             own = F.pad(places, (1, 0), value=START) if starts else places
         elif self.place != "content":
             role: PositionRole = "positions" if self.place == "asked" else "asked_positions"
-            hidden = reader.add_positions(hidden, own, role)
+            hidden = parts.add_positions(hidden, own, role)
         return Embedded(hidden, own, carried)
 
     def workload(self, plan: Arrangement, num_outputs: int) -> Workload:
@@ -224,23 +220,23 @@ class Mask(Asking):
         hidden = question.plan.groups > 0 if hidden is None else hidden
         return tokens, order, hidden.expand(len(tokens), -1)
 
-    def embed(self, reader: Reader, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
+    def embed(self, parts: Parts, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
         """See `Asking`."""
         tokens, places, is_hidden = rows
-        carried, tokens = reader.transformed(tokens)
+        carried, tokens = parts.transformed(tokens)
         is_hidden = is_hidden[..., None]
         if self.filler == "zero_token":
-            hidden = reader.embed_content(tokens.masked_fill(is_hidden, 0.0))
+            hidden = parts.embed_content(tokens.masked_fill(is_hidden, 0.0))
         else:
-            hidden = reader.embed_content(tokens)
-            hidden = torch.where(is_hidden, reader.vector("mask", hidden), hidden)
+            hidden = parts.embed_content(tokens)
+            hidden = torch.where(is_hidden, parts.vector("mask", hidden), hidden)
         if self.marks:
-            for_hidden, for_shown = reader.part("marks").to(hidden.dtype)
+            for_hidden, for_shown = parts.part("marks").to(hidden.dtype)
             marks = torch.where(is_hidden, for_hidden, for_shown)
             # As in GIVT's released code, every second channel of each.
             hidden = torch.cat([marks[..., ::2], hidden[..., ::2]], dim=-1)
-        hidden = reader.add_positions(hidden, places, "positions")
-        front = reader.front_rows(hidden, known)
+        hidden = parts.add_positions(hidden, places, "positions")
+        front = parts.front_rows(hidden, known)
         hidden = torch.cat([front, hidden], dim=1)
         # For rotary positions the front row is at the first cell.
         return Embedded(hidden, F.pad(places, (front.shape[1], 0)), carried)
@@ -309,16 +305,16 @@ class Query(Asking):
         """Return the number of images, and of rows in both streams, front and start included."""
         return rows[0].shape[0], self.num_front + rows[2].shape[1] + rows[3].shape[1]
 
-    def embed(self, reader: Reader, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
+    def embed(self, parts: Parts, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
         """See `Asking`."""
         tokens, places, groups, asked, asked_groups = rows
-        hidden = reader.add_positions(reader.embed_content(tokens), places, "positions")
+        hidden = parts.add_positions(parts.embed_content(tokens), places, "positions")
         if self.starts:
-            hidden = reader.prepend_start(hidden, known)
+            hidden = parts.prepend_start(hidden, known)
             places = F.pad(places, (1, 0), value=START)
-        query = reader.vector("query", hidden).expand(*asked.shape, -1)
-        query = reader.add_positions(query, asked, "positions")
-        front = reader.front_rows(hidden, known)
+        query = parts.vector("query", hidden).expand(*asked.shape, -1)
+        query = parts.add_positions(query, asked, "positions")
+        front = parts.front_rows(hidden, known)
         num_front = front.shape[1]
         return Embedded(
             torch.cat([front, hidden, query], dim=1),
@@ -360,16 +356,16 @@ class InContext(Asking):
         context = torch.cat([own, context + front], dim=1)
         return tokens, context.contiguous(), placed.contiguous()
 
-    def embed(self, reader: Reader, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
+    def embed(self, parts: Parts, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
         """See `Asking`."""
         tokens, context, placed = rows
-        hidden = reader.embed_content(tokens)
+        hidden = parts.embed_content(tokens)
         places = torch.arange(hidden.shape[1], device=hidden.device)[None]
         shows = torch.zeros(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
         shows = shows.scatter(1, placed, True)[..., None]
-        placed_hidden = reader.add_positions(hidden, places, "positions")
+        placed_hidden = parts.add_positions(hidden, places, "positions")
         hidden = torch.where(shows, placed_hidden, hidden)
-        front = reader.front_rows(hidden, known)
+        front = parts.front_rows(hidden, known)
         hidden = torch.cat([front, hidden], dim=1)
         places = F.pad(places, (front.shape[1], 0), value=NOWHERE)
         return Embedded(hidden, places, {"context": context})
@@ -396,12 +392,12 @@ class Visible(Asking):
         """Return all tokens."""
         return self.rows(tokens, Question(plan, plan.num_positions, slice(0, 0)))
 
-    def embed(self, reader: Reader, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
+    def embed(self, parts: Parts, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
         """See `Asking`."""
         tokens, order = rows
         places = order[:, : tokens.shape[1]]
-        hidden = reader.add_positions(reader.embed_content(tokens), places, "positions")
-        front = reader.front_rows(hidden, known)
+        hidden = parts.add_positions(parts.embed_content(tokens), places, "positions")
+        front = parts.front_rows(hidden, known)
         hidden = torch.cat([front, hidden], dim=1)
         return Embedded(hidden, F.pad(places, (front.shape[1], 0)), {ORDER: order})
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megavis.composition.encoded_tokens import open_ids_tokenizer
-from megavis.composition.reader import EmbeddingTable, Role
+from megavis.composition.parts import EmbeddingTable, Role
 from megavis.composition.tokens import Tokens, check_images
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import Manifest

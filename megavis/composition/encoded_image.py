@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from megavis.checkpoint.format.folder import chosen_checkpoint
 from megavis.checkpoint.format.tensor_reader import CheckpointReader
 from megavis.composition.condition import Condition, Encode, Known
-from megavis.composition.reader import Reader, Role
+from megavis.composition.parts import Parts, Role
 from megavis.composition.tokens import Tokens
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
@@ -143,7 +143,7 @@ class EncodedImage(Condition):
         *others, images = known
 
         def embed(layer: nn.Module) -> PackedState:
-            assert isinstance(layer, Reader)
+            assert isinstance(layer, Parts)
             patches: LayerState = layer.part("encoder")(images)
             return patches.pack()
 

@@ -17,10 +17,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from megavis.composition.asking import TRANSFORMED, Asking
+from megavis.composition.asking import Asking
 from megavis.composition.condition import Condition
 from megavis.composition.encoded_tokens import TokenIds
-from megavis.composition.reader import PARTS, Part, Reader, Role, SecondStack, with_whole_norms
+from megavis.composition.parts import PARTS, TRANSFORMED, Part, Role, with_whole_norms
+from megavis.composition.reader import Reader, SecondStack
 from megavis.composition.tokens import Colors, Patches, Tokens
 from megavis.composition.trainable import Backbone, SequenceBatch
 from megavis.config.errors import UserError

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from megavis.composition.asking import TRANSFORMED, Asking, InContext, Mask, Query, Shift, Visible
+from megavis.composition.asking import Asking, InContext, Mask, Query, Shift, Visible
 from megavis.composition.composition import Composition
 from megavis.composition.condition import ClassInFront, Condition, Labels, PooledFeatures
 from megavis.composition.encoded_image import EncodedImage
 from megavis.composition.encoded_tokens import Latents, TokenIds
-from megavis.composition.reader import Role, SecondStack
+from megavis.composition.parts import TRANSFORMED, Role
+from megavis.composition.reader import SecondStack
 from megavis.composition.tokens import Colors, Frames, Patches, Tokens, Vectors
 from megavis.config.section import PositionKind
 from megavis.densities.categorical import Categorical, Place

@@ -24,12 +24,12 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from megavis.composition.asking import TRANSFORMED, Asking, Mask, Shift
+from megavis.composition.asking import Asking, Mask, Shift
 from megavis.composition.composition import Composition
 from megavis.composition.condition import ClassInFront, Condition, Labels
 from megavis.composition.encoded_image import EncodedImage, PretrainedEncoder
 from megavis.composition.encoded_tokens import Latents
-from megavis.composition.reader import Role
+from megavis.composition.parts import TRANSFORMED, Role
 from megavis.composition.trainable import Likelihood
 from megavis.densities.gaussians import CorrelatedGaussian, GaussianMixture, Gaussians
 from megavis.model.adapter import Adapter

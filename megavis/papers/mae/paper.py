@@ -13,7 +13,8 @@ from torch import nn
 
 from megavis.composition.asking import Visible
 from megavis.composition.composition import Composition
-from megavis.composition.reader import Role, SecondStack
+from megavis.composition.parts import Role
+from megavis.composition.reader import SecondStack
 from megavis.composition.tokens import Patches
 from megavis.densities.squared_error import SquaredError
 from megavis.model.embeddings import TokenHead

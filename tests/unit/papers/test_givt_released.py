@@ -282,7 +282,9 @@ def test_unlabelled_samples_need_a_null_label(encoding, tmp_path, monkeypatch):
     )
     loaded = LoadedConfig(objective.config, ConfigSource("config.yaml"))
     found = ShardDataset(folder)
-    found.labels[1:3] = -1
+    labels = found.labels
+    labels[1:3] = -1
+    monkeypatch.setattr(ShardDataset, "labels", labels)
     monkeypatch.setattr("megavis.training.job.ShardDataset", lambda *_, **__: found)
     arguments = ("data.train", str(folder), None)
     assert open_data(loaded, *arguments, objective) is found

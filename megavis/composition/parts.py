@@ -1,0 +1,151 @@
+"""The parts of the first layer: what embeds tokens, positions and conditions.
+
+Parts are named by their role, the same in every paper; the names begin their parameters'.
+
+Legend: b images, m rows, n positions, h hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megavis.model.norms import Norm
+from megavis.model.parameters import Fill, filled
+from megavis.parallel.random import seeded
+from megavis.tokenizers.patches import to_grid, to_tokens
+
+TRANSFORMED = "tokens"
+"""Name under which a learned transform's tokens are carried to the head, which scores them."""
+
+Role = Literal[
+    "transform", "content", "positions", "asked_positions", "start", "query", "mask", "marks",
+    "front", "front_position", "encoder",
+]  # fmt: skip
+"""What a part is for:
+
+- `transform`: a learned, invertible map of tokens on their grid (`forward`, `inverse`).
+- `content`: embeds tokens `[b, m, ...]` to `[b, m, h]`.
+- `positions`, `asked_positions`: `Positions` of content and of predicted tokens.
+- `start`: a start token before the first token: a vector, or a table by class.
+- `query`, `mask`: a vector that stands for a token to predict, or a hidden one.
+- `marks`: two vectors `[2, h]`, which mark hidden and shown tokens.
+- `front`: vectors `[num_front, h]` in front of all rows, or a map of a condition to one.
+- `front_position`: a position for the row in front.
+- `encoder`: embeds the input of an encoder, to whose output blocks attend (`EncoderInput`).
+"""
+
+PARTS: tuple[Role, ...] = get_args(Role)
+"""All roles, in the order of a model's parameters."""
+
+Part = Callable[[], nn.Module | nn.Parameter]
+"""Builds a part."""
+
+PositionRole = Literal["positions", "asked_positions"]
+
+
+class Parts(nn.Module):
+    """The parts of a first layer; a missing one adds nothing.
+
+    Args:
+        parts: how to build each part. Its initial weights are a function of the run's `seed` and
+            its role, so that they do not depend on which other parts there are.
+    """
+
+    def __init__(self, parts: Mapping[Role, Part], *, seed: int) -> None:
+        super().__init__()
+        self.roles = tuple(role for role in PARTS if role in parts)
+        for role in self.roles:
+            with seeded(seed, "weights", f"embedding.{role}"):
+                setattr(self, role, parts[role]())
+
+    def part(self, role: Role) -> Any:
+        """Return the part with this role, or None."""
+        return getattr(self, role) if role in self.roles else None
+
+    def embed_content(self, tokens: Tensor) -> Tensor:
+        """Embed tokens `[b, m, ...]` as `[b, m, h]`."""
+        return self.part("content")(tokens)
+
+    def add_positions(self, hidden: Tensor, places: Tensor, role: PositionRole) -> Tensor:
+        """Add absolute positions of the cells `[b or 1, m]` to `hidden` `[b, m, h]`."""
+        return self.part(role)(hidden, places)
+
+    def vector(self, role: Literal["query", "mask"], hidden: Tensor) -> Tensor:
+        """Return a query or mask vector `[h]` in the dtype of `hidden`; zeros without a part."""
+        part: Tensor | None = self.part(role)
+        return hidden.new_zeros(hidden.shape[-1]) if part is None else part.to(hidden.dtype)
+
+    def prepend_start(self, hidden: Tensor, known: Mapping[Role, Tensor]) -> Tensor:
+        """Prepend the start token to `hidden`: `[b, 1 + m, h]`."""
+        part = self.part("start")
+        start: Tensor = part(known["start"])[:, None] if "start" in known else part
+        start = start.to(hidden.dtype).expand(len(hidden), 1, -1)
+        return torch.cat([start, hidden], dim=1)
+
+    def front_rows(self, hidden: Tensor, known: Mapping[Role, Tensor]) -> Tensor:
+        """Return the front rows `[b, num_front, h]` in the dtype of `hidden`; 0 without a part."""
+        part, position = self.part("front"), self.part("front_position")
+        if part is None:
+            return hidden[:, :0]
+        rows: Tensor = part(known["front"])[:, None] if "front" in known else part[None]
+        rows = rows if position is None else rows + position
+        return rows.to(hidden.dtype).expand(len(hidden), -1, -1)
+
+    def carried(self, places: Tensor) -> Mapping[str, Tensor]:
+        """Return the tensors that rotary and relative positions carry, for `Embedded.places`."""
+        return self.part("positions").carried(places)
+
+    def transformed(self, tokens: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Transform tokens on their grid `[b, d, h, w]` to `[b, n, d]`, if there is a transform.
+
+        Returns:
+            What is carried to the head, which scores transformed tokens, and the tokens. Tokens
+            `[b, n, d]` have been transformed.
+        """
+        part = self.part("transform")
+        if part is None:
+            return {}, tokens
+        tokens = tokens if tokens.ndim == 3 else to_tokens(part(tokens)).contiguous()
+        return {TRANSFORMED: tokens}, tokens
+
+    def untransformed(self, tokens: Tensor, num_rows: int) -> Tensor:
+        """Apply the inverse transform to tokens `[b, n, d]` on a grid of `num_rows` rows."""
+        return to_tokens(self.part("transform").inverse(to_grid(tokens, height=num_rows)))
+
+
+def with_whole_norms(build: Callable[[], nn.Module]) -> nn.Module:
+    """Build a first layer, in which every process has all tokens.
+
+    Raises:
+        TypeError: a norm in it is one of split tokens, whose gradients would be wrong under
+            sequence parallelism, by a factor of the tensor-parallel size.
+    """
+    layer = build()
+    wrong = [
+        name
+        for name, part in layer.named_modules()
+        if isinstance(part, Norm) and part.sums_gradients
+    ]
+    if wrong:
+        raise TypeError(
+            f"{', '.join(wrong)} in the first layer is a norm of split tokens, and here every"
+            " process has all tokens; build it with WholeNorm(core) of model/embeddings.py"
+        )
+    return layer
+
+
+class EmbeddingTable(nn.Module):
+    """A table of learned vectors, replicated on every process."""
+
+    def __init__(self, num_rows: int, hidden_size: int, fill: Fill) -> None:
+        super().__init__()
+        self.weight = filled(num_rows, hidden_size, fill=fill)
+
+    def forward(self, index: Tensor) -> Tensor:
+        """Look up int64 `[...]`: `[..., hidden_size]`."""
+        return F.embedding(index, self.weight)
