@@ -19,13 +19,15 @@ def allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(limits), hard))
 
 
-def most_open_maps() -> int:
+def most_open_maps(num_parts: int = 1) -> int:
     """Return how many shards of a data set stay mapped: a share of the limit of open files.
 
-    Each map holds a file descriptor. Batches that are being decoded hold further maps, and every
-    part of a blend has its own. A random order over more shards than maps would reopen a file for
-    nearly each sample.
+    Each map holds a file descriptor, and batches that are being decoded hold further maps. A random
+    order over more shards than maps would reopen a file for nearly each sample.
+
+    Args:
+        num_parts: data sets that are read together, in a blend.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = _MOST_OPEN_FILES if soft == resource.RLIM_INFINITY else min(soft, _MOST_OPEN_FILES)
-    return max(_LEAST_MAPS, allowed // _SHARE_OF_MAPS)
+    return max(_LEAST_MAPS, allowed // _SHARE_OF_MAPS // num_parts)

@@ -34,7 +34,8 @@ class BlendedDataset:
     def __init__(self, parts: Sequence[ShardDataset], weights: Sequence[float]) -> None:
         self.parts = tuple(parts)
         self._weights = tuple(weights)
-        for part in self.parts[1:]:
+        for part in self.parts:
+            part.num_parts = len(self.parts)
             _check_alike(self.parts[0], part)
         try:
             block_counts(weights)

@@ -1,8 +1,8 @@
 """A shard folder as a map-style data set, and subsets of it.
 
-Opening reads only the manifest and the index, and runs cheap checks (sizes, counts, the hash of the
-index); `verify` reads every byte. The index is memory-mapped, tars on first use, so that the
-processes of a node share both, and a process keeps nothing per sample.
+Opening reads only the manifest and the index, and runs cheap checks (sizes, the hash of the index);
+`verify` reads every byte. The index is memory-mapped, tars on first use: the processes of a node
+share both, and a process keeps nothing per sample.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class ShardDataset:
         directory: the shard folder; its cache for a URL.
         manifest: the folder's; with a palette, that of the resulting ids.
         class_names: names of the classes, indexed by label.
+        num_parts: data sets that are read together, in a blend; they share the open files.
 
     Raises:
         UserError: the folder is unfinished, empty or damaged, or was made with another palette.
@@ -64,7 +65,7 @@ class ShardDataset:
         self._remote = RemoteFolder.open(str(directory), cache) if remote else None
         self.directory = self._remote.directory if self._remote else Path(directory)
         self.manifest = Manifest.read(self.directory)
-        self.transform = transform
+        self.transform, self.num_parts = transform, 1
         try:
             self.codec = codec_of(self.manifest, transform, palette=palette)
         except UserError as error:
@@ -211,7 +212,7 @@ class ShardDataset:
                 allow_open_files()
                 # Wrap in a plain array: slicing np.memmap is four times slower.
                 self._maps[shard] = np.asarray(np.memmap(path, np.uint8, mode="r"))
-                if len(self._maps) > most_open_maps():
+                if len(self._maps) > most_open_maps(self.num_parts):
                     self._maps.popitem(last=False)
             self._maps.move_to_end(shard)
             return self._maps[shard]
@@ -230,8 +231,7 @@ class ShardDataset:
         if not len(self._wrong):
             return indices.copy()
         places = np.searchsorted(self._wrong, indices).clip(max=len(self._wrong) - 1)
-        is_wrong = self._wrong[places] == indices
-        return np.where(is_wrong, self._in_their_place[places], indices)
+        return np.where(self._wrong[places] == indices, self._in_their_place[places], indices)
 
     def _find_replacements(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the samples of invalid length, sorted, and the samples to read in their place."""

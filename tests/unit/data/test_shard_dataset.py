@@ -40,7 +40,7 @@ def test_read(folder):
 
 def test_concurrent_reads_with_few_open_maps(folder, monkeypatch):
     path, tokens, _ = folder
-    monkeypatch.setattr(dataset_module, "most_open_maps", lambda: 2)
+    monkeypatch.setattr(dataset_module, "most_open_maps", lambda _: 2)
     dataset = pickle.loads(pickle.dumps(ShardDataset(path)))
     wrong = []
 
