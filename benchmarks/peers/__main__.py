@@ -83,7 +83,8 @@ def main(words: Sequence[str] | None = None) -> int:
             module = importlib.import_module(f"benchmarks.peers.{kind}")
             results.append(module.run(sizes, folders[kind], context))
             print(_lines({**results[-1].row(), "seed": seed}), flush=True)
-    facts = {**machine(), "processor": _processor()}
+    timm = {"timm": importlib.metadata.version("timm")} if "finetune" in kinds else {}
+    facts = {**machine(), **timm, "processor": _processor()}
     print(_lines(facts))
     if options.json is not None:
         _write(options.json, facts, results)
