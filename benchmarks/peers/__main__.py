@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.peers.sizes import Sizes
 from benchmarks.timing import machine
+from megavis.config.errors import UserError
 
 KINDS = ("mae", "igpt", "finetune")
 _NEEDS = {"mae": "transformers", "igpt": "transformers", "finetune": "timm"}
@@ -83,7 +84,8 @@ def main(words: Sequence[str] | None = None) -> int:
             module = importlib.import_module(f"benchmarks.peers.{kind}")
             results.append(module.run(sizes, folders[kind], context))
             print(_lines({**results[-1].row(), "seed": seed}), flush=True)
-    facts = {**machine(), "processor": _processor()}
+    timm = {"timm": importlib.metadata.version("timm")} if "finetune" in kinds else {}
+    facts = {**machine(), **timm, "processor": _processor()}
     print(_lines(facts))
     if options.json is not None:
         _write(options.json, facts, results)
@@ -122,5 +124,14 @@ def _title() -> str:
     return __doc__.splitlines()[0]
 
 
+def _run() -> int:
+    """Run the command; a user's mistake is one line and the exit code 2."""
+    try:
+        return main()
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_run())

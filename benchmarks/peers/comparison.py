@@ -162,15 +162,15 @@ def compare(
         config: of the run.
         stream: its batches.
     """
-    contestants: list[Ours | Peer] = [ours, *peers]
+    steps = [ours.step, *(peer.step for peer in peers)]
     for number in range(config.training.steps):
         batch = next(stream)
-        losses, seconds = [0.0] * len(contestants), [0.0] * len(contestants)
-        places = range(len(contestants))
+        losses, seconds = [0.0] * len(steps), [0.0] * len(steps)
+        places = range(len(steps))
         for place in places if number % 2 else reversed(places):
             # A thread's own seconds hardly depend on other load; the loader has its threads.
             began = time.thread_time()
-            losses[place] = contestants[place].step(batch, number)
+            losses[place] = steps[place](batch, number)
             seconds[place] = time.thread_time() - began
         result.losses.append(tuple(losses))
         result.seconds.append(tuple(seconds))
