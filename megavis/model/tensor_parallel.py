@@ -89,6 +89,21 @@ def gather_tokens(
     )
 
 
+def to_columns(
+    hidden: Tensor, config: SequenceParallelConfig | None, group: dist.ProcessGroup
+) -> Tensor:
+    """Return all tokens of `[s, b, h]`, for products with parts of a column-parallel weight.
+
+    The backward pass adds up the gradients of the tensor group. `config` is None for tokens that
+    are never split.
+    """
+    if config is not None and splits_tokens(config):
+        return gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=True, group=group
+        )
+    return copy_to_tensor_model_parallel_region(hidden, group)
+
+
 def scatter_tokens(
     hidden: Tensor, config: SequenceParallelConfig, group: dist.ProcessGroup
 ) -> Tensor:
@@ -115,6 +130,44 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
         if self.skip_bias_add:
             return F.linear(input_, self.weight), self.bias
         return F.linear(input_, self.weight, self.bias), None
+
+
+class QueryKeyValue(ColumnParallelLinear):
+    """One projection to queries, keys and values, in the order of `attention.join_heads`."""
+
+    def __init__(self, input_size: int, output_size: int, *, head_size: int, **options: Any) -> None:
+        super().__init__(input_size, output_size, **options)
+        self.head_size = head_size
+
+    def forward(  # type: ignore[override]  # a parent's layer has one input
+        self, *inputs: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Map `[s, b, h]` like any column-parallel layer, or two inputs by parts of the weight.
+
+        Of two inputs the first `[q, b, h]` gives queries `[q, b, n · d]`, and the second `[c, b,
+        h]` keys and values `[c, b, n · 2d]`; None gives None. They come from `to_columns`.
+        """
+        if len(inputs) == 1:
+            return super().forward(inputs[0])
+        return multiply_parts(self, *inputs)
+
+
+def multiply_parts(
+    layer: Any, reading: Tensor | None, seen: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return queries of `reading`, and keys and values of `seen`; see `QueryKeyValue`."""
+
+    def parts(rows: Tensor) -> Iterator[Tensor]:
+        heads = rows.unflatten(0, (-1, 3, layer.head_size))
+        return (part.flatten(0, 2) for part in heads.split([1, 2], dim=1))
+
+    weights = parts(layer.weight)
+    biases = (None, None) if layer.bias is None else parts(layer.bias)
+    query, pairs = (
+        None if rows is None else F.linear(rows, weight, bias)
+        for rows, weight, bias in zip((reading, seen), weights, biases, strict=True)
+    )
+    return query, pairs
 
 
 class RowParallelLinear(tensor_parallel.RowParallelLinear):
@@ -156,21 +209,27 @@ class BlockLayers:
 
     Attributes:
         column_parallel: a linear layer split by output features.
+        query_key_value: the same for queries, keys and values; see `QueryKeyValue`.
         row_parallel: a linear layer split by input features, whose bias the caller adds.
         norm: RMS or layer norm with the interface of `Norm`.
         gain_norm: the same without bias.
         fp8: returns the context of FP8 for a stack and the size of its tensor group.
+        multiplies_parts: whether self-attention multiplies parts of its projection where that saves
+            products; FP8 is for whole weights.
     """
 
     column_parallel: type
+    query_key_value: type
     row_parallel: type
     norm: type
     gain_norm: type
     fp8: Callable[[ModelConfig, int], Precision]
+    multiplies_parts: bool = True
 
 
 _PLAIN = BlockLayers(
     ColumnParallelLinear,
+    QueryKeyValue,
     RowParallelLinear,
     Norm,
     GainNorm,
@@ -187,8 +246,10 @@ def block_layers() -> BlockLayers:
 
     return BlockLayers(
         transformer_engine.ColumnParallelLinear,
+        transformer_engine.QueryKeyValue,
         transformer_engine.RowParallelLinear,
         transformer_engine.BlockNorm,
         transformer_engine.BlockGainNorm,
         transformer_engine.fp8,
+        multiplies_parts=False,
     )

@@ -38,7 +38,7 @@ from megavis.config.checks import FP8_MULTIPLE, check_fp8_sizes
 from megavis.config.errors import UserError
 from megavis.config.schema import ModelConfig
 from megavis.model.norms import GainNorm
-from megavis.model.tensor_parallel import splits_tokens
+from megavis.model.tensor_parallel import multiply_parts, splits_tokens
 
 
 class ColumnParallelLinear(TEColumnParallelLinear):
@@ -70,6 +70,25 @@ class ColumnParallelLinear(TEColumnParallelLinear):
         _require_rows(input_)
         output: tuple[Tensor, None] = super().forward(input_)
         return output
+
+
+class QueryKeyValue(ColumnParallelLinear):
+    """One projection to queries, keys and values, like `tensor_parallel.QueryKeyValue`.
+
+    Parts of the weight are multiplied without Transformer Engine, and not in FP8.
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, head_size: int, **options: Any) -> None:
+        super().__init__(input_size, output_size, **options)
+        self.head_size = head_size
+
+    def forward(  # type: ignore[override]  # a parent's layer has one input
+        self, *inputs: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Map all tokens, or those that read and those that are seen."""
+        if len(inputs) == 1:
+            return super().forward(inputs[0])
+        return multiply_parts(self, *inputs)
 
 
 class RowParallelLinear(TERowParallelLinear):
