@@ -99,6 +99,8 @@ class Attention(nn.Module):
         elif places is not None:
             of_queries, of_keys = self._turns(attention_context, places)
             query, key = turn(query, *of_queries), turn(key, *of_keys)
+            # A view would keep the unturned ones until the backward pass.
+            value = value.clone() if torch.is_grad_enabled() else value
         mixed = self._attend(query, key, value, attention_context, bias)
         if splits_context(self.config):
             mixed = heads_to_tokens(mixed, self.context_group)
@@ -111,7 +113,8 @@ class Attention(nn.Module):
         also selected last where the projection cannot multiply parts of its weight.
         """
         start, visible = context.query_start, context.visibility.visible_tokens
-        divides, selects = splits_context(self.config), not context.visibility.is_one_stream
+        divides = splits_context(self.config)
+        selects = start > 0 or not context.visibility.is_one_stream
         if selects and self.multiplies_parts and not divides:
             whole = to_columns(hidden, self.config, self.tensor_group)
             parts = self.linear_qkv(whole[start:], visible(whole, dim=0))

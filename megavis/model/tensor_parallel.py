@@ -16,7 +16,7 @@ Legend: b images, s tokens, h hidden size.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -156,18 +156,59 @@ def multiply_parts(
     layer: Any, reading: Tensor | None, seen: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return queries of `reading`, and keys and values of `seen`; see `QueryKeyValue`."""
-
-    def parts(rows: Tensor) -> Iterator[Tensor]:
-        heads = rows.unflatten(0, (-1, 3, layer.head_size))
-        return (part.flatten(0, 2) for part in heads.split([1, 2], dim=1))
-
-    weights = parts(layer.weight)
-    biases = (None, None) if layer.bias is None else parts(layer.bias)
-    query, pairs = (
-        None if rows is None else F.linear(rows, weight, bias)
-        for rows, weight, bias in zip((reading, seen), weights, biases, strict=True)
-    )
+    weight, bias, size = layer.weight, layer.bias, layer.head_size
+    if reading is not None and seen is not None:
+        query, pairs = _Parts.apply(reading, seen, weight, bias, size)
+        return query, pairs
+    # Of one input alone, without gradients.
+    products = zip((reading, seen), _parts(weight, size), _parts(bias, size), strict=True)
+    query, pairs = (None if rows is None else F.linear(rows, *part) for rows, *part in products)
     return query, pairs
+
+
+class _Parts(torch.autograd.Function):
+    """Products with two parts of a weight, of which no copies are kept for the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, reading: Tensor, seen: Tensor, weight: Tensor, bias: Tensor | None, size: int
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(reading, seen, weight)
+        ctx.size = size
+        query, pairs = zip((reading, seen), _parts(weight, size), _parts(bias, size), strict=True)
+        return F.linear(*query), F.linear(*pairs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        *inputs, weight = ctx.saved_tensors
+        size, needed = ctx.size, ctx.needs_input_grad
+        slopes = [
+            gradient @ part if needs else None
+            for gradient, part, needs in zip(gradients, _parts(weight, size), needed, strict=False)
+        ]
+        rows = [gradient.flatten(0, 1) for gradient in gradients]
+        of_weight = of_bias = None
+        if needed[2]:
+            of_weight = _joined(
+                [each.t() @ x.flatten(0, 1) for each, x in zip(rows, inputs, strict=True)], size
+            )
+        if needed[3]:
+            of_bias = _joined([each.sum(0) for each in rows], size)
+        return *slopes, of_weight, of_bias, None
+
+
+def _parts(rows: Tensor | None, size: int) -> tuple[Any, Any]:
+    """Return the rows of a weight or bias for queries, and for keys and values."""
+    if rows is None:
+        return None, None
+    query, pairs = rows.unflatten(0, (-1, 3, size)).split([1, 2], dim=1)
+    return query.flatten(0, 2), pairs.flatten(0, 2)
+
+
+def _joined(parts: Sequence[Tensor], size: int) -> Tensor:
+    """Invert `_parts`."""
+    heads = [rows.unflatten(0, (-1, count, size)) for rows, count in zip(parts, (1, 2), strict=True)]
+    return torch.cat(heads, dim=1).flatten(0, 2)
 
 
 class RowParallelLinear(tensor_parallel.RowParallelLinear):

@@ -55,7 +55,7 @@ class Visibility:
 
     @property
     def is_one_stream(self) -> bool:
-        """Whether the tokens that attend, that are attended to and that are read are the same."""
+        """Whether all tokens attend and are attended to."""
         if self.kind == "two_stream":
             return self._groups()[1].shape[1] == 0
         return self.kind != "context"
