@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megavis.model.kernels import FEW
 from megavis.planning.fp8_memory import FP8, attention_difference, weight_copies
 from megavis.planning.layouts import Layout
 from megavis.planning.shape import StackShape
 
-_FLOAT32 = 4
 AROUND_ACTIVATION = 2
 """Tensors of the MLP's width: input and output of its activation function."""
 
@@ -80,9 +78,6 @@ def _attention_activations(shape: StackShape, layout: Layout, read: int) -> floa
         inputs += work.num_visible
     # Queries, keys, values and the output projection's input.
     split: float = 2 * read + 2 * work.num_visible
-    if shape.visibility == "full" and work.mean_visible <= FEW and read == work.num_tokens:
-        # In float32 a few keys are views of the joined projection, which keeps its queries too.
-        split += read * (size == _FLOAT32)
     if context > 1:
         # Heads are traded for tokens: the kernel's output besides the output projection's input.
         split += read
