@@ -27,7 +27,7 @@ from megavis.model.embeddings import grid_positions, to_stream
 from megavis.model.flops import Workload
 from megavis.model.layer_state import LayerState, PackedState, as_bits
 from megavis.model.norms import Norm
-from megavis.model.parameters import Fill, filled, normal, with_decay
+from megavis.model.parameters import Fill, filled, has_partial_gradient, normal, with_decay
 from megavis.model.stack import Bridge, LayerPlan, block_plans
 from megavis.tokenizers.patches import to_grid, to_tokens
 
@@ -171,7 +171,7 @@ def with_whole_norms(build: Callable[[], nn.Module]) -> nn.Module:
     wrong = [
         name
         for name, part in layer.named_modules()
-        if isinstance(part, Norm) and part.sums_gradients
+        if isinstance(part, Norm) and has_partial_gradient(part.weight)
     ]
     if wrong:
         raise TypeError(

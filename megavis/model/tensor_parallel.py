@@ -1,8 +1,7 @@
 """Tensor- and sequence-parallel building blocks.
 
 `gather_tokens` and `scatter_tokens` gather and split sequences under sequence parallelism. The
-linear layers are Megatron's with three changes: plain matrix products on a CPU, reduced gradients
-of row-parallel biases, and biases fused into the product on a GPU without tensor parallelism, also
+linear layers are Megatron's with two changes: plain matrix products on a CPU, and biases fused into the product on a GPU without tensor parallelism, also
 those that the caller would add.
 
 `block_layers` selects the linear layers and norms of a block by `training.kernels`. Their
@@ -36,6 +35,7 @@ from torch import Tensor
 from megavis.config.schema import ModelConfig
 from megavis.model.kernels import chosen_kernels
 from megavis.model.norms import GainNorm, Norm
+from megavis.model.parameters import set_partial_gradient
 
 # A context variable, like gradient mode, since callers of Megatron's linear layers pass only hidden
 # states.
@@ -215,7 +215,7 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
     """A linear layer split by input features, whose bias the caller adds.
 
     Under sequence parallelism each process adds the bias to some of the tokens, so its gradient is
-    a partial sum; Megatron's copy region reduces it in the backward pass.
+    a partial sum; `training/partial_gradients.py` adds them up.
     """
 
     def __init__(self, input_size: int, output_size: int, **options: Any) -> None:
@@ -224,20 +224,18 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
         options.setdefault("input_is_parallel", True)
         options.setdefault("skip_bias_add", True)
         super().__init__(input_size, output_size, **options)
+        if self.bias is not None and self.sequence_parallel:
+            set_partial_gradient([self.bias])
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Map `[s, b, input_size / tensor size]` to `[s, b, output_size]` and the bias."""
-        splits = splits_tokens(self)
         if self.tp_group.size() == 1 and not input_.is_cpu:
             return F.linear(input_, self.weight, self.bias), None
         # Megatron's forward pass reads the layer's flag, which does not reflect `whole_tokens`.
-        if not splits and (input_.is_cpu or self.sequence_parallel):
+        if not splits_tokens(self) and (input_.is_cpu or self.sequence_parallel):
             part = F.linear(input_, self.weight)
             return reduce_from_tensor_model_parallel_region(part, self.tp_group), self.bias
-        output, bias = super().forward(input_)
-        if bias is not None and splits:
-            bias = copy_to_tensor_model_parallel_region(bias, self.tp_group)
-        return output, bias
+        return super().forward(input_)
 
 
 Precision = Callable[[], contextlib.AbstractContextManager[Any]]

@@ -26,7 +26,6 @@ from megatron.core.extensions.transformer_engine import (
     TERowParallelLinear,
 )
 from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
@@ -38,6 +37,7 @@ from megavis.config.checks import FP8_MULTIPLE, check_fp8_sizes
 from megavis.config.errors import UserError
 from megavis.config.schema import ModelConfig
 from megavis.model.norms import GainNorm
+from megavis.model.parameters import set_partial_gradient
 from megavis.model.tensor_parallel import multiply_parts, splits_tokens
 
 
@@ -108,6 +108,8 @@ class RowParallelLinear(TERowParallelLinear):
             **_shared(options),
         )
         _finish(self, bias)
+        if bias and self.sequence_parallel:
+            set_partial_gradient([self.bias])
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Map `[s, b, input_size / tensor size]` to `[s, b, output_size]` and the bias.
@@ -119,10 +121,8 @@ class RowParallelLinear(TERowParallelLinear):
             part = F.linear(input_, self.weight)
             return reduce_from_tensor_model_parallel_region(part, self.tp_group), self.bias
         _require_rows(input_)
-        output, bias = super().forward(input_)
-        if bias is not None and self.sequence_parallel:
-            bias = copy_to_tensor_model_parallel_region(bias, self.tp_group)
-        return output, bias
+        output: tuple[Tensor, Tensor | None] = super().forward(input_)
+        return output
 
 
 class BlockNorm:
@@ -135,9 +135,7 @@ class BlockNorm:
         if not norm.subtracts_mean:
             norm.register_parameter("bias", None)
         if config.sequence_parallel:
-            # Each process normalises its own tokens, and DeepSpeed does not add the gradients up.
-            for parameter in norm.parameters():
-                parameter.register_hook(_summed)
+            set_partial_gradient(norm.parameters())
         return norm
 
 
@@ -186,9 +184,3 @@ def _require_rows(x: Tensor) -> None:
             f" block, and one has {shape} (tokens × images); make training.micro_batch_size a"
             f" multiple of {FP8_MULTIPLE}, or set fp8 to false"
         )
-
-
-def _summed(gradient: Tensor) -> Tensor:
-    # The reduction is in place, and a hook must not change its argument.
-    total: Tensor = reduce_from_tensor_model_parallel_region(gradient.clone())
-    return total
