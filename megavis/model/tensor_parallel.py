@@ -1,8 +1,8 @@
 """Tensor- and sequence-parallel building blocks.
 
 `gather_tokens` and `scatter_tokens` gather and split sequences under sequence parallelism. The
-linear layers are Megatron's with two changes: plain matrix products on a CPU, and biases fused into the product on a GPU without tensor parallelism, also
-those that the caller would add.
+linear layers are Megatron's with two changes: plain matrix products on a CPU, and biases fused into
+the product on a GPU without tensor parallelism, also those that the caller would add.
 
 `block_layers` selects the linear layers and norms of a block by `training.kernels`. Their
 parameters have the same names, shapes and initial values in every library, so a checkpoint does not
@@ -135,12 +135,14 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
 class QueryKeyValue(ColumnParallelLinear):
     """One projection to queries, keys and values, in the order of `attention.join_heads`."""
 
-    def __init__(self, input_size: int, output_size: int, *, head_size: int, **options: Any) -> None:
+    def __init__(
+        self, input_size: int, output_size: int, *, head_size: int, **options: Any
+    ) -> None:
         super().__init__(input_size, output_size, **options)
         self.head_size = head_size
 
     def forward(  # type: ignore[override]  # a parent's layer has one input
-        self, *inputs: Tensor | None
+        self, *inputs: Any
     ) -> tuple[Tensor | None, Tensor | None]:
         """Map `[s, b, h]` like any column-parallel layer, or two inputs by parts of the weight.
 
@@ -207,7 +209,9 @@ def _parts(rows: Tensor | None, size: int) -> tuple[Any, Any]:
 
 def _joined(parts: Sequence[Tensor], size: int) -> Tensor:
     """Invert `_parts`."""
-    heads = [rows.unflatten(0, (-1, count, size)) for rows, count in zip(parts, (1, 2), strict=True)]
+    heads = [
+        rows.unflatten(0, (-1, count, size)) for rows, count in zip(parts, (1, 2), strict=True)
+    ]
     return torch.cat(heads, dim=1).flatten(0, 2)
 
 

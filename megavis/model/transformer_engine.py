@@ -78,12 +78,14 @@ class QueryKeyValue(ColumnParallelLinear):
     Parts of the weight are multiplied without Transformer Engine, and not in FP8.
     """
 
-    def __init__(self, input_size: int, output_size: int, *, head_size: int, **options: Any) -> None:
+    def __init__(
+        self, input_size: int, output_size: int, *, head_size: int, **options: Any
+    ) -> None:
         super().__init__(input_size, output_size, **options)
         self.head_size = head_size
 
     def forward(  # type: ignore[override]  # a parent's layer has one input
-        self, *inputs: Tensor | None
+        self, *inputs: Any
     ) -> tuple[Tensor | None, Tensor | None]:
         """Map all tokens, or those that read and those that are seen."""
         if len(inputs) == 1:

@@ -46,7 +46,7 @@ def host_costs(launch: Launch, path: str, words: list[str], steps: int) -> HostC
 
 @dataclass(frozen=True)
 class Collectives:
-    """Collectives of a step by name, of hidden states and of less than a token's width per image."""
+    """Collectives of a step: of hidden states by name, and the number of those of small tensors."""
 
     big: Counter[str]
     tiny: int

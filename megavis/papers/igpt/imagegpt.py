@@ -129,7 +129,8 @@ def from_imagegpt(released: Mapping[str, Tensor], *, num_heads: int) -> dict[str
         kinds = ("weight", "bias") if biased else ("weight",)
         for kind in kinds:
             together = _take(released, f"{old}attn.c_attn.{kind}")
-            joined = join_heads(*together.t().chunk(3), num_heads)
+            query, key, value = together.t().chunk(3)
+            joined = join_heads(query, key, value, num_heads)
             whole[f"{new}self_attention.linear_qkv.{kind}"] = joined
     return {name: tensor.float().contiguous() for name, tensor in whole.items()}
 

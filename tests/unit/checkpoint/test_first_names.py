@@ -1,8 +1,8 @@
 """Parameter names and shapes are stable, so that checkpoints of earlier versions load.
 
-`first_names.json` was written on 2026-11-22, before models became compositions; on 2026-11-26, before
-any release, the projections of attention became one. Whoever renames a parameter must make `megavis
-checkpoint convert` accept the old name.
+`first_names.json` was written on 2026-11-22, before models became compositions; on 2026-11-26,
+before any release, the projections of attention became one. Whoever renames a parameter must make
+`megavis checkpoint convert` accept the old name.
 """
 
 import json
