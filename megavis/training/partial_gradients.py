@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.utils import safe_get_local_grad, safe_set_local_grad
 from torch import Tensor, nn
 
@@ -52,7 +53,12 @@ def sum_partial_gradients(
             lambda *_: _sum_in_one([p.grad for p in partial if p.grad is not None], group)
         )
         return
-    add_up = _sum_of_stage_3 if parallel.zero_stage == 3 else _sum_of_fragments
+    if parallel.zero_stage == 3:
+        add_up = _sum_of_stage_3
+    elif isinstance(optimizer, BF16_Optimizer):
+        add_up = _sum_of_bf16
+    else:
+        add_up = _sum_of_fragments
     plain: Callable[..., Any] = optimizer.step
 
     @functools.wraps(plain)
@@ -63,18 +69,15 @@ def sum_partial_gradients(
     optimizer.step = step
 
 
+def _sum_of_bf16(parameters: Sequence[Any], group: dist.ProcessGroup) -> None:
+    # Every process has whole gradients.
+    _sum_in_one([parameter._hp_grad for parameter in parameters], group)
+
+
 def _sum_of_fragments(parameters: Sequence[Any], group: dist.ProcessGroup) -> None:
     """Sum what ZeRO 1 and 2 have of the gradients on this process."""
-    found = []
-    for parameter in parameters:
-        whole = getattr(parameter, "_hp_grad", None)
-        if whole is not None:
-            # DeepSpeed's optimizer for bf16 has whole gradients on every process.
-            found.append(whole)
-        elif parameter._hp_mapping is not None:
-            place = parameter._index_in_param_group
-            found.append(parameter._hp_mapping.get_lp_grad_fragment(place))
-    _sum_in_one(found, group)
+    held = [parameter for parameter in parameters if parameter._hp_mapping is not None]
+    _sum_in_one([p._hp_mapping.get_lp_grad_fragment(p._index_in_param_group) for p in held], group)
 
 
 def _sum_of_stage_3(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
