@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from benchmarks.timing import parser, report, summary, take_turns
 from megavis.config.load import load_config
 from megavis.data.loading.loader import Batch
-from megavis.model.attention import Attention
+from megavis.model.attention import Attention, projected_heads
 from megavis.model.core import Block
 from megavis.model.layer_state import LayerState
 from megavis.model.visibility import AttentionContext
@@ -39,8 +39,9 @@ def plainly(block: Block) -> None:
     def forward(
         hidden_states: Tensor, attention_mask: AttentionContext, **_: object
     ) -> tuple[Tensor, Tensor | None]:
-        query = attention._heads(attention.linear_q(hidden_states)[0], 1)[0]
-        key, value = attention._heads(attention.linear_kv(hidden_states)[0], 2)
+        query, key, value = projected_heads(
+            attention.linear_qkv(hidden_states), attention.head_size
+        )
         count, content = len(hidden_states), attention_mask.visibility.num_content
         mask = attention_mask.visibility.mask(count, content)
         assert mask is not None

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megavis.model.norms import Norm
-from megavis.model.parameters import Fill, filled
+from megavis.model.parameters import Fill, filled, has_partial_gradient
 from megavis.parallel.random import seeded
 from megavis.tokenizers.patches import to_grid, to_tokens
 
@@ -129,7 +129,7 @@ def with_whole_norms(build: Callable[[], nn.Module]) -> nn.Module:
     wrong = [
         name
         for name, part in layer.named_modules()
-        if isinstance(part, Norm) and part.sums_gradients
+        if isinstance(part, Norm) and has_partial_gradient(part.weight)
     ]
     if wrong:
         raise TypeError(

@@ -27,6 +27,7 @@ from megavis.config.errors import UserError
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches
 from megavis.evaluation.figures import FigureInput, RenderedFigure, Row
+from megavis.model.attention import projected_heads
 from megavis.model.core import Block
 from megavis.model.inference import Inference
 
@@ -88,7 +89,7 @@ def attention_weights(runner: Inference, inputs: tuple[Tensor, ...]) -> list[Ten
     with contextlib.ExitStack() as hooks:
         for block in blocks:
             parts.append({})
-            for name in ("linear_q", "linear_kv", "relative_bias"):
+            for name in ("linear_qkv", "relative_bias"):
                 module = getattr(block.self_attention, name)
                 if module is not None:
                     hook = module.register_forward_hook(_keeper(parts[-1], name))
@@ -97,8 +98,7 @@ def attention_weights(runner: Inference, inputs: tuple[Tensor, ...]) -> list[Ten
     size = blocks[0].self_attention.head_size
     weights = []
     for part in parts:
-        query = part["linear_q"][0].unflatten(2, (-1, size)).permute(1, 2, 0, 3)
-        key = part["linear_kv"][0].unflatten(2, (-1, 2, size))[..., 0, :].permute(1, 2, 0, 3)
+        query, key, _ = projected_heads(part["linear_qkv"], size)
         logits = query.float() @ key.float().transpose(2, 3) / math.sqrt(size)
         weights.append((logits + part.get("relative_bias", 0.0)).softmax(-1))
     return weights

@@ -37,9 +37,8 @@ def features(folder: str, tokens: torch.Tensor) -> torch.Tensor:
     x, mask = F.pad(x, (0, 0, first, 0)) + rows, w.get("plain.mask")
     for i in range(c["layers"]):
         y = norm(x, f"blocks.{i}.input_layernorm")
-        q = linear(y, f"blocks.{i}.self_attention.linear_q").unflatten(-1, (heads, -1))
-        pairs = linear(y, f"blocks.{i}.self_attention.linear_kv").unflatten(-1, (heads, 2, -1))
-        q, (k, v) = q.transpose(1, 2), pairs.permute(3, 0, 2, 1, 4)
+        y = linear(y, f"blocks.{i}.self_attention.linear_qkv").unflatten(-1, (heads, 3, -1))
+        q, k, v = y.permute(3, 0, 2, 1, 4)
         if "plain.turns" in w:
             q, k = turn(q), turn(k)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=c["causal"])

@@ -1,14 +1,15 @@
 """Multi-head attention for every visibility, with heads split over tensor and context group.
 
-Queries and keys-values have separate projections: keys and values are computed only for tokens that
-are attended to, queries only for tokens whose output is used.
+Queries, keys and values have one projection. Where they are those of different tokens (two streams,
+some tokens as context, an encoder's output, a last block of which only some tokens are read), parts
+of its weight are multiplied: keys and values are computed only for tokens that are attended to,
+queries only for tokens whose output is used.
 
 Legend: s tokens, q queries, c keys, b images, h hidden size, n heads of this process, d head size.
 """
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -26,9 +27,9 @@ from megavis.model.kernels import (
     turn,
     two_stream_attention,
 )
-from megavis.model.parameters import Initialization
+from megavis.model.parameters import Fill, Initialization
 from megavis.model.positions import RelativeBias, turns
-from megavis.model.tensor_parallel import block_layers, gather_tokens
+from megavis.model.tensor_parallel import block_layers, to_columns
 from megavis.model.visibility import AttentionContext, Visibility, VisibilityKind
 from megavis.parallel.random import rank_local_rng
 
@@ -55,32 +56,29 @@ class Attention(nn.Module):
         self.head_size = config.hidden_size // config.num_attention_heads
         self.tensor_group, self.context_group = pg_collection.tp, pg_collection.cp
         self.rotary_scale = rotary_scale
-        # If only some tokens are projected, a sequence split over the tensor group is gathered
-        # first, and the projections take unsplit sequences.
-        self.chooses = visibility_kind in ("two_stream", "context")
         self.relative_bias: RelativeBias | None = None
         if relative_grid is not None:
             assert visibility_kind in ("full", "context"), "other kinds have masks of their own"
             heads = config.num_attention_heads // self.tensor_group.size()
             self.relative_bias = RelativeBias(heads, relative_grid)
-        projection = copy.copy(config)
-        projection.sequence_parallel = config.sequence_parallel and not self.chooses
         width = config.hidden_size
         layers = block_layers()
+        self.multiplies_parts = layers.multiplies_parts
         options: dict[str, Any] = {
-            "config": projection,
+            "config": config,
             "bias": has_bias,
             "tp_group": self.tensor_group,
         }
-        self.linear_q = layers.column_parallel(
-            width, width, init_method=initialization.query, **options
+        # Rows are ordered by `join_heads`, so that splitting them assigns complete heads to each
+        # process.
+        self.linear_qkv = layers.query_key_value(
+            width,
+            3 * width,
+            init_method=_joined_fill(initialization, config.num_attention_heads),
+            head_size=self.head_size,
+            **options,
         )
-        # Rows are ordered by `join_keys_values`, so that splitting them assigns complete heads to
-        # each process.
-        self.linear_kv = layers.column_parallel(
-            width, 2 * width, init_method=initialization.key_value, **options
-        )
-        options |= {"config": config, "init_method": initialization.attention_output}
+        options["init_method"] = initialization.attention_output
         self.linear_proj = layers.row_parallel(width, width, **options)
 
     def forward(
@@ -92,10 +90,7 @@ class Attention(nn.Module):
             `[q, b, h]` (q split likewise) and the output bias `[h]`, which the caller adds.
         """
         attention_context, visible = attention_mask, attention_mask.visibility.visible_tokens
-        if self.chooses:
-            hidden_states = gather_tokens(hidden_states, self.config, self.tensor_group)
-        queries, keys_values = self._projected(hidden_states, attention_context)
-        query, (key, value) = self._heads(queries, 1)[0], self._heads(keys_values, 2)
+        query, key, value = self._projected(hidden_states, attention_context)
         bias, places = None, attention_context.coordinates
         if places is not None and self.relative_bias is not None:
             read_places = places[:, attention_context.query_start :]
@@ -104,25 +99,34 @@ class Attention(nn.Module):
         elif places is not None:
             of_queries, of_keys = self._turns(attention_context, places)
             query, key = turn(query, *of_queries), turn(key, *of_keys)
+            # A view would keep the unturned ones until the backward pass.
+            value = value.clone() if torch.is_grad_enabled() else value
         mixed = self._attend(query, key, value, attention_context, bias)
         if splits_context(self.config):
             mixed = heads_to_tokens(mixed, self.context_group)
         return self.linear_proj(mixed)
 
-    def _projected(self, hidden: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:
-        """Return queries `[q, b, n · d]`, and keys and values `[c, b, n · 2d]`, of all tokens.
+    def _projected(self, hidden: Tensor, context: AttentionContext) -> tuple[Tensor, ...]:
+        """Return queries `[b, n, q, d]`, keys and values `[b, n, c, d]` of all tokens.
 
-        With context parallelism, tokens are selected after the heads are traded for them.
+        With context parallelism, tokens are selected after the heads are traded for them; they are
+        also selected last where the projection cannot multiply parts of its weight.
         """
         start, visible = context.query_start, context.visibility.visible_tokens
-        if not splits_context(self.config):
-            read = hidden[start:] if start else hidden
-            return self.linear_q(read)[0], self.linear_kv(visible(hidden, dim=0))[0]
-        queries, keys_values = (
-            tokens_to_heads(project(hidden)[0], self.context_group)
-            for project in (self.linear_q, self.linear_kv)
-        )
-        return queries[start:], visible(keys_values, dim=0)
+        divides = splits_context(self.config)
+        selects = start > 0 or not context.visibility.is_one_stream
+        if selects and self.multiplies_parts and not divides:
+            whole = to_columns(hidden, self.config, self.tensor_group)
+            parts = self.linear_qkv(whole[start:], visible(whole, dim=0))
+            return projected_heads(parts, self.head_size)
+        projected, _ = self.linear_qkv(hidden)
+        if divides:
+            projected = tokens_to_heads(projected, self.context_group)
+        if not selects:
+            return projected_heads((projected, None), self.head_size)
+        query, pairs = projected.unflatten(2, (-1, 3, self.head_size)).split([1, 2], dim=3)
+        chosen = query[start:].flatten(2), visible(pairs, dim=0).flatten(2)
+        return projected_heads(chosen, self.head_size)
 
     def _own_heads(self, count: int) -> slice:
         """Return which of the tensor rank's heads this process attends with, `count` of them."""
@@ -143,16 +147,6 @@ class Attention(nn.Module):
 
         tensors = [places] if visibility.context is None else [places, visibility.context]
         return context.once(f"turns from {start}", make, *tensors)
-
-    def _heads(self, projected: Tensor, parts: int) -> tuple[Tensor, ...]:
-        """Split `[s, b, n · parts · d]` into `parts` tensors `[b, n, s, d]`.
-
-        In this order, the backward pass concatenates the gradients with one copy, and with none for
-        a single part.
-        """
-        heads = projected.unflatten(2, (-1, parts, self.head_size))
-        each = heads.unbind(3) if parts > 1 else (heads.squeeze(3),)
-        return tuple(part.permute(1, 2, 0, 3) for part in each)
 
     def _attend(
         self,
@@ -228,7 +222,6 @@ class CrossAttention(Attention):
     """Attention from all tokens to all of an encoder's output, the memory."""
 
     def __init__(self, config: TransformerConfig, **options: Any) -> None:
-        # Like for "context", the projections take unsplit sequences: the memory is not split.
         super().__init__(config, visibility_kind="context", **options)
 
     # Megatron's layer passes different arguments to cross-attention than to self-attention.
@@ -244,32 +237,75 @@ class CrossAttention(Attention):
         Of the self-attention's context only the cache is used, which stores the memory's keys and
         values. Returns like self-attention, for all s tokens.
         """
-        own = gather_tokens(hidden_states, self.config, self.tensor_group)
-        query = self._heads(self.linear_q(own)[0], 1)[0]
-
-        def project() -> tuple[Tensor, ...]:
-            return self._heads(self.linear_kv(key_value_states)[0], 2)
-
+        own = to_columns(hidden_states, self.config, self.tensor_group)
         cache = attention_mask.cache
-        key, value = project() if cache is None else cache.fixed(self, project)
+        if cache is None:
+            # In one call, since ZeRO-3 gathers the weight for each.
+            memory = to_columns(key_value_states, None, self.tensor_group)
+            query, key, value = projected_heads(self.linear_qkv(own, memory), self.head_size)
+        else:
+            (query,) = _by_head(self.linear_qkv(own, None)[0], 1, self.head_size)
+            key, value = cache.fixed(self, lambda: self._of_memory(key_value_states))
         mixed = self._attend(query, key, value, AttentionContext(Visibility("full")))
         return self.linear_proj(mixed)
 
+    def _of_memory(self, memory: Tensor) -> tuple[Tensor, ...]:
+        """Return keys and values `[b, n, c, d]`."""
+        return _by_head(self.linear_qkv(None, memory)[1], 2, self.head_size)
 
-def join_keys_values(keys: Tensor, values: Tensor, num_heads: int) -> Tensor:
-    """Interleave the rows of two projections, weights `[n · d, h]` or biases, as in `linear_kv`.
+
+def projected_heads(output: tuple[Tensor, Tensor | None], size: int) -> tuple[Tensor, ...]:
+    """Take apart what `linear_qkv` returns, by the head size.
 
     Returns:
-        `[2 · n · d, ...]`: head by head, each head's keys before its values.
+        Queries `[b, n, q, d]`, keys and values `[b, n, c, d]`.
     """
-    heads = [rows.unflatten(0, (num_heads, -1)) for rows in (keys, values)]
+    first, pairs = output
+    if pairs is None:
+        return _by_head(first, 3, size)
+    return *_by_head(first, 1, size), *_by_head(pairs, 2, size)
+
+
+def _by_head(projected: Tensor, parts: int, size: int) -> tuple[Tensor, ...]:
+    """Split `[s, b, n · parts · d]` into `parts` tensors `[b, n, s, d]`.
+
+    In this order, the backward pass concatenates the gradients with one copy, and with none for a
+    single part.
+    """
+    heads = projected.unflatten(2, (-1, parts, size))
+    each = heads.unbind(3) if parts > 1 else (heads.squeeze(3),)
+    return tuple(part.permute(1, 2, 0, 3) for part in each)
+
+
+def join_heads(query: Tensor, key: Tensor, value: Tensor, num_heads: int) -> Tensor:
+    """Join the rows of three projections, weights `[n · d, h]` or biases, as in `linear_qkv`.
+
+    Returns:
+        `[3 · n · d, ...]`: head by head, each head's queries before its keys and its values, which
+        is the order of Megatron's `linear_qkv`.
+    """
+    heads = [rows.unflatten(0, (num_heads, -1)) for rows in (query, key, value)]
     return torch.stack(heads, dim=1).flatten(0, 2)
 
 
-def split_keys_values(rows: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-    """Invert `join_keys_values`."""
-    keys, values = rows.unflatten(0, (num_heads, 2, -1)).unbind(1)
-    return keys.flatten(0, 1), values.flatten(0, 1)
+def split_heads(rows: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Invert `join_heads`."""
+    query, key, value = rows.unflatten(0, (num_heads, 3, -1)).unbind(1)
+    return query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
+
+
+def _joined_fill(initialization: Initialization, num_heads: int) -> Fill:
+    """Return a fill of the joined weight that draws queries first, then keys and values."""
+
+    def fill(matrix: Tensor) -> None:
+        width = len(matrix) // 3
+        query, pairs = (torch.empty_like(part) for part in matrix.split([width, 2 * width]))
+        initialization.query(query)
+        initialization.key_value(pairs)
+        heads = [query.unflatten(0, (num_heads, 1, -1)), pairs.unflatten(0, (num_heads, 2, -1))]
+        matrix.copy_(torch.cat(heads, dim=1).flatten(0, 2))
+
+    return fill
 
 
 def _seen_and_blind(mask: Tensor | None) -> tuple[Tensor, Tensor]:

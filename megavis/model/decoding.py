@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megavis.model.activations import QUICK_GELU_FACTOR, quick_gelu
-from megavis.model.attention import Attention
+from megavis.model.attention import Attention, split_heads
 from megavis.model.core import Block
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.norms import Norm
@@ -250,16 +250,14 @@ class _Block:
 
 
 def _queries_keys_values(attention: Attention) -> tuple[Tensor, Tensor | None]:
-    """Merge two projections: weight `[3 · n · d, h]` and bias, with 1/√d folded in."""
-    size = attention.head_size
+    """Return weight `[3 · n · d, h]` and bias in the order of `_Block`, with 1/√d folded in."""
+    size, linear = attention.head_size, attention.linear_qkv
 
-    def joined(query: Tensor, key_value: Tensor) -> Tensor:
-        # Head by head, each head's keys before its values, as `Attention` orders them.
-        keys, values = key_value.unflatten(0, (-1, 2, size)).unbind(1)
-        return torch.cat([query * size**-0.5, keys.flatten(0, 1), values.flatten(0, 1)])
+    def ordered(rows: Tensor) -> Tensor:
+        query, key, value = split_heads(rows, len(rows) // (3 * size))
+        return torch.cat([query * size**-0.5, key, value])
 
-    q, kv = attention.linear_q, attention.linear_kv
-    return joined(q.weight, kv.weight), None if q.bias is None else joined(q.bias, kv.bias)
+    return ordered(linear.weight), None if linear.bias is None else ordered(linear.bias)
 
 
 def _activation(function: Callable[[Tensor], Tensor]) -> tuple[Callable[[Tensor], Tensor], float]:

@@ -108,7 +108,11 @@ class WholeNorm(Norm):
     def __init__(self, core: Core) -> None:
         config: TransformerConfig = core.megatron
         super().__init__(config, config.hidden_size, config.layernorm_epsilon)
-        self.sums_gradients = False
+
+    @staticmethod
+    def is_split(config: TransformerConfig) -> bool:
+        """Return False."""
+        return False
 
 
 class TokenHead(Head):

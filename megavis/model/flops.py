@@ -82,6 +82,18 @@ def matrix_flops(model: ModelConfig, work: Workload) -> float:
     return 2 * (own * _queries(model, work) + keys * model.num_layers)
 
 
+def fp8_flops(model: ModelConfig, work: Workload) -> float:
+    """Return the part of `matrix_flops` that FP8 is for.
+
+    Not queries, keys and values of cross-attention, which are products with parts of a weight.
+    """
+    crossed = 0.0
+    if work.num_memory:
+        tokens = _queries(model, work) + 2 * work.num_memory * model.num_layers
+        crossed = 2 * model.hidden_size**2 * tokens
+    return matrix_flops(model, work) - crossed
+
+
 def _queries(model: ModelConfig, work: Workload) -> int:
     """Return the tokens that leave the blocks, summed over the blocks."""
     return (model.num_layers - 1) * work.num_tokens + work.num_read

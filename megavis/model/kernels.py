@@ -165,9 +165,10 @@ def attend_to_few(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     Returns:
         `[b, n, q, d]` in the dtype of `query`.
     """
-    scaled = query.float() * query.shape[3] ** -0.5
+    wide, scale = query.float(), query.shape[3] ** -0.5
     keys, values = key.float().split(1, dim=2), value.float().split(1, dim=2)
-    scores = torch.stack([(scaled * each).sum(-1) for each in keys], dim=-1)
+    # Scaled here, so that nothing is kept of queries but a view of the projection.
+    scores = torch.stack([(wide * each).sum(-1) for each in keys], dim=-1) * scale
     weights = scores.softmax(-1).split(1, dim=-1)
     mixed = weights[0] * values[0]
     for weight, each in zip(weights[1:], values[1:], strict=True):

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from megavis.model.kernels import layer_norm, rms_norm
+from megavis.model.parameters import set_partial_gradient
 
 _EPSILON, _MOMENTUM = 1e-6, 0.1
 """Of batch norm; the momentum is the weight of the current batch in the running statistics."""
@@ -24,8 +24,7 @@ class Norm(nn.Module):
     """RMS norm (gain only) or layer norm over the last dimension, computed in float32.
 
     Under sequence parallelism each process of the tensor group normalises its own tokens, so the
-    gradients of gain and bias are partial sums. DeepSpeed does not reduce them; Megatron's copy
-    region, through which the parameters pass, does so in its backward pass.
+    gradients of gain and bias are partial sums; `training/partial_gradients.py` adds them up.
     """
 
     may_have_bias: ClassVar[bool] = True
@@ -38,17 +37,19 @@ class Norm(nn.Module):
         self.bias = None
         if self.subtracts_mean and self.may_have_bias:
             self.bias = nn.Parameter(torch.zeros(hidden_size))
-        self.sums_gradients = config.sequence_parallel
+        if self.is_split(config):
+            set_partial_gradient(self.parameters())
+
+    @staticmethod
+    def is_split(config: TransformerConfig) -> bool:
+        """Return whether a process normalises only its own tokens."""
+        return config.sequence_parallel
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalise `[..., hidden_size]`; the result has the input's dtype."""
-        weight, bias = self.weight, self.bias
-        if self.sums_gradients:
-            weight = copy_to_tensor_model_parallel_region(weight)
-            bias = copy_to_tensor_model_parallel_region(bias) if bias is not None else None
         if self.subtracts_mean:
-            return layer_norm(hidden, weight, bias, self.eps)
-        return rms_norm(hidden, weight, self.eps)
+            return layer_norm(hidden, self.weight, self.bias, self.eps)
+        return rms_norm(hidden, self.weight, self.eps)
 
 
 class GainNorm(Norm):

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from megavis.parallel.context import tensor_rank
 
 _DECAYS, _OPTIONS, _START = "weight_decay_applies", "group_options", "finetuning_start"
+_PARTIAL = "gradient_is_partial"
 
 Start = Literal["saved", "fresh", "saved or fresh"]
 """Weights of a parameter when fine-tuning starts from another run: the saved ones, the initial
@@ -164,6 +165,17 @@ def partition_dimension(parameter: nn.Parameter) -> int | None:
     # torch's type does not declare Megatron's attributes.
     marked: Any = parameter
     return int(marked.partition_dim)
+
+
+def set_partial_gradient(parameters: Iterable[Tensor]) -> None:
+    """Declare that a process has only the gradient of its own tokens, not of its tensor group's."""
+    for parameter in parameters:
+        setattr(parameter, _PARTIAL, True)
+
+
+def has_partial_gradient(parameter: Tensor) -> bool:
+    """Return whether gradients are to be summed over the tensor group."""
+    return getattr(parameter, _PARTIAL, False)
 
 
 def is_first_copy(parameter: nn.Parameter) -> bool:

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megavis.model.core import Block, Core
 from megavis.model.embeddings import LastNorm, ReplicatedLinear, to_stream
-from megavis.model.flops import Workload, forward_flops, matrix_flops
+from megavis.model.flops import Workload, forward_flops, fp8_flops
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.parameters import Fill, ParamGroupOptions, add_options, xavier_uniform
 from megavis.parallel.random import seeded
@@ -320,10 +320,10 @@ def model_flops(plans: Sequence[LayerPlan]) -> float:
 
 
 def matrix_share(plans: Sequence[LayerPlan]) -> float:
-    """Return the fraction of `model_flops` in products of the blocks with their weights."""
+    """Return the fraction of `model_flops` in products of the blocks that may be in FP8."""
     inside = (plan.inner for plan in plans if plan.inner is not None)
     stacks = (*stacks_of(plans), *inside)
-    matrices = sum(matrix_flops(stack.core.model, stack.work) for stack in stacks)
+    matrices = sum(fp8_flops(stack.core.model, stack.work) for stack in stacks)
     return 3 * matrices / model_flops(plans)
 
 

@@ -1,9 +1,8 @@
 """Tensor- and sequence-parallel building blocks.
 
 `gather_tokens` and `scatter_tokens` gather and split sequences under sequence parallelism. The
-linear layers are Megatron's with three changes: plain matrix products on a CPU, reduced gradients
-of row-parallel biases, and biases fused into the product on a GPU without tensor parallelism, also
-those that the caller would add.
+linear layers are Megatron's with two changes: plain matrix products on a CPU, and biases fused into
+the product on a GPU without tensor parallelism, also those that the caller would add.
 
 `block_layers` selects the linear layers and norms of a block by `training.kernels`. Their
 parameters have the same names, shapes and initial values in every library, so a checkpoint does not
@@ -16,7 +15,7 @@ Legend: b images, s tokens, h hidden size.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -36,6 +35,7 @@ from torch import Tensor
 from megavis.config.schema import ModelConfig
 from megavis.model.kernels import chosen_kernels
 from megavis.model.norms import GainNorm, Norm
+from megavis.model.parameters import set_partial_gradient
 
 # A context variable, like gradient mode, since callers of Megatron's linear layers pass only hidden
 # states.
@@ -89,6 +89,21 @@ def gather_tokens(
     )
 
 
+def to_columns(
+    hidden: Tensor, config: SequenceParallelConfig | None, group: dist.ProcessGroup
+) -> Tensor:
+    """Return all tokens of `[s, b, h]`, for products with parts of a column-parallel weight.
+
+    The backward pass adds up the gradients of the tensor group. `config` is None for tokens that
+    are never split.
+    """
+    if config is not None and splits_tokens(config):
+        return gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=True, group=group
+        )
+    return copy_to_tensor_model_parallel_region(hidden, group)
+
+
 def scatter_tokens(
     hidden: Tensor, config: SequenceParallelConfig, group: dist.ProcessGroup
 ) -> Tensor:
@@ -117,11 +132,94 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
         return F.linear(input_, self.weight, self.bias), None
 
 
+class QueryKeyValue(ColumnParallelLinear):
+    """One projection to queries, keys and values, in the order of `attention.join_heads`."""
+
+    def __init__(
+        self, input_size: int, output_size: int, *, head_size: int, **options: Any
+    ) -> None:
+        super().__init__(input_size, output_size, **options)
+        self.head_size = head_size
+
+    def forward(  # type: ignore[override]  # a parent's layer has one input
+        self, *inputs: Any
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Map `[s, b, h]` like any column-parallel layer, or two inputs by parts of the weight.
+
+        Of two inputs the first `[q, b, h]` gives queries `[q, b, n · d]`, and the second `[c, b,
+        h]` keys and values `[c, b, n · 2d]`; None gives None. They come from `to_columns`.
+        """
+        if len(inputs) == 1:
+            return super().forward(inputs[0])
+        return multiply_parts(self, *inputs)
+
+
+def multiply_parts(
+    layer: Any, reading: Tensor | None, seen: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return queries of `reading`, and keys and values of `seen`; see `QueryKeyValue`."""
+    weight, bias, size = layer.weight, layer.bias, layer.head_size
+    if reading is not None and seen is not None:
+        query, pairs = _Parts.apply(reading, seen, weight, bias, size)
+        return query, pairs
+    # Of one input alone, without gradients.
+    products = zip((reading, seen), _parts(weight, size), _parts(bias, size), strict=True)
+    query, pairs = (None if rows is None else F.linear(rows, *part) for rows, *part in products)
+    return query, pairs
+
+
+class _Parts(torch.autograd.Function):
+    """Products with two parts of a weight, of which no copies are kept for the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, reading: Tensor, seen: Tensor, weight: Tensor, bias: Tensor | None, size: int
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(reading, seen, weight)
+        ctx.size = size
+        query, pairs = zip((reading, seen), _parts(weight, size), _parts(bias, size), strict=True)
+        return F.linear(*query), F.linear(*pairs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        *inputs, weight = ctx.saved_tensors
+        size, needed = ctx.size, ctx.needs_input_grad
+        slopes = [
+            gradient @ part if needs else None
+            for gradient, part, needs in zip(gradients, _parts(weight, size), needed, strict=False)
+        ]
+        rows = [gradient.flatten(0, 1) for gradient in gradients]
+        of_weight = of_bias = None
+        if needed[2]:
+            of_weight = _joined(
+                [each.t() @ x.flatten(0, 1) for each, x in zip(rows, inputs, strict=True)], size
+            )
+        if needed[3]:
+            of_bias = _joined([each.sum(0) for each in rows], size)
+        return *slopes, of_weight, of_bias, None
+
+
+def _parts(rows: Tensor | None, size: int) -> tuple[Any, Any]:
+    """Return the rows of a weight or bias for queries, and for keys and values."""
+    if rows is None:
+        return None, None
+    query, pairs = rows.unflatten(0, (-1, 3, size)).split([1, 2], dim=1)
+    return query.flatten(0, 2), pairs.flatten(0, 2)
+
+
+def _joined(parts: Sequence[Tensor], size: int) -> Tensor:
+    """Invert `_parts`."""
+    heads = [
+        rows.unflatten(0, (-1, count, size)) for rows, count in zip(parts, (1, 2), strict=True)
+    ]
+    return torch.cat(heads, dim=1).flatten(0, 2)
+
+
 class RowParallelLinear(tensor_parallel.RowParallelLinear):
     """A linear layer split by input features, whose bias the caller adds.
 
     Under sequence parallelism each process adds the bias to some of the tokens, so its gradient is
-    a partial sum; Megatron's copy region reduces it in the backward pass.
+    a partial sum; `training/partial_gradients.py` adds them up.
     """
 
     def __init__(self, input_size: int, output_size: int, **options: Any) -> None:
@@ -130,20 +228,18 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
         options.setdefault("input_is_parallel", True)
         options.setdefault("skip_bias_add", True)
         super().__init__(input_size, output_size, **options)
+        if self.bias is not None and self.sequence_parallel:
+            set_partial_gradient([self.bias])
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Map `[s, b, input_size / tensor size]` to `[s, b, output_size]` and the bias."""
-        splits = splits_tokens(self)
         if self.tp_group.size() == 1 and not input_.is_cpu:
             return F.linear(input_, self.weight, self.bias), None
         # Megatron's forward pass reads the layer's flag, which does not reflect `whole_tokens`.
-        if not splits and (input_.is_cpu or self.sequence_parallel):
+        if not splits_tokens(self) and (input_.is_cpu or self.sequence_parallel):
             part = F.linear(input_, self.weight)
             return reduce_from_tensor_model_parallel_region(part, self.tp_group), self.bias
-        output, bias = super().forward(input_)
-        if bias is not None and splits:
-            bias = copy_to_tensor_model_parallel_region(bias, self.tp_group)
-        return output, bias
+        return super().forward(input_)
 
 
 Precision = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -156,21 +252,27 @@ class BlockLayers:
 
     Attributes:
         column_parallel: a linear layer split by output features.
+        query_key_value: the same for queries, keys and values; see `QueryKeyValue`.
         row_parallel: a linear layer split by input features, whose bias the caller adds.
         norm: RMS or layer norm with the interface of `Norm`.
         gain_norm: the same without bias.
         fp8: returns the context of FP8 for a stack and the size of its tensor group.
+        multiplies_parts: whether self-attention multiplies parts of its projection where that saves
+            products; FP8 is for whole weights.
     """
 
     column_parallel: type
+    query_key_value: type
     row_parallel: type
     norm: type
     gain_norm: type
     fp8: Callable[[ModelConfig, int], Precision]
+    multiplies_parts: bool = True
 
 
 _PLAIN = BlockLayers(
     ColumnParallelLinear,
+    QueryKeyValue,
     RowParallelLinear,
     Norm,
     GainNorm,
@@ -187,8 +289,10 @@ def block_layers() -> BlockLayers:
 
     return BlockLayers(
         transformer_engine.ColumnParallelLinear,
+        transformer_engine.QueryKeyValue,
         transformer_engine.RowParallelLinear,
         transformer_engine.BlockNorm,
         transformer_engine.BlockGainNorm,
         transformer_engine.fp8,
+        multiplies_parts=False,
     )

@@ -26,7 +26,6 @@ from megatron.core.extensions.transformer_engine import (
     TERowParallelLinear,
 )
 from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
@@ -38,7 +37,8 @@ from megavis.config.checks import FP8_MULTIPLE, check_fp8_sizes
 from megavis.config.errors import UserError
 from megavis.config.schema import ModelConfig
 from megavis.model.norms import GainNorm
-from megavis.model.tensor_parallel import splits_tokens
+from megavis.model.parameters import set_partial_gradient
+from megavis.model.tensor_parallel import multiply_parts, splits_tokens
 
 
 class ColumnParallelLinear(TEColumnParallelLinear):
@@ -72,6 +72,27 @@ class ColumnParallelLinear(TEColumnParallelLinear):
         return output
 
 
+class QueryKeyValue(ColumnParallelLinear):
+    """One projection to queries, keys and values, like `tensor_parallel.QueryKeyValue`.
+
+    Parts of the weight are multiplied without Transformer Engine, and not in FP8.
+    """
+
+    def __init__(
+        self, input_size: int, output_size: int, *, head_size: int, **options: Any
+    ) -> None:
+        super().__init__(input_size, output_size, **options)
+        self.head_size = head_size
+
+    def forward(  # type: ignore[override]  # a parent's layer has one input
+        self, *inputs: Any
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Map all tokens, or those that read and those that are seen."""
+        if len(inputs) == 1:
+            return super().forward(inputs[0])
+        return multiply_parts(self, *inputs)
+
+
 class RowParallelLinear(TERowParallelLinear):
     """A linear layer split by input features, whose bias the caller adds.
 
@@ -89,6 +110,8 @@ class RowParallelLinear(TERowParallelLinear):
             **_shared(options),
         )
         _finish(self, bias)
+        if bias and self.sequence_parallel:
+            set_partial_gradient([self.bias])
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Map `[s, b, input_size / tensor size]` to `[s, b, output_size]` and the bias.
@@ -100,10 +123,8 @@ class RowParallelLinear(TERowParallelLinear):
             part = F.linear(input_, self.weight)
             return reduce_from_tensor_model_parallel_region(part, self.tp_group), self.bias
         _require_rows(input_)
-        output, bias = super().forward(input_)
-        if bias is not None and self.sequence_parallel:
-            bias = copy_to_tensor_model_parallel_region(bias, self.tp_group)
-        return output, bias
+        output: tuple[Tensor, Tensor | None] = super().forward(input_)
+        return output
 
 
 class BlockNorm:
@@ -116,9 +137,7 @@ class BlockNorm:
         if not norm.subtracts_mean:
             norm.register_parameter("bias", None)
         if config.sequence_parallel:
-            # Each process normalises its own tokens, and DeepSpeed does not add the gradients up.
-            for parameter in norm.parameters():
-                parameter.register_hook(_summed)
+            set_partial_gradient(norm.parameters())
         return norm
 
 
@@ -167,9 +186,3 @@ def _require_rows(x: Tensor) -> None:
             f" block, and one has {shape} (tokens × images); make training.micro_batch_size a"
             f" multiple of {FP8_MULTIPLE}, or set fp8 to false"
         )
-
-
-def _summed(gradient: Tensor) -> Tensor:
-    # The reduction is in place, and a hook must not change its argument.
-    total: Tensor = reduce_from_tensor_model_parallel_region(gradient.clone())
-    return total

@@ -53,6 +53,13 @@ class Visibility:
             return 0
         return self.num_content
 
+    @property
+    def is_one_stream(self) -> bool:
+        """Whether all tokens attend and are attended to."""
+        if self.kind == "two_stream":
+            return self._groups()[1].shape[1] == 0
+        return self.kind != "context"
+
     def visible_tokens(self, tokens: Tensor, *, dim: int) -> Tensor:
         """Return the tokens attended to, of `[s, b, ...]` (`dim` 0) or `[b, s, ...]` (1)."""
         if self.kind == "two_stream":

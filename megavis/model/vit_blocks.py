@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megavis.model.attention import join_keys_values, split_keys_values
+from megavis.model.attention import join_heads, split_heads
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,8 @@ def block_from(
     for kind in ("weight", "bias"):
         for ours, theirs in names.plain:
             found[f"{ours}.{kind}"] = tensors[f"{prefix}{theirs}.{kind}"]
-        query, key, value = _projections(tensors, prefix, names, kind)
-        found[f"self_attention.linear_q.{kind}"] = query
-        found[f"self_attention.linear_kv.{kind}"] = join_keys_values(key, value, num_heads)
+        projections = _projections(tensors, prefix, names, kind)
+        found[f"self_attention.linear_qkv.{kind}"] = join_heads(*projections, num_heads)
     return found
 
 
@@ -103,13 +102,8 @@ def block_to(
     for kind in ("weight", "bias"):
         for ours, theirs in names.plain:
             found[f"{theirs}.{kind}"] = whole[f"{prefix}{ours}.{kind}"]
-        pairs = whole[f"{prefix}self_attention.linear_kv.{kind}"]
-        rows = torch.cat(
-            [
-                whole[f"{prefix}self_attention.linear_q.{kind}"],
-                *split_keys_values(pairs, num_heads),
-            ]
-        )
+        joined = whole[f"{prefix}self_attention.linear_qkv.{kind}"]
+        rows = torch.cat(split_heads(joined, num_heads))
         parts = rows.chunk(len(names.projections))
         for name, part in zip(names.projections, parts, strict=True):
             found[f"{name}.{kind}"] = part
@@ -150,7 +144,8 @@ def run_block(
 
 def _projections(
     tensors: Mapping[str, Tensor], prefix: str, names: BlockNames, kind: str
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the weights or biases of queries, keys and values."""
     rows = torch.cat([tensors[f"{prefix}{name}.{kind}"] for name in names.projections])
-    return rows.chunk(3)
+    query, key, value = rows.chunk(3)
+    return query, key, value

@@ -70,16 +70,18 @@ def _attention_activations(shape: StackShape, layout: Layout, read: int) -> floa
     context, recomputes = shape.context_parts(layout), is_selective(layout)
     is_copied = shape.is_sequence_parallel(layout)
     # Tokens are selected from those of the tensor group, a copy if they were split.
-    inputs = work.num_tokens / (context if shape.chooses else shape.token_parts(layout))
-    if recomputes and not (shape.chooses and is_copied):
+    selects = shape.in_bf16.multiplies_parts(layout)
+    inputs = work.num_tokens / (context if selects else shape.token_parts(layout))
+    if recomputes and not (selects and is_copied):
         inputs = 0.0
-    if shape.visibility == "context" and context == 1:
+    if shape.visibility == "context" and selects:
         inputs += work.num_visible
-    # Queries, keys, values and the output projection's input; rotary keys are kept twice.
-    split: float = 2 * read + (2 + shape.is_rotary) * work.num_visible
+    # Queries, keys, values and the output projection's input.
+    split: float = 2 * read + 2 * work.num_visible
     if context > 1:
-        split += _traded(shape, read)
-    num_kernels = 1
+        # Heads are traded for tokens: the kernel's output besides the output projection's input.
+        split += read
+    projected, num_kernels = inputs, 1
     if work.num_memory:
         # Of the memory, which all blocks share, only keys and values; queries of all tokens.
         inputs += 0 if recomputes and not is_copied else read / context
@@ -92,21 +94,9 @@ def _attention_activations(shape: StackShape, layout: Layout, read: int) -> floa
     if shape.visibility == "two_stream":
         kernel += read * (size * work.num_visible + 1)
     if shape.is_fp8:
-        kernel += attention_difference(shape, layout, read, inputs)
+        kernel += attention_difference(shape, layout, read, projected)
     # The rotary tables, one pair for all blocks, are negligible.
     return size * width * (inputs + split / shape.parts(layout)) + kernel
-
-
-def _traded(shape: StackShape, read: float) -> float:
-    """Return the tokens that attention keeps in addition where heads are traded for tokens.
-
-    The kernel's output besides the projection's input; and those queries, keys and values of all
-    tokens of which only a part is used.
-    """
-    work = shape.work
-    unused_queries = 0 if shape.is_rotary else work.num_tokens - read
-    unused_keys = work.num_tokens - work.num_visible if shape.visibility == "two_stream" else 0
-    return read + unused_queries + 2 * unused_keys
 
 
 def is_selective(layout: Layout) -> bool:

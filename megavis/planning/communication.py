@@ -130,8 +130,7 @@ def block_traffic(shape: StackShape, layout: Layout) -> BlockTraffic:
     """Count the collectives of a block for one image ("Reducing Activation Recomputation ...").
 
     In section 4.2 of that paper, attention and MLP have one collective before and one after, in
-    each pass. Here queries and keys-values have separate projections, so attention starts with two;
-    and Megatron gathers inputs that are kept sharded again in the backward pass.
+    each pass; Megatron gathers inputs that are kept sharded again in the backward pass.
     """
     own, crossed = _own_traffic(shape, layout), _crossed_traffic(shape, layout)
     return BlockTraffic(
@@ -155,28 +154,19 @@ def _crossed_traffic(shape: StackShape, layout: Layout) -> BlockTraffic:
     gradients, passed = tokens + work.num_memory, tokens * forward
     if not shape.is_sequence_parallel(layout):
         return BlockTraffic(passed + gradients, 0, 0)
-    return BlockTraffic(gradients, passed + tokens, passed + tokens)
+    return BlockTraffic(work.num_memory, passed + tokens, passed + tokens)
 
 
 def _own_traffic(shape: StackShape, layout: Layout) -> BlockTraffic:
     """Count the collectives around self-attention and the MLP."""
-    forward, parts = _forward_passes(layout), shape.context_parts(layout)
-    tokens = shape.work.num_tokens / parts
-    # Context parallelism projects all tokens to keys and values.
-    visible = shape.work.num_visible if parts == 1 else tokens
+    forward, tokens = _forward_passes(layout), shape.work.num_tokens / shape.context_parts(layout)
     if not shape.is_sequence_parallel(layout):
-        return BlockTraffic(2 * tokens * forward + tokens + visible + tokens, 0, 0)
-    if shape.chooses:
-        # Tokens are selected from the full sequence, which is gathered once.
-        return BlockTraffic(
-            reduced=tokens + visible,
-            gathered=2 * tokens * forward + 3 * tokens,
-            scattered=2 * tokens * forward + tokens,
-        )
+        return BlockTraffic(2 * tokens * forward + 2 * tokens, 0, 0)
     return BlockTraffic(
         reduced=0,
-        gathered=3 * tokens * forward + 5 * tokens,
-        scattered=2 * tokens * forward + 3 * tokens,
+        # Tokens selected from the full sequence are kept, and not gathered again.
+        gathered=2 * tokens * forward + (3 if shape.multiplies_parts(layout) else 4) * tokens,
+        scattered=2 * tokens * forward + 2 * tokens,
     )
 
 

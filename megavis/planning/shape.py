@@ -95,6 +95,13 @@ class StackShape:
         """Whether keys and values are those of chosen tokens."""
         return self.visibility in ("two_stream", "context")
 
+    def multiplies_parts(self, layout: Layout) -> bool:
+        """Return whether projections of chosen tokens multiply parts of the weight.
+
+        Context parallelism and FP8 project all tokens and choose afterwards.
+        """
+        return self.chooses and self.context_parts(layout) == 1 and not self.is_fp8
+
     def context_parts(self, layout: Layout) -> int:
         """Return the number of parts into which context parallelism splits the tokens."""
         return layout.context if self.may_split_tokens else 1

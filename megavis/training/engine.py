@@ -42,6 +42,7 @@ from megavis.planning.boundary_activations import DTYPES
 from megavis.planning.parameters import stage_bounds
 from megavis.training.deepspeed_config import deepspeed_config
 from megavis.training.optimizer import GradientNorm, WeightAverage, build_optimizer, learning_rate
+from megavis.training.partial_gradients import sum_partial_gradients
 from megavis.training.zero_pipeline import open_zero_pipeline
 
 
@@ -79,12 +80,19 @@ class Engine:
             device=context.device,
             kernels=config.training.kernels,
         )
+        self.deepspeed = self._open(module, optimizer, settings)
+        # Before the norm, which counts replicated gradients once.
+        sum_partial_gradients(
+            self.deepspeed.optimizer,
+            (parameter for _, parameter in self.layers.named_parameters()),
+            config.parallel,
+            context.tensor.group,
+        )
         self._norm_of_zero_0: GradientNorm | None = None
         if config.parallel.zero_stage == 0:
             self._norm_of_zero_0 = GradientNorm(
                 optimizer, context.model.group, config.optimizer.gradient_clipping
             )
-        self.deepspeed = self._open(module, optimizer, settings)
         # The pipeline's timers keep two events a step until they are printed, which never happens.
         self.deepspeed.timers = NoopTimer()
         decay = config.optimizer.ema_decay

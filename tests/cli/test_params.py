@@ -75,9 +75,9 @@ def test_params_command(capsys):
     tree = json.loads(capsys.readouterr().out)
     assert tree["total"] == sum(tree["parts"].values())
     assert tree["total"] == sum(matrix["parameters"] for matrix in tree["matrices"])
-    query = next(m for m in tree["matrices"] if m["name"].endswith("linear_q.weight"))
-    assert query["name"] == "blocks.*.self_attention.linear_q.weight"
-    assert (query["shape"], query["copies"]) == ([512, 512], 2)
+    query = next(m for m in tree["matrices"] if m["name"].endswith("linear_qkv.weight"))
+    assert query["name"] == "blocks.*.self_attention.linear_qkv.weight"
+    assert (query["shape"], query["copies"]) == ([1536, 512], 2)
     assert main(["params", path, "model.num_layer=2"]) == 2
     assert capsys.readouterr().err.startswith("error: command line: model.num_layer: ")
     assert main(["params", path]) == 0

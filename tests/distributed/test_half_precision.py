@@ -27,6 +27,8 @@ LAYOUTS: list[tuple[str, int, list[str]]] = [
     ("bf16", 2, ["zero_stage=1"]),
     ("bf16", 2, ["zero_stage=3"]),
     ("bf16", 2, ["tensor_model_parallel_size=2", "zero_stage=2"]),
+    ("bf16", 4, ["tensor_model_parallel_size=2", "sequence_parallel=true", "zero_stage=1"]),
+    ("bf16", 2, ["tensor_model_parallel_size=2", "sequence_parallel=true", "zero_stage=2"]),
     ("bf16", 2, ["pipeline_model_parallel_size=2", "zero_stage=1"]),
     ("bf16", 4, ["pipeline_model_parallel_size=2", "zero_stage=3"]),
     ("bf16", 2, ["context_parallel_size=2", "zero_stage=2"]),

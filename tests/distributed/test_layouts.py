@@ -28,6 +28,25 @@ LAYOUTS: list[Any] = [
     by_deepspeed(2, {"zero_stage": 2, "offload_optimizer": "cpu"}),
     (2, {"tensor_model_parallel_size": 2, "zero_stage": 0, "sequence_parallel": True}),
     (4, {"tensor_model_parallel_size": 4, "zero_stage": 1}),
+    (4, {"tensor_model_parallel_size": 2, "zero_stage": 1, "sequence_parallel": True}),
+    (
+        2,
+        {
+            "tensor_model_parallel_size": 2,
+            "zero_stage": 2,
+            "sequence_parallel": True,
+            "offload_optimizer": "cpu",
+        },
+    ),
+    (
+        2,
+        {
+            "tensor_model_parallel_size": 2,
+            "zero_stage": 3,
+            "sequence_parallel": True,
+            "offload_optimizer": "cpu",
+        },
+    ),
     (4, {"tensor_model_parallel_size": 2, "zero_stage": 3, "activation_checkpointing": "full"}),
     (4, {"tensor_model_parallel_size": 2, "zero_stage": 2, "sequence_parallel": True}),
     (2, {"context_parallel_size": 2, "zero_stage": 0}),

@@ -15,10 +15,9 @@ def attend(x, weights, num_heads, sees):
     size = width // num_heads
     mixed = torch.zeros_like(x)
     for head in range(num_heads):
-        # Query rows are grouped by head; a head's keys are followed by its values.
-        query = x @ weights["linear_q.weight"][head * size : (head + 1) * size].T
-        pair = weights["linear_kv.weight"][2 * head * size : 2 * (head + 1) * size]
-        key, value = x @ pair[:size].T, x @ pair[size:].T
+        # A head's queries are followed by its keys, and these by its values.
+        rows = weights["linear_qkv.weight"][3 * head * size : 3 * (head + 1) * size]
+        query, key, value = (x @ part.T for part in rows.split(size))
         for i in range(num_tokens):
             visible = [j for j in range(num_tokens) if sees(i, j)]
             scores = torch.stack([query[i] @ key[j] / math.sqrt(size) for j in visible])

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megavis.config.errors import UserError
-from megavis.model.attention import join_keys_values
+from megavis.model.attention import join_heads
 
 Arrays = Mapping[str, np.ndarray]
 Named = Iterator[tuple[str, Tensor]]
@@ -159,13 +159,11 @@ def _attention(own: str, arrays: Arrays, released: str) -> Named:
     kernels = [_tensor(arrays, f"{released}{part}/kernel").permute(1, 2, 0) for part in parts]
     num_heads = len(kernels[0])
     query, key, value = (kernel.flatten(0, 1) for kernel in kernels)
-    yield f"{own}.linear_q.weight", query
-    yield f"{own}.linear_kv.weight", join_keys_values(key, value, num_heads)
+    yield f"{own}.linear_qkv.weight", join_heads(query, key, value, num_heads)
     yield f"{own}.linear_proj.weight", _tensor(arrays, f"{released}out/kernel").flatten(0, 1).t()
     if f"{released}query/bias" in arrays:
         query, key, value = (_tensor(arrays, f"{released}{part}/bias").flatten() for part in parts)
-        yield f"{own}.linear_q.bias", query
-        yield f"{own}.linear_kv.bias", join_keys_values(key, value, num_heads)
+        yield f"{own}.linear_qkv.bias", join_heads(query, key, value, num_heads)
         yield f"{own}.linear_proj.bias", _tensor(arrays, f"{released}out/bias")
 
 

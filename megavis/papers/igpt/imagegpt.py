@@ -33,7 +33,7 @@ from megavis.composition.released_run import (
 from megavis.composition.vit_folder import check_shapes
 from megavis.config.errors import UserError
 from megavis.config.schema import ModelConfig, RunConfig
-from megavis.model.attention import join_keys_values, split_keys_values
+from megavis.model.attention import join_heads, split_heads
 from megavis.papers.igpt.config import IGPTConfig
 from megavis.tokenizers.palette import Palette
 
@@ -129,10 +129,9 @@ def from_imagegpt(released: Mapping[str, Tensor], *, num_heads: int) -> dict[str
         kinds = ("weight", "bias") if biased else ("weight",)
         for kind in kinds:
             together = _take(released, f"{old}attn.c_attn.{kind}")
-            query, keys, values = together.t().chunk(3)
-            pairs = join_keys_values(keys, values, num_heads)
-            whole[f"{new}self_attention.linear_q.{kind}"] = query
-            whole[f"{new}self_attention.linear_kv.{kind}"] = pairs
+            query, key, value = together.t().chunk(3)
+            joined = join_heads(query, key, value, num_heads)
+            whole[f"{new}self_attention.linear_qkv.{kind}"] = joined
     return {name: tensor.float().contiguous() for name, tensor in whole.items()}
 
 
@@ -154,12 +153,11 @@ def to_imagegpt(whole: Mapping[str, Tensor], *, num_heads: int) -> dict[str, Ten
                 tensor = torch.zeros(len(whole[new + ours.replace("bias", "weight")]))
             released[old + theirs] = tensor.t() if turned else tensor
         for kind in ("weight", "bias"):
-            query = whole.get(f"{new}self_attention.linear_q.{kind}")
-            if query is None:
+            joined = whole.get(f"{new}self_attention.linear_qkv.{kind}")
+            if joined is None:
                 together = torch.zeros(3 * tokens.shape[1])
             else:
-                pairs = whole[f"{new}self_attention.linear_kv.{kind}"]
-                together = torch.cat([query, *split_keys_values(pairs, num_heads)]).t()
+                together = torch.cat(split_heads(joined, num_heads)).t()
             released[f"{old}attn.c_attn.{kind}"] = together
     return {name: tensor.float().contiguous() for name, tensor in released.items()}
 

@@ -1,8 +1,8 @@
 """Parameter names and shapes change on purpose only.
 
 `first_names.json` was written on 2026-11-26, when the parts of the first layer were named by their
-role. From the first release on, whoever renames a parameter must make `megavis checkpoint convert`
-accept the old name.
+role and the projections of attention became one. From the first release on, whoever renames a
+parameter must make `megavis checkpoint convert` accept the old name.
 """
 
 import json

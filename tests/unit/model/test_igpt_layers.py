@@ -117,7 +117,7 @@ def test_initial_weights_are_independent_of_build_order(build, tmp_path):
     for one, other in zip(forward, backward, strict=True):
         for mine, yours in zip(one.parameters(), other.parameters(), strict=True):
             assert torch.equal(mine, yours)
-    first, second = (layer.self_attention.linear_q.weight for layer in forward[1:3])
+    first, second = (layer.self_attention.linear_qkv.weight for layer in forward[1:3])
     assert not torch.equal(first, second), "two blocks have the same initial weights"
 
 
@@ -128,8 +128,7 @@ def test_initial_weights_match_the_released_code(build, tmp_path):
     expected = {
         embedding.content.weight: 0.02,
         embedding.positions.weight: 0.01,
-        block.self_attention.linear_q.weight: 128**-0.5,
-        block.self_attention.linear_kv.weight: 128**-0.5,
+        block.self_attention.linear_qkv.weight: 128**-0.5,
         block.self_attention.linear_proj.weight: (128 * 4) ** -0.5,
         block.mlp.linear_fc1.weight: 0.02,
         block.mlp.linear_fc2.weight: 0.02,

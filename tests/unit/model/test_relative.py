@@ -47,15 +47,16 @@ def test_attention_adds_bias_to_logits(build_paper, visibility):
     objective, runner = build_paper(config(), f"finetune.visibility={visibility}")
     attention = runner.layers.modules[1].self_attention
     seen = {}
-    for name in ("linear_q", "linear_kv"):
-        attention.get_submodule(name).register_forward_hook(
-            lambda _, __, out, name=name: seen.update({name: out[0]})
-        )
+    attention.linear_qkv.register_forward_hook(lambda _, __, out: seen.update(joined=out))
     attention.linear_proj.register_forward_hook(lambda _, given, __: seen.update(mixed=given[0]))
     images = torch.randint(256, (2, 12, 12, 3), dtype=torch.uint8)
     drawn = attention_weights(runner, objective.inputs_from(images))[0]
-    query = seen["linear_q"].unflatten(2, (2, 8))
-    key, value = seen["linear_kv"].unflatten(2, (2, 2, 8)).unbind(3)
+    first, pairs = seen["joined"]
+    if pairs is None:
+        query, key, value = first.unflatten(2, (2, 3, 8)).unbind(3)
+    else:
+        query = first.unflatten(2, (2, 8))
+        key, value = pairs.unflatten(2, (2, 2, 8)).unbind(3)
     cells = [(-1, -1), *((row, column) for row in range(3) for column in range(3))]
     bias = attention.relative_bias(torch.tensor([cells]), torch.tensor([cells]))[0]
     for image in range(2):

@@ -84,13 +84,11 @@ def turned(heads, coordinates):
 def plain_attention(module, hidden, mask, coordinates=None):
     """softmax(q · k / √d) under `mask` `[b, s, s]` in float64; zeros for fully masked rows."""
     size = WIDTH // HEADS
-    q, kv, proj = (
-        layer.weight.double() for layer in (module.linear_q, module.linear_kv, module.linear_proj)
-    )
+    qkv, proj = (layer.weight.double() for layer in (module.linear_qkv, module.linear_proj))
     batch_first = hidden.transpose(0, 1)
-    query = (batch_first @ q.T).unflatten(-1, (HEADS, size)).transpose(1, 2)
-    pairs = (batch_first @ kv.T).unflatten(-1, (HEADS, 2, size))
-    key, value = pairs[..., 0, :].transpose(1, 2), pairs[..., 1, :].transpose(1, 2)
+    # A head's queries precede its keys, and these its values.
+    heads = (batch_first @ qkv.T).unflatten(-1, (HEADS, 3, size))
+    query, key, value = (heads[..., part, :].transpose(1, 2) for part in range(3))
     if coordinates is not None:
         query, key = turned(query, coordinates), turned(key, coordinates)
     scores = query @ key.transpose(2, 3) / math.sqrt(size)
@@ -123,15 +121,13 @@ def test_attention_and_gradient_match_masked_softmax(attention, kind, rotary):
 
 def test_query_start_skips_unused_projections(attention):
     module, visibility = attention("two_stream"), visibilities()["two_stream"]
-    hidden, widths = draw(TOKENS, IMAGES, WIDTH), {}
-    for name in ("linear_q", "linear_kv"):
-        layer = getattr(module, name)
-        layer.register_forward_hook(
-            lambda _, inputs, __, name=name: widths.update({name: len(inputs[0])})
-        )
+    hidden, lengths = draw(TOKENS, IMAGES, WIDTH), []
+    module.linear_qkv.register_forward_hook(
+        lambda _, inputs, __: lengths.append([len(rows) for rows in inputs])
+    )
     whole = module(hidden, AttentionContext(visibility))[0]
     part = module(hidden, AttentionContext(visibility, query_start=visibility.query_start))[0]
-    assert widths == {"linear_q": 3, "linear_kv": 4}
+    assert lengths == [[7, 4], [3, 4]]
     torch.testing.assert_close(part, whole[4:])
 
 

@@ -95,12 +95,10 @@ def plain_block(block, pair):
     attention, size = block.self_attention, 8
     norm = block.input_layernorm
     x = F.layer_norm(pair, (16,), norm.weight, norm.bias, 1e-6)
-    query = x @ attention.linear_q.weight.t() + attention.linear_q.bias
-    both = x @ attention.linear_kv.weight.t() + attention.linear_kv.bias
+    joined = x @ attention.linear_qkv.weight.t() + attention.linear_qkv.bias
     heads = []
     for head in range(2):
-        q = query[:, head * size : (head + 1) * size]
-        k, v = both[:, 2 * head * size : 2 * (head + 1) * size].split(size, dim=1)
+        q, k, v = joined[:, 3 * head * size : 3 * (head + 1) * size].split(size, dim=1)
         heads.append((q @ k.t() / size**0.5).softmax(-1) @ v)
     out = attention.linear_proj
     pair = pair + torch.cat(heads, 1) @ out.weight.t() + out.bias

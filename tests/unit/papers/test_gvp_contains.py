@@ -95,13 +95,15 @@ def token(weights, own, seen):
     def linear(x, name):
         return F.linear(x, weights[f"{name}.weight"], weights[f"{name}.bias"])
 
-    query = linear(norm(own, "input_layernorm"), "self_attention.linear_q")
-    pairs = linear(norm(seen, "input_layernorm"), "self_attention.linear_kv")
-    # A head's keys precede its values.
-    key, value = pairs.view(len(seen), HEADS, 2, WIDTH // HEADS).unbind(2)
+    def heads(x):
+        joined = linear(norm(x, "input_layernorm"), "self_attention.linear_qkv")
+        # A head's queries precede its keys, and these its values.
+        return joined.unflatten(-1, (HEADS, 3, WIDTH // HEADS)).unbind(-2)
+
+    query, (_, key, value) = heads(own)[0], heads(seen)
     mixed = torch.zeros(HEADS, WIDTH // HEADS)
     if len(seen):
-        scores = torch.einsum("nd,cnd->nc", query.view(HEADS, -1), key) / (WIDTH // HEADS) ** 0.5
+        scores = torch.einsum("nd,cnd->nc", query, key) / (WIDTH // HEADS) ** 0.5
         mixed = torch.einsum("nc,cnd->nd", scores.softmax(-1), value)
     own = own + linear(mixed.flatten(), "self_attention.linear_proj")
     inner = F.gelu(linear(norm(own, "pre_mlp_layernorm"), "mlp.linear_fc1"))

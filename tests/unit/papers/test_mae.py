@@ -12,7 +12,7 @@ from transformers import ViTMAEConfig, ViTMAEForPreTraining
 from transformers.models.vit_mae.modeling_vit_mae import build_2d_sinusoidal_position_embedding
 
 from megavis.config.errors import UserError
-from megavis.model.attention import join_keys_values
+from megavis.model.attention import join_heads
 from megavis.model.parameters import starts_fresh
 from megavis.model.positions import Positions
 from megavis.papers.mae.vit_mae import settings_of, to_vit_mae, vit_mae_predictions
@@ -68,7 +68,6 @@ def fixed_positions(width):
 NAMES = {
     "input_layernorm": "layernorm_before",
     "pre_mlp_layernorm": "layernorm_after",
-    "self_attention.linear_q": "attention.q_proj",
     "self_attention.linear_proj": "attention.o_proj",
     "mlp.linear_fc1": "mlp.fc1",
     "mlp.linear_fc2": "mlp.fc2",
@@ -82,21 +81,21 @@ NAMES = {
 
 
 def counterparts(name):
-    """Return the `transformers` names of a parameter: two for the fused keys and values."""
+    """Return the `transformers` names of a parameter: three for the fused projection."""
     if name.startswith("embedding.content"):
         return [name.replace("embedding.content", "vit.embeddings.patch_embeddings.projection")]
     name = name.replace("decoder.", "decoder.decoder_layers.").replace("blocks.", "vit.layers.")
     for own, other in NAMES.items():
         name = name.replace(own, other)
-    if "linear_kv" not in name:
+    if "linear_qkv" not in name:
         return [name]
-    return [name.replace("self_attention.linear_kv", f"attention.{part}_proj") for part in "kv"]
+    return [name.replace("self_attention.linear_qkv", f"attention.{part}_proj") for part in "qkv"]
 
 
 def in_our_form(name, tensors):
     """Convert a weight or gradient of `transformers` to megavis' layout."""
-    if len(tensors) == 2:
-        return join_keys_values(*tensors, 4 if name.startswith("blocks") else 2)
+    if len(tensors) == 3:
+        return join_heads(*tensors, 4 if name.startswith("blocks") else 2)
     [tensor] = tensors
     # A convolution kernel is channels-first, a patch channels-last.
     return tensor.permute(0, 2, 3, 1) if tensor.ndim == 4 else tensor

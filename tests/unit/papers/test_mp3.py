@@ -78,8 +78,8 @@ def test_keys_and_values_are_computed_for_context_only(make):
     objective, runner = make("objective.mask_ratio=0.75")
     counts = []
     for block in runner.layers.modules[1:-1]:
-        block.self_attention.linear_kv.register_forward_hook(
-            lambda _, inputs, __: counts.append(len(inputs[0]))
+        block.self_attention.linear_qkv.register_forward_hook(
+            lambda _, inputs, __: counts.append(len(inputs[1]))
         )
     runner.predictions(objective.sequence(batch_of(draw_images())).inputs)
     assert counts == [4 + 1] * 3
@@ -238,9 +238,9 @@ def test_attention_weights_match_the_block(make):
     inputs = objective.feature_inputs(batch_of(draw_images()))
     block = runner.layers.modules[1]
     seen = {}
-    parts = {"kv": block.self_attention.linear_kv, "out": block.self_attention.linear_proj}
+    parts = {"kv": block.self_attention.linear_qkv, "out": block.self_attention.linear_proj}
     hooks = [
-        parts["kv"].register_forward_hook(lambda _, __, out: seen.update(kv=out[0])),
+        parts["kv"].register_forward_hook(lambda _, __, out: seen.update(kv=out[1])),
         parts["out"].register_forward_hook(lambda _, given, __: seen.update(mixed=given[0])),
     ]
     weights = attention_weights(runner, inputs)[0]

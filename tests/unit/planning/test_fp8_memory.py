@@ -61,15 +61,15 @@ def test_block_of_one_stream(shape):
     found = block_activations(stack, layout_of())
     # Inputs of two norms in float32, and a deviation. The MLP's input: 1 byte.
     assert found.norms == tokens * (2 * (4 * width + 4) + width)
-    # Inputs of the projections to queries and to keys and values, and of the output's: 1 byte each.
+    # Inputs of both projections: 1 byte each.
     # Queries, keys, values and outputs of the kernel: 2; its state.
-    assert found.attention == tokens * (3 * width + 4 * 2 * width + 4 * 8)
+    assert found.attention == tokens * (2 * width + 4 * 2 * width + 4 * 8)
     # Four times the width: the activation's input, 2 bytes, and output, 1.
     assert found.mlp == tokens * 4 * width * 3
     # Twelve matrices of width², and their transposes, for all images.
     assert found.weights == 2 * 12 * width**2 / IMAGES
     half = block_activations(stack.in_bf16, layout_of())
-    assert half.total - found.total == tokens * 4 * width - found.weights
+    assert half.total - found.total == tokens * 5 * width - found.weights
 
 
 def test_tensor_group_shares_copies(shape):
@@ -83,9 +83,9 @@ def test_tensor_group_shares_copies(shape):
     )
     assert split.weights == cut.weights == 2 * 12 * width**2 / 4 / IMAGES
     assert split.mlp == cut.mlp == tokens * width * 3
-    # Inputs of both projections whole, the rest by heads.
-    assert split.attention == tokens * (2 * width + (width + 8 * width + 32) / 4)
-    assert cut.attention == tokens * (3 * width + 8 * width + 32) / 4
+    # The input of the first projection whole, the rest by heads.
+    assert split.attention == tokens * (width + (width + 8 * width + 32) / 4)
+    assert cut.attention == tokens * (2 * width + 8 * width + 32) / 4
 
 
 def test_copied_outputs_of_attention_are_saved_in_fp8_only(shape):
@@ -94,34 +94,31 @@ def test_copied_outputs_of_attention_are_saved_in_fp8_only(shape):
     (stack,) = shape.stacks
     layout = layout_of(context_parallel_size=4)
     half, mixed = (block_activations(each, layout) for each in (stack.in_bf16, stack))
-    # 2 bytes for the output projection's input, now 1; the input of the two others, 2, now twice 1.
-    assert half.attention - mixed.attention == tokens * width / 4
+    # 2 bytes for the inputs of both projections, now 1.
+    assert half.attention - mixed.attention == 2 * tokens * width / 4
     assert mixed.weights == 2 * 12 * width**2 / IMAGES
 
 
-def test_keys_and_values_of_a_memory_are_projected_from_copies(context):
-    """Of GIVT's encoder-decoder all blocks share the memory in bf16, and each saves it in FP8."""
-    width = tokens = memory = 64
+def test_cross_attention_is_projected_in_bf16(context):
+    """GIVT's encoder-decoder: queries, keys and values of cross-attention are no whole product."""
+    width = tokens = 64
     stack = shape_in_fp8(context, "givt/encoder_decoder", *SMALL_ENCODER).stacks[-1]
     half, mixed = (block_activations(each, layout_of()) for each in (stack.in_bf16, stack))
-    # More: two outputs of kernels and the memory. Less: the input of cross-attention's queries.
-    more = width * (2 * tokens + memory) - width * tokens
-    assert mixed.attention - half.attention == more
+    # More: two outputs of kernels. Less: the input of self-attention's projection.
+    assert mixed.attention - half.attention == width * 2 * tokens - width * tokens
     assert half.norms - mixed.norms == width * tokens
     assert half.mlp - mixed.mlp == 4 * width * tokens
-    assert mixed.weights == 2 * 16 * width**2 / IMAGES
+    assert mixed.weights == 2 * 13 * width**2 / IMAGES
 
 
 def test_two_streams_and_a_decoder(context):
     """DARL: 64 patches in two streams, of which one has keys and values."""
-    width, tokens, visible = 128, 128, 64
+    width, tokens = 128, 128
     shape = shape_in_fp8(context, "darl/demo", "objective.two_streams=true")
     (stack,) = shape.stacks
     half, mixed = (block_activations(each, layout_of()) for each in (stack.in_bf16, stack))
-    # Inputs of the projections, 2 bytes of all tokens, now 1 for queries and 1 for keys and values;
-    # and the masked output of attention, 2 bytes, now 1.
-    less = width * (2 * tokens - (tokens + visible) + tokens)
-    assert half.attention - mixed.attention == less
+    # The input of the projection and the masked output of attention, 2 bytes of all tokens, now 1.
+    assert half.attention - mixed.attention == 2 * width * tokens
     assert mixed.weights == 2 * 12 * width**2 / IMAGES
     # The decoder of two blocks, on the last stage.
     decoder, found = shape.decoder, activation_memory(without_ends(shape), layout_of())
@@ -142,7 +139,7 @@ def test_copies_of_weights_live_as_long_as_activations(shape, kind):
     mixed, half = (
         activation_memory(without_ends(each, kind), layout) for each in (shape, in_bf16(shape))
     )
-    less = IMAGES * tokens * 4 * width - 2 * 12 * width**2
+    less = IMAGES * tokens * 5 * width - 2 * 12 * width**2
     if kind == "full":
         # Only hidden states are kept, and one block is recomputed.
         assert (mixed.saved, half.recomputed - mixed.recomputed) == (half.saved, less)

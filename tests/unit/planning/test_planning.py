@@ -316,7 +316,7 @@ def test_fp8_share_is_that_of_products_with_weights_of_blocks(context, name, wor
         for layer in layers:
             state = layer(state)
     for module, found in counter.get_flop_counts().items():
-        if module.endswith((".linear_q", ".linear_kv", ".linear_proj", "_fc1", "_fc2")):
+        if module.endswith((".linear_qkv", ".linear_proj", "_fc1", "_fc2")):
             inside += sum(found.values())
     assert planned == pytest.approx(inside / IMAGES)
 
