@@ -59,7 +59,12 @@ def small(paper: str, folders: Any, folder: Path) -> RunConfig:
 name: small
 output: {folder}/runs
 objective: {SMALL[paper].objective}
-model: {{num_layers: 2, hidden_size: 64, num_attention_heads: 8}}
+model:
+  num_layers: 2
+  hidden_size: 32
+  num_attention_heads: 4
+  normalization: layer_norm
+  add_bias: true
 data: {folders[SMALL[paper].data]}
 optimizer: {{learning_rate: 1e-3}}
 training: {{steps: {STEPS}, batch_size: 8, micro_batch_size: 1}}
