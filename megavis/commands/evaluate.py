@@ -21,7 +21,8 @@ from torch import Tensor
 from megavis.commands.opening import job_closed, open_held_out, open_run
 from megavis.commands.options.shared import chosen_options, refuse_options, spelled
 from megavis.config.errors import UserError
-from megavis.config.schema import ObjectiveConfig
+from megavis.config.load import exported_names
+from megavis.config.schema import RunConfig
 from megavis.data.codecs.jpeg import decode_png, split
 from megavis.data.codecs.label_maps import TargetKind, nearest
 from megavis.data.format.files import write_atomically, write_json
@@ -322,7 +323,7 @@ def _evaluate_maps(args: argparse.Namespace, kind: TargetKind, score: Any, *, na
         count = min(args.num_images or len(dataset), len(dataset))
         scores = score(_pairs(opened, dataset, count, args), dataset)
         options = {"seed": args.seed, **chosen_options(args)}
-        reconstructs, objective = opened.objective.reconstructs, opened.config.objective
+        reconstructs = opened.objective.reconstructs
     result = {"step": opened.step, "images": count, "of": str(dataset.directory), **options}
     for part, values in scores.items():
         words = ", ".join(f"{key} {value:.4g}" for key, value in values.items())
@@ -332,23 +333,22 @@ def _evaluate_maps(args: argparse.Namespace, kind: TargetKind, score: Any, *, na
     write_json(path, {**result, **scores})
     sys.stdout.write(f"{path}\n")
     stage = STAGES[0] if reconstructs else STAGES[1]
-    _write_table(path, objective, METRICS[kind], {stage: scores["all"]}, result)
+    _write_table(path, opened.config, METRICS[kind], {stage: scores["all"]}, result)
     return 0
 
 
 def _write_table(
     path: Path,
-    objective: ObjectiveConfig,
+    config: RunConfig,
     metric: str,
     of_stages: dict[str, Mapping[str, Any]],
     result: Mapping[str, Any],
 ) -> None:
     """Write this run's errors next to its paper's, if that has a table of them."""
-    if (table := dense_table(objective.name)) is None:
+    if (table := dense_table(config.objective.name)) is None:
         return
-    # A tokenizer's own run, which reconstructs maps, has none.
-    tokenizer = getattr(objective, "tokenizer", None)
-    if tokenizer is not None:
+    # None for a tokenizer's own run, which reconstructs maps.
+    for tokenizer in exported_names(config):
         of_stages[STAGES[0]] = reconstruction_of(Path(tokenizer), path.name, result)
     values = {f"{metric}, {s}": found[metric] for s, found in of_stages.items() if metric in found}
     images = f"{result['images']} images of {result['of']}"

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from torch.utils.tensorboard import SummaryWriter
 
 from megavis.checkpoint.format.folder import latest_checkpoint, saved_steps, step_folder
 from megavis.commands.evaluate import device_of
@@ -36,6 +35,7 @@ from megavis.data.format.files import to_json
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import read_round_robin
 from megavis.evaluation.classes import accuracy_by_layer
+from megavis.evaluation.event_files import EventFile
 from megavis.evaluation.images.feature_networks import open_network
 from megavis.evaluation.images.generation import (
     FeatureCollector,
@@ -169,9 +169,10 @@ def _keep(run_folder: Path, record: Mapping[str, Any]) -> None:
         file.write(to_json(record) + "\n")
     shown = {name: record[name] for name in record if name not in ("step", *_SETTINGS)}
     conditions = shown.pop("distance_of", None)
-    with _board(run_folder) as board:
-        for name, value in shown.items():
-            board.add_scalar(f"evaluation/{name}", value, record["step"])
+    events = _events(run_folder)
+    for name, value in shown.items():
+        events.add_scalar(record["step"], f"evaluation/{name}", value)
+    events.write()
     words = ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
     words += f" | {conditions}" if conditions else ""
     sys.stdout.write(f"step {record['step']}: {words}\n")
@@ -180,13 +181,14 @@ def _keep(run_folder: Path, record: Mapping[str, Any]) -> None:
 
 def _show(run_folder: Path, step: int, pixels: np.ndarray) -> None:
     save_png(run_folder / "samples" / f"watch-{step:08d}.png", pixels)
-    with _board(run_folder) as board:
-        board.add_image("evaluation/samples", pixels, step, dataformats="HWC")
+    events = _events(run_folder)
+    events.add_image(step, "evaluation/samples", pixels)
+    events.write()
 
 
-def _board(run_folder: Path) -> Any:
-    """Open the watch's TensorBoard folder, separate from that of training."""
-    return SummaryWriter(str(run_folder / "tensorboard" / "evaluation"))
+def _events(run_folder: Path) -> EventFile:
+    """Return a file of events in the watch's folder, which is not training's."""
+    return EventFile(run_folder / "tensorboard" / "evaluation")
 
 
 class CheckpointMeasures:

@@ -90,11 +90,16 @@ def _check_tuned_blocks(config: RunConfig, settings: FinetuneConfig) -> Iterator
         # DeepSpeed frees the weights of a layer before its backward pass if its input has none.
         text = "must be 2 or less for finetune.tuned_blocks: 3 needs a gradient in every layer"
         yield "parallel.zero_stage", text
+    yield from _check_frozen_layers(config, "finetune.tuned_blocks")
+
+
+def _check_frozen_layers(config: RunConfig, key: str) -> Iterator[ConfigIssue]:
+    """Check that no pipeline or recomputation needs gradients of layers that `key` freezes."""
     if config.parallel.pipeline_model_parallel_size > 1:
-        text = "must be 1 for finetune.tuned_blocks: a frozen stage has no gradient to send"
+        text = f"must be 1 for {key}: a frozen stage has no gradient to send"
         yield "parallel.pipeline_model_parallel_size", text
     if config.parallel.activation_checkpointing != "none":
-        text = "must be none for finetune.tuned_blocks, whose frozen layers keep no activations"
+        text = f"must be none for {key}, whose frozen layers keep no activations"
         yield "parallel.activation_checkpointing", text
 
 
@@ -135,12 +140,7 @@ def _check_linear_evaluation(config: RunConfig, settings: FinetuneConfig) -> Ite
     if config.model.has_dropout:
         text = "has dropout, which finetune.linear_evaluation does not allow; set its dropouts to 0"
         yield "model", text
-    if config.parallel.pipeline_model_parallel_size > 1:
-        text = "must be 1 for finetune.linear_evaluation: a frozen stage has no gradient to send"
-        yield "parallel.pipeline_model_parallel_size", text
-    if config.parallel.activation_checkpointing != "none":
-        text = "has no effect under finetune.linear_evaluation without gradients; set it to none"
-        yield "parallel.activation_checkpointing", text
+    yield from _check_frozen_layers(config, "finetune.linear_evaluation")
 
 
 def check_finetuning_batch(

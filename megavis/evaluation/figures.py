@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megavis.data.format.files import write_atomically
+from megavis.evaluation.event_files import EventFile
 
 if TYPE_CHECKING:
     import numpy as np
@@ -177,13 +178,13 @@ def show_in_tensorboard(run_folder: Path, name: str, figure: Figure, *, step: in
     """Add a figure to a run's TensorBoard in a new event file. Raises OSError."""
     import numpy as np
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from torch.utils.tensorboard import SummaryWriter
 
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     pixels = np.asarray(canvas.buffer_rgba())[..., :3]
-    with SummaryWriter(str(run_folder / "tensorboard"), filename_suffix=f".{name}") as board:
-        board.add_image(f"evaluation/{name}", pixels, step, dataformats="HWC")
+    events = EventFile(run_folder / "tensorboard", suffix=f".{name}")
+    events.add_image(step, f"evaluation/{name}", pixels)
+    events.write()
 
 
 def write_table(path: Path, rows: Sequence[Row]) -> Path:

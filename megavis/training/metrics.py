@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import io
 import json
 import os
 import secrets
-import socket
 import sys
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
@@ -28,6 +25,7 @@ from tqdm import tqdm
 from megavis.config.errors import UserError
 from megavis.config.section import DashboardKind
 from megavis.data.format.files import append, from_json, to_json, write_atomically
+from megavis.evaluation.event_files import EventFile
 
 
 class MetricsWriter:
@@ -172,8 +170,6 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-_MOST_PENDING = 1 << 28
-"""Bytes of events that wait for a disk."""
 IDENTITIES = "dashboards.json"
 """File in a run folder with the run's identity in each dashboard."""
 
@@ -208,59 +204,29 @@ class Dashboard(ABC):
 
 
 class TensorBoard(Dashboard):
-    """Event files in `RUN/tensorboard`.
-
-    TensorBoard's own writer has a thread that ends with the first error of the disk, and with it
-    all that the run would still have shown. Here events that cannot be written wait in memory.
-    """
+    """Event files in `RUN/tensorboard`."""
 
     package = "tensorboard"
     waits_for_disk = True
 
     def __init__(self, run_folder: Path, *, first_step: int, config: Mapping[str, Any]) -> None:
-        self._proto = importlib.import_module("tensorboard.compat.proto.event_pb2")
-        self._records = importlib.import_module("tensorboard.summary.writer.record_writer")
-        self._summary = importlib.import_module("torch.utils.tensorboard.summary")
-        self._folder = run_folder / "tensorboard"
-        # Of two files of a run, TensorBoard takes the later name for the later file.
-        unique = f"{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
-        self._path = self._folder / f"events.out.tfevents.{int(time.time()):010d}.{unique}"
-        self._pending: list[bytes] = []
-        self._size = 0
-        self._add(file_version="brain.Event:2")
-        # From this step on, it forgets what earlier files have.
-        start = self._proto.SessionLog(status=self._proto.SessionLog.START)
-        self._add(first_step + 1, session_log=start)
+        self._events = EventFile(run_folder / "tensorboard")
+        self._events.start_at(first_step + 1)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """See `Dashboard`."""
         for name, value in values.items():
-            self._add(step, summary=self._summary.scalar(name, value))
-        self._write()
+            self._events.add_scalar(step, name, value)
+        self._events.write()
 
     def image(self, step: int, name: str, pixels: np.ndarray) -> None:
         """See `Dashboard`."""
-        self._add(step, summary=self._summary.image(name, pixels, dataformats="HWC"))
-        self._write()
+        self._events.add_image(step, name, pixels)
+        self._events.write()
 
     def close(self) -> None:
         """See `Dashboard`."""
-        self._write()
-
-    def _add(self, step: int = 0, **content: Any) -> None:
-        event = self._proto.Event(wall_time=time.time(), step=step, **content)
-        record = io.BytesIO()
-        self._records.RecordWriter(record).write(event.SerializeToString())
-        self._pending.append(record.getvalue())
-
-    def _write(self) -> None:
-        """Append the pending events, the oldest of which are dropped if there are too many."""
-        while sum(map(len, self._pending)) > _MOST_PENDING and len(self._pending) > 2:
-            # After the first two, without which it is no file of events.
-            del self._pending[0 if self._size else 2]
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._size = append(self._path, b"".join(self._pending), size=self._size)
-        self._pending.clear()
+        self._events.write()
 
 
 class WandB(Dashboard):

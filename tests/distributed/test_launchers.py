@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,11 @@ def run_all(processes: list[tuple[list[str], dict[str, str]]]) -> None:
     for process in started:
         process.start()
     try:
-        for process in started:
-            process.join(1200)
+        # Those whose partner has failed would wait for it.
+        while (left := [each for each in started if each.exitcode is None]) and not any(
+            each.exitcode for each in started
+        ):
+            assert wait([each.sentinel for each in left], 1200), "none ends"
         assert [process.exitcode for process in started] == [0] * len(started)
     finally:
         for process in started:
@@ -128,6 +132,33 @@ def test_deepspeed(tiny_config: Path, tmp_path: Path, one_process: list) -> None
     finish(start([*deepspeed, str(tmp_path / "started.py"), *words]))
     run_all([json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)])
     same_losses(tmp_path / "two", one_process)
+
+
+def start_deepspeed_script(folder: Path, tiny_config: Path) -> subprocess.Popen[str]:
+    """Start `launch/deepspeed.sh` with a `python` in `folder` that writes how it was started."""
+    folder.mkdir()
+    program = folder / "python"
+    program.write_text(f"#!{sys.executable}\n{STARTED}")
+    program.chmod(0o755)
+    words = [str(tiny_config), "--device", "cpu", f"output={folder}", "name=two"]
+    path = os.pathsep.join([str(folder), str(BIN), os.environ["PATH"]])
+    script = str(ROOT / "launch" / "deepspeed.sh")
+    return start(["bash", script, *words], PATH=path, PROCESSES="2")
+
+
+def test_two_deepspeed_jobs_on_one_node(tiny_config: Path, tmp_path: Path) -> None:
+    """DeepSpeed's own default is one port, which the second job would find in use."""
+    folders = [tmp_path / name for name in ("first", "second")]
+    launchers = [start_deepspeed_script(folder, tiny_config) for folder in folders]
+    for launcher in launchers:
+        finish(launcher)
+    started = [
+        json.loads((f / f"rank-{rank}.json").read_text()) for f in folders for rank in (0, 1)
+    ]
+    assert {tuple(words[:3]) for words, _ in started} == {("-m", "megavis.cli", "train")}
+    run_all([(words[2:], environment) for words, environment in started])
+    first, second = (deterministic_metrics(folder / "two") for folder in folders)
+    assert first == second != []
 
 
 def test_srun(tiny_config: Path, tmp_path: Path, one_process: list) -> None:

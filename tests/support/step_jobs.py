@@ -40,7 +40,7 @@ def host_costs(launch: Launch, path: str, words: list[str], steps: int) -> HostC
                     engine.train_step(loader, step)
         finally:
             del accelerator.synchronize
-        timers = getattr(engine.deepspeed.timers, "timers", {})
+        timers = engine.deepspeed.timers.get_timers()
         return HostCosts(len(calls), sum(len(each.event_timers) for each in timers.values()))
 
 

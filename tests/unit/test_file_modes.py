@@ -5,31 +5,66 @@ The umask is set in child processes, since it belongs to a whole process.
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import small_codebook
+from small_codebook import SmallCodebook, write_run
+
+from megavis.tokenizers.shapes import VAEShape
+from megavis.tokenizers.vae import VAE
 
 pytestmark = pytest.mark.once
 
 RUN = """
 import sys
-from data_tools.__main__ import main as data_tools
+from data_tools.__main__ import VERBS, main as data_tools
 from megavis.cli import main
-config, shards = sys.argv[1:]
+from megavis.tokenizers import network_tokenizer
+config, shards, tokenizers, support = sys.argv[1:]
+sys.path.insert(0, support)
+network_tokenizer.TOKENIZERS["small_codebook"] = "small_codebook:SmallCodebook"
+tried = set()
 
 def run(command, words):
     assert command(words.split()) == 0, words
 
-run(data_tools, "letters letters --letters 2 --images 64 --selection-images 8 --validation-images 8"
+def make(verb, words):
+    run(data_tools, f"{verb} {words}")
+    tried.add(verb)
+
+make("letters", "letters --letters 2 --images 64 --selection-images 8 --validation-images 8"
     " --workers 0")
+make("photographs", "crops --size 16 --crops 8 --validation-crops 4")
+make("palette fit", "crops/train --out new.npy --num-colors 8 --pixels 200 --size 8")
 for part in ("train", "validation"):
-    run(data_tools, f"palette shards letters/{part} --out {part} --size 8 --workers 0"
+    make("palette shards", f"letters/{part} --out {part} --size 8 --workers 0"
         f" --palette {shards}/palette.npy")
-run(data_tools, "jpeg letters/train --out jpeg_shards --workers 0")
-run(data_tools, "inspect jpeg_shards --out sheets/sheet.png")
+make("jpeg", "crops/train --out jpeg_shards --workers 0")
+make("inspect", "jpeg_shards --out sheets/sheet.png")
+make("verify", "jpeg_shards")
+make("reshard", "jpeg_shards --out resharded --samples-per-shard 5")
+make("merge", "jpeg_shards resharded --out merged")
+make("filter", "crops/train --out filtered --min-side 1 --keep-duplicates")
+make("pairs", "crops/train crops/train --out pairs --size 16")
+make("scenes", "scenes --size 16 --images 2 --validation-images 1")
+make("maps panoptic", "scenes/images/train scenes/panoptic/train scenes/panoptic_train.json"
+    " --out panoptic")
+make("maps depth", "scenes/images/train scenes/depth/train --out depths")
+for verb in ("latents", "ids"):
+    make(verb, f"crops/train --out {verb} --size 16 --batch-size 4"
+        f" --tokenizer {tokenizers}/{verb}")
+make("words", "spoken --words yes --voices 1 --held-out-voices 1 --takes 1")
+make("speech", "spoken --out speech")
+# Writes as the other maps do, from a file of 2.8 GB.
+left = {verb.name for verb in VERBS} - tried - {"maps nyu"}
+assert not left, left
+
 run(main, f"train {config} --device cpu output=runs data.train=train data.validation=null"
     " schedule.warmup_steps=0 training.steps=2 checkpoint.every=1 training.sample_every=2"
     " training.sample_images=2")
-run(main, "probe runs/tiny --train train --validation validation --device cpu")
+run(main, "probe runs/tiny --train train --validation validation --device cpu"
+    " --untrained-networks 1")
 run(main, "export runs/tiny --to huggingface exports/hub")
 run(main, "export runs/tiny --to safetensors exports/weights.safetensors")
 run(main, "import huggingface exports/hub imported")
@@ -46,8 +81,21 @@ def wrong_modes(folder, umask):
     }
 
 
-def test_files_of_runs_exports_and_shards(tiny_config, shards, tmp_path):
-    words = [sys.executable, "-c", RUN, str(tiny_config), str(shards)]
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    """A folder with the runs of two untrained tokenizers: latents and ids."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    shape = {"latent_channels": 2, "filters": 8, "multipliers": (1, 1), "blocks_per_level": 1}
+    vae = VAE(VAEShape(**shape, groups=4))
+    section = {"name": "vae", **vae.settings, "norm_groups": vae.settings["groups"]}
+    write_run(folder / "latents", vae, section)
+    SmallCodebook(8).save_run(folder / "ids")
+    return folder
+
+
+def test_files_of_runs_exports_and_shards(tiny_config, shards, tokenizers, tmp_path):
+    support = Path(small_codebook.__file__).parent
+    words = [sys.executable, "-c", RUN, *map(str, (tiny_config, shards, tokenizers, support))]
     done = subprocess.run(words, cwd=tmp_path, umask=0o002, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
     kinds = {path.suffix for path in tmp_path.rglob("*") if path.is_file()}
@@ -56,17 +104,21 @@ def test_files_of_runs_exports_and_shards(tiny_config, shards, tmp_path):
 
 
 WRITE = """
-import torch
+import os, sys, torch
 from pathlib import Path
 from megavis.checkpoint.format.tensor_files import save_tensors
-save_tensors(Path("new.safetensors"), {"x": torch.ones(2)}, {"format": "pt"})
-save_tensors(Path("old.safetensors"), {"x": torch.ones(2)}, {"format": "pt"})
+for folder in map(Path, sys.argv[1:]):
+    os.umask(int(folder.name, 8))
+    save_tensors(folder / "new.safetensors", {"x": torch.ones(2)}, {"format": "pt"})
+    save_tensors(folder / "old.safetensors", {"x": torch.ones(2)}, {"format": "pt"})
 """
 
 
-@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077, 0])
-def test_tensor_files(tmp_path, umask):
-    (tmp_path / "old.safetensors").touch(mode=0o600)
-    words = [sys.executable, "-c", WRITE]
-    subprocess.run(words, cwd=tmp_path, umask=umask, check=True)
-    assert wrong_modes(tmp_path, umask) == {}
+def test_tensor_files(tmp_path):
+    umasks = (0o022, 0o027, 0o077, 0)
+    folders = [tmp_path / f"{umask:o}" for umask in umasks]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "old.safetensors").touch(mode=0o600)
+    subprocess.run([sys.executable, "-c", WRITE, *map(str, folders)], check=True)
+    assert [wrong_modes(*each) for each in zip(folders, umasks, strict=True)] == [{}] * 4

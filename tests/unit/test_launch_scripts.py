@@ -128,12 +128,12 @@ def test_torchrun_on_several_nodes_requires_node_rank(start, programs):
 
 def test_deepspeed_with_and_without_hostfile(start, programs, tmp_path):
     programs("deepspeed")
-    port = {"MASTER_PORT": "29501"}
+    port = {"MASTER_PORT": "29501", "TORCH_FR_DUMP_TEMP_FILE": "/tmp/mine_"}
     assert start("deepspeed.sh", "a.yaml", PROCESSES="2", **port).wait(PATIENCE) == 0
     assert logged(tmp_path, "deepspeed") == (
         "--num_accelerators 2 --master_port 29501 --no_local_rank --no_python env OMP_NUM_THREADS=1"
         " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True TORCH_FR_BUFFER_SIZE=2000"
-        " TORCH_FR_DUMP_TEMP_FILE=/tmp/megavis_collectives_rank_ TORCH_NCCL_DUMP_ON_TIMEOUT=1"
+        " TORCH_FR_DUMP_TEMP_FILE=/tmp/mine_ TORCH_NCCL_DUMP_ON_TIMEOUT=1"
         f" TORCHINDUCTOR_COMPILE_THREADS=4 {shutil.which('python')} -m megavis.cli train a.yaml"
     )
     (tmp_path / "log").unlink()
@@ -199,6 +199,17 @@ def test_two_jobs_of_deepspeed_on_one_node_meet_at_different_free_ports(start, p
     # Of three draws from 12,768 at least two differ, but once in 10^8 times.
     assert len(ports) > 1
     assert all(20000 <= port < 32768 for port in ports)
+
+
+def test_two_jobs_on_one_node_record_collectives_in_different_files(start, programs, tmp_path):
+    programs("python", f'echo "$TORCH_FR_DUMP_TEMP_FILE" >> {tmp_path}/files')
+    for _ in range(2):
+        assert start("torchrun.sh", "a.yaml", PROCESSES="1").wait(PATIENCE) == 0
+    first, second = (tmp_path / "files").read_text().split()
+    assert first != second
+    assert {name.rstrip("0123456789") for name in (first[:-6], second[:-6])} == {
+        "/tmp/megavis_collectives_"
+    }
 
 
 def test_torchrun_on_one_node_meets_at_the_port_that_is_asked_for(start, programs, tmp_path):

@@ -150,6 +150,11 @@ for row, mask in ((1, "kept"), (2, "full")):
             tune("l16", "mse", 50, **keys),
         ]
 
+# "Training Objective", section 4.1: what the denoising decoder predicts, 100 and 50 epochs.
+for row, predicts in ((1, "clean"), (2, "noise")):
+    keys = {"objective.predicts": predicts}
+    ROWS[f"Section 4.1, {row}"] = both("l16", "diff", 100, 50, **keys)
+
 # Table 4: ViT-L/16 pre-trained on ImageNet, Table 12. Classes as in "A Large-scale Study of
 # Representation Learning with the Visual Task Adaptation Benchmark", table 2.
 TASKS = {

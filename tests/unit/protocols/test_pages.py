@@ -1,4 +1,6 @@
-"""docs/papers has an item for every table and figure of the papers, and no others."""
+"""docs/papers has an item for every table and figure, and every paper protocols for its rows."""
+
+from pathlib import Path
 
 import pytest
 import yaml
@@ -28,3 +30,17 @@ def test_page_has_every_table_and_figure(paper):
         *(f"Table {number}" for number in TABLES[paper]),
         *(f"Figure {number}" for number in range(1, FIGURES[paper] + 1)),
     }
+
+
+@pytest.mark.parametrize("paper", TABLES)
+def test_paper_has_protocols_for_its_rows(paper):
+    """A page's claims are compared with the paper's words, not only listed."""
+    text = (Path(__file__).parent / f"test_{paper}_rows.py").read_text(encoding="utf-8")
+    assert f'PAPER = "{paper}"\n' in text
+    assert "def test_every_claimed_row_has_a_protocol(rows):" in text
+    assert "def test_row_trains_as_the_paper_says(rows, row):" in text
+
+
+def test_every_page_is_of_a_paper_with_protocols():
+    pages = {path.stem for path in (ROOT / "docs" / "papers").glob("*.yaml")}
+    assert pages == set(TABLES)

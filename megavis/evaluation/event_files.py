@@ -1,0 +1,77 @@
+"""Files of events for TensorBoard, written without a thread.
+
+TensorBoard's own writer starts a thread that ends with the first error of the disk, and with it all
+that would still have been shown; the thread also outlives an error or signal while the writer
+opens. Here events that cannot be written wait in memory for the next attempt.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import socket
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megavis.data.format.files import append
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_MOST_PENDING = 1 << 28
+"""Bytes of events that wait for a disk."""
+
+
+class EventFile:
+    """A new file of events in a folder, which is created with the first of them.
+
+    Args:
+        folder: of a run, for TensorBoard.
+        suffix: appended to the file's name.
+    """
+
+    def __init__(self, folder: Path, *, suffix: str = "") -> None:
+        self._proto = importlib.import_module("tensorboard.compat.proto.event_pb2")
+        self._records = importlib.import_module("tensorboard.summary.writer.record_writer")
+        self._summary = importlib.import_module("torch.utils.tensorboard.summary")
+        self._folder = folder
+        # Of two files of a run, TensorBoard takes the later name for the later file.
+        unique = f"{socket.gethostname()}.{os.getpid()}.{time.time_ns()}{suffix}"
+        self._path = folder / f"events.out.tfevents.{int(time.time()):010d}.{unique}"
+        self._pending: list[bytes] = []
+        self._size = 0
+        self._add(file_version="brain.Event:2")
+
+    def start_at(self, step: int) -> None:
+        """Make TensorBoard forget what earlier files have from this step on."""
+        start = self._proto.SessionLog(status=self._proto.SessionLog.START)
+        self._add(step, session_log=start)
+
+    def add_scalar(self, step: int, name: str, value: float) -> None:
+        """Add a number, which `write` writes."""
+        self._add(step, summary=self._summary.scalar(name, value))
+
+    def add_image(self, step: int, name: str, pixels: np.ndarray) -> None:
+        """Add uint8 pixels `[h, w, 3]`, which `write` writes."""
+        self._add(step, summary=self._summary.image(name, pixels, dataformats="HWC"))
+
+    def write(self) -> None:
+        """Append the pending events, the oldest of which are dropped if there are too many.
+
+        Raises:
+            OSError: they are not written, and wait for the next call.
+        """
+        while sum(map(len, self._pending)) > _MOST_PENDING and len(self._pending) > 2:
+            # After the first two, without which it is no file of events.
+            del self._pending[0 if self._size else 2]
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._size = append(self._path, b"".join(self._pending), size=self._size)
+        self._pending.clear()
+
+    def _add(self, step: int = 0, **content: Any) -> None:
+        event = self._proto.Event(wall_time=time.time(), step=step, **content)
+        record = io.BytesIO()
+        self._records.RecordWriter(record).write(event.SerializeToString())
+        self._pending.append(record.getvalue())
