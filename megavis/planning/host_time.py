@@ -14,21 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from megavis.config.errors import UserError
+from megavis.config.papers import PAPER_CONFIGS
 from megavis.data.format.files import from_json
 
 MACHINE = "one core of an AMD EPYC, 2026-11-26"
-# Milliseconds per block and micro-batch, forward and backward, of eager blocks so narrow that their
-# arithmetic counts for little: at ZeRO-1 and at ZeRO-3.
-MILLISECONDS: Mapping[str, tuple[float, float]] = {
-    "igpt": (2.7, 5.6),
-    "givt": (2.9, 4.3),
-    "givt_maskgit": (2.6, 5.1),
-    "darl": (2.6, 8.8),
-    "gvp": (2.3, 8.9),
-    "mp3": (2.6, 8.9),
-    "mae": (1.7, 8.5),
-}
-"""By the objective's name."""
+"""Where the papers' `host_milliseconds` were measured, on eager blocks so narrow that their
+arithmetic counts for little."""
+
+
+def milliseconds() -> dict[str, tuple[float, float]]:
+    """Return the figures of all papers that have some, by the objective's name."""
+    found = {name: keys.host_milliseconds for name, keys in PAPER_CONFIGS.items()}
+    return {name: both for name, both in found.items() if both is not None}
 
 
 @dataclass(frozen=True)
@@ -80,10 +77,11 @@ def host_time(objective: str, zero_stage: int, measured: Measured | None = None)
 
 
 def _shipped(objective: str, stage: int) -> HostTime:
-    if objective in MILLISECONDS:
-        own = MILLISECONDS[objective][stage == 3]
+    all_papers = milliseconds()
+    if objective in all_papers:
+        own = all_papers[objective][stage == 3]
         return HostTime(1e-3 * own, f"measured on {MACHINE}, with no GPU")
-    most = max(both[stage == 3] for both in MILLISECONDS.values())
+    most = max(both[stage == 3] for both in all_papers.values())
     return HostTime(1e-3 * most, "assumed, the largest of all papers")
 
 

@@ -302,16 +302,13 @@ class _Attention(nn.Module):
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.linear_q = nn.Linear(width, width)
-        self.linear_kv = nn.Linear(width, 2 * width)
+        self.linear_qkv = nn.Linear(width, 3 * width)
         self.linear_proj = nn.Linear(width, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        query = self.linear_q(hidden).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
-        # Megatron's order: for each head, its keys and then its values.
-        pairs = self.linear_kv(hidden).unflatten(2, (self.num_heads, 2, -1))
-        key, value = (part.transpose(1, 2) for part in pairs.unbind(3))
-        mixed = F.scaled_dot_product_attention(query, key, value)
+        # Megatron's order: for each head, its queries, its keys and its values.
+        heads = self.linear_qkv(hidden).unflatten(2, (self.num_heads, 3, -1))
+        mixed = F.scaled_dot_product_attention(*heads.permute(3, 0, 2, 1, 4))
         return self.linear_proj(mixed.transpose(1, 2).flatten(2))
 
 

@@ -20,6 +20,8 @@ class DARLConfig(ObjectiveConfig):
 
     sampling_keys: ClassVar[frozenset[str]] = frozenset({"sampling_steps", "sampling_temperature"})
 
+    host_milliseconds: ClassVar[tuple[float, float] | None] = (2.6, 8.8)
+
     name: Literal["darl"] = "darl"
     patch_size: Positive = 16
     """Side of a patch in pixels."""

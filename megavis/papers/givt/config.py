@@ -6,7 +6,7 @@ Where paper and released code differ, the docstring of the key says how; default
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 from megavis.composition.shared_keys import check_adapter, check_encoder, check_tokens
 from megavis.config.schema import (
@@ -116,11 +116,15 @@ class LatentTokensConfig(ObjectiveConfig):
 class GIVTConfig(LatentTokensConfig):
     """GIVT-Causal."""
 
+    host_milliseconds: ClassVar[tuple[float, float] | None] = (2.9, 4.3)
+
     name: Literal["givt"] = "givt"
 
 
 class MaskGITConfig(LatentTokensConfig):
     """Config keys of GIVT-MaskGIT."""
+
+    host_milliseconds: ClassVar[tuple[float, float] | None] = (2.6, 5.1)
 
     name: Literal["givt_maskgit"] = "givt_maskgit"
     masked_input: Literal["vector", "zeros"] = "vector"

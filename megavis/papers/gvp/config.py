@@ -6,7 +6,7 @@ Legend: T patches, S condition tokens, K predicted groups.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -17,6 +17,8 @@ from megavis.schedules.boundaries import Cut, boundaries_error, boundary_range, 
 
 class GVPConfig(ObjectiveConfig):
     """Config keys of GVP."""
+
+    host_milliseconds: ClassVar[tuple[float, float] | None] = (2.3, 8.9)
 
     name: Literal["gvp"] = "gvp"
     variant: Literal["p2p", "p2d", "d2d"] = "p2p"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 import numpy as np
 from pydantic import BeforeValidator, Field
@@ -50,6 +50,8 @@ def _read_file(path: Path) -> tuple[int, ...]:
 
 class IGPTConfig(ObjectiveConfig):
     """Config keys of iGPT."""
+
+    host_milliseconds: ClassVar[tuple[float, float] | None] = (2.7, 5.6)
 
     name: Literal["igpt"] = "igpt"
     mode: Literal["autoregressive", "bert"] = "autoregressive"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -13,6 +13,8 @@ from megavis.config.schema import ConfigIssue, ObjectiveConfig, Positive, RunCon
 
 class MAEConfig(ObjectiveConfig):
     """Config keys of MAE: types and ranges here, checks against other keys in `check`."""
+
+    host_milliseconds: ClassVar[tuple[float, float] | None] = (1.7, 8.5)
 
     name: Literal["mae"] = "mae"
     patch_size: Positive = 16

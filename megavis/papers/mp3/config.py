@@ -17,6 +17,7 @@ class MP3Config(ObjectiveConfig):
 
     has_relative_positions: ClassVar[bool] = True
     takes_frames: ClassVar[bool] = True
+    host_milliseconds: ClassVar[tuple[float, float] | None] = (2.6, 8.9)
 
     name: Literal["mp3"] = "mp3"
     mask_ratio: Fraction = 0.75
