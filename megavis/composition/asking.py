@@ -28,7 +28,7 @@ from megavis.composition.parts import Parts, PositionRole, Role
 from megavis.model.flops import Workload
 from megavis.model.positions import NOWHERE, START
 from megavis.model.visibility import VisibilityKind
-from megavis.schedules.schedule import Arrangement, Question
+from megavis.schedules.schedule import Arrangement, PredictionTargets
 
 AskedRows = tuple[Tensor, ...]
 Filler = Literal["vector", "zero_embedding", "zero_token"]
@@ -65,8 +65,8 @@ class Asking(ABC):
         return self.visibility == "causal"
 
     @abstractmethod
-    def rows(self, tokens: Tensor, question: Question, since: int = 0) -> AskedRows:
-        """Return the rows for a question.
+    def rows(self, tokens: Tensor, wanted: PredictionTargets, since: int = 0) -> AskedRows:
+        """Return the rows for a wanted.
 
         Args:
             tokens: `[b, at least known, ...]`, in the order of the plan (in raster order for
@@ -76,7 +76,7 @@ class Asking(ABC):
 
     def feature_rows(self, tokens: Tensor, plan: Arrangement) -> AskedRows:
         """Return one row per token, hiding no more than the plan requires."""
-        return self.rows(tokens, plan.question)
+        return self.rows(tokens, plan.prediction_targets)
 
     def num_feature_rows(self, count: int) -> int:
         """Return the number of embedded rows of `feature_rows` for `count` tokens."""
@@ -131,12 +131,12 @@ class Shift(Asking):
         self.visibility: VisibilityKind = "two_stream" if by_groups else "causal"
         self.extra_tensors = ("content_groups", "query_groups") if by_groups else ()
 
-    def rows(self, tokens: Tensor, question: Question, since: int = 0) -> AskedRows:
+    def rows(self, tokens: Tensor, wanted: PredictionTargets, since: int = 0) -> AskedRows:
         """Return tokens, their places, and per row its group or the place to add last.
 
         With a start token in front there is one row more than tokens.
         """
-        return self._between(tokens, question.plan, since, question.asked.stop)
+        return self._between(tokens, wanted.plan, since, wanted.asked.stop)
 
     def feature_rows(self, tokens: Tensor, plan: Arrangement) -> AskedRows:
         """Return start token and all tokens; rows as in training if `place` is not `content`."""
@@ -214,10 +214,10 @@ class Mask(Asking):
         }  # fmt: skip
         self.fillers = tuple(role for role, is_needed in fillers.items() if is_needed)
 
-    def rows(self, tokens: Tensor, question: Question, since: int = 0) -> AskedRows:
+    def rows(self, tokens: Tensor, wanted: PredictionTargets, since: int = 0) -> AskedRows:
         """Return all tokens, their places, and the mask bool `[b, n]`, true where hidden."""
-        order, hidden = question.plan.order, question.hidden
-        hidden = question.plan.groups > 0 if hidden is None else hidden
+        order, hidden = wanted.plan.order, wanted.hidden
+        hidden = wanted.plan.groups > 0 if hidden is None else hidden
         return tokens, order, hidden.expand(len(tokens), -1)
 
     def embed(self, parts: Parts, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
@@ -273,16 +273,16 @@ class Query(Asking):
         self.starts, self.queries = starts, queries
         self.fillers = ("start", "query") if starts else ("query",)
 
-    def rows(self, tokens: Tensor, question: Question, since: int = 0) -> AskedRows:
+    def rows(self, tokens: Tensor, wanted: PredictionTargets, since: int = 0) -> AskedRows:
         """Return the known tokens with their places and groups, and the asked places and groups.
 
         A start token has a group but neither token nor place. Queries of group 0 attend to the same
         rows as those of group 1; the loss ignores them. Without queries, the last token is left
         out, since it predicts nothing.
         """
-        plan, known = question.plan, question.known
+        plan, known = wanted.plan, wanted.known
         if self.queries:
-            return self._streams(tokens, plan, known, question.asked)
+            return self._streams(tokens, plan, known, wanted.asked)
         return self._streams(tokens, plan, min(known, plan.num_positions - 1), slice(0, 0))
 
     def _streams(self, tokens: Tensor, plan: Arrangement, known: int, asked: slice) -> AskedRows:
@@ -344,10 +344,10 @@ class InContext(Asking):
     extra_tensors = ("context",)
     permutes = False
 
-    def rows(self, tokens: Tensor, question: Question, since: int = 0) -> AskedRows:
+    def rows(self, tokens: Tensor, wanted: PredictionTargets, since: int = 0) -> AskedRows:
         """Return tokens in raster order, the context rows int64 `[b, c]`, and the placed rows."""
-        plan = question.plan
-        return self.rows_of(tokens, plan.order[:, : question.known], plan.num_placed)
+        plan = wanted.plan
+        return self.rows_of(tokens, plan.order[:, : wanted.known], plan.num_placed)
 
     def rows_of(self, tokens: Tensor, context: Tensor, num_placed: int) -> AskedRows:
         """Return the rows of tokens `[b, n, ...]` with the context int64 `[b, c]`."""
@@ -383,14 +383,14 @@ class Visible(Asking):
     visibility: VisibilityKind = "full"
     extra_tensors = (ORDER,)
 
-    def rows(self, tokens: Tensor, question: Question, since: int = 0) -> AskedRows:
+    def rows(self, tokens: Tensor, wanted: PredictionTargets, since: int = 0) -> AskedRows:
         """Return the known tokens, and the places of all positions."""
-        order = question.plan.order.expand(len(tokens), -1).contiguous()
-        return tokens[:, : question.known], order
+        order = wanted.plan.order.expand(len(tokens), -1).contiguous()
+        return tokens[:, : wanted.known], order
 
     def feature_rows(self, tokens: Tensor, plan: Arrangement) -> AskedRows:
         """Return all tokens."""
-        return self.rows(tokens, Question(plan, plan.num_positions, slice(0, 0)))
+        return self.rows(tokens, PredictionTargets(plan, plan.num_positions, slice(0, 0)))
 
     def embed(self, parts: Parts, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
         """See `Asking`."""

@@ -28,7 +28,7 @@ from megavis.model.core import MEMORY
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.stack import stacks_of
 from megavis.schedules.orders import gather_tokens, to_raster
-from megavis.schedules.schedule import Arrangement, Question
+from megavis.schedules.schedule import Arrangement, PredictionTargets
 from megavis.tokenizers.patches import to_grid
 
 RunOnce = Callable[[Callable[[nn.Module], PackedState]], PackedState]
@@ -185,7 +185,7 @@ class Composition(Objective):
         Args:
             read: tokens in raster order, or on their grid for a transform.
         """
-        ask = partial(self.asks.rows, question=plan.question)
+        ask = partial(self.asks.rows, wanted=plan.prediction_targets)
         return self._rows(read, plan, plan.num_content, ask)
 
     def feature_rows(self, read: Tensor, plan: Arrangement) -> AskedRows:
@@ -291,16 +291,16 @@ class Composition(Objective):
         return self.reads.of(self.condition.predicted(inputs), index)
 
     def rows(
-        self, tokens: Tensor, question: Question, known: Known, since: int = 0
+        self, tokens: Tensor, wanted: PredictionTargets, known: Known, since: int = 0
     ) -> tuple[Tensor, ...]:
         """Return the first layer's inputs to predict the asked positions.
 
         Args:
             tokens: `[r, n, ...]` in the order of generation.
-            question: its plan has one row, or r.
+            wanted: its plan has one row, or r.
             since: number of positions in the KV cache.
         """
-        rows = self.asks.rows(tokens, question, since)
+        rows = self.asks.rows(tokens, wanted, since)
         return (*rows, *known, *self._blank_inputs(rows))
 
     def prepare(self, known: Known, run_once: RunOnce) -> Known:

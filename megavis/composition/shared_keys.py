@@ -95,9 +95,9 @@ def check_placed(
     of the tokens outside the context, `given_ratio` that of tokens within it whose position is
     given.
     """
-    tells_all = config.classifies_only
+    shows_all_positions = config.classifies_only
     kind = config.model.positions or "none"
-    if given_ratio and kind not in _ADDED and not tells_all:
+    if given_ratio and kind not in _ADDED and not shows_all_positions:
         text = f"{given_ratio} of the patches are given their position, and {kind} cannot say it"
         yield given_key, f"{text}; set model.positions to learned or sincos"
     if given_ratio >= 1.0 - mask_ratio and given_ratio:
@@ -106,7 +106,7 @@ def check_placed(
     if kind == "none":
         return
     relative = ("relative_2d",) if config.objective.has_relative_positions else ()
-    if not given_ratio and not tells_all:
+    if not given_ratio and not shows_all_positions:
         text = f"{kind} reveals what the model has to predict; leave it out"
         yield "model.positions", f"{text}: set it to none"
     elif kind not in (*_ADDED, *relative) and not given_ratio:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from megavis.config.errors import UserError
-from megavis.densities.density import Density, Drawing, Drawn, Draws, for_each_key
+from megavis.densities.density import Density, Samples, SamplingKeys, TokenSampler, for_each_key
 from megavis.model.core import Core
 from megavis.model.heads import Head, VocabularyHead, split_cross_entropy, whole_logits
-from megavis.model.kernels import nats
+from megavis.model.kernels import cross_entropy
 from megavis.model.layer_state import PackedState
 from megavis.model.parameters import Fill
 
@@ -103,18 +103,18 @@ class Categorical(Density):
         """Return logits `[b, q, v]`."""
         return whole_logits(predictions, self.core)
 
-    def drawing(self, options: CategoricalOptions, *, scored: bool) -> Drawing:
+    def token_sampler(self, options: CategoricalOptions, *, scored: bool) -> TokenSampler:
         """Return a sampler of ids."""
         return _CategoricalSampling(self, options, scored)
 
 
 @dataclass(frozen=True)
-class _CategoricalSampling(Drawing):
+class _CategoricalSampling(TokenSampler):
     density: Categorical
     choice: CategoricalOptions
     scored: bool
 
-    def __call__(self, head: nn.Module, state: PackedState, draws: Draws) -> Drawn:
+    def __call__(self, head: nn.Module, state: PackedState, draws: SamplingKeys) -> Samples:
         shape = draws.keys.shape
         logits = self.density.outputs(head(state))[:, -shape[1] :]
         logits = for_each_key(logits, draws).flatten(0, 1)
@@ -123,7 +123,7 @@ class _CategoricalSampling(Drawing):
         if self.scored:
             likely = logits.float().log_softmax(1)
             score = likely.gather(1, ids[:, None]).view(shape)
-        return Drawn(ids.view(shape), score)
+        return Samples(ids.view(shape), score)
 
 
 class Place(Density):
@@ -153,7 +153,7 @@ class Place(Density):
 
     def per_token_loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
         """Return the cross-entropy of each token in nats, `[b, n]`, for int64 `[b, n]`."""
-        return nats(self.outputs(predictions), targets)
+        return cross_entropy(self.outputs(predictions), targets)
 
     @property
     def measures_accuracy(self) -> bool:

@@ -22,7 +22,7 @@ from megavis.parallel.random import normal, uniform
 from megavis.schedules.schedule import NoOptions
 
 UNSCORED = "beam search and generation in rounds need likelihoods, which {} lacks"
-"""Error of `Density.drawing` for samples without a log-likelihood."""
+"""Error of `Density.token_sampler` for samples without a log-likelihood."""
 _BLOCK = 32
 """Positions whose draws are generated together, which takes no longer than generating one."""
 
@@ -90,13 +90,13 @@ class Density(ABC):
         """
         raise UserError("the predictions of this model cannot be shown as images")
 
-    def drawing(self, options: Any, *, scored: bool) -> Drawing:
+    def token_sampler(self, options: Any, *, scored: bool) -> TokenSampler:
         """Return a sampler of tokens, if `scored` with log-likelihoods, or raise UserError."""
         raise UserError("this model predicts nothing that can be sampled")
 
 
 @dataclass(frozen=True)
-class Draws:
+class SamplingKeys:
     """Random draws of one step of generation, as functions of seed, token and purpose.
 
     Attributes:
@@ -116,10 +116,10 @@ class Draws:
         """Number of tokens, r · q."""
         return self.keys.numel()
 
-    def moved(self, name: str, position: int) -> Draws:
+    def moved(self, name: str, position: int) -> SamplingKeys:
         """Return the draws of another step, for the same keys."""
         blocks = self.blocks if name == self.name else {}
-        return Draws(self.keys, self.seed, name, position, blocks)
+        return SamplingKeys(self.keys, self.seed, name, position, blocks)
 
     def uniform_of_position(self) -> Tensor:
         """Draw a uniform value in [0, 1) for each token at this position: float32 `[r · q]`."""
@@ -147,7 +147,7 @@ class Draws:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class Samples:
     """Tokens sampled in one step.
 
     Attributes:
@@ -169,20 +169,20 @@ class Drawn:
         return tuple(nothing if part is None else part for part in parts)
 
     @classmethod
-    def unpack(cls, parts: tuple[Tensor, ...]) -> Drawn:
+    def unpack(cls, parts: tuple[Tensor, ...]) -> Samples:
         """Undo `pack`."""
         tokens, *others = parts
         return cls(tokens, *(part if part.numel() else None for part in others))
 
 
-class Drawing(ABC):
+class TokenSampler(ABC):
     """Samples tokens from a model's predictions; replaces the head in generation."""
 
     num_lanes: int = 1
     """Rows of the model per sampled row: 2 with guidance, where the second is unconditional."""
 
     @abstractmethod
-    def __call__(self, head: nn.Module, state: PackedState, draws: Draws) -> Drawn:
+    def __call__(self, head: nn.Module, state: PackedState, draws: SamplingKeys) -> Samples:
         """Sample the tokens at the last positions of `state`.
 
         Args:
@@ -191,7 +191,7 @@ class Drawing(ABC):
         """
 
 
-def for_each_key(rows: Tensor, draws: Draws) -> Tensor:
+def for_each_key(rows: Tensor, draws: SamplingKeys) -> Tensor:
     """Repeat predictions `[rows, q, ...]` for the candidates of each row: `[r, q, ...]`."""
     count = len(draws.keys) // len(rows)
     return rows if count == 1 else rows.repeat_interleave(count, dim=0)

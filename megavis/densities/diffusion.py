@@ -25,7 +25,14 @@ from torch import Tensor, nn
 
 from megavis.config.errors import UserError
 from megavis.densities.decoders import NO_DECODER, DecoderWork, PatchHead
-from megavis.densities.density import UNSCORED, Density, Drawing, Drawn, Draws, for_each_key
+from megavis.densities.density import (
+    UNSCORED,
+    Density,
+    Samples,
+    SamplingKeys,
+    TokenSampler,
+    for_each_key,
+)
 from megavis.model.heads import Head
 from megavis.model.layer_state import PackedState
 from megavis.parallel.random import normal, uniform
@@ -114,7 +121,7 @@ class Diffusion(Density):
         """Return the predicted patches or noise, `[b, q, d]`."""
         return predictions
 
-    def drawing(self, options: DiffusionOptions, *, scored: bool) -> Drawing:
+    def token_sampler(self, options: DiffusionOptions, *, scored: bool) -> TokenSampler:
         """Return an ancestral sampler (appendices E and F); raise UserError if `scored`."""
         if scored:
             raise UserError(UNSCORED.format("a diffusion decoder"))
@@ -135,12 +142,12 @@ def _expanded(chosen: Tensor, drawn: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _AncestralSampling(Drawing):
+class _AncestralSampling(TokenSampler):
     density: Diffusion
     num_steps: int
     temperature: float
 
-    def __call__(self, head: nn.Module, state: PackedState, draws: Draws) -> Drawn:
+    def __call__(self, head: nn.Module, state: PackedState, draws: SamplingKeys) -> Samples:
         decoder = cast(PatchHead, head)
         shape, width = draws.keys.shape, self.density.num_outputs
         output = for_each_key(decoder.outputs(state)[:, -shape[1] :], draws)
@@ -154,7 +161,7 @@ class _AncestralSampling(Drawing):
             beta_noise(*self.density.process.beta, output.device).schedule(self.num_steps),
             temperature=self.temperature,
         )
-        return Drawn(patches.float())
+        return Samples(patches.float())
 
     def _denoise(self, head: PatchHead, output: Tensor, noisy: Tensor, gamma: Tensor) -> Tensor:
         """Estimate x⁰ `[b, q, d]`."""

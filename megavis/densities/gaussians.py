@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from megavis.config.errors import UserError
-from megavis.densities.density import Density, Drawing, Drawn, Draws, for_each_key
+from megavis.densities.density import Density, Samples, SamplingKeys, TokenSampler, for_each_key
 from megavis.model.gaussian_mixture import (
     Distribution,
     FullGaussian,
@@ -135,7 +135,7 @@ class GaussianMixture(Gaussians):
         """See `Gaussians`."""
         return Mixture.from_outputs(parameters, self.num_components, self.form)
 
-    def drawing(self, options: MixtureOptions, *, scored: bool) -> Drawing:
+    def token_sampler(self, options: MixtureOptions, *, scored: bool) -> TokenSampler:
         """Return a sampler of tokens, with or without guidance."""
         if options.guidance:
             return _GuidedSampling(self, options)
@@ -151,19 +151,19 @@ class CorrelatedGaussian(Gaussians):
         """See `Gaussians`."""
         return FullGaussian.from_outputs(parameters, self.form)
 
-    def drawing(self, options: GaussianOptions, *, scored: bool) -> Drawing:
+    def token_sampler(self, options: GaussianOptions, *, scored: bool) -> TokenSampler:
         """Return a sampler of tokens."""
         return _GaussianSampling(self, options.temperature, 1.0, scored)
 
 
 @dataclass(frozen=True)
-class _GaussianSampling(Drawing):
+class _GaussianSampling(TokenSampler):
     density: Gaussians
     temperature: float
     probability: float
     scored: bool
 
-    def __call__(self, head: nn.Module, state: PackedState, draws: Draws) -> Drawn:
+    def __call__(self, head: nn.Module, state: PackedState, draws: SamplingKeys) -> Samples:
         shape = draws.keys.shape
         parameters = parameters_of(head(state))[:, -shape[1] :]
         density = self.density.distribution(for_each_key(parameters, draws).flatten(0, 1))
@@ -172,11 +172,11 @@ class _GaussianSampling(Drawing):
         noise = draws.normal("value", density.token_size)
         tokens = density.draw(component, noise)
         score = density.log_prob(tokens).view(shape) if self.scored else None
-        return Drawn(tokens.view(*shape, -1), score)
+        return Samples(tokens.view(*shape, -1), score)
 
 
 @dataclass(frozen=True)
-class _GuidedSampling(Drawing):
+class _GuidedSampling(TokenSampler):
     """DB-CFG: the first half of the rows is conditional, the second half unconditional."""
 
     density: GaussianMixture
@@ -184,7 +184,7 @@ class _GuidedSampling(Drawing):
 
     num_lanes = 2
 
-    def __call__(self, head: nn.Module, state: PackedState, draws: Draws) -> Drawn:
+    def __call__(self, head: nn.Module, state: PackedState, draws: SamplingKeys) -> Samples:
         shape = draws.keys.shape
         parameters = parameters_of(head(state))[:, -shape[1] :]
         halves = [for_each_key(half, draws).flatten(0, 1) for half in parameters.chunk(2)]
@@ -196,9 +196,9 @@ class _GuidedSampling(Drawing):
             flat, numbers.flatten(), seed=draws.seed, purpose=draws.purpose
         )
         score = flat.log_density(values).view(*shape, size).sum(-1)
-        return Drawn(values.view(*shape, size), score, counts)
+        return Samples(values.view(*shape, size), score, counts)
 
-    def _guide(self, halves: list[Tensor], draws: Draws) -> Guided:
+    def _guide(self, halves: list[Tensor], draws: SamplingKeys) -> Guided:
         """Draw a component from the conditional mixture and take it from both mixtures."""
         choice = self.choice
         conditional, other = (

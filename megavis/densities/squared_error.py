@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 from megavis.config.errors import UserError
 from megavis.densities.decoders import NO_DECODER, DecoderWork
-from megavis.densities.density import UNSCORED, Density, Drawing, Drawn, Draws, for_each_key
+from megavis.densities.density import (
+    UNSCORED,
+    Density,
+    Samples,
+    SamplingKeys,
+    TokenSampler,
+    for_each_key,
+)
 from megavis.model.heads import Head
 from megavis.model.layer_state import PackedState
 from megavis.tokenizers.patches import normalize_patches, with_statistics_of
@@ -58,7 +65,7 @@ class SquaredError(Density):
         predicted = self.outputs(predictions).float()
         return with_statistics_of(targets, predicted) if self.normalize else predicted
 
-    def drawing(self, options: object, *, scored: bool) -> Drawing:
+    def token_sampler(self, options: object, *, scored: bool) -> TokenSampler:
         """Return a sampler of the mean.
 
         Raises:
@@ -76,7 +83,7 @@ class SquaredError(Density):
 
 
 @dataclass(frozen=True)
-class _MeanPrediction(Drawing):
-    def __call__(self, head: nn.Module, state: PackedState, draws: Draws) -> Drawn:
+class _MeanPrediction(TokenSampler):
+    def __call__(self, head: nn.Module, state: PackedState, draws: SamplingKeys) -> Samples:
         predictions = head(state)[:, -draws.keys.shape[1] :].float()
-        return Drawn(for_each_key(predictions, draws))
+        return Samples(for_each_key(predictions, draws))

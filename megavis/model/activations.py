@@ -75,13 +75,13 @@ def with_recomputed(
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return use(function(x))
-    middle = _Forgotten.apply(function, x)
+    middle = _RecomputedOutput.apply(function, x)
     used = use(middle)
     _free(middle, until=used[0])
     return used
 
 
-class _Forgotten(torch.autograd.Function):
+class _RecomputedOutput(torch.autograd.Function):
     """A function of which only the input is kept; `_free` adds what the backward pass needs."""
 
     @staticmethod
@@ -100,7 +100,7 @@ class _Forgotten(torch.autograd.Function):
 
 
 def _free(middle: Tensor, *, until: Tensor) -> None:
-    """Free the memory of an output of `_Forgotten` until the gradient of another tensor arrives."""
+    """Free the memory of a `_RecomputedOutput` until the gradient of another tensor arrives."""
     node: Any = middle.grad_fn
     storage = middle.untyped_storage()
     size = storage.nbytes()

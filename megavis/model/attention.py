@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from megavis.model.context_parallel import heads_to_tokens, splits_context, tokens_to_heads
 from megavis.model.kernels import (
     FEW,
+    apply_rotary,
     attend_to_few,
     group_blocks,
     suits_flex,
-    turn,
     two_stream_attention,
 )
 from megavis.model.parameters import Fill, Initialization
@@ -98,7 +98,7 @@ class Attention(nn.Module):
             bias = self.relative_bias(read_places, visible(places, dim=1), heads)
         elif places is not None:
             of_queries, of_keys = self._turns(attention_context, places)
-            query, key = turn(query, *of_queries), turn(key, *of_keys)
+            query, key = apply_rotary(query, *of_queries), apply_rotary(key, *of_keys)
             # A view would keep the unturned ones until the backward pass.
             value = value.clone() if torch.is_grad_enabled() else value
         mixed = self._attend(query, key, value, attention_context, bias)

@@ -285,7 +285,7 @@ def _normalisation(norm: Norm) -> tuple[Callable[[Tensor], Tensor], float]:
 
 
 def _rotate_(heads: Tensor, turn: Tensor) -> None:
-    """Rotate queries and keys `[b, 2, n, d]` in place, like `kernels.turn`."""
+    """Rotate queries and keys `[b, 2, n, d]` in place, like `kernels.apply_rotary`."""
     pairs = torch.view_as_complex(heads.float().unflatten(-1, (-1, 2)))
     heads.copy_(torch.view_as_real(pairs * turn).flatten(-2))
 

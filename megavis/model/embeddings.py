@@ -120,7 +120,7 @@ class TokenHead(Head):
 
     Args:
         num_skipped: leading tokens that predict nothing.
-        hands_on: name of a carried tensor to return after the predictions.
+        also_return: name of a carried tensor to return after the predictions.
     """
 
     norm: LastNorm
@@ -132,20 +132,20 @@ class TokenHead(Head):
         fill: Fill = xavier_uniform,
         *,
         num_skipped: int = 0,
-        hands_on: str | None = None,
+        also_return: str | None = None,
     ) -> None:
         super().__init__(core, LastNorm(core))
-        self.num_skipped, self.hands_on = num_skipped, hands_on
+        self.num_skipped, self.also_return = num_skipped, also_return
         self.linear = ReplicatedLinear(core.megatron.hidden_size, num_outputs, fill)
 
     def forward(self, state: PackedState) -> Any:
         """Map `[s, b, h]` to `[b, s - num_skipped, num_outputs]`, complete on every process.
 
-        With `hands_on`, return a pair of this and the carried tensor.
+        With `also_return`, return a pair of this and the carried tensor.
         """
         stream = LayerState.unpack(state, self.core.carried_names)
         predictions = self.norm.gather(self.linear(self.norm.own(stream.hidden)))
         predictions = predictions[:, self.num_skipped :]
-        if self.hands_on is None:
+        if self.also_return is None:
             return predictions
-        return predictions, stream.carried[self.hands_on]
+        return predictions, stream.carried[self.also_return]

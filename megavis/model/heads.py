@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megavis.model.context_parallel import gather_context, own_rows
 from megavis.model.core import Core
-from megavis.model.kernels import nats, vocabulary_terms
+from megavis.model.kernels import cross_entropy, vocabulary_terms
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.norms import Norm
 from megavis.model.parameters import Fill
@@ -85,7 +85,7 @@ def split_cross_entropy(logits: Tensor, targets: Tensor, core: Core) -> Tensor:
         targets = own_rows(targets, core.groups.cp)
     group = core.groups.tp
     if group.size() == 1:
-        losses = nats(logits, targets)
+        losses = cross_entropy(logits, targets)
     elif logits.dtype == torch.float32:
         # In place: its softmax, and then the gradient, take the place of the logits.
         losses = vocab_parallel_cross_entropy(logits, targets)

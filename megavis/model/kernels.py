@@ -134,7 +134,7 @@ def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 @region
-def turn(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotary(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate adjacent channels (2i, 2i + 1), as complex numbers, by an angle, in float32.
 
     Args:
@@ -177,7 +177,7 @@ def attend_to_few(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 @in_pieces
-def nats(logits: Tensor, targets: Tensor) -> Tensor:
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the cross-entropy, float32 `[s, b]`, of logits `[s, b, v]` and ids int64 `[s, b]`."""
     wide = logits.float().flatten(0, 1)
     return F.cross_entropy(wide, targets.flatten(), reduction="none").view_as(targets)

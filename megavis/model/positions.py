@@ -201,7 +201,7 @@ def sincos(coordinates: Tensor, hidden_size: int) -> Tensor:
 
 
 def turns(coordinates: Tensor, head_size: int, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of the angles by which `kernels.turn` rotates queries and keys.
+    """Return cosines and sines of the angles by which `apply_rotary` rotates queries and keys.
 
     Adjacent channels (2i, 2i + 1) form a complex number, rotated by coordinate · θ_i with
     θ_i = 10000^(-2i/d); the channels of a head are divided evenly between the axes (appendix D).

@@ -27,8 +27,8 @@ from torch.distributed import distributed_c10d
 
 from megavis.config.errors import UserError
 from megavis.parallel.device import (
-    answer_megatron,
     choose_device,
+    patch_megatron_device,
     select_device,
     set_arithmetic,
     set_variables,
@@ -267,7 +267,7 @@ def open_virtual_context(
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    answer_megatron(device)
+    patch_megatron_device(device)
     _on_close.callback(setattr, sys, "excepthook", sys.excepthook)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     parallel_state.initialize_model_parallel(

@@ -54,10 +54,10 @@ def select_device(device: torch.device) -> None:
         torch.cuda.current_device = _CURRENT_CUDA_DEVICE
         torch.cuda.set_device(device)
     else:
-        answer_megatron(device.type)
+        patch_megatron_device(device.type)
 
 
-def answer_megatron(device: str) -> None:
+def patch_megatron_device(device: str) -> None:
     """Make Megatron's collectives allocate their buffers on a device other than CUDA."""
     # torch declares an index, but Megatron's allocations also accept a device.
     torch.cuda.current_device = lambda: torch.device(device)  # type: ignore[assignment,return-value]

@@ -336,7 +336,7 @@ def _events(run: RunRecord) -> Iterator[tuple[int, str]]:
         yield fault.get("step", 0), f"ended {_minute(fault)} with exit code {code}: {what}"
     yield from _counted(run)
     for record in run.metrics:
-        if "went_back_from" in record:
+        if "rolled_back_from" in record:
             yield record["step"], _rollback_event(record)
 
 
@@ -362,7 +362,7 @@ def _counted(run: RunRecord) -> Iterator[tuple[int, str]]:
 def _rollback_event(record: Mapping[str, Any]) -> str:
     """Describe a rollback: the bad steps and the data that is skipped."""
     first, last, times = (
-        record.get(key, "?") for key in ("first_bad_step", "went_back_from", "times_gone_back")
+        record.get(key, "?") for key in ("first_bad_step", "rolled_back_from", "times_gone_back")
     )
     return (
         f"rolled back here from step {last}: steps {first} to {last} were bad, rollback {times} of"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megavis.composition.composition import Composition
 from megavis.composition.condition import Known
-from megavis.densities.density import Drawing, Drawn, Draws
+from megavis.densities.density import Samples, SamplingKeys, TokenSampler
 from megavis.model.inference import Inference
 from megavis.model.kernels import decoding_kernels
 from megavis.model.layer_state import PackedState
@@ -37,7 +37,7 @@ class GenerationSettings:
         seed: draws are functions of seed and image index.
     """
 
-    drawing: Drawing
+    token_sampler: TokenSampler
     schedule: Any
     beams: int = 1
     fans: int = 1
@@ -76,7 +76,7 @@ def generate_in_steps(
         After each step, the tokens `[b, n, ...]` in the order of generation and as the model
         predicts them, and the counts of rejection sampling.
     """
-    drawing, schedule = settings.drawing, paper.schedule
+    token_sampler, schedule = settings.token_sampler, paper.schedule
     num_given = 0 if given is None else given.shape[1]
     lanes = _Lanes.start(paper.reads.blank(images), images, given, settings)
     known = paper.prepare(known, runner.once)
@@ -93,14 +93,16 @@ def generate_in_steps(
             rows = paper.rows(lanes.repeated(), lanes.spread_step(step), known, since)
             draws = lanes.draws(step)
 
-            def finish(head: nn.Module, state: PackedState, draws: Draws = draws) -> Predictions:
-                return drawing(head, state, draws).pack()
+            def finish(
+                head: nn.Module, state: PackedState, draws: SamplingKeys = draws
+            ) -> Predictions:
+                return token_sampler(head, state, draws).pack()
 
             with decoding_kernels(images.device):
                 made = runner.predictions(
                     rows, cache=cache, finish=finish, whole=True, phase="step"
                 )
-            drawn = Drawn.unpack(made)
+            drawn = Samples.unpack(made)
             moved = lanes.write(step, drawn)
             if cache is not None and moved is not None:
                 cache.select(moved)
@@ -119,7 +121,7 @@ class _Lanes:
     log_prob: Tensor
     """`[b, B]`, log-likelihood of all tokens so far."""
     settings: GenerationSettings
-    last_draws: Draws | None = None
+    last_draws: SamplingKeys | None = None
 
     @classmethod
     def start(
@@ -133,7 +135,7 @@ class _Lanes:
 
     def repeated(self) -> Tensor:
         """Return the tokens of all rows."""
-        lanes = self.settings.drawing.num_lanes
+        lanes = self.settings.token_sampler.num_lanes
         return self.tokens if lanes == 1 else torch.cat([self.tokens] * lanes)
 
     def _spread(self, rows: Tensor) -> Tensor:
@@ -141,19 +143,19 @@ class _Lanes:
         if len(rows) == 1 and len(self.images) > 1:
             return rows
         rows = rows.repeat_interleave(self.settings.beams, dim=0)
-        lanes = self.settings.drawing.num_lanes
+        lanes = self.settings.token_sampler.num_lanes
         return rows if lanes == 1 else torch.cat([rows] * lanes)
 
     def spread_known(self, known: Known, paper: Composition) -> Known:
         """Repeat the condition for all rows; with guidance the second half is unconditional."""
         known = tuple(part.repeat_interleave(self.settings.beams, dim=0) for part in known)
-        if self.settings.drawing.num_lanes == 1:
+        if self.settings.token_sampler.num_lanes == 1:
             return known
         return tuple(map(torch.cat, zip(known, paper.condition.null(known), strict=True)))
 
     def spread_step(self, step: Step) -> Step:
         """Repeat a step's tensors for all rows."""
-        if self.settings.beams * self.settings.drawing.num_lanes == 1:
+        if self.settings.beams * self.settings.token_sampler.num_lanes == 1:
             return step
         plan = replace(
             step.plan, order=self._spread(step.plan.order), groups=self._spread(step.plan.groups)
@@ -165,7 +167,7 @@ class _Lanes:
         # Before the first step all beams of an image are equal, so each samples one candidate.
         return self.settings.fans if step.number else 1
 
-    def draws(self, step: Step) -> Draws:
+    def draws(self, step: Step) -> SamplingKeys:
         """Return the random draws of a step, with a key for each token to sample."""
         count = self.settings.beams * self._num_fans(step)
         shape, last = (len(self.images) * count, step.num_asked), self.last_draws
@@ -173,7 +175,7 @@ class _Lanes:
             self.last_draws = last.moved(step.name, step.asked.start)
         else:
             keys = self._keys(step, count)
-            self.last_draws = Draws(keys, self.settings.seed, step.name, step.asked.start)
+            self.last_draws = SamplingKeys(keys, self.settings.seed, step.name, step.asked.start)
         return self.last_draws
 
     def _keys(self, step: Step, count: int) -> Tensor:
@@ -185,7 +187,7 @@ class _Lanes:
         asked = torch.arange(step.asked.start, step.asked.stop, device=keys.device)
         return keys * step.plan.num_positions + asked
 
-    def write(self, step: Step, drawn: Drawn) -> Tensor | None:
+    def write(self, step: Step, drawn: Samples) -> Tensor | None:
         """Store the sampled tokens; in beam search, return the old sequence of each new one."""
         if step.hidden is not None:
             hidden = step.hidden.view(*step.hidden.shape, *[1] * (self.tokens.ndim - 2))

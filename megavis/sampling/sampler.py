@@ -315,14 +315,14 @@ def settings_of(
     search = _take(Search, chosen)
     searches = max(search.beams, search.fans) > 1
     scored = searches or paper.schedule.needs_score
-    drawing = paper.density.drawing(_take(density_type, chosen), scored=scored)
-    if searches and drawing.num_lanes > 1:
+    token_sampler = paper.density.token_sampler(_take(density_type, chosen), scored=scored)
+    if searches and token_sampler.num_lanes > 1:
         raise UserError(
             f"{spell('guidance')} samples from an unnormalised density, which beam search cannot"
             f" compare: leave out {spell('beams')} and {spell('fans')}"
         )
     return GenerationSettings(
-        drawing, _take(schedule_type, chosen), search.beams, search.fans, seed
+        token_sampler, _take(schedule_type, chosen), search.beams, search.fans, seed
     )
 
 

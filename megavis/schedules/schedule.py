@@ -141,9 +141,11 @@ class Arrangement:
         return self.order.shape[1]
 
     @property
-    def question(self) -> Question:
-        """The question that asks for all predicted positions at once, as in training."""
-        return Question(self, self.num_content, slice(self.first_asked, self.num_positions))
+    def prediction_targets(self) -> PredictionTargets:
+        """All predicted positions at once, as in training."""
+        return PredictionTargets(
+            self, self.num_content, slice(self.first_asked, self.num_positions)
+        )
 
     @property
     def is_predicted(self) -> Tensor:
@@ -152,7 +154,7 @@ class Arrangement:
 
 
 @dataclass(frozen=True)
-class Question:
+class PredictionTargets:
     """The known positions of a sequence, and those to predict.
 
     Attributes:
@@ -170,7 +172,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Step(Question):
+class Step(PredictionTargets):
     """One step of generation, which samples the asked positions.
 
     Attributes:

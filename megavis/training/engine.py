@@ -127,7 +127,7 @@ class Engine:
             num_mp=self.context.tensor.size,
             num_dp=self.context.replicas.size,
         )
-        built, bounds = _splitting(self.config, self.context), self._bounds(plans)
+        built, bounds = _partitioner(self.config, self.context), self._bounds(plans)
         # One entry a stage: DeepSpeed's own ways to divide a list ignore the workload of layers.
         stages = [
             LayerSpec(Stage, plans[start:stop], built, is_last=stop == len(plans))
@@ -254,16 +254,18 @@ def build_stack(objective: Trainable, context: ParallelContext) -> LayerStack:
 
     No process ever holds more of the model than its share and one layer.
     """
-    built = _splitting(objective.config, context)
+    built = _partitioner(objective.config, context)
     return LayerStack(objective.layer_plans(), objective.loss, built=built)
 
 
-def _splitting(config: RunConfig, context: ParallelContext) -> Callable[[nn.Module], object]:
+def _partitioner(config: RunConfig, context: ParallelContext) -> Callable[[nn.Module], object]:
     """Return what to do with each layer as soon as it is built."""
-    return _Split(config, context) if config.parallel.zero_stage == 3 else lambda layer: None
+    return (
+        _ZeroPartition(config, context) if config.parallel.zero_stage == 3 else lambda layer: None
+    )
 
 
-class _Split:
+class _ZeroPartition:
     """Partitions layers over the processes with the same weights for ZeRO-3.
 
     Layers are built whole, drawn in float32 on the CPU as in every other layout. Inside DeepSpeed's

@@ -214,7 +214,7 @@ class Trainer:
                 save=save,
                 watchdog=watchdog,
             )
-        return bad_steps.row
+        return bad_steps.streak
 
     def _restore(self, found: Found | None, engine: Engine) -> None:
         """Load a checkpoint, or else the weights of another run that this one starts from."""

@@ -118,11 +118,11 @@ def test_rollback_equals_training_without_bad_batches(
     run_job(train_on_bad_data, 2, *job, 0)
 
     lines = deterministic_metrics(tmp_path / "tiny")
-    events = [line for line in lines if "went_back_from" in line]
+    events = [line for line in lines if "rolled_back_from" in line]
     assert events == [
         {
             "step": BACK_AT,
-            "went_back_from": 16,
+            "rolled_back_from": 16,
             "first_bad_step": 14,
             "times_gone_back": 1,
             "batches_skipped": BEYOND - BACK_AT,

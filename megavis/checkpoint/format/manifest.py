@@ -117,7 +117,7 @@ class CheckpointManifest(_Part):
     """Batches of the sample order skipped so far: step t, counted from 0, reads batch
     t + `batches_skipped`."""
     losses: LossHistory = LossHistory()
-    went_back: RollbackRecord | None = None
+    rolled_back: RollbackRecord | None = None
     """Set if the run was rolled back to this checkpoint."""
     optimizer_step: int
     """Adam's step count; lower than `step` if fp16 skipped steps."""

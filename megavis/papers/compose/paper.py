@@ -240,7 +240,7 @@ class Compose(Composition):
         """Return a factory of a linear head; after a bridge it reads the rows of hidden tokens."""
         options: dict[str, Any] = {} if fill is None else {"fill": fill}
         if self.has_transform:
-            options["hands_on"] = TRANSFORMED
+            options["also_return"] = TRANSFORMED
         upper = self.second_stack
         if upper is None:
             return partial(TokenHead, self.core, num_outputs, **options)

@@ -130,7 +130,7 @@ class GIVT(Composition):
             self.paper.num_outputs,
             normal(self.paper.head_std),
             num_skipped=self.asks.num_front,
-            hands_on=TRANSFORMED if self.has_transform else None,
+            also_return=TRANSFORMED if self.has_transform else None,
         )
 
     @property

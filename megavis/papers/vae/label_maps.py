@@ -121,7 +121,7 @@ class LabelMapVAEObjective(Backbone):
             *block_plans(above, work, seed=seed, depth=depth + 1),
             LayerPlan(
                 "head",
-                lambda: TokenHead(above, outputs, zeros, hands_on=MOMENTS),
+                lambda: TokenHead(above, outputs, zeros, also_return=MOMENTS),
                 seed,
                 depth + 1 + above.model.num_layers,
             ),

@@ -48,7 +48,7 @@ class StepState:
     """Set by a callback, equally on every process, to save this step even if not due."""
     stop: str | None = None
     """Reason to end training now; set by a callback, equally on every process."""
-    goes_back: bool = False
+    rolls_back: bool = False
     """Set by a callback with `stop`: the last steps are dropped, so this one is not saved."""
 
     @property
@@ -270,9 +270,9 @@ class SaveCheckpoint:
     def __call__(self, state: StepState) -> None:
         """Save if due, and publish checkpoints that all processes have written."""
         began = time.perf_counter()
-        due = state.needs_checkpoint(self._saving) and not state.goes_back
+        due = state.needs_checkpoint(self._saving) and not state.rolls_back
         if due or state.is_last or self._all_have_written():
-            self._publish(required=state.is_last and not due and not state.goes_back)
+            self._publish(required=state.is_last and not due and not state.rolls_back)
         if due:
             self._snapshot = self._take(state)
             self._writer = Thread(target=self._snapshot.write, name="checkpoint", daemon=True)

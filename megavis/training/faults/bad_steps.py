@@ -49,7 +49,7 @@ class WatchBadSteps:
 
     Attributes:
         judge: detects spikes.
-        row: the streak of bad steps that requires a rollback or the end of training, if any.
+        streak: the bad steps that require a rollback or the end of training, if any.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class WatchBadSteps:
     ) -> None:
         self.settings, self.saving, self.batches_skipped = settings, saving, batches_skipped
         self.judge = SpikeDetector(settings.spike_threshold, settings.spike_window, history)
-        self.row: BadStepStreak | None = None
+        self.streak: BadStepStreak | None = None
         self._means = DelayedMean()
         self._counts: Counter[str] = Counter()
 
@@ -77,13 +77,13 @@ class WatchBadSteps:
         if due or state.is_last:
             known += self._means.settle()
         for step, (loss, was_skipped) in known:
-            if self.row is None:
+            if self.streak is None:
                 self._look(state, step, loss, was_skipped=bool(was_skipped))
         if state.is_due(self.settings.log_every):
             state.record.update(self._counts)
             self._counts.clear()
-        if self.row is not None:
-            state.goes_back = True
+        if self.streak is not None:
+            state.rolls_back = True
             state.stop = "too many bad steps in a row"
 
     def _look(self, state: StepState, step: int, loss: float, *, was_skipped: bool) -> None:
@@ -102,7 +102,7 @@ class WatchBadSteps:
         # A resumed run may have a lower limit.
         if 0 < self.settings.max_bad_steps <= in_a_row:
             first = self.judge.bad_since or step
-            self.row = BadStepStreak(first, step, step + self.batches_skipped)
+            self.streak = BadStepStreak(first, step, step + self.batches_skipped)
 
     def _where(self, step: int) -> str:
         size = self.settings.batch_size
@@ -173,7 +173,7 @@ class SpikeDetector:
 
 
 def roll_back(
-    run_folder: Path, row: BadStepStreak, settings: TrainingConfig, context: ParallelContext
+    run_folder: Path, streak: BadStepStreak, settings: TrainingConfig, context: ParallelContext
 ) -> Found:
     """Return the checkpoint to resume from, with the skipped data recorded in it.
 
@@ -184,39 +184,39 @@ def roll_back(
         BadStepsError: on every process, if rollback is not allowed, or no checkpoint is old enough.
         OSError: likewise, if the checkpoint cannot be written.
     """
-    count = row.last - row.first + 1
+    count = streak.last - streak.first + 1
     steps = (
-        f"step {row.last} was"
+        f"step {streak.last} was"
         if count == 1
-        else f"{count} steps in a row, up to step {row.last}, were"
+        else f"{count} steps in a row, up to step {streak.last}, were"
     )
     what = f"{steps} bad (training.max_bad_steps)"
     advice = "lower optimizer.learning_rate, or check the images at the positions above"
     if not settings.max_rollbacks:
         text = f"{what}: {advice}, or allow rollbacks (training.max_rollbacks)"
-        raise BadStepsError(row.last, text)
+        raise BadStepsError(streak.last, text)
     found = newest_intact_checkpoint(
-        run_folder, context, up_to=row.first - 1 - settings.rollback_margin
+        run_folder, context, up_to=streak.first - 1 - settings.rollback_margin
     )
     if found is None:
         raise BadStepsError(
-            row.last,
+            streak.last,
             f"{what}, and no checkpoint is {counted(settings.rollback_margin, 'step')}"
             f" (training.rollback_margin) older than the first of them: {advice}",
         )
     folder, manifest = found
-    times = 1 + (manifest.went_back.times if manifest.went_back else 0)
+    times = 1 + (manifest.rolled_back.times if manifest.rolled_back else 0)
     if times > settings.max_rollbacks:
         raise BadStepsError(
-            row.last,
+            streak.last,
             f"{what}, after {times - 1} rollbacks to step {manifest.step}"
             f" (training.max_rollbacks): {advice}",
         )
     changed = manifest.model_copy(
         update={
-            "batches_skipped": row.next_batch + settings.rollback_margin - manifest.step,
-            "went_back": RollbackRecord(
-                times=times, first_bad_step=row.first, last_bad_step=row.last
+            "batches_skipped": streak.next_batch + settings.rollback_margin - manifest.step,
+            "rolled_back": RollbackRecord(
+                times=times, first_bad_step=streak.first, last_bad_step=streak.last
             ),
         }
     )
@@ -239,11 +239,11 @@ def _resume_from(run_folder: Path, folder: Path, changed: CheckpointManifest) ->
 
 def record_rollback(metrics: MetricsWriter, run_folder: Path, manifest: CheckpointManifest) -> None:
     """Write the rollback's record at the step that it returned to, if missing."""
-    event = manifest.went_back
+    event = manifest.rolled_back
     if event is None:
         return
     values = {
-        "went_back_from": event.last_bad_step,
+        "rolled_back_from": event.last_bad_step,
         "first_bad_step": event.first_bad_step,
         "times_gone_back": event.times,
         "batches_skipped": manifest.batches_skipped,

@@ -63,7 +63,7 @@ class CheckReplicas:
         Raises CorruptionError on every process, naming what differs, the ranks and their hosts.
         """
         due = state.is_due(self.every) or state.needs_checkpoint(self.saving)
-        if state.loss is None or state.goes_back or not (due or state.is_last):
+        if state.loss is None or state.rolls_back or not (due or state.is_last):
             return
         engine, world = state.engine, state.engine.context.world
         mine = (

@@ -48,16 +48,16 @@ def rotated(dtype):
 
 # Plain form, number of inputs with gradients, inputs of a dtype.
 REGIONS = {
-    "turn": (kernels.turn, 1, rotated),
+    "apply_rotary": (kernels.apply_rotary, 1, rotated),
     "attend_to_few": (
         kernels.attend_to_few,
         3,
         lambda dtype: [random(*PAIRS, dtype=dtype) for _ in range(3)],
     ),
-    "nats": (kernels.nats, 1, logits_and_ids(512)),
+    "cross_entropy": (kernels.cross_entropy, 1, logits_and_ids(512)),
     # A vocabulary that no block divides, and one that a kernel reads in a loop.
-    "nats of odd vocabulary": (kernels.nats, 1, logits_and_ids(333)),
-    "nats of large vocabulary": (kernels.nats, 1, logits_and_ids(8192)),
+    "cross-entropy of odd vocabulary": (kernels.cross_entropy, 1, logits_and_ids(333)),
+    "cross-entropy of large vocabulary": (kernels.cross_entropy, 1, logits_and_ids(8192)),
     # Ids of other parts of the vocabulary too.
     "vocabulary_terms": (kernels.vocabulary_terms, 1, logits_and_ids(512, first=-256)),
     "quick_gelu": (

@@ -54,7 +54,7 @@ def check(compute, logits, ids, slopes):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("compute", [kernels.nats, of_parts])
+@pytest.mark.parametrize("compute", [kernels.cross_entropy, of_parts])
 @pytest.mark.parametrize("size", SIZES)
 def test_cross_entropy_matches_float64(size, compute, dtype):
     logits, ids, slopes = draw(*size, dtype)
@@ -68,14 +68,14 @@ def test_cross_entropy_matches_float64(size, compute, dtype):
 def test_pieces_have_the_bits_of_the_whole():
     for size in SIZES:
         logits, ids, slopes = draw(*size)
-        found, expected = kernels.nats(logits, ids), whole(logits, ids)
+        found, expected = kernels.cross_entropy(logits, ids), whole(logits, ids)
         assert torch.equal(found, expected)
         gradients = [torch.autograd.grad(each, logits, slopes)[0] for each in (found, expected)]
         assert torch.equal(*gradients)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("compute", [kernels.nats, kernels.vocabulary_terms])
+@pytest.mark.parametrize("compute", [kernels.cross_entropy, kernels.vocabulary_terms])
 def test_only_logits_are_kept_and_their_gradient_is_the_peak(compute, dtype):
     logits, ids, _ = draw(64, 4, 512, dtype)
     with LiveStorages() as forward:
@@ -91,7 +91,7 @@ def test_only_logits_are_kept_and_their_gradient_is_the_peak(compute, dtype):
     assert backward.most < 2 * 4 * logits.numel()
 
 
-@pytest.mark.parametrize("name", ["nats", "vocabulary_terms"])
+@pytest.mark.parametrize("name", ["cross_entropy", "vocabulary_terms"])
 def test_compiled_kernels_keep_logits_and_no_float32_copy(name):
     # In a child, as Inductor leaves threads and variables.
     in_child(compare_with_compiled, name)

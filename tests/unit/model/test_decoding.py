@@ -16,7 +16,7 @@ from megavis.model.kernels import choose_kernels
 from megavis.model.static_step import StaticStep
 from megavis.sampling.sampler import Sampler
 from megavis.schedules.one_by_one import OneByOne
-from megavis.schedules.schedule import Question
+from megavis.schedules.schedule import PredictionTargets
 
 LAYER_NORM = "model.normalization=layer_norm"
 SHAPES = [
@@ -31,7 +31,7 @@ SHAPES = [
 def inputs_at(objective, ids, start, stop):
     """Return the inputs at positions [start, stop)."""
     plan = OneByOne.along(torch.arange(objective.num_tokens)[None])
-    return objective.rows(ids, Question(plan, stop - 1, slice(stop - 1, stop)), (), start)
+    return objective.rows(ids, PredictionTargets(plan, stop - 1, slice(stop - 1, stop)), (), start)
 
 
 def logits_piece_by_piece(runner, objective, cache, ids, num_given):

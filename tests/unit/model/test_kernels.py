@@ -161,7 +161,7 @@ def test_fused_quick_gelu_matches_plain(as_on_gpu, monkeypatch):
 def test_compiled_rotation_matches_eager():
     angles = draw(1, 1, 6, 4, seed=1)
     cos, sin = angles.cos(), angles.sin()
-    plain = kernels.turn.__wrapped__
+    plain = kernels.apply_rotary.__wrapped__
     compiled = torch.compile(plain, fullgraph=True)
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 0.0)):
         heads = draw(2, 3, 6, 8).to(dtype)

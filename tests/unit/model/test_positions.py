@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megavis.model.kernels import turn
+from megavis.model.kernels import apply_rotary
 from megavis.model.parameters import normal
 from megavis.model.positions import NOWHERE, START, Positions, sincos, turns
 
@@ -20,7 +20,7 @@ def draw(*shape):
 
 
 def rotate(heads, coordinates, scale=1.0):
-    return turn(heads, *turns(coordinates, heads.shape[-1], scale=scale))
+    return apply_rotary(heads, *turns(coordinates, heads.shape[-1], scale=scale))
 
 
 def rotate_with_complex_numbers(head, coordinates):

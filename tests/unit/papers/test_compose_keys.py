@@ -40,7 +40,7 @@ def test_transform_and_normalized_targets(build_composition):
         objective.given(torch.zeros(1, 4, 4, 4))
     objective, _ = build_composition(PATCHES, GROUPS, QUERY, NORMALIZED)
     with pytest.raises(UserError, match=r"with objective\.density\.normalize lack brightness"):
-        objective.density.drawing(None, scored=False)
+        objective.density.token_sampler(None, scored=False)
 
 
 def test_tokens_name_the_section_that_they_come_from(build_composition):

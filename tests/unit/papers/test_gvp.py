@@ -7,7 +7,7 @@ import torch
 
 from megavis.model.layer_state import LayerState
 from megavis.model.visibility import Visibility
-from megavis.schedules.schedule import Arrangement, Question
+from megavis.schedules.schedule import Arrangement, PredictionTargets
 from megavis.schedules.segmented import groups_of
 
 SIDE, PATCHES = 3, 9
@@ -47,7 +47,7 @@ def by_megavis(embedding, num_tokens, condition, order, boundaries):
     groups = groups_of(torch.tensor([boundaries]), num_tokens)
     patches = torch.zeros(1, num_tokens, 48)
     plan = Arrangement(z, groups, num_content=num_tokens)
-    rows = embedding.asking.rows(patches, Question(plan, num_tokens, slice(0, num_tokens)))
+    rows = embedding.asking.rows(patches, PredictionTargets(plan, num_tokens, slice(0, num_tokens)))
     stream = LayerState.unpack(embedding(rows), ("content_groups", "query_groups"))
     visibility = Visibility("two_stream", **stream.carried)
     mask = visibility.mask(len(stream.hidden), visibility.num_content)[0]
@@ -101,7 +101,7 @@ def test_gradients_match_visibility(build_gvp, seed):
     groups = groups_of(torch.tensor([boundaries]), num_tokens)
     plan = Arrangement(z, groups, num_content=num_tokens)
     patches = torch.randn(1, num_tokens, 48)
-    inputs = objective.asks.rows(patches, Question(plan, num_tokens, slice(0, num_tokens)))
+    inputs = objective.asks.rows(patches, PredictionTargets(plan, num_tokens, slice(0, num_tokens)))
     stream = LayerState.unpack(embedding(inputs), objective.carried_names)
     hidden = stream.hidden.detach().requires_grad_()
     state = stream.with_hidden(hidden).pack()

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from megavis.model.core import Block
 from megavis.model.layer_state import LayerState
-from megavis.schedules.schedule import Arrangement, Question
+from megavis.schedules.schedule import Arrangement, PredictionTargets
 from megavis.schedules.segmented import groups_of
 
 PATCHES, WIDTH, HEADS = 9, 16, 2
@@ -29,7 +29,9 @@ def streams(build_gvp):
         groups = groups_of(torch.tensor([boundaries]), PATCHES)
         patches = torch.randn(1, PATCHES, 48, generator=torch.Generator().manual_seed(2))
         plan = Arrangement(z, groups, num_content=seen)
-        state = embedding(objective.asks.rows(patches[:, z[0]], Question(plan, seen, asked)))
+        state = embedding(
+            objective.asks.rows(patches[:, z[0]], PredictionTargets(plan, seen, asked))
+        )
         before = LayerState.unpack(state, objective.carried_names).hidden
         for block in blocks:
             state = block(state)

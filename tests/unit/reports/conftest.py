@@ -104,7 +104,7 @@ def write_run(folder, name):
     records[2] |= {"grad_norm": math.inf, "steps_skipped": 2}
     records[3] |= {"checkpoints_not_saved": 1, "loss_spikes": 1}
     event = {"times_gone_back": 1, "batches_skipped": 12}
-    records.insert(3, {"step": 20, "first_bad_step": 22, "went_back_from": 25, **event})
+    records.insert(3, {"step": 20, "first_bad_step": 22, "rolled_back_from": 25, **event})
     records[4] |= {"validation_loss": 3 * math.log(2), "validation_accuracy": 0.5}
     lines = "".join(json.dumps(record) + "\n" for record in records)
     (folder / "metrics.jsonl").write_text(lines + '{"step": 50, "lo')

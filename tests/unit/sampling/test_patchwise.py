@@ -48,7 +48,7 @@ def sampler(build, tmp_path):
 def sequence_of(objective, patches, order):
     """Return training inputs for patches that are already in generation order."""
     plan = OneByOne.along(order)
-    rows = objective.asks.rows(patches, plan.question)
+    rows = objective.asks.rows(patches, plan.prediction_targets)
     return (*rows, *objective.density.blank_inputs(objective.asks.shape_of(rows), rows[0].device))
 
 

@@ -113,8 +113,8 @@ def test_number_of_rollbacks_is_limited(trained, tmp_path, brief_context):
         assert folder == latest_checkpoint(run) == step_folder(run, 2)
         assert saved_steps(run) == [1, 2]
         assert manifest == read_manifest(folder)
-        assert manifest.went_back is not None
-        assert manifest.went_back.times == times
+        assert manifest.rolled_back is not None
+        assert manifest.rolled_back.times == times
         assert manifest.step + manifest.batches_skipped == next_batch + 1
     with pytest.raises(UserError, match="after 2 rollbacks to step 2"):
         roll_back(run, BadStepStreak(4, 4, next_batch=14), settings, brief_context)
@@ -154,10 +154,10 @@ def watch_steps(context, losses, *, limit, history=None):
         engine = SimpleNamespace(context=context, last_step_was_skipped=lambda value=skipped: value)
         state = StepState(step, 100, torch.tensor(math.nan if loss is None else loss), engine)
         watch(state)
-        assert state.goes_back is (watch.row is not None)
-        if state.goes_back:
+        assert state.rolls_back is (watch.streak is not None)
+        if state.rolls_back:
             break
-    return watch.row
+    return watch.streak
 
 
 @pytest.mark.parametrize(
