@@ -54,14 +54,14 @@ def test_processes_hold_their_share_only(run_job: Any, shape: ModelShape, zero: 
 
 # Config, overrides, and how often a block that is not the first of a pass is gathered for a
 # micro-batch: once in each pass. With inputs besides hidden states, recomputed blocks release
-# their weights, and five modules gather their own again.
+# their weights, and four modules gather their own again.
 # And weights that DeepSpeed keeps until a backward pass ends: a matrix of DARL's head whose inputs
 # need no gradients.
 CASES: list[Any] = [
     ("igpt", [], 2, 0),
     ("igpt", [FULL, "parallel.hierarchical_partition_size=2"], 2, 0),
     ("darl", ["objective.two_streams=true"], 2, 64 * 256),
-    ("darl", ["objective.two_streams=true", FULL], 7, 64 * 256),
+    ("darl", ["objective.two_streams=true", FULL], 6, 64 * 256),
 ]
 
 
