@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -23,6 +24,9 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 # As every job does: done here, so that it is no change of the first file's.
 allow_open_files()
+# A shell that runs the tests in the background ignores it, and Jupyter's client ends that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -244,14 +244,14 @@ class CrossAttention(Attention):
             memory = to_columns(key_value_states, None, self.tensor_group)
             query, key, value = projected_heads(self.linear_qkv(own, memory), self.head_size)
         else:
-            (query,) = _by_head(self.linear_qkv(own, None)[0], 1, self.head_size)
+            (query,) = _by_part(self.linear_qkv(own, None)[0], 1, self.head_size)
             key, value = cache.fixed(self, lambda: self._of_memory(key_value_states))
         mixed = self._attend(query, key, value, AttentionContext(Visibility("full")))
         return self.linear_proj(mixed)
 
     def _of_memory(self, memory: Tensor) -> tuple[Tensor, ...]:
         """Return keys and values `[b, n, c, d]`."""
-        return _by_head(self.linear_qkv(None, memory)[1], 2, self.head_size)
+        return _by_part(self.linear_qkv(None, memory)[1], 2, self.head_size)
 
 
 def projected_heads(output: tuple[Tensor, Tensor | None], size: int) -> tuple[Tensor, ...]:
@@ -262,18 +262,19 @@ def projected_heads(output: tuple[Tensor, Tensor | None], size: int) -> tuple[Te
     """
     first, pairs = output
     if pairs is None:
-        return _by_head(first, 3, size)
-    return *_by_head(first, 1, size), *_by_head(pairs, 2, size)
+        heads = first.unflatten(2, (-1, 3, size)).unbind(3)
+        return tuple(part.permute(1, 2, 0, 3) for part in heads)
+    return *_by_part(first, 1, size), *_by_part(pairs, 2, size)
 
 
-def _by_head(projected: Tensor, parts: int, size: int) -> tuple[Tensor, ...]:
-    """Split `[s, b, n · parts · d]` into `parts` tensors `[b, n, s, d]`.
+def _by_part(projected: Tensor, parts: int, size: int) -> tuple[Tensor, ...]:
+    """Split `[s, b, parts · n · d]` into `parts` tensors `[b, n, s, d]`.
 
     In this order, the backward pass concatenates the gradients with one copy, and with none for a
     single part.
     """
-    heads = projected.unflatten(2, (-1, parts, size))
-    each = heads.unbind(3) if parts > 1 else (heads.squeeze(3),)
+    heads = projected.unflatten(2, (parts, -1, size))
+    each = heads.unbind(2) if parts > 1 else (heads.squeeze(2),)
     return tuple(part.permute(1, 2, 0, 3) for part in each)
 
 
@@ -298,12 +299,14 @@ def _joined_fill(initialization: Initialization, num_heads: int) -> Fill:
     """Return a fill of the joined weight that draws queries first, then keys and values."""
 
     def fill(matrix: Tensor) -> None:
-        width = len(matrix) // 3
-        query, pairs = (torch.empty_like(part) for part in matrix.split([width, 2 * width]))
-        initialization.query(query)
-        initialization.key_value(pairs)
-        heads = [query.unflatten(0, (num_heads, 1, -1)), pairs.unflatten(0, (num_heads, 2, -1))]
-        matrix.copy_(torch.cat(heads, dim=1).flatten(0, 2))
+        heads = matrix.unflatten(0, (num_heads, 3, -1))
+        for part, draw in (
+            (heads[:, :1], initialization.query),
+            (heads[:, 1:], initialization.key_value),
+        ):
+            drawn = torch.empty_like(part.flatten(0, 2))
+            draw(drawn)
+            part.copy_(drawn.view_as(part))
 
     return fill
 

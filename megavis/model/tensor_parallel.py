@@ -15,7 +15,7 @@ Legend: b images, s tokens, h hidden size.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -147,7 +147,8 @@ class QueryKeyValue(ColumnParallelLinear):
         """Map `[s, b, h]` like any column-parallel layer, or two inputs by parts of the weight.
 
         Of two inputs the first `[q, b, h]` gives queries `[q, b, n · d]`, and the second `[c, b,
-        h]` keys and values `[c, b, n · 2d]`; None gives None. They come from `to_columns`.
+        h]` the keys of all heads, then their values, `[c, b, 2n · d]`; None gives None. They come
+        from `to_columns`.
         """
         if len(inputs) == 1:
             return super().forward(inputs[0])
@@ -190,29 +191,36 @@ class _Parts(torch.autograd.Function):
         ]
         rows = [gradient.flatten(0, 1) for gradient in gradients]
         of_weight = of_bias = None
+        # Both parts are written to one tensor, which is then brought into the weight's order.
         if needed[2]:
-            of_weight = _joined(
-                [each.t() @ x.flatten(0, 1) for each, x in zip(rows, inputs, strict=True)], size
-            )
+            of_weight = torch.empty_like(weight)
+            for each, x, part in zip(rows, inputs, _thirds(of_weight), strict=True):
+                torch.mm(each.t(), x.flatten(0, 1), out=part)
+            of_weight = _by_heads(of_weight, size)
         if needed[3]:
-            of_bias = _joined([each.sum(0) for each in rows], size)
+            of_bias = weight.new_empty(len(weight))
+            for each, part in zip(rows, _thirds(of_bias), strict=True):
+                torch.sum(each, 0, out=part)
+            of_bias = _by_heads(of_bias, size)
         return *slopes, of_weight, of_bias, None
 
 
 def _parts(rows: Tensor | None, size: int) -> tuple[Any, Any]:
-    """Return the rows of a weight or bias for queries, and for keys and values."""
+    """Return the rows of a weight or bias for queries, and for keys and then values; one copy."""
     if rows is None:
         return None, None
-    query, pairs = rows.unflatten(0, (-1, 3, size)).split([1, 2], dim=1)
-    return query.flatten(0, 2), pairs.flatten(0, 2)
+    return _thirds(rows.unflatten(0, (-1, 3, size)).transpose(0, 1).flatten(0, 2))
 
 
-def _joined(parts: Sequence[Tensor], size: int) -> Tensor:
-    """Invert `_parts`."""
-    heads = [
-        rows.unflatten(0, (-1, count, size)) for rows, count in zip(parts, (1, 2), strict=True)
-    ]
-    return torch.cat(heads, dim=1).flatten(0, 2)
+def _thirds(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first third of the rows, and the rest."""
+    third = len(rows) // 3
+    return rows[:third], rows[third:]
+
+
+def _by_heads(rows: Tensor, size: int) -> Tensor:
+    """Return rows for queries, keys and values in the order of `attention.join_heads`."""
+    return rows.unflatten(0, (3, -1, size)).transpose(0, 1).flatten(0, 2)
 
 
 class RowParallelLinear(tensor_parallel.RowParallelLinear):

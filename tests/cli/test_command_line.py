@@ -90,7 +90,11 @@ def test_every_option_has_help_with_its_default(parser):
         (main, ["probe", "runs/x", "--tarin", "y"], "--tarin y; `megavis probe --help` shows"),
         (main, ["probe", "runs/x", "--masks", "0"], "--masks: '0' is not a whole number of 1"),
         (main, ["figure", "patches", "runs/x", "--num-images", "-1"], "'-1' is not a whole number"),
-        (data_tools, ["palette", "fti"], "invalid choice: 'fti' (choose from 'fit', 'shards')"),
+        (
+            data_tools,
+            ["palette", "fti"],
+            "invalid choice: 'fti' (choose from 'fit', 'grey', 'shards')",
+        ),
         (data_tools, ["palette", "fit", "x", "--out", "y.npy", "--num-colors", "0"], "in [1, 512]"),
         (data_tools, ["verify", "nowhere"], "nowhere does not exist in"),
         (data_tools, ["jpeg", "nowhere", "--out", "x"], "nowhere does not exist: give a folder"),

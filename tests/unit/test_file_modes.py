@@ -36,6 +36,7 @@ def make(verb, words):
 make("letters", "letters --letters 2 --images 64 --selection-images 8 --validation-images 8"
     " --workers 0")
 make("photographs", "crops --size 16 --crops 8 --validation-crops 4")
+make("palette grey", "--out grey.npy")
 make("palette fit", "crops/train --out new.npy --num-colors 8 --pixels 200 --size 8")
 for part in ("train", "validation"):
     make("palette shards", f"letters/{part} --out {part} --size 8 --workers 0"

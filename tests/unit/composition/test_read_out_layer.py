@@ -112,7 +112,7 @@ def test_linear_probe_converges_to_scikit_learn(build, tmp_path, images):
         named["blocks.2.classifier.linear.bias"].zero_()
     config = objective.config.optimizer.model_copy(update={"learning_rate": 1.0})
     optimizer = build_optimizer(named.values(), config)
-    steps = 400
+    steps = 1500
     for step in range(steps):
         rate = learning_rate(step, peak=1.0, total_steps=steps, config=objective.config.schedule)
         for group in optimizer.param_groups:

@@ -77,7 +77,7 @@ def test_layouts_give_the_same_shards(layouts, tmp_path):
         manifest = Manifest.read(out)
         source = manifest.source.model_copy(update={"description": ""})
         manifests.append(manifest.model_copy(update={"source": source}))
-    assert len(trees[0]) == 6
+    assert len(trees[0]) == 7  # three shards, an index of each, and one of all samples
     assert all(tree == trees[0] for tree in trees)
     assert all(manifest == manifests[0] for manifest in manifests)
     assert manifests[0].class_names == tuple(sorted(SYNSETS))

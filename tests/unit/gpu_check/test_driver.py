@@ -145,7 +145,7 @@ def test_stage_with_a_failed_worker_is_unfinished(settings):
     assert not result.finished
 
 
-@pytest.mark.parametrize("text", ["", "0", "1,9", "one"])
+@pytest.mark.parametrize("text", ["", "0", "1,10", "one"])
 def test_invalid_stages_are_refused(text, capsys):
     with pytest.raises(SystemExit) as end:
         parser().parse_args(["--stages", text])

@@ -39,7 +39,7 @@ def build(context, name, *words):
     config = load_config(PRESETS / f"{name}.yaml", words).config
     config = config.model_copy(update={"model": config.model.without_dropout()})
     objective = build_objective(config, context)
-    if "memory" in objective.condition.roles:
+    if "encoder" in objective.condition.roles:
         # Read latents directly: plans do not count the frozen VAE.
         shape = objective.reads.shape
         objective.reads.of = lambda samples, index=None: samples.new_zeros(

@@ -16,15 +16,15 @@ from megavis.training.optimizer import decays
 BIASED = ("model.normalization=layer_norm", "model.add_bias=true")
 FINETUNE = (*BIASED, "finetune={num_classes: 5}")
 
-KERNELS = "self_attention.linear_{q,kv,proj}.weight mlp.linear_{fc1,fc2}.weight"
+KERNELS = "self_attention.linear_{qkv,proj}.weight mlp.linear_{fc1,fc2}.weight"
 """Weights of a block, which all decay."""
 GAINS = "{input_layernorm,pre_mlp_layernorm}.weight"
 BIASES = (
     "{input_layernorm,pre_mlp_layernorm}.bias"
-    " self_attention.linear_{q,kv,proj}.bias mlp.linear_{fc1,fc2}.bias"
+    " self_attention.linear_{qkv,proj}.bias mlp.linear_{fc1,fc2}.bias"
 )
-CROSS_KERNELS = "cross_attention.linear_{q,kv,proj}.weight"
-CROSS_OTHERS = "pre_cross_attn_layernorm.{weight,bias} cross_attention.linear_{q,kv,proj}.bias"
+CROSS_KERNELS = "cross_attention.linear_{qkv,proj}.weight"
+CROSS_OTHERS = "pre_cross_attn_layernorm.{weight,bias} cross_attention.linear_{qkv,proj}.bias"
 VAE_BLOCKS = "{encoder,decoder}.{levels.0.0,middle.0}"
 VQGAN_BLOCKS = (
     "{encoder.down.0.block.0,encoder.mid.block_1,encoder.mid.block_2,"
