@@ -125,8 +125,8 @@ class Attention(nn.Module):
         if not selects:
             return projected_heads((projected, None), self.head_size)
         query, pairs = projected.unflatten(2, (-1, 3, self.head_size)).split([1, 2], dim=3)
-        chosen = query[start:].flatten(2), visible(pairs, dim=0).flatten(2)
-        return projected_heads(chosen, self.head_size)
+        chosen = query[start:].squeeze(3), *visible(pairs, dim=0).unbind(3)
+        return tuple(part.permute(1, 2, 0, 3) for part in chosen)
 
     def _own_heads(self, count: int) -> slice:
         """Return which of the tensor rank's heads this process attends with, `count` of them."""
