@@ -56,7 +56,7 @@ def test_attention_adds_bias_to_logits(build_paper, visibility):
         query, key, value = first.unflatten(2, (2, 3, 8)).unbind(3)
     else:
         query = first.unflatten(2, (2, 8))
-        key, value = pairs.unflatten(2, (2, 2, 8)).unbind(3)
+        key, value = pairs.unflatten(2, (2, 2, 8)).unbind(2)
     cells = [(-1, -1), *((row, column) for row in range(3) for column in range(3))]
     bias = attention.relative_bias(torch.tensor([cells]), torch.tensor([cells]))[0]
     for image in range(2):

@@ -246,7 +246,7 @@ def test_attention_weights_match_the_block(make):
     weights = attention_weights(runner, inputs)[0]
     for hook in hooks:
         hook.remove()
-    value = seen["kv"].unflatten(2, (-1, 2, 8))[..., 1, :].permute(1, 2, 0, 3)
+    value = seen["kv"].unflatten(2, (2, -1, 8))[:, :, 1].permute(1, 2, 0, 3)
     mixed = (weights @ value).permute(2, 0, 1, 3).flatten(2)
     torch.testing.assert_close(mixed, seen["mixed"], rtol=1e-4, atol=1e-4)
 

@@ -96,13 +96,13 @@ def test_beam_search_finds_likelier_images(sampler):
 def test_first_beams_differ(sampler, monkeypatch, num_given):
     """Beams are equal before the first step: the candidates of one must not fill them all."""
     drawing, shapes = sampler("data.image_size=3", beams=2, fans=3), []
-    call = type(drawing.settings.drawing).__call__
+    call = type(drawing.settings.token_sampler).__call__
 
     def counted(self, head, state, draws):
         shapes.append(len(draws.keys))
         return call(self, head, state, draws)
 
-    monkeypatch.setattr(type(drawing.settings.drawing), "__call__", counted)
+    monkeypatch.setattr(type(drawing.settings.token_sampler), "__call__", counted)
     drawing.tokens(torch.arange(4), given=random_prefix(drawing.paper, num_given, 4))
     assert shapes == [8, *[24] * (8 - num_given)]
 
