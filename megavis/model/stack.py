@@ -115,6 +115,15 @@ class LayerPlan:
         return layer
 
 
+def build_layers(plans: Iterable[LayerPlan], built: Callable[[nn.Module], object]) -> nn.ModuleList:
+    """Build layers; `built` is called with each before the next one is built."""
+    layers = nn.ModuleList()
+    for plan in plans:
+        layers.append(plan.build())
+        built(layers[-1])
+    return layers
+
+
 class LayerStack(nn.Module):
     """All layers in one process, and the loss."""
 
@@ -127,10 +136,7 @@ class LayerStack(nn.Module):
     ) -> None:
         """Build the layers; `built` is called with each layer before the next one is built."""
         super().__init__()
-        self.layers = nn.ModuleList()
-        for plan in plans:
-            self.layers.append(plan.build())
-            built(self.layers[-1])
+        self.layers = build_layers(plans, built)
         self.loss = loss
 
     def forward(self, inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> Tensor:

@@ -35,7 +35,7 @@ from megavis.config.schema import RunConfig
 from megavis.data.loading.loader import Batch
 from megavis.model.core import Block
 from megavis.model.layer_state import PackedState
-from megavis.model.stack import LayerPlan, LayerStack, LocalLayers
+from megavis.model.stack import LayerPlan, LayerStack, LocalLayers, build_layers
 from megavis.parallel.context import ModelParallelUnit, ParallelContext
 from megavis.parallel.random import derive_seed
 from megavis.planning.boundary_activations import DTYPES
@@ -312,10 +312,7 @@ class Stage(nn.Module):
     ) -> None:
         """Build the layers; `built` is called with each layer before the next one is built."""
         super().__init__()
-        self.layers = nn.ModuleList()
-        for plan in plans:
-            self.layers.append(plan.build())
-            built(self.layers[-1])
+        self.layers = build_layers(plans, built)
         self._is_last = is_last
 
     def forward(self, inputs: PackedState) -> PackedState:
