@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.timing import parser, report, summary, take_turns
+from megavis.composition.model import Model
 from megavis.config.load import load_config
 from megavis.data.loading.loader import Batch
 from megavis.model.inference import Inference
 from megavis.model.stack import LayerStack, LocalLayers
 from megavis.papers import OBJECTIVES
-from megavis.papers.givt.paper import GIVT
 from megavis.parallel.context import open_context
 from megavis.parallel.launch import read_launch
 from megavis.sampling.sampler import Sampler
@@ -30,13 +30,13 @@ CONFIGS = Path(__file__).parents[1] / "yaml_configs/givt"
 Contestants = dict[str, Callable[[], object]]
 
 
-def build(preset: str, layers: int, device: str) -> tuple[GIVT, Inference]:
+def build(preset: str, layers: int, device: str) -> tuple[Model, Inference]:
     """Return a model with random weights."""
     words = [f"model.num_layers={layers}"] if layers else []
     config = load_config(CONFIGS / f"{preset}.yaml", words).config
     context = open_context(read_launch({}), device=device)
     objective = OBJECTIVES["givt"](config, context)
-    assert isinstance(objective, GIVT)
+    assert isinstance(objective, Model)
     plans = objective.layer_plans()
     built = LocalLayers(plans, list(LayerStack(plans, objective.loss).layers))
     head = dict(built.named_parameters())["head.linear.weight"]
@@ -48,7 +48,7 @@ def build(preset: str, layers: int, device: str) -> tuple[GIVT, Inference]:
 
 
 def sampler(
-    objective: GIVT, runner: Inference, count: int, **options: object
+    objective: Model, runner: Inference, count: int, **options: object
 ) -> Callable[[], Tensor]:
     """Return a function that samples images."""
     guidance = float(str(options.get("guidance", 0.0)))
@@ -58,10 +58,10 @@ def sampler(
     return lambda: drawing.tokens(images, conditions={"labels": images}, cached=cached).cpu()
 
 
-def training(objective: GIVT, runner: Inference, count: int) -> Contestants:
+def training(objective: Model, runner: Inference, count: int) -> Contestants:
     """Return functions for forward and backward pass of a full step, and of the loss only."""
     layers, device = runner.layers.modules, runner.context.device
-    moments = torch.rand(count, 2, *objective.reads.shape)
+    moments = torch.rand(count, *objective.reads.sample_shape)
     batch = Batch(moments, torch.zeros(count, dtype=torch.int64), torch.arange(count)).to(device)
     sequence = objective.sequence(batch)
     parameters = [p for layer in layers for p in layer.parameters()]

@@ -28,19 +28,19 @@ from benchmarks.twins import (
     sized_parser,
     sizes,
 )
+from megavis.composition.model import Model
 from megavis.config.schema import RunConfig
 from megavis.model.inference import Inference
-from megavis.papers.igpt.paper import IGPT
 
 
-def our_model(config: RunConfig, theirs: Any) -> tuple[Inference, IGPT]:
+def our_model(config: RunConfig, theirs: Any) -> tuple[Inference, Model]:
     """Return megavis's model with the weights of an ImageGPT."""
     from megavis.model.stack import LayerStack, LocalLayers
     from megavis.parallel.context import open_context
     from megavis.parallel.launch import read_launch
 
     context = open_context(read_launch({}), device="cpu")
-    objective = IGPT(config, context)
+    objective = Model(config, context)
     plans = objective.layer_plans()
     layers = LocalLayers(plans, list(LayerStack(plans, objective.loss).layers))
     copy_weights(theirs, layers, config)
@@ -65,7 +65,7 @@ def their_images(model: Any, first: Tensor, *, use_cache: bool = True) -> Callab
     return lambda: model.generate(prompt, attention_mask=mask, generation_config=settings)[:, 1:]
 
 
-def our_images(runner: Inference, objective: IGPT, first: Tensor) -> Callable[[], Tensor]:
+def our_images(runner: Inference, objective: Model, first: Tensor) -> Callable[[], Tensor]:
     """Return a function that completes `first` `[b, 1]` to ids `[b, n]`."""
     from megavis.sampling.sampler import Sampler
 
@@ -74,7 +74,7 @@ def our_images(runner: Inference, objective: IGPT, first: Tensor) -> Callable[[]
 
 
 def without_cache(
-    runner: Inference, objective: IGPT, first: Tensor, num_tokens: int
+    runner: Inference, objective: Model, first: Tensor, num_tokens: int
 ) -> Callable[[], Tensor]:
     """Return a function that runs whole sequences, once for each of `num_tokens` ids."""
     ids = torch.zeros(len(first), objective.num_tokens, dtype=torch.int64)

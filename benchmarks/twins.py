@@ -17,8 +17,8 @@ from megavis.config.schema import (
     TrainingConfig,
 )
 from megavis.config.section import DataConfig
+from megavis.papers.igpt.config import IGPTConfig
 from megavis.papers.igpt.imagegpt import from_imagegpt
-from megavis.papers.igpt.paper import IGPTConfig
 
 NUM_COLORS = 512
 

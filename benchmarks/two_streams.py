@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.timing import parser, report, summary, take_turns
+from megavis.composition.model import Model
 from megavis.config.load import load_config
 from megavis.data.loading.loader import Batch
 from megavis.model.attention import Attention, projected_heads
@@ -23,7 +24,6 @@ from megavis.model.core import Block
 from megavis.model.layer_state import LayerState
 from megavis.model.visibility import AttentionContext
 from megavis.papers import OBJECTIVES
-from megavis.papers.gvp.paper import GVP
 from megavis.parallel.context import open_context
 from megavis.parallel.launch import read_launch
 
@@ -56,7 +56,7 @@ def plainly(block: Block) -> None:
     attention.forward = forward  # type: ignore[method-assign]
 
 
-def step_of(objective: GVP, layers: list[nn.Module], batch: Batch) -> Callable[[], list[Tensor]]:
+def step_of(objective: Model, layers: list[nn.Module], batch: Batch) -> Callable[[], list[Tensor]]:
     """Return a function that returns loss and gradients of one forward and backward pass."""
     parameters = [p for layer in layers for p in layer.parameters()]
 
@@ -85,7 +85,7 @@ def main() -> None:
     config = load_config(CONFIG, words).config
     context = open_context(read_launch({}), device="cpu")
     objective = OBJECTIVES["gvp"](config, context)
-    assert isinstance(objective, GVP)
+    assert isinstance(objective, Model)
     built = [[plan.build() for plan in objective.layer_plans()] for _ in range(2)]
     for ours, theirs in zip(*built, strict=True):
         theirs.load_state_dict(ours.state_dict())

@@ -142,7 +142,7 @@ class Run:
         Args:
             inputs: in the paper's own form: ids `[b, n]` in raster order, patches, latents; if
                 the run has a palette also photographs, as for `to_ids`.
-            **options: of the paper, by name; see `Composition.inputs_from`. For example
+            **options: of the paper, by name; see `Model.inputs_from`. For example
                 `mask`, bool `[b, n]`, for iGPT's BERT mode.
 
         Returns:

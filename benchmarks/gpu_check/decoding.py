@@ -16,9 +16,9 @@ from benchmarks.gpu_check.machine import SMALL_IMAGES, speed
 from benchmarks.gpu_check.models import TINY, job, plain_model, read_config
 from benchmarks.gpu_check.results import Row, Settings
 from benchmarks.gpu_check.stages import Measure
+from megavis.composition.model import Model
 from megavis.model.inference import Inference
 from megavis.model.stack import LocalLayers
-from megavis.papers.igpt.paper import IGPT
 from megavis.parallel.context import ParallelContext
 from megavis.parallel.launch import Launch
 from megavis.sampling.batches import Batches
@@ -61,10 +61,10 @@ def _decode(
 
 def _model(
     dtype: torch.dtype, context: ParallelContext, settings: Settings
-) -> tuple[IGPT, Inference]:
+) -> tuple[Model, Inference]:
     tiny = (*TINY, *SMALL_IMAGES[PRESET]) if settings.small else ()
     objective, stack = plain_model(read_config(PRESET, tiny), context)
-    assert isinstance(objective, IGPT)
+    assert isinstance(objective, Model)
     stack.to(device=context.device, dtype=dtype)
     return objective, Inference(LocalLayers(objective.layer_plans(), list(stack.layers)), context)
 
@@ -108,7 +108,7 @@ def _rows(title: str, seconds: float, batch: int, share: float, note: str) -> li
 
 
 def seconds_a_place(
-    runner: Inference, objective: IGPT, batch: int, settings: Settings, *, static: bool
+    runner: Inference, objective: Model, batch: int, settings: Settings, *, static: bool
 ) -> float:
     """Return the seconds per id for the whole batch, without the prefill pass."""
     places = 4 if settings.small else 64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megavis.composition.objective import Objective
+from megavis.composition.model import Model
 from megavis.composition.trainable import Trainable
 from megavis.planning.communication import transfers
 from megavis.planning.devices import DEVICES, Cluster, Device
@@ -21,7 +21,7 @@ def planned_device(name: str) -> Device:
 
 def planned_time(objective: Trainable, device: torch.device) -> StepTime:
     """Return the planner's estimate of a step of the objective's run on one GPU."""
-    assert isinstance(objective, Objective), "plans are of models with blocks"
+    assert isinstance(objective, Model), "plans are of models with blocks"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     cluster = Cluster(planned_device(name), num_devices=1, devices_per_node=1)
     shape, layout = shape_of(objective, {}), Layout.of(objective.config, 1)

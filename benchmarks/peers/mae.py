@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.peers.comparison import Ours, Peer, Result, batches, compare
 from benchmarks.peers.plain import adamw, cosine_rate, decay_matrices, pixels, round_once, step_of
 from benchmarks.peers.sizes import Sizes
-from megavis.composition.composition import Composition
+from megavis.composition.model import Model
 from megavis.config.schema import ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig
 from megavis.config.section import DataConfig, ParallelConfig
 from megavis.data.codecs.transforms import training_transform
@@ -68,7 +68,7 @@ def positions(side: int, width: int) -> Tensor:
 class MAEPeer:
     """`ViTMAEForPreTraining` with the order of the patches handed over as its noise."""
 
-    def __init__(self, config: RunConfig, paper: Composition) -> None:
+    def __init__(self, config: RunConfig, paper: Model) -> None:
         import transformers
 
         self.paper, self.settings = paper, settings_of(config)
@@ -116,7 +116,7 @@ def run(sizes: Sizes, folder: Path, context: ParallelContext) -> Result:
     dataset = ShardDataset(folder, training_transform(config.data, seed=config.seed))
     ours = Ours(config, context)
     paper = ours.objective.backbone
-    assert isinstance(paper, Composition)
+    assert isinstance(paper, Model)
     peers = [MAEPeer(config, paper) for _ in range(1 + sizes.control)]
     ours.start_from(peers[0].weights())
     for other in peers[1:]:

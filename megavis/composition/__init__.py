@@ -1,1 +1,1 @@
-"""Composition of papers: tokens, asking, conditions, the first layer, and the engine interface."""
+"""Model of papers: tokens, asking, conditions, the first layer, and the engine interface."""

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from megavis.composition.shared_keys import AutoencoderConfig
 from megavis.composition.trainable import Backbone, SequenceBatch
+from megavis.config.autoencoder import AutoencoderConfig
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.loader import Batch
 from megavis.model.autoencoder_losses import (

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megavis.composition.composition import Composition
 from megavis.composition.mixing import mix
+from megavis.composition.model import Model
 from megavis.composition.trainable import SequenceBatch, Trainable
 from megavis.config.errors import UserError
 from megavis.config.schema import FinetuneConfig
@@ -150,7 +150,7 @@ class Classification(Trainable):
     Visibility, layers, sequence and loss are derived from the paper's.
     """
 
-    def __init__(self, paper: Composition) -> None:
+    def __init__(self, paper: Model) -> None:
         """Wrap a paper whose config has a `finetune` section."""
         super().__init__(paper.config, paper.context)
         assert paper.config.finetune is not None
@@ -158,7 +158,7 @@ class Classification(Trainable):
         self.paper = paper.with_full_attention() if self.settings.visibility == "full" else paper
 
     @property
-    def backbone(self) -> Composition:
+    def backbone(self) -> Model:
         """The paper that is fine-tuned."""
         return self.paper
 
@@ -166,7 +166,7 @@ class Classification(Trainable):
         """Return itself."""
         return self
 
-    def generation(self) -> Composition:
+    def generation(self) -> Model:
         """Raise UserError: a classifier generates no images."""
         raise UserError(
             "a fine-tuned run classifies and generates no images; sample from the run that it"

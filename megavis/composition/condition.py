@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from megavis.composition.encoded_tokens import open_ids_tokenizer
 from megavis.composition.parts import EmbeddingTable, Role
-from megavis.composition.tokens import Tokens, check_images
+from megavis.composition.tokens import OWN, Key, Tokens, check_images
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.loader import Batch
@@ -45,6 +45,8 @@ class Condition:
     """Roles of the first layer's parts that embed them, in the order of `Known`."""
     reads_images: bool = False
     """True if samples must be images, whatever the tokens."""
+    given_text: str | None = None
+    """Description of what a likelihood is conditioned on; None: nothing."""
 
     @property
     def num_memory(self) -> int:
@@ -132,29 +134,29 @@ class Labels(Condition):
 
     Args:
         num_classes: number of classes.
+        role: of the part: the start token, or a row in front of all others.
         dropout: probability of the null label in training; 0: there is no null label.
         seed: the run's seed; label dropout is a function of seed and sample.
         deviation: initial standard deviation of the table.
-        classes_key: config key of `num_classes`, for messages.
-        dropout_key: that of `dropout`.
+        key: maps `num_classes` and `dropout` to config keys, for messages.
     """
 
     names: tuple[str, ...] = ("labels",)
-    roles: tuple[Role, ...] = ("start",)
 
     def __init__(
         self,
         num_classes: int,
         *,
+        role: Literal["start", "front"] = "start",
         dropout: float,
         seed: int,
         deviation: float = 1.0,
-        classes_key: str = "objective.num_classes",
-        dropout_key: str = "objective.label_dropout",
+        key: Key = OWN,
     ) -> None:
         self.num_classes, self.dropout, self.seed = num_classes, dropout, seed
-        self.deviation, self.classes_key = deviation, classes_key
-        self.dropout_key = dropout_key
+        self.roles: tuple[Role, ...] = (role,)
+        self.deviation, self.key = deviation, key
+        self.given_text = f"the class, but for the {dropout:.0%} that training drops"
         self.has_null_label = dropout > 0
         self.num_rows = num_classes + int(self.has_null_label)
         self.null_row = self.num_rows - 1
@@ -200,8 +202,8 @@ class Labels(Condition):
         """Return the null label's row for each image."""
         if not self.has_null_label:
             raise UserError(
-                f"guidance needs a model that was trained with {self.dropout_key}; this one has no"
-                " prediction without a class"
+                f"guidance needs a model that was trained with {self.key('dropout')}; this one has"
+                " no prediction without a class"
             )
         rows, *others = known
         return torch.full_like(rows, self.null_row), *others
@@ -221,16 +223,10 @@ class Labels(Condition):
         yield from super().check(manifest, tokens, name)
         wanted, given = self.num_classes, len(manifest.class_names)
         if given > wanted:
-            yield f"has {given} classes; {self.classes_key} is {wanted}"
+            yield f"has {given} classes; {self.key('num_classes')} is {wanted}"
         if not given:
-            text = f"has no labels, and {self.classes_key} is {wanted}"
+            text = f"has no labels, and {self.key('num_classes')} is {wanted}"
             yield f"{text}; give labelled shards, or train without classes"
-
-
-class ClassInFront(Labels):
-    """The class as a row before all others."""
-
-    roles: tuple[Role, ...] = ("front",)
 
 
 class PooledFeatures(Condition):
@@ -238,18 +234,11 @@ class PooledFeatures(Condition):
 
     names = ("image",)
     roles: tuple[Role, ...] = ("front",)
+    given_text = "features of the image"
 
-    def __init__(
-        self,
-        image_size: int,
-        *,
-        size: int,
-        tokenizer: str,
-        size_key: str,
-        tokenizer_key: str = "objective.tokenizer",
-    ) -> None:
+    def __init__(self, image_size: int, *, size: int, tokenizer: str, key: Key = OWN) -> None:
         self.image_size, self.size, self.run_folder = image_size, size, tokenizer
-        self.size_key, self.tokenizer_key = size_key, tokenizer_key
+        self.key = key
 
     @property
     def identity(self) -> str:
@@ -283,11 +272,11 @@ class PooledFeatures(Condition):
     @cached_property
     def tokenizer(self) -> IdTokenizer:
         """The frozen tokenizer; raise UserError if it does not fit the image or feature size."""
-        opened = open_ids_tokenizer(self.run_folder, self.tokenizer_key)
+        opened = open_ids_tokenizer(self.run_folder, self.key("tokenizer"))
         opened.num_tokens(self.image_size)
         if opened.feature_size != self.size:
             raise UserError(
                 f"{self.run_folder} has features of {opened.feature_size} channels;"
-                f" {self.size_key} is {self.size}"
+                f" {self.key('feature_size')} is {self.size}"
             )
         return opened

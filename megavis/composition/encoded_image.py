@@ -24,12 +24,15 @@ from megavis.checkpoint.format.folder import chosen_checkpoint
 from megavis.checkpoint.format.tensor_reader import CheckpointReader
 from megavis.composition.condition import Condition, Encode, Known
 from megavis.composition.parts import Parts, Role
-from megavis.composition.tokens import Tokens
+from megavis.composition.tokens import Key, Tokens
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.schema import ModelConfig, RunConfig
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.loader import Batch
+from megavis.grammar.grammar import Grammar
+from megavis.grammar.paper import PaperConfig
+from megavis.grammar.words import Patches
 from megavis.model.core import Core
 from megavis.model.encoder import EncoderInput, EncoderSizes
 from megavis.model.layer_state import LayerState, PackedState
@@ -42,22 +45,20 @@ _NAME = "embedding.encoder"
 """Prefix of the encoder's parameter names; some are in the first layer, `embedding`."""
 
 
-KEY = "objective.encoder_from_run"
-"""Config key that names the other run."""
 _PATCHES = ("linear_patches.weight", "linear_patches.bias")
-_KEYS = {
-    "num_layers": "objective.encoder_layers",
-    "hidden_size": "objective.encoder_hidden_size",
-    "num_attention_heads": "objective.encoder_num_attention_heads",
-    "mlp_size": "model.ffn_hidden_size",
-    "normalization": "model.normalization",
-    "norm_epsilon": "objective.encoder_norm_epsilon",
-    "activation": "objective.encoder_activation",
+_KEYS: Mapping[str, str | None] = {
+    "num_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "mlp_size": None,
+    "normalization": None,
+    "norm_epsilon": "norm_epsilon",
+    "activation": "activation",
     "norm_bias": None,
     "add_bias": None,
     "has_biased_attention": None,
 }
-"""Settings that decide what weights mean, and this run's keys for them."""
+"""Settings that decide what weights mean, and the encoder's own keys for them."""
 
 
 class EncodedImage(Condition):
@@ -66,10 +67,17 @@ class EncodedImage(Condition):
     reads_images = True
 
     def __init__(
-        self, image_size: int, sizes: EncoderSizes, *, others: Condition | None = None
+        self,
+        image_size: int,
+        sizes: EncoderSizes,
+        *,
+        others: Condition | None = None,
+        key: Key = "objective.encoder_{}".format,
     ) -> None:
-        self.image_size, self.sizes = image_size, sizes
+        self.image_size, self.sizes, self.key = image_size, sizes, key
         self.others = others or Condition()
+        own = self.others.given_text
+        self.given_text = "the image" + (f" and {own}" if own else "")
         self.names = (*self.others.names, "image")
         self.roles: tuple[Role, ...] = (*self.others.roles, "encoder")
 
@@ -87,7 +95,7 @@ class EncodedImage(Condition):
         """Open the run that the encoder below `above` starts from, or raise UserError."""
         sizes, count = self.sizes, self.num_memory
         return PretrainedEncoder.open(
-            Path(run), sizes.model(above), sizes, prefix=_NAME, num_patches=count
+            Path(run), sizes.model(above), sizes, self.key, prefix=_NAME, num_patches=count
         )
 
     def check(self, manifest: Manifest, tokens: Tokens, name: str) -> Iterator[str]:
@@ -187,26 +195,36 @@ class PretrainedEncoder:
 
     Attributes:
         checkpoint: folder of a step of the other run.
+        side: side of its grid of patches.
         prefix: begins the encoder's parameter names.
         num_patches: n, patches that the encoder reads.
     """
 
     checkpoint: Path
     source: RunConfig
+    side: int
     prefix: str
     num_patches: int
 
     @classmethod
     def open(
-        cls, run: Path, model: ModelConfig, sizes: EncoderSizes, *, prefix: str, num_patches: int
+        cls,
+        run: Path,
+        model: ModelConfig,
+        sizes: EncoderSizes,
+        key: Key,
+        *,
+        prefix: str,
+        num_patches: int,
     ) -> PretrainedEncoder:
         """Open another run; raise UserError unless it fits `sizes` and the blocks' `model`."""
         checkpoint = chosen_checkpoint(run, None)
         source = load_config(run / "config.yaml").config
-        difference = next(_differences(source, model, sizes), None)
+        difference = next(_differences(source, model, sizes, key), None)
         if difference is not None:
             raise UserError(f"{run} {difference}")
-        return cls(checkpoint, source, f"{prefix}.", num_patches)
+        side = source.data.image_size // sizes.patch_size
+        return cls(checkpoint, source, side, f"{prefix}.", num_patches)
 
     def tensor(self, reader: CheckpointReader, name: str) -> Tensor | None:
         """Return the whole initial value of a parameter; None for those not of the other run."""
@@ -236,35 +254,43 @@ class PretrainedEncoder:
         """Return the other run's table of positions, `[n', h]`."""
         if reader.shape(f"weight/{LEARNED}") is not None:
             return reader.read(reader.weight_key(LEARNED))
-        model, side = self.source.model, self.source.data.image_size // _patch_size(self.source)
+        model, side = self.source.model, self.side
         coordinates = cell_coordinates(torch.arange(side**2), side)
         return sincos(model.position_scale * coordinates, model.hidden_size)
 
 
-def _patch_size(config: RunConfig) -> int:
-    # The papers that an encoder starts from have this key; `ObjectiveConfig` does not declare it.
-    size: int = config.objective.patch_size  # type: ignore[attr-defined]
-    return size
+def _grammar_of_vit(config: RunConfig) -> tuple[Grammar, Patches] | None:
+    """Return the words of a run with full attention to patches, and those; None for others."""
+    if not isinstance(config.objective, PaperConfig):
+        return None
+    grammar, tuned = config.objective.grammar(config), config.finetune
+    sees_all = grammar.asks.kind == "visible" or (tuned and tuned.visibility == "full")
+    if not sees_all or not isinstance(grammar.reads, Patches):
+        return None
+    return grammar, grammar.reads
 
 
-def _differences(source: RunConfig, model: ModelConfig, sizes: EncoderSizes) -> Iterator[str]:
+def _differences(
+    source: RunConfig, model: ModelConfig, sizes: EncoderSizes, key: Key
+) -> Iterator[str]:
     """Yield reasons why the weights of `source` do not fit; after the first, others may raise."""
-    name, tuned = source.objective.name, source.finetune
-    is_vit = name == "darl" and tuned is not None and tuned.visibility == "full"
-    if name != "mae" and not is_vit:
+    found = _grammar_of_vit(source)
+    if found is None:
         yield (
-            f"is a run of {name}; an encoder starts from a run of mae, or from one that"
-            " `megavis import timm` or `vit` has made"
+            f"is a run of {source.objective.name}; an encoder starts from a run of mae, or from one"
+            " that `megavis import timm` or `vit` has made"
         )
-    kind = source.model.positions or ("sincos" if name == "mae" else "none")
-    if kind not in ("learned", "sincos", "learned_sincos"):
-        yield f"has model.positions {kind}, and the encoder adds learned positions"
-    if _patch_size(source) != sizes.patch_size:
+        return
+    grammar, patches = found
+    if grammar.positions not in ("learned", "sincos", "learned_sincos"):
+        yield f"has model.positions {grammar.positions}, and the encoder adds learned positions"
+    if patches.patch_size != sizes.patch_size:
         yield (
-            f"has patches of {_patch_size(source)} pixels, and the encoder of {sizes.patch_size}"
-            " (objective.encoder_patch_size)"
+            f"has patches of {patches.patch_size} pixels, and the encoder of {sizes.patch_size}"
+            f" ({key('patch_size')})"
         )
-    for field, key in _KEYS.items():
+    for field, name in _KEYS.items():
         there, here = getattr(source.model, field), getattr(model, field)
         if there != here:
-            yield f"has {field} {there}, and the encoder {here}" + (f" ({key})" if key else "")
+            where = f" ({key(name)})" if name else ""
+            yield f"has {field} {there}, and the encoder {here}{where}"

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megavis.composition.tokens import Vectors, Vocabulary, check_images
+from megavis.composition.tokens import OWN, Key, Vectors, Vocabulary, check_images
 from megavis.config.errors import UserError
 from megavis.data.codecs.label_maps import TargetKind, painted
 from megavis.data.format.manifest import Manifest
@@ -33,13 +33,13 @@ from megavis.tokenizers.network_tokenizer import (
 from megavis.tokenizers.patches import stack, to_grid, to_tokens, unstack
 
 
-class TokenIds(Vocabulary):
+class Ids(Vocabulary):
     """Ids of a frozen tokenizer, precomputed or encoded on the fly.
 
     Args:
         side: side of the grid of ids.
         tokenizer: run folder of the tokenizer; None if all inputs are ids.
-        section: config section of these keys, for messages.
+        key: see `Tokens`.
     """
 
     def __init__(
@@ -49,11 +49,12 @@ class TokenIds(Vocabulary):
         side: int,
         vocabulary_size: int,
         tokenizer: str | None,
-        section: str = "objective",
+        key: Key = OWN,
     ) -> None:
-        self.section = section
+        self.key = key
         self.image_size, self.grid = image_size, (side, side)
         self.vocabulary_size, self.run_folder = vocabulary_size, tokenizer
+        self.dimension = f"id of the {vocabulary_size}-entry codebook"
         self.sample_shape = (image_size, image_size, 3)
 
     @property
@@ -72,7 +73,7 @@ class TokenIds(Vocabulary):
             )
         if self.run_folder is None:
             raise UserError(
-                f"images need a tokenizer: name its run folder in {self.section}.tokenizer"
+                f"images need a tokenizer: name its run folder in {self.key('tokenizer')}"
             )
         check_images(samples, self.image_size)
         return self.tokenizer.to(samples.device).encode(samples)
@@ -81,18 +82,18 @@ class TokenIds(Vocabulary):
     def tokenizer(self) -> IdTokenizer:
         """The frozen tokenizer. Raises UserError: it gives no ids, or does not fit the config."""
         assert self.run_folder is not None
-        opened = open_ids_tokenizer(self.run_folder, f"{self.section}.tokenizer")
-        where = f"{self.section}.tokenizer: {self.run_folder}"
+        opened = open_ids_tokenizer(self.run_folder, self.key("tokenizer"))
+        where = f"{self.key('tokenizer')}: {self.run_folder}"
         if opened.vocabulary_size != self.vocabulary_size:
             raise UserError(
-                f"{where} has {opened.vocabulary_size} ids; {self.section}.vocabulary_size is"
+                f"{where} has {opened.vocabulary_size} ids; {self.key('vocabulary_size')} is"
                 f" {self.vocabulary_size}"
             )
         given = opened.num_tokens(self.image_size)
         if given != self.num_tokens:
             raise UserError(
                 f"{where} encodes an image of {self.image_size}² pixels as {given} ids;"
-                f" {self.section}.patch_size makes {self.num_tokens} tokens"
+                f" {self.key('patch_size')} makes {self.num_tokens} tokens"
             )
         return opened
 
@@ -103,14 +104,14 @@ class TokenIds(Vocabulary):
         elif manifest.kind != "jpeg":
             yield f"holds {manifest.kind} shards; {name} needs jpeg or ids shards"
         elif self.run_folder is None:
-            yield f"holds images; name the tokenizer's run folder in {self.section}.tokenizer"
+            yield f"holds images; name the tokenizer's run folder in {self.key('tokenizer')}"
 
     def _check_ids_shards(self, manifest: Manifest) -> Iterator[str]:
         if manifest.num_tokens != self.num_tokens:
             yield f"holds {manifest.num_tokens} ids per image; the config has {self.num_tokens}"
         if manifest.vocabulary_size != self.vocabulary_size:
             yield (
-                f"holds ids below {manifest.vocabulary_size}; {self.section}.vocabulary_size is"
+                f"holds ids below {manifest.vocabulary_size}; {self.key('vocabulary_size')} is"
                 f" {self.vocabulary_size}"
             )
         elif self.run_folder is not None:
@@ -118,7 +119,7 @@ class TokenIds(Vocabulary):
             if manifest.identity != made_by:
                 yield (
                     f"was made by the tokenizer {str(manifest.identity)[:12]}; that of"
-                    f" {self.section}.tokenizer, {self.run_folder}, is {made_by[:12]}"
+                    f" {self.key('tokenizer')}, {self.run_folder}, is {made_by[:12]}"
                 )
 
     def check_images(self, folder: Path) -> None:
@@ -129,7 +130,7 @@ class TokenIds(Vocabulary):
         """Decode ids `[b, n]` to images; raise UserError if there is no tokenizer."""
         if self.run_folder is None:
             raise UserError(
-                f"decoding ids needs their tokenizer: name it in {self.section}.tokenizer"
+                f"decoding ids needs their tokenizer: name it in {self.key('tokenizer')}"
             )
         return self.tokenizer.to(tokens.device).decode(tokens)
 
@@ -154,11 +155,11 @@ class Latents(Vectors):
         tokenizer: run folder of the VAE; None if all inputs are latents.
         beta: required β of the VAE's run; None: any.
         image_size: side of the VAE's images in pixels.
-        section: config section of these keys, for messages.
-        shape_keys: keys of the latents' shape, for messages.
+        key: see `Tokens`.
     """
 
     sample_type = torch.float16
+    dimension = "number of the VAE's latents"
     is_random = True
     """They are drawn from the VAE's posterior (section 3.1)."""
 
@@ -172,12 +173,10 @@ class Latents(Vectors):
         tokenizer: str | None,
         beta: float | None,
         image_size: int,
-        section: str = "objective",
-        shape_keys: tuple[str, str] = ("latent_channels", "downsampling"),
+        key: Key = OWN,
     ) -> None:
-        self.tokenizer_key = f"{section}.tokenizer"
-        channels_key, side_key = (f"{section}.{key}" for key in shape_keys)
-        self.shape_keys = f"({channels_key}, data.image_size / {side_key})"
+        self.key, self.tokenizer_key = key, key("tokenizer")
+        self.shape_keys = f"({key('channels')}, data.image_size / {key('patch_size')})"
         self.shape, self.stacked, self.seed = (channels, side, side), stacked, seed
         self.run_folder, self.beta, self.image_size = tokenizer, beta, image_size
         self.grid, self.width = (side, side // stacked), channels * stacked
@@ -304,7 +303,7 @@ class Latents(Vectors):
         if self.beta is not None and found != self.beta:
             raise UserError(
                 f"{self.tokenizer_key}: {run_folder} is a VAE with beta {found}; this config needs"
-                f" beta {self.beta} (objective.tokenizer_beta)"
+                f" beta {self.beta} ({self.key('tokenizer_beta')})"
             )
 
 

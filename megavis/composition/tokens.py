@@ -2,7 +2,7 @@
 
 - `Colors`: palette ids, one per pixel.
 - `Patches`: squares of standardised pixels. `Frames`: frames of a spectrogram.
-- `TokenIds`: codebook ids, from shards or from a frozen tokenizer (`encoded_tokens.py`).
+- `Ids`: codebook ids, from shards or from a frozen tokenizer (`encoded_tokens.py`).
 - `Latents`: real-valued, drawn from a frozen VAE's posterior (`encoded_tokens.py`).
 
 Legend: b images, n tokens of an image, d values of a token, v vocabulary size, H and W pixels, h
@@ -12,7 +12,7 @@ hidden size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +34,24 @@ from megavis.tokenizers.patches import (
     unpatchify,
 )
 
+Key = Callable[[str], str]
+"""Maps a word's key to the config's, for messages."""
+OWN: Key = "objective.{}".format
+
 
 class Tokens(ABC):
     """A kind of token.
 
     Attributes:
+        key: maps the names of their keys to those of the config, for messages.
+        dimension: description of one dimension of a likelihood; None if it would mean nothing.
         sample_shape: shape of a sample in the shards.
         sample_type: dtype of a sample in the shards.
     """
 
     grid: tuple[int, int]
+    key: Key
+    dimension: str | None = None
     sample_shape: tuple[int, ...]
     sample_type: torch.dtype = torch.uint8
 
@@ -129,15 +137,13 @@ class Vocabulary(Tokens):
     """Ids of a vocabulary."""
 
     vocabulary_size: int
-    section: str
-    """The config section with their keys, for messages."""
 
     def check_values(self, tokens: Tensor) -> None:
         """Raise UserError unless all ids are in the vocabulary."""
         smallest, largest = int(tokens.min()), int(tokens.max())
         if smallest < 0 or largest >= self.vocabulary_size:
             raise UserError(
-                f"the ids range from {smallest} to {largest}; {self.section}.vocabulary_size"
+                f"the ids range from {smallest} to {largest}; {self.key('vocabulary_size')}"
                 f" {self.vocabulary_size} allows 0 to {self.vocabulary_size - 1}"
             )
 
@@ -151,9 +157,18 @@ class Vocabulary(Tokens):
 
 
 class Vectors(Tokens):
-    """Real-valued tokens."""
+    """Real-valued tokens.
+
+    Attributes:
+        channels: values that share a noise level's channel, as a pixel's colours do.
+    """
 
     width: int
+
+    @property
+    def channels(self) -> int:
+        """All values."""
+        return self.width
 
     def embedding(self, core: Core, fill: Fill | None = None) -> nn.Module:
         """Build a linear map."""
@@ -175,9 +190,9 @@ class Colors(Vocabulary):
         image_size: int,
         vocabulary_size: int,
         windows: bool = False,
-        section: str = "objective",
+        key: Key = OWN,
     ) -> None:
-        self.section = section
+        self.key, self.dimension = key, f"token of the {vocabulary_size}-colour palette"
         self.grid, self.vocabulary_size = (image_size, image_size), vocabulary_size
         self.sample_shape, self.windows = (image_size**2,), windows
 
@@ -201,7 +216,7 @@ class Colors(Vocabulary):
         if manifest.vocabulary_size > self.vocabulary_size:
             yield (
                 f"has a palette of {manifest.vocabulary_size} colours;"
-                f" {self.section}.vocabulary_size is {self.vocabulary_size}"
+                f" {self.key('vocabulary_size')} is {self.vocabulary_size}"
             )
 
     def check_images(self, folder: Path) -> None:
@@ -219,6 +234,8 @@ class Colors(Vocabulary):
 
 class Patches(Vectors):
     """Patches of standardised pixels."""
+
+    channels = 3
 
     def __init__(self, *, image_size: int, patch_size: int) -> None:
         side = image_size // patch_size

@@ -1,7 +1,7 @@
 """Interface between a model and the engine, the training loop and its callbacks.
 
-Papers with Transformer blocks derive from `Objective` (`objective.py`), which implements most of
-it; autoencoders implement it in `autoencoder.py`.
+Papers with Transformer blocks are a `Model` (`model.py`); autoencoders implement it in
+`autoencoder.py`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from megavis.parallel.context import ParallelContext
 
 if TYPE_CHECKING:
     from megavis.composition.classification import Classification
-    from megavis.composition.composition import Composition
     from megavis.composition.encoded_image import PretrainedEncoder
+    from megavis.composition.model import Model
 
 
 class Trainable(ABC):
@@ -106,12 +106,17 @@ class Trainable(ABC):
         """How to convert the evaluation loss to -log p of images; None if it is no likelihood."""
         return None
 
-    def generation(self) -> Composition:
+    def generation(self) -> Model:
         """Return the composition that generates images; raise UserError if models cannot."""
         raise UserError(f"runs of {self.config.objective.name} generate no images")
 
     def classification(self) -> Classification | None:
         """Return the classifier that a fine-tuning run trains; None otherwise."""
+        return None
+
+    @property
+    def pretrained_key(self) -> str | None:
+        """Config key that names the run that some weights start from; None: none do."""
         return None
 
     def pretrained(self) -> PretrainedEncoder | None:
@@ -213,11 +218,11 @@ class Backbone(Trainable):
     @property
     def needs_labels(self) -> bool:
         """True if every sample must have a class."""
-        return self.config.objective.missing_null_label is not None
+        return self.config.objective.null_label_key(self.config) is not None
 
     def check_unlabelled(self) -> None:
         """Raise UserError if the model has no input for "no class", with the key that adds one."""
-        key = self.config.objective.missing_null_label
+        key = self.config.objective.null_label_key(self.config)
         if key is not None:
             raise UserError(f"{key} {NO_NULL_LABEL}")
 
@@ -231,7 +236,7 @@ class Backbone(Trainable):
         """True if tensors other than the hidden states carry a gradient between layers."""
         return False
 
-    def composition(self) -> Composition:
+    def composition(self) -> Model:
         """Return the paper as a composition. Raises UserError: it has no Transformer blocks."""
         raise UserError(f"runs of {self.config.objective.name} have no Transformer blocks")
 

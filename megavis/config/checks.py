@@ -21,6 +21,7 @@ from megavis.config.section import DataConfig, EvaluationConfig, ParallelConfig
 
 def check_config(config: RunConfig) -> Iterator[ConfigIssue]:
     """Yield errors that do not depend on the number of processes."""
+    own = [*config.objective.check(config)]
     yield from _check_sizes(config)
     yield from _check_positions(config)
     yield from _check_data(config.data)
@@ -28,19 +29,14 @@ def check_config(config: RunConfig) -> Iterator[ConfigIssue]:
     yield from _check_deepspeed(config.parallel, config.training.precision)
     yield from _check_offload(config.parallel)
     yield from check_transformer_engine(config)
-    yield from config.objective.check(config)
-    yield from check_null_label(config)
+    yield from own
+    if not own:  # Others ask the objective what it is made of.
+        yield from _check_stages(config)
+        yield from check_null_label(config)
     yield from check_finetuning(config)
     if config.evaluation is not None:
         yield from _check_evaluation(config.evaluation, config.data)
-    if config.schedule.halve_every and config.schedule.decay != "constant":
-        yield "schedule.halve_every", "applies to schedule.decay constant, not cosine"
-    if config.schedule.min_rate > config.optimizer.learning_rate:
-        yield "schedule.min_rate", "is above optimizer.learning_rate, where the decay starts"
-    if config.schedule.min_rate and config.schedule.decay != "cosine":
-        yield "schedule.min_rate", "applies to schedule.decay cosine, not constant"
-    if config.schedule.warmup_rate is not None and not config.schedule.warmup_steps:
-        yield "schedule.warmup_rate", "applies to schedule.warmup_steps, which is 0"
+    yield from _check_schedule(config)
     is_linear = config.finetune is not None and config.finetune.linear_evaluation
     algorithm = config.optimizer.algorithm
     if algorithm in ("sgd", "lars") and not is_linear:
@@ -53,6 +49,18 @@ def check_config(config: RunConfig) -> Iterator[ConfigIssue]:
         text = "its average cannot be kept on a disk; set parallel.offload_optimizer to cpu"
         yield "optimizer.ema_decay", text
     yield from _check_rollbacks(config)
+
+
+def _check_schedule(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Check the keys of the learning rate against each other."""
+    if config.schedule.halve_every and config.schedule.decay != "constant":
+        yield "schedule.halve_every", "applies to schedule.decay constant, not cosine"
+    if config.schedule.min_rate > config.optimizer.learning_rate:
+        yield "schedule.min_rate", "is above optimizer.learning_rate, where the decay starts"
+    if config.schedule.min_rate and config.schedule.decay != "cosine":
+        yield "schedule.min_rate", "applies to schedule.decay cosine, not constant"
+    if config.schedule.warmup_rate is not None and not config.schedule.warmup_steps:
+        yield "schedule.warmup_rate", "applies to schedule.warmup_steps, which is 0"
     if config.schedule.warmup_steps > config.training.steps:
         yield (
             "schedule.warmup_steps",
@@ -133,20 +141,24 @@ def _check_sizes(config: RunConfig) -> Iterator[ConfigIssue]:
     if model.mlp_size % tensor:
         text = f"{model.mlp_size} is not divisible by tensor_model_parallel_size {tensor}"
         yield "model.ffn_hidden_size", text
-    # A fine-tuned model is the backbone alone.
-    blocks = model.num_layers
-    blocks += config.objective.num_further_blocks if config.finetune is None else 0
-    if parallel.pipeline_model_parallel_size > max(1, blocks):
-        yield (
-            "parallel.pipeline_model_parallel_size",
-            f"{blocks} layers cannot fill"
-            f" {parallel.pipeline_model_parallel_size} pipeline stages; use at most {blocks}",
-        )
     if parallel.sequence_parallel and tensor == 1:
         yield (
             "parallel.sequence_parallel",
             "splits over the tensor group, which has one process; set"
             " tensor_model_parallel_size to 2 or more, or this to false",
+        )
+
+
+def _check_stages(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Check that each pipeline stage has a block."""
+    stages = config.parallel.pipeline_model_parallel_size
+    # A fine-tuned model is the backbone alone.
+    blocks = config.model.num_layers
+    blocks += config.objective.num_further_blocks(config) if config.finetune is None else 0
+    if stages > max(1, blocks):
+        yield (
+            "parallel.pipeline_model_parallel_size",
+            f"{blocks} layers cannot fill {stages} pipeline stages; use at most {blocks}",
         )
 
 

@@ -10,12 +10,12 @@ NO_NULL_LABEL = (
     "is 0: the model has no null label and requires the class of an image, which features"
     " must not include; train with a value above 0"
 )
-"""Error for the key `missing_null_label` when such a model is fine-tuned."""
+"""Error for the key `null_label_key` when such a model is fine-tuned."""
 
 
 def check_null_label(config: RunConfig) -> Iterator[ConfigIssue]:
     """Check that a class-conditional model that predicts classes has a null label."""
-    key = config.objective.missing_null_label
+    key = config.objective.null_label_key(config)
     measures = config.evaluation.what if config.evaluation else ()
     reads_classes = config.finetune is not None or {"probe", "neighbors"} & set(measures)
     if reads_classes and key is not None:

@@ -1,11 +1,12 @@
 """Find papers by the names of their folders in `megavis/papers`.
 
-A paper is a folder with its keys, `config.py`, and its model, `paper.py`. The first imports no
-torch, so mistakes in a config are reported immediately; the second is imported when the model is
-built. Adding a paper only adds files, and a run imports no other paper. A folder may hold variants
-of its paper, whose names begin with the folder's: the keys of `givt_maskgit` are a class in
-`givt/config.py`. Its model is in `paper.py` too; that of `vae_label_maps` has a file of its own,
-`vae/label_maps.py`.
+A paper is a folder with its keys, `config.py`, which say what it is in the words of the grammar.
+This imports no torch, so mistakes in a config are reported immediately. What no word says, such as
+an autoencoder, has a model of its own in `paper.py`, which is imported when the model is built.
+Adding a paper only adds files, and a run imports no other paper. A folder may hold variants of its
+paper, whose names begin with the folder's: the keys of `givt_maskgit` are a class in
+`givt/config.py`. The model of `vae_label_maps` has a file of its own, `vae/label_maps.py`. The
+paper without a name, `compose`, is the grammar itself.
 
 The `__init__.py` of a folder declares the paper's figures and forms of released weights, in the
 tuples `FIGURES` and `IMPORTS`, also without torch; their code is imported when it is needed.
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 _Found = TypeVar("_Found")
 _ROOMS = "megavis.papers"
+_MODEL = "megavis.composition.model"
+_NAMELESS = {"compose": "megavis.grammar.compose"}
 
 
 def rooms() -> Iterator[str]:
@@ -55,7 +58,8 @@ class Papers(Mapping[str, _Found]):
         return self._find(name)
 
     def __iter__(self) -> Iterator[str]:
-        return (name for room in rooms() for name in _configs(room))
+        yield from (name for room in rooms() for name in _configs(f"{_ROOMS}.{room}.config"))
+        yield from _NAMELESS
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -63,19 +67,24 @@ class Papers(Mapping[str, _Found]):
 
 def paper_config(name: str) -> type[ObjectiveConfig]:
     """Return the config class with this `name`; raises KeyError if there is none."""
-    return _configs(_room(name))[name]
+    module = _NAMELESS.get(name)
+    return _configs(module or f"{_ROOMS}.{_room(name)}.config")[name]
 
 
 def paper_class(name: str) -> Any:
     """Return the model class for such configs; raises KeyError if there is no such paper."""
-    keys, room = paper_config(name), _room(name)
-    variant = f"{_ROOMS}.{room}.{name.removeprefix(room).removeprefix('_')}"
-    module = variant if name != room and find_spec(variant) else f"{_ROOMS}.{room}.paper"
-    for value in vars(importlib.import_module(module)).values():
-        # Other classes in it have no such attribute.
-        if isinstance(value, type) and getattr(value, "config_type", None) is keys:
-            return value
-    raise KeyError(name)
+    keys = paper_config(name)
+    if name not in _NAMELESS:
+        room = _room(name)
+        own = name.removeprefix(room).removeprefix("_")
+        for module in (f"{_ROOMS}.{room}.{own or 'paper'}", f"{_ROOMS}.{room}.paper"):
+            if find_spec(module) is None:
+                continue
+            for value in vars(importlib.import_module(module)).values():
+                # Other classes in it have no such attribute.
+                if isinstance(value, type) and getattr(value, "config_type", None) is keys:
+                    return value
+    return importlib.import_module(_MODEL).Model
 
 
 PAPER_CONFIGS: Mapping[str, type[ObjectiveConfig]] = Papers(paper_config)
@@ -90,12 +99,12 @@ def _room(name: str) -> str:
     return max(found, key=len)
 
 
-def _configs(room: str) -> dict[str, type[ObjectiveConfig]]:
-    """Return the config classes that are declared in a folder, by name."""
+def _configs(name: str) -> dict[str, type[ObjectiveConfig]]:
+    """Return the config classes that a module declares, by name."""
     # Imported here: declarations of figures are read without the schema.
     from megavis.config.schema import ObjectiveConfig
 
-    module = importlib.import_module(f"{_ROOMS}.{room}.config")
+    module = importlib.import_module(name)
     classes = [each for each in vars(module).values() if isinstance(each, type)]
     own = [each for each in classes if each.__module__ == module.__name__]
     papers = [each for each in own if issubclass(each, ObjectiveConfig)]

@@ -49,24 +49,20 @@ class ObjectiveConfig(Section):
     name: str
     """The paper's short name, for example `igpt`."""
 
-    @property
-    def missing_null_label(self) -> str | None:
-        """Key whose value 0 leaves no input for "no class"; None if there is one, or no need."""
+    def null_label_key(self, config: RunConfig) -> str | None:
+        """Return the key whose value 0 leaves no input for "no class"; None if there is one."""
         return None
 
-    @property
-    def no_images(self) -> str | None:
-        """Sentence on why models with these keys generate no images; None if they do."""
+    def cannot_generate(self, config: RunConfig) -> str | None:
+        """Return a sentence on why models with these keys generate no images; None if they do."""
         return f"runs of {self.name} generate no images"
 
-    @property
-    def warning(self) -> str | None:
-        """Sentence to report before training, on what the trained model cannot do; often None."""
+    def warning(self, config: RunConfig) -> str | None:
+        """Return a sentence to report before training, on what the model cannot do; often None."""
         return None
 
-    @property
-    def num_further_blocks(self) -> int:
-        """Transformer blocks of encoders and decoders, which `model.num_layers` does not count."""
+    def num_further_blocks(self, config: RunConfig) -> int:
+        """Return the blocks of encoders and decoders, which `model.num_layers` does not count."""
         return 0
 
     def check(self, config: RunConfig) -> Iterator[ConfigIssue]:

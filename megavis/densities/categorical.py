@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megavis.config.errors import UserError
@@ -84,24 +85,34 @@ class CategoricalOptions:
 
 
 class Categorical(Density):
-    """Categorical distribution over a vocabulary, whose logits are split over the tensor group."""
+    """Categorical distribution over a vocabulary, whose logits are split over the tensor group.
+
+    Args:
+        num_skipped: leading rows that predict nothing.
+    """
 
     options_type = CategoricalOptions
 
-    def __init__(self, core: Core, vocabulary_size: int, *, fill: Fill) -> None:
+    def __init__(
+        self, core: Core, vocabulary_size: int, *, fill: Fill, num_skipped: int = 0
+    ) -> None:
         super().__init__(vocabulary_size, partial(VocabularyHead, core, vocabulary_size, fill))
-        self.core = core
+        self.core, self.num_skipped = core, num_skipped
 
     def per_token_loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
         """Return the cross-entropy of each token in nats, `[b, q]`, for ids int64 `[b, q]`.
 
-        Predictions are this process's logits `[q, b, v / tensor size]`.
+        Predictions are this process's logits `[num_skipped + q, b, v / tensor size]`, or those of
+        its own rows.
         """
-        return split_cross_entropy(predictions, targets.t().contiguous(), self.core).t()
+        # Padded rather than cut: with context parallelism, some process has the skipped rows.
+        rows = F.pad(targets, (self.num_skipped, 0))
+        losses = split_cross_entropy(predictions, rows.t().contiguous(), self.core).t()
+        return losses[:, self.num_skipped :]
 
     def outputs(self, predictions: Tensor) -> Tensor:
         """Return logits `[b, q, v]`."""
-        return whole_logits(predictions, self.core)
+        return whole_logits(predictions, self.core)[:, self.num_skipped :]
 
     def token_sampler(self, options: CategoricalOptions, *, scored: bool) -> TokenSampler:
         """Return a sampler of ids."""
@@ -130,19 +141,15 @@ class Place(Density):
     """Cross-entropy over the positions of the grid.
 
     Args:
-        num_skipped: leading tokens without a position, such as a class token.
-        build_head: builds the last layer, which returns `[b, num_skipped + n, n]`.
+        build_head: builds the last layer, which returns `[b, n, n]`.
     """
 
-    def __init__(
-        self, num_places: int, *, num_skipped: int, build_head: Callable[[], Head]
-    ) -> None:
+    def __init__(self, num_places: int, *, build_head: Callable[[], Head]) -> None:
         super().__init__(num_places, build_head)
-        self.num_skipped = num_skipped
 
     def outputs(self, predictions: Tensor) -> Tensor:
         """Return the logits of each token, `[b, n, n]`."""
-        return predictions[:, self.num_skipped :]
+        return predictions
 
     def corrupted(
         self, tokens: Tensor, index: Tensor, choices: Mapping[str, Any] | None = None

@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megavis.config.section import DecoderKind
@@ -92,13 +93,18 @@ NO_DECODER = DecoderWork()
 
 
 class PatchHead(Head):
-    """The final norm and a decoder."""
+    """The final norm and a decoder.
+
+    Args:
+        core: of the backbone.
+        num_skipped: leading rows that predict nothing, for which there are no noisy patches.
+    """
 
     norm: LastNorm
 
-    def __init__(self, core: Core, decoder: DecoderSpec) -> None:
-        """Build on the backbone of this core."""
+    def __init__(self, core: Core, decoder: DecoderSpec, *, num_skipped: int = 0) -> None:
         super().__init__(core, LastNorm(core))
+        self.num_skipped = num_skipped
         inner = core_of_decoder(core, decoder.num_layers)
         self.noisy: NoisyEmbedding | None = None
         if decoder.denoises:
@@ -107,12 +113,14 @@ class PatchHead(Head):
         self.decoder = network(inner, decoder.num_layers, decoder.width)
 
     def forward(self, state: PackedState) -> Tensor:
-        """Map `[s, b, h]`, with noisy patches if they are carried, to `[b, s, d]`."""
+        """Map `[s, b, h]`, with noisy patches if they are carried, to `[b, s - num_skipped, d]`."""
         carried = LayerState.unpack(state, self.core.carried_names).carried
         noisy = from_bits(carried["noisy"]) if "noisy" in carried else None
+        if noisy is not None and self.num_skipped:
+            noisy = F.pad(noisy, (0, 0, self.num_skipped, 0))
         if noisy is not None and splits_context(self.core.megatron):
             noisy = own_rows(noisy.transpose(0, 1), self.core.groups.cp).transpose(0, 1)
-        return self.norm.gather(self.decode(self.outputs(state), noisy))
+        return self.norm.gather(self.decode(self.outputs(state), noisy))[:, self.num_skipped :]
 
     def outputs(self, state: PackedState) -> Tensor:
         """Return the backbone's output `[b, s, h]`: with context parallelism, of its own tokens."""

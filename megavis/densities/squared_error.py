@@ -31,8 +31,7 @@ class SquaredError(Density):
     Args:
         normalize: standardise each target by its own mean and standard deviation ("Masked
             Autoencoders Are Scalable Vision Learners", section 4, normalized pixels).
-        num_skipped: leading rows whose predictions are ignored.
-        build_head: builds the last layer, which returns `[b, num_skipped + q, d]`.
+        build_head: builds the last layer, which returns `[b, q, d]`.
         normalize_key: config key of `normalize`, for messages.
     """
 
@@ -41,14 +40,13 @@ class SquaredError(Density):
         num_outputs: int,
         *,
         normalize: bool,
-        num_skipped: int = 0,
         build_head: Callable[[], Head],
         decoder: DecoderWork = NO_DECODER,
         normalize_key: str = "objective.normalize_targets",
     ) -> None:
         super().__init__(num_outputs, build_head)
         self.normalize_key = normalize_key
-        self.normalize, self.num_skipped, self.decoder = normalize, num_skipped, decoder
+        self.normalize, self.decoder = normalize, decoder
 
     def per_token_loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
         """Return the mean squared error over the values of each token, `[b, q]`."""
@@ -58,7 +56,7 @@ class SquaredError(Density):
 
     def outputs(self, predictions: Tensor) -> Tensor:
         """Return the predictions `[b, q, d]`."""
-        return predictions[:, self.num_skipped :]
+        return predictions
 
     def restored(self, predictions: Tensor, targets: Tensor) -> Tensor:
         """Return the predictions, with the targets' mean and standard deviation if normalised."""

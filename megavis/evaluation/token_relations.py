@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megavis.composition.composition import Composition
+from megavis.composition.model import Model
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.data.loading.dataset import ShardDataset
@@ -72,7 +72,7 @@ def measure_attention(
     return AttentionMaps(total.maps / limit, total.entropies / limit)
 
 
-def _check_visibility(paper: Composition) -> None:
+def _check_visibility(paper: Model) -> None:
     if paper.core.visibility_kind not in ("full", "context"):
         raise UserError("attention maps need a model with bidirectional attention")
     if "coordinates" in paper.carried_names and paper.relative_grid is None:

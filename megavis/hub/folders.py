@@ -17,7 +17,7 @@ from torch import Tensor
 from megavis.checkpoint.format.folder import step_folder
 from megavis.checkpoint.format.tensor_files import save_tensors
 from megavis.checkpoint.format.tensor_reader import read_weights
-from megavis.composition.composition import Composition
+from megavis.composition.model import Model
 from megavis.config.errors import UserError
 from megavis.config.load import exported_names
 from megavis.config.schema import RunConfig
@@ -45,7 +45,7 @@ from megavis.papers.igpt.imagegpt import (
     write_folder,
 )
 from megavis.papers.mae.vit_mae import compared_vit_mae, fits_vit_mae, settings_of, to_vit_mae
-from megavis.schedules.masked import RandomMasking
+from megavis.schedules.masked import Context
 from megavis.tokenizers.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 
 SETTINGS = "config.json"
@@ -176,9 +176,9 @@ def _sees_more(run: Run) -> tuple[str, ...]:
     return ()
 
 
-def _sees_more_than_context(paper: Composition) -> tuple[str, ...]:
+def _sees_more_than_context(paper: Model) -> tuple[str, ...]:
     schedule = paper.schedule
-    assert isinstance(schedule, RandomMasking)
+    assert isinstance(schedule, Context)
     total, sentences = schedule.num_positions, []
     if (seen := schedule.num_context(schedule.mask_ratio)) < total:
         sentences.append(
@@ -230,7 +230,8 @@ def _write_card(
     use: str,
     limits: tuple[str, ...] = (),
 ) -> None:
-    makes_images = run.config.objective.no_images is None and run.config.finetune is None
+    config = run.config
+    makes_images = config.finetune is None and config.objective.cannot_generate(config) is None
     task = "unconditional-image-generation" if makes_images else "image-feature-extraction"
     if classifies(run):
         task = "image-classification"

@@ -35,8 +35,8 @@ from megavis.checkpoint.format.manifest import (
 from megavis.checkpoint.format.tensor_reader import read_weights
 from megavis.checkpoint.state.restore import load_weights
 from megavis.checkpoint.state.save import write_tensors
-from megavis.composition.composition import Composition
 from megavis.composition.condition import PooledFeatures
+from megavis.composition.model import Model
 from megavis.composition.reader import Reader
 from megavis.composition.released_run import random_images
 from megavis.composition.tokens import Patches, Vocabulary
@@ -173,7 +173,7 @@ class PlainForm:
         }
 
     @staticmethod
-    def _check(run: Run, paper: Composition) -> None:
+    def _check(run: Run, paper: Model) -> None:
         paper.check_unlabelled()
         if paper.has_transform or "encoder" in paper.condition.roles:
             raise UserError("its model has an adapter or an encoder besides the blocks")
@@ -192,10 +192,10 @@ class PlainForm:
         return check_agreement(plain_features(str(folder), self.tokens), self.expected)
 
 
-def composition_of(run: Run) -> Composition:
+def composition_of(run: Run) -> Model:
     """Return the composition of a run; raise UserError if it has no Transformer."""
     paper = run.objective.backbone
-    if not isinstance(paper, Composition):
+    if not isinstance(paper, Model):
         raise UserError(f"a run of {run.config.objective.name} has no Transformer")
     return paper
 
@@ -217,7 +217,7 @@ def norm_name(runner: Inference) -> str:
     return f"{plan.name}.{next(name for name, each in module.named_modules() if each is norm)}"
 
 
-def _random_tokens(paper: Composition) -> Tensor:
+def _random_tokens(paper: Model) -> Tensor:
     """Return random tokens of two images: ids of the vocabulary, or standard normal vectors."""
     generator, blank = torch.Generator().manual_seed(0), paper.reads.blank(torch.zeros(2).long())
     blank = paper.reads.sequence(blank)
@@ -283,7 +283,7 @@ def classifies(run: Run) -> bool:
     return not (tuned.linear_evaluation and tuned.standardize)
 
 
-def _paper(run: Run) -> Composition:
+def _paper(run: Run) -> Model:
     """Return the composition of a run; raise UserError if it is not a ViT."""
     paper, model = composition_of(run), run.config.model
     if not isinstance(paper.reads, Patches):
@@ -313,7 +313,7 @@ def _first_token(reader: Reader) -> Tensor:
 
 
 @torch.no_grad()
-def _positions(paper: Composition, reader: Reader) -> Tensor:
+def _positions(paper: Model, reader: Reader) -> Tensor:
     """Return the position embedding of each patch, `[n, h]`."""
     count, width = paper.reads.num_tokens, reader.core.model.hidden_size
     return reader.add_positions(
@@ -337,7 +337,7 @@ def compared_vit(run: Run, vit: TimmViT) -> tuple[Tensor, Tensor]:
 def full_attention_tokens(run: Run, images: Tensor) -> Tensor:
     """Return the final norm's output `[b, s, h]` on images uint8 `[b, H, W, 3]`, full attention."""
     paper, runner = run.objective.backbone, run.runner
-    assert isinstance(paper, Composition)
+    assert isinstance(paper, Model)
     if run.config.finetune is None:
         paper = paper.with_full_attention()
         plans = paper.layer_plans()

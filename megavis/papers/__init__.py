@@ -22,7 +22,7 @@ def build_objective(config: RunConfig, context: ParallelContext) -> Trainable:
     if config.finetune is None:
         return paper
     from megavis.composition.classification import Classification
-    from megavis.composition.composition import Composition
+    from megavis.composition.model import Model
 
-    assert isinstance(paper, Composition), "the config's checks require one with blocks"
+    assert isinstance(paper, Model), "the config's checks require one with blocks"
     return Classification(paper)

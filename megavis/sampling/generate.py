@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megavis.composition.composition import Composition
 from megavis.composition.condition import Known
+from megavis.composition.model import Model
 from megavis.densities.density import Samples, SamplingKeys, TokenSampler
 from megavis.model.inference import Inference
 from megavis.model.kernels import decoding_kernels
@@ -52,7 +52,7 @@ class GenerationSettings:
 @torch.no_grad()
 def generate_in_steps(
     runner: Inference,
-    paper: Composition,
+    paper: Model,
     images: Tensor,
     *,
     settings: GenerationSettings,
@@ -146,7 +146,7 @@ class _Lanes:
         lanes = self.settings.token_sampler.num_lanes
         return rows if lanes == 1 else torch.cat([rows] * lanes)
 
-    def spread_known(self, known: Known, paper: Composition) -> Known:
+    def spread_known(self, known: Known, paper: Model) -> Known:
         """Repeat the condition for all rows; with guidance the second half is unconditional."""
         known = tuple(part.repeat_interleave(self.settings.beams, dim=0) for part in known)
         if self.settings.token_sampler.num_lanes == 1:

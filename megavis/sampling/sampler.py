@@ -15,8 +15,8 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from megavis.composition.composition import Composition
 from megavis.composition.condition import Known
+from megavis.composition.model import Model
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.model.inference import Inference
@@ -288,7 +288,7 @@ class Search:
 
 
 def settings_of(
-    paper: Composition,
+    paper: Model,
     options: Mapping[str, Any],
     *,
     seed: int = 0,

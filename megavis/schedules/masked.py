@@ -1,10 +1,10 @@
 """Masked prediction: random tokens are predicted from the others.
 
-`MaskedShare` masks each token independently with the same probability, as in BERT. `Rounds` draws
+`Masked` masks each token independently with the same probability, as in BERT. `Rounds` draws
 the mask ratio of each image and generates in rounds ("MaskGIT: Masked Generative Image
 Transformer", Chang et al., 2022): after round i of T, a share cos(π/2 · i/T) of the tokens is
 masked again, namely those of the lowest confidence, which is log-likelihood + t_C · (1 - i/T) ·
-Gumbel noise with the choice temperature t_C. `RandomMasking` has a context of fixed size, which
+Gumbel noise with the choice temperature t_C. `Context` has a context of fixed size, which
 predicts the other tokens, or all.
 
 Legend: b images, n tokens.
@@ -24,14 +24,14 @@ from torch import Tensor
 
 from megavis.config.errors import UserError
 from megavis.config.section import LossAverage
+from megavis.grammar.boundaries import context_size
 from megavis.parallel.random import uniform
-from megavis.schedules.boundaries import context_size
 from megavis.schedules.orders import Orders, gather_tokens, random_orders
 from megavis.schedules.schedule import Arrangement, GenerationProgress, Schedule, Step
 
 
-class Masked(Schedule):
-    """Masked tokens are group 1, the others group 0; all positions are inputs, in one order.
+class Hiding(Schedule):
+    """Hidden tokens are group 1, the others group 0; all positions are inputs, in one order.
 
     Args:
         orders: the token at each position, the same for all images.
@@ -82,7 +82,7 @@ class Masked(Schedule):
         return Arrangement(order, torch.zeros_like(order), num_content=order.shape[1])
 
 
-class MaskedShare(Masked):
+class Masked(Hiding):
     """Mask each token with the same probability, independently of the others."""
 
     has_random_features = True
@@ -93,7 +93,7 @@ class MaskedShare(Masked):
         self.share = share
 
     def draw_hidden(self, index: Tensor) -> Tensor:
-        """See `Masked`."""
+        """See `Hiding`."""
         count = self.orders.num_positions
         return uniform(index, count, seed=self.seed, purpose="bert-mask") < self.share
 
@@ -133,7 +133,7 @@ class RoundOptions:
         return hidden
 
 
-class Rounds(Masked):
+class Rounds(Hiding):
     """Mask a share cos(π/2 · u) of the tokens, with u drawn for each image.
 
     Args:
@@ -151,7 +151,7 @@ class Rounds(Masked):
         self.least_masking, self.loss_average = least_masking, loss_average
 
     def draw_hidden(self, index: Tensor) -> Tensor:
-        """See `Masked`."""
+        """See `Hiding`."""
         order = random_orders(index, self.orders.num_positions, seed=self.seed, purpose="mask")
         return order.argsort(dim=1) < self.num_predicted(index)[:, None]
 
@@ -211,7 +211,7 @@ def _gumbel(draws: Tensor) -> Tensor:
     return -torch.log(-torch.log(draws.double() + 2.0**-25)).float()
 
 
-class RandomMasking(Schedule):
+class Context(Schedule):
     """The first positions of a random order are the context; predict the others, or all tokens.
 
     Args:

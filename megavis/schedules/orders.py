@@ -32,15 +32,6 @@ class Orders:
         self._shared, self._seed = DeviceConstant(shared), seed
         self.num_positions = len(shared)
 
-    @classmethod
-    def of_kind(cls, kind: OrderKind, height: int, width: int, *, block: int, seed: int) -> Orders:
-        """Return orders of a grid: a kind of `fixed_order`, or one for each image (`random`)."""
-        is_random = kind == "random"
-        shared = fixed_order(
-            "raster" if is_random else kind, height=height, width=width, block=block
-        )
-        return cls(shared, seed=seed if is_random else None)
-
     @property
     def is_random(self) -> bool:
         """True if each image has its own order."""
@@ -57,7 +48,9 @@ class Orders:
         return self._shared.on(device)[None]
 
 
-def order_of_run(order: str | Sequence[int], side: int, *, block: int, seed: int) -> Tensor:
+def order_of_run(
+    order: str | Sequence[int], height: int, width: int, *, block: int, seed: int
+) -> Tensor:
     """Return the order int64 `[n]` that all images of a run share.
 
     `order` is the cells themselves, or a kind; `random` is drawn once for the run.
@@ -66,8 +59,8 @@ def order_of_run(order: str | Sequence[int], side: int, *, block: int, seed: int
         return torch.tensor(order)
     if order == "random":
         generator = torch.Generator().manual_seed(derive_seed(seed, "order") >> 1)
-        return torch.randperm(side**2, generator=generator)
-    return fixed_order(cast(OrderKind, order), height=side, width=side, block=block)
+        return torch.randperm(height * width, generator=generator)
+    return fixed_order(cast(OrderKind, order), height=height, width=width, block=block)
 
 
 def check_order(order: Tensor, num_tokens: int) -> None:

@@ -45,6 +45,11 @@ class Schedule(ABC):
         return False
 
     @property
+    def given_share(self) -> float:
+        """Share of each image that is given in grids of completed images."""
+        return 0.5
+
+    @property
     def columns(self) -> tuple[Mapping[str, Any], ...]:
         """Options of each column in a grid of completed images; one column of defaults."""
         return ({},)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from megavis.config.errors import UserError
+from megavis.grammar.boundaries import Cut, Segmentation, boundaries_error, boundary_range
 from megavis.parallel.random import uniform
-from megavis.schedules.boundaries import Cut, Segmentation, boundaries_error, boundary_range
 from megavis.schedules.orders import DeviceConstant, check_order, random_orders
 from megavis.schedules.schedule import Arrangement, GenerationProgress, Schedule, Step
 
@@ -39,7 +39,7 @@ class GroupOptions:
             raise UserError(f"groups must be at least 1, not {self.groups}")
 
 
-class Grouping(Schedule):
+class Groups(Schedule):
     """Group by group: draw or fix the order z and the group boundaries of each image.
 
     Args:
@@ -69,6 +69,11 @@ class Grouping(Schedule):
         self.shuffled, self.seed = shuffled, seed
         self.bounds = boundary_range(cut, num_tokens, num_groups, boundaries)
         self._given = None if boundaries is None else DeviceConstant(torch.tensor(boundaries))
+
+    @property
+    def given_share(self) -> float:
+        """A quarter: `columns` generates the others."""
+        return 0.25
 
     @property
     def columns(self) -> tuple[Mapping[str, Any], ...]:

@@ -57,8 +57,9 @@ def dry_run(loaded: LoadedConfig, num_processes: int) -> Iterator[DryRunCheck]:
     except UserError as error:
         yield DryRunCheck("layout", False, str(error))
         return
-    if config.finetune is None and config.objective.warning is not None:
-        yield DryRunCheck("samples", True, config.objective.warning)
+    warning = config.objective.warning(config)
+    if config.finetune is None and warning is not None:
+        yield DryRunCheck("samples", True, warning)
     layout = Layout.of(config, num_processes)
     yield DryRunCheck(
         "layout",

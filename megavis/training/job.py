@@ -248,8 +248,8 @@ def prepare_folder(
     if first_step >= steps:
         taken = f"it has taken {counted(first_step, 'step')}, and training.steps is {steps}"
         sys.stderr.write(f"{folder} is finished: {taken}; raise it to train further\n")
-    elif config.finetune is None and config.objective.warning is not None:
-        sys.stderr.write(f"WARNING: {config.objective.warning}\n")
+    elif config.finetune is None and (warning := config.objective.warning(config)):
+        sys.stderr.write(f"WARNING: {warning}\n")
     if config.parallel.pipeline_model_parallel_size > 1 and config.parallel.zero_stage > 1:
         sys.stderr.write(
             f"WARNING: pipeline stages with parallel.zero_stage {config.parallel.zero_stage} are"

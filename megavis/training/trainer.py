@@ -25,7 +25,7 @@ from megavis.checkpoint.state.restore import (
     start_encoder,
 )
 from megavis.checkpoint.state.save import Snapshot, TrainingProgress
-from megavis.composition.encoded_image import KEY, PretrainedEncoder
+from megavis.composition.encoded_image import PretrainedEncoder
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UnfinishedError
 from megavis.config.load import LoadedConfig
@@ -126,8 +126,9 @@ class Trainer:
         network = objective.classification()
         if network is None:
             run = cls(config, context, objective, train_data, held_out, tokenizer)
-            with errors_of(loaded, KEY):
-                run.pretrained = objective.pretrained()
+            if objective.pretrained_key is not None:
+                with errors_of(loaded, objective.pretrained_key):
+                    run.pretrained = objective.pretrained()
             with errors_of(loaded, "training.patience"):
                 check_patience(config, objective)
             return run

@@ -9,7 +9,7 @@ import pytest
 from layout_curves import TOLERANCE, largest_difference, make_config, with_layout
 from torch import nn
 
-from megavis.composition.objective import Objective
+from megavis.composition.model import Model
 from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
 from megavis.model.core import Core
@@ -30,7 +30,7 @@ def split_norm(core: Core) -> Norm:
     return Norm(core.megatron, core.megatron.hidden_size, core.megatron.layernorm_epsilon)
 
 
-def normalized_content(norm: Any, part: Any, objective: Objective, role: str) -> Any:
+def normalized_content(norm: Any, part: Any, objective: Model, role: str) -> Any:
     """Return a part of the first layer, that of the content with a norm behind it."""
     built = part(objective, role)
     return nn.Sequential(built, norm(objective.core)) if role == "content" else built
@@ -39,11 +39,11 @@ def normalized_content(norm: Any, part: Any, objective: Objective, role: str) ->
 def with_a_norm(norm: Any) -> Any:
     """Give the first layer of every paper a norm, within the block."""
 
-    def part(objective: Objective, role: str) -> Any:
+    def part(objective: Model, role: str) -> Any:
         return normalized_content(norm, plain, objective, role)
 
-    plain = Objective.part
-    return mock.patch.object(Objective, "part", part)
+    plain = Model.part
+    return mock.patch.object(Model, "part", part)
 
 
 def normed_curve(launch: Launch, config: RunConfig) -> Curve:

@@ -30,7 +30,7 @@ objective:
   reads: {{kind: patches, patch_size: 4}}
   schedule: {{kind: one_by_one}}
   asks: {{kind: shift}}
-  density: {{kind: mixture, num_components: 4}}
+  density: {{kind: gaussian_mixture, num_components: 4}}
 model:
   num_layers: 2
   hidden_size: 32

@@ -2,7 +2,7 @@
 
 from tiny import VIT, tiny
 
-PALETTE = "reads: {kind: palette, vocabulary_size: 32}"
+PALETTE = "reads: {kind: colors, vocabulary_size: 32}"
 PATCHES = "reads: {kind: patches, patch_size: 4}"
 IDS = "{kind: ids, vocabulary_size: 12, patch_size: 4, tokenizer: run}"
 LATENTS = "reads: {kind: latents, channels: 4, patch_size: 4}"
@@ -15,18 +15,18 @@ SHIFT, CONTENT, BOTH, MASK, QUERY = (
 )
 CATEGORICAL, ERROR, MIXTURE = (
     f"density: {{kind: {words}}}"
-    for words in ("categorical", "squared_error", "mixture, num_components: 3")
+    for words in ("categorical", "squared_error", "gaussian_mixture, num_components: 3")
 )
 DIFFUSION = "density: {kind: diffusion, noise_a: 1, sampling_steps: 4}"
 FRAMES, SPEECH = "reads: {kind: frames}", ("data={train: shards, frames: [12, 5]}",)
 CONTEXT = "schedule: {kind: context, mask_ratio: 0.5}"
 PLACE = "density: {kind: place}"
-ITSELF = "asks: {kind: self}"
-BRIDGE = "asks: {kind: bridge, decoder: {num_layers: 2, hidden_size: 8, num_attention_heads: 2}}"
-CLASSES = "condition: {kind: class, num_classes: 3}"
-FEATURES = "condition: {kind: features, feature_size: 4, tokenizer: VQGAN}"
+ITSELF = "asks: {kind: in_context}"
+BRIDGE = "asks: {kind: visible, decoder: {num_layers: 2, hidden_size: 8, num_attention_heads: 2}}"
+CLASSES = "condition: {kind: labels, num_classes: 3}"
+FEATURES = "condition: {kind: pooled_features, feature_size: 4, tokenizer: VQGAN}"
 ADAPTER = "transform: {kind: adapter, blocks: 2}"
-MEMORY = "condition: {kind: memory, num_layers: 2, patch_size: 8}"
+MEMORY = "memory: {kind: encoded_image, num_layers: 2, patch_size: 8}"
 
 
 def config(objective):

@@ -100,7 +100,8 @@ SMALL = {
     "compose": SmallConfig(
         "{name: compose, reads: {kind: patches, patch_size: 4},"
         " schedule: {kind: one_by_one, order: random}, asks: {kind: shift, place: both},"
-        " density: {kind: mixture, num_components: 2}, condition: {kind: class, num_classes: 10}}",
+        " density: {kind: gaussian_mixture, num_components: 2},"
+        " condition: {kind: labels, num_classes: 10}}",
         in_every_pair=True,
     ),
     "compose_prefix": SmallConfig(
@@ -114,43 +115,44 @@ SMALL = {
         " density: {kind: categorical}}"
     ),
     "compose_palette": SmallConfig(
-        "{name: compose, reads: {kind: palette, vocabulary_size: 64},"
+        "{name: compose, reads: {kind: colors, vocabulary_size: 64},"
         " schedule: {kind: one_by_one, prefix: 32}, asks: {kind: shift, place: content},"
-        " density: {kind: categorical}, condition: {kind: class, num_classes: 10}}",
+        " density: {kind: categorical}, condition: {kind: labels, num_classes: 10}}",
         data="palette",
     ),
     "compose_latents": SmallConfig(
         "{name: compose, reads: {kind: latents, channels: 4, patch_size: 4},"
         " schedule: {kind: one_by_one}, asks: {kind: shift, place: content},"
         " density: {kind: diffusion, noise_a: 1, decoder: mlp, condition_on_gamma: true},"
-        " condition: {kind: class, num_classes: 3}}",
+        " condition: {kind: labels, num_classes: 3}}",
         data="latents",
     ),
     "compose_adapter": SmallConfig(
         "{name: compose, reads: {kind: latents, channels: 4, patch_size: 4},"
         " schedule: {kind: one_by_one}, asks: {kind: shift},"
-        " density: {kind: mixture, num_components: 2}, transform: {kind: adapter, blocks: 2}}",
+        " density: {kind: gaussian_mixture, num_components: 2},"
+        " transform: {kind: adapter, blocks: 2}}",
         data="latents",
     ),
     "compose_features": SmallConfig(
         "{name: compose, reads: {kind: patches, patch_size: 4},"
         " schedule: {kind: groups, num_groups: 4}, asks: {kind: query},"
-        " density: {kind: mixture, num_components: 2},"
-        " condition: {kind: features, feature_size: 4, tokenizer: TOKENIZER}}"
+        " density: {kind: gaussian_mixture, num_components: 2},"
+        " condition: {kind: pooled_features, feature_size: 4, tokenizer: TOKENIZER}}"
     ),
     "compose_bridge": SmallConfig(
         "{name: compose, reads: {kind: patches, patch_size: 4}, schedule: {kind: context},"
-        " asks: {kind: bridge, class_token: false,"
+        " asks: {kind: visible,"
         " decoder: {num_layers: 2, hidden_size: 16, num_attention_heads: 4}},"
-        " density: {kind: mixture, num_components: 2}}"
+        " density: {kind: gaussian_mixture, num_components: 2}}"
     ),
     "compose_memory": SmallConfig(
         "{name: compose, reads: {kind: patches, patch_size: 4}, schedule: {kind: one_by_one},"
-        " asks: {kind: shift}, density: {kind: mixture, num_components: 2},"
-        " condition: {kind: memory, num_layers: 2, patch_size: 8}}"
+        " asks: {kind: shift}, density: {kind: gaussian_mixture, num_components: 2},"
+        " memory: {kind: encoded_image, num_layers: 2, patch_size: 8}}"
     ),
     "compose_places": SmallConfig(
         "{name: compose, reads: {kind: patches, patch_size: 4}, schedule: {kind: context},"
-        " asks: {kind: self, class_token: false}, density: {kind: place}}"
+        " asks: {kind: in_context}, density: {kind: place}}"
     ),
 }

@@ -21,8 +21,8 @@ BLOCK_OBJECTIVES = {
     # A stack in the head, and cross-attention to an encoder.
     "darl": "{name: darl, patch_size: 4, loss: diffusion, decoder: transformer}",
     "memory": f"{{name: compose, {_PATCHES}, schedule: {{kind: one_by_one}}, asks: {{kind: shift}},"
-    " density: {kind: mixture, num_components: 2},"
-    " condition: {kind: memory, num_layers: 2, patch_size: 4}}",
+    " density: {kind: gaussian_mixture, num_components: 2},"
+    " memory: {kind: encoded_image, num_layers: 2, patch_size: 4}}",
 }
 """Objectives that use all kinds of blocks between them; images of 12² pixels in patches of 4²."""
 

@@ -5,21 +5,47 @@ Legend: T patches of an image, k side of a block of patches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from megavis.composition.shared_keys import check_patches, check_tokens, check_vocabulary
-from megavis.config.schema import ConfigIssue, ObjectiveConfig, Positive, RunConfig
+from megavis.config.schema import ConfigIssue, Positive, RunConfig
 from megavis.config.section import Above0, AtLeast0, DecoderKind, OrderKind
+from megavis.grammar.grammar import Grammar
+from megavis.grammar.paper import PaperConfig, Renamed
+from megavis.grammar.words import (
+    AnyDensity,
+    AnyTokens,
+    Categorical,
+    Diffusion,
+    Ids,
+    OneByOne,
+    Patches,
+    Query,
+    Shift,
+    SquaredError,
+)
 
 
-class DARLConfig(ObjectiveConfig):
+class DARLConfig(PaperConfig):
     """Config keys of DARL."""
 
     sampling_keys: ClassVar[frozenset[str]] = frozenset({"sampling_steps", "sampling_temperature"})
 
+    names: ClassVar[Mapping[str, str | Renamed]] = {
+        "reads.patch_size": "patch_size",
+        "reads.vocabulary_size": "vocabulary_size",
+        "reads.tokenizer": "tokenizer",
+        "predicts": Renamed("loss", "set it and objective.inputs to one kind"),
+        "predicts.patch_size": "patch_size",
+        "predicts.vocabulary_size": "vocabulary_size",
+        "predicts.tokenizer": "tokenizer",
+        "schedule.order": "order",
+        "schedule.order_block": "order_block",
+        "asks.place": Renamed("two_streams", "set it to true"),
+        "density.normalize": "normalize_targets",
+    }
     host_milliseconds: ClassVar[tuple[float, float] | None] = (2.6, 8.8)
 
     name: Literal["darl"] = "darl"
@@ -67,55 +93,10 @@ class DARLConfig(ObjectiveConfig):
         """The configured decoder, or the default of the loss."""
         return self.decoder or ("transformer" if self.loss == "diffusion" else "linear")
 
-    def grid_side(self, config: RunConfig) -> int:
-        """Return √T."""
-        return config.data.image_size // self.patch_size
-
-    @property
-    def no_images(self) -> str | None:
-        """Why models of this config cannot generate images; None if they can."""
-        if self.loss == "ids" and self.inputs == "pixels":
-            what = "loss ids the model reads patches and predicts ids"
-        elif self.loss != "ids" and self.inputs == "ids":
-            what = "inputs ids the model reads ids and predicts pixels"
-        else:
-            return None
-        return f"with objective.{what}, so it cannot continue from its own samples"
-
-    def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
-        """Check that patches and blocks divide, and that keys are compatible."""
-        faults = [*check_patches(config, self.patch_size)]
-        if faults:
-            yield from faults
-            return
-        yield from self._check_order(self.grid_side(config))
+    def own_faults(self, run: RunConfig) -> Iterator[ConfigIssue]:
+        """Yield keys that the loss needs or does not use."""
         yield from self._check_loss()
-        yield from self._check_ids(config)
-        if config.model.positions is None and config.model.head_size % 4:
-            text = "rope_2d, the default here, needs a head width divisible by 4, not"
-            yield "model.positions", f"{text} {config.model.head_size}"
-        yield from self._check_split(config)
-
-    def _check_split(self, config: RunConfig) -> Iterator[ConfigIssue]:
-        """Check the token count under sequence and context parallelism."""
-        count = self.grid_side(config) ** 2
-        what = f"{count} patches"
-        if config.classifies_only:
-            # The last patch is an input too.
-            count, what = count + 1, f"start token and {count} patches"
-        yield from check_tokens(config, count, what=what)
-
-    def _check_order(self, grid_side: int) -> Iterator[ConfigIssue]:
-        if self.order in ("nested_raster", "round_robin") and grid_side % self.order_block:
-            yield (
-                "objective.order_block",
-                f"{self.order_block} does not divide a grid of {grid_side} × {grid_side} patches",
-            )
-        if self.order == "random" and not self.two_streams:
-            yield (
-                "objective.two_streams",
-                "must be true for order random, so that a token has the position that it predicts",
-            )
+        yield from self._check_ids()
 
     def _check_loss(self) -> Iterator[ConfigIssue]:
         if self.loss == "mse" and self.decoder_kind == "transformer":
@@ -130,7 +111,7 @@ class DARLConfig(ObjectiveConfig):
                 f"belongs to loss mse; set it to false for {self.loss}",
             )
 
-    def _check_ids(self, config: RunConfig) -> Iterator[ConfigIssue]:
+    def _check_ids(self) -> Iterator[ConfigIssue]:
         given = {"tokenizer": self.tokenizer, "vocabulary_size": self.vocabulary_size}
         for key, value in given.items():
             if (value is None) == ("ids" in (self.loss, self.inputs)):
@@ -138,5 +119,49 @@ class DARLConfig(ObjectiveConfig):
                 yield f"objective.{key}", f"belongs to loss ids and inputs ids: {text}"
         if self.loss == "ids" and self.decoder_kind != "linear":
             yield "objective.decoder", f"{self.decoder} predicts pixels; leave it out for loss ids"
+
+    def grammar(self, run: RunConfig) -> Grammar:
+        """Return one patch at a time (section 3.1), or queries of two streams (appendix A.5).
+
+        Features also read the last patch, "which the model doesn't need during pre-training"
+        (section 4.1). Positions are decomposed rotary ones (section 3.4).
+        """
+        patches: AnyTokens = Patches(kind="patches", patch_size=self.patch_size)
+        reads = predicts = patches
         if self.vocabulary_size is not None:
-            yield from check_vocabulary(config, self.vocabulary_size)
+            size, name = self.vocabulary_size, self.tokenizer
+            ids = Ids(kind="ids", patch_size=self.patch_size, vocabulary_size=size, tokenizer=name)
+            reads = ids if self.inputs == "ids" else patches
+            predicts = ids if self.loss == "ids" else patches
+        return Grammar(
+            reads=reads,
+            predicts=None if predicts == reads else predicts,
+            schedule=OneByOne(kind="one_by_one", order=self.order, order_block=self.order_block),
+            asks=Query(kind="query") if self.two_streams else Shift(kind="shift", place="content"),
+            density=self._density(),
+            positions=run.model.positions or "rope_2d",
+        )
+
+    def _density(self) -> AnyDensity:
+        """Return squared error or diffusion of pixels (sections 3.2, 3.3), or ids."""
+        if self.loss == "ids":
+            return Categorical(kind="categorical")
+        if self.loss == "mse":
+            assert self.decoder_kind != "transformer"
+            return SquaredError(
+                kind="squared_error",
+                normalize=self.normalize_targets,
+                decoder=self.decoder_kind,
+                decoder_layers=self.decoder_layers,
+            )
+        return Diffusion(
+            kind="diffusion",
+            decoder=self.decoder_kind,
+            decoder_layers=self.decoder_layers,
+            noise_a=self.noise_a,
+            noise_b=self.noise_b,
+            predicts=self.predicts,
+            condition_on_gamma=self.condition_on_gamma,
+            sampling_steps=self.sampling_steps,
+            sampling_temperature=self.sampling_temperature,
+        )

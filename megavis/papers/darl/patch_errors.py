@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from megavis.composition.composition import Composition
+from megavis.composition.model import Model
 from megavis.composition.trainable import Trainable
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches
@@ -43,7 +43,7 @@ class PatchErrors:
 
 
 def measure_patches(
-    runner: Inference, objective: Composition, dataset: ShardDataset, *, num_images: int
+    runner: Inference, objective: Model, dataset: ShardDataset, *, num_images: int
 ) -> PatchErrors:
     """Compute errors on held-out images; noise is a function of seed and image as in training.
 

@@ -5,23 +5,52 @@ Where paper and released code differ, the docstring of the key says how; default
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import ClassVar, Literal
 
-from megavis.composition.shared_keys import check_adapter, check_encoder, check_tokens
-from megavis.config.schema import (
-    ConfigIssue,
-    Fraction,
-    NonNegative,
-    ObjectiveConfig,
-    Positive,
-    RunConfig,
-)
+from megavis.config.schema import ConfigIssue, Fraction, NonNegative, Positive, RunConfig
 from megavis.config.section import Above0, Activation, AtLeast0, LossAverage, ScaleActivation
+from megavis.grammar.grammar import Grammar
+from megavis.grammar.paper import PaperConfig, Renamed
+from megavis.grammar.words import (
+    Adapter,
+    AnyDensity,
+    CorrelatedGaussian,
+    EncodedImage,
+    GaussianMixture,
+    InitialWeights,
+    Labels,
+    Latents,
+    LearnedTokens,
+    Mask,
+    OneByOne,
+    Rounds,
+    Shift,
+)
 
 
-class LatentTokensConfig(ObjectiveConfig):
+class LatentTokensConfig(PaperConfig):
     """Config keys of all forms of GIVT."""
+
+    names: ClassVar[Mapping[str, str | Renamed]] = {
+        "reads.patch_size": "downsampling",
+        "reads.channels": "latent_channels",
+        "reads.stacked": "stacked_latents",
+        "reads.tokenizer": "tokenizer",
+        "reads.tokenizer_beta": "tokenizer_beta",
+        "condition.num_classes": "num_classes",
+        "condition.dropout": "label_dropout",
+        "transform": Renamed("adapter_blocks", "set it to 0"),
+        "transform.blocks": Renamed("adapter_blocks", "set it to 0"),
+        "transform.bottleneck": "adapter_bottleneck",
+        **{
+            f"memory.{name}": f"encoder_{name}"
+            for name in ("patch_size", "hidden_size", "num_attention_heads", "from_run")
+        },
+        "memory.num_layers": "encoder_layers",
+        "memory.activation": "encoder_activation",
+        "memory.norm_epsilon": "encoder_norm_epsilon",
+    }
 
     latent_channels: Positive = 16
     """Channels of a latent, d of the VAE."""
@@ -55,62 +84,59 @@ class LatentTokensConfig(ObjectiveConfig):
     tokenizer_beta: AtLeast0 | None = None
     """Required β of the VAE in `tokenizer`, checked against its run's config. None: any."""
 
-    @property
-    def token_size(self) -> int:
-        """Channels of a token."""
-        return self.latent_channels * self.stacked_latents
-
-    @property
-    def num_outputs(self) -> int:
-        """Outputs of the head per token."""
-        if self.covariance == "full":
-            return self.token_size**2 + self.token_size
-        return self.num_components * (1 + 2 * self.token_size)
-
-    @property
-    def missing_null_label(self) -> str | None:
-        """Key of the label dropout if the model has classes but no null label, else None."""
-        has_none = self.num_classes > 0 and not self.label_dropout
-        return "objective.label_dropout" if has_none else None
-
-    @property
-    def no_images(self) -> None:
-        """None: all models generate images."""
-        return None
-
-    def grid(self, config: RunConfig) -> tuple[int, int]:
-        """Return rows and columns of the token grid."""
-        side = config.data.image_size // self.downsampling
-        return side, side // self.stacked_latents
-
-    def num_places(self, config: RunConfig) -> int:
-        """Return the length of the blocks' input sequence."""
-        height, width = self.grid(config)
-        return height * width
-
-    def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
-        """Check that sizes divide, and that keys are compatible."""
-        side, rest = divmod(config.data.image_size, self.downsampling)
-        if rest or not side:
-            text = f"{config.data.image_size} is not divisible by objective.downsampling"
-            yield "data.image_size", f"{text} {self.downsampling}"
-        if side % self.stacked_latents:
-            text = f"{self.stacked_latents} does not divide the {side} latents of a row"
-            yield "objective.stacked_latents", text
+    def own_faults(self, run: RunConfig) -> Iterator[ConfigIssue]:
+        """Check that a full covariance has one component."""
         if self.covariance == "full" and self.num_components != 1:
             text = f"{self.num_components} Gaussians cannot have a full covariance; use 1"
             yield "objective.num_components", text
-        if self.tokenizer_beta is not None and self.tokenizer is None:
-            yield "objective.tokenizer_beta", "needs objective.tokenizer, the run of that VAE"
-        if self.adapter_blocks:
-            yield from check_adapter(
-                self.token_size,
-                self.adapter_bottleneck,
-                blocks_key="objective.adapter_blocks",
-                bottleneck_key="objective.adapter_bottleneck",
+
+    def grammar(self, run: RunConfig) -> Grammar:
+        """Return raster order, latent by latent, after the class (sections 3.1 and 3.2).
+
+        Initial weights are those of the released code, with Flax's default for the latents' map.
+        """
+        adapter, blocks = None, self.adapter_blocks
+        if blocks:
+            adapter = Adapter(kind="adapter", blocks=blocks, bottleneck=self.adapter_bottleneck)
+        return Grammar(
+            reads=Latents(
+                kind="latents",
+                channels=self.latent_channels,
+                patch_size=self.downsampling,
+                stacked=self.stacked_latents,
+                tokenizer=self.tokenizer,
+                tokenizer_beta=self.tokenizer_beta,
+            ),
+            schedule=OneByOne(kind="one_by_one"),
+            asks=Shift(kind="shift"),
+            density=self._density(),
+            condition=self._labels(),
+            transform=adapter,
+            weights=InitialWeights(blocks="lecun", vectors="lecun", positions="width", tokens=1.0),
+            positions=run.model.positions or "learned",
+        )
+
+    def _labels(self) -> Labels | None:
+        """Return the classes; without them the first row is a learned start token."""
+        if not self.num_classes:
+            return None
+        return Labels(kind="labels", num_classes=self.num_classes, dropout=self.label_dropout)
+
+    def _density(self) -> AnyDensity:
+        if self.covariance == "full":
+            return CorrelatedGaussian(
+                kind="correlated_gaussian",
+                scale_activation=self.scale_activation,
+                scale_floor=self.scale_floor,
+                head_std=self.head_std,
             )
-        places = self.num_places(config)
-        yield from check_tokens(config, places, what=f"{places} places")
+        return GaussianMixture(
+            kind="gaussian_mixture",
+            num_components=self.num_components,
+            scale_activation=self.scale_activation,
+            scale_floor=self.scale_floor,
+            head_std=self.head_std,
+        )
 
 
 class GIVTConfig(LatentTokensConfig):
@@ -138,16 +164,19 @@ class MaskGITConfig(LatentTokensConfig):
     (appendix C.1) and released code. `images`: averaged over the masked tokens of each image, and
     then over images."""
 
-    def num_places(self, config: RunConfig) -> int:
-        """Return the number of tokens, plus 1 for the label."""
-        return super().num_places(config) + 1
-
-    def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
-        """Check that the width is even too, for the halves of token and mask."""
-        yield from super().check(config)
-        if config.model.hidden_size % 2:
-            text = f"{config.model.hidden_size} must be even: token and mask take half of it each"
-            yield "model.hidden_size", text
+    def grammar(self, run: RunConfig) -> Grammar:
+        """Return masking by drawn shares, and one row per token after the label's."""
+        is_vector = self.masked_input == "vector"
+        words = {
+            "schedule": Rounds(
+                kind="rounds",
+                least_masking=self.least_masking,
+                loss_average=self.loss_average,
+            ),
+            "asks": Mask(kind="mask", filler="vector" if is_vector else "zero_token", marks=True),
+            "condition": self._labels() or LearnedTokens(kind="learned_tokens"),
+        }
+        return super().grammar(run).model_copy(update=words)
 
 
 class EncoderDecoderConfig(LatentTokensConfig):
@@ -183,18 +212,21 @@ class EncoderDecoderConfig(LatentTokensConfig):
     to 1/√width, as in the released code. Larger ones help an encoder that starts from random
     weights: cross-attention finds the patches of a latent by their positions."""
 
-    @property
-    def num_further_blocks(self) -> int:
-        """Blocks of the encoder."""
-        return self.encoder_layers
-
-    def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
-        """Check the encoder's sizes too."""
-        yield from super().check(config)
-        yield from check_encoder(
-            config,
+    def grammar(self, run: RunConfig) -> Grammar:
+        """Return GIVT-Causal with a cross-attention to an encoded image (section 4.2)."""
+        memory = EncodedImage(
+            kind="encoded_image",
+            num_layers=self.encoder_layers,
             patch_size=self.encoder_patch_size,
             hidden_size=self.encoder_hidden_size,
-            num_heads=self.encoder_num_attention_heads,
-            key="objective.encoder_{}".format,
+            num_attention_heads=self.encoder_num_attention_heads,
+            activation=self.encoder_activation,
+            norm_epsilon=self.encoder_norm_epsilon,
+            position_std=self.position_std,
+            learning_rate_scale=self.encoder_learning_rate_scale,
+            from_run=self.encoder_from_run,
         )
+        causal = super().grammar(run)
+        positions = {"positions": self.position_std or "width"}
+        weights = causal.weights.model_copy(update=positions)
+        return causal.model_copy(update={"memory": memory, "weights": weights})

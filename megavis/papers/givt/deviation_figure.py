@@ -16,13 +16,13 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from megavis.composition.condition import Labels
+from megavis.composition.model import Model
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.data.loading.loader import read_batch
 from megavis.densities.gaussians import GaussianMixture, parameters_of
 from megavis.evaluation.figures import FigureInput, RenderedFigure
 from megavis.model.inference import Inference
-from megavis.papers.givt.paper import GIVT
 
 _CONDITIONAL, _UNCONDITIONAL = "#1f5fa8", "#c2571a"
 _BATCH_SIZE = 32
@@ -31,8 +31,8 @@ _BATCH_SIZE = 32
 def applies(objective: Trainable) -> bool:
     """Return whether the paper predicts mixtures one token at a time, and has a null label."""
     return (
-        isinstance(objective, GIVT)
-        and objective.schedule.is_random is False
+        isinstance(objective, Model)
+        and objective.schedule.is_sequential
         and isinstance(objective.density, GaussianMixture)
         and isinstance(objective.condition, Labels)
         and objective.condition.has_null_label
@@ -40,12 +40,12 @@ def applies(objective: Trainable) -> bool:
 
 
 def predicted_deviations(
-    runner: Inference, objective: GIVT, samples: Tensor, index: Tensor, labels: Tensor
+    runner: Inference, objective: Model, samples: Tensor, index: Tensor, labels: Tensor
 ) -> Tensor:
     """Return the mean standard deviation of each token.
 
     Args:
-        objective: GIVT with a mixture density.
+        objective: a model with a mixture density.
         samples: b samples in the form of the shards.
         index: int64 `[b]`, the samples, which determine the draws of the latents.
         labels: int64 `[b]`, -1 for no class.
@@ -68,7 +68,7 @@ def draw_deviations(subject: FigureInput, options: argparse.Namespace) -> Render
         UserError: no image has the class.
     """
     objective, labels = subject.objective, subject.images.labels
-    assert isinstance(objective, GIVT)
+    assert isinstance(objective, Model)
     wanted = labels >= 0 if options.label is None else labels == options.label
     chosen = np.flatnonzero(wanted)[: options.num_images]
     if not len(chosen):

@@ -5,19 +5,51 @@ Legend: T patches, S condition tokens, K predicted groups.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from megavis.composition.shared_keys import check_patches, check_tokens, check_vocabulary
-from megavis.config.schema import ConfigIssue, NonNegative, ObjectiveConfig, Positive, RunConfig
-from megavis.schedules.boundaries import Cut, boundaries_error, boundary_range, max_groups
+from megavis.config.schema import ConfigIssue, NonNegative, Positive, RunConfig
+from megavis.grammar.boundaries import Cut
+from megavis.grammar.grammar import Grammar
+from megavis.grammar.paper import PaperConfig, Renamed
+from megavis.grammar.words import (
+    AnyCondition,
+    Categorical,
+    Groups,
+    Ids,
+    LearnedTokens,
+    Patches,
+    PooledFeatures,
+    Query,
+    SquaredError,
+)
 
 
-class GVPConfig(ObjectiveConfig):
+class GVPConfig(PaperConfig):
     """Config keys of GVP."""
 
+    names: ClassVar[Mapping[str, str | Renamed]] = {
+        "reads.patch_size": "patch_size",
+        "reads.vocabulary_size": "vocabulary_size",
+        "reads.tokenizer": "tokenizer",
+        "predicts": Renamed("variant", "set it to p2p or d2d"),
+        "predicts.patch_size": "patch_size",
+        "predicts.vocabulary_size": "vocabulary_size",
+        "predicts.tokenizer": "tokenizer",
+        "schedule.length": "segmentation",
+        "schedule.kind": "segmentation",
+        "schedule.num_groups": "num_groups",
+        "schedule.boundaries": "boundaries",
+        "asks.start": Renamed("num_condition_tokens", "set it to 1 or more"),
+        "asks.streams": "streams",
+        "density.normalize": "normalize_targets",
+        "condition.count": "num_condition_tokens",
+        "condition": "condition_size",
+        "condition.tokenizer": "tokenizer",
+        "condition.feature_size": "condition_size",
+    }
     host_milliseconds: ClassVar[tuple[float, float] | None] = (2.3, 8.9)
 
     name: Literal["gvp"] = "gvp"
@@ -54,46 +86,14 @@ class GVPConfig(ObjectiveConfig):
     normalize_targets: bool = False
     """Standardise each target patch by its own mean and standard deviation, as in MAE."""
 
-    def num_patches(self, config: RunConfig) -> int:
-        """Return T."""
-        return (config.data.image_size // self.patch_size) ** 2
-
-    def bounds(self, config: RunConfig) -> tuple[int, int]:
-        """Return the smallest n_0 and the largest n_{K-1} over all images."""
-        count = self.num_patches(config)
-        return boundary_range(self.segmentation, count, self.num_groups, self.boundaries)
-
-    @property
-    def no_images(self) -> str | None:
-        """Why models of this config cannot generate images; None if they can."""
-        faults = {
-            "variant p2d reads patches and predicts ids": self.variant == "p2d",
-            "condition_size is conditioned on the whole image": self.condition_size is not None,
-            "streams one cannot predict tokens in any order": self.streams == "one",
-        }
-        fault = next((text for text, holds in faults.items() if holds), None)
-        return fault and f"a model with objective.{fault}; train without it to generate"
-
-    def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
-        """Check that patches tile the image, and that groups fit them."""
-        faults = [*check_patches(config, self.patch_size)]
-        if faults:
-            yield from faults
-            return
-        if config.model.positions is None and config.model.hidden_size % 4:
-            yield (
-                "model.hidden_size",
-                f"{config.model.hidden_size} is not divisible by 4, as sin-cos positions need",
-            )
-        yield from self._check_ids(config)
+    def own_faults(self, run: RunConfig) -> Iterator[ConfigIssue]:
+        """Yield keys that the variant needs or does not use."""
+        yield from self._check_ids()
         yield from self._check_condition()
-        yield from self._check_streams(self.num_patches(config))
-        faults = [*self._check_groups(self.num_patches(config))]
-        yield from faults
-        if not faults:
-            yield from self._check_split(config)
+        if self.streams == "one" and self.variant != "p2p":
+            yield "objective.streams", f"one is for variant p2p, not {self.variant}"
 
-    def _check_ids(self, config: RunConfig) -> Iterator[ConfigIssue]:
+    def _check_ids(self) -> Iterator[ConfigIssue]:
         if self.variant == "p2p":
             unused = {
                 "vocabulary_size": self.vocabulary_size is not None,
@@ -104,8 +104,6 @@ class GVPConfig(ObjectiveConfig):
         elif self.vocabulary_size is None:
             text = f"must be given for {self.variant}: how many ids the tokenizer has"
             yield "objective.vocabulary_size", text
-        else:
-            yield from check_vocabulary(config, self.vocabulary_size)
         if self.variant == "p2d" and self.tokenizer is None:
             yield "objective.tokenizer", "must name the run folder of the tokenizer"
         if self.variant != "p2p" and self.normalize_targets:
@@ -123,48 +121,34 @@ class GVPConfig(ObjectiveConfig):
         if self.variant != "p2p":
             yield "objective.condition_size", "belongs to the variant p2p, as in appendix E"
 
-    def _check_streams(self, num_patches: int) -> Iterator[ConfigIssue]:
-        if self.streams == "two":
-            return
-        if self.variant != "p2p":
-            yield "objective.streams", f"one is for variant p2p, not {self.variant}"
-        if not self.num_condition_tokens:
-            text = "must be at least 1 with streams one, to predict the first patch"
-            yield "objective.num_condition_tokens", text
-        if (self.segmentation, self.num_groups) != ("fixed", num_patches):
-            text = f"must be fixed with num_groups {num_patches} for streams one, one token a group"
-            yield "objective.segmentation", text
-
-    def _check_groups(self, num_patches: int) -> Iterator[ConfigIssue]:
-        if (self.segmentation == "given") != (self.boundaries is not None):
-            yield (
-                "objective.boundaries",
-                "must be given if and only if segmentation is given",
+    def grammar(self, run: RunConfig) -> Grammar:
+        """Return groups predicted by queries (sections 3.2 and 4.2), given y_extra (4.1)."""
+        patches = Patches(kind="patches", patch_size=self.patch_size)
+        ids, pixels = None, SquaredError(kind="squared_error", normalize=self.normalize_targets)
+        if self.vocabulary_size is not None:
+            size, name = self.vocabulary_size, self.tokenizer
+            ids = Ids(kind="ids", patch_size=self.patch_size, vocabulary_size=size, tokenizer=name)
+        condition: AnyCondition = LearnedTokens(
+            kind="learned_tokens", count=self.num_condition_tokens
+        )
+        if self.condition_size is not None:
+            assert self.tokenizer is not None
+            condition = PooledFeatures(
+                kind="pooled_features", tokenizer=self.tokenizer, feature_size=self.condition_size
             )
-        elif self.boundaries is not None:
-            fault = boundaries_error(self.boundaries, num_patches)
-            if fault:
-                yield "objective.boundaries", fault
-        elif self.segmentation != "given":
-            most = max_groups(self.segmentation, num_patches)
-            if self.num_groups > most:
-                yield (
-                    "objective.num_groups",
-                    f"{self.num_groups} groups cannot be cut from {num_patches} patches with"
-                    f" {self.segmentation} length; use at most {most}",
-                )
-
-    def _check_split(self, config: RunConfig) -> Iterator[ConfigIssue]:
-        """Check what splits sequences: the counts of all tokens, and of those of the head."""
-        first, last = self.bounds(config)
-        num_queries = self.num_patches(config) - first if self.streams == "two" else 0
-        if config.classifies_only:
-            last, num_queries = self.num_patches(config), 0
-        num_tokens = self.num_condition_tokens + last + num_queries
-        yield from check_tokens(
-            config,
-            num_tokens,
-            num_queries,
-            what=f"{num_tokens} tokens, {num_queries} of them queries,",
-            remedy="change objective.num_condition_tokens",
+        return Grammar(
+            reads=ids if ids and self.variant == "d2d" else patches,
+            predicts=ids if self.variant == "p2d" else None,
+            schedule=Groups(
+                kind="groups",
+                length=self.segmentation,
+                num_groups=self.num_groups,
+                boundaries=self.boundaries,
+                order=self.order,
+                feature_order=self.feature_order,
+            ),
+            asks=Query(kind="query", start=False, streams=self.streams),
+            density=Categorical(kind="categorical") if ids else pixels,
+            condition=condition,
+            positions=run.model.positions or "sincos",
         )

@@ -1,19 +1,37 @@
-"""Config keys of MAE, and checks against other keys."""
+"""Config keys of MAE, and what they mean."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from megavis.composition.shared_keys import DecoderConfig, check_hiding, check_patches
-from megavis.config.schema import ConfigIssue, ObjectiveConfig, Positive, RunConfig
+from megavis.config.schema import Positive, RunConfig
+from megavis.grammar.grammar import Grammar
+from megavis.grammar.paper import PaperConfig, Renamed
+from megavis.grammar.words import (
+    Context,
+    DecoderConfig,
+    LearnedTokens,
+    Patches,
+    SquaredError,
+    Visible,
+)
 
 
-class MAEConfig(ObjectiveConfig):
-    """Config keys of MAE: types and ranges here, checks against other keys in `check`."""
+class MAEConfig(PaperConfig):
+    """Config keys of MAE."""
 
+    generates: ClassVar[bool] = False
+    names: ClassVar[Mapping[str, str | Renamed]] = {
+        "reads.patch_size": "patch_size",
+        "schedule.mask_ratio": "mask_ratio",
+        "schedule.kind": Renamed("patch_size", "set it to half of data.image_size or less"),
+        "asks.decoder.hidden_size": "decoder.hidden_size",
+        "asks.decoder.num_attention_heads": "decoder.num_attention_heads",
+        "condition.count": "class_token",
+    }
     host_milliseconds: ClassVar[tuple[float, float] | None] = (1.7, 8.5)
 
     name: Literal["mae"] = "mae"
@@ -31,24 +49,17 @@ class MAEConfig(ObjectiveConfig):
     decoder: DecoderConfig = DecoderConfig()
     """The decoder, used only in pretraining (section 3, table 1)."""
 
-    @property
-    def num_further_blocks(self) -> int:
-        """Blocks of the decoder."""
-        return self.decoder.num_layers
-
-    def num_patches(self, config: RunConfig) -> int:
+    def num_patches(self, run: RunConfig) -> int:
         """Return the number of patches of an image."""
-        return (config.data.image_size // self.patch_size) ** 2
+        return (run.data.image_size // self.patch_size) ** 2
 
-    def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
-        """Check that patches tile the image, some are hidden, and the layout divides sizes."""
-        yield from check_patches(config, self.patch_size)
-        yield from check_hiding(
-            config,
-            self.num_patches(config),
-            self.mask_ratio,
-            class_token=self.class_token,
-            ratio_key="objective.mask_ratio",
-            class_key="objective.class_token",
+    def grammar(self, run: RunConfig) -> Grammar:
+        """Return the masking, encoder, decoder and loss of section 3."""
+        return Grammar(
+            reads=Patches(kind="patches", patch_size=self.patch_size),
+            schedule=Context(kind="context", mask_ratio=self.mask_ratio),
+            asks=Visible(kind="visible", decoder=self.decoder, tokens_decay=self.tokens_decay),
+            density=SquaredError(kind="squared_error", normalize=self.normalize_targets),
+            condition=LearnedTokens(kind="learned_tokens") if self.class_token else None,
+            positions=run.model.positions or "sincos",
         )
-        yield from self.decoder.check(config, "objective.decoder")

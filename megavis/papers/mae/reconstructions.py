@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megavis.composition.composition import Composition
+from megavis.composition.model import Model
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.data.loading.loader import Batch, read_round_robin
@@ -39,9 +39,7 @@ class Reconstructions:
     hidden: Tensor
 
 
-def reconstruct(
-    runner: Inference, paper: Composition, batch: Batch, folder: Path
-) -> Reconstructions:
+def reconstruct(runner: Inference, paper: Model, batch: Batch, folder: Path) -> Reconstructions:
     """Hide tokens as in training, and predict them.
 
     Args:

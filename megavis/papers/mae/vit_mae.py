@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megavis.composition.released_run import OpenedRun, ReleasedRun, random_images, read_hub_folder
-from megavis.composition.shared_keys import DecoderConfig
 from megavis.composition.vit_folder import (
     check_depth,
     check_shapes,
@@ -25,6 +24,8 @@ from megavis.composition.vit_folder import (
 )
 from megavis.config.errors import UserError
 from megavis.config.schema import ModelConfig, RunConfig
+from megavis.grammar.boundaries import context_size
+from megavis.grammar.words import DecoderConfig
 from megavis.model.positions import cell_coordinates, sincos
 from megavis.model.vit_blocks import (
     TRANSFORMERS,
@@ -34,7 +35,6 @@ from megavis.model.vit_blocks import (
     with_older_names,
 )
 from megavis.papers.mae.config import MAEConfig
-from megavis.schedules.boundaries import context_size
 from megavis.tokenizers.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, patchify, standardize
 
 # megavis' and transformers' names of layers other than blocks.

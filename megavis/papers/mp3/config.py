@@ -1,22 +1,38 @@
-"""Config keys of MP3, and checks against other keys."""
+"""Config keys of MP3, and what they mean."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from megavis.composition.shared_keys import check_patches, check_placed, check_tokens
-from megavis.config.schema import ConfigIssue, Fraction, ObjectiveConfig, RunConfig
+from megavis.config.schema import Fraction, RunConfig
 from megavis.config.section import Above0
+from megavis.grammar.grammar import Grammar
+from megavis.grammar.paper import PaperConfig, Renamed
+from megavis.grammar.words import (
+    Context,
+    Frames,
+    InContext,
+    InitialWeights,
+    LearnedTokens,
+    Patches,
+    Place,
+)
 
 
-class MP3Config(ObjectiveConfig):
+class MP3Config(PaperConfig):
     """Config keys of MP3."""
 
-    has_relative_positions: ClassVar[bool] = True
     takes_frames: ClassVar[bool] = True
+    generates: ClassVar[bool] = False
+    names: ClassVar[Mapping[str, str | Renamed]] = {
+        "reads.patch_size": "patch_size",
+        "schedule.mask_ratio": "mask_ratio",
+        "asks.given_ratio": "given_ratio",
+        "condition.count": "class_token",
+    }
     host_milliseconds: ClassVar[tuple[float, float] | None] = (2.6, 8.9)
 
     name: Literal["mp3"] = "mp3"
@@ -33,26 +49,16 @@ class MP3Config(ObjectiveConfig):
     class_token: bool = True
     """Prepend a learned token, to which all patches attend (section 3.1)."""
 
-    def grid(self, config: RunConfig) -> tuple[int, int]:
-        """Return rows and columns of positions: patches of an image, or one row of frames."""
-        if config.data.frames is not None:
-            return 1, config.data.frames[0]
-        side = config.data.image_size // self.patch_size
-        return side, side
-
-    def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
-        """Check that patches tile the image, positions are not revealed, and tokens divide."""
-        yield from check_patches(config, self.patch_size)
-        yield from check_placed(
-            config,
-            mask_ratio=self.mask_ratio,
-            given_ratio=self.given_ratio,
-            ratio_key="objective.mask_ratio",
-            given_key="objective.given_ratio",
-        )
-        rows, columns = self.grid(config)
-        num_tokens = rows * columns + self.class_token
-        culprit = "objective.class_token" if self.class_token else "it"
-        yield from check_tokens(
-            config, num_tokens, what=f"{num_tokens} tokens", remedy=f"set {culprit} to false"
+    def grammar(self, run: RunConfig) -> Grammar:
+        """Return the context of section 3.2 and the positions of algorithm 1."""
+        is_speech = run.data.frames is not None
+        patches = Patches(kind="patches", patch_size=self.patch_size)
+        return Grammar(
+            reads=Frames(kind="frames") if is_speech else patches,
+            schedule=Context(kind="context", mask_ratio=self.mask_ratio),
+            asks=InContext(kind="in_context", given_ratio=self.given_ratio),
+            density=Place(kind="place"),
+            condition=LearnedTokens(kind="learned_tokens") if self.class_token else None,
+            weights=InitialWeights(blocks=self.initial_deviation),
+            positions=run.model.positions or "none",
         )

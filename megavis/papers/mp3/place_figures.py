@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from megavis.composition.asking import InContext
-from megavis.composition.composition import Composition
+from megavis.composition.model import Model
 from megavis.composition.tokens import Frames, Patches
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
@@ -27,7 +27,7 @@ from megavis.densities.categorical import Place
 from megavis.evaluation.figures import FigureInput, RenderedFigure, plain_axes
 from megavis.model.inference import Inference
 from megavis.sampling.pictures import hide, image_grid, pixels_of
-from megavis.schedules.masked import RandomMasking
+from megavis.schedules.masked import Context
 from megavis.schedules.orders import gather_tokens
 
 _BATCH_SIZE = 64
@@ -40,19 +40,19 @@ class Places:
     """The choices of a paper that predicts the position of every patch."""
 
     reads: Frames | Patches
-    schedule: RandomMasking
+    schedule: Context
     asks: InContext
     density: Place
 
     @classmethod
     def of(cls, objective: Trainable) -> Places:
         """Return the choices of an objective; raise UserError if it predicts no positions."""
-        if not isinstance(objective, Composition) or not isinstance(objective.density, Place):
+        if not isinstance(objective, Model) or not isinstance(objective.density, Place):
             name = objective.config.objective.name
             raise UserError(f"{name} does not predict the positions of patches")
         reads, schedule, asks = objective.reads, objective.schedule, objective.asks
         assert isinstance(reads, Frames | Patches)
-        assert isinstance(schedule, RandomMasking)
+        assert isinstance(schedule, Context)
         assert isinstance(asks, InContext)
         return cls(reads, schedule, asks, objective.density)
 

@@ -7,9 +7,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megavis.composition.shared_keys import AutoencoderConfig, check_patches, check_tokens
+from megavis.config.autoencoder import AutoencoderConfig
 from megavis.config.schema import ConfigIssue, ObjectiveConfig, Positive, RunConfig
 from megavis.config.section import Above0, AtLeast0
+from megavis.grammar.checks import check_split, nearest_divisors
 from megavis.tokenizers.shapes import VAEShape
 
 
@@ -62,9 +63,8 @@ class LabelMapVAEConfig(ObjectiveConfig):
     """β, weight of the KL divergence from N(0, 1) in nats per map; 2.5e-4 for COCO, 2e-4 for
     NYU."""
 
-    @property
-    def num_further_blocks(self) -> int:
-        """Blocks of the decoder."""
+    def num_further_blocks(self, config: RunConfig) -> int:
+        """Return the blocks of the decoder."""
         return self.decoder_layers
 
     @property
@@ -76,15 +76,19 @@ class LabelMapVAEConfig(ObjectiveConfig):
 
     def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
         """Check that patches and latents tile the map, and that the tokenizer supports `model`."""
-        yield from check_patches(config, self.patch_size)
         side = config.data.image_size
+        if side % self.patch_size:
+            sizes = nearest_divisors(self.patch_size, side)
+            text = f"{self.patch_size} does not divide data.image_size {side}; set it to {sizes}"
+            yield "objective.patch_size", text
         if side % self.downsampling:
             yield "objective.downsampling", f"{self.downsampling} does not divide the side {side}"
         if self.depth_range[0] >= self.depth_range[1]:
             yield "objective.depth_range", f"{list(self.depth_range)} must begin with the smaller"
         tokens = (side // self.patch_size) ** 2
         what, remedy = f"{tokens} patches", "change objective.patch_size"
-        yield from check_tokens(config, tokens, what=what, remedy=remedy)
+        for fault in check_split(config, tokens, what=what, remedy=remedy):
+            yield fault.key, f"{fault.text}; {fault.remedy}"
         yield from _check_blocks(config)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megavis.composition.shared_keys import AutoencoderConfig
+from megavis.config.autoencoder import AutoencoderConfig
 from megavis.config.schema import Positive
 from megavis.config.section import Above0, AtLeast0
 from megavis.tokenizers.shapes import VQGANShape

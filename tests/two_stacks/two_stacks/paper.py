@@ -10,11 +10,11 @@ import torch
 from megavis.papers.two_stacks.config import TwoStacksConfig
 from torch import nn
 
+from megavis.composition.model import Model
 from megavis.densities.categorical import Categorical
 from megavis.model.flops import Workload
 from megavis.model.parameters import filled, normal
 from megavis.model.stack import Bridge, LayerPlan, block_plans
-from megavis.papers.igpt.paper import IGPT
 
 GROUPS = ("content_groups", "query_groups")
 
@@ -32,7 +32,7 @@ class QueryBridge(Bridge):
         return torch.cat([hidden, queries], dim=1), named
 
 
-class TwoStacks(IGPT):
+class TwoStacks(Model):
     config_type = TwoStacksConfig
 
     @cached_property

@@ -11,7 +11,8 @@ from megavis.schedules.orders import gather_tokens
 PATCHES = "patch_size: 4"
 LATENTS = "latent_channels: 4, downsampling: 4, num_classes: 3, num_components: 2"
 COMPOSED = (
-    "name: compose, reads: {kind: patches, patch_size: 4}, condition: {kind: class, num_classes: 3}"
+    "name: compose, reads: {kind: patches, patch_size: 4},"
+    " condition: {kind: labels, num_classes: 3}"
 )
 PAPERS = {
     # name: objective, kind of its inputs, options accepted besides sample_index

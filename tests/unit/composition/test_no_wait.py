@@ -33,7 +33,7 @@ PAPERS = [
     # overrides of a small GVP's config, inputs as stored in shards
     (["objective={name: igpt, vocabulary_size: 12}"], torch.zeros(2, 144).byte()),
     (
-        ["objective={name: igpt, vocabulary_size: 12, mode: bert, order: random}"],
+        ["objective={name: igpt, vocabulary_size: 12, mode: bert}"],
         torch.zeros(2, 144).byte(),
     ),
     ([GIVT, "objective.adapter_blocks=2"], LATENTS),

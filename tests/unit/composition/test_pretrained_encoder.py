@@ -10,7 +10,6 @@ import megavis
 from megavis.checkpoint.format.folder import latest_checkpoint
 from megavis.checkpoint.format.tensor_reader import CheckpointReader
 from megavis.commands.weights import write_run
-from megavis.composition.encoded_image import KEY
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.yaml_tree import ConfigSource
@@ -146,7 +145,10 @@ def test_another_architecture_is_refused(build_paper, tmp_path, source, change, 
     folder = write_source(tmp_path / "source", source, {"head.norm.weight": torch.ones(1)})
     objective, _ = build_paper(config_of(folder, model=change))
     loaded = LoadedConfig(objective.config, ConfigSource("run.yaml"))
-    with pytest.raises(UserError, match=message) as caught, errors_of(loaded, KEY):
+    with (
+        pytest.raises(UserError, match=message) as caught,
+        errors_of(loaded, "objective.encoder_from_run"),
+    ):
         objective.pretrained()
     assert str(caught.value).startswith(f"run.yaml: objective.encoder_from_run: {folder} ")
     assert latest_checkpoint(folder) is not None
@@ -156,5 +158,5 @@ def test_a_missing_run_is_refused(build_paper, tmp_path):
     objective, _ = build_paper(config_of(tmp_path / "none"))
     loaded = LoadedConfig(objective.config, ConfigSource("run.yaml"))
     match = "run.yaml: objective.encoder_from_run: .*none"
-    with pytest.raises(UserError, match=match), errors_of(loaded, KEY):
+    with pytest.raises(UserError, match=match), errors_of(loaded, "objective.encoder_from_run"):
         objective.pretrained()

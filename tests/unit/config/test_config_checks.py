@@ -36,7 +36,7 @@ from megavis.config.errors import UserError
         ),
         (
             ["data.image_size=9", "parallel.context_parallel_size=2"],
-            "command line: parallel.context_parallel_size: 81 pixels are not divisible by"
+            "command line: parallel.context_parallel_size: 81 rows are not divisible by"
             " context_parallel_size 2; set it to 1",
         ),
         (
@@ -46,7 +46,7 @@ from megavis.config.errors import UserError
                 "parallel.context_parallel_size=2",
                 "parallel.sequence_parallel=true",
             ],
-            "command line: parallel.sequence_parallel: 36 pixels are not divisible by"
+            "command line: parallel.sequence_parallel: 36 rows are not divisible by"
             " tensor_model_parallel_size 4 × context_parallel_size 2; set it to false",
         ),
         (

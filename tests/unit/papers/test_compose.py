@@ -161,21 +161,25 @@ def test_number_of_classes_is_checked(build_composition):
         ),
         ([PATCHES, CONTEXT, ITSELF, PLACE], (), "context has no order of generation"),
         ([FRAMES, ONE_BY_ONE, SHIFT, ERROR], SPEECH, "frames of a spectrogram cannot be shown"),
-        ([PATCHES, GROUPS, QUERY, ERROR, FEATURES], (), "is conditioned on the whole image"),
+        (
+            [PATCHES, GROUPS, QUERY, ERROR, FEATURES],
+            (),
+            "conditioned on features of the whole image",
+        ),
         (
             [PATCHES, ROUNDS, MASK, DIFFUSION],
             (),
             "diffusion has no likelihoods; to generate, .*mix",
         ),
         ([PATCHES, ROUNDS, MASK, ERROR], (), "squared_error has no likelihoods"),
-        ([PATCHES, GROUPS, QUERY, NORMALIZED], (), "train with objective.density.normalize false"),
+        ([PATCHES, GROUPS, QUERY, NORMALIZED], (), "set objective.density.normalize to false"),
     ],
 )
 def test_generation_errors(build_composition, words, more, message):
     objective, _ = build_composition(*words, more=more)
     with pytest.raises(UserError, match=message):
         objective.generation()
-    warning = objective.config.objective.warning
+    warning = objective.config.objective.warning(objective.config)
     assert warning.startswith("this run will generate no images: ")
     assert re.search(message, warning)
 
@@ -184,15 +188,14 @@ def test_generation_errors(build_composition, words, more, message):
     "words", [[PATCHES, ROUNDS, MASK, MIXTURE], [PATCHES, GROUPS, QUERY, ERROR]]
 )
 def test_no_warning_of_what_generates(build_composition, words):
-    assert build_composition(*words)[0].config.objective.warning is None
+    config = build_composition(*words)[0].config
+    assert config.objective.warning(config) is None
 
 
 @pytest.mark.parametrize("density", [ERROR, DIFFUSION])
 def test_rounds_need_likelihoods(build_composition, tmp_path, density):
     objective, runner = build_composition(PATCHES, ROUNDS, MASK, density)
-    with pytest.raises(
-        UserError, match="rounds keeps .* has no likelihoods; to generate, train with"
-    ):
+    with pytest.raises(UserError, match="rounds keeps .* has no likelihoods; to generate, set"):
         Sampler(runner, objective, tmp_path)
 
 
@@ -241,7 +244,7 @@ def test_every_parameter_has_a_gradient(build_composition):
         inputs = photographs(4, 16)
         if "latents" in words[0]:
             inputs = torch.rand(4, 2, 4, 4, 4)
-        if "palette" in words[0]:
+        if "colors" in words[0]:
             inputs = torch.randint(32, (4, 256))
         batch = batch_of(inputs)
         sequence = objective.sequence(batch)

@@ -232,7 +232,7 @@ def test_features_read_every_patch(build):
     [
         (["objective.patch_size=5"], "5 does not divide data.image_size 16"),
         (["objective.order=nested_raster", "objective.order_block=3"], "3 does not divide a grid"),
-        (["objective.order=random"], "objective.two_streams: must be true"),
+        (["objective.order=random"], "objective.two_streams: content does not encode"),
         (["objective.decoder=transformer"], "objective.decoder: transformer pairs"),
         ([*DIFFUSION, "objective.normalize_targets=true"], "belongs to loss mse"),
         (["model.num_attention_heads=8"], "needs a head width divisible by 4, not 2"),
@@ -242,7 +242,7 @@ def test_features_read_every_patch(build):
                 "parallel.sequence_parallel=true",
                 "data.image_size=12",
             ],
-            "9 patches are not divisible by tensor_model_parallel_size 2",
+            "9 rows are not divisible by tensor_model_parallel_size 2",
         ),
         (
             [
@@ -252,7 +252,7 @@ def test_features_read_every_patch(build):
                 "data.validation=shards/validation",
                 "training.validate_every=1",
             ],
-            "start token and 16 patches are not divisible by tensor_model_parallel_size 2",
+            "17 rows are not divisible by tensor_model_parallel_size 2",
         ),
     ],
 )

@@ -74,7 +74,7 @@ def test_patches_are_predicted_from_earlier_ids(build_paper, run_folder):
     other[:, 3] = (other[:, 3] + 1) % 12
     changed = (objective.outputs(runner.predictions((other, *rest))) != outputs).any(-1)
     assert changed.tolist() == [[False] * 4 + [True] * 12] * 2
-    with pytest.raises(UserError, match="inputs ids the model reads ids and predicts pixels"):
+    with pytest.raises(UserError, match="reads ids and predicts patches cannot continue"):
         objective.generation()
 
 
@@ -93,7 +93,7 @@ def test_loss_mse_needs_image_shards(build_paper, run_folder):
         identity=open_tokenizer(run_folder).identity(),
     )
     (error,) = objective.check_data(manifest)
-    assert "loss mse predicts pixels: name jpeg shards" in error
+    assert "holds ids; objective.loss is made of images: name jpeg shards" in error
 
 
 def test_tokenizer_identity(build_paper, run_folder):
@@ -120,5 +120,5 @@ def test_incompatible_keys(build_paper, run_folder, words, message):
 
 def test_ids_from_patches_cannot_be_generated(build_paper, run_folder):
     objective, _ = build_paper(config(run_folder))
-    with pytest.raises(UserError, match="loss ids the model reads patches and predicts ids"):
+    with pytest.raises(UserError, match="reads patches and predicts ids cannot continue"):
         objective.generation()

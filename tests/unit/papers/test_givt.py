@@ -8,7 +8,7 @@ import torch
 from small_batches import run_layers
 from tiny import tiny
 
-from megavis.composition import composition, encoded_tokens
+from megavis.composition import encoded_tokens, model
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.loader import Batch
@@ -325,7 +325,10 @@ def test_labels_out_of_range(make, words, label, message):
     ("words", "message"),
     [
         (("objective.covariance=full",), "use 1"),
-        (("objective.downsampling=5",), "is not divisible by objective.downsampling"),
+        (
+            ("objective.downsampling=5",),
+            "objective.downsampling: 5 does not divide data.image_size 32",
+        ),
         (("objective.stacked_latents=3",), "3 does not divide the 4 latents"),
         (("objective.adapter_blocks=1", "objective.latent_channels=3"), "channels are odd"),
         (
@@ -375,8 +378,8 @@ def test_batch_is_tokenized_once(make, monkeypatch, words):
     """Inputs and targets share the tokens; with an adapter nothing is gathered."""
     objective, _ = make(*words)
     turned, gathered = [], []
-    turn, take = encoded_tokens.to_tokens, composition.gather_tokens
+    turn, take = encoded_tokens.to_tokens, model.gather_tokens
     monkeypatch.setattr(encoded_tokens, "to_tokens", lambda grid: turned.append(0) or turn(grid))
-    monkeypatch.setattr(composition, "gather_tokens", lambda *v: gathered.append(0) or take(*v))
+    monkeypatch.setattr(model, "gather_tokens", lambda *v: gathered.append(0) or take(*v))
     objective.sequence(objective.blank_batch(2, torch.device("cpu")))
     assert (len(turned), len(gathered)) == (1, 0 if words else 2)

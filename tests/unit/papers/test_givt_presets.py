@@ -201,7 +201,7 @@ def test_dense_prediction_matches_the_released_code(name, steps, warmup):
     )
     assert optimizer.weight_decay * optimizer.learning_rate == pytest.approx(1e-6)
     assert (paper.encoder_learning_rate_scale, paper.encoder_layers) == (0.1, 24)
-    assert (paper.num_components, paper.grid(config)) == (1, (16, 16))
+    assert (paper.num_components, paper.grammar(config).reads.grid(config.data)) == (1, (16, 16))
     assert paper.tokenizer == vae.folder
     assert (vae.objective.latent_channels, vae.objective.downsampling) == (16, 32)
 

@@ -114,7 +114,7 @@ def test_unconditional_generation_is_refused(sampler):
         (["objective.normalize_targets=true"], "normalize_targets"),
         (
             ["objective.variant=p2d", "objective.vocabulary_size=8", "objective.tokenizer=none"],
-            "p2d reads patches",
+            "reads patches and predicts ids",
         ),
     ],
 )

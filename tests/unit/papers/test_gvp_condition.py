@@ -69,7 +69,10 @@ def test_one_stream_predicts_the_next_patch(build_gvp):
     ("words", "message"),
     [
         (["objective.streams=one"], "objective.segmentation: must be fixed with num_groups 9"),
-        ([*ONE_STREAM, "objective.num_condition_tokens=0"], "must be at least 1 with streams one"),
+        (
+            [*ONE_STREAM, "objective.num_condition_tokens=0"],
+            "needs a row before the first token, to predict it; set it to 1 or more",
+        ),
         (["objective.condition_size=4"], "objective.tokenizer: must name the run folder"),
         (
             ["objective.condition_size=4", "objective.num_condition_tokens=2"],
@@ -87,10 +90,10 @@ def test_fine_tuning_splits_content_alone(build_gvp):
     tuned = ["finetune.num_classes=3", "data.validation=held", "training.validate_every=1"]
     split = ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"]
     fixed = ["objective.segmentation=fixed", "objective.num_groups=2", *split]
-    with pytest.raises(UserError, match="13 tokens, 6 of them queries, are not divisible"):
+    with pytest.raises(UserError, match="13 rows, 6 of them queries, are not divisible"):
         build_gvp(*fixed)
     build_gvp(*tuned, *fixed)
-    with pytest.raises(UserError, match="11 tokens, 0 of them queries, are not divisible"):
+    with pytest.raises(UserError, match="11 rows are not divisible"):
         build_gvp(*tuned, *fixed, "objective.num_condition_tokens=2")
 
 
@@ -98,5 +101,5 @@ def test_fine_tuning_splits_content_alone(build_gvp):
 def test_generation_errors(build_gvp, run_folder, words):
     extra = [f"objective.tokenizer={run_folder}"] if len(words) == 1 else []
     objective, _ = build_gvp(*words, *extra)
-    with pytest.raises(UserError, match="train without it to generate"):
+    with pytest.raises(UserError, match="to generate, set objective"):
         objective.generation()

@@ -61,7 +61,9 @@ def test_presets_match_table_rows(load, table):
         # Section 5: ViT-B for 200 epochs, batch 4096, 16² or 14² tokens.
         model = config.model
         assert (model.num_layers, model.hidden_size, model.num_attention_heads) == (12, 768, 12)
-        assert config.objective.num_patches(config) == (256 if keys["variant"] == "d2d" else 196)
+        assert config.objective.grammar(config).num_tokens(config) == (
+            256 if keys["variant"] == "d2d" else 196
+        )
         assert config.training.batch_size == 4096
         # 200 epochs: of ImageNet-100 with y_extra (table 7), and of ImageNet in all other rows.
         small = name == "vit_b_p2p_features"

@@ -61,7 +61,7 @@ def test_autoregressive_loss_follows_the_chain_rule(build, tmp_path, order):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (np.arange(9), "objective.order: lists 9 pixels; images of data.image_size 4 have 16"),
+        (np.arange(9), "objective.order: lists 9 tokens, and images have 16"),
         (np.arange(1, 17), "must contain a permutation: .*, not '.*order.npy'"),
         (np.arange(16).reshape(4, 4), "must contain a permutation"),
         ({"order": np.arange(16)}, "must contain a permutation"),
@@ -80,7 +80,7 @@ def test_invalid_order_file(build, tmp_path, content, message):
 
 @pytest.mark.parametrize("order", ["[raster, 1]", "[[0, 1], [2, 3]]", "[0, 0, 1]"])
 def test_invalid_order_list(build, tmp_path, order):
-    with pytest.raises(UserError, match="objective.order: must list every pixel"):
+    with pytest.raises(UserError, match="objective.order: must list every token"):
         build(tmp_path / "c.yaml", f"objective.order={order}")
 
 

@@ -88,12 +88,12 @@ def test_keys_and_values_are_computed_for_context_only(make):
 def test_loss_and_accuracy_match_loops(make):
     objective, _ = make()
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(3, PLACES + 1, PLACES, generator=generator)
+    logits = torch.randn(3, PLACES, PLACES, generator=generator)
     targets = objective.sequence(batch_of(draw_images())).targets
     nats, right = 0.0, 0
     for image in range(3):
         for patch in range(PLACES):
-            row = logits[image, 1 + patch].double().tolist()
+            row = logits[image, patch].double().tolist()
             nats += math.log(sum(math.exp(x) for x in row)) - row[patch]
             right += row.index(max(row)) == patch
     assert float(objective.loss(logits, targets)) == pytest.approx(nats / 48, rel=1e-5)
@@ -159,9 +159,9 @@ def test_speech_frames_with_given_positions(make):
             assert int(sequence.targets[0][image, place]) == place
             counts = bool(sequence.targets[1][image, place])
             assert counts == (place not in given_positions[image].tolist())
-    logits = torch.randn(3, 21, 20, generator=torch.Generator().manual_seed(1))
+    logits = torch.randn(3, 20, 20, generator=torch.Generator().manual_seed(1))
     nats = [
-        -float(logits[b, 1 + p].log_softmax(-1)[p])
+        -float(logits[b, p].log_softmax(-1)[p])
         for b in range(3)
         for p in range(20)
         if p not in given_positions[b].tolist()
@@ -216,7 +216,7 @@ def test_finetuning_reads_frames_like_pretraining(make):
         ),
         (
             ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],
-            "17 tokens are not divisible",
+            "17 rows are not divisible",
         ),
     ],
 )
@@ -261,12 +261,12 @@ def test_loss_has_a_deterministic_kernel(make):
             called.add(function.name())
             return function(*args, **(kwargs or {}))
 
-    logits = torch.randn(2, 17, 16, requires_grad=True)
+    logits = torch.randn(2, 16, 16, requires_grad=True)
     true = torch.arange(16).expand(2, -1)
     with Recorder():
         losses = objective.density.per_token_loss(logits, true)
         losses.sum().backward()
     assert "aten::nll_loss_backward" in called
     assert not [name for name in called if "nll_loss2d" in name]
-    expected = -logits.detach()[:, 1:].double().log_softmax(-1).diagonal(dim1=1, dim2=2)
+    expected = -logits.detach().double().log_softmax(-1).diagonal(dim1=1, dim2=2)
     torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)

@@ -82,8 +82,8 @@ def test_visible_patches_stay_and_hidden_are_denormalized(paper, tmp_path):
 def test_mixture_is_reconstructed_by_its_mean(build_paper, tmp_path):
     section = (
         "{name: compose, reads: {kind: patches, patch_size: 4}, schedule: {kind: context},"
-        f" asks: {{kind: bridge, decoder: {DECODER}}},"
-        " density: {kind: mixture, num_components: 2}}"
+        f" asks: {{kind: visible, decoder: {DECODER}}},"
+        " density: {kind: gaussian_mixture, num_components: 2}}"
     )
     objective, _ = build_paper(tiny(section))
     batch = batch_of(photographs(2, 16))

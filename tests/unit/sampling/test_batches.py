@@ -146,8 +146,8 @@ def test_errors(batches):
 
 GIVT = tiny(
     "{name: compose, reads: {kind: patches, patch_size: 4}, schedule: {kind: one_by_one},"
-    " asks: {kind: shift}, density: {kind: mixture, num_components: 2},"
-    " condition: {kind: class, num_classes: 3, dropout: 0.1}}",
+    " asks: {kind: shift}, density: {kind: gaussian_mixture, num_components: 2},"
+    " condition: {kind: labels, num_classes: 3, dropout: 0.1}}",
     data={"image_size": 8},
     model={"num_layers": 1},
 )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megavis.config.errors import UserError
-from megavis.schedules.masked import MaskedShare, RoundOptions, Rounds, lowest
+from megavis.schedules.masked import Masked, RoundOptions, Rounds, lowest
 from megavis.schedules.orders import Orders
 from megavis.schedules.schedule import GenerationProgress
 
@@ -81,9 +81,7 @@ def test_out_of_range_options_raise(rounds, temperature):
 
 def test_masked_share_is_independent_of_token_order():
     order = torch.tensor([2, 0, 3, 1])
-    plain, permuted = (
-        MaskedShare(Orders(each), share=0.3, seed=4) for each in (torch.arange(4), order)
-    )
+    plain, permuted = (Masked(Orders(each), share=0.3, seed=4) for each in (torch.arange(4), order))
     index = torch.arange(5000)
     hidden = plain.draw(index).groups
     assert hidden.float().mean() == pytest.approx(0.3, abs=0.01)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megavis.config.errors import UserError
+from megavis.grammar.boundaries import boundaries_error, fixed_boundaries
 from megavis.schedules import segmented
-from megavis.schedules.boundaries import boundaries_error, fixed_boundaries
 from megavis.schedules.orders import check_order, random_orders
 
 pytestmark = pytest.mark.once

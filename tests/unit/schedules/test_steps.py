@@ -5,11 +5,11 @@ import torch
 
 from megavis.config.errors import UserError
 from megavis.parallel.random import uniform
-from megavis.schedules.masked import RandomMasking
+from megavis.schedules.masked import Context
 from megavis.schedules.one_by_one import OneByOne
 from megavis.schedules.orders import Orders, random_orders
 from megavis.schedules.schedule import GenerationProgress, NoOptions
-from megavis.schedules.segmented import Grouping, GroupOptions, even_group_ends
+from megavis.schedules.segmented import GroupOptions, Groups, even_group_ends
 
 NOTHING = GenerationProgress(None, torch.arange(2), 0)
 
@@ -47,7 +47,7 @@ def test_orders_are_shared_or_drawn_per_image():
 
 @pytest.mark.parametrize(("num_given", "groups"), [(3, 3), (2, 1), (1, 8), (4, 2)])
 def test_each_group_sees_all_earlier_groups(num_given, groups):
-    schedule = Grouping("random", num_tokens=9, num_groups=2, shuffled=True, seed=0)
+    schedule = Groups("random", num_tokens=9, num_groups=2, shuffled=True, seed=0)
     options, images = GroupOptions(groups), torch.tensor([4, 9])
     order = schedule.order_of(images, options, seed=5)
     assert torch.equal(order, random_orders(images, 9, seed=5))
@@ -71,7 +71,7 @@ def test_even_group_ends_split_the_remaining_tokens():
 
 
 def test_context_is_the_prefix_of_a_random_order():
-    schedule, index = RandomMasking(8, mask_ratio=0.75, placed_ratio=0.125, seed=2), torch.arange(3)
+    schedule, index = Context(8, mask_ratio=0.75, placed_ratio=0.125, seed=2), torch.arange(3)
     plan = schedule.draw(index)
     draws = uniform(index, 8, seed=2, purpose="context")
     expected = [sorted(range(8), key=row.__getitem__) for row in draws.tolist()]
@@ -82,14 +82,14 @@ def test_context_is_the_prefix_of_a_random_order():
     assert (features.num_content, features.num_placed) == (8, 8)
     assert not features.is_predicted.any()
     assert schedule.is_random
-    assert not RandomMasking(8, mask_ratio=0.0, seed=2).is_random
+    assert not Context(8, mask_ratio=0.0, seed=2).is_random
 
 
 @pytest.mark.parametrize("cut", ["mixed", "random", "fixed"])
 def test_features_can_have_orders_and_groups_of_training(cut):
     index = torch.tensor([3, 40, 41])
     plain, drawn = (
-        Grouping(cut, num_tokens=16, num_groups=3, shuffled=True, draws_features=draws, seed=0)
+        Groups(cut, num_tokens=16, num_groups=3, shuffled=True, draws_features=draws, seed=0)
         for draws in (False, True)
     )
     expected = plain.draw(index)
@@ -105,7 +105,5 @@ def test_features_can_have_orders_and_groups_of_training(cut):
 
 
 def test_raster_orders_with_fixed_groups_draw_nothing_for_features():
-    rule = Grouping(
-        "fixed", num_tokens=16, num_groups=3, shuffled=False, draws_features=True, seed=0
-    )
+    rule = Groups("fixed", num_tokens=16, num_groups=3, shuffled=False, draws_features=True, seed=0)
     assert not rule.has_random_features

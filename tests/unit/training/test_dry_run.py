@@ -85,7 +85,7 @@ def test_processes_option_requires_dry_run(tiny_config, capsys):
 
 def test_what_cannot_be_sampled_is_said_before_training(lines, tiny_config, capsys):
     hidden = (
-        "objective={name: compose, reads: {kind: palette, vocabulary_size: 64}, asks: {kind: mask},"
+        "objective={name: compose, reads: {kind: colors, vocabulary_size: 64}, asks: {kind: mask},"
         " schedule: {kind: masked}, density: {kind: categorical}}"
     )
     code, found = lines(tiny_config, hidden, "name=hidden")

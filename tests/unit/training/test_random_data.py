@@ -10,7 +10,7 @@ from megavis.training.bench import random_batch
     "objective",
     [
         "{name: igpt, vocabulary_size: 5}",
-        "{name: compose, reads: {kind: palette, vocabulary_size: 5}, schedule: {kind: one_by_one},"
+        "{name: compose, reads: {kind: colors, vocabulary_size: 5}, schedule: {kind: one_by_one},"
         " asks: {kind: shift}, density: {kind: categorical}}",
     ],
 )

@@ -1,51 +1,350 @@
-"""A paper as a composition: sequences, loss, features and generation, derived from its choices.
+"""A paper as a model: its layers, its training rows, loss, features and generation.
 
-The choices themselves (tokens, schedule, asking, density, condition) and the first layer are in
-`objective.py`.
+All of it is derived from the words of its grammar, which `build.py` turns into tokens, a schedule,
+an asking kind, a density and a condition. Nothing here depends on ranks; the interface to the
+engine is in `trainable.py`.
 
 Legend: b images, n positions of the sequence, q predicted positions, r rows of generation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from megavis.composition.asking import AskedRows
-from megavis.composition.condition import Known
-from megavis.composition.objective import Objective
-from megavis.composition.reader import Reader
-from megavis.composition.trainable import SequenceBatch
+from megavis.composition.asking import AskedRows, Asking, Visible
+from megavis.composition.build import (
+    build_asking,
+    build_condition,
+    build_density,
+    build_initialization,
+    build_part,
+    build_schedule,
+    build_tokens,
+)
+from megavis.composition.condition import Condition, Known
+from megavis.composition.encoded_image import EncodedImage, PretrainedEncoder
+from megavis.composition.parts import PARTS, TRANSFORMED, Part, Role, with_whole_norms
+from megavis.composition.reader import Reader, SecondStack
+from megavis.composition.tokens import Tokens, Vectors
+from megavis.composition.trainable import Backbone, Likelihood, SequenceBatch
 from megavis.config.errors import UserError
+from megavis.config.schema import RunConfig
+from megavis.config.section import PositionKind
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.loader import Batch
-from megavis.model.core import MEMORY
+from megavis.densities.density import Density
+from megavis.grammar import words
+from megavis.grammar.paper import PaperConfig
+from megavis.model.core import BLOCKS, MEMORY, Core, StackSpec
+from megavis.model.dropout import SAMPLES, carries_samples
+from megavis.model.flops import Workload
+from megavis.model.heads import Head
 from megavis.model.layer_state import LayerState, PackedState
-from megavis.model.stack import stacks_of
+from megavis.model.parameters import with_decay
+from megavis.model.positions import carried_names
+from megavis.model.stack import LayerPlan, block_plans, model_flops, stacks_of
+from megavis.model.visibility import VisibilityKind
+from megavis.parallel.context import ParallelContext
 from megavis.schedules.orders import gather_tokens, to_raster
-from megavis.schedules.schedule import Arrangement, PredictionTargets
+from megavis.schedules.schedule import Arrangement, PredictionTargets, Schedule
 from megavis.tokenizers.patches import to_grid
 
 RunOnce = Callable[[Callable[[nn.Module], PackedState]], PackedState]
 
 
-class Composition(Objective):
-    """A paper defined by its choices."""
+class Model(Backbone):
+    """A paper with Transformer blocks; `visibility` replaces that of the asking kind."""
+
+    config_type = PaperConfig
+    paper: Any
+
+    def __init__(
+        self,
+        config: RunConfig,
+        context: ParallelContext,
+        *,
+        visibility: VisibilityKind | None = None,
+    ) -> None:
+        super().__init__(config, context)
+        self.grammar = self.paper.grammar(config)
+        names = self.carried_names
+        stack = StackSpec(
+            BLOCKS,
+            config.model,
+            visibility or self.asks.visibility,
+            build_initialization(self.grammar.weights, config.model),
+            carried_names=(*names, SAMPLES) if config.drop_path else names,
+            drop_path=config.drop_path,
+            relative_grid=self.relative_grid,
+        )
+        self.core = Core.create(config, context.megatron_groups(), stack)
+
+    # The words, built.
+
+    @cached_property
+    def reads(self) -> Tokens:
+        """The input tokens."""
+        return build_tokens(self.grammar.reads, self.config, self._under("reads"))
+
+    @cached_property
+    def predicts(self) -> Tokens:
+        """The predicted tokens."""
+        word = self.grammar.predicts
+        if word is None:
+            return self.reads
+        return build_tokens(word, self.config, self._under("predicts"))
+
+    def _under(self, word: str) -> Callable[[str], str]:
+        return lambda name: self.paper.key(f"{word}.{name}")
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """What is known when each token is predicted."""
+        return build_schedule(self.grammar, self.config, self.reads.grid)
+
+    @cached_property
+    def asks(self) -> Asking:
+        """Which row predicts a token."""
+        return build_asking(self.grammar)
+
+    @cached_property
+    def condition(self) -> Condition:
+        """What the model is conditioned on."""
+        return build_condition(self.grammar, self.config, self.paper.key)
+
+    @cached_property
+    def second_stack(self) -> SecondStack | None:
+        """The decoder of an encoder that sees some tokens; None for others."""
+        word, asks = self.grammar.asks, self.asks
+        if not isinstance(word, words.Visible):
+            return None
+        assert isinstance(asks, Visible)
+        return SecondStack(
+            self.core,
+            asks,
+            word.decoder.model_dump(),
+            grid=self.reads.grid,
+            positions=self.position_kind,
+            tokens_decay=word.tokens_decay,
+        )
+
+    @cached_property
+    def density(self) -> Density:
+        """How a token is predicted, scored and sampled."""
+        upper = self.second_stack
+        return build_density(
+            self.grammar,
+            self.config,
+            self.paper.key,
+            core=self.core if upper is None else upper.core,
+            predicts=self.predicts,
+            num_skipped=self.num_skipped,
+            also_return=TRANSFORMED if self.has_transform else None,
+        )
+
+    @property
+    def num_skipped(self) -> int:
+        """Leading rows that reach the head and predict nothing."""
+        asks, front = self.grammar.asks, self.asks.num_front
+        if isinstance(asks, words.Query):
+            # Queries alone reach the head; without them, the row before a token predicts it.
+            return 0 if asks.streams == "two" else front + asks.start - 1
+        if isinstance(asks, words.Visible):
+            return front + self.schedule.draw(torch.zeros(1, dtype=torch.int64)).num_content
+        return front
+
+    @property
+    def has_transform(self) -> bool:
+        """True if the first layer contains a learned, invertible transform of the tokens."""
+        return self.grammar.transform is not None
+
+    @property
+    def relative_grid(self) -> tuple[int, int] | None:
+        """Rows and columns of the grid of a relative position bias; None without one."""
+        return self.reads.grid if self.position_kind == "relative_2d" else None
+
+    @property
+    def extra_tensors(self) -> tuple[str, ...]:
+        """Names of the density's head inputs besides hidden states."""
+        return ("noisy",) if isinstance(self.grammar.density, words.Diffusion) else ()
+
+    @property
+    def weights_need_their_seed(self) -> bool:
+        """True if weights are only valid with the `seed` that they were trained with."""
+        return self.grammar.weights_need_their_seed
+
+    @property
+    def likelihood(self) -> Likelihood | None:
+        """How to convert the loss to -log p of an image's tokens; None if it is no likelihood."""
+        dimension, size = self.reads.dimension, 1
+        if not self.grammar.is_likelihood or dimension is None:
+            return None
+        if isinstance(self.reads, Vectors):
+            size = self.reads.width
+        given = self.condition.given_text
+        return Likelihood(dimension, self.num_tokens * size, per_loss=size, given=given)
+
+    @property
+    def pretrained_key(self) -> str | None:
+        """Config key that names the run that the memory's encoder starts from; None without one."""
+        memory = self.grammar.memory
+        starts = memory is not None and memory.from_run is not None
+        return self.paper.key("memory.from_run") if starts else None
+
+    def pretrained(self) -> PretrainedEncoder | None:
+        """Open the Vision Transformer that the memory's encoder starts from."""
+        memory, condition = self.grammar.memory, self.condition
+        if memory is None or memory.from_run is None:
+            return None
+        assert isinstance(condition, EncodedImage)
+        return condition.pretrained(memory.from_run, self.config.model)
+
+    # What follows from them: the first layer, and all layers.
+
+    @property
+    def position_kind(self) -> PositionKind:
+        """Position encoding: the config's, or the paper's default."""
+        return self.grammar.positions
+
+    @property
+    def carried_names(self) -> tuple[str, ...]:
+        """Names of the tensors that are carried with the hidden states, in order.
+
+        Blocks use those of visibility and coordinates, and attend to an encoder's `memory`; all
+        others pass through to the head. With drop path, `core.carried_names` adds the sample
+        indices.
+        """
+        return (
+            *self.asks.extra_tensors,
+            *((TRANSFORMED,) if self.has_transform else ()),
+            *carried_names(self.position_kind),
+            *self.extra_tensors,
+            *((MEMORY,) if "encoder" in self.condition.roles else ()),
+        )
+
+    @property
+    def carries_gradient(self) -> bool:
+        """True with a transform, trained by the loss on its tokens, or an encoder's memory."""
+        return self.has_transform or "encoder" in self.condition.roles
+
+    def parts(self) -> dict[Role, Part]:
+        """Return how to build each part of the first layer."""
+        needed = {*self.asks.roles, *self.condition.roles}
+        needed |= {"transform"} if self.has_transform else set()
+        return {role: partial(self.part, role) for role in PARTS if role in needed}
+
+    def part(self, role: Role) -> nn.Module | nn.Parameter:
+        """Build a part of the first layer."""
+        built = self.condition.part(role, self.core)
+        if built is None:
+            front = self.asks.num_front
+            built = build_part(role, self.grammar, self.core, self.reads, num_front=front)
+        asks = self.grammar.asks
+        decays = isinstance(asks, words.Visible) and asks.tokens_decay
+        if role == "front" and decays and self.config.finetune is None:
+            assert isinstance(built, nn.Parameter)
+            with_decay(built)
+        return built
+
+    def build_embedding(self) -> nn.Module:
+        """Build the first layer, from `SequenceBatch.inputs` to a `PackedState` of `[s, b, h]`."""
+        return Reader(
+            self.core,
+            self.asks,
+            self.parts(),
+            seed=self.config.seed,
+            conditions=self.condition.roles,
+            extras=self.extra_tensors,
+        )
+
+    def build_head(self) -> Head:
+        """Build the last layer, from a `PackedState` of `[s, b, h]` to one or more predictions."""
+        return self.density.build_head()
+
+    def workload(self) -> Workload:
+        """Return the workload of the blocks for one training image."""
+        plan, upper = self.schedule.draw(torch.zeros(1, dtype=torch.int64)), self.second_stack
+        width = self.density.num_outputs if upper is None else upper.core.model.hidden_size
+        work = self.asks.workload(plan, width)
+        return replace(work, num_memory=self.condition.num_memory)
+
+    def flops_per_image(self) -> float:
+        """Return the FLOPs of a training step for one image, summed over the layers."""
+        return model_flops(self.layer_plans())
+
+    def layer_plans(self) -> list[LayerPlan]:
+        """Return the model: embedding, encoder if there is one, blocks, head."""
+        seed, core, work = self.config.seed, self.core, self.workload()
+        build: Callable[[], nn.Module] = partial(with_whole_norms, self.build_embedding)
+        build = carries_samples(build) if self.config.drop_path else build
+        embedding = LayerPlan("embedding", build, seed)
+        encoder = self.condition.layers(core, num_rows=work.num_tokens, seed=seed)
+        blocks = block_plans(core, work, seed=seed, depth=1, gives_features=True)
+        upper = self.upper_layers()
+        plans = [embedding, *blocks, *upper]
+        num_read, decoder = stacks_of(plans)[-1].work.num_read, self.density.decoder
+        head = LayerPlan(
+            "head",
+            self.build_head,
+            seed,
+            depth=len(plans),
+            inner=decoder.stack(num_read),
+            flops=decoder.flops * num_read,
+            gives_features=not upper,
+        )
+        return [embedding, *encoder, *plans[1:], head]
+
+    def upper_layers(self) -> list[LayerPlan]:
+        """Return bridge and blocks of the second stack, if there is one."""
+        upper, outputs = self.second_stack, self.density.num_outputs
+        return [] if upper is None else upper.layers(outputs, seed=self.config.seed)
+
+    # Training and features.
+
+    def outputs(self, predictions: Any) -> Tensor:
+        """Return the head's output gathered and batch first; see `Density.outputs`."""
+        return self.density.outputs(predictions)
+
+    @property
+    def measures_accuracy(self) -> bool:
+        """True if the density has one."""
+        return self.density.measures_accuracy
+
+    def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
+        """Return the density's metrics of a batch, for validation."""
+        return self.density.measures(predictions, targets)
+
+    def token_losses(self, predictions: Any, targets: tuple[Tensor, ...]) -> Tensor:
+        """Return the loss of each position, `[b, n]`; raise UserError unless sequential."""
+        if not self.schedule.is_sequential:
+            name = self.config.objective.name
+            raise UserError(f"{name} does not predict the patches of an order one by one")
+        return self.density.per_token_loss(predictions, targets[0] if targets else None)
+
+    def with_samples(self, sequence: SequenceBatch, batch: Batch) -> SequenceBatch:
+        """Append the sample indices to the inputs, as the first layer expects in training."""
+        if not self.config.drop_path:
+            return sequence
+        return replace(sequence, inputs=(*sequence.inputs, batch.sample_index))
 
     @property
     def num_copies(self) -> int:
         """Number of samples per column in image grids of a run."""
-        return 3 if self.condition.reads_images else 1
+        is_noisy = isinstance(self.grammar.density, words.Diffusion)
+        return 3 if self.condition.reads_images or is_noisy else 1
 
     @property
     def default_share(self) -> float:
         """Share of each image that is given in image grids of a run."""
-        return 0.0 if self.condition.reads_images else 0.5
+        gives_none = self.condition.reads_images or self.reads.is_random
+        return 0.0 if gives_none else self.schedule.given_share
 
     @property
     def num_tokens(self) -> int:
@@ -77,6 +376,8 @@ class Composition(Objective):
     def check_data(self, manifest: Manifest) -> Iterator[str]:
         """Check that the shards suit tokens and condition."""
         yield from self.condition.check(manifest, self.reads, self.config.objective.name)
+        if self.predicts is not self.reads and manifest.kind == "ids":
+            yield f"holds ids; {self.paper.key('predicts')} is made of images: name jpeg shards"
 
     def blank_batch(self, num_images: int, device: torch.device) -> Batch:
         """Return samples of zeros."""
@@ -215,7 +516,6 @@ class Composition(Objective):
         weights = plan.is_predicted.float().expand(count, -1)
         return (weights if self.asks.permutes else to_raster(weights, plan.order),)
 
-    @final
     def feature_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
         """Return `SequenceBatch.inputs` for features of a batch, ignoring its labels.
 
@@ -245,7 +545,8 @@ class Composition(Objective):
         return (*rows, *known, *self._blank_inputs(rows))
 
     def _blank_inputs(self, rows: AskedRows) -> tuple[Tensor, ...]:
-        return self.density.blank_inputs(self.asks.shape_of(rows), rows[0].device)
+        count, num_rows = self.asks.shape_of(rows)
+        return self.density.blank_inputs((count, num_rows - self.num_skipped), rows[0].device)
 
     def loss(self, predictions: Any, targets: tuple[Tensor, ...]) -> Tensor:
         """Return the loss per predicted token, a mean over the images.
@@ -264,7 +565,7 @@ class Composition(Objective):
         count = counts[0] if counts else counted.sum(1).clamp(min=1.0)
         return ((losses * counted).sum(1) / count).mean()
 
-    def composition(self) -> Composition:
+    def composition(self) -> Model:
         """Return itself."""
         return self
 
@@ -274,10 +575,11 @@ class Composition(Objective):
 
     # Generation, for papers that generate.
 
-    def generation(self) -> Composition:
+    def generation(self) -> Model:
         """Return itself; raise UserError if models of the config cannot generate images."""
-        if self.config.objective.no_images is not None:
-            raise UserError(self.config.objective.no_images)
+        reason = self.paper.cannot_generate(self.config)
+        if reason is not None:
+            raise UserError(reason)
         return self
 
     def tokens_of(self, inputs: Tensor, index: Tensor | None = None) -> Tensor:
@@ -321,8 +623,8 @@ class Composition(Objective):
         """
         if self.has_transform:
             raise UserError(
-                f"with {self.transform_key} every token depends on the whole image, so no part"
-                " of an image can be given"
+                f"with {self.paper.key('transform')} every token depends on the whole image, so no"
+                " part of an image can be given"
             )
         return self.reads.sequence(tokens)
 

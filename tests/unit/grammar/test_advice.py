@@ -12,18 +12,20 @@ from pydantic import BaseModel
 
 from megavis.config.checks import check_config
 from megavis.config.schema import RunConfig
-from megavis.papers.compose.config import ComposeConfig
+from megavis.grammar.compose import ComposeConfig
+from megavis.grammar.grammar import Words
 
 pytestmark = pytest.mark.once
 
 TOKENS = (
-    {"kind": "palette", "vocabulary_size": 33},
+    {"kind": "colors", "vocabulary_size": 33},
     {"kind": "patches", "patch_size": 4},
     {"kind": "patches", "patch_size": 5},
     {"kind": "ids", "vocabulary_size": 12, "patch_size": 4, "tokenizer": "run"},
     {"kind": "ids", "vocabulary_size": 13, "patch_size": 8},
     {"kind": "latents", "channels": 4, "patch_size": 4},
     {"kind": "latents", "channels": 3, "patch_size": 4, "tokenizer": "run"},
+    {"kind": "latents", "channels": 2, "patch_size": 4, "stacked": 3, "tokenizer_beta": 0.1},
     {"kind": "frames"},
 )
 CHOICES = {
@@ -40,18 +42,25 @@ CHOICES = {
         {"kind": "rounds"},
         {"kind": "groups", "num_groups": 3},
         {"kind": "groups", "num_groups": 300},
+        {"kind": "groups", "length": "given"},
+        {"kind": "groups", "boundaries": [4, 4]},
+        {"kind": "groups", "length": "given", "boundaries": [2, 40]},
+        {"kind": "one_by_one", "order": [1, 0]},
         {"kind": "context", "mask_ratio": 0.01},
         {"kind": "context", "mask_ratio": 0.5},
     ),
     "asks": (
         *({"kind": "shift", "place": place} for place in ("asked", "content", "both")),
         {"kind": "mask"},
+        {"kind": "mask", "filler": "zero_token"},
+        {"kind": "mask", "marks": True},
         {"kind": "query"},
-        {"kind": "self"},
-        {"kind": "self", "given_ratio": 0.5},
+        {"kind": "query", "start": False, "streams": "one"},
+        {"kind": "in_context"},
+        {"kind": "in_context", "given_ratio": 0.5},
         *(
             {
-                "kind": "bridge",
+                "kind": "visible",
                 "decoder": {"num_layers": 1, "hidden_size": size, "num_attention_heads": 2},
             }
             for size in (6, 8)
@@ -61,21 +70,29 @@ CHOICES = {
         {"kind": "categorical"},
         {"kind": "squared_error"},
         {"kind": "squared_error", "normalize": True},
-        {"kind": "mixture"},
+        {"kind": "squared_error", "decoder": "mlp"},
+        {"kind": "gaussian_mixture"},
+        {"kind": "correlated_gaussian"},
         {"kind": "diffusion"},
         {"kind": "place"},
     ),
     "condition": (
-        {"kind": "none"},
-        {"kind": "none"},
-        {"kind": "class", "num_classes": 3},
-        {"kind": "features", "tokenizer": "run", "feature_size": 4},
-        {"kind": "memory", "num_layers": 1, "patch_size": 8},
-        {"kind": "memory", "num_layers": 1, "patch_size": 5, "hidden_size": 15},
+        None,
+        None,
+        {"kind": "labels", "num_classes": 3},
+        {"kind": "learned_tokens", "count": 2},
+        {"kind": "pooled_features", "tokenizer": "run", "feature_size": 4},
+    ),
+    "memory": (
+        None,
+        None,
+        None,
+        {"kind": "encoded_image", "num_layers": 1, "patch_size": 8},
+        {"kind": "encoded_image", "num_layers": 1, "patch_size": 5, "hidden_size": 15},
     ),
     "transform": (
-        {"kind": "none"},
-        {"kind": "none"},
+        None,
+        None,
         {"kind": "adapter", "blocks": 1},
         {"kind": "adapter", "blocks": 1, "bottleneck": 2},
     ),
@@ -99,10 +116,7 @@ def drawn(numbers):
     """Return a config's tree, with one choice of each."""
     chosen = {name: copy.deepcopy(numbers.choice(kinds)) for name, kinds in CHOICES.items()}
     tree = copy.deepcopy(TREE)
-    tree["objective"] |= {
-        name: chosen[name]
-        for name in ("reads", "predicts", "schedule", "asks", "density", "condition", "transform")
-    }
+    tree["objective"] |= {name: chosen[name] for name in Words.model_fields if name in chosen}
     tree["model"]["positions"] = chosen["positions"]
     tree["data"] = {"train": "shards", **chosen["data"]}
     tree["parallel"] |= chosen["parallel"]

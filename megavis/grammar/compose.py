@@ -1,0 +1,40 @@
+"""A paper without a name: the words themselves, in a YAML file."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from megavis.config.errors import UserError
+from megavis.config.schema import RunConfig
+from megavis.config.section import PositionKind
+from megavis.grammar.grammar import Grammar, Words
+from megavis.grammar.paper import PaperConfig
+
+
+class ComposeConfig(PaperConfig, Words):
+    """Config keys of a composition: each word is a section, whose `kind` determines its keys."""
+
+    takes_frames: ClassVar[bool] = True
+
+    name: Literal["compose"] = "compose"
+
+    def grammar(self, run: RunConfig) -> Grammar:
+        """Return the words; positions are learned by default, or absent if they are predicted."""
+        default: PositionKind = "none" if self.asks.kind == "in_context" else "learned"
+        words = {name: getattr(self, name) for name in Words.model_fields}
+        return Grammar(**words, positions=run.model.positions or default)
+
+
+def written_out(run: RunConfig) -> RunConfig:
+    """Return the same run with its paper written in words, as a composition.
+
+    Raises:
+        UserError: the run is an autoencoder's, which no words describe.
+    """
+    if not isinstance(run.objective, PaperConfig):
+        name = run.objective.name
+        raise UserError(f"{name} is an autoencoder, and the grammar has no words for one")
+    grammar = run.objective.grammar(run)
+    words = {name: getattr(grammar, name) for name in Words.model_fields}
+    model = run.model.model_copy(update={"positions": grammar.positions})
+    return run.model_copy(update={"objective": ComposeConfig(**words), "model": model})

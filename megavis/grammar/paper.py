@@ -1,0 +1,88 @@
+"""A paper's config section: its own keys, and what they say in the words of the grammar."""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megavis.config.schema import ConfigIssue, ObjectiveConfig, RunConfig
+from megavis.grammar.checks import check
+from megavis.grammar.grammar import Fault, Grammar, Words
+
+_KEY = re.compile(r"\{([a-z_.]+)\}")
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """A paper's key for a key of the grammar, and what to set it to if it does not fit."""
+
+    key: str
+    remedy: str
+
+
+class PaperConfig(ObjectiveConfig):
+    """Keys of a paper with Transformer blocks."""
+
+    has_relative_positions: ClassVar[bool] = True  # the grammar is checked
+    generates: ClassVar[bool] = True
+    """Whether models with some keys generate images."""
+    names: ClassVar[Mapping[str, str | Renamed]] = {}
+    """The paper's key for each key of the grammar that a message may name."""
+
+    @abstractmethod
+    def grammar(self, run: RunConfig) -> Grammar:
+        """Return the paper in words; valid only if `own_faults` has none."""
+
+    def own_faults(self, run: RunConfig) -> Iterator[ConfigIssue]:
+        """Yield missing and unused keys, and those that no word can say; none by default."""
+        yield from ()
+
+    def check(self, run: RunConfig) -> Iterator[ConfigIssue]:
+        """Yield what is wrong with the paper's keys, and then with its words."""
+        own = [*self.own_faults(run)]
+        yield from own
+        if not own and (self.takes_frames or run.data.frames is None):
+            yield from (self._issue(fault) for fault in check(self.grammar(run), run))
+
+    def _issue(self, fault: Fault) -> ConfigIssue:
+        name = self.names.get(fault.key)
+        remedy = name.remedy if isinstance(name, Renamed) else fault.remedy
+        return self.key(fault.key), self.in_own_keys(f"{fault.text}; {remedy}")
+
+    def key(self, key: str) -> str:
+        """Return the config key for a key of the grammar; keys of other sections are unchanged."""
+        if key.partition(".")[0] not in Words.model_fields:
+            return key
+        name = self.names.get(key, key)
+        return f"objective.{name.key if isinstance(name, Renamed) else name}"
+
+    def in_own_keys(self, text: str) -> str:
+        """Replace the grammar's keys in braces by config keys."""
+        return _KEY.sub(lambda found: self.key(found[1]), text)
+
+    def null_label_key(self, run: RunConfig) -> str | None:
+        """See `ObjectiveConfig`."""
+        key = self.grammar(run).null_label_key
+        return None if key is None else self.key(key)
+
+    def cannot_generate(self, run: RunConfig) -> str | None:
+        """See `ObjectiveConfig`."""
+        if not self.generates:
+            return super().cannot_generate(run)
+        fault = self.grammar(run).cannot_generate
+        if fault is None:
+            return None
+        key, text = self._issue(fault)
+        return text.removesuffix("; ").replace("; set it", f"; to generate, set {key}")
+
+    def num_further_blocks(self, run: RunConfig) -> int:
+        """See `ObjectiveConfig`."""
+        return self.grammar(run).num_further_blocks
+
+    def warning(self, run: RunConfig) -> str | None:
+        """Return a sentence before training a model that generates no images."""
+        text = self.cannot_generate(run) if self.generates else None
+        return text and f"this run will generate no images: {text}"

@@ -1,1 +1,0 @@
-"""Compose tokens, schedule, asking, density and condition in a YAML file."""
