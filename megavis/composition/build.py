@@ -6,7 +6,8 @@ The kind of a word is the name, in snake case, of the class that is made of it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from functools import partial, singledispatch
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch import nn
 from megavis.composition import asking, condition, encoded_tokens, tokens
 from megavis.composition.encoded_image import EncodedImage
 from megavis.composition.parts import Role
+from megavis.composition.reader import SecondStack
 from megavis.config.schema import ModelConfig, RunConfig
 from megavis.densities.categorical import Categorical, Place
 from megavis.densities.decoders import NO_DECODER, DecoderSpec, DecoderWork, PatchHead
@@ -44,113 +46,189 @@ from megavis.schedules.one_by_one import OneByOne
 from megavis.schedules.orders import Orders, order_of_run
 from megavis.schedules.schedule import Schedule
 from megavis.schedules.segmented import Groups
-from megavis.tokenizers.patches import pixel_range
 
 Key = Callable[[str], str]
 """Maps a key of the grammar to the config's, for messages."""
 
 
+@singledispatch
 def build_tokens(word: words.TokenWord, run: RunConfig, key: Key) -> tokens.Tokens:
     """Return tokens; `key` maps their own keys."""
-    size, data = run.data.image_size, run.data
-    if isinstance(word, words.Colors):
-        windows = data.crop == "window"
-        return tokens.Colors(
-            image_size=size, vocabulary_size=word.vocabulary_size, windows=windows, key=key
-        )
-    if isinstance(word, words.Ids):
-        return encoded_tokens.Ids(
-            image_size=size,
-            side=word.grid(data)[0],
-            vocabulary_size=word.vocabulary_size,
-            tokenizer=word.tokenizer,
-            key=key,
-        )
-    if isinstance(word, words.Latents):
-        return encoded_tokens.Latents(
-            channels=word.channels,
-            side=word.grid(data)[0],
-            stacked=word.stacked,
-            seed=run.seed,
-            tokenizer=word.tokenizer,
-            beta=word.tokenizer_beta,
-            image_size=size,
-            key=key,
-        )
-    if isinstance(word, words.Frames):
-        assert data.frames is not None
-        return tokens.Frames(*data.frames, normalize=data.normalize_frames)
-    assert isinstance(word, words.Patches)
-    return tokens.Patches(image_size=size, patch_size=word.patch_size)
+    raise TypeError(word)
 
 
-def build_schedule(grammar: Grammar, run: RunConfig, grid: tuple[int, int]) -> Schedule:
-    """Return the schedule of a grid of tokens."""
-    word, asks, seed, count = grammar.schedule, grammar.asks, run.seed, grid[0] * grid[1]
-    if isinstance(word, words.Context):
-        return Context(
-            count,
-            mask_ratio=word.mask_ratio,
-            placed_ratio=asks.given_ratio if isinstance(asks, words.InContext) else 0.0,
-            asks_context=asks.kind != "visible",
-            seed=seed,
-        )
-    if isinstance(word, words.Groups):
-        # Without masks neither order nor groups matter.
-        masks = run.finetune is None or run.finetune.visibility == "kept"
-        return Groups(
-            word.length,
-            num_tokens=count,
-            num_groups=word.num_groups,
-            boundaries=word.boundaries,
-            shuffled=word.order == "random",
-            draws_features=masks and word.feature_order == "drawn",
-            seed=seed,
-        )
-    if isinstance(word, words.OneByOne):
-        return OneByOne(_orders(word, grid, seed), prefix=word.prefix)
-    raster = Orders(torch.arange(count))
-    if isinstance(word, words.Rounds):
-        return Rounds(
-            raster, least_masking=word.least_masking, loss_average=word.loss_average, seed=seed
-        )
-    assert isinstance(word, words.Masked)
-    return Masked(raster, share=word.mask_ratio, seed=seed)
+@build_tokens.register
+def _(word: words.Colors, run: RunConfig, key: Key) -> tokens.Tokens:
+    return tokens.Colors(
+        image_size=run.data.image_size,
+        vocabulary_size=word.vocabulary_size,
+        windows=run.data.crop == "window",
+        key=key,
+    )
 
 
-def _orders(word: words.OneByOne, grid: tuple[int, int], seed: int) -> Orders:
+@build_tokens.register
+def _(word: words.Patches, run: RunConfig, key: Key) -> tokens.Tokens:
+    return tokens.Patches(image_size=run.data.image_size, patch_size=word.patch_size)
+
+
+@build_tokens.register
+def _(word: words.Ids, run: RunConfig, key: Key) -> tokens.Tokens:
+    return encoded_tokens.Ids(
+        image_size=run.data.image_size,
+        side=word.grid(run.data)[0],
+        vocabulary_size=word.vocabulary_size,
+        tokenizer=word.tokenizer,
+        key=key,
+    )
+
+
+@build_tokens.register
+def _(word: words.Latents, run: RunConfig, key: Key) -> tokens.Tokens:
+    return encoded_tokens.Latents(
+        channels=word.channels,
+        side=word.grid(run.data)[0],
+        stacked=word.stacked,
+        seed=run.seed,
+        tokenizer=word.tokenizer,
+        beta=word.tokenizer_beta,
+        image_size=run.data.image_size,
+        key=key,
+    )
+
+
+@build_tokens.register
+def _(word: words.Frames, run: RunConfig, key: Key) -> tokens.Tokens:
+    assert run.data.frames is not None
+    return tokens.Frames(*run.data.frames, normalize=run.data.normalize_frames)
+
+
+Grid = tuple[int, int]
+
+
+@singledispatch
+def build_schedule(
+    word: words.ScheduleWord, asks: words.AskWord, run: RunConfig, grid: Grid
+) -> Schedule:
+    """Return the schedule of a grid of tokens, with rows of this kind."""
+    raise TypeError(word)
+
+
+@build_schedule.register
+def _(word: words.OneByOne, asks: words.AskWord, run: RunConfig, grid: Grid) -> Schedule:
     if word.differs_by_image:
-        return Orders(torch.arange(grid[0] * grid[1]), seed=seed)
-    return Orders(order_of_run(word.order, *grid, block=word.order_block, seed=seed))
+        orders = Orders(torch.arange(grid[0] * grid[1]), seed=run.seed)
+    else:
+        orders = Orders(order_of_run(word.order, *grid, block=word.order_block, seed=run.seed))
+    return OneByOne(orders, prefix=word.prefix)
 
 
-def build_asking(grammar: Grammar) -> asking.Asking:
-    """Return the asking kind."""
-    word, front, schedule = grammar.asks, grammar.num_front, grammar.schedule
-    if isinstance(word, words.Shift):
-        has_prefix = isinstance(schedule, words.OneByOne) and schedule.prefix > 0
-        return asking.Shift(word.place, by_groups=has_prefix)
-    if isinstance(word, words.Query):
-        return asking.Query(num_front=front, starts=word.start, queries=word.streams == "two")
-    if isinstance(word, words.InContext):
-        return asking.InContext(num_front=front)
-    if isinstance(word, words.Visible):
-        return asking.Visible(num_front=front)
-    assert isinstance(word, words.Mask)
+@build_schedule.register
+def _(word: words.Masked, asks: words.AskWord, run: RunConfig, grid: Grid) -> Schedule:
+    orders = Orders(torch.arange(grid[0] * grid[1]))
+    return Masked(orders, share=word.mask_ratio, seed=run.seed)
+
+
+@build_schedule.register
+def _(word: words.Rounds, asks: words.AskWord, run: RunConfig, grid: Grid) -> Schedule:
+    return Rounds(
+        Orders(torch.arange(grid[0] * grid[1])),
+        least_masking=word.least_masking,
+        loss_average=word.loss_average,
+        seed=run.seed,
+    )
+
+
+@build_schedule.register
+def _(word: words.Groups, asks: words.AskWord, run: RunConfig, grid: Grid) -> Schedule:
+    # Without masks neither order nor groups matter.
+    masks = run.finetune is None or run.finetune.visibility == "kept"
+    return Groups(
+        word.length,
+        num_tokens=grid[0] * grid[1],
+        num_groups=word.num_groups,
+        boundaries=word.boundaries,
+        shuffled=word.order == "random",
+        draws_features=masks and word.feature_order == "drawn",
+        seed=run.seed,
+    )
+
+
+@build_schedule.register
+def _(word: words.Context, asks: words.AskWord, run: RunConfig, grid: Grid) -> Schedule:
+    return Context(
+        grid[0] * grid[1],
+        mask_ratio=word.mask_ratio,
+        placed_ratio=asks.placed_share,
+        asks_context=asks.predicts_context,
+        seed=run.seed,
+    )
+
+
+@singledispatch
+def build_asking(word: words.AskWord, grammar: Grammar) -> asking.Asking:
+    """Return the asking kind of a grammar."""
+    raise TypeError(word)
+
+
+@build_asking.register
+def _(word: words.Shift, grammar: Grammar) -> asking.Asking:
+    return asking.Shift(word.place, by_groups=grammar.schedule.num_given > 0)
+
+
+@build_asking.register
+def _(word: words.Query, grammar: Grammar) -> asking.Asking:
+    queries = word.streams == "two"
+    return asking.Query(num_front=grammar.num_front, starts=word.start, queries=queries)
+
+
+@build_asking.register
+def _(word: words.InContext, grammar: Grammar) -> asking.Asking:
+    return asking.InContext(num_front=grammar.num_front)
+
+
+@build_asking.register
+def _(word: words.Visible, grammar: Grammar) -> asking.Asking:
+    return asking.Visible(num_front=grammar.num_front)
+
+
+@build_asking.register
+def _(word: words.Mask, grammar: Grammar) -> asking.Asking:
     has_learned = grammar.positions in ("learned", "learned_sincos")
     return asking.Mask(
-        num_front=front,
+        num_front=grammar.num_front,
         filler=word.filler,
         marks=word.marks,
-        places_front=front > 0 and has_learned,
+        places_front=grammar.num_front > 0 and has_learned,
+    )
+
+
+@singledispatch
+def build_second_stack(
+    word: words.AskWord, grammar: Grammar, core: Core, grid: Grid
+) -> SecondStack | None:
+    """Return the decoder of an encoder that sees some tokens; None for other askings."""
+    return None
+
+
+@build_second_stack.register
+def _(word: words.Visible, grammar: Grammar, core: Core, grid: Grid) -> SecondStack | None:
+    return SecondStack(
+        core,
+        word.decoder.model_dump(),
+        num_front=grammar.num_front,
+        grid=grid,
+        positions=grammar.positions,
+        tokens_decay=word.tokens_decay,
     )
 
 
 def build_condition(grammar: Grammar, run: RunConfig, key: Key) -> condition.Condition:
     """Return what the model is conditioned on."""
-    others, word = _built_condition(grammar, run, key), grammar.memory
+    own = _build_condition(grammar.condition, grammar, run, _under("condition", key))
+    word = grammar.memory
     if word is None:
-        return others
+        return own
     sizes = EncoderSizes(
         word.num_layers,
         word.patch_size,
@@ -161,125 +239,148 @@ def build_condition(grammar: Grammar, run: RunConfig, key: Key) -> condition.Con
         word.norm_epsilon,
         word.position_std,
     )
-    return EncodedImage(run.data.image_size, sizes, others=others, key=_under("memory", key))
+    return EncodedImage(run.data.image_size, sizes, others=own, key=_under("memory", key))
 
 
-def _built_condition(grammar: Grammar, run: RunConfig, key: Key) -> condition.Condition:
-    word, key = grammar.condition, _under("condition", key)
-    if isinstance(word, words.Labels):
-        return condition.Labels(
-            word.num_classes,
-            role="front" if grammar.num_front else "start",
-            dropout=word.dropout,
-            seed=run.seed,
-            deviation=deviation(grammar.weights.tokens, run.model),
-            key=key,
-        )
-    if isinstance(word, words.PooledFeatures):
-        return condition.PooledFeatures(
-            run.data.image_size, size=word.feature_size, tokenizer=word.tokenizer, key=key
-        )
+@singledispatch
+def _build_condition(
+    word: words.ConditionWord | None, grammar: Grammar, run: RunConfig, key: Key
+) -> condition.Condition:
+    # Learned tokens are parts of the first layer alone.
     return condition.Condition()
+
+
+@_build_condition.register
+def _(word: words.Labels, grammar: Grammar, run: RunConfig, key: Key) -> condition.Condition:
+    return condition.Labels(
+        word.num_classes,
+        role="front" if grammar.num_front else "start",
+        dropout=word.dropout,
+        seed=run.seed,
+        deviation=deviation(grammar.weights.tokens, run.model),
+        key=key,
+    )
+
+
+@_build_condition.register
+def _(
+    word: words.PooledFeatures, grammar: Grammar, run: RunConfig, key: Key
+) -> condition.Condition:
+    size, folder = word.feature_size, word.tokenizer
+    return condition.PooledFeatures(run.data.image_size, size=size, tokenizer=folder, key=key)
 
 
 def _under(word: str, key: Key) -> Key:
     return lambda name: key(f"{word}.{name}")
 
 
-def build_density(
-    grammar: Grammar,
-    run: RunConfig,
-    key: Key,
-    *,
-    core: Core,
-    predicts: tokens.Tokens,
-    num_skipped: int,
-    also_return: str | None,
-) -> Density:
-    """Return the density.
+@dataclass(frozen=True)
+class HeadPlan:
+    """What a density's head is built of.
 
-    Args:
-        core: of the blocks below the head.
+    Attributes:
+        core: of the blocks below it.
         predicts: the predicted tokens.
         num_skipped: leading rows that predict nothing.
         also_return: name of a carried tensor that the density scores.
+        seed: the run's seed.
+        key: maps keys of the density to config keys, for messages.
     """
-    word = grammar.density
 
-    def token_head(num_outputs: int, fill: Fill = xavier_uniform) -> Callable[[], TokenHead]:
+    core: Core
+    predicts: tokens.Tokens
+    num_skipped: int
+    also_return: str | None
+    seed: int
+    key: Key
+
+    @property
+    def width(self) -> int:
+        """Values of a token."""
+        assert isinstance(self.predicts, tokens.Vectors)
+        return self.predicts.width
+
+    def linear(self, num_outputs: int, fill: Fill = xavier_uniform) -> Callable[[], Head]:
+        """Return a factory of the norm and a linear map."""
         return partial(
-            TokenHead, core, num_outputs, fill, num_skipped=num_skipped, also_return=also_return
+            TokenHead,
+            self.core,
+            num_outputs,
+            fill,
+            num_skipped=self.num_skipped,
+            also_return=self.also_return,
         )
 
-    if isinstance(word, words.Place):
-        count = predicts.num_tokens
-        return Place(count, build_head=token_head(count, normal(0.02)))
-    if isinstance(word, words.Categorical):
-        assert isinstance(predicts, tokens.Vocabulary)
-        fill = normal(word.head_std) if word.head_std else zeros
-        size = predicts.vocabulary_size
-        return Categorical(core, size, fill=fill, num_skipped=num_skipped)
-    assert isinstance(predicts, tokens.Vectors)
-    width = predicts.width
-    if isinstance(word, words.GaussianMixture | words.CorrelatedGaussian):
-        return _build_gaussians(word, width, token_head)
-    patch_head = partial(_patch_head, core, num_skipped=num_skipped)
-    if isinstance(word, words.Diffusion):
-        return _build_diffusion(word, predicts, run.seed, patch_head)
-    assert isinstance(word, words.SquaredError)
-    head: Callable[[], Head]
-    head, work = token_head(width), NO_DECODER
+    def decoder(self, spec: DecoderSpec) -> tuple[Callable[[], Head], DecoderWork]:
+        """Return a factory of the norm and a decoder, and the decoder's work."""
+        head = partial(PatchHead, self.core, spec, num_skipped=self.num_skipped)
+        return head, spec.work(self.core)
+
+
+@singledispatch
+def build_density(word: words.DensityWord, head: HeadPlan) -> Density:
+    """Return the density."""
+    raise TypeError(word)
+
+
+@build_density.register
+def _(word: words.Categorical, head: HeadPlan) -> Density:
+    assert isinstance(head.predicts, tokens.Vocabulary)
+    fill = normal(word.head_std) if word.head_std else zeros
+    size = head.predicts.vocabulary_size
+    return Categorical(head.core, size, fill=fill, num_skipped=head.num_skipped)
+
+
+@build_density.register
+def _(word: words.Place, head: HeadPlan) -> Density:
+    count = head.predicts.num_tokens
+    return Place(count, build_head=head.linear(count, normal(0.02)))
+
+
+@build_density.register
+def _(word: words.SquaredError, head: HeadPlan) -> Density:
+    factory, work = head.linear(head.width), NO_DECODER
     if word.decoder != "linear":
-        spec = DecoderSpec(word.decoder, width, word.decoder_layers, denoises=False)
-        head, work = patch_head(spec)
+        spec = DecoderSpec(word.decoder, head.width, word.decoder_layers, denoises=False)
+        factory, work = head.decoder(spec)
     return SquaredError(
-        width,
+        head.width,
         normalize=word.normalize,
-        build_head=head,
+        build_head=factory,
         decoder=work,
-        normalize_key=key("density.normalize"),
+        normalize_key=head.key("normalize"),
     )
 
 
-def _build_gaussians(
-    word: words.GaussianMixture | words.CorrelatedGaussian,
-    width: int,
-    token_head: Callable[[int, Fill], Callable[[], TokenHead]],
-) -> Density:
-    form, fill = ScaleForm(word.scale_activation, word.scale_floor), normal(word.head_std)
-    if isinstance(word, words.CorrelatedGaussian):
-        outputs = width**2 + width
-        return CorrelatedGaussian(outputs, form, build_head=token_head(outputs, fill))
-    count = word.num_components
-    outputs = count * (1 + 2 * width)
-    head = token_head(outputs, fill)
-    return GaussianMixture(outputs, form, num_components=count, build_head=head)
+@build_density.register
+def _(word: words.GaussianMixture, head: HeadPlan) -> Density:
+    form, count = ScaleForm(word.scale_activation, word.scale_floor), word.num_components
+    outputs = count * (1 + 2 * head.width)
+    factory = head.linear(outputs, normal(word.head_std))
+    return GaussianMixture(outputs, form, num_components=count, build_head=factory)
 
 
-def _build_diffusion(
-    word: words.Diffusion,
-    predicts: tokens.Vectors,
-    seed: int,
-    patch_head: Callable[[DecoderSpec], tuple[Callable[[], Head], DecoderWork]],
-) -> Diffusion:
+@build_density.register
+def _(word: words.CorrelatedGaussian, head: HeadPlan) -> Density:
+    outputs = head.width**2 + head.width
+    form = ScaleForm(word.scale_activation, word.scale_floor)
+    return CorrelatedGaussian(outputs, form, build_head=head.linear(outputs, normal(word.head_std)))
+
+
+@build_density.register
+def _(word: words.Diffusion, head: HeadPlan) -> Density:
+    assert isinstance(head.predicts, tokens.Vectors)
     spec = DecoderSpec(
         word.decoder,
-        predicts.width,
+        head.width,
         word.decoder_layers,
         denoises=True,
         appends_gamma=word.condition_on_gamma,
-        channels=predicts.channels,
+        channels=head.predicts.channels,
     )
-    head, work = patch_head(spec)
-    values = pixel_range() if isinstance(predicts, tokens.Patches) else None
-    process = DiffusionProcess.of(word, value_range=values, seed=seed)
-    return Diffusion(predicts.width, process, build_head=head, decoder=work)
-
-
-def _patch_head(
-    core: Core, spec: DecoderSpec, *, num_skipped: int
-) -> tuple[Callable[[], Head], DecoderWork]:
-    return partial(PatchHead, core, spec, num_skipped=num_skipped), spec.work(core)
+    factory, work = head.decoder(spec)
+    process = DiffusionProcess.of(word, value_range=head.predicts.value_range, seed=head.seed)
+    return Diffusion(head.width, process, build_head=factory, decoder=work)
 
 
 def build_initialization(word: words.InitialWeights, model: ModelConfig) -> Initialization:

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megavis.composition.asking import ORDER, Asking, Visible
+from megavis.composition.asking import ORDER, Asking
 from megavis.composition.parts import Part, Parts, Role
 from megavis.config.section import PositionKind
 from megavis.model.core import MEMORY, Core
@@ -91,16 +91,16 @@ class SecondStack:
     def __init__(
         self,
         below: Core,
-        asks: Visible,
         sizes: Mapping[str, int],
         *,
+        num_front: int,
         grid: tuple[int, int],
         positions: PositionKind,
         tokens_decay: bool = False,
     ) -> None:
         model = below.model.model_copy(update={**sizes, "ffn_hidden_size": None})
         self.core = below.with_stack(name="decoder", model=model, carried_names=(), drop_path=0.0)
-        self.below, self.num_front, self.grid = below, asks.num_front, grid
+        self.below, self.num_front, self.grid = below, num_front, grid
         self.positions, self.tokens_decay = positions, tokens_decay
 
     def layers(self, num_outputs: int, *, seed: int) -> list[LayerPlan]:

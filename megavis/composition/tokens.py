@@ -28,6 +28,7 @@ from megavis.model.parameters import Fill, normal, xavier_uniform
 from megavis.tokenizers.palette import Palette
 from megavis.tokenizers.patches import (
     patchify,
+    pixel_range,
     standardize,
     standardize_frames,
     to_uint8,
@@ -164,6 +165,8 @@ class Vectors(Tokens):
     """
 
     width: int
+    value_range: tuple[float, float] | None = None
+    """Smallest and largest value; None: unbounded."""
 
     @property
     def channels(self) -> int:
@@ -236,6 +239,7 @@ class Patches(Vectors):
     """Patches of standardised pixels."""
 
     channels = 3
+    value_range = pixel_range()
 
     def __init__(self, *, image_size: int, patch_size: int) -> None:
         side = image_size // patch_size

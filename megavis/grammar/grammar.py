@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from pydantic import Field
 
 from megavis.config.schema import RunConfig
 from megavis.config.section import PositionKind, Section
-from megavis.grammar.boundaries import context_size
+from megavis.grammar.faults import Fault
 from megavis.grammar.words import (
     Adapter,
     AnyAsking,
@@ -16,38 +16,10 @@ from megavis.grammar.words import (
     AnyDensity,
     AnySchedule,
     AnyTokens,
-    Context,
     EncodedImage,
     InitialWeights,
-    Labels,
-    OneByOne,
-    Query,
-    Shift,
-    SquaredError,
-    Visible,
+    Rows,
 )
-
-
-class Rows(NamedTuple):
-    """Rows of an image, in the blocks, before the head, and in the blocks of a decoder."""
-
-    blocks: int
-    head: int
-    decoder: int = 0
-
-
-class Fault(NamedTuple):
-    """A word that does not fit.
-
-    Attributes:
-        key: of the grammar, such as `schedule.num_groups`, or of the run, such as `data.train`.
-        text: what is wrong, beginning with the value; keys of the grammar stand in braces.
-        remedy: choices that work.
-    """
-
-    key: str
-    text: str
-    remedy: str
 
 
 class Words(Section):
@@ -96,31 +68,31 @@ class Grammar(Words):
 
     @property
     def num_further_blocks(self) -> int:
-        """Blocks of the memory's encoder, and of the decoder above a bridge."""
+        """Blocks of the memory's encoder, and of a decoder."""
         encoder = self.memory.num_layers if self.memory else 0
-        return encoder + (self.asks.decoder.num_layers if isinstance(self.asks, Visible) else 0)
+        return encoder + self.asks.num_decoder_blocks
 
     @property
     def null_label_key(self) -> str | None:
         """Key that adds an input for "no class"; None if there is one, or no class."""
-        has_none = isinstance(self.condition, Labels) and not self.condition.dropout
+        has_none = self.condition is not None and self.condition.lacks_null_label
         return "condition.dropout" if has_none else None
-
-    @property
-    def weights_need_their_seed(self) -> bool:
-        """Whether weights are only valid with the `seed` that they were trained with."""
-        schedule = self.schedule
-        return (
-            isinstance(schedule, OneByOne)
-            and schedule.order == "random"
-            and schedule.drawn == "run"
-        )
 
     @property
     def is_likelihood(self) -> bool:
         """Whether the loss is -log p of an image's tokens."""
-        is_sequential = isinstance(self.schedule, OneByOne) and not self.schedule.prefix
-        return is_sequential and self.predicts is None and self.density.has_likelihood
+        is_exact = self.schedule.is_sequential and not self.schedule.num_given
+        return is_exact and self.predicts is None and self.density.has_likelihood
+
+    def rows(self, count: int, *, for_features: bool = False) -> Rows:
+        """Return the rows of `count` tokens in training, or of those that features are made of."""
+        if for_features:
+            return self.asks.feature_rows(self.num_front, count)
+        return self.asks.rows(self.schedule, self.num_front, count)
+
+    def num_skipped(self, count: int) -> int:
+        """Return the leading rows of `count` tokens that reach the head and predict nothing."""
+        return self.asks.num_skipped(self.schedule, self.num_front, count)
 
     @property
     def cannot_generate(self) -> Fault | None:
@@ -137,31 +109,13 @@ class Grammar(Words):
             return Fault("condition", text, "set it to null")
         if reads == "frames":
             return Fault("reads.kind", "frames of a spectrogram cannot be shown as images", "")
-        if isinstance(self.asks, Query) and self.asks.streams == "one":
+        if not self.asks.any_order:
             text = "rows of one stream cannot predict tokens in any order"
             return Fault("asks.streams", text, "set it to two")
         if schedule.kind == "rounds" and not density.has_likelihood:
             text = f"rounds keeps the most likely tokens, and {density.kind} has no likelihoods"
             return Fault("density.kind", text, "set it to gaussian_mixture")
-        if isinstance(density, SquaredError) and density.normalize:
+        if density.loses_statistics:
             text = "patches that are predicted normalised lack brightness and contrast"
             return Fault("density.normalize", text, "set it to false")
         return None
-
-    def rows(self, count: int, *, for_features: bool = False) -> Rows:
-        """Return the rows of `count` tokens in training, or of those that features are made of."""
-        asks, front = self.asks, self.num_front
-        if isinstance(asks, Query):
-            before = front + asks.start
-            if for_features:
-                return Rows(before + count, before + count)
-            attended, first = self.schedule.content(count)
-            if asks.streams == "one":
-                return Rows(before + attended, before + attended)
-            return Rows(before + attended + count - first, count - first)
-        if isinstance(asks, Visible) and not for_features:
-            assert isinstance(self.schedule, Context)
-            seen = context_size(count, self.schedule.mask_ratio)
-            return Rows(front + seen, front + count, decoder=front + count)
-        starts = for_features and isinstance(asks, Shift) and asks.place == "content"
-        return Rows(front + count + starts, front + count + starts)

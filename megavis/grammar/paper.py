@@ -10,7 +10,8 @@ from typing import ClassVar
 
 from megavis.config.schema import ConfigIssue, ObjectiveConfig, RunConfig
 from megavis.grammar.checks import check
-from megavis.grammar.grammar import Fault, Grammar, Words
+from megavis.grammar.faults import Fault
+from megavis.grammar.grammar import Grammar, Words
 
 _KEY = re.compile(r"\{([a-z_.]+)\}")
 

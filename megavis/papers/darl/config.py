@@ -126,18 +126,18 @@ class DARLConfig(PaperConfig):
         Features also read the last patch, "which the model doesn't need during pre-training"
         (section 4.1). Positions are decomposed rotary ones (section 3.4).
         """
-        patches: AnyTokens = Patches(kind="patches", patch_size=self.patch_size)
+        patches: AnyTokens = Patches(patch_size=self.patch_size)
         reads = predicts = patches
         if self.vocabulary_size is not None:
             size, name = self.vocabulary_size, self.tokenizer
-            ids = Ids(kind="ids", patch_size=self.patch_size, vocabulary_size=size, tokenizer=name)
+            ids = Ids(patch_size=self.patch_size, vocabulary_size=size, tokenizer=name)
             reads = ids if self.inputs == "ids" else patches
             predicts = ids if self.loss == "ids" else patches
         return Grammar(
             reads=reads,
             predicts=None if predicts == reads else predicts,
-            schedule=OneByOne(kind="one_by_one", order=self.order, order_block=self.order_block),
-            asks=Query(kind="query") if self.two_streams else Shift(kind="shift", place="content"),
+            schedule=OneByOne(order=self.order, order_block=self.order_block),
+            asks=Query() if self.two_streams else Shift(place="content"),
             density=self._density(),
             positions=run.model.positions or "rope_2d",
         )
@@ -145,17 +145,15 @@ class DARLConfig(PaperConfig):
     def _density(self) -> AnyDensity:
         """Return squared error or diffusion of pixels (sections 3.2, 3.3), or ids."""
         if self.loss == "ids":
-            return Categorical(kind="categorical")
+            return Categorical()
         if self.loss == "mse":
             assert self.decoder_kind != "transformer"
             return SquaredError(
-                kind="squared_error",
                 normalize=self.normalize_targets,
                 decoder=self.decoder_kind,
                 decoder_layers=self.decoder_layers,
             )
         return Diffusion(
-            kind="diffusion",
             decoder=self.decoder_kind,
             decoder_layers=self.decoder_layers,
             noise_a=self.noise_a,

@@ -97,18 +97,17 @@ class LatentTokensConfig(PaperConfig):
         """
         adapter, blocks = None, self.adapter_blocks
         if blocks:
-            adapter = Adapter(kind="adapter", blocks=blocks, bottleneck=self.adapter_bottleneck)
+            adapter = Adapter(blocks=blocks, bottleneck=self.adapter_bottleneck)
         return Grammar(
             reads=Latents(
-                kind="latents",
                 channels=self.latent_channels,
                 patch_size=self.downsampling,
                 stacked=self.stacked_latents,
                 tokenizer=self.tokenizer,
                 tokenizer_beta=self.tokenizer_beta,
             ),
-            schedule=OneByOne(kind="one_by_one"),
-            asks=Shift(kind="shift"),
+            schedule=OneByOne(),
+            asks=Shift(),
             density=self._density(),
             condition=self._labels(),
             transform=adapter,
@@ -120,18 +119,16 @@ class LatentTokensConfig(PaperConfig):
         """Return the classes; without them the first row is a learned start token."""
         if not self.num_classes:
             return None
-        return Labels(kind="labels", num_classes=self.num_classes, dropout=self.label_dropout)
+        return Labels(num_classes=self.num_classes, dropout=self.label_dropout)
 
     def _density(self) -> AnyDensity:
         if self.covariance == "full":
             return CorrelatedGaussian(
-                kind="correlated_gaussian",
                 scale_activation=self.scale_activation,
                 scale_floor=self.scale_floor,
                 head_std=self.head_std,
             )
         return GaussianMixture(
-            kind="gaussian_mixture",
             num_components=self.num_components,
             scale_activation=self.scale_activation,
             scale_floor=self.scale_floor,
@@ -169,12 +166,11 @@ class MaskGITConfig(LatentTokensConfig):
         is_vector = self.masked_input == "vector"
         words = {
             "schedule": Rounds(
-                kind="rounds",
                 least_masking=self.least_masking,
                 loss_average=self.loss_average,
             ),
-            "asks": Mask(kind="mask", filler="vector" if is_vector else "zero_token", marks=True),
-            "condition": self._labels() or LearnedTokens(kind="learned_tokens"),
+            "asks": Mask(filler="vector" if is_vector else "zero_token", marks=True),
+            "condition": self._labels() or LearnedTokens(),
         }
         return super().grammar(run).model_copy(update=words)
 
@@ -215,7 +211,6 @@ class EncoderDecoderConfig(LatentTokensConfig):
     def grammar(self, run: RunConfig) -> Grammar:
         """Return GIVT-Causal with a cross-attention to an encoded image (section 4.2)."""
         memory = EncodedImage(
-            kind="encoded_image",
             num_layers=self.encoder_layers,
             patch_size=self.encoder_patch_size,
             hidden_size=self.encoder_hidden_size,

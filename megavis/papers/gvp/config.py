@@ -123,32 +123,27 @@ class GVPConfig(PaperConfig):
 
     def grammar(self, run: RunConfig) -> Grammar:
         """Return groups predicted by queries (sections 3.2 and 4.2), given y_extra (4.1)."""
-        patches = Patches(kind="patches", patch_size=self.patch_size)
-        ids, pixels = None, SquaredError(kind="squared_error", normalize=self.normalize_targets)
+        patches = Patches(patch_size=self.patch_size)
+        ids, pixels = None, SquaredError(normalize=self.normalize_targets)
         if self.vocabulary_size is not None:
             size, name = self.vocabulary_size, self.tokenizer
-            ids = Ids(kind="ids", patch_size=self.patch_size, vocabulary_size=size, tokenizer=name)
-        condition: AnyCondition = LearnedTokens(
-            kind="learned_tokens", count=self.num_condition_tokens
-        )
+            ids = Ids(patch_size=self.patch_size, vocabulary_size=size, tokenizer=name)
+        condition: AnyCondition = LearnedTokens(count=self.num_condition_tokens)
         if self.condition_size is not None:
             assert self.tokenizer is not None
-            condition = PooledFeatures(
-                kind="pooled_features", tokenizer=self.tokenizer, feature_size=self.condition_size
-            )
+            condition = PooledFeatures(tokenizer=self.tokenizer, feature_size=self.condition_size)
         return Grammar(
             reads=ids if ids and self.variant == "d2d" else patches,
             predicts=ids if self.variant == "p2d" else None,
             schedule=Groups(
-                kind="groups",
                 length=self.segmentation,
                 num_groups=self.num_groups,
                 boundaries=self.boundaries,
                 order=self.order,
                 feature_order=self.feature_order,
             ),
-            asks=Query(kind="query", start=False, streams=self.streams),
-            density=Categorical(kind="categorical") if ids else pixels,
+            asks=Query(start=False, streams=self.streams),
+            density=Categorical() if ids else pixels,
             condition=condition,
             positions=run.model.positions or "sincos",
         )

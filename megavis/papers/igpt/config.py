@@ -57,14 +57,12 @@ class IGPTConfig(PaperConfig):
         BERT masks by zeros (section 2.2). The released code has a learned start vector.
         """
         is_causal = self.mode == "autoregressive"
-        order = OneByOne(
-            kind="one_by_one", order=self.order, drawn="run", order_block=self.order_block
-        )
+        order = OneByOne(order=self.order, drawn="run", order_block=self.order_block)
         return Grammar(
-            reads=Colors(kind="colors", vocabulary_size=self.vocabulary_size),
-            schedule=order if is_causal else Masked(kind="masked", mask_ratio=self.mask_ratio),
-            asks=Shift(kind="shift") if is_causal else Mask(kind="mask", filler="zero_embedding"),
-            density=Categorical(kind="categorical", head_std=self.logits_std),
+            reads=Colors(vocabulary_size=self.vocabulary_size),
+            schedule=order if is_causal else Masked(mask_ratio=self.mask_ratio),
+            asks=Shift() if is_causal else Mask(filler="zero_embedding"),
+            density=Categorical(head_std=self.logits_std),
             weights=InitialWeights(blocks="gpt", positions=0.01),
             positions=run.model.positions or "learned",
         )

@@ -56,10 +56,10 @@ class MAEConfig(PaperConfig):
     def grammar(self, run: RunConfig) -> Grammar:
         """Return the masking, encoder, decoder and loss of section 3."""
         return Grammar(
-            reads=Patches(kind="patches", patch_size=self.patch_size),
-            schedule=Context(kind="context", mask_ratio=self.mask_ratio),
-            asks=Visible(kind="visible", decoder=self.decoder, tokens_decay=self.tokens_decay),
-            density=SquaredError(kind="squared_error", normalize=self.normalize_targets),
-            condition=LearnedTokens(kind="learned_tokens") if self.class_token else None,
+            reads=Patches(patch_size=self.patch_size),
+            schedule=Context(mask_ratio=self.mask_ratio),
+            asks=Visible(decoder=self.decoder, tokens_decay=self.tokens_decay),
+            density=SquaredError(normalize=self.normalize_targets),
+            condition=LearnedTokens() if self.class_token else None,
             positions=run.model.positions or "sincos",
         )

@@ -52,13 +52,13 @@ class MP3Config(PaperConfig):
     def grammar(self, run: RunConfig) -> Grammar:
         """Return the context of section 3.2 and the positions of algorithm 1."""
         is_speech = run.data.frames is not None
-        patches = Patches(kind="patches", patch_size=self.patch_size)
+        patches = Patches(patch_size=self.patch_size)
         return Grammar(
-            reads=Frames(kind="frames") if is_speech else patches,
-            schedule=Context(kind="context", mask_ratio=self.mask_ratio),
-            asks=InContext(kind="in_context", given_ratio=self.given_ratio),
-            density=Place(kind="place"),
-            condition=LearnedTokens(kind="learned_tokens") if self.class_token else None,
+            reads=Frames() if is_speech else patches,
+            schedule=Context(mask_ratio=self.mask_ratio),
+            asks=InContext(given_ratio=self.given_ratio),
+            density=Place(),
+            condition=LearnedTokens() if self.class_token else None,
             weights=InitialWeights(blocks=self.initial_deviation),
             positions=run.model.positions or "none",
         )

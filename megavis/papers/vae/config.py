@@ -10,7 +10,8 @@ from pydantic import Field
 from megavis.config.autoencoder import AutoencoderConfig
 from megavis.config.schema import ConfigIssue, ObjectiveConfig, Positive, RunConfig
 from megavis.config.section import Above0, AtLeast0
-from megavis.grammar.checks import check_split, nearest_divisors
+from megavis.grammar.checks import check_split
+from megavis.grammar.faults import nearest_divisors
 from megavis.tokenizers.shapes import VAEShape
 
 

@@ -1,0 +1,207 @@
+"""Which keys of schedule and asking fit the tokens and the run."""
+
+from __future__ import annotations
+
+import math
+from functools import singledispatch
+
+from megavis.config.schema import RunConfig
+from megavis.grammar.boundaries import boundaries_error, context_size, max_groups
+from megavis.grammar.faults import Fault, Faults, nearest_divisors
+from megavis.grammar.grammar import Grammar
+from megavis.grammar.words import (
+    AskWord,
+    Groups,
+    InContext,
+    Mask,
+    OneByOne,
+    Query,
+    ScheduleWord,
+    Shift,
+    Visible,
+)
+
+ADDED = ("learned", "sincos", "learned_sincos")
+"""Positions that are added to the rows."""
+
+
+@singledispatch
+def check_schedule(schedule: ScheduleWord, grammar: Grammar, run: RunConfig) -> Faults:
+    """Check the keys of the schedule against the number of tokens."""
+    yield from ()
+
+
+@check_schedule.register
+def _(schedule: Groups, grammar: Grammar, run: RunConfig) -> Faults:
+    boundaries, count, key = schedule.boundaries, grammar.num_tokens(run), "schedule.boundaries"
+    if boundaries is None and schedule.length == "given":
+        text = "must list where groups end if {schedule.length} is given"
+        yield Fault(key, text, "list them, or set {schedule.length} to random")
+    elif boundaries is not None and schedule.length != "given":
+        text = f"is for {{schedule.length}} given, not {schedule.length}"
+        yield Fault(key, text, "set it to null, or {schedule.length} to given")
+    elif boundaries is not None:
+        fault = boundaries_error(boundaries, count)
+        if fault:
+            remedy = "correct them, or set it to null and {schedule.length} to random"
+            yield Fault(key, fault, remedy)
+    elif schedule.length != "given":
+        most = max_groups(schedule.length, count)
+        if schedule.num_groups > most:
+            text = f"{schedule.num_groups} groups cannot be cut from {count} tokens with"
+            text = f"{text} {schedule.length} length"
+            remedy = f"use at most {most}: set it to {most}"
+            if not most:
+                remedy = "use smaller tokens, or set {schedule.kind} to one_by_one"
+            yield Fault("schedule.num_groups", text, remedy)
+
+
+@check_schedule.register
+def _(schedule: OneByOne, grammar: Grammar, run: RunConfig) -> Faults:
+    (rows, columns), order = grammar.reads.grid(run.data), schedule.order
+    if not isinstance(order, str):
+        if len(order) != rows * columns:
+            text = f"lists {len(order)} tokens, and images have {rows * columns}"
+            yield Fault("schedule.order", text, "list each of them once, or set it to raster")
+    elif rows != columns and order not in ("raster", "random"):
+        text = f"{order} needs a square grid, and tokens are {rows} × {columns}"
+        yield Fault("schedule.order", text, "set it to raster or random")
+    elif order in ("nested_raster", "round_robin") and rows % schedule.order_block:
+        text = f"{schedule.order_block} does not divide a grid of {rows} × {columns} tokens"
+        sizes = nearest_divisors(schedule.order_block, rows)
+        yield Fault("schedule.order_block", text, f"set it to {sizes}")
+    if schedule.prefix:
+        yield from _check_prefix(schedule, grammar, rows * columns)
+
+
+def _check_prefix(schedule: OneByOne, grammar: Grammar, count: int) -> Faults:
+    key, asks = "schedule.prefix", grammar.asks
+    text = "a prefix needs asks of kind shift with place content"
+    if schedule.differs_by_image:
+        text = "a prefix needs an order that is the same for all images"
+        yield Fault(key, text, "set it to 0, or {schedule.order} to raster")
+    elif asks.kind != "shift":
+        remedy = "set it to 0"
+        if grammar.condition is None or grammar.condition.kind == "labels":
+            remedy += ", or {asks.kind} to shift and {asks.place} to content"
+        yield Fault(key, text, remedy)
+    elif not asks.holds_place:
+        yield Fault(key, text, "set it to 0, or {asks.place} to content")
+    elif schedule.prefix >= count:
+        text = f"{schedule.prefix} leaves nothing to predict of {count} tokens"
+        yield Fault(key, text, f"set it to {count - 1} or less")
+
+
+@singledispatch
+def check_asking(asks: AskWord, grammar: Grammar, run: RunConfig) -> Faults:
+    """Check the keys of the asking kind, and the positions that its rows need."""
+    yield from ()
+
+
+def added_positions(run: RunConfig) -> str:
+    """Return the kinds of positions that are added to rows of this width, as words."""
+    return "learned" if run.model.hidden_size % 4 else "learned or sincos"
+
+
+@check_asking.register
+def _(asks: Shift, grammar: Grammar, run: RunConfig) -> Faults:
+    place, is_random = asks.place, grammar.schedule.differs_by_image
+    if place != "both" and is_random:
+        text = f"{place} does not encode the position of the"
+        text += f" {'held' if place == 'asked' else 'next'} token, which differs by image in"
+        remedy = "set it to both, or {asks.kind} to query"
+        yield Fault("asks.place", f"{text} order random", remedy)
+    if place == "both" and grammar.positions not in ADDED:
+        remedy = f"set it to {added_positions(run)}"
+        remedy += "" if is_random else ", or {asks.place} to asked or content"
+        yield Fault(
+            "model.positions", f"{grammar.positions} cannot add two places to a row", remedy
+        )
+
+
+@check_asking.register
+def _(asks: Mask, grammar: Grammar, run: RunConfig) -> Faults:
+    if grammar.positions == "none":
+        text = "none makes all tokens that mask asks for indistinguishable"
+        yield Fault("model.positions", text, f"set it to {added_positions(run)}")
+    if asks.filler == "zero_token" and grammar.reads.is_discrete:
+        text = f"zero_token is no value of {grammar.reads.kind}"
+        yield Fault("asks.filler", text, "set it to vector or zero_embedding")
+    if asks.marks and run.model.hidden_size % 2:
+        text = f"{run.model.hidden_size} is odd, and token and mask take half of it each"
+        yield Fault("model.hidden_size", text, f"set it to {run.model.hidden_size + 1}")
+
+
+@check_asking.register
+def _(asks: Query, grammar: Grammar, run: RunConfig) -> Faults:
+    if asks.streams == "two":
+        return
+    count = grammar.num_tokens(run)
+    if not grammar.num_front and not asks.start:
+        text = "streams one needs a row before the first token, to predict it"
+        yield Fault("asks.start", text, "set it to true")
+    if not grammar.schedule.is_one_by_one(count):
+        text = f"must be fixed with num_groups {count} for streams one, one token a group"
+        remedy = f"set {{schedule.length}} to fixed and {{schedule.num_groups}} to {count}"
+        yield Fault("schedule.length", text, remedy)
+
+
+@check_asking.register
+def _(asks: InContext, grammar: Grammar, run: RunConfig) -> Faults:
+    """Check that only tokens with a given position have a position encoding.
+
+    In fine-tuning without the paper's own loss, all tokens may have one.
+    """
+    given, context = asks.given_ratio, 1.0 - grammar.schedule.hidden_share
+    kind, shows_all_positions = grammar.positions, run.classifies_only
+    if given and kind not in ADDED and not shows_all_positions:
+        text = f"{given} of the patches are given their position, and {kind} cannot say it"
+        yield Fault("asks.given_ratio", text, "set model.positions to learned or sincos")
+    if given >= context and given:
+        text = f"{given} leaves no context token without its position"
+        yield Fault("asks.given_ratio", text, f"lower it below {context:g}, or set it to 0")
+    if kind == "none":
+        return
+    if not given and not shows_all_positions:
+        text = f"{kind} reveals what the model has to predict; leave it out"
+        yield Fault("model.positions", text, "set it to none")
+    elif kind not in (*ADDED, "relative_2d") and not given:
+        known = ", ".join((*ADDED, "relative_2d"))
+        text = f"{kind} is not for sets of patches"
+        yield Fault("model.positions", text, f"set it to {known} or none")
+
+
+@check_asking.register
+def _(asks: Visible, grammar: Grammar, run: RunConfig) -> Faults:
+    """Check that an encoder lacks some tokens, and the sizes of its decoder."""
+    count, ratio = grammar.num_tokens(run), grammar.schedule.hidden_share
+    if count == 1:
+        text = "an encoder that sees some tokens needs two or more, and images have one"
+        remedy = "use smaller tokens, or set {schedule.kind} to masked and {asks.kind} to mask"
+        yield Fault("schedule.kind", text, remedy)
+        return
+    if context_size(count, ratio) == count:
+        text = f"{ratio} of {count} tokens hides none"
+        remedy = f"use smaller ones, or set it to {math.ceil(1000 / count) / 1000:g} or more"
+        yield Fault("schedule.mask_ratio", text, remedy)
+    if grammar.positions not in ADDED:
+        text = f"{grammar.positions} does not reach the decoder"
+        yield Fault("model.positions", text, "set it to learned or sincos")
+    if run.finetune is not None and run.finetune.generative_weight:
+        text = "needs patches hidden for the paper's own loss, and all seen for classes"
+        yield Fault("finetune.generative_weight", text, "set it to 0")
+    yield from _check_decoder(asks, run)
+
+
+def _check_decoder(asks: Visible, run: RunConfig) -> Faults:
+    """Check that heads divide the width, and that the layout divides them."""
+    width, heads = asks.decoder.hidden_size, asks.decoder.num_attention_heads
+    if width % heads or width % 4:
+        unit = math.lcm(4, heads)
+        text = f"{width} is not divisible by 4 and by num_attention_heads {heads}"
+        remedy = f"set it to {-(-width // unit) * unit}"
+        yield Fault("asks.decoder.hidden_size", text, remedy)
+    if heads % run.parallel.head_parts:
+        text = f"{heads} heads are not divisible by {run.parallel.head_parts_text}"
+        remedy = f"set it to a multiple of {run.parallel.head_parts}"
+        yield Fault("asks.decoder.num_attention_heads", text, remedy)

@@ -1,0 +1,216 @@
+"""Asking: which row predicts a token.
+
+Rows are counted here, without torch, for the layouts that divide them.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, NamedTuple
+
+from megavis.config.schema import Fraction, Positive
+from megavis.config.section import (
+    Section,
+)
+from megavis.grammar.words.schedules import ScheduleWord
+
+
+class Rows(NamedTuple):
+    """Rows of an image, in the blocks, before the head, and in the blocks of a decoder."""
+
+    blocks: int
+    head: int
+    decoder: int = 0
+
+
+class AskWord(Section):
+    """Which row predicts a token."""
+
+    kind: str
+    schedules: ClassVar[tuple[str, ...]]
+    """Kinds of schedule that fit."""
+    has_front: ClassVar[bool] = True
+    """Whether a condition can stand in front of all rows."""
+    predicts_context: ClassVar[bool] = True
+    """Whether tokens of the schedule's context are predicted too."""
+
+    @property
+    def any_order(self) -> bool:
+        """Whether tokens can be predicted in any order."""
+        return True
+
+    @property
+    def placed_share(self) -> float:
+        """Share of the tokens whose positions are given."""
+        return 0.0
+
+    @property
+    def holds_place(self) -> bool:
+        """Whether a row adds the position of the token that it holds, and no other."""
+        return False
+
+    @property
+    def adds_asked_place(self) -> bool:
+        """Whether a row adds the position of the token that it predicts, and no other."""
+        return False
+
+    @property
+    def learned_tokens_decay(self) -> bool:
+        """Whether weight decay is applied to learned tokens in pre-training."""
+        return False
+
+    @property
+    def num_decoder_blocks(self) -> int:
+        """Blocks of a second stack."""
+        return 0
+
+    def rows(self, schedule: ScheduleWord, front: int, count: int) -> Rows:
+        """Return the rows of `count` tokens in training, with `front` rows before all others."""
+        return self.feature_rows(front, count)
+
+    def feature_rows(self, front: int, count: int) -> Rows:
+        """Return the rows of `count` tokens from which features are made."""
+        return Rows(front + count, front + count)
+
+    def num_skipped(self, schedule: ScheduleWord, front: int, count: int) -> int:
+        """Return the leading rows that reach the head and predict nothing."""
+        return front
+
+
+class Shift(AskWord):
+    """A row holds the token before the one that it predicts; the first one a start token."""
+
+    schedules: ClassVar[tuple[str, ...]] = ("one_by_one",)
+    has_front: ClassVar[bool] = False
+
+    kind: Literal["shift"] = "shift"
+    place: Literal["asked", "content", "both"] = "asked"
+    """Which position is added to a row: that of the token that it predicts (`asked`), of the token
+    that it holds (`content`), or both, from separate tables."""
+
+    @property
+    def holds_place(self) -> bool:
+        """Whether the place is that of the content."""
+        return self.place == "content"
+
+    @property
+    def adds_asked_place(self) -> bool:
+        """Whether the place is the asked one."""
+        return self.place == "asked"
+
+    def feature_rows(self, front: int, count: int) -> Rows:
+        """Return the tokens, after the start token where it has a row of its own."""
+        rows = count + (self.place == "content")
+        return Rows(rows, rows)
+
+    def rows(self, schedule: ScheduleWord, front: int, count: int) -> Rows:
+        """Return one row per predicted token."""
+        return Rows(count, count)
+
+
+class Mask(AskWord):
+    """One row per token, with a mask token for hidden ones."""
+
+    schedules: ClassVar[tuple[str, ...]] = ("masked", "rounds")
+
+    kind: Literal["mask"] = "mask"
+    filler: Literal["vector", "zero_embedding", "zero_token"] = "vector"
+    """What stands for a hidden token: a learned `vector`, a `zero_embedding`, or the embedding of a
+    `zero_token`, which ids do not have."""
+    marks: bool = False
+    """Mark hidden and shown tokens in half of the width, and hold the token in the other half."""
+
+
+class Query(AskWord):
+    """Query rows without a token predict the tokens; no row attends to them."""
+
+    schedules: ClassVar[tuple[str, ...]] = ("one_by_one", "groups")
+
+    kind: Literal["query"] = "query"
+    start: bool = True
+    """Begin with a learned start token."""
+    streams: Literal["two", "one"] = "two"
+    """With `one` there are no query rows: the row before a token predicts it, without its
+    position."""
+
+    @property
+    def any_order(self) -> bool:
+        """Whether queries name the token that they predict."""
+        return self.streams == "two"
+
+    def feature_rows(self, front: int, count: int) -> Rows:
+        """Return the content stream."""
+        rows = front + self.start + count
+        return Rows(rows, rows)
+
+    def rows(self, schedule: ScheduleWord, front: int, count: int) -> Rows:
+        """Return both streams; queries alone reach the head."""
+        attended, first = schedule.content(count)
+        content = front + self.start + attended
+        if self.streams == "one":
+            return Rows(content, content)
+        return Rows(content + count - first, count - first)
+
+    def num_skipped(self, schedule: ScheduleWord, front: int, count: int) -> int:
+        """Return 0 with queries; without, all rows before the last that precedes a token."""
+        return 0 if self.streams == "two" else front + self.start - 1
+
+
+class InContext(AskWord):
+    """One row per token, which predicts that token's position; all attend to the context."""
+
+    schedules: ClassVar[tuple[str, ...]] = ("context",)
+
+    kind: Literal["in_context"] = "in_context"
+    given_ratio: Fraction = 0.0
+    """Share of the tokens, within the context, whose positions are given, as `model.positions`."""
+
+    @property
+    def placed_share(self) -> float:
+        """The given ratio."""
+        return self.given_ratio
+
+
+class DecoderConfig(Section):
+    """Blocks on top of an encoder; all other sizes are those of `model`."""
+
+    num_layers: Positive = 8
+    """Number of decoder blocks."""
+    hidden_size: Positive = 512
+    """Width of the decoder, a multiple of 4."""
+    num_attention_heads: Positive = 16
+    """Attention heads of the decoder."""
+
+
+class Visible(AskWord):
+    """An encoder sees only known tokens; a bridge to a decoder adds mask tokens for the others."""
+
+    schedules: ClassVar[tuple[str, ...]] = ("context",)
+    predicts_context: ClassVar[bool] = False
+
+    kind: Literal["visible"] = "visible"
+    decoder: DecoderConfig = DecoderConfig()
+    """The decoder."""
+    tokens_decay: bool = False
+    """Apply weight decay to mask token and learned front tokens in pre-training."""
+
+    @property
+    def learned_tokens_decay(self) -> bool:
+        """As configured."""
+        return self.tokens_decay
+
+    @property
+    def num_decoder_blocks(self) -> int:
+        """Blocks of the decoder."""
+        return self.decoder.num_layers
+
+    def rows(self, schedule: ScheduleWord, front: int, count: int) -> Rows:
+        """Return the rows of the encoder, and those of the decoder, which reach the head."""
+        seen, _ = schedule.content(count)
+        return Rows(front + seen, front + count, decoder=front + count)
+
+    def num_skipped(self, schedule: ScheduleWord, front: int, count: int) -> int:
+        """Return the rows that the encoder has seen."""
+        return front + schedule.content(count)[0]
+
+
+AnyAsking = InContext | Visible | Shift | Mask | Query

@@ -1,0 +1,130 @@
+"""Densities: how a token is predicted, scored and sampled."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from megavis.config.schema import Positive
+from megavis.config.section import (
+    Above0,
+    AtLeast0,
+    DecoderKind,
+    ScaleActivation,
+    Section,
+)
+
+
+class DensityWord(Section):
+    """How a token is predicted, scored and sampled."""
+
+    kind: str
+    has_likelihood: ClassVar[bool] = False
+    """Whether tokens have a log-likelihood."""
+    is_noisy: ClassVar[bool] = False
+    """Whether the head reads noisy tokens."""
+
+    @property
+    def loses_statistics(self) -> bool:
+        """Whether predicted tokens lack mean and standard deviation."""
+        return False
+
+    @property
+    def has_decoder(self) -> bool:
+        """Whether the head has layers before its last matrix."""
+        return False
+
+
+class Categorical(DensityWord):
+    """Logits over the vocabulary."""
+
+    has_likelihood: ClassVar[bool] = True
+
+    kind: Literal["categorical"] = "categorical"
+    head_std: AtLeast0 = 0.02
+    """Initial standard deviation of the projection to logits."""
+
+
+class SquaredError(DensityWord):
+    """Squared error, as of a Gaussian with unit variance."""
+
+    kind: Literal["squared_error"] = "squared_error"
+    normalize: bool = False
+    """Standardise each target by its own mean and standard deviation; disables generation."""
+    decoder: Literal["linear", "mlp"] = "linear"
+    """Decoder of the backbone's output."""
+    decoder_layers: Positive = 1
+    """Layers of the decoder; ignored by `linear`."""
+
+    @property
+    def loses_statistics(self) -> bool:
+        """Whether targets are standardised."""
+        return self.normalize
+
+    @property
+    def has_decoder(self) -> bool:
+        """Whether the decoder is no single matrix."""
+        return self.decoder != "linear"
+
+
+class GaussianMixture(DensityWord):
+    """A mixture of Gaussians with diagonal covariances."""
+
+    has_likelihood: ClassVar[bool] = True
+
+    kind: Literal["gaussian_mixture"] = "gaussian_mixture"
+    num_components: Positive = 16
+    """Components of the mixture."""
+    scale_activation: ScaleActivation = "squareplus"
+    """Maps outputs to scales."""
+    scale_floor: Above0 = 1e-6
+    """Smallest scale."""
+    head_std: AtLeast0 = 0.02
+    """Initial standard deviation of the last matrix."""
+
+
+class CorrelatedGaussian(DensityWord):
+    """One Gaussian with a full covariance."""
+
+    has_likelihood: ClassVar[bool] = True
+
+    kind: Literal["correlated_gaussian"] = "correlated_gaussian"
+    scale_activation: ScaleActivation = "squareplus"
+    """Maps outputs to scales."""
+    scale_floor: Above0 = 1e-6
+    """Smallest scale."""
+    head_std: AtLeast0 = 0.02
+    """Initial standard deviation of the last matrix."""
+
+
+class Diffusion(DensityWord):
+    """A decoder that denoises tokens."""
+
+    sampling_keys: ClassVar[frozenset[str]] = frozenset({"sampling_steps", "sampling_temperature"})
+    is_noisy: ClassVar[bool] = True
+
+    kind: Literal["diffusion"] = "diffusion"
+    decoder: DecoderKind = "transformer"
+    """Decoder of the backbone's output and the noisy token."""
+    decoder_layers: Positive = 1
+    """Layers of the decoder; ignored by `linear`."""
+    noise_a: Above0 = 0.03
+    """a of γ ~ Beta(a, b), the signal's share of the power."""
+    noise_b: Above0 = 1.0
+    """b of γ ~ Beta(a, b)."""
+    predicts: Literal["clean", "noise"] = "clean"
+    """Predict the clean token, or the noise."""
+    condition_on_gamma: bool = False
+    """Condition the decoder on γ."""
+    sampling_steps: Positive = 1000
+    """Denoising steps."""
+    sampling_temperature: AtLeast0 = 1.0
+    """Multiplies the noise of each step."""
+
+
+class Place(DensityWord):
+    """Logits over the positions that a token may have."""
+
+    kind: Literal["place"] = "place"
+
+
+AnyDensity = Place | Categorical | SquaredError | GaussianMixture | CorrelatedGaussian | Diffusion

@@ -1,0 +1,174 @@
+"""Schedules: what is known when a token is predicted."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from megavis.config.schema import Fraction, NonNegative, Positive
+from megavis.config.section import (
+    LossAverage,
+    Section,
+)
+from megavis.grammar.boundaries import Cut, boundary_range, context_size
+from megavis.grammar.order import read_order
+
+
+class ScheduleWord(Section):
+    """What is known when a token is predicted."""
+
+    kind: str
+    generates: ClassVar[bool] = True
+    """Whether the schedule has an order of generation."""
+    is_sequential: ClassVar[bool] = False
+    """Whether it predicts one token at a time."""
+
+    @property
+    def num_given(self) -> int:
+        """Tokens that are given in training, and never predicted."""
+        return 0
+
+    @property
+    def differs_by_image(self) -> bool:
+        """Whether each image has its own order."""
+        return False
+
+    @property
+    def needs_seed(self) -> bool:
+        """Whether weights are only valid with the `seed` that they were trained with."""
+        return False
+
+    @property
+    def hidden_share(self) -> float:
+        """Share of the tokens outside of a context."""
+        return 0.0
+
+    @property
+    def is_in_raster(self) -> bool:
+        """Whether it predicts one token at a time in raster order."""
+        return False
+
+    def is_one_by_one(self, count: int) -> bool:
+        """Return whether each of `count` tokens is a group of its own, in a fixed cut."""
+        return self.is_sequential
+
+    def content(self, count: int) -> tuple[int, int]:
+        """Return how many of `count` tokens rows may attend to, and the first predicted position.
+
+        Both bound all images, since sizes must not depend on random draws.
+        """
+        return count, 0
+
+
+class OneByOne(ScheduleWord):
+    """Predict one token at a time."""
+
+    is_sequential: ClassVar[bool] = True
+
+    kind: Literal["one_by_one"] = "one_by_one"
+    order: Annotated[
+        str | Annotated[tuple[int, ...], Field(strict=False)], BeforeValidator(read_order)
+    ] = "raster"
+    """Order of the tokens: `raster`, `nested_raster`, `round_robin`, `random`, or the raster index
+    of the token at each position, as a list or a `.npy` file, whose content is copied into the
+    run's config."""
+    drawn: Literal["image", "run"] = "image"
+    """Draw a `random` order for each image, or one for the run."""
+    order_block: Positive = 2
+    """Side of a block in tokens, for `nested_raster` and `round_robin`."""
+    prefix: NonNegative = 0
+    """Number of tokens, the first in the order, that are given: they attend to each other, and none
+    is predicted."""
+
+    @property
+    def num_given(self) -> int:
+        """The prefix."""
+        return self.prefix
+
+    @property
+    def differs_by_image(self) -> bool:
+        """Whether each image has its own order."""
+        return self.order == "random" and self.drawn == "image"
+
+    @property
+    def is_in_raster(self) -> bool:
+        """Whether it predicts one token at a time in raster order."""
+        return self.order == "raster"
+
+    @property
+    def needs_seed(self) -> bool:
+        """Whether the run has drawn its order."""
+        return self.order == "random" and self.drawn == "run"
+
+    def content(self, count: int) -> tuple[int, int]:
+        """Return all but the last token, and position 0."""
+        return count - 1, 0
+
+
+class Masked(ScheduleWord):
+    """Hide each token with the same probability."""
+
+    generates: ClassVar[bool] = False
+
+    kind: Literal["masked"] = "masked"
+    mask_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    """Probability that a token is hidden."""
+
+
+class Rounds(ScheduleWord):
+    """Hide a share of the tokens drawn for each image, and generate in rounds, as in MaskGIT."""
+
+    kind: Literal["rounds"] = "rounds"
+    least_masking: Fraction = 0.0
+    """The hidden share is cos(π/2 · u) with u uniform in [0, 1 - least_masking)."""
+    loss_average: LossAverage = "batch"
+    """`batch`: all hidden tokens of a step weigh the same in the loss; `images`: all images do."""
+
+
+class Groups(ScheduleWord):
+    """Predict group by group."""
+
+    kind: Literal["groups"] = "groups"
+    length: Cut = "random"
+    """How the sequence is cut into groups; `given` uses `boundaries`."""
+    num_groups: Positive = 20
+    """Number of predicted groups; one more, the first, is given."""
+    boundaries: Annotated[tuple[int, ...], Field(strict=False)] | None = None
+    """For `given`: the number of tokens up to the end of each group but the last."""
+    order: Literal["random", "raster"] = "random"
+    """Order of the tokens: drawn for each image, or raster order."""
+    feature_order: Literal["raster", "drawn"] = "raster"
+    """Order and groups of the tokens for features under the causal mask: raster order with even
+    groups up to their mean end in training, without random draws; or drawn as in training."""
+
+    def is_one_by_one(self, count: int) -> bool:
+        """Return whether `count` groups of fixed length are cut."""
+        return (self.length, self.num_groups) == ("fixed", count)
+
+    def content(self, count: int) -> tuple[int, int]:
+        """Return the largest end of a group, and the smallest end of the given one."""
+        first, last = boundary_range(self.length, count, self.num_groups, self.boundaries)
+        return last, first
+
+
+class Context(ScheduleWord):
+    """All tokens attend to a random share of the tokens, the context."""
+
+    generates: ClassVar[bool] = False
+
+    kind: Literal["context"] = "context"
+    mask_ratio: Fraction = 0.75
+    """Share of the tokens outside the context."""
+
+    @property
+    def hidden_share(self) -> float:
+        """The mask ratio."""
+        return self.mask_ratio
+
+    def content(self, count: int) -> tuple[int, int]:
+        """Return the size of the context, and position 0."""
+        return context_size(count, self.mask_ratio), 0
+
+
+AnySchedule = Context | OneByOne | Masked | Rounds | Groups
