@@ -12,19 +12,23 @@ from typing import Any
 import yaml
 
 from megavis.config.errors import UserError
-from megavis.config.load import LoadedConfig, load_config
+from megavis.config.load import LoadedConfig, dump_config, load_config
 from megavis.config.papers import PAPER_CONFIGS
 from megavis.config.schema import ObjectiveConfig, RunConfig
 from megavis.config.shorthand import PRESETS, RIVALS, Shorthand
 from megavis.config.yaml_tree import BASED_ON, dump_tree, leaves
 from megavis.data.format.manifest import num_images
+from megavis.grammar.compose import written_out
 
 _ABSENT = "(not there)"
 SHIPPED = "yaml_configs"
 
 
 def show(args: argparse.Namespace) -> int:
-    """Write the config as YAML, each value followed by its origin."""
+    """Write the config as YAML, each value followed by its origin; or the paper in words."""
+    if args.grammar:
+        sys.stdout.write(dump_config(written_out(_read(args.config, args.overrides).config)))
+        return 0
     sys.stdout.write("".join(f"{line}\n" for line in _lines(_read(args.config, args.overrides))))
     return 0
 

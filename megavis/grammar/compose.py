@@ -11,7 +11,7 @@ from megavis.grammar.grammar import Grammar, Words
 from megavis.grammar.paper import PaperConfig
 
 
-class ComposeConfig(PaperConfig, Words):
+class ComposeConfig(Words, PaperConfig):
     """Config keys of a composition: each word is a section, whose `kind` determines its keys."""
 
     takes_frames: ClassVar[bool] = True
@@ -38,3 +38,11 @@ def written_out(run: RunConfig) -> RunConfig:
     words = {name: getattr(grammar, name) for name in Words.model_fields}
     model = run.model.model_copy(update={"positions": grammar.positions})
     return run.model_copy(update={"objective": ComposeConfig(**words), "model": model})
+
+
+def in_same_words(first: RunConfig, second: RunConfig) -> tuple[RunConfig, RunConfig]:
+    """Return two runs, both written in words if one is a paper's and the other a composition."""
+    papers = [isinstance(each.objective, PaperConfig) for each in (first, second)]
+    if first.objective.name == second.objective.name or not all(papers):
+        return first, second
+    return written_out(first), written_out(second)

@@ -29,6 +29,7 @@ from megavis.data.loading.leakage import check_no_overlap, training_shards
 from megavis.evaluation.classes import ClassResult, evaluate_classifier
 from megavis.evaluation.figures import draw_confusion, write_png
 from megavis.evaluation.networks import NUM_VIEWS
+from megavis.grammar.compose import in_same_words
 from megavis.model.inference import Inference
 from megavis.model.positions import interpolation
 from megavis.parallel.context import ParallelContext
@@ -224,6 +225,7 @@ def check_source(loaded: LoadedConfig, objective: Classification, train: Samples
 
 def _differences(source: RunConfig, config: RunConfig, objective: Classification) -> Iterator[str]:
     """Yield differences that change the meaning of the source run's weights."""
+    source, config = in_same_words(source, config)
     for section in ("objective", "model"):
         yield from _other_keys(getattr(source, section), getattr(config, section), section)
     if source.data.normalize_frames != config.data.normalize_frames:

@@ -29,6 +29,7 @@ from megavis.data.format.folder_lock import SILENCE_SECONDS, FolderLock
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.data.loading.blended_dataset import BlendedDataset, Samples
 from megavis.data.loading.dataset import ShardDataset, subset_per_class
+from megavis.grammar.compose import in_same_words
 from megavis.model.kernel_compiler import require_compiled
 from megavis.model.kernels import choose_kernels
 from megavis.parallel.context import ParallelContext, close_context, open_context
@@ -324,6 +325,7 @@ def check_same_run(path: Path, config: RunConfig) -> None:
     if before.drop_path == config.drop_path:
         # Set explicitly, or taken from the model: the same rate.
         before, config = _without_own_drop_path(before), _without_own_drop_path(config)
+    before, config = in_same_words(before, config)
     for key in ("seed", "objective", "model", "finetune"):
         old, new = getattr(before, key), getattr(config, key)
         if old != new:

@@ -69,6 +69,11 @@ def add_config_verbs(parser: argparse.ArgumentParser) -> None:
     show.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value", help="keys to override"
     )
+    show.add_argument(
+        "--grammar",
+        action="store_true",
+        help="write the paper in the words of the grammar, as a config that trains the same run",
+    )
     show.set_defaults(run="config:show")
     text = "write the keys whose values differ; exit code 1 if there are any"
     diff = verbs.add_parser("diff", help=text, description=f"{text[0].upper()}{text[1:]}.")

@@ -1,0 +1,60 @@
+"""`megavis config show --grammar`: the words of a paper take up its runs."""
+
+import json
+
+import pytest
+from tiny import tiny
+
+from megavis.cli import main
+
+pytestmark = pytest.mark.once
+
+
+def losses(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return {each["step"]: each["loss"] for each in map(json.loads, lines) if "loss" in each}
+
+
+@pytest.fixture(scope="module")
+def paper(shards, tmp_path_factory):
+    """An iGPT in an order of its own, trained for four steps, and its config."""
+    folder = tmp_path_factory.mktemp("paper")
+    path = folder / "paper.yaml"
+    path.write_text(
+        tiny(
+            "{name: igpt, vocabulary_size: 64, order: random}",
+            shards=shards,
+            name="whole",
+            output=str(folder / "runs"),
+            data={"image_size": 8},
+            schedule={"decay": "constant"},
+            training={"steps": 4, "log_every": 1},
+        )
+    )
+    assert main(["train", str(path), "--device", "cpu"]) == 0
+    return path, folder / "runs"
+
+
+def test_words_resume_the_run_of_a_paper(paper, capsys):
+    path, runs = paper
+    assert main(["train", str(path), "name=cut", "training.steps=2", "--device", "cpu"]) == 0
+    capsys.readouterr()
+    assert main(["config", "show", str(path), "name=cut", "--grammar"]) == 0
+    words = path.with_name("words.yaml")
+    words.write_text(capsys.readouterr().out)
+    assert "kind: one_by_one" in words.read_text()
+    assert main(["train", str(words), "--device", "cpu"]) == 0
+    assert losses(runs / "cut") == losses(runs / "whole")
+    changed = ["objective.schedule.order=raster", "training.steps=5", "--device", "cpu"]
+    assert main(["train", str(words), *changed]) == 2
+    assert "objective.schedule.order random" in capsys.readouterr().err
+
+
+def test_words_start_from_the_run_of_a_paper(paper, shards, capsys):
+    path, runs = paper
+    assert main(["config", "show", str(path), "name=tuned", "--grammar"]) == 0
+    words = path.with_name("tuned.yaml")
+    words.write_text(capsys.readouterr().out)
+    tuned = [f"finetune={{num_classes: 10, from_run: {runs}/whole}}", "training.validate_every=4"]
+    tuned += [f"data.validation={shards}/validation", "--device", "cpu"]
+    assert main(["train", str(words), *tuned]) == 0
