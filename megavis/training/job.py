@@ -365,7 +365,11 @@ def _first_difference(key: str, old: Any, new: Any) -> str:
     if not (isinstance(old, Section) and isinstance(new, Section)):
         return f"{key} {old}, not {new}" if isinstance(old, int) else f"another {key!r}"
     for name in type(old).model_fields:
-        # The other may be another kind of section, without this key.
-        if getattr(old, name) != getattr(new, name, None):
-            return f"{key}.{name} {getattr(old, name)}, not {getattr(new, name, 'without it')}"
+        if name not in type(new).model_fields:  # another kind of section
+            return f"{key}.{name} {getattr(old, name)}, not without it"
+        one, other = getattr(old, name), getattr(new, name)
+        if one != other and isinstance(one, Section) and isinstance(other, Section):
+            return _first_difference(f"{key}.{name}", one, other)
+        if one != other:
+            return f"{key}.{name} {one}, not {other}"
     return f"another {key!r}"
