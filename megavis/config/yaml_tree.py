@@ -132,14 +132,23 @@ def read_tree(path: Path, source: ConfigSource, above: tuple[Path, ...] = ()) ->
 
 
 def _merge(beneath: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Merge section by section; `above` takes precedence."""
+    """Merge section by section; `above` takes precedence.
+
+    A section of another paper, or of another kind, has other keys, and so replaces the one beneath.
+    """
     merged = {key: value for key, value in beneath.items() if RIVALS.get(key) not in above}
     for key, value in above.items():
         old = merged.get(key)
-        if isinstance(old, dict) and isinstance(value, dict):
+        if isinstance(old, dict) and isinstance(value, dict) and _same_keys(key, old, value):
             value = _merge(old, value)
         merged[key] = value
     return merged
+
+
+def _same_keys(section: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
+    """Return whether two sections are of one paper and kind, as far as the second one says."""
+    tag = "name" if section == "objective" else "kind"
+    return new.get(tag, old.get(tag)) == old.get(tag)
 
 
 def expand_home(value: Any) -> Any:

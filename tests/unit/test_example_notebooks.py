@@ -35,7 +35,7 @@ assert torch.equal(run.sample(labels=labels, seed=1, temperature=0.5), guided[0.
 """,
     "adding_a_paper": """
 import json
-assert spiral(3).tolist() == [0, 1, 2, 5, 8, 7, 6, 3, 4]
+assert spiral(3) == [0, 1, 2, 5, 8, 7, 6, 3, 4]
 lines = Path("runs/spiral/metrics.jsonl").read_text().splitlines()
 losses = [each["validation_loss"] for each in map(json.loads, lines) if "validation_loss" in each]
 assert losses[-1] < losses[0] - 0.5, losses

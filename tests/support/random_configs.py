@@ -1,0 +1,129 @@
+"""Random configs of any paper, drawn from the types and ranges of its keys."""
+
+import random
+import re
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from tiny import VIT, tiny
+
+from megavis.config.checks import check_config
+from megavis.config.papers import paper_config
+from megavis.config.schema import RunConfig
+
+TREE = yaml.safe_load(tiny("{name: igpt}", model={**VIT, "norm_epsilon": 1e-5}))
+POSITIONS = (None, None, "none", "learned", "rope_2d", "sincos", "relative_2d")
+DATA = ({"image_size": 16}, {"image_size": 16}, {"image_size": 12}, {"frames": [12, 5]})
+PARALLEL = (
+    {},
+    {},
+    {"tensor_model_parallel_size": 2},
+    {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    {"context_parallel_size": 2},
+    {"pipeline_model_parallel_size": 4},
+)
+INTEGERS = (0, 1, 2, 3, 4, 4, 4, 5, 8, 12, 16, 64, 300)
+NUMBERS = (0.0, 1e-6, 0.01, 0.1, 0.25, 0.5, 0.75, 1.0, 3.0)
+KEY = re.compile(r"objective(?:\.[a-z0-9_]+)+")
+
+
+def drawn(name, numbers):
+    """Return the tree of a random run of a paper."""
+    schema = paper_config(name).model_json_schema()
+    tree = {**TREE, "objective": {**_section(schema, schema, numbers), "name": name}}
+    tree["optimizer"] = {"learning_rate": 1e-2}
+    hidden = numbers.choice((16, 16, 18))
+    tree["model"] = {**TREE["model"], "positions": numbers.choice(POSITIONS), "hidden_size": hidden}
+    tree["data"] = {"train": "shards", "image_size": 0, **numbers.choice(DATA)}
+    tree["parallel"] = {**TREE["parallel"], **numbers.choice(PARALLEL)}
+    if numbers.random() < 0.2:
+        tree["finetune"] = {"num_classes": 3, "generative_weight": numbers.choice((0.0, 1.0))}
+        tree["data"]["validation"] = "held"
+        tree["training"] = {**TREE["training"], "validate_every": 1}
+    return tree
+
+
+def checked(tree):
+    """Return the config and its faults; None where a key alone is out of range."""
+    try:
+        objective = paper_config(tree["objective"]["name"]).model_validate(tree["objective"])
+        config = RunConfig.model_validate({**tree, "objective": objective})
+    except ValidationError:
+        return None
+    return config, list(check_config(config))
+
+
+def unknown_keys(config, key, text):
+    """Return the keys of a message that stand in no config of this kind."""
+    return [each for each in (key, *KEY.findall(text)) if not _exists(config, each)]
+
+
+def _exists(config, key):
+    section = config
+    for name in key.split("."):
+        if not isinstance(section, BaseModel):
+            return False
+        if name not in type(section).model_fields:
+            return False
+        section = getattr(section, name)
+    return True
+
+
+def check_messages(name, count, seed=0):
+    """Check random configs of a paper, and what is said of them; count accepted and refused."""
+    numbers, counts = random.Random(seed), {True: 0, False: 0}
+    for _ in range(count):
+        found = checked(drawn(name, numbers))
+        if found is None:
+            continue
+        config, faults = found
+        counts[not faults] += 1
+        for key, text in faults:
+            assert not unknown_keys(config, key, text), (key, text)
+            assert not {"{", "}", "\n"} & set(text), text
+            assert text.strip() == text, text
+        if not faults:
+            assert config.objective.num_further_blocks(config) >= 0
+            reason = config.objective.cannot_generate(config)
+            assert reason is None or not unknown_keys(config, "name", reason), reason
+    return counts
+
+
+def _section(schema, root, numbers):
+    required = schema.get("required", [])
+    return {
+        key: _value(keys, root, numbers)
+        for key, keys in schema["properties"].items()
+        if key in required or "const" in keys or numbers.random() < 0.5
+    }
+
+
+def _value(keys, root, numbers):
+    if "$ref" in keys:
+        return _section(root["$defs"][keys["$ref"].rpartition("/")[2]], root, numbers)
+    if "oneOf" in keys or "anyOf" in keys:
+        return _value(numbers.choice(keys.get("oneOf") or keys["anyOf"]), root, numbers)
+    if "const" in keys:
+        return keys["const"]
+    if "enum" in keys:
+        return numbers.choice(keys["enum"])
+    kind = keys.get("type")
+    if kind in ("integer", "number"):
+        choices = INTEGERS if kind == "integer" else NUMBERS
+        return numbers.choice([each for each in choices if _is_in_range(each, keys)])
+    if kind == "boolean":
+        return numbers.random() < 0.5
+    if kind == "array":
+        return numbers.choice(([1, 0], [4, 9], [*range(15, -1, -1)], [9, 4]))
+    if kind == "string":
+        return numbers.choice(("random", "raster")) if "order" in str(keys) else "run"
+    return None
+
+
+def _is_in_range(value, keys):
+    return (
+        value >= keys.get("minimum", value)
+        and value <= keys.get("maximum", value)
+        and value > keys.get("exclusiveMinimum", value - 1)
+        and value < keys.get("exclusiveMaximum", value + 1)
+    )
