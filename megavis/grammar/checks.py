@@ -163,26 +163,18 @@ def _(tokens: Latents, name: str, run: RunConfig) -> Faults:
 
 def _check_kinds(grammar: Grammar) -> Faults:
     """Check that schedule, asking and density fit each other and the tokens."""
-    asks, schedule, kind = grammar.asks.kind, grammar.schedule.kind, grammar.predicted.kind
+    asks, schedule = grammar.asks.kind, grammar.schedule.kind
     can_ask = _fitting_asking(grammar)
-    possible = [name for name, fitting in can_ask.items() if schedule in fitting]
-    if asks == "in_context" and schedule == "context" and asks not in can_ask:
-        text = f"positions of {grammar.reads.kind} cannot be predicted"
-        other = "{schedule.kind} to one_by_one, masked, rounds or groups"
-        if "visible" in can_ask:
-            other = "{asks.kind} to visible"
-        yield Fault("reads.kind", text, f"set it to patches, or {other}")
-    elif not possible:
-        text = f"{schedule} cannot predict {kind}, only places, or values with asks visible"
-        remedy = "set {schedule.kind} to one_by_one, masked, rounds or groups"
-        yield Fault("schedule.kind", text, remedy)
-    elif schedule not in grammar.asks.schedules:
+    if schedule not in grammar.asks.schedules:
         fitting = one_of(grammar.asks.schedules)
+        possible = [name for name, schedules in can_ask.items() if schedule in schedules]
         remedy = f"set {{asks.kind}} to {one_of(possible)}"
         if asks in can_ask:
             remedy += f", or {{schedule.kind}} to {fitting}"
-        text = f"{asks} needs schedule {fitting}, not {schedule}"
-        yield Fault("asks.kind", text, remedy)
+        yield Fault("asks.kind", f"{asks} needs schedule {fitting}, not {schedule}", remedy)
+    elif asks not in can_ask:
+        text = f"positions of {grammar.reads.kind} cannot be predicted"
+        yield Fault("reads.kind", text, "set it to patches, or {asks.kind} to visible")
     else:
         yield from _check_density(grammar)
 
@@ -190,9 +182,8 @@ def _check_kinds(grammar: Grammar) -> Faults:
 def _fitting_asking(grammar: Grammar) -> dict[str, tuple[str, ...]]:
     """Return the kinds of asking that can predict the tokens, and the schedules of each."""
     has_places = grammar.predicts is None and grammar.reads.kind in ("patches", "frames")
-    fits = {"in_context": has_places, "visible": not grammar.predicted.is_discrete}
-    kinds = {each: each.model_fields["kind"].annotation.__args__[0] for each in _ASKS}  # type: ignore[union-attr]
-    return {kind: word.schedules for word, kind in kinds.items() if fits.get(kind, True)}
+    kinds = {str(each.model_fields["kind"].default): each.schedules for each in _ASKS}
+    return {kind: kinds[kind] for kind in kinds if kind != "in_context" or has_places}
 
 
 def _check_density(grammar: Grammar) -> Faults:

@@ -108,7 +108,7 @@ def test_layouts_match_one_process(
     config = with_layout(make_config(patch_config(name)), **layout)
     # These split rows, of which a condition token can make the number odd.
     if not is_legal(config, processes):
-        assert name == "compose_features"
+        assert name == "compose_class_denoised"
         whole = {"sequence_parallel": False, "context_parallel_size": 1}
         config = with_layout(config, **{**layout, **whole})
     curves = run_job(train_briefly, processes, config, STEPS)
@@ -157,7 +157,7 @@ def last_of_first_stage(launch: Launch, config: RunConfig) -> str:
         (
             "compose_memory",
             [
-                "objective.condition.num_layers=3",
+                "objective.memory.num_layers=3",
                 "objective.condition.patch_size=2",
                 "objective.condition.hidden_size=48",
             ],

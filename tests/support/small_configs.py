@@ -155,4 +155,24 @@ SMALL = {
         "{name: compose, reads: {kind: patches, patch_size: 4}, schedule: {kind: context},"
         " asks: {kind: in_context}, density: {kind: place}}"
     ),
+    # Heads that skip rows: a class in front, or what an encoder has seen.
+    "compose_class_in_rounds": SmallConfig(
+        "{name: compose, reads: {kind: colors, vocabulary_size: 64}, schedule: {kind: rounds},"
+        " asks: {kind: mask}, density: {kind: categorical},"
+        " condition: {kind: labels, num_classes: 10}}",
+        data="palette",
+    ),
+    "compose_class_denoised": SmallConfig(
+        "{name: compose, reads: {kind: patches, patch_size: 4}, schedule: {kind: masked},"
+        " asks: {kind: mask}, density: {kind: diffusion, noise_a: 1},"
+        " condition: {kind: labels, num_classes: 10}}"
+    ),
+    "compose_hidden_codes": SmallConfig(
+        "{name: compose, reads: {kind: patches, patch_size: 4},"
+        " predicts: {kind: ids, patch_size: 4, vocabulary_size: 12, tokenizer: TOKENIZER},"
+        " schedule: {kind: context},"
+        " asks: {kind: visible,"
+        " decoder: {num_layers: 2, hidden_size: 16, num_attention_heads: 4}},"
+        " density: {kind: categorical}}"
+    ),
 }

@@ -90,7 +90,7 @@ def test_what_cannot_be_sampled_is_said_before_training(lines, tiny_config, caps
     )
     code, found = lines(tiny_config, hidden, "name=hidden")
     assert code == 0
-    text = "this run will generate no images: objective.schedule masked has no order of generation"
+    text = "this run will generate no images: masked has no order of generation"
     assert found[1].startswith(f"ok  samples: {text}")
     short = ("training.steps=1", "schedule.warmup_steps=0", "data.validation=null")
     assert main(["train", str(tiny_config), hidden, "name=hidden", *short]) == 0
