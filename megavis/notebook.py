@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megavis.checkpoint.format.folder import checkpoint_to_open
 from megavis.checkpoint.state.restore import load_weights
+from megavis.composition.model import model_of
 from megavis.config.checks import check_config
 from megavis.config.errors import UserError
 from megavis.config.load import load_run_config
@@ -271,7 +272,7 @@ class Run:
 
     def images(self, tokens: Tensor) -> np.ndarray:
         """Return the pixels of tokens in raster order: uint8 `[b, h, w, 3]`; needs a decoder."""
-        return self.objective.backbone.composition().to_images(tokens, self.folder).cpu().numpy()
+        return model_of(self.objective).to_images(tokens, self.folder).cpu().numpy()
 
     def _batch(self, inputs: Any, sample_index: Tensor | None) -> Batch:
         own = self._own_form(inputs)

@@ -30,6 +30,7 @@ from megavis.commands.opening import (
 from megavis.commands.options.evaluation import GENERAL_FIGURES
 from megavis.commands.options.shared import spelled
 from megavis.commands.terminal import quietly
+from megavis.composition.model import generator_of
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.config.papers import FigureSpec, paper_figures
@@ -262,7 +263,7 @@ def _reason_against(applies: Callable[[Trainable], bool], opened: Run) -> str | 
 
 
 def _draws_images(objective: Trainable) -> bool:
-    objective.generation()
+    generator_of(objective)
     return True
 
 

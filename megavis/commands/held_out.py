@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megavis.checkpoint.format.folder import finetuned_step
 from megavis.commands.opening import job_closed, open_held_out, open_run, open_shards
+from megavis.composition.classification import classifier_of
 from megavis.config.errors import UserError
 from megavis.data.format.files import write_json
 from megavis.data.loading.dataset import Subset, halves, shuffled
@@ -80,7 +81,7 @@ def _predict_classes(
     """
     step, size = _chosen_step(folder), args.image_size
     opened = open_run(folder, step=step, device=args.device, image_size=size)
-    objective = opened.objective.classification()
+    objective = classifier_of(opened.objective)
     assert objective is not None, "the run has a chosen step, so it was fine-tuned"
     images = _test_images(opened, args.images)
     probabilities = predict_classes(opened.runner, objective, images)

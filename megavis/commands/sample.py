@@ -24,6 +24,7 @@ from megavis.commands.opening import (
 )
 from megavis.commands.options.shared import chosen_options, refuse_options, spelled
 from megavis.commands.terminal import quietly
+from megavis.composition.model import generator_of
 from megavis.config.errors import UserError
 from megavis.data.format.files import write_json
 from megavis.data.format.manifest import MANIFEST_NAME, PALETTE_NAME
@@ -96,7 +97,7 @@ def _draw(opened: Run, args: argparse.Namespace) -> Any:
     """Return the grid for the options, uint8 `[H, W, 3]`, or None if a file was written."""
     if opened.objective.reconstructs:
         return _reconstructions(opened, args)
-    paper = opened.objective.generation()
+    paper = generator_of(opened.objective)
     names = paper.condition.names
     if paper.schedule.needs_given and args.npz is None and not args.moments:
         args.prefix = args.prefix or paper.default_share
@@ -120,7 +121,7 @@ def _draw(opened: Run, args: argparse.Namespace) -> Any:
 def _picture(
     opened: Run, args: argparse.Namespace, options: Mapping[str, Any], **layout: Any
 ) -> Any:
-    paper = opened.objective.generation()
+    paper = generator_of(opened.objective)
     own = paper.schedule.columns if args.prefix else ({},)
     columns = [{**column, **options} for column in own]
     # The chosen options may leave no difference between the columns.
@@ -243,7 +244,7 @@ def _stored_latents(opened: Run, folder: str, count: int) -> tuple[Tensor, Tenso
     dataset = open_shards(opened, folder)
     places = np.linspace(0, len(dataset) - 1, min(len(dataset), count)).astype(np.int64)
     batch = read_batch(dataset, places, places)
-    latents = opened.objective.generation().tokens_of(batch.inputs, batch.sample_index)
+    latents = generator_of(opened.objective).tokens_of(batch.inputs, batch.sample_index)
     if latents.ndim != 4 or not latents.is_floating_point():
         raise UserError(
             f"--moments is for latents; runs of {opened.config.objective.name} generate none"

@@ -23,7 +23,6 @@ from torch.distributed import ProcessGroup
 from megavis.composition.mixing import mix
 from megavis.composition.model import Model
 from megavis.composition.trainable import SequenceBatch, Trainable
-from megavis.config.errors import UserError
 from megavis.config.schema import FinetuneConfig
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.loader import Batch
@@ -161,17 +160,6 @@ class Classification(Trainable):
     def backbone(self) -> Model:
         """The paper that is fine-tuned."""
         return self.paper
-
-    def classification(self) -> Classification:
-        """Return itself."""
-        return self
-
-    def generation(self) -> Model:
-        """Raise UserError: a classifier generates no images."""
-        raise UserError(
-            "a fine-tuned run classifies and generates no images; sample from the run that it"
-            " started from"
-        )
 
     @property
     def is_joint(self) -> bool:
@@ -339,6 +327,11 @@ class Classification(Trainable):
     def outputs(self, predictions: Any) -> Tensor:
         """Return class logits `[b, c]`."""
         return divide(predictions)[1]
+
+
+def classifier_of(objective: Trainable) -> Classification | None:
+    """Return the classifier that a fine-tuning run trains; None for others."""
+    return objective if isinstance(objective, Classification) else None
 
 
 def _with_labels(own: SequenceBatch, labels: Tensor) -> SequenceBatch:

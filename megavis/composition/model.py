@@ -20,7 +20,7 @@ from megavis.composition.asking import AskedRows
 from megavis.composition.condition import Known
 from megavis.composition.layers import Layers
 from megavis.composition.reader import Reader
-from megavis.composition.trainable import SequenceBatch
+from megavis.composition.trainable import SequenceBatch, Trainable
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.loader import Batch
@@ -288,22 +288,11 @@ class Model(Layers):
         count = counts[0] if counts else counted.sum(1).clamp(min=1.0)
         return ((losses * counted).sum(1) / count).mean()
 
-    def composition(self) -> Model:
-        """Return itself."""
-        return self
-
     def with_full_attention(self) -> Self:
         """Return a new instance of the paper with full attention in its blocks."""
         return type(self)(self.config, self.context, visibility="full")
 
     # Generation, for papers that generate.
-
-    def generation(self) -> Model:
-        """Return itself; raise UserError if models of the config cannot generate images."""
-        reason = self.paper.cannot_generate(self.config)
-        if reason is not None:
-            raise UserError(reason)
-        return self
 
     def tokens_of(self, inputs: Tensor, index: Tensor | None = None) -> Tensor:
         """Return the tokenizer's output for `Batch.inputs`, or for tokens.
@@ -365,3 +354,27 @@ class Model(Layers):
     def to_images(self, tokens: Tensor, folder: Path) -> Tensor:
         """Decode the output of `undo` to uint8 `[b, H, W, 3]`, or raise UserError."""
         return self.reads.to_images(tokens, folder)
+
+
+def model_of(objective: Trainable) -> Model:
+    """Return the model that an objective trains, with or without a classifier on top.
+
+    Raises:
+        UserError: it has no Transformer blocks.
+    """
+    if not isinstance(objective.backbone, Model):
+        raise UserError(f"runs of {objective.config.objective.name} have no Transformer blocks")
+    return objective.backbone
+
+
+def generator_of(objective: Trainable) -> Model:
+    """Return the model that generates images; raise UserError if models of the config cannot."""
+    if objective.backbone is not objective:
+        raise UserError(
+            "a fine-tuned run classifies and generates no images; sample from the run that it"
+            " started from"
+        )
+    reason = objective.config.objective.cannot_generate(objective.config)
+    if reason is not None:
+        raise UserError(reason)
+    return model_of(objective)

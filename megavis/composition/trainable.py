@@ -9,11 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
 
+from megavis.checkpoint.format.tensor_reader import CheckpointReader
 from megavis.composition.tokens import blank_batch
 from megavis.config.errors import UserError
 from megavis.config.finetune_checks import NO_NULL_LABEL
@@ -23,10 +25,16 @@ from megavis.data.loading.loader import Batch
 from megavis.model.stack import LayerPlan, matrix_share
 from megavis.parallel.context import ParallelContext
 
-if TYPE_CHECKING:
-    from megavis.composition.classification import Classification
-    from megavis.composition.encoded_image import PretrainedEncoder
-    from megavis.composition.model import Model
+
+class StartingWeights(Protocol):
+    """Initial values that come from another run."""
+
+    @property
+    def checkpoint(self) -> Path:
+        """Folder of a step of that run."""
+
+    def tensor(self, reader: CheckpointReader, name: str) -> Tensor | None:
+        """Return the whole initial value of a parameter; None for those not of the other run."""
 
 
 class Trainable(ABC):
@@ -106,20 +114,12 @@ class Trainable(ABC):
         """How to convert the evaluation loss to -log p of images; None if it is no likelihood."""
         return None
 
-    def generation(self) -> Model:
-        """Return the composition that generates images; raise UserError if models cannot."""
-        raise UserError(f"runs of {self.config.objective.name} generate no images")
-
-    def classification(self) -> Classification | None:
-        """Return the classifier that a fine-tuning run trains; None otherwise."""
-        return None
-
     @property
     def pretrained_key(self) -> str | None:
         """Config key that names the run that some weights start from; None: none do."""
         return None
 
-    def pretrained(self) -> PretrainedEncoder | None:
+    def pretrained(self) -> StartingWeights | None:
         """Open the run that some weights start from, if any; raise UserError if they do not fit."""
         return None
 
@@ -235,10 +235,6 @@ class Backbone(Trainable):
     def carries_gradient(self) -> bool:
         """True if tensors other than the hidden states carry a gradient between layers."""
         return False
-
-    def composition(self) -> Model:
-        """Return the paper as a composition. Raises UserError: it has no Transformer blocks."""
-        raise UserError(f"runs of {self.config.objective.name} have no Transformer blocks")
 
     def feature_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
         """Return `SequenceBatch.inputs` for features, without labels, or raise UserError."""

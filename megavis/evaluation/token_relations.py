@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megavis.composition.model import Model
+from megavis.composition.model import Model, model_of
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.data.loading.dataset import ShardDataset
@@ -57,7 +57,7 @@ def measure_attention(
     runner: Inference, objective: Trainable, dataset: ShardDataset, *, num_images: int
 ) -> AttentionMaps:
     """Measure attention with all tokens visible; raise UserError if causal or rotary."""
-    paper = objective.backbone.composition()
+    paper = model_of(objective)
     _check_visibility(paper)
     total: AttentionMaps | None = None
     limit = min(num_images, len(dataset))
@@ -139,7 +139,7 @@ def relative_map(weights: Tensor) -> Tensor:
 
 def sees_both_ways(objective: Trainable) -> bool:
     """Return whether attention is bidirectional, without rotary positions."""
-    _check_visibility(objective.backbone.composition())
+    _check_visibility(model_of(objective))
     return True
 
 
@@ -255,7 +255,7 @@ def correlation(first: Tensor, second: Tensor) -> Tensor:
 
 def has_blocks(objective: Trainable) -> bool:
     """Return whether the model has blocks; raise UserError, which says why, if it has none."""
-    objective.backbone.composition()
+    model_of(objective)
     return True
 
 

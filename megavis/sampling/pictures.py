@@ -27,6 +27,7 @@ import torch.distributed as dist
 from PIL import Image
 from torch import Tensor
 
+from megavis.composition.model import generator_of
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.data.format.files import atomic_writer, write_atomically
@@ -117,7 +118,7 @@ class Gallery:
     def __init__(self, objective: Trainable, folder: Path) -> None:
         self.objective, self.folder = objective, folder
         if not objective.reconstructs:
-            paper = objective.generation()
+            paper = generator_of(objective)
             paper.check_images(folder)
             for options in paper.schedule.columns:
                 settings_of(paper, options)
@@ -137,7 +138,7 @@ class Gallery:
             if examples is None:
                 raise UserError("reconstructions need images: give data.validation")
             return picture_of_reconstructions(runner, objective, examples.inputs)
-        columns = objective.generation().schedule.columns
+        columns = generator_of(objective).schedule.columns
         samplers = [Sampler(runner, objective, self.folder, options) for options in columns]
         paper = samplers[0].paper
         share = 0.0 if examples is None else paper.default_share

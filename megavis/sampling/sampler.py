@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megavis.composition.condition import Known
-from megavis.composition.model import Model
+from megavis.composition.model import Model, generator_of
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.model.inference import Inference
@@ -52,7 +52,7 @@ class Sampler:
         spell: Callable[[str], str] = str,
     ) -> None:
         self.runner, self.folder, self.seed = runner, folder, seed
-        self.paper = objective.generation()
+        self.paper = generator_of(objective)
         self.settings = settings_of(self.paper, options or {}, seed=seed, spell=spell)
         self.acceptance = Acceptance()
 

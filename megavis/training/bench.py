@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from megavis.composition.model import model_of
 from megavis.composition.tokens import Vocabulary
 from megavis.composition.trainable import Trainable
 from megavis.config.load import LoadedConfig
@@ -323,7 +324,7 @@ def _random_like(blank: Tensor, objective: Trainable, generator: torch.Generator
     if dtype == torch.uint8:
         return torch.randint(256, shape, generator=generator, dtype=dtype)
     if dtype == torch.int64:
-        ids = objective.backbone.composition().reads
+        ids = model_of(objective).reads
         assert isinstance(ids, Vocabulary)
         return torch.randint(ids.vocabulary_size, shape, generator=generator)
     numbers = torch.randn(shape, generator=generator)

@@ -25,8 +25,8 @@ from megavis.checkpoint.state.restore import (
     start_encoder,
 )
 from megavis.checkpoint.state.save import Snapshot, TrainingProgress
-from megavis.composition.encoded_image import PretrainedEncoder
-from megavis.composition.trainable import Trainable
+from megavis.composition.classification import classifier_of
+from megavis.composition.trainable import StartingWeights, Trainable
 from megavis.config.errors import UnfinishedError
 from megavis.config.load import LoadedConfig
 from megavis.config.schema import RunConfig
@@ -98,7 +98,7 @@ class Trainer:
     """SHA-256 of the tokenizer of the shards, or of the images."""
     finetuning: Finetuning | None = None
     """Set when fine-tuning."""
-    pretrained: PretrainedEncoder | None = None
+    pretrained: StartingWeights | None = None
     """Set if the encoder starts from another run."""
     stopping: EarlyStopping | None = None
     """Set while fine-tuning, or pre-training with `training.patience`."""
@@ -123,7 +123,7 @@ class Trainer:
             held_out = open_held_out(loaded, "data.validation", path, objective, train_data)
         # Reject an unsuitable tokenizer here, not at the first batch.
         tokenizer = train_data.manifest.identity or objective.backbone.tokenizer_identity
-        network = objective.classification()
+        network = classifier_of(objective)
         if network is None:
             run = cls(config, context, objective, train_data, held_out, tokenizer)
             if objective.pretrained_key is not None:

@@ -13,6 +13,7 @@ from layout_curves import TOLERANCE, largest_difference, make_config, with_layou
 from small_configs import SMALL
 from small_vqgan import write_untrained_run
 
+from megavis.composition.model import model_of
 from megavis.config.load import ConfigSource, LoadedConfig
 from megavis.config.schema import RunConfig
 from megavis.papers import build_objective
@@ -124,9 +125,7 @@ def encoder_passes(launch: Launch, config: RunConfig) -> tuple[int, int]:
         for name, parameter in engine.layers.named_parameters():
             if name == "embedding.encoder.norm.weight":
                 parameter.register_hook(lambda gradient: counts.append(1))
-        blank = run.objective.backbone.composition().blank_batch(
-            engine.micro_batch_size, context.device
-        )
+        blank = model_of(run.objective).blank_batch(engine.micro_batch_size, context.device)
         engine.train_step(itertools.repeat(blank), 0)
         return len(counts), engine.accumulation_steps
 

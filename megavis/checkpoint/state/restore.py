@@ -23,7 +23,7 @@ from megavis.checkpoint.state.parameter_states import (
     logical_shape,
     set_held_elements,
 )
-from megavis.composition.encoded_image import PretrainedEncoder
+from megavis.composition.trainable import StartingWeights
 from megavis.config.errors import UserError
 from megavis.model.parameters import partition_dimension, starts_fresh
 from megavis.model.positions import LEARNED, is_grid, resize_table
@@ -70,7 +70,7 @@ def start_from_weights(
 
 
 def start_encoder(
-    pretrained: PretrainedEncoder,
+    pretrained: StartingWeights,
     *,
     layers: LocalLayers,
     states: ParameterStates,

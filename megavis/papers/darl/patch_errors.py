@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from megavis.composition.model import Model
+from megavis.composition.model import Model, model_of
 from megavis.composition.trainable import Trainable
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches
@@ -73,14 +73,14 @@ def measure_patches(
 
 def applies(objective: Trainable) -> bool:
     """Return whether tokens are predicted one at a time."""
-    return objective.backbone.composition().schedule.is_sequential
+    return model_of(objective).schedule.is_sequential
 
 
 def draw_patches(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
     """Measure and plot; raise UserError if the run's objective does not support it."""
     errors = measure_patches(
         subject.runner,
-        subject.objective.backbone.composition(),
+        model_of(subject.objective),
         subject.images,
         num_images=options.num_images,
     )

@@ -14,6 +14,7 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
+from megavis.composition.model import generator_of
 from megavis.composition.tokens import Vectors
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
@@ -80,7 +81,7 @@ def _shuffle_rest(order: Tensor, num_given: int, *, seed: int) -> Tensor:
 
 def applies(objective: Trainable) -> bool:
     """Return whether the paper generates in groups."""
-    schedule = objective.generation().schedule
+    schedule = generator_of(objective).schedule
     return "groups" in {field.name for field in fields(schedule.options_type)}
 
 
@@ -89,7 +90,7 @@ def draw_groups(subject: FigureInput, options: argparse.Namespace) -> RenderedFi
     perceptual = open_perceptual(options.perceptual_weights, options.lpips_weights)
     inputs = read_round_robin(subject.images, options.num_images).inputs
     inputs = inputs.to(subject.runner.context.device)
-    paper = subject.objective.generation()
+    paper = generator_of(subject.objective)
     originals = paper.to_images(paper.tokens_of(inputs), subject.folder)
     rows, columns, given = [], [], None
     for count in options.groups:

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megavis.composition.model import Model
+from megavis.composition.classification import classifier_of
+from megavis.composition.model import Model, model_of
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.data.loading.loader import Batch, read_round_robin
@@ -89,16 +90,16 @@ def _flattened(images: Tensor, hidden: Tensor, grid: tuple[int, int]) -> Tensor:
 
 def applies(objective: Trainable) -> bool:
     """Return whether the paper predicts some tokens from visible ones."""
-    if objective.classification() is not None:
+    if classifier_of(objective) is not None:
         return False
-    plan = objective.backbone.composition().schedule.draw(torch.zeros(1, dtype=torch.int64))
+    plan = model_of(objective).schedule.draw(torch.zeros(1, dtype=torch.int64))
     return plan.first_asked > 0 or not bool(plan.is_predicted.all())
 
 
 def draw_reconstructions(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
     """Predict hidden tokens, compute their PSNR, and draw the first eight images."""
     batch = read_round_robin(subject.images, options.num_images).to(subject.runner.context.device)
-    paper = subject.objective.backbone.composition()
+    paper = model_of(subject.objective)
     found = reconstruct(subject.runner, paper, batch, subject.folder)
     originals, made = (each.cpu().numpy() for each in (found.originals, found.made))
     hidden = pixels_of(found.hidden, paper.predicts.grid, originals)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megavis.composition.model import model_of
 from megavis.composition.released_run import OpenedRun, ReleasedRun, random_images, read_hub_folder
 from megavis.composition.vit_folder import (
     check_depth,
@@ -335,6 +336,6 @@ def compared_vit_mae(
 ) -> tuple[Tensor, Tensor]:
     """Return the predictions of a run and of a ViTMAE folder on random images."""
     images, index = random_images(run.config.data.image_size), torch.arange(2)
-    order = run.objective.backbone.composition().schedule.draw(index).order
+    order = model_of(run.objective).schedule.draw(index).order
     theirs = vit_mae_predictions(tensors, settings, standardize(images), order)
     return run.outputs(images, sample_index=index), theirs

@@ -32,6 +32,7 @@ from compositions import (
 )
 from small_batches import batch_of, photographs, run_layers
 
+from megavis.composition.model import generator_of
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import Manifest
 from megavis.model.encoder import EncoderInput
@@ -178,7 +179,7 @@ def test_number_of_classes_is_checked(build_composition):
 def test_generation_errors(build_composition, words, more, message):
     objective, _ = build_composition(*words, more=more)
     with pytest.raises(UserError, match=message):
-        objective.generation()
+        generator_of(objective)
     warning = objective.config.objective.warning(objective.config)
     assert warning.startswith("this run will generate no images: ")
     assert re.search(message, warning)

@@ -10,6 +10,7 @@ from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from tiny import tiny
 from torch.nn import functional as F
 
+from megavis.composition.model import generator_of
 from megavis.config.errors import UserError
 from megavis.tokenizers.network_tokenizer import open_tokenizer
 
@@ -75,13 +76,13 @@ def test_patches_are_predicted_from_earlier_ids(build_paper, run_folder):
     changed = (objective.outputs(runner.predictions((other, *rest))) != outputs).any(-1)
     assert changed.tolist() == [[False] * 4 + [True] * 12] * 2
     with pytest.raises(UserError, match="reads ids and predicts patches cannot continue"):
-        objective.generation()
+        generator_of(objective)
 
 
 def test_ids_from_ids_can_be_generated(build_paper, run_folder):
     objective, _ = build_paper(config(run_folder), "objective.inputs=ids")
     assert objective.predicts is objective.reads
-    assert objective.generation() is objective
+    assert generator_of(objective) is objective
 
 
 def test_loss_mse_needs_image_shards(build_paper, run_folder):
@@ -121,4 +122,4 @@ def test_incompatible_keys(build_paper, run_folder, words, message):
 def test_ids_from_patches_cannot_be_generated(build_paper, run_folder):
     objective, _ = build_paper(config(run_folder))
     with pytest.raises(UserError, match="reads patches and predicts ids cannot continue"):
-        objective.generation()
+        generator_of(objective)

@@ -5,6 +5,7 @@ import torch
 from small_batches import batch_of, photographs
 from small_vqgan import write_untrained_run
 
+from megavis.composition.model import generator_of
 from megavis.config.errors import UserError
 from megavis.model.layer_state import LayerState
 from megavis.tokenizers.network_tokenizer import open_tokenizer
@@ -102,4 +103,4 @@ def test_generation_errors(build_gvp, run_folder, words):
     extra = [f"objective.tokenizer={run_folder}"] if len(words) == 1 else []
     objective, _ = build_gvp(*words, *extra)
     with pytest.raises(UserError, match="to generate, set objective"):
-        objective.generation()
+        generator_of(objective)

@@ -132,7 +132,7 @@ def test_samples_differ_by_seed_and_image(sampler):
 
 
 def test_sampling_bert_raises(sampler):
-    with pytest.raises(UserError, match="masked has no order of generation; to generate, set objective.mode"):
+    with pytest.raises(UserError, match="no order of generation; to generate, set objective.mode"):
         sampler("objective.mode=bert")
 
 

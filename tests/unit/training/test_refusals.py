@@ -138,7 +138,7 @@ def test_changed_keys_are_refused_on_resume(config, capsys, word, expected):
             "33 is not divisible by tensor_model_parallel_size 2",
         ),
         (["training.batch_sise=4"], "did you mean 'batch_size'?"),
-        (["objective.mode=bert", "training.sample_every=2"], "cannot be sampled pixel by pixel"),
+        (["objective.mode=bert", "training.sample_every=2"], "has no order of generation"),
     ],
 )
 def test_invalid_configs_are_refused(config, capsys, tmp_path, words, expected):
