@@ -134,7 +134,7 @@ def read_tree(path: Path, source: ConfigSource, above: tuple[Path, ...] = ()) ->
 def _merge(beneath: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """Merge section by section; `above` takes precedence.
 
-    A section of another paper, or of another kind, has other keys, and so replaces the one beneath.
+    A section of another kind has other keys, and so replaces the one beneath.
     """
     merged = {key: value for key, value in beneath.items() if RIVALS.get(key) not in above}
     for key, value in above.items():
@@ -146,9 +146,14 @@ def _merge(beneath: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def _same_keys(section: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
-    """Return whether two sections are of one paper and kind, as far as the second one says."""
-    tag = "name" if section == "objective" else "kind"
-    return new.get(tag, old.get(tag)) == old.get(tag)
+    """Return whether two sections are of one kind, as far as the second one says.
+
+    Forms of a paper share keys; a paper and a composition do not.
+    """
+    if section == "objective":
+        names = {old.get("name"), new.get("name", old.get("name"))}
+        return "compose" not in names or len(names) == 1
+    return new.get("kind", old.get("kind")) == old.get("kind")
 
 
 def expand_home(value: Any) -> Any:

@@ -18,6 +18,10 @@ class ComposeConfig(Words, PaperConfig):
 
     name: Literal["compose"] = "compose"
 
+    def key(self, key: str) -> str:
+        """Return the key of a word in the config."""
+        return f"objective.{key}" if key.partition(".")[0] in Words.model_fields else key
+
     def grammar(self, run: RunConfig) -> Grammar:
         """Return the words; positions are learned by default, or absent if they are predicted."""
         default: PositionKind = "none" if self.asks.kind == "in_context" else "learned"

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from pydantic import BaseModel
+
 from megavis.config.schema import ConfigIssue, ObjectiveConfig, RunConfig
 from megavis.grammar.checks import check
 from megavis.grammar.faults import Fault
@@ -31,7 +33,7 @@ class PaperConfig(ObjectiveConfig):
     generates: ClassVar[bool] = True
     """Whether models with some keys generate images."""
     names: ClassVar[Mapping[str, str | Renamed]] = {}
-    """The paper's key for each key of the grammar that a message may name."""
+    """The paper's keys for keys of the grammar with other names, such as `schedule.length`."""
 
     @abstractmethod
     def grammar(self, run: RunConfig) -> Grammar:
@@ -57,7 +59,11 @@ class PaperConfig(ObjectiveConfig):
         """Return the config key for a key of the grammar; keys of other sections are unchanged."""
         if key.partition(".")[0] not in Words.model_fields:
             return key
-        name = self.names.get(key, key)
+        name = self.names.get(key)
+        if name is None:  # `schedule.order` is the paper's `order`, if it has one.
+            parts = key.split(".")
+            paths = (".".join(parts[start:]) for start in range(len(parts)))
+            name = next((path for path in paths if _has(type(self), path)), key)
         return f"objective.{name.key if isinstance(name, Renamed) else name}"
 
     def in_own_keys(self, text: str) -> str:
@@ -87,3 +93,12 @@ class PaperConfig(ObjectiveConfig):
         """Return a sentence before training a model that generates no images."""
         text = self.cannot_generate(run) if self.generates else None
         return text and f"this run will generate no images: {text}"
+
+
+def _has(section: type[BaseModel], path: str) -> bool:
+    """Return whether a section has a key, or a section with the rest of its path."""
+    name, _, rest = path.partition(".")
+    if name not in section.model_fields or not rest:
+        return name in section.model_fields
+    inner = section.model_fields[name].annotation
+    return isinstance(inner, type) and issubclass(inner, BaseModel) and _has(inner, rest)

@@ -249,7 +249,9 @@ def prepare_folder(
     if first_step >= steps:
         taken = f"it has taken {counted(first_step, 'step')}, and training.steps is {steps}"
         sys.stderr.write(f"{folder} is finished: {taken}; raise it to train further\n")
-    elif config.finetune is None and (warning := config.objective.warning(config)):
+    elif (warning := config.objective.warning(config)) and not (
+        config.finetune or config.training.sample_every  # which is refused for this reason
+    ):
         sys.stderr.write(f"WARNING: {warning}\n")
     if config.parallel.pipeline_model_parallel_size > 1 and config.parallel.zero_stage > 1:
         sys.stderr.write(

@@ -63,7 +63,14 @@ def test_notebook_runs(name, working_folder, tmp_path, monkeypatch):
     notebook.cells.append(nbformat.v4.new_code_cell(CHECKS[name]))
     resources = {"metadata": {"path": working_folder}}
     # Other processes may take a port between its choice and its use.
-    client = NotebookClient(notebook, timeout=900, kernel_name="python3", resources=resources)
+    client = NotebookClient(
+        # A kernel imports for minutes if others keep all cores busy.
+        notebook,
+        timeout=900,
+        startup_timeout=300,
+        kernel_name="python3",
+        resources=resources,
+    )
     sockets = {"transport": "ipc", "ip": str(tmp_path / "kernel")}
     client.config = Config({"ConnectionFileMixin": sockets})
     client.execute()

@@ -34,15 +34,7 @@ class DARLConfig(PaperConfig):
     sampling_keys: ClassVar[frozenset[str]] = frozenset({"sampling_steps", "sampling_temperature"})
 
     names: ClassVar[Mapping[str, str | Renamed]] = {
-        "reads.patch_size": "patch_size",
-        "reads.vocabulary_size": "vocabulary_size",
-        "reads.tokenizer": "tokenizer",
         "predicts": Renamed("loss", "set it and objective.inputs to one kind"),
-        "predicts.patch_size": "patch_size",
-        "predicts.vocabulary_size": "vocabulary_size",
-        "predicts.tokenizer": "tokenizer",
-        "schedule.order": "order",
-        "schedule.order_block": "order_block",
         "asks.place": Renamed("two_streams", "set it to true"),
         "density.normalize": "normalize_targets",
     }
@@ -95,23 +87,12 @@ class DARLConfig(PaperConfig):
 
     def own_faults(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yield keys that the loss needs or does not use."""
-        yield from self._check_loss()
-        yield from self._check_ids()
-
-    def _check_loss(self) -> Iterator[ConfigIssue]:
         if self.loss == "mse" and self.decoder_kind == "transformer":
-            yield (
-                "objective.decoder",
-                "transformer pairs the backbone's output with a noisy patch, and loss mse has none;"
-                " use linear or mlp, or loss diffusion",
-            )
+            text = "transformer pairs outputs with noisy patches, and loss mse has none"
+            yield "objective.decoder", f"{text}; use linear or mlp, or loss diffusion"
         if self.loss != "mse" and self.normalize_targets:
-            yield (
-                "objective.normalize_targets",
-                f"belongs to loss mse; set it to false for {self.loss}",
-            )
-
-    def _check_ids(self) -> Iterator[ConfigIssue]:
+            text = f"belongs to loss mse; set it to false for {self.loss}"
+            yield "objective.normalize_targets", text
         given = {"tokenizer": self.tokenizer, "vocabulary_size": self.vocabulary_size}
         for key, value in given.items():
             if (value is None) == ("ids" in (self.loss, self.inputs)):

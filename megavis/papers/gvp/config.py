@@ -31,23 +31,13 @@ class GVPConfig(PaperConfig):
     """Config keys of GVP."""
 
     names: ClassVar[Mapping[str, str | Renamed]] = {
-        "reads.patch_size": "patch_size",
-        "reads.vocabulary_size": "vocabulary_size",
-        "reads.tokenizer": "tokenizer",
         "predicts": Renamed("variant", "set it to p2p or d2d"),
-        "predicts.patch_size": "patch_size",
-        "predicts.vocabulary_size": "vocabulary_size",
-        "predicts.tokenizer": "tokenizer",
         "schedule.length": "segmentation",
         "schedule.kind": "segmentation",
-        "schedule.num_groups": "num_groups",
-        "schedule.boundaries": "boundaries",
         "asks.start": Renamed("num_condition_tokens", "set it to 1 or more"),
-        "asks.streams": "streams",
         "density.normalize": "normalize_targets",
-        "condition.count": "num_condition_tokens",
         "condition": "condition_size",
-        "condition.tokenizer": "tokenizer",
+        "condition.count": "num_condition_tokens",
         "condition.feature_size": "condition_size",
     }
     host_milliseconds: ClassVar[tuple[float, float] | None] = (2.3, 8.9)

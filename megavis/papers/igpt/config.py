@@ -19,9 +19,6 @@ class IGPTConfig(PaperConfig):
     """Config keys of iGPT."""
 
     names: ClassVar[Mapping[str, str | Renamed]] = {
-        "reads.vocabulary_size": "vocabulary_size",
-        "schedule.order": "order",
-        "schedule.order_block": "order_block",
         "schedule.kind": Renamed("mode", "set it to autoregressive"),
     }
     host_milliseconds: ClassVar[tuple[float, float] | None] = (2.7, 5.6)

@@ -25,11 +25,7 @@ class MAEConfig(PaperConfig):
 
     generates: ClassVar[bool] = False
     names: ClassVar[Mapping[str, str | Renamed]] = {
-        "reads.patch_size": "patch_size",
-        "schedule.mask_ratio": "mask_ratio",
         "schedule.kind": Renamed("patch_size", "set it to half of data.image_size or less"),
-        "asks.decoder.hidden_size": "decoder.hidden_size",
-        "asks.decoder.num_attention_heads": "decoder.num_attention_heads",
         "condition.count": "class_token",
     }
     host_milliseconds: ClassVar[tuple[float, float] | None] = (1.7, 8.5)

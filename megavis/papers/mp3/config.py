@@ -27,12 +27,7 @@ class MP3Config(PaperConfig):
 
     takes_frames: ClassVar[bool] = True
     generates: ClassVar[bool] = False
-    names: ClassVar[Mapping[str, str | Renamed]] = {
-        "reads.patch_size": "patch_size",
-        "schedule.mask_ratio": "mask_ratio",
-        "asks.given_ratio": "given_ratio",
-        "condition.count": "class_token",
-    }
+    names: ClassVar[Mapping[str, str | Renamed]] = {"condition.count": "class_token"}
     host_milliseconds: ClassVar[tuple[float, float] | None] = (2.6, 8.9)
 
     name: Literal["mp3"] = "mp3"

@@ -90,5 +90,5 @@ def test_zero_bias_is_equivalent_to_no_positions(build_paper):
 @pytest.mark.parametrize("paper", ["{name: igpt}", "{name: darl, patch_size: 4}"])
 def test_unsupported_papers_raise(build_paper, paper):
     text = config(paper)
-    with pytest.raises(UserError, match="has no relative_2d positions"):
+    with pytest.raises(UserError, match="relative_2d is for models that predict positions"):
         build_paper(text)
