@@ -49,6 +49,7 @@ DOCUMENTS = {
 API = (
     "notebook",
     "config",
+    "grammar",
     "data",
     "tokenizers",
     "composition",
@@ -217,7 +218,7 @@ def _introduced(markdown: str, paper: str) -> str:
     """Return a paper's page with an introduction from its module and its demo, and links."""
     head, title, rest = markdown.partition("\n\n*")
     name = PAPERS[paper]
-    about = _docstring(ROOT / "megavis" / "papers" / paper / "paper.py")
+    about = _docstring(ROOT / "megavis" / "papers" / paper / "config.py")
     header = (CONFIGS / paper / "demo.yaml").read_text(encoding="utf-8").split("\n#\n")
     expected = [part for part in header if part.startswith(("# Hardware", "# Expect"))][-1]
     expect = " ".join(

@@ -1,4 +1,8 @@
-"""Config keys of DARL (sections 3 and 4 of the paper, tables 2 and 7, appendix B.2).
+"""DARL: Denoising Autoregressive Representation Learning (Li, Bornschein, Chen, 2024).
+
+The next patch of an image is predicted from those before it: its pixels by squared error, or by a
+denoising decoder conditioned on the backbone's output (section 3), or its id in a frozen tokenizer
+(appendix B.4). Patches are corrupted independently, each with its own γ.
 
 Legend: T patches of an image, k side of a block of patches.
 """

@@ -1,4 +1,16 @@
-"""Config keys of each form of GIVT; `latents.py` has those that all share."""
+"""GIVT: Generative Infinite-Vocabulary Transformers (Tschannen et al., 2024), in three forms.
+
+GIVT-Causal: an image is the raster sequence of a VAE's real-valued latents. Each token is predicted
+from those before it as a mixture of Gaussians instead of logits over a vocabulary (section 3.2); a
+class embedding comes first.
+
+GIVT-MaskGIT: masked latents are predicted from the others (section 3.2), after "MaskGIT" (Chang et
+al., 2022): the mask ratio cos(π/2 · u) is drawn for each image.
+
+The encoder-decoder, the paper's model for dense prediction, after UViM: latents are predicted from
+an image (section 4.2, appendix B). It is GIVT-Causal with a cross-attention after each
+self-attention, to a Vision Transformer's encoding of the image.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +64,7 @@ class MaskGITConfig(LatentTokensConfig):
                 loss_average=self.loss_average,
             ),
             "asks": Mask(filler="vector" if is_vector else "zero_token", marks=True),
-            "condition": self._labels() or LearnedTokens(),
+            "condition": self.labels() or LearnedTokens(),
         }
         return super().grammar(run).model_copy(update=words)
 

@@ -95,13 +95,13 @@ class LatentTokensConfig(PaperConfig):
             schedule=OneByOne(),
             asks=Shift(),
             density=self._density(),
-            condition=self._labels(),
+            condition=self.labels(),
             transform=adapter,
             weights=InitialWeights(blocks="lecun", vectors="lecun", positions="width", tokens=1.0),
             positions=run.model.positions or "learned",
         )
 
-    def _labels(self) -> Labels | None:
+    def labels(self) -> Labels | None:
         """Return the classes; without them the first row is a learned start token."""
         if not self.num_classes:
             return None

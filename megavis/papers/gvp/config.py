@@ -1,6 +1,18 @@
-"""Config keys of GVP (sections 3.2, 4.1 and 5 of the paper).
+"""GVP: Bridging Autoregressive and Masked Modeling for Enhanced Visual Representation Learning.
 
-Legend: T patches, S condition tokens, K predicted groups.
+An image is put in a random order and cut into groups of random length; each group is predicted from
+those before it. A content stream encodes the tokens, and a query stream, which has only their
+positions, predicts them; both share all weights (section 4.2). The groups alone determine the
+attention mask (section 4.3), so masked modelling (one predicted group) and autoregressive modelling
+(one group per token) are two settings of the same model.
+
+p2p: patches to pixels; p2d: patches to ids; d2d: ids to ids (section 5).
+
+The paper writes G⁽⁰⁾ = w without positions (section 4.1). Then all tokens of a group would get the
+same prediction, but its requirement (1) asks for g(x_{z<t}, z_t), so G⁽⁰⁾ has them here. Positions
+are those of MAE, since the paper does not specify them.
+
+Legend: S condition tokens, K predicted groups.
 """
 
 from __future__ import annotations
@@ -71,8 +83,7 @@ class GVPConfig(PaperConfig):
     feature_order: Literal["raster", "drawn"] = "raster"
     """Order and groups of the tokens for features under the causal mask, on which the paper is
     silent: `raster` order with even groups up to their mean end in training, without random draws;
-    or `drawn` for each image as in training, where probes vote over several draws. On the demo
-    `raster` classifies 44 % of letters and `drawn` 34 %."""
+    or `drawn` for each image as in training, where probes vote over several draws."""
     normalize_targets: bool = False
     """Standardise each target patch by its own mean and standard deviation, as in MAE."""
 

@@ -1,4 +1,13 @@
-"""The config keys of iGPT (sections 2.1, 3.2 and 4.6 of the paper)."""
+"""iGPT: Generative Pretraining from Pixels (Chen et al., 2020).
+
+An image is a raster sequence of palette ids. The autoregressive objective (section 2.1) predicts
+each pixel from those before it; the BERT objective zeroes the embeddings of random pixels and
+predicts these from the rest.
+
+Details not in the paper follow the released code: a learned start vector is shifted in, norms have
+a gain and no mean subtraction, linear layers have no biases, and the projection to logits is not
+tied to the token embedding and initialised to zero (appendix A.1).
+"""
 
 from __future__ import annotations
 

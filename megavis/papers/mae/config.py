@@ -1,4 +1,9 @@
-"""Config keys of MAE, and what they mean."""
+"""MAE: Masked Autoencoders Are Scalable Vision Learners (He et al., 2021).
+
+An encoder sees a random quarter of the patches. A narrower decoder takes its output and mask tokens
+at the positions of the other patches, and predicts their pixels (section 3). Tokens need not be
+unshuffled: they have position embeddings, and full attention is permutation-equivariant.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,18 @@
-"""Config keys of MP3, and what they mean."""
+"""MP3: Position Prediction as an Effective Pretraining Strategy (Zhai et al., 2022).
+
+An image is a set of patches without positions. All patches are queries, and a random share 1 - η of
+them, the context, provides keys and values (section 3.2). A linear head predicts the position of
+every patch, inside and outside the context (algorithm 1).
+
+Algorithm 1 keeps η of the patches as context; the text keeps 1 - η, which is followed here. The
+class token comes first (section 3.1 and appendix A); the paper does not say whether patches attend
+to it, here they do at every η.
+
+For speech, the frames of a spectrogram are the patches, and the positions of a few of them are
+given (section 4.3). The paper does not say whether these count in the loss; here they do not.
+
+Legend: n patches.
+"""
 
 from __future__ import annotations
 
