@@ -19,8 +19,7 @@ from benchmarks.gpu_check.passes import (
     differences,
     one_pass,
 )
-from benchmarks.gpu_check.results import Row, Settings
-from benchmarks.gpu_check.stages import Measure
+from benchmarks.gpu_check.results import Measure, Row, Settings
 from megavis.parallel.launch import Launch
 from megavis.parallel.random import normal, uniform
 from megavis.training.bench import random_batch

@@ -14,8 +14,7 @@ import torch
 from benchmarks.gpu_check.kernels import synchronize
 from benchmarks.gpu_check.machine import SMALL_IMAGES, speed
 from benchmarks.gpu_check.models import TINY, job, plain_model, read_config
-from benchmarks.gpu_check.results import Row, Settings
-from benchmarks.gpu_check.stages import Measure
+from benchmarks.gpu_check.results import Measure, Row, Settings
 from megavis.composition.model import Model
 from megavis.model.inference import Inference
 from megavis.model.stack import LocalLayers

@@ -13,8 +13,7 @@ from benchmarks.gpu_check.models import TINY, job, read_config, write_palette_sh
 from benchmarks.gpu_check.planned import planned_device, planned_time
 from benchmarks.gpu_check.presets import PRESETS
 from benchmarks.gpu_check.refit import host_row, suggestions
-from benchmarks.gpu_check.results import Row, Settings, read_stage
-from benchmarks.gpu_check.stages import Measure
+from benchmarks.gpu_check.results import Measure, Row, Settings, read_stage
 from benchmarks.gpu_check.training import Trainer
 from benchmarks.replica_check import measure
 from benchmarks.timing import summary

@@ -13,8 +13,7 @@ import torch
 from benchmarks.gpu_check.kernels import seconds_of, synchronize
 from benchmarks.gpu_check.models import job, write_jpeg_shards
 from benchmarks.gpu_check.presets import PRESETS, VARIANTS, config_of
-from benchmarks.gpu_check.results import Row, Settings
-from benchmarks.gpu_check.stages import Measure
+from benchmarks.gpu_check.results import Measure, Row, Settings
 from benchmarks.gpu_check.training import Trainer
 from benchmarks.loader import Stopwatch, row
 from megavis.config.schema import RunConfig

@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from benchmarks.gpu_check.kernels import sdpa_kernels, seconds_of
 from benchmarks.gpu_check.models import TINY, job, plain_model, read_config
-from benchmarks.gpu_check.results import Row, Settings
-from benchmarks.gpu_check.stages import Measure
+from benchmarks.gpu_check.results import Measure, Row, Settings
 from benchmarks.timing import machine
 from megavis.commands.doctor import examine
 from megavis.parallel.launch import Launch

@@ -16,8 +16,7 @@ from benchmarks.gpu_check.kernels import TimeSplit, seconds_of, synchronize, tim
 from benchmarks.gpu_check.machine import SMALL_IMAGES
 from benchmarks.gpu_check.models import TINY, job, read_config
 from benchmarks.gpu_check.planned import planned_time
-from benchmarks.gpu_check.results import Row, Settings
-from benchmarks.gpu_check.stages import Measure
+from benchmarks.gpu_check.results import Measure, Row, Settings
 from benchmarks.gpu_check.training import Trainer, stacks_changed
 from megavis.config.schema import RunConfig
 from megavis.model.core import Block

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megavis.config.errors import UserError
 from megavis.data.format.files import from_json, to_json, write_atomically
+from megavis.parallel.launch import Launch
 
 Value = float | int | bool | str | None
 
@@ -116,3 +117,7 @@ def read_stage(folder: Path, stage: int) -> StageResult | None:
 
 def _part(tree: dict[str, Any]) -> Part:
     return Part(**{**tree, "rows": tuple(Row(**row) for row in tree["rows"])})
+
+
+Measure = Callable[[Launch, Settings], list[Row]]
+"""A part: measures in a worker process and returns rows."""

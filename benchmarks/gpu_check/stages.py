@@ -7,14 +7,11 @@ import functools
 import importlib
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from benchmarks.gpu_check.results import Row, Settings
+from benchmarks.gpu_check.results import Measure, Row, Settings
 from megavis.parallel.launch import Launch
-
-Measure = Callable[[Launch, Settings], list[Row]]
-"""A part: measures in a worker process and returns rows."""
 
 _PR_SET_PDEATHSIG = 1
 

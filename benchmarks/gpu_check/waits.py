@@ -14,8 +14,7 @@ import torch
 
 from benchmarks.gpu_check.machine import SMALL_IMAGES
 from benchmarks.gpu_check.models import DEMOS, TINY, job, plain_model, read_demo
-from benchmarks.gpu_check.results import Row, Settings
-from benchmarks.gpu_check.stages import Measure
+from benchmarks.gpu_check.results import Measure, Row, Settings
 from benchmarks.gpu_check.training import Trainer
 from megavis.parallel.launch import Launch
 from megavis.training.bench import random_batch

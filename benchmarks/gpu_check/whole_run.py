@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.gpu_check.models import CONFIGS, TINY, write_palette_shards
-from benchmarks.gpu_check.results import Row, Settings
-from benchmarks.gpu_check.stages import Measure, end_with_parent
+from benchmarks.gpu_check.results import Measure, Row, Settings
+from benchmarks.gpu_check.stages import end_with_parent
 from megavis.checkpoint.format.folder import latest_checkpoint
 from megavis.checkpoint.format.tensor_reader import CheckpointReader
 from megavis.parallel.launch import Launch

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.gpu_check.models import job, read_config
-from benchmarks.gpu_check.results import Row, Settings
-from benchmarks.gpu_check.stages import Measure
+from benchmarks.gpu_check.results import Measure, Row, Settings
 from benchmarks.gpu_check.training import Trainer
 from megavis.parallel.launch import Launch
 
