@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import yaml
 from random_configs import check_messages, checked, drawn
 
@@ -25,7 +26,7 @@ def test_every_message_names_keys_of_the_paper(name):
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_what_is_accepted_builds(build_paper, name):
+def test_what_is_accepted_builds_and_takes_a_step(build_paper, name):
     numbers, built = random.Random(1), 0
     while built < 3:
         tree = drawn(name, numbers)
@@ -33,9 +34,22 @@ def test_what_is_accepted_builds(build_paper, name):
         found = checked(tree)
         if found is None or found[1]:
             continue
-        objective, _ = build_paper(yaml.safe_dump(tree))
+        objective, runner = build_paper(yaml.safe_dump(tree), std=0.1)
         assert objective.flops_per_image() > 0
         built += 1
+        grammar = objective.backbone.grammar
+        kinds = {
+            word and word.kind for word in (grammar.reads, grammar.predicted, grammar.condition)
+        }
+        if kinds & {"ids", "pooled_features"} or grammar.memory:
+            continue  # A tokenizer would be opened.
+        state = objective.training_sequence(objective.backbone.blank_batch(2, torch.device("cpu")))
+        inputs, targets = state.inputs, state.targets
+        for layer in runner.layers.modules:
+            inputs = layer(inputs)
+        loss = objective.loss(inputs, targets)
+        loss.backward()
+        assert torch.isfinite(loss), tree
 
 
 def test_checks_import_no_torch():
