@@ -22,6 +22,7 @@ from megavis.data.format.manifest import Manifest
 from megavis.data.loading.loader import Batch
 from megavis.model.stack import LayerPlan, matrix_share
 from megavis.parallel.context import ParallelContext
+from megavis.tokenizers.network_tokenizer import FrozenEncoder
 
 if TYPE_CHECKING:
     from megavis.composition.classification import Classification
@@ -117,6 +118,11 @@ class Trainable(ABC):
     def pretrained(self) -> PretrainedEncoder | None:
         """Open the run that some weights start from, if any; raise UserError if they do not fit."""
         return None
+
+    @property
+    def frozen_encoders(self) -> tuple[FrozenEncoder, ...]:
+        """Tokenizers that encode the images of every micro-batch in training, each once."""
+        return ()
 
     @property
     def reconstructs(self) -> bool:
