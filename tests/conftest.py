@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from process_state import differences, process_state, threads_left
+from process_state import differences, end_process_groups, process_state, threads_left
 
 from megavis.parallel.limits import allow_open_files
 
@@ -124,6 +124,7 @@ def _process_is_left_as_it_was():
 
         close_context()
         found.append("a job is open")
+    end_process_groups()
     found += differences(state, process_state())
     found += [f"thread {name!r} runs" for name in threads_left(threads)]
     if found:

@@ -30,6 +30,7 @@ from megavis.parallel.context import open_context
 from megavis.parallel.launch import read_launch
 from megavis.planning.boundary_activations import boundary_activations_of_layouts
 from megavis.planning.devices import Cluster, open_device
+from megavis.planning.frozen_networks import encodes_images, frozen_networks
 from megavis.planning.host_time import read_measured
 from megavis.planning.layouts import Layout, all_layouts, with_layout
 from megavis.planning.parameters import (
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     require_blocks(loaded.config)
     cluster = _cluster(args)
     with quietly():
-        shape = measure(loaded, cluster.num_devices)
+        shape = measure(loaded, cluster.num_devices, args.tokenizer)
     found = recommend(loaded.config, shape, cluster)
     asked = _asked(loaded, shape, cluster)
     if args.json:
@@ -76,12 +77,22 @@ def _cluster(args: argparse.Namespace) -> Cluster:
     return Cluster(device, args.gpus, min(args.gpus, args.gpus_per_node), measured)
 
 
-def measure(loaded: LoadedConfig, num_processes: int) -> ModelShape:
-    """Return the model's sizes for all layouts of N processes; no context may be open."""
+def measure(
+    loaded: LoadedConfig, num_processes: int, tokenizers: Sequence[Path] = ()
+) -> ModelShape:
+    """Return the model's sizes for all layouts of N processes; no context may be open.
+
+    Args:
+        tokenizers: configs of frozen networks that are not trained yet.
+    """
     config = loaded.config
     with job_closed():
         context = open_context(read_launch({}), device="cpu")
-        shape = shape_of(build_objective(config, context), {})
+        objective = build_objective(config, context)
+        shape = shape_of(objective, {})
+        encoders = objective.frozen_encoders if encodes_images(config) else ()
+        frozen, uncounted = frozen_networks(encoders, tokenizers)
+        shape = replace(shape, frozen=frozen, uncounted=uncounted)
     layouts = all_layouts(config, num_processes)
     ends = boundary_activations_of_layouts(
         with_layout(config, layout.parallel) for layout in layouts
@@ -112,6 +123,8 @@ def as_json(
         "parameters": shape.layers.total,
         "flops_per_image": shape.flops,
         **parts_json(shape.parts),
+        "frozen": [asdict(network) for network in shape.frozen],
+        "uncounted": [encoder.run_folder for encoder in shape.uncounted],
         "asked": {"illegal": asked} if isinstance(asked, str) else _plan_json(asked, cluster),
         "recommended": None if found.best is None else _plan_json(found.best, cluster),
         "reasons": list(found.reasons),
@@ -161,6 +174,7 @@ def _as_table(
         f"{loaded.config.name}: {shape.layers.total:,} parameters,"
         f" {shape.flops / 1e12:.3f} TFLOP per image in training",
         *part_lines(shape.parts),
+        *_frozen_lines(shape),
         f"{cluster.num_devices} {device.name} of {device.memory_gb:g} GB, of which"
         f" {cluster.usable_memory / 1e9:.1f} are usable; {cluster.devices_per_node} per node,"
         f" {device.network_gb_per_s:g} GB/s for each between nodes",
@@ -183,6 +197,22 @@ def _as_table(
     return "\n".join([*lines, *(f"  {reason}" for reason in found.reasons)]) + "\n"
 
 
+def _frozen_lines(shape: ModelShape) -> list[str]:
+    """Return what encodes images in each step, and what of it is not counted."""
+    counted = (
+        f"each step encodes its images by {network.name}: {network.parameters:,} frozen parameters,"
+        f" {network.flops / 1e12:.3f} TFLOP per image in float32"
+        for network in shape.frozen
+    )
+    uncounted = (
+        f"each step encodes its images by {encoder.run_folder} ({encoder.key}), which does not"
+        " exist yet and is NOT COUNTED: name its config by --tokenizer, or shards of its outputs"
+        " in data.train"
+        for encoder in shape.uncounted
+    )
+    return [*counted, *uncounted]
+
+
 def _notes(plan: Plan) -> str:
     """Return what keeps a layout from being recommended."""
     waits = "  waits for the host" if plan.time.waits_for_host else ""
@@ -197,15 +227,18 @@ def _details(plan: Plan, cluster: Cluster) -> list[str]:
         f"  {plan.layout.name}: {memory.total / 1e9:.2f} GB on the fullest GPU, {verdict}",
         f"  states       weights {states.weights / 1e9:.2f}, gradients"
         f" {states.gradients / 1e9:.2f}, optimizer {states.optimizer / 1e9:.2f}, average"
-        f" {states.average / 1e9:.2f}, gathered layer {states.gathered / 1e9:.2f} GB",
+        f" {states.average / 1e9:.2f}, gathered layer {states.gathered / 1e9:.2f}, frozen networks"
+        f" {states.frozen / 1e9:.2f} GB",
         f"  activations  {kept.in_flight} under way: embedding {kept.embedding / 1e9:.2f}, each of"
         f" {kept.num_blocks} blocks {kept.block / 1e9:.3f}, head {kept.head / 1e9:.2f};"
         f" recomputed {kept.recomputed / 1e9:.2f}, gradients in a block {kept.backward / 1e9:.2f},"
         f" in the loss {kept.head_backward / 1e9:.2f}, for other stages {kept.transit / 1e9:.2f},"
-        f" outputs {kept.outputs / 1e9:.2f} GB",
+        f" outputs {kept.outputs / 1e9:.2f}; while images are encoded"
+        f" {kept.encoding / 1e9:.2f} GB",
         f"  buffers      {memory.buffers / 1e9:.2f} GB",
         f"  step         {time.total:.3f} s: products {time.products:.3f}, element-wise"
-        f" {time.elementwise:.3f}, bubble {time.bubble:.3f}, exposed communication"
+        f" {time.elementwise:.3f}, encoding of images {time.encoding:.3f}, bubble"
+        f" {time.bubble:.3f}, exposed communication"
         f" {time.communication:.3f}, optimizer {time.optimizer:.3f}; overlapped communication"
         f" {time.overlapped:.3f}; host {time.host:.3f}{_notes(plan)}",
         f"  run          MFU {time.mfu:.1%}; {plan.steps:,} steps in {plan.days:.1f} days",
@@ -224,6 +257,7 @@ def _command(args: argparse.Namespace) -> str:
     """Return the relevant options, as typed."""
     words = ["megavis", "plan", args.config, *args.overrides, "--gpus", str(args.gpus)]
     words += ["--gpu", args.gpu]
+    words += [word for path in args.tokenizer for word in ("--tokenizer", str(path))]
     if args.gpus_per_node != 8:
         words += ["--gpus-per-node", str(args.gpus_per_node)]
     for option, value in (

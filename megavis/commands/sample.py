@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -110,12 +111,12 @@ def _draw(opened: Run, args: argparse.Namespace) -> Any:
         return compare_moments(opened, args, sampler)
     # Reject before any work is done.
     sampler.paper.check_images(opened.folder)
-    conditions, later, columns = _conditions(args, sampler.paper.condition.names)
+    conditions, later, layout = _conditions(args, sampler.paper.condition.names)
     if args.show_rounds:
         count = args.num_images if conditions is None else len(conditions["labels"])
         usual = sampler.paper.condition.defaults(count, None)
         return picture_of_rounds(sampler, usual if conditions is None else conditions, count)
-    return _picture(opened, args, options, conditions=conditions, later=later, num_columns=columns)
+    return _picture(opened, args, options, conditions=conditions, later=later, **layout)
 
 
 def _picture(
@@ -149,10 +150,10 @@ def _picture(
 
 def _conditions(
     args: argparse.Namespace, names: tuple[str, ...]
-) -> tuple[Mapping[str, Tensor] | None, Mapping[str, Tensor] | None, int]:
-    """Return conditions for each image and for its second half, and the columns of the grid."""
+) -> tuple[Mapping[str, Tensor] | None, Mapping[str, Tensor] | None, dict[str, Any]]:
+    """Return conditions for each image and for its second half, and further layout of the grid."""
     if args.classes is None:
-        return None, None, 8
+        return None, None, {}
     if "labels" not in names or "image" in names:
         raise UserError("--classes does not apply to this run: it has no classes")
 
@@ -160,10 +161,16 @@ def _conditions(
         return {"labels": torch.tensor(classes).repeat_interleave(args.per_class)}
 
     if args.then_classes is None:
-        return labels(args.classes), None, args.per_class
+        return labels(args.classes), None, {"num_columns": args.per_class}
     if len(args.then_classes) != len(args.classes):
         raise UserError("--then-classes needs as many classes as --classes")
-    return labels(args.classes), labels(args.then_classes), args.per_class
+    # Equal classes begin with the same halves, and stand in one row if there are as many of each.
+    classes, copies = args.classes, range(args.per_class)
+    first = [classes.index(each) * args.per_class + copy for each in classes for copy in copies]
+    runs = [len([*run]) for _, run in itertools.groupby(classes)]
+    columns = args.per_class * (runs[0] if len({*runs}) == 1 else 1)
+    layout = {"num_columns": columns, "first_halves": torch.tensor(first)}
+    return labels(classes), labels(args.then_classes), layout
 
 
 def _reconstructions(opened: Run, args: argparse.Namespace) -> Any:

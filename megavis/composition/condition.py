@@ -26,7 +26,7 @@ from megavis.model.layer_state import PackedState
 from megavis.model.parameters import normal
 from megavis.model.stack import LayerPlan
 from megavis.parallel.random import uniform
-from megavis.tokenizers.network_tokenizer import IdTokenizer
+from megavis.tokenizers.network_tokenizer import FrozenEncoder, IdTokenizer
 
 Known = tuple[Tensor, ...]
 """Conditions as inputs of the first layer; batch first."""
@@ -69,6 +69,11 @@ class Condition:
     @property
     def identity(self) -> str | None:
         """SHA-256 of the frozen network that computes the condition; None without one."""
+        return None
+
+    @property
+    def frozen_encoder(self) -> FrozenEncoder | None:
+        """The frozen network that computes the condition in training; None without one."""
         return None
 
     def part(self, role: Role, core: Core) -> nn.Module | nn.Parameter | None:
@@ -244,6 +249,11 @@ class PooledFeatures(Condition):
     def identity(self) -> str:
         """SHA-256 of the tokenizer."""
         return self.tokenizer.identity()
+
+    @property
+    def frozen_encoder(self) -> FrozenEncoder:
+        """The tokenizer whose features are the condition."""
+        return FrozenEncoder(self.run_folder, self.key("tokenizer"), self.image_size, "features")
 
     def part(self, role: Role, core: Core) -> nn.Module | None:
         """Build the map from features to the first token."""

@@ -25,6 +25,7 @@ from megavis.data.codecs.label_maps import TargetKind, painted
 from megavis.data.format.manifest import Manifest
 from megavis.parallel.random import normal
 from megavis.tokenizers.network_tokenizer import (
+    FrozenEncoder,
     IdTokenizer,
     LatentTokenizer,
     open_tokenizer,
@@ -61,6 +62,13 @@ class Ids(Vocabulary):
     def identity(self) -> str | None:
         """SHA-256 of the tokenizer; None without one."""
         return None if self.run_folder is None else self.tokenizer.identity()
+
+    @property
+    def frozen_encoder(self) -> FrozenEncoder | None:
+        """The tokenizer that encodes images in training; None without one."""
+        if self.run_folder is None:
+            return None
+        return FrozenEncoder(self.run_folder, self.key("tokenizer"), self.image_size)
 
     def of(self, samples: Any, index: Tensor | None = None) -> Tensor:
         """Return ids int64 `[b, n]` of uint8 `[b, H, W, 3]` or of ids. Raises UserError."""
@@ -186,6 +194,13 @@ class Latents(Vectors):
     def identity(self) -> str | None:
         """SHA-256 of the VAE; None without one."""
         return None if self.run_folder is None else self.tokenizer.identity()
+
+    @property
+    def frozen_encoder(self) -> FrozenEncoder | None:
+        """The VAE that encodes images in training; None without one."""
+        if self.run_folder is None:
+            return None
+        return FrozenEncoder(self.run_folder, self.tokenizer_key, self.image_size)
 
     def check(self, manifest: Manifest, name: str) -> Iterator[str]:
         """Check that shards hold matching latents, or images and there is a VAE."""

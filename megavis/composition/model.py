@@ -29,6 +29,7 @@ from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.stack import stacks_of
 from megavis.schedules.orders import gather_tokens, to_raster
 from megavis.schedules.schedule import Arrangement, PredictionTargets
+from megavis.tokenizers.network_tokenizer import FrozenEncoder
 from megavis.tokenizers.patches import to_grid
 
 RunOnce = Callable[[Callable[[nn.Module], PackedState]], PackedState]
@@ -95,6 +96,13 @@ class Model(Layers):
     def tokenizer_identity(self) -> str | None:
         """SHA-256 of the frozen tokenizer; None without one."""
         return self.predicts.identity or self.reads.identity or self.condition.identity
+
+    @property
+    def frozen_encoders(self) -> tuple[FrozenEncoder, ...]:
+        """Tokenizers that encode the images of every micro-batch, each once."""
+        parts = (self.reads, self.predicts, self.condition)
+        found = (part.frozen_encoder for part in parts)
+        return tuple(dict.fromkeys(each for each in found if each is not None))
 
     def check_data(self, manifest: Manifest) -> Iterator[str]:
         """Check that the shards suit tokens and condition."""

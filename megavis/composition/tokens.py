@@ -25,6 +25,7 @@ from megavis.data.loading.loader import Batch
 from megavis.model.core import Core
 from megavis.model.embeddings import ReplicatedLinear, token_embedding
 from megavis.model.parameters import Fill, normal, xavier_uniform
+from megavis.tokenizers.network_tokenizer import FrozenEncoder
 from megavis.tokenizers.palette import Palette
 from megavis.tokenizers.patches import (
     patchify,
@@ -69,6 +70,11 @@ class Tokens(ABC):
     @property
     def identity(self) -> str | None:
         """SHA-256 of the frozen tokenizer; None without one."""
+        return None
+
+    @property
+    def frozen_encoder(self) -> FrozenEncoder | None:
+        """The tokenizer that encodes images in training; None without one."""
         return None
 
     @abstractmethod

@@ -24,6 +24,7 @@ from megavis.data.format.manifest import Manifest
 from megavis.data.loading.loader import Batch
 from megavis.model.stack import LayerPlan, matrix_share
 from megavis.parallel.context import ParallelContext
+from megavis.tokenizers.network_tokenizer import FrozenEncoder
 
 
 class StartingWeights(Protocol):
@@ -122,6 +123,11 @@ class Trainable(ABC):
     def pretrained(self) -> StartingWeights | None:
         """Open the run that some weights start from, if any; raise UserError if they do not fit."""
         return None
+
+    @property
+    def frozen_encoders(self) -> tuple[FrozenEncoder, ...]:
+        """Tokenizers that encode the images of every micro-batch in training, each once."""
+        return ()
 
     @property
     def reconstructs(self) -> bool:

@@ -42,8 +42,8 @@ class WorkerPool:
         """Start the processes.
 
         Args:
-            max_jobs: jobs after which the processes are restarted, since every DeepSpeed engine
-                leaks the threads of its process groups, which slow down later jobs.
+            max_jobs: jobs after which the processes are restarted, with whatever libraries have
+                kept of earlier jobs.
             preload: modules that a fork server imports once, so that workers start quickly. Only
                 the first pool of a process sets them. Not for jobs on GPUs, since CUDA does not
                 survive a fork.
@@ -169,3 +169,5 @@ def _serve(pipe: Connection, quiet: bool) -> None:
             pipe.send((True, job(launch, *args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+        # An engine contains reference cycles, and its process groups have threads.
+        gc.collect()

@@ -43,6 +43,8 @@ class ActivationMemory:
         weights: gradient of an MLP matrix before accumulation, minus the second gradient of a
             norm, which is part of `backward` but does not exist at that time.
         bridge_pass: temporaries of a bridge's forward pass, minus what is saved above it later.
+        encoding: tensors of a frozen network that encodes the images of a micro-batch, before its
+            forward pass; on the first and last stage.
     """
 
     embedding: float
@@ -60,6 +62,7 @@ class ActivationMemory:
     freed: float
     weights: float
     bridge_pass: float
+    encoding: float = 0.0
 
     @property
     def saved(self) -> float:
@@ -69,12 +72,13 @@ class ActivationMemory:
 
     @property
     def total(self) -> float:
-        """Peak: in a bridge, at the start of the backward pass, or in a stack's backward pass."""
+        """Peak: in a bridge, at the backward pass's start, in a stack's, or while encoding images."""
         beginning = self.head_backward
         at_blocks = self.recomputed + self.backward + self.weights - self.freed
-        return (
-            self.saved + max(self.bridge_pass, beginning, at_blocks) + self.transit + self.outputs
-        )
+        passes = self.saved + max(self.bridge_pass, beginning, at_blocks)
+        # Nothing of the micro-batch that is being encoded is saved yet.
+        before = self.saved * (self.in_flight - 1) / self.in_flight + self.encoding
+        return max(passes, before) + self.transit + self.outputs
 
 
 def activation_memory(shape: ModelShape, layout: Layout, stage: int = 0) -> ActivationMemory:
@@ -105,7 +109,13 @@ def activation_memory(shape: ModelShape, layout: Layout, stage: int = 0) -> Acti
         freed=images * worst.freed,
         weights=worst.weights,
         bridge_pass=images * max(_bridge_passes(here, head)),
+        encoding=images * _encoding(shape) * (holds.is_first or holds.is_last),
     )
+
+
+def _encoding(shape: ModelShape) -> float:
+    """Return the peak bytes per image of the frozen networks, which run one after another."""
+    return max((network.working for network in shape.frozen), default=0.0)
 
 
 @dataclass(frozen=True)

@@ -229,13 +229,13 @@ def _place(tensor: Tensor) -> int:
 class LiveStorages(TorchDispatchMode):
     """Track storages created by operations in this context until they are freed.
 
-    `sizes` has the bytes of live storages by address, `most` their peak.
+    `sizes` has the bytes of live storages by address, `most` their peak, `made` those of all.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.sizes: dict[int, int] = {}
-        self.num_bytes = self.most = 0
+        self.num_bytes = self.most = self.made = 0
 
     def counted(self) -> int:
         """Return the bytes of live storages that are counted."""
@@ -255,6 +255,7 @@ class LiveStorages(TorchDispatchMode):
             if storage._cdata not in known and storage._cdata not in self.sizes:
                 self.sizes[storage._cdata] = storage.nbytes()
                 self.num_bytes += storage.nbytes()
+                self.made += storage.nbytes()
                 weakref.finalize(storage, self._free, storage._cdata)
         if self.num_bytes > self.most:
             self.most = max(self.most, self.counted())

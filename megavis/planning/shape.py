@@ -16,8 +16,10 @@ from megavis.model.flops import Workload
 from megavis.model.stack import PlannedStack, stacks_of
 from megavis.model.visibility import VisibilityKind
 from megavis.planning.boundary_activations import DTYPES, BoundaryActivations
+from megavis.planning.frozen_networks import FrozenNetwork
 from megavis.planning.layouts import Layout, LayoutKey
 from megavis.planning.parameters import Layers, ModelPart, count_parameters, parts_of
+from megavis.tokenizers.network_tokenizer import FrozenEncoder
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,8 @@ class ModelShape:
         ends: activations of the other layers, by kind of layout.
         flops: operations of a training step per image, without recomputation.
         fp8_share: fraction of the operations in FP8.
+        frozen: networks that encode images before the passes of each micro-batch.
+        uncounted: networks that do too, but do not exist yet, so that nothing counts them.
     """
 
     objective: str
@@ -148,6 +152,8 @@ class ModelShape:
     ends: Mapping[LayoutKey, BoundaryActivations]
     flops: float
     fp8_share: float
+    frozen: tuple[FrozenNetwork, ...] = ()
+    uncounted: tuple[FrozenEncoder, ...] = ()
 
     @property
     def number_size(self) -> int:

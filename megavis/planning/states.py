@@ -6,10 +6,12 @@ Training Trillion Parameter Models" (section 3, figure 1), with gradients accumu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megavis.planning.activation_memory import ActivationMemory, activation_memory
+from megavis.planning.frozen_networks import FrozenNetwork
 from megavis.planning.layouts import Layout
 from megavis.planning.parameters import Layers
 from megavis.planning.shape import ModelShape, number_size
@@ -40,6 +42,8 @@ class StateMemory:
         gathered: under ZeRO-3, the largest layer while it is gathered. This is the minimum:
             DeepSpeed keeps up to 10⁹ parameters gathered to reduce communication; with pipeline
             stages the next layer is gathered too.
+        frozen: float32 weights of the networks that encode images, whole on each process that
+            loads images.
     """
 
     weights: float
@@ -47,11 +51,13 @@ class StateMemory:
     optimizer: float
     average: float
     gathered: float
+    frozen: float = 0.0
 
     @property
     def total(self) -> float:
         """Sum of all parts."""
-        return self.weights + self.gradients + self.optimizer + self.average + self.gathered
+        trained = self.weights + self.gradients + self.optimizer + self.average
+        return trained + self.gathered + self.frozen
 
 
 def keeps_half_gradients(zero_stage: int, precision: str) -> bool:
@@ -91,11 +97,13 @@ def states_of(
     keeps_average: bool,
     trained: Layers | None = None,
     num_moments: int = 2,
+    frozen: Sequence[FrozenNetwork] = (),
 ) -> StateMemory:
     """Return the model states of a process in a pipeline stage.
 
     Args:
         keeps_average: whether an EMA of the weights is kept.
+        frozen: networks that encode images, on the first and last stage.
         trained: the parameters that are not frozen; default: all.
         num_moments: for each trained parameter; default: those of Adam and Adafactor.
     """
@@ -118,6 +126,7 @@ def states_of(
         optimizer=own * FLOAT32 * (num_moments + (zero_stage > 0)),
         average=own * FLOAT32 * keeps_average,
         gathered=layers.largest(layout.tensor) * size if zero_stage == 3 else 0.0,
+        frozen=sum(each.weights for each in frozen) if stage in (0, layout.pipeline - 1) else 0.0,
     )
 
 
@@ -168,6 +177,7 @@ def _memory_of(shape: ModelShape, layout: Layout, stage: int) -> RankMemory:
             stage,
             precision=shape.precision,
             keeps_average=shape.keeps_average,
+            frozen=shape.frozen,
         ),
         activations=activation_memory(shape, layout, stage),
         buffers=_buffers(shape, layout, stage),

@@ -18,7 +18,7 @@ from megavis.planning.devices import Cluster
 from megavis.planning.host_time import host_time
 from megavis.planning.layouts import Layout
 from megavis.planning.shape import ModelShape
-from megavis.planning.states import parameters_held
+from megavis.planning.states import FLOAT32, parameters_held
 
 # Fraction of peak that a large matrix product reaches, and the sizes at which it reaches half of
 # that: rows (tokens of a micro-batch) and columns (of this process's part of a matrix).
@@ -45,6 +45,7 @@ class StepTime:
     Attributes:
         products: matrix products and attention, including recomputation.
         elementwise: operations between them.
+        encoding: frozen networks that encode images, in float32.
         bubble: idle time of pipeline stages.
         communication: communication that does not overlap with computation (exposed).
         overlapped: communication that does, which is no part of the total.
@@ -57,6 +58,7 @@ class StepTime:
 
     products: float
     elementwise: float
+    encoding: float
     bubble: float
     communication: float
     overlapped: float
@@ -79,7 +81,8 @@ class StepTime:
     @property
     def device(self) -> float:
         """Sum of the device's parts."""
-        return self.products + self.elementwise + self.bubble + self.communication + self.optimizer
+        passes = self.products + self.elementwise + self.encoding + self.bubble
+        return passes + self.communication + self.optimizer
 
 
 def bubble_fraction(pipeline_size: int, num_micro_batches: int) -> float:
@@ -104,10 +107,13 @@ def step_time(
     shown, hidden, ends = _communication(traffic, cluster)
     busy = products + elementwise
     exposed = max(hidden - busy, _FELT * hidden)
-    bubble = bubble_fraction(layout.pipeline, layout.accumulation_steps) * (busy + shown)
+    encoding = images * _encoding(shape, cluster)
+    waited = busy + encoding + shown
+    bubble = bubble_fraction(layout.pipeline, layout.accumulation_steps) * waited
     time = StepTime(
         products=products,
         elementwise=elementwise,
+        encoding=encoding,
         bubble=bubble,
         communication=shown + exposed + ends,
         overlapped=hidden - exposed,
@@ -168,6 +174,13 @@ def _elementwise(shape: ModelShape, layout: Layout, cluster: Cluster) -> float:
         touched += count * (_TOUCHES * whole + _TOUCHES_AGAIN * (whole - kept))
     again = _recomputed_passes(layout)
     return again * touched / _memory_speed(cluster)
+
+
+def _encoding(shape: ModelShape, cluster: Cluster) -> float:
+    """Return the seconds per image of frozen networks, which tensor parallelism does not split."""
+    speed = _product_share(cluster) * cluster.peak(FLOAT32)
+    memory = _memory_speed(cluster)
+    return sum(each.flops / speed + each.touched / memory for each in shape.frozen)
 
 
 def _communication(traffic: Iterable[Transfer], cluster: Cluster) -> tuple[float, float, float]:

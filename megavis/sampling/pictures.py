@@ -158,6 +158,7 @@ def picture(
     num_copies: int | None = None,
     conditions: Mapping[str, Tensor] | None = None,
     later: Mapping[str, Tensor] | None = None,
+    first_halves: Tensor | None = None,
     num_columns: int = 8,
     batch_size: int | None = None,
 ) -> np.ndarray:
@@ -169,6 +170,7 @@ def picture(
         share: share of each example's tokens, the first in the order, that is given.
         num_copies: samples per sampler and example; the paper's default when None.
         conditions: conditions by name; the paper's defaults when None.
+        later, first_halves: see `Sampler.draw`; without examples only.
         num_columns: columns of a grid without examples.
         batch_size: see `Sampler.draw`.
 
@@ -184,7 +186,7 @@ def picture(
     shown = [] if examples is None else paper.condition.shown(examples)
     options: dict[str, Any] = {"conditions": conditions, "batch_size": batch_size}
     if not share and not shown:
-        tokens = first.draw(num_images, later=later, **options)
+        tokens = first.draw(num_images, later=later, first_halves=first_halves, **options)
         return sample_grid(_pixels(first.to_images(tokens)), num_columns=num_columns)
     assert examples is not None
     count = len(examples)

@@ -133,6 +133,7 @@ class Sampler:
         originals: Tensor | None = None,
         num_given: int = 0,
         later: Mapping[str, Tensor] | None = None,
+        first_halves: Tensor | None = None,
         batch_size: int | None = None,
     ) -> Tensor:
         """Generate images, or complete originals.
@@ -145,6 +146,8 @@ class Sampler:
             originals: samples to complete, in the form of the shards.
             num_given: given positions p, the first in the order.
             later: conditions for the second half of the order (GIVT, figure 19).
+            first_halves: with `later`, int64 `[b]`: the image whose first half each one begins
+                with; default: its own.
             batch_size: images per batch; default: as many as fit on a GPU, 64 on a CPU.
 
         Returns:
@@ -166,6 +169,9 @@ class Sampler:
 
         def draw(numbers: Tensor) -> Tensor:
             numbers = numbers.to(self.device)
+            last = numbers
+            if first_halves is not None:
+                numbers = _in_turn(first_halves.to(self.device), numbers)
             own = {name: _in_turn(rows, numbers) for name, rows in known.items()}
             # All completions of an original use the same order.
             order = self.order_of(numbers if tokens is None else numbers % len(tokens))
@@ -174,9 +180,9 @@ class Sampler:
                 given = gather_tokens(_in_turn(tokens, numbers), order[:, :num_given])
             drawn = self.tokens(numbers, conditions=own, order=order, given=given)
             if later is not None:
-                own = {name: _in_turn(rows, numbers) for name, rows in later.items()}
+                own = {name: _in_turn(rows, last) for name, rows in later.items()}
                 half = drawn[:, : self.paper.num_tokens // 2]
-                drawn = self.tokens(numbers, conditions=own, order=order, given=half)
+                drawn = self.tokens(last, conditions=own, order=order, given=half)
             return self.from_order(drawn, order)
 
         batches, counts = self.batches(batch_size), self.acceptance.counts

@@ -17,8 +17,9 @@ import json
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import yaml
@@ -120,6 +121,23 @@ class IdTokenizer(NetworkTokenizer):
         """Decode ids int64 `[b, n]` of a square grid to images uint8 `[b, s, s, 3]`."""
 
 
+@dataclass(frozen=True)
+class FrozenEncoder:
+    """A tokenizer that encodes the images of every micro-batch.
+
+    Attributes:
+        run_folder: its run.
+        key: config key that names it.
+        image_size: side of the images in pixels.
+        gives: method of the tokenizer that is called.
+    """
+
+    run_folder: str
+    key: str
+    image_size: int
+    gives: Literal["encode", "features"] = "encode"
+
+
 def open_tokenizer(
     run_folder: Path | str, *, device: torch.device | str = "cpu"
 ) -> LatentTokenizer | IdTokenizer:
@@ -129,8 +147,7 @@ def open_tokenizer(
         UserError: the folder is not a tokenizer's run, or has no checkpoint or a damaged one.
     """
     run_folder = Path(run_folder)
-    config = read_config(run_folder)
-    tokenizer = _tokenizer_class(run_folder, config["objective"]).from_config(config)
+    tokenizer = initial_tokenizer(read_config(run_folder), run_folder)
     checkpoint = latest_checkpoint(run_folder)
     if checkpoint is None:
         raise UserError(f"{run_folder} has no checkpoint yet: train it first")
@@ -159,6 +176,22 @@ def read_config(run_folder: Path) -> dict[str, Any]:
     if not isinstance(section, dict):
         raise UserError(f"{path} is not the config of a run: it has no objective section")
     return dict(config)
+
+
+def initial_tokenizer(config: Mapping[str, Any], where: Path) -> LatentTokenizer | IdTokenizer:
+    """Build the tokenizer of a run's config, with initial weights.
+
+    Args:
+        config: the config as a tree.
+        where: run folder or file that it comes from, for messages.
+
+    Raises:
+        UserError: the config is not a tokenizer's.
+    """
+    built: LatentTokenizer | IdTokenizer = _tokenizer_class(where, config["objective"]).from_config(
+        config
+    )
+    return built
 
 
 def _tokenizer_class(run_folder: Path, section: Mapping[str, Any]) -> Any:

@@ -40,6 +40,12 @@ def sample(runs, name, *words):
     [
         ("givt_causal", ["--classes", "0,3", "--per-class", "3", "--guidance", "0.4"], (2, 3)),
         ("givt_causal", ["--classes", "0", "--then-classes", "5", "--per-class", "2"], (1, 2)),
+        # As in figure 19: a row for each class of the upper halves.
+        (
+            "givt_causal",
+            ["--classes", "0,0,0,3,3,3", "--then-classes", "0,1,2,3,4,5", "--per-class", "1"],
+            (2, 3),
+        ),
         ("givt_causal", ["--num-images", "4", "--beams", "2", "--fans", "2"], (1, 4)),
         ("givt_maskgit", ["--classes", "1,2", "--per-class", "1", "--guidance", "0.1"], (2, 1)),
         ("givt_maskgit", ["--classes", "7", "--rounds", "3", "--show-rounds"], (8, 4)),

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import vae_config
 from memory_jobs import allocated_memory, measure_shape, peak_memory, read
 
 from megavis.planning.activation_memory import activation_memory
@@ -147,6 +148,38 @@ def test_planned_memory_of_second_stacks(
             assert activation_memory(shape, layout).saved == pytest.approx(found_saved, rel=0.1)
     if layout.zero_stage == 3:
         return  # DeepSpeed decides when parameters are gathered.
+    for rank, found in enumerate(run_job(peak_memory, num_processes, path, words)):
+        stage = rank if layout.pipeline > 1 else 0
+        assert activation_memory(shape, layout, stage).total == pytest.approx(found, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "words"),
+    [
+        # The peak is in the VAE's encoder.
+        (1, [ZERO + "0", "model.num_layers=1", "model.hidden_size=32"]),
+        (2, [ZERO + "0", STAGES, "model.num_layers=2", "model.hidden_size=32"]),
+    ],
+)
+def test_planned_memory_of_a_frozen_vae(
+    run_job: Any, tmp_path: Path, num_processes: int, words: list[str]
+) -> None:
+    path, run = str(PRESETS / "givt/demo.yaml"), vae_config.write_untrained_run(tmp_path)
+    latents = ["objective.latent_channels=4", "objective.downsampling=4", "data.image_size=64"]
+    words = [*SMALL, *latents, f"objective.tokenizer={run}", *words]
+    (shape,) = run_job(measure_shape, 1, path, words)
+    layout = Layout.of(read(path, words), num_processes)
+    if layout.pipeline == 1:
+        states = states_of(
+            shape.layers,
+            layout,
+            0,
+            precision="float32",
+            keeps_average=shape.keeps_average,
+            frozen=shape.frozen,
+        )
+        ((found_states, _),) = run_job(allocated_memory, 1, path, words)
+        assert states.total == pytest.approx(found_states, rel=0.1)
     for rank, found in enumerate(run_job(peak_memory, num_processes, path, words)):
         stage = rank if layout.pipeline > 1 else 0
         assert activation_memory(shape, layout, stage).total == pytest.approx(found, rel=0.1)

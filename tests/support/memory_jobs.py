@@ -5,12 +5,16 @@ import gc
 import itertools
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 from deepspeed.runtime.pipe.schedule import ReduceTiedGrads
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from megavis.composition.tokens import blank_batch as blank_images
+from megavis.composition.trainable import Trainable
 from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
 from megavis.data.loading.loader import Batch
@@ -24,6 +28,7 @@ from megavis.planning.boundary_activations import (
     saved_tensors,
     storage_of,
 )
+from megavis.planning.frozen_networks import frozen_networks
 from megavis.planning.shape import shape_of
 from megavis.planning.states import BUCKET, SMALLEST_BUCKET
 from megavis.training.engine import Engine
@@ -34,7 +39,9 @@ def measure_shape(launch: Launch, path: str, overrides: list[str]):
     config = read(path, overrides)
     ends, context = boundary_activations_of_layouts([config]), open_context(launch, device="cpu")
     try:
-        return shape_of(build_objective(config, context), ends)
+        objective = build_objective(config, context)
+        frozen, _ = frozen_networks(objective.frozen_encoders)
+        return replace(shape_of(objective, ends), frozen=frozen)
     finally:
         close_context()
 
@@ -114,8 +121,8 @@ def engine_of(launch: Launch, config: RunConfig) -> Iterator[Engine]:
     )
     try:
         objective = build_objective(config, context)
-        if config.objective.name == "givt_encoder_decoder":
-            # Plans do not count the frozen VAE, so return latents without it.
+        if config.objective.name == "givt_encoder_decoder" and not _encodes(objective):
+            # The VAE of the preset is not at hand, so return latents without it.
             shape = objective.reads.shape
             objective.reads.of = lambda samples, index=None: torch.zeros(len(samples), *shape)
         yield Engine(config, objective, context)
@@ -124,8 +131,16 @@ def engine_of(launch: Launch, config: RunConfig) -> Iterator[Engine]:
 
 
 def blank_batch(engine: Engine) -> Batch:
-    """Return a micro-batch."""
-    return engine.objective.blank_batch(engine.micro_batch_size, torch.device("cpu"))
+    """Return a micro-batch, of images if there is a frozen network to encode them."""
+    objective, device = engine.objective, torch.device("cpu")
+    if not _encodes(objective):
+        return objective.blank_batch(engine.micro_batch_size, device)
+    side = objective.config.data.image_size
+    return blank_images(engine.micro_batch_size, (side, side, 3), torch.uint8, device)
+
+
+def _encodes(objective: Trainable) -> bool:
+    return any(Path(encoder.run_folder).exists() for encoder in objective.frozen_encoders)
 
 
 def _backward_of_one(engine: Engine, batch: Batch) -> int:

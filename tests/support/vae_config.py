@@ -1,5 +1,11 @@
 """The config of a VAE that trains in seconds."""
 
+import torch
+
+from megavis.checkpoint.state.save import write_weights
+from megavis.config.load import dump_config, load_config
+from megavis.tokenizers.vae import VAENetwork
+
 SMALL = """\
 name: small
 output: {output}
@@ -19,3 +25,14 @@ def write_config(folder, shards="nowhere"):
     path = folder / "vae.yaml"
     path.write_text(SMALL.format(output=folder, shards=shards))
     return path
+
+
+def write_untrained_run(folder, seed=0):
+    """Write the run folder of an untrained VAE; return the folder."""
+    config = load_config(write_config(folder)).config
+    (folder / "config.yaml").write_text(dump_config(config))
+    torch.manual_seed(seed)
+    network = VAENetwork(config.objective.shape)
+    weights = {f"vae.network.{name}": value for name, value in network.state_dict().items()}
+    write_weights(folder, weights, seed=0, tokenizer=None)
+    return folder

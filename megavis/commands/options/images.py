@@ -102,7 +102,7 @@ def _add_classes(parser: argparse.ArgumentParser) -> None:
         "--then-classes",
         type=numbers,
         metavar="C,C,...",
-        help="other classes for the lower halves",
+        help="other classes for the lower halves; equal classes begin with the same upper halves",
     )
     parser.add_argument(
         "--show-rounds", action="store_true", help="show a draw from the prior and every round"

@@ -275,6 +275,15 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         help="take speeds and the host's time from a folder that gpu_check wrote on such a GPU, for"
         " example runs/gpu_check; default: assumptions, and the host's time of another machine",
     )
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="CONFIG",
+        help="config of a frozen network that encodes images in each step, if its run does not"
+        " exist yet; may be repeated",
+    )
     add_json(parser)
     parser.add_argument(
         "--write", type=Path, metavar="FILE", help="write the recommended layout as a config"

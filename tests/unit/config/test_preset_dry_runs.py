@@ -16,6 +16,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from children import open_child
+from megavis.papers.compose.config import ComposeConfig
+from megavis.papers.compose.sections import ClassCondition
 from small_codebook import write_run
 from written_shards import write_payloads
 
@@ -26,6 +28,7 @@ from megavis.data.codecs.sound import write_noises
 from megavis.data.format.manifest import SourceIdentity, TargetMaps, TokenizerIdentity
 from megavis.data.format.shards import payload_bytes
 from megavis.papers.darl.config import DARLConfig
+from megavis.papers.givt.config import EncoderDecoderConfig, LatentTokensConfig
 from megavis.tokenizers.label_map_vae import LabelMapVAE
 from megavis.tokenizers.network_tokenizer import open_tokenizer
 from megavis.tokenizers.palette import Palette, grey_palette
@@ -73,16 +76,23 @@ def classes_of(config):
     """Return the number of label classes, or 0 if labels are unused."""
     if config.finetune:
         return config.finetune.num_classes
-    condition = getattr(config.objective, "condition", None)
-    return getattr(condition or config.objective, "num_classes", 0)
+    objective = config.objective
+    if isinstance(objective, LatentTokensConfig):
+        return objective.num_classes
+    if isinstance(objective, ComposeConfig) and isinstance(objective.condition, ClassCondition):
+        return objective.condition.num_classes
+    return 0
 
 
 def tokenizer_of(config):
     """Return the tokenizer that a config names, or None."""
-    named = [getattr(config.objective, part, None) for part in ("reads", "condition")]
-    for section in (config.objective, *named):
-        if folder := getattr(section, "tokenizer", None):
-            return tokenizer(folder)
+    objective = config.objective
+    named = [objective]
+    if isinstance(objective, ComposeConfig):
+        named = [objective.reads, objective.condition]
+    for section in named:
+        if "tokenizer" in type(section).model_fields and section.tokenizer:
+            return tokenizer(section.tokenizer)
     return None
 
 
@@ -103,10 +113,15 @@ def tokenizer(folder):
     return open_tokenizer(folder)
 
 
+def tokens_of(config):
+    """Return the section that says which tokens a config reads."""
+    objective = config.objective
+    return objective.reads if isinstance(objective, ComposeConfig) else objective
+
+
 def palette_of(config):
     """Return the file of the palette with as many colours as the run has."""
-    part = getattr(config.objective, "reads", config.objective)
-    return "grey.npy" if part.vocabulary_size == 256 else "palette.npy"
+    return "grey.npy" if tokens_of(config).vocabulary_size == 256 else "palette.npy"
 
 
 def identity_of(config):
@@ -136,8 +151,10 @@ def shards_of(config, folder):
         name = TokenizerIdentity(kind="vqgan", sha256=made_by.identity(), num_tokens=vocabulary)
         return "ids", 2 * count, {**fields, "num_tokens": count, "tokenizer": name}
     if kind == "palette":
-        part = getattr(config.objective, "reads", config.objective)
-        vocabulary, name = part.vocabulary_size, Palette.load(palette_of(config)).sha256
+        vocabulary, name = (
+            tokens_of(config).vocabulary_size,
+            Palette.load(palette_of(config)).sha256,
+        )
         name = TokenizerIdentity(kind="palette", sha256=name, num_tokens=vocabulary)
         fields |= {"num_tokens": size**2, "tokenizer": name}
         return "tok", payload_bytes(size**2), fields
@@ -244,7 +261,8 @@ def findings_of(name):
     before = config.finetune and config.finetune.from_run
     if before and not Path(before).exists():
         write_finished(before)
-    encoder = getattr(config.objective, "encoder_from_run", None)
+    objective = config.objective
+    encoder = isinstance(objective, EncoderDecoderConfig) and objective.encoder_from_run
     if encoder and not Path(encoder).exists():
         if encoder in RUNS:
             write_finished(encoder)

@@ -38,6 +38,7 @@ from megavis.data.format.manifest import Manifest
 from megavis.model.encoder import EncoderInput
 from megavis.papers.mp3.place_figures import Places
 from megavis.sampling.sampler import Sampler
+from megavis.schedules.one_by_one import OneByOne
 
 ROUNDS = "schedule: {kind: rounds}"
 NORMALIZED = "density: {kind: squared_error, normalize: true}"
@@ -100,7 +101,8 @@ def test_cached_sampling_equals_full_passes(build_composition, tmp_path, name):
     objective, runner = build_composition(*GENERATIVE[name])
     sampler = Sampler(runner, objective, tmp_path, seed=3)
     images = torch.arange(2)
-    prefix = getattr(objective.schedule, "prefix", 0)
+    schedule = objective.schedule
+    prefix = schedule.prefix if isinstance(schedule, OneByOne) else 0
     order = sampler.order_of(images)
     blank = objective.reads.blank(images)
     given = None

@@ -1,9 +1,11 @@
 """WorkerPool: results by rank, worker reuse, and failing workers."""
 
+import gc
 import os
 import subprocess
 import sys
 import time
+import weakref
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -51,10 +53,36 @@ def name_parent(launch):
     return os.getppid()
 
 
+class Engine:
+    """A cycle of references, as DeepSpeed's engines are."""
+
+    living = weakref.WeakSet()
+
+    def __init__(self):
+        self.itself = self
+        self.living.add(self)
+
+
+def leave_engine(launch):
+    gc.disable()  # it would run at any time, or never
+    Engine()
+
+
+def count_engines(launch):
+    return len(Engine.living)
+
+
 def count_threads(launch):
     import torch
 
     return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+
+
+def test_engines_end_with_their_job():
+    """Each of its process groups has threads and sockets, which would slow down later jobs."""
+    with WorkerPool(1, preload=PRELOADED) as pool:
+        pool.run(leave_engine, 1)
+        assert pool.run(count_engines, 1) == [0]
 
 
 def test_results_are_ordered_by_rank_and_workers_are_reused():

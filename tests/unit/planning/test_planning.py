@@ -40,7 +40,7 @@ def build(context, name, *words):
     config = config.model_copy(update={"model": config.model.without_dropout()})
     objective = build_objective(config, context)
     if "encoder" in objective.condition.roles:
-        # Read latents directly: plans do not count the frozen VAE.
+        # Read latents directly: the frozen VAE is counted apart.
         shape = objective.reads.shape
         objective.reads.of = lambda samples, index=None: samples.new_zeros(
             len(samples), *shape, dtype=torch.float32

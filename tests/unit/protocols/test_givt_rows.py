@@ -219,8 +219,10 @@ FIGURES = {
     "Figure 17": {"classes": CLASSES, "choice_temperature": 60, "guidance": 0.1},
     "Figure 18": {"classes": CLASSES, "choice_temperature": 140, "guidance": None},
     "Figure 19": {
-        "classes": [207, 207, 207, 448, 448, 448],
-        "then_classes": [360, 366, 355, 449, 437, 415],
+        # The first column has the same class in both halves.
+        "classes": [207, 207, 207, 207, 448, 448, 448, 448],
+        "then_classes": [207, 360, 366, 355, 448, 449, 437, 415],
+        "per_class": 1,
     },
 }
 

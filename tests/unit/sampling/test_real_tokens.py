@@ -172,6 +172,17 @@ def test_later_label_applies_to_the_second_half(make):
     assert not torch.equal(changed[:2, :, 2:], same[:2, :, 2:])
 
 
+def test_images_may_share_their_first_half(make):
+    """Figure 19: the same latents above, whatever class comes below."""
+    labels, later = {"labels": torch.tensor([1, 1, 1])}, {"labels": torch.tensor([1, 2, 0])}
+    drawn = make().draw(3, conditions=labels, later=later, first_halves=torch.tensor([0, 0, 0]))
+    plain = make().draw(3, conditions=labels)
+    torch.testing.assert_close(drawn[0], plain[0], rtol=0, atol=1e-5)
+    for image in drawn[1:]:
+        torch.testing.assert_close(image[:, :2], plain[0, :, :2], rtol=0, atol=1e-5)
+    assert len(torch.unique(drawn[:, :, 2:].flatten(1), dim=0)) == 3
+
+
 def test_completion_keeps_the_given_latents(make):
     """Without an adapter, tokens are latents, so the given upper half is unchanged."""
     originals = torch.randn(3, 2, 4, 4, generator=torch.Generator().manual_seed(0))
