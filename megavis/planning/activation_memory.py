@@ -72,7 +72,7 @@ class ActivationMemory:
 
     @property
     def total(self) -> float:
-        """Peak: in a bridge, at the backward pass's start, in a stack's, or while encoding images."""
+        """Peak: in a bridge, as a backward pass begins, in a stack's, or as images are encoded."""
         beginning = self.head_backward
         at_blocks = self.recomputed + self.backward + self.weights - self.freed
         passes = self.saved + max(self.bridge_pass, beginning, at_blocks)

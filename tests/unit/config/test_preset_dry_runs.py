@@ -16,8 +16,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from children import open_child
-from megavis.papers.compose.config import ComposeConfig
-from megavis.papers.compose.sections import ClassCondition
 from small_codebook import write_run
 from written_shards import write_payloads
 
@@ -27,8 +25,10 @@ from megavis.config.schema import FinetuneConfig
 from megavis.data.codecs.sound import write_noises
 from megavis.data.format.manifest import SourceIdentity, TargetMaps, TokenizerIdentity
 from megavis.data.format.shards import payload_bytes
+from megavis.grammar.paper import PaperConfig
+from megavis.grammar.words import Labels
 from megavis.papers.darl.config import DARLConfig
-from megavis.papers.givt.config import EncoderDecoderConfig, LatentTokensConfig
+from megavis.papers.givt.config import EncoderDecoderConfig
 from megavis.tokenizers.label_map_vae import LabelMapVAE
 from megavis.tokenizers.network_tokenizer import open_tokenizer
 from megavis.tokenizers.palette import Palette, grey_palette
@@ -76,21 +76,19 @@ def classes_of(config):
     """Return the number of label classes, or 0 if labels are unused."""
     if config.finetune:
         return config.finetune.num_classes
-    objective = config.objective
-    if isinstance(objective, LatentTokensConfig):
-        return objective.num_classes
-    if isinstance(objective, ComposeConfig) and isinstance(objective.condition, ClassCondition):
-        return objective.condition.num_classes
-    return 0
+    if not isinstance(config.objective, PaperConfig):
+        return 0
+    condition = config.objective.grammar(config).condition
+    return condition.num_classes if isinstance(condition, Labels) else 0
 
 
 def tokenizer_of(config):
     """Return the tokenizer that a config names, or None."""
-    objective = config.objective
-    named = [objective]
-    if isinstance(objective, ComposeConfig):
-        named = [objective.reads, objective.condition]
-    for section in named:
+    words = [config.objective]
+    if isinstance(config.objective, PaperConfig):
+        grammar = config.objective.grammar(config)
+        words = [each for each in (grammar.reads, grammar.predicts, grammar.condition) if each]
+    for section in words:
         if "tokenizer" in type(section).model_fields and section.tokenizer:
             return tokenizer(section.tokenizer)
     return None
@@ -114,9 +112,8 @@ def tokenizer(folder):
 
 
 def tokens_of(config):
-    """Return the section that says which tokens a config reads."""
-    objective = config.objective
-    return objective.reads if isinstance(objective, ComposeConfig) else objective
+    """Return the word of the tokens that a config reads."""
+    return config.objective.grammar(config).reads
 
 
 def palette_of(config):
@@ -151,10 +148,8 @@ def shards_of(config, folder):
         name = TokenizerIdentity(kind="vqgan", sha256=made_by.identity(), num_tokens=vocabulary)
         return "ids", 2 * count, {**fields, "num_tokens": count, "tokenizer": name}
     if kind == "palette":
-        vocabulary, name = (
-            tokens_of(config).vocabulary_size,
-            Palette.load(palette_of(config)).sha256,
-        )
+        vocabulary = tokens_of(config).vocabulary_size
+        name = Palette.load(palette_of(config)).sha256
         name = TokenizerIdentity(kind="palette", sha256=name, num_tokens=vocabulary)
         fields |= {"num_tokens": size**2, "tokenizer": name}
         return "tok", payload_bytes(size**2), fields
