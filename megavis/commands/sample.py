@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import hashlib
+import itertools
 import json
 import os
 import sys

@@ -178,9 +178,7 @@ def read_config(run_folder: Path) -> dict[str, Any]:
     return dict(config)
 
 
-def initial_tokenizer(
-    config: Mapping[str, Any], where: Path
-) -> LatentTokenizer | IdTokenizer:
+def initial_tokenizer(config: Mapping[str, Any], where: Path) -> LatentTokenizer | IdTokenizer:
     """Build the tokenizer of a run's config, with initial weights.
 
     Args:
@@ -190,9 +188,9 @@ def initial_tokenizer(
     Raises:
         UserError: the config is not a tokenizer's.
     """
-    built: LatentTokenizer | IdTokenizer = _tokenizer_class(
-        where, config["objective"]
-    ).from_config(config)
+    built: LatentTokenizer | IdTokenizer = _tokenizer_class(where, config["objective"]).from_config(
+        config
+    )
     return built
 
 

@@ -151,8 +151,9 @@ def shards_of(config, folder):
         name = TokenizerIdentity(kind="vqgan", sha256=made_by.identity(), num_tokens=vocabulary)
         return "ids", 2 * count, {**fields, "num_tokens": count, "tokenizer": name}
     if kind == "palette":
-        vocabulary, name = tokens_of(config).vocabulary_size, Palette.load(palette_of(config)).sha256
-        name = TokenizerIdentity(kind="palette", sha256=name, num_tokens=vocabulary)
+        vocabulary = tokens_of(config).vocabulary_size
+        sha256 = Palette.load(palette_of(config)).sha256
+        name = TokenizerIdentity(kind="palette", sha256=sha256, num_tokens=vocabulary)
         fields |= {"num_tokens": size**2, "tokenizer": name}
         return "tok", payload_bytes(size**2), fields
     if "panoptic" in folder:
