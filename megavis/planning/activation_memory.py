@@ -72,7 +72,7 @@ class ActivationMemory:
 
     @property
     def total(self) -> float:
-        """Peak: in a bridge, as a backward pass begins, in a stack's, or as images are encoded."""
+        """Peak: in encoding, in a bridge, at the start of the backward pass, or in a stack's."""
         beginning = self.head_backward
         at_blocks = self.recomputed + self.backward + self.weights - self.freed
         passes = self.saved + max(self.bridge_pass, beginning, at_blocks)
