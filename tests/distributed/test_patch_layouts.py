@@ -157,8 +157,8 @@ def last_of_first_stage(launch: Launch, config: RunConfig) -> str:
             "compose_memory",
             [
                 "objective.memory.num_layers=3",
-                "objective.condition.patch_size=2",
-                "objective.condition.hidden_size=48",
+                "objective.memory.patch_size=2",
+                "objective.memory.hidden_size=48",
             ],
             "embedding.encoder.blocks.",
         ),
