@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -19,8 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from megavis.config.schema import ModelConfig, RunConfig
 from megavis.model.activations import ACTIVATIONS, Branch, with_recomputed
 from megavis.model.attention import Attention, CrossAttention
+from megavis.model.compiled_blocks import CompiledBlocks
 from megavis.model.context_parallel import all_tokens, own_tokens
 from megavis.model.dropout import SAMPLES, SplitDropout, add_to_residual, draw_kept, drop_path_of
+from megavis.model.kernels import compiles_blocks
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.parameters import Initialization
 from megavis.model.tensor_parallel import Precision, block_layers
@@ -76,6 +79,9 @@ class Core:
     megatron: TransformerConfig
     """Megatron's config for the stack."""
     once: OncePerStep = field(default_factory=OncePerStep, init=False, repr=False, compare=False)
+    compiled: CompiledBlocks = field(
+        default_factory=CompiledBlocks, init=False, repr=False, compare=False
+    )
 
     @classmethod
     def create(cls, config: RunConfig, groups: ProcessGroupCollection, stack: StackSpec) -> Core:
@@ -191,7 +197,7 @@ class FeedForward(MLP):
         inner, bias = self.linear_fc1(hidden_states)
         if bias is not None:
             inner = inner + bias
-        if self.recomputes and self.training:
+        if self.recomputes and self.training and not torch.compiler.is_compiling():
             return with_recomputed(self.activation_func, inner, self.linear_fc2)
         return self.linear_fc2(self.activation_func(inner))
 
@@ -275,12 +281,18 @@ class Block(TransformerLayer):
     def run(
         self, hidden: Tensor, attention_context: AttentionContext, memory: Tensor | None = None
     ) -> Tensor:
-        """Apply `attend`, recomputed in the backward pass if configured."""
+        """Apply `attend`, compiled and recomputed in the backward pass if configured."""
+        attend: Callable[..., Tensor] = self.attend
+        if self.training and compiles_blocks(hidden):
+            attention_context = self.self_attention.prepared(attention_context, hidden)
+            attend = functools.partial(
+                self.core.compiled, self.attend, attention_context.query_start
+            )
         if self.checkpointing == "full" and self.training:
             # Reentrant: ZeRO-3 gathers and releases weights in module hooks, which the
             # non-reentrant implementation mistakes for modified saved tensors.
-            return checkpoint(self.attend, hidden, attention_context, memory, use_reentrant=True)
-        return self.attend(hidden, attention_context, memory)
+            return checkpoint(attend, hidden, attention_context, memory, use_reentrant=True)
+        return attend(hidden, attention_context, memory)
 
     def attend(
         self, hidden: Tensor, attention_context: AttentionContext, memory: Tensor | None = None
@@ -296,8 +308,12 @@ class Block(TransformerLayer):
     def _attend(
         self, hidden: Tensor, attention_context: AttentionContext, memory: Tensor | None
     ) -> Tensor:
-        recomputes = self.checkpointing == "selective" and self.training
-        if recomputes or attention_context.query_start or attention_context.kept is not None:
+        if (
+            self._recomputes_norms
+            or attention_context.query_start
+            or attention_context.kept is not None
+            or torch.compiler.is_compiling()
+        ):
             return self._attend_by_branch(hidden, attention_context, memory)
         # Megatron passes `context_mask` to the cross-attention.
         return super().forward(
@@ -334,9 +350,15 @@ class Block(TransformerLayer):
     ) -> Branch:
         """Return the output of a branch and its bias, with the norm recomputed if configured."""
         use = functools.partial(branch, **arguments)
-        if self.checkpointing == "selective" and self.training:
+        if self._recomputes_norms:
             return with_recomputed(norm, hidden, use)
         return use(norm(hidden))
+
+    @property
+    def _recomputes_norms(self) -> bool:
+        """Whether norms are recomputed here; a compiled block's graph decides that itself."""
+        selective = self.checkpointing == "selective" and self.training
+        return selective and not torch.compiler.is_compiling()
 
     def _added(self, add: Callable[..., Any], mixed: Branch) -> Tensor:
         """Return the output of a branch, with its bias added and dropout applied."""

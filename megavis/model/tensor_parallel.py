@@ -101,7 +101,12 @@ def to_columns(
         return gather_from_sequence_parallel_region(
             hidden, tensor_parallel_output_grad=True, group=group
         )
-    return copy_to_tensor_model_parallel_region(hidden, group)
+    return hidden if group.size() == 1 else copy_to_tensor_model_parallel_region(hidden, group)
+
+
+def fuses_bias(tensor: Tensor) -> bool:
+    """Return whether a bias is added within the matrix product, where nothing is summed between."""
+    return not tensor.is_cpu or torch.compiler.is_compiling()
 
 
 def scatter_tokens(
@@ -118,8 +123,8 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Map `[s, b, input_size]` to `[s, b, output_size / tensor size]` and a bias not added."""
-        learns, alone = torch.is_grad_enabled(), self.tp_group.size() == 1
-        if alone and not input_.is_cpu:
+        learns = torch.is_grad_enabled()
+        if self.tp_group.size() == 1 and fuses_bias(input_):
             return F.linear(input_, self.weight, self.bias), None
         if splits_tokens(self) or (learns and not input_.is_cpu):
             return super().forward(input_)
@@ -160,10 +165,10 @@ def multiply_parts(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return queries of `reading`, and keys and values of `seen`; see `QueryKeyValue`."""
     weight, bias, size = layer.weight, layer.bias, layer.head_size
-    if reading is not None and seen is not None:
+    if reading is not None and seen is not None and not torch.compiler.is_compiling():
         query, pairs = _Parts.apply(reading, seen, weight, bias, size)
         return query, pairs
-    # Of one input alone, without gradients.
+    # Of one input alone, without gradients; or in a compiled block, whose graph keeps no copies.
     products = zip((reading, seen), _parts(weight, size), _parts(bias, size), strict=True)
     query, pairs = (None if rows is None else F.linear(rows, *part) for rows, *part in products)
     return query, pairs
@@ -241,7 +246,7 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Map `[s, b, input_size / tensor size]` to `[s, b, output_size]` and the bias."""
-        if self.tp_group.size() == 1 and not input_.is_cpu:
+        if self.tp_group.size() == 1 and fuses_bias(input_):
             return F.linear(input_, self.weight, self.bias), None
         # Megatron's forward pass reads the layer's flag, which does not reflect `whole_tokens`.
         if not splits_tokens(self) and (input_.is_cpu or self.sequence_parallel):
