@@ -77,30 +77,29 @@ class CompiledBlocks:
             return plain(hidden, *inputs)
         if self._compiled is None:
             self._compiled = torch.compile(_own(_call), fullgraph=True, dynamic=False, **BACKEND)
-        kind = (key, hidden.shape, hidden.requires_grad, torch.is_grad_enabled())
-        if kind in self._known:
-            return self._compiled(plain, hidden, *inputs)
-        return self._first(kind, plain, hidden, *inputs)
-
-    def _first(self, kind: tuple[Any, ...], plain: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        """Run a graph that may not be compiled yet."""
-        assert self._compiled is not None
-        found, began = _Process.compilation, time.perf_counter()
+        began = time.perf_counter()
         try:
-            result = self._compiled(plain, *inputs)
+            result = self._compiled(plain, hidden, *inputs)
         except torch.OutOfMemoryError:
             raise
         # Dynamo, Inductor, Triton and the compiler raise what they like; what is wrong with the
         # block itself is raised again.
         except Exception as error:
-            lines = str(error).strip().splitlines() or [""]
-            found.failure = f"{type(error).__name__}: {lines[0]}"
+            _Process.compilation.failure = _summary(error)
             choose_kernels("regions")
-            return plain(*inputs)
-        self._known.add(kind)
-        found.graphs += 1
-        found.seconds += time.perf_counter() - began
+            return plain(hidden, *inputs)
+        kind = (key, hidden.shape, hidden.requires_grad, torch.is_grad_enabled())
+        if kind not in self._known:
+            self._known.add(kind)
+            _Process.compilation.graphs += 1
+            _Process.compilation.seconds += time.perf_counter() - began
         return result
+
+
+def _summary(error: Exception) -> str:
+    """Return the error in one line; the first may only say which backend raised it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])}"
 
 
 def _call(plain: Callable[..., Tensor], hidden: Tensor, *inputs: Any) -> Tensor:

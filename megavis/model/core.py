@@ -97,6 +97,11 @@ class Core:
         """Sizes of the stack."""
         return self.stack.model
 
+    @functools.cached_property
+    def feed_forward(self) -> type:
+        """The MLP of its blocks, one class for all, as one graph needs."""
+        return _feed_forward_type(self)
+
     @property
     def visibility_kind(self) -> VisibilityKind:
         """Which token attends to which."""
@@ -244,7 +249,7 @@ class Block(TransformerLayer):
                 self_attn_bda=add_attended,
                 **cross,
                 pre_mlp_layernorm=norm,
-                mlp=_feed_forward_type(core),
+                mlp=core.feed_forward,
                 mlp_bda=add_to_residual(model.hidden_dropout, *tokens),
             ),
             layer_number=number,

@@ -30,7 +30,10 @@ class ReportCompilation:
         may_compile = self.kernels == "blocks" or (
             self.kernels == "auto" and self.context.device.type == "cuda"
         )
-        if self.is_done or state.loss is None or not may_compile:
+        if state.loss is None or not may_compile:
+            return
+        if self.is_done:
+            self._report_later(state.step)
             return
         self.is_done = True
         found: list[Any] = [None] * self.context.world.size
@@ -40,6 +43,16 @@ class ReportCompilation:
             choose_kernels("regions")
         if self.context.is_main:
             sys.stderr.write(_line(found, failures))
+
+
+    def _report_later(self, step: int) -> None:
+        """Say if this process has changed to other kernels since; its numbers hardly change."""
+        failure = take_compilation().failure
+        if failure is not None:
+            rank = self.context.world.rank
+            sys.stderr.write(
+                f"WARNING: step {step}: process {rank} no longer runs compiled blocks: {failure}\n"
+            )
 
 
 def _line(found: list[Compilation], failures: list[str]) -> str:
