@@ -1,6 +1,6 @@
 """Select the kernels of a block by device and `training.kernels`.
 
-| operation | plain, and always on a CPU | on a GPU with `training.kernels: auto` |
+| operation | plain, and always on a CPU | on a GPU with `training.kernels: regions` |
 |---|---|---|
 | attention: causal, full, context | SDPA with a flag | the same: cuDNN or flash attention |
 | attention of two streams | SDPA with a dense mask | FlexAttention, without a dense mask |
@@ -12,8 +12,9 @@
 
 `training.kernels: torch` uses the plain form on a GPU too; `apex` uses the norms and Adam of NVIDIA
 Apex, and `transformer_engine` the linear layers and norms of Transformer Engine in the blocks
-(`tensor_parallel.py`); both otherwise equal `auto`. A compiled region is a function of tensors
-only, so that ZeRO's hooks, recomputation and collectives stay outside the graph.
+(`tensor_parallel.py`); both otherwise equal `regions`. `blocks` compiles whole blocks in training
+(`compiled_blocks.py`), on a CPU too, and otherwise equals `regions`; `auto` is `blocks` on a GPU. A
+compiled region is a function of tensors only.
 
 Legend: b images, n heads of this process, q queries, c keys, d head size, s tokens, h hidden size.
 """

@@ -28,6 +28,7 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
 from torch import Tensor
@@ -65,8 +66,8 @@ def whole_tokens() -> Iterator[None]:
 
 
 def are_whole() -> bool:
-    """Return whether this is inside `whole_tokens`."""
-    return _WHOLE.get()
+    """Return whether this is inside `whole_tokens`, where nothing is compiled."""
+    return not torch.compiler.is_compiling() and _WHOLE.get()
 
 
 def splits_tokens(layer: SequenceParallelConfig) -> bool:
@@ -126,6 +127,9 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
         learns = torch.is_grad_enabled()
         if self.tp_group.size() == 1 and fuses_bias(input_):
             return F.linear(input_, self.weight, self.bias), None
+        if torch.compiler.is_compiling():
+            whole = to_columns(input_, self, self.tp_group)
+            return F.linear(whole, self.weight, self.bias), None
         if splits_tokens(self) or (learns and not input_.is_cpu):
             return super().forward(input_)
         # Megatron's forward pass is designed for gradients on a GPU; outside training its overhead
@@ -248,8 +252,12 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
         """Map `[s, b, input_size / tensor size]` to `[s, b, output_size]` and the bias."""
         if self.tp_group.size() == 1 and fuses_bias(input_):
             return F.linear(input_, self.weight, self.bias), None
+        if torch.compiler.is_compiling() and self.sequence_parallel:
+            part = F.linear(input_, self.weight)
+            return reduce_scatter_to_sequence_parallel_region(part, self.tp_group), self.bias
         # Megatron's forward pass reads the layer's flag, which does not reflect `whole_tokens`.
-        if not splits_tokens(self) and (input_.is_cpu or self.sequence_parallel):
+        plainly = input_.is_cpu or self.sequence_parallel or torch.compiler.is_compiling()
+        if not splits_tokens(self) and plainly:
             part = F.linear(input_, self.weight)
             return reduce_from_tensor_model_parallel_region(part, self.tp_group), self.bias
         return super().forward(input_)
