@@ -34,6 +34,7 @@ from megavis.model.visibility import (
     Visibility,
     VisibilityKind,
 )
+from megavis.parallel.random import rank_local_rng
 
 BLOCKS = "blocks"
 """Name of a paper's first stack, used in parameter names."""
@@ -258,6 +259,12 @@ class Block(TransformerLayer):
         self.core = core
         self.checkpointing = parallel.activation_checkpointing
         self.is_last = number == model.num_layers
+        # Draws for replicated tokens agree within a tensor group, which a graph cannot do that also
+        # draws for split heads: such blocks are not compiled.
+        splits = core.groups.tp.size() > 1 and model.has_dropout
+        agrees = bool(model.hidden_dropout or model.residual_dropout)
+        self.draws_alike = splits and agrees and not core.megatron.sequence_parallel
+        self.draws_apart = splits and not self.draws_alike
         self.precision: Precision = contextlib.nullcontext
         if core.config.training.fp8:
             self.precision = layers.fp8(model, core.groups.tp.size())
@@ -288,16 +295,24 @@ class Block(TransformerLayer):
     ) -> Tensor:
         """Apply `attend`, compiled and recomputed in the backward pass if configured."""
         attend: Callable[..., Tensor] = self.attend
-        if self.training and compiles_blocks(hidden):
+        if self.training and compiles_blocks(hidden) and not self.draws_alike:
             attention_context = self.self_attention.prepared(attention_context, hidden)
             attend = functools.partial(
                 self.core.compiled, self.attend, attention_context.query_start
             )
+        if self.training and self.draws_apart:
+            attend = functools.partial(self._apart, attend)
         if self.checkpointing == "full" and self.training:
             # Reentrant: ZeRO-3 gathers and releases weights in module hooks, which the
             # non-reentrant implementation mistakes for modified saved tensors.
             return checkpoint(attend, hidden, attention_context, memory, use_reentrant=True)
         return attend(hidden, attention_context, memory)
+
+    def _apart(self, attend: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        """Run with random numbers of this process, since a graph cannot change generators."""
+        group = self.core.groups.tp
+        with rank_local_rng(group.rank(), group.size()):
+            return attend(*inputs)
 
     def attend(
         self, hidden: Tensor, attention_context: AttentionContext, memory: Tensor | None = None

@@ -26,10 +26,7 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-    scatter_to_sequence_parallel_region,
 )
 from torch import Tensor
 
@@ -37,6 +34,7 @@ from megavis.config.schema import ModelConfig
 from megavis.model.kernels import chosen_kernels
 from megavis.model.norms import GainNorm, Norm
 from megavis.model.parameters import set_partial_gradient
+from megavis.model.sequence_regions import gather, gathered_linear, scatter, sum_and_scatter
 
 # A context variable, like gradient mode, since callers of Megatron's linear layers pass only hidden
 # states.
@@ -83,11 +81,7 @@ def gather_tokens(
     Gradients of the result must be equal on all processes, as they are for layers that begin with
     Megatron's copy region; the backward pass selects this process's tokens.
     """
-    if not splits_tokens(config):
-        return hidden
-    return gather_from_sequence_parallel_region(
-        hidden, tensor_parallel_output_grad=False, group=group
-    )
+    return gather(hidden, group, sums=False) if splits_tokens(config) else hidden
 
 
 def to_columns(
@@ -99,9 +93,7 @@ def to_columns(
     are never split.
     """
     if config is not None and splits_tokens(config):
-        return gather_from_sequence_parallel_region(
-            hidden, tensor_parallel_output_grad=True, group=group
-        )
+        return gather(hidden, group, sums=True)
     return hidden if group.size() == 1 else copy_to_tensor_model_parallel_region(hidden, group)
 
 
@@ -114,9 +106,7 @@ def scatter_tokens(
     hidden: Tensor, config: SequenceParallelConfig, group: dist.ProcessGroup
 ) -> Tensor:
     """Return this process's tokens of `[s, b, h]`; s must be divisible by the tensor size."""
-    if not splits_tokens(config):
-        return hidden
-    return scatter_to_sequence_parallel_region(hidden, group)
+    return scatter(hidden, group) if splits_tokens(config) else hidden
 
 
 class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
@@ -128,7 +118,9 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
         if self.tp_group.size() == 1 and fuses_bias(input_):
             return F.linear(input_, self.weight, self.bias), None
         if torch.compiler.is_compiling():
-            whole = to_columns(input_, self, self.tp_group)
+            if splits_tokens(self):
+                return gathered_linear(input_, self.weight, self.bias, self.tp_group), None
+            whole = to_columns(input_, None, self.tp_group)
             return F.linear(whole, self.weight, self.bias), None
         if splits_tokens(self) or (learns and not input_.is_cpu):
             return super().forward(input_)
@@ -254,7 +246,7 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
             return F.linear(input_, self.weight, self.bias), None
         if torch.compiler.is_compiling() and self.sequence_parallel:
             part = F.linear(input_, self.weight)
-            return reduce_scatter_to_sequence_parallel_region(part, self.tp_group), self.bias
+            return sum_and_scatter(part, self.tp_group), self.bias
         # Megatron's forward pass reads the layer's flag, which does not reflect `whole_tokens`.
         plainly = input_.is_cpu or self.sequence_parallel or torch.compiler.is_compiling()
         if not splits_tokens(self) and plainly:

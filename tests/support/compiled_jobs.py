@@ -12,7 +12,7 @@ from megavis.training.parity import Curve, train_briefly
 def compiled_curve(
     launch: Launch, config: RunConfig, steps: int, backend: str
 ) -> tuple[Curve, Compilation]:
-    """Train for some steps with blocks compiled by a backend; return the curve, and what it took."""
+    """Train for some steps with compiled blocks; return the curve, and what compiling took."""
     training = config.training.model_copy(update={"kernels": "blocks"})
     before = compiled_blocks.BACKEND
     compiled_blocks.BACKEND = {"backend": backend}

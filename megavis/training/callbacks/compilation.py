@@ -44,7 +44,6 @@ class ReportCompilation:
         if self.context.is_main:
             sys.stderr.write(_line(found, failures))
 
-
     def _report_later(self, step: int) -> None:
         """Say if this process has changed to other kernels since; its numbers hardly change."""
         failure = take_compilation().failure
@@ -68,4 +67,3 @@ def _line(found: list[Compilation], failures: list[str]) -> str:
     kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     kept = "" if kept is None else f", kept in {kept}"
     return f"blocks compiled in {slowest.seconds:.1f} s: {counted(slowest.graphs, 'graph')}{kept}\n"
-
