@@ -214,10 +214,11 @@ class TrainingConfig(Section):
     """On GPUs use only deterministic kernels, so a resumed run continues bit for bit; slower. A CPU
     is always deterministic."""
     kernels: KernelLibrary = "auto"
-    """On GPUs: `auto`, torch's fastest kernels and regions that it compiles; `torch`, plain
-    operators; `apex`, as `auto` with the norms and Adam of NVIDIA Apex; `transformer_engine`, as
-    `auto` with NVIDIA Transformer Engine's linear layers and norms in the blocks. Both libraries
-    must be installed."""
+    """On GPUs: `auto`, as `blocks`, which compiles each Transformer block whole for training;
+    `regions`, torch's fastest kernels and small regions that it compiles; `torch`, plain operators;
+    `apex`, as `regions` with the norms and Adam of NVIDIA Apex; `transformer_engine`, as `regions`
+    with NVIDIA Transformer Engine's linear layers and norms in the blocks. Both libraries must be
+    installed. On a CPU plain operators, and compiled blocks with `blocks` alone."""
     fp8: bool = False
     """Multiply the blocks' matrices in FP8 in training (E4M3, gradients E5M2, each tensor scaled by
     its own maximum), with `kernels: transformer_engine` and `precision: bf16`. Master weights,

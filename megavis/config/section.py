@@ -31,7 +31,7 @@ DashboardKind = Literal["tensorboard", "wandb", "mlflow", "jsonl"]
 """Where the numbers of a run are shown; `jsonl` is the record that every run writes."""
 Crop = Literal["random_resized", "inception", "scaled", "window", "shifted", "center", "none"]
 SourceCrop = Literal["random_resized", "inception", "scaled", "shifted", "center", "none"]
-KernelLibrary = Literal["auto", "torch", "apex", "transformer_engine"]
+KernelLibrary = Literal["auto", "blocks", "regions", "torch", "apex", "transformer_engine"]
 
 
 class Section(BaseModel):

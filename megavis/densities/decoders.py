@@ -22,12 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megavis.config.section import DecoderKind
-from megavis.model.context_parallel import own_rows, splits_context
+from megavis.model.context_parallel import splits_context
 from megavis.model.core import Block, Core, FeedForward
 from megavis.model.embeddings import LastNorm, ReplicatedLinear, WholeNorm
 from megavis.model.flops import Workload
 from megavis.model.heads import Head
 from megavis.model.layer_state import LayerState, PackedState, from_bits
+from megavis.model.sequence_regions import own_rows
 from megavis.model.stack import PlannedStack
 from megavis.model.visibility import AttentionContext, Visibility
 

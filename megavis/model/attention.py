@@ -10,6 +10,7 @@ Legend: s tokens, q queries, c keys, b images, h hidden size, n heads of this pr
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from megavis.model.context_parallel import heads_to_tokens, splits_context, tokens_to_heads
 from megavis.model.kernels import (
@@ -30,11 +32,14 @@ from megavis.model.kernels import (
 from megavis.model.parameters import Fill, Initialization
 from megavis.model.positions import RelativeBias, turns
 from megavis.model.tensor_parallel import block_layers, to_columns
-from megavis.model.visibility import AttentionContext, Visibility, VisibilityKind
+from megavis.model.visibility import (
+    AttentionContext,
+    Turns,
+    TwoStreamMask,
+    Visibility,
+    VisibilityKind,
+)
 from megavis.parallel.random import rank_local_rng
-
-Turns = tuple[Tensor, Tensor]
-"""Cosines and sines, `[b or 1, 1, s, d / 2]`."""
 
 
 class Attention(nn.Module):
@@ -97,7 +102,7 @@ class Attention(nn.Module):
             heads = self._own_heads(query.shape[1])
             bias = self.relative_bias(read_places, visible(places, dim=1), heads)
         elif places is not None:
-            of_queries, of_keys = self._turns(attention_context, places)
+            of_queries, of_keys = attention_context.turns or self._turns(attention_context, places)
             query, key = apply_rotary(query, *of_queries), apply_rotary(key, *of_keys)
             # A view would keep the unturned ones until the backward pass.
             value = value.clone() if torch.is_grad_enabled() else value
@@ -105,6 +110,50 @@ class Attention(nn.Module):
         if splits_context(self.config):
             mixed = heads_to_tokens(mixed, self.context_group)
         return self.linear_proj(mixed)
+
+    def prepared(self, context: AttentionContext, hidden: Tensor) -> AttentionContext:
+        """Return a context with what the blocks of a stack share, computed once per step.
+
+        For passes over whole sequences, of which `hidden` may hold a part.
+        """
+        turns = mask = None
+        if context.coordinates is not None and self.relative_bias is None:
+            turns = self._turns(context, context.coordinates)
+        if context.visibility.kind == "two_stream":
+            num_queries = context.visibility.num_tokens - context.query_start
+            mask = self._two_stream_mask(context, num_queries, hidden)
+        return replace(context, turns=turns, mask=mask)
+
+    def _two_stream_mask(
+        self, context: AttentionContext, num_queries: int, like: Tensor
+    ) -> TwoStreamMask:
+        """Return the mask for the last `num_queries` tokens, computed once per step."""
+        visibility, once = context.visibility, context.once
+        groups, of_queries = visibility.content_groups, visibility.query_groups
+        assert groups is not None
+        assert of_queries is not None
+        if suits_flex(like, num_queries, self.head_size, self._dropout, training=self.training):
+            made = once(
+                f"blocks of {num_queries}",
+                lambda: group_blocks(groups, visibility.reach(num_queries)),
+                groups,
+                of_queries,
+            )
+        else:
+            # A dense mask keeps SDPA off its flash kernels: only where no flag says the same.
+            made = once(
+                f"mask of {num_queries}",
+                lambda: _seen_and_blind(visibility.mask(num_queries, groups.shape[1])),
+                groups,
+                of_queries,
+            )
+        mask: TwoStreamMask = made
+        return mask
+
+    @property
+    def _dropout(self) -> float:
+        """Probability with which attention weights are dropped."""
+        return self.config.attention_dropout if self.training else 0.0
 
     def _projected(self, hidden: Tensor, context: AttentionContext) -> tuple[Tensor, ...]:
         """Return queries `[b, n, q, d]`, keys and values `[b, n, c, d]` of all tokens.
@@ -163,7 +212,7 @@ class Attention(nn.Module):
         """
         if attention_context.cache is not None:
             key, value = attention_context.cache.extend(self, key, value)
-        dropout = self.config.attention_dropout if self.training else 0.0
+        dropout = self._dropout
         # Heads are split over the tensor group, so their dropout masks must differ.
         with rank_local_rng(self.tensor_group.rank(), self.tensor_group.size() if dropout else 1):
             if bias is None:
@@ -178,7 +227,7 @@ class Attention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext, dropout: float
     ) -> Tensor:
         """Attend by the visibility's fastest kernel: `[b, n, q, d]`; other shapes as above."""
-        visibility, once = context.visibility, context.once
+        visibility = context.visibility
         kind, num_queries, num_keys = visibility.kind, query.shape[2], key.shape[2]
         sees_all = kind in ("full", "context")
         if sees_all and num_keys <= FEW and context.cache is None and not dropout:
@@ -195,24 +244,12 @@ class Attention(nn.Module):
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask.to(query.device), dropout_p=dropout
             )
-        groups, of_queries = visibility.content_groups, visibility.query_groups
-        assert groups is not None
-        assert of_queries is not None
-        if suits_flex(query, dropout, training=self.training):
-            blocks = once(
-                f"blocks of {num_queries}",
-                lambda: group_blocks(groups, visibility.reach(num_queries)),
-                groups,
-                of_queries,
-            )
-            return two_stream_attention(query, key, value, blocks)
-        # A dense mask keeps SDPA off its flash kernels: only where no flag says the same.
-        seen, blind = once(
-            f"mask of {num_queries}",
-            lambda: _seen_and_blind(visibility.mask(num_queries, num_keys)),
-            groups,
-            of_queries,
-        )
+        streams = context.mask
+        if streams is None:
+            streams = self._two_stream_mask(context, num_queries, query)
+        if isinstance(streams, BlockMask):
+            return two_stream_attention(query, key, value, streams)
+        seen, blind = streams
         # A branch on data would wait for the device: all are filled, also where none is blind.
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, dropout_p=dropout)
         return mixed.masked_fill(blind, 0.0)
@@ -246,7 +283,9 @@ class CrossAttention(Attention):
         else:
             (query,) = _by_part(self.linear_qkv(own, None)[0], 1, self.head_size)
             key, value = cache.fixed(self, lambda: self._of_memory(key_value_states))
-        mixed = self._attend(query, key, value, AttentionContext(Visibility("full")))
+        # No default for `once`, whose factory a compiler cannot trace.
+        seen = AttentionContext(Visibility("full"), once=attention_mask.once)
+        mixed = self._attend(query, key, value, seen)
         return self.linear_proj(mixed)
 
     def _of_memory(self, memory: Tensor) -> tuple[Tensor, ...]:

@@ -26,6 +26,7 @@ from megatron.core.tensor_parallel import all_to_all
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from megavis.model.sequence_regions import all_rows, own_rows
 from megavis.model.tensor_parallel import are_whole, gather_tokens, scatter_tokens
 
 
@@ -49,11 +50,6 @@ def gather_context(
     """Gather tokens over the context group only; for gradients see `all_tokens`."""
     gathered: Tensor = _Gather.apply(hidden, groups.cp) if splits_context(config) else hidden
     return gathered
-
-
-def own_rows(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return this process's rows of a tensor without gradient; see `own_tokens`."""
-    return whole.tensor_split(group.size())[group.rank()].contiguous()
 
 
 def own_tokens(hidden: Tensor, config: TransformerConfig, groups: ProcessGroupCollection) -> Tensor:
@@ -91,17 +87,11 @@ def heads_to_tokens(heads: Tensor, group: dist.ProcessGroup) -> Tensor:
     return received.permute(1, 2, 0, 3).flatten(2)
 
 
-def _gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    whole = own.new_empty(group.size() * own.shape[0], *own.shape[1:])
-    dist.all_gather_into_tensor(whole, own.contiguous(), group=group)
-    return whole
-
-
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _gathered(own, group)
+        return all_rows(own, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -116,7 +106,7 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _gathered(gradient, ctx.group) / ctx.group.size(), None
+        return all_rows(gradient, ctx.group) / ctx.group.size(), None
 
 
 class _Average(torch.autograd.Function):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -19,8 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from megavis.config.schema import ModelConfig, RunConfig
 from megavis.model.activations import ACTIVATIONS, Branch, with_recomputed
 from megavis.model.attention import Attention, CrossAttention
+from megavis.model.compiled_blocks import CompiledBlocks
 from megavis.model.context_parallel import all_tokens, own_tokens
 from megavis.model.dropout import SAMPLES, SplitDropout, add_to_residual, draw_kept, drop_path_of
+from megavis.model.kernels import compiles_blocks
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.parameters import Initialization
 from megavis.model.tensor_parallel import Precision, block_layers
@@ -31,6 +34,7 @@ from megavis.model.visibility import (
     Visibility,
     VisibilityKind,
 )
+from megavis.parallel.random import rank_local_rng
 
 BLOCKS = "blocks"
 """Name of a paper's first stack, used in parameter names."""
@@ -76,6 +80,9 @@ class Core:
     megatron: TransformerConfig
     """Megatron's config for the stack."""
     once: OncePerStep = field(default_factory=OncePerStep, init=False, repr=False, compare=False)
+    compiled: CompiledBlocks = field(
+        default_factory=CompiledBlocks, init=False, repr=False, compare=False
+    )
 
     @classmethod
     def create(cls, config: RunConfig, groups: ProcessGroupCollection, stack: StackSpec) -> Core:
@@ -90,6 +97,11 @@ class Core:
     def model(self) -> ModelConfig:
         """Sizes of the stack."""
         return self.stack.model
+
+    @functools.cached_property
+    def feed_forward(self) -> type:
+        """The MLP of its blocks, one class for all, as one graph needs."""
+        return _feed_forward_type(self)
 
     @property
     def visibility_kind(self) -> VisibilityKind:
@@ -191,7 +203,7 @@ class FeedForward(MLP):
         inner, bias = self.linear_fc1(hidden_states)
         if bias is not None:
             inner = inner + bias
-        if self.recomputes and self.training:
+        if self.recomputes and self.training and not torch.compiler.is_compiling():
             return with_recomputed(self.activation_func, inner, self.linear_fc2)
         return self.linear_fc2(self.activation_func(inner))
 
@@ -238,7 +250,7 @@ class Block(TransformerLayer):
                 self_attn_bda=add_attended,
                 **cross,
                 pre_mlp_layernorm=norm,
-                mlp=_feed_forward_type(core),
+                mlp=core.feed_forward,
                 mlp_bda=add_to_residual(model.hidden_dropout, *tokens),
             ),
             layer_number=number,
@@ -247,6 +259,12 @@ class Block(TransformerLayer):
         self.core = core
         self.checkpointing = parallel.activation_checkpointing
         self.is_last = number == model.num_layers
+        # Draws for replicated tokens agree within a tensor group, which a graph cannot do that also
+        # draws for split heads: such blocks are not compiled.
+        splits = core.groups.tp.size() > 1 and model.has_dropout
+        agrees = bool(model.hidden_dropout or model.residual_dropout)
+        self.draws_alike = splits and agrees and not core.megatron.sequence_parallel
+        self.draws_apart = splits and not self.draws_alike
         self.precision: Precision = contextlib.nullcontext
         if core.config.training.fp8:
             self.precision = layers.fp8(model, core.groups.tp.size())
@@ -275,12 +293,26 @@ class Block(TransformerLayer):
     def run(
         self, hidden: Tensor, attention_context: AttentionContext, memory: Tensor | None = None
     ) -> Tensor:
-        """Apply `attend`, recomputed in the backward pass if configured."""
+        """Apply `attend`, compiled and recomputed in the backward pass if configured."""
+        attend: Callable[..., Tensor] = self.attend
+        if self.training and compiles_blocks(hidden) and not self.draws_alike:
+            attention_context = self.self_attention.prepared(attention_context, hidden)
+            attend = functools.partial(
+                self.core.compiled, self.attend, attention_context.query_start
+            )
+        if self.training and self.draws_apart:
+            attend = functools.partial(self._apart, attend)
         if self.checkpointing == "full" and self.training:
             # Reentrant: ZeRO-3 gathers and releases weights in module hooks, which the
             # non-reentrant implementation mistakes for modified saved tensors.
-            return checkpoint(self.attend, hidden, attention_context, memory, use_reentrant=True)
-        return self.attend(hidden, attention_context, memory)
+            return checkpoint(attend, hidden, attention_context, memory, use_reentrant=True)
+        return attend(hidden, attention_context, memory)
+
+    def _apart(self, attend: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        """Run with random numbers of this process, since a graph cannot change generators."""
+        group = self.core.groups.tp
+        with rank_local_rng(group.rank(), group.size()):
+            return attend(*inputs)
 
     def attend(
         self, hidden: Tensor, attention_context: AttentionContext, memory: Tensor | None = None
@@ -296,8 +328,12 @@ class Block(TransformerLayer):
     def _attend(
         self, hidden: Tensor, attention_context: AttentionContext, memory: Tensor | None
     ) -> Tensor:
-        recomputes = self.checkpointing == "selective" and self.training
-        if recomputes or attention_context.query_start or attention_context.kept is not None:
+        if (
+            self._recomputes_norms
+            or attention_context.query_start
+            or attention_context.kept is not None
+            or torch.compiler.is_compiling()
+        ):
             return self._attend_by_branch(hidden, attention_context, memory)
         # Megatron passes `context_mask` to the cross-attention.
         return super().forward(
@@ -334,9 +370,15 @@ class Block(TransformerLayer):
     ) -> Branch:
         """Return the output of a branch and its bias, with the norm recomputed if configured."""
         use = functools.partial(branch, **arguments)
-        if self.checkpointing == "selective" and self.training:
+        if self._recomputes_norms:
             return with_recomputed(norm, hidden, use)
         return use(norm(hidden))
+
+    @property
+    def _recomputes_norms(self) -> bool:
+        """Whether norms are recomputed here; a compiled block's graph decides that itself."""
+        selective = self.checkpointing == "selective" and self.training
+        return selective and not torch.compiler.is_compiling()
 
     def _added(self, add: Callable[..., Any], mixed: Branch) -> Tensor:
         """Return the output of a branch, with its bias added and dropout applied."""

@@ -12,12 +12,13 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor, nn
 
-from megavis.model.context_parallel import gather_context, own_rows
+from megavis.model.context_parallel import gather_context
 from megavis.model.core import Core
 from megavis.model.kernels import cross_entropy, vocabulary_terms
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.norms import Norm
 from megavis.model.parameters import Fill
+from megavis.model.sequence_regions import own_rows
 from megavis.model.tensor_parallel import ColumnParallelLinear
 
 

@@ -73,7 +73,7 @@ def require_compiled(context: ParallelContext) -> None:
     Collective over all processes; does nothing on a CPU and for plain kernels.
 
     Raises:
-        UserError: on every process, if kernels of another library than `auto` were chosen.
+        UserError: on every process, if kernels of another library than torch were chosen.
     """
     library = chosen_kernels()
     if context.device.type != "cuda" or library == "torch":
@@ -83,7 +83,7 @@ def require_compiled(context: ParallelContext) -> None:
     reason = next(filter(None, reasons), None)
     if reason is None:
         return
-    if library != "auto":
+    if library in ("apex", "transformer_engine"):
         raise UserError(f"training.kernels: {library}: kernels cannot be compiled: {reason}")
     choose_kernels("torch")
     if context.is_main:

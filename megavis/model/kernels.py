@@ -1,6 +1,6 @@
 """Select the kernels of a block by device and `training.kernels`.
 
-| operation | plain, and always on a CPU | on a GPU with `training.kernels: auto` |
+| operation | plain, and always on a CPU | on a GPU with `training.kernels: regions` |
 |---|---|---|
 | attention: causal, full, context | SDPA with a flag | the same: cuDNN or flash attention |
 | attention of two streams | SDPA with a dense mask | FlexAttention, without a dense mask |
@@ -12,8 +12,9 @@
 
 `training.kernels: torch` uses the plain form on a GPU too; `apex` uses the norms and Adam of NVIDIA
 Apex, and `transformer_engine` the linear layers and norms of Transformer Engine in the blocks
-(`tensor_parallel.py`); both otherwise equal `auto`. A compiled region is a function of tensors
-only, so that ZeRO's hooks, recomputation and collectives stay outside the graph.
+(`tensor_parallel.py`); both otherwise equal `regions`. `blocks` compiles whole blocks in training
+(`compiled_blocks.py`), on a CPU too, and otherwise equals `regions`; `auto` is `blocks` on a GPU. A
+compiled region is a function of tensors only.
 
 Legend: b images, n heads of this process, q queries, c keys, d head size, s tokens, h hidden size.
 """
@@ -69,8 +70,17 @@ class _Setting:
 
 
 def is_fused(tensor: Tensor) -> bool:
-    """Return whether operations on this tensor use fused kernels instead of the plain form."""
-    return tensor.is_cuda and _Setting.library != "torch"
+    """Return whether operations on this tensor use fused kernels instead of the plain form.
+
+    They do inside a compiled block too, where fused forms are what the compiler fuses best.
+    """
+    return torch.compiler.is_compiling() or (tensor.is_cuda and _Setting.library != "torch")
+
+
+def compiles_blocks(tensor: Tensor) -> bool:
+    """Return whether blocks in training are compiled whole for this hidden state."""
+    library = _Setting.library
+    return library == "blocks" or (library == "auto" and tensor.is_cuda)
 
 
 @functools.cache
@@ -84,7 +94,9 @@ def region(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(plain)
     def run(first: Tensor, *rest: Any) -> Tensor:
-        return (compiled(plain) if is_fused(first) else plain)(first, *rest)
+        # Inside a compiled block it is part of that graph.
+        apart = is_fused(first) and not torch.compiler.is_compiling()
+        return (compiled(plain) if apart else plain)(first, *rest)
 
     return run
 
@@ -278,11 +290,16 @@ def two_stream_attention(
     return compiled(flex_attention)(query, key, value, block_mask=block_mask)
 
 
-def suits_flex(query: Tensor, dropout: float, *, training: bool) -> bool:
-    """Return whether to use FlexAttention: in training, for large enough queries, no dropout."""
+def suits_flex(
+    like: Tensor, num_queries: int, head_size: int, dropout: float, *, training: bool
+) -> bool:
+    """Return whether to use FlexAttention: in training, for large enough queries, no dropout.
+
+    `like` is a tensor on the device.
+    """
     # Not if gradients are enabled: they are not in a checkpoint's first pass.
-    large = query.shape[2] >= BLOCK and query.shape[3] >= _SMALLEST_HEAD
-    return is_fused(query) and large and dropout == 0.0 and training
+    large = num_queries >= BLOCK and head_size >= _SMALLEST_HEAD
+    return is_fused(like) and large and dropout == 0.0 and training
 
 
 def decoding_kernels(device: torch.device) -> contextlib.AbstractContextManager[None]:

@@ -26,9 +26,7 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
-    scatter_to_sequence_parallel_region,
 )
 from torch import Tensor
 
@@ -36,6 +34,7 @@ from megavis.config.schema import ModelConfig
 from megavis.model.kernels import chosen_kernels
 from megavis.model.norms import GainNorm, Norm
 from megavis.model.parameters import set_partial_gradient
+from megavis.model.sequence_regions import gather, gathered_linear, scatter, sum_and_scatter
 
 # A context variable, like gradient mode, since callers of Megatron's linear layers pass only hidden
 # states.
@@ -65,8 +64,8 @@ def whole_tokens() -> Iterator[None]:
 
 
 def are_whole() -> bool:
-    """Return whether this is inside `whole_tokens`."""
-    return _WHOLE.get()
+    """Return whether this is inside `whole_tokens`, where nothing is compiled."""
+    return not torch.compiler.is_compiling() and _WHOLE.get()
 
 
 def splits_tokens(layer: SequenceParallelConfig) -> bool:
@@ -82,11 +81,7 @@ def gather_tokens(
     Gradients of the result must be equal on all processes, as they are for layers that begin with
     Megatron's copy region; the backward pass selects this process's tokens.
     """
-    if not splits_tokens(config):
-        return hidden
-    return gather_from_sequence_parallel_region(
-        hidden, tensor_parallel_output_grad=False, group=group
-    )
+    return gather(hidden, group, sums=False) if splits_tokens(config) else hidden
 
 
 def to_columns(
@@ -98,19 +93,20 @@ def to_columns(
     are never split.
     """
     if config is not None and splits_tokens(config):
-        return gather_from_sequence_parallel_region(
-            hidden, tensor_parallel_output_grad=True, group=group
-        )
-    return copy_to_tensor_model_parallel_region(hidden, group)
+        return gather(hidden, group, sums=True)
+    return hidden if group.size() == 1 else copy_to_tensor_model_parallel_region(hidden, group)
+
+
+def fuses_bias(tensor: Tensor) -> bool:
+    """Return whether a bias is added within the matrix product, where nothing is summed between."""
+    return not tensor.is_cpu or torch.compiler.is_compiling()
 
 
 def scatter_tokens(
     hidden: Tensor, config: SequenceParallelConfig, group: dist.ProcessGroup
 ) -> Tensor:
     """Return this process's tokens of `[s, b, h]`; s must be divisible by the tensor size."""
-    if not splits_tokens(config):
-        return hidden
-    return scatter_to_sequence_parallel_region(hidden, group)
+    return scatter(hidden, group) if splits_tokens(config) else hidden
 
 
 class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
@@ -118,9 +114,14 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Map `[s, b, input_size]` to `[s, b, output_size / tensor size]` and a bias not added."""
-        learns, alone = torch.is_grad_enabled(), self.tp_group.size() == 1
-        if alone and not input_.is_cpu:
+        learns = torch.is_grad_enabled()
+        if self.tp_group.size() == 1 and fuses_bias(input_):
             return F.linear(input_, self.weight, self.bias), None
+        if torch.compiler.is_compiling():
+            if splits_tokens(self):
+                return gathered_linear(input_, self.weight, self.bias, self.tp_group), None
+            whole = to_columns(input_, None, self.tp_group)
+            return F.linear(whole, self.weight, self.bias), None
         if splits_tokens(self) or (learns and not input_.is_cpu):
             return super().forward(input_)
         # Megatron's forward pass is designed for gradients on a GPU; outside training its overhead
@@ -160,10 +161,10 @@ def multiply_parts(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return queries of `reading`, and keys and values of `seen`; see `QueryKeyValue`."""
     weight, bias, size = layer.weight, layer.bias, layer.head_size
-    if reading is not None and seen is not None:
+    if reading is not None and seen is not None and not torch.compiler.is_compiling():
         query, pairs = _Parts.apply(reading, seen, weight, bias, size)
         return query, pairs
-    # Of one input alone, without gradients.
+    # Of one input alone, without gradients; or in a compiled block, whose graph keeps no copies.
     products = zip((reading, seen), _parts(weight, size), _parts(bias, size), strict=True)
     query, pairs = (None if rows is None else F.linear(rows, *part) for rows, *part in products)
     return query, pairs
@@ -241,10 +242,14 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Map `[s, b, input_size / tensor size]` to `[s, b, output_size]` and the bias."""
-        if self.tp_group.size() == 1 and not input_.is_cpu:
+        if self.tp_group.size() == 1 and fuses_bias(input_):
             return F.linear(input_, self.weight, self.bias), None
+        if torch.compiler.is_compiling() and self.sequence_parallel:
+            part = F.linear(input_, self.weight)
+            return sum_and_scatter(part, self.tp_group), self.bias
         # Megatron's forward pass reads the layer's flag, which does not reflect `whole_tokens`.
-        if not splits_tokens(self) and (input_.is_cpu or self.sequence_parallel):
+        plainly = input_.is_cpu or self.sequence_parallel or torch.compiler.is_compiling()
+        if not splits_tokens(self) and plainly:
             part = F.linear(input_, self.weight)
             return reduce_from_tensor_model_parallel_region(part, self.tp_group), self.bias
         return super().forward(input_)

@@ -22,8 +22,16 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
 VisibilityKind = Literal["causal", "full", "two_stream", "context"]
+
+Turns = tuple[Tensor, Tensor]
+"""Cosines and sines of rotary positions, `[b or 1, 1, s, d / 2]`."""
+
+TwoStreamMask = BlockMask | tuple[Tensor, Tensor]
+"""A mask of FlexAttention; or a dense one without empty rows `[b, 1, q, c]`, and the rows that were
+empty `[b, 1, q, 1]`."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,11 @@ class Visibility:
     def num_content(self) -> int:
         """Number of content tokens of two streams."""
         return self._groups()[0].shape[1]
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of two streams."""
+        return sum(groups.shape[1] for groups in self._groups())
 
     @property
     def query_start(self) -> int:
@@ -145,6 +158,8 @@ class AttentionContext:
             keys and values.
         kept: `[p, b, 1]`, drop path factors of attention, MLP and cross-attention; None without.
         once: cache of masks and rotary tables, shared by the blocks of a stack.
+        turns: rotations of queries and of keys, if they were computed before.
+        mask: mask of two streams, if it was computed before; see `Attention.prepared`.
     """
 
     visibility: Visibility
@@ -153,6 +168,8 @@ class AttentionContext:
     query_start: int = 0
     kept: Tensor | None = None
     once: OncePerStep = field(default_factory=OncePerStep)
+    turns: tuple[Turns, Turns] | None = None
+    mask: TwoStreamMask | None = None
 
     def keep(self, added: Tensor, *, part: int) -> Tensor:
         """Apply drop path to the output `[s, b, h]` of a branch."""

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Iterator
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,10 @@ from torch import Tensor
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
+
+
+# Whether the processes of a tensor group draw apart, see `rank_local_rng`.
+_APART: ContextVar[bool] = ContextVar("processes draw apart", default=False)
 
 
 def uniform(sample_index: Tensor, count: int, *, seed: int, purpose: str, first: int = 0) -> Tensor:
@@ -79,9 +84,10 @@ def rank_local_rng(rank: int, size: int) -> Iterator[None]:
     Within a tensor group, dropout must agree on replicated activations and must not on partitioned
     ones (heads, features of the MLP). All processes seed torch's generators equally; inside the
     block each uses its own seed, derived from the CPU generator. Activation checkpointing restores
-    that generator, and so repeats the dropout mask.
+    that generator, and so repeats the dropout mask. Inside another such block, as the one around a
+    whole Transformer block, nothing changes; nor while a compiler traces what it will run there.
     """
-    if size == 1:
+    if size == 1 or torch.compiler.is_compiling() or _APART.get():
         yield
         return
     # On the CPU, to avoid synchronizing with the device.
@@ -90,7 +96,11 @@ def rank_local_rng(rank: int, size: int) -> Iterator[None]:
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     with torch.random.fork_rng([device] if isinstance(device, int) else []):
         torch.manual_seed(derive_seed(shared, "tensor", rank) & (2**63 - 1))
-        yield
+        token = _APART.set(True)
+        try:
+            yield
+        finally:
+            _APART.reset(token)
 
 
 def _mix(bits: Tensor) -> Tensor:

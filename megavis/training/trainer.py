@@ -46,6 +46,7 @@ from megavis.training.callbacks.callback import (
     StepState,
     WatchHardware,
 )
+from megavis.training.callbacks.compilation import ReportCompilation
 from megavis.training.callbacks.validation import (
     EarlyStopping,
     SampleImages,
@@ -284,7 +285,8 @@ class Trainer:
         )
         replaced = ReportReplacedSamples(settings.log_every, self.train_data, self.context)
         hardware = WatchHardware(settings.log_every)
-        callbacks: list[Callback] = [hardware, log, save.record_stall, replaced]
+        compilation = ReportCompilation(self.context, settings.kernels)
+        callbacks: list[Callback] = [compilation, hardware, log, save.record_stall, replaced]
         if validate is not None:
             callbacks.append(validate)
         callbacks += [*self._stopping, interruption]

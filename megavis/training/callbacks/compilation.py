@@ -1,0 +1,69 @@
+"""A report of how long blocks took to compile, after the first step."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from megavis.config.errors import counted
+from megavis.config.section import KernelLibrary
+from megavis.model.compiled_blocks import Compilation, take_compilation
+from megavis.model.kernels import choose_kernels
+from megavis.parallel.context import ParallelContext
+from megavis.training.callbacks.callback import StepState
+
+
+@dataclass
+class ReportCompilation:
+    """Says once how long compiling took; where a process could not, all go on without."""
+
+    context: ParallelContext
+    kernels: KernelLibrary
+    is_done: bool = False
+
+    def __call__(self, state: StepState) -> None:
+        """Compare all processes after the first step; the main one writes a line."""
+        may_compile = self.kernels == "blocks" or (
+            self.kernels == "auto" and self.context.device.type == "cuda"
+        )
+        if state.loss is None or not may_compile:
+            return
+        if self.is_done:
+            self._report_later(state.step)
+            return
+        self.is_done = True
+        found: list[Any] = [None] * self.context.world.size
+        dist.all_gather_object(found, take_compilation(), group=self.context.world.group)
+        failures = [each.failure for each in found if each.failure is not None]
+        if failures:
+            choose_kernels("regions")
+        if self.context.is_main:
+            sys.stderr.write(_line(found, failures))
+
+    def _report_later(self, step: int) -> None:
+        """Say if this process has changed to other kernels since; its numbers hardly change."""
+        failure = take_compilation().failure
+        if failure is not None:
+            rank = self.context.world.rank
+            sys.stderr.write(
+                f"WARNING: step {step}: process {rank} no longer runs compiled blocks: {failure}\n"
+            )
+
+
+def _line(found: list[Compilation], failures: list[str]) -> str:
+    if failures:
+        return (
+            f"WARNING: {len(failures)} of {len(found)} processes could not compile whole blocks:"
+            f" {failures[0]}; blocks run uncompiled, which is slower (training.kernels: regions)\n"
+        )
+    slowest = max(found, key=lambda each: each.seconds)
+    if not slowest.graphs:
+        return ""
+    # torch sets the variable when it compiles.
+    kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    kept = "" if kept is None else f", kept in {kept}"
+    return f"blocks compiled in {slowest.seconds:.1f} s: {counted(slowest.graphs, 'graph')}{kept}\n"
