@@ -1,0 +1,130 @@
+"""Find the raw data in a folder, and say which commands make shards of it."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.results.tasks import Task
+from megavis.config.errors import UserError
+
+HELD_OUT = 0.1
+"""Share of CIFAR-10's training images that choose, and are never trained on."""
+_PARTS = {"train": ("train", 0.15), "selection": ("validation", 0.02), "test": ("test", 0.05)}
+"""Name of a part of CIFAR-10, its `--split`, and the share that a small study keeps."""
+_MNIST = "*train-images-idx3-ubyte*"
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where the raw data are.
+
+    Attributes:
+        cifar10: the folder of its authors' files, or with `train/` and `test/`; None if missing.
+        has_class_folders: whether it is the latter.
+        mnist: the folder of its authors' files; None if missing.
+    """
+
+    cifar10: Path | None
+    has_class_folders: bool
+    mnist: Path | None
+
+
+def find_sources(data: Path, unpacked: Path) -> Sources:
+    """Find the data sets in a folder; archives among its files are unpacked first.
+
+    Args:
+        data: the user's folder, which is only read.
+        unpacked: where archives are unpacked, once.
+
+    Raises:
+        UserError: there is no such folder, it holds no data set, or an archive is damaged.
+    """
+    if not data.is_dir():
+        raise UserError(f"{data}: no such folder; give the one with the data (DATA=folder)")
+    for archive in sorted(data.glob("*.tar*")):
+        _unpack(archive, unpacked)
+    places = [*_places(data), *_places(unpacked)]
+    classes = next((place for place in places if _has_classes(place)), None)
+    batches = next((place for place in places if any(place.glob("data_batch_1*"))), None)
+    mnist = next((place for place in places if any(place.glob(_MNIST))), None)
+    if classes is None and batches is None and mnist is None:
+        raise UserError(
+            f"{data} holds no data set: neither CIFAR-10 (train/ and test/ with a folder for each"
+            " class, or data_batch_1...) nor MNIST (train-images-idx3-ubyte...)"
+        )
+    return Sources(classes or batches, classes is not None, mnist)
+
+
+def _places(folder: Path) -> Iterator[Path]:
+    """Yield a folder and the folders in it."""
+    if folder.is_dir():
+        yield folder
+        yield from sorted(path for path in folder.iterdir() if path.is_dir())
+
+
+def _has_classes(place: Path) -> bool:
+    return all((place / part / "airplane").is_dir() for part in ("train", "test"))
+
+
+def _unpack(archive: Path, folder: Path) -> None:
+    done = folder / f"{archive.name}.unpacked"
+    if done.exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with tarfile.open(archive) as tar:
+            tar.extractall(folder, filter="data")
+    except (OSError, EOFError, tarfile.TarError) as error:
+        raise UserError(f"{archive} cannot be unpacked: {error}") from None
+    done.touch()
+
+
+def shard_tasks(sources: Sources, *, small: bool) -> Iterator[Task]:
+    """Yield the commands that make the shards of all data sets that there are."""
+    if sources.cifar10 is not None:
+        yield from _cifar10(sources.cifar10, sources.has_class_folders, small=small)
+    if sources.mnist is not None:
+        yield from _mnist(sources.mnist, small=small)
+
+
+def _cifar10(folder: Path, has_class_folders: bool, *, small: bool) -> Iterator[Task]:
+    whole = "shards/whole" if small else "shards/cifar10"
+    for part, (split, _) in _PARTS.items():
+        words = ["jpeg", str(folder), "--split", split]
+        if has_class_folders:
+            words = ["jpeg", str(folder / ("test" if part == "test" else "train"))]
+            words += [] if part == "test" else ["--split", split]
+        if part != "test":
+            words += ["--validation-share", str(HELD_OUT)]
+        yield _write([*words, "--size", "32", "--lossless"], f"{whole}/{part}", f"{whole}/train")
+    if small:
+        for part, (_, share) in _PARTS.items():
+            words = ["jpeg", f"{whole}/{part}", *_share(share), "--size", "32", "--lossless"]
+            yield _write(words, f"shards/cifar10/{part}", f"{whole}/train")
+    words = ["palette", "fit", "shards/cifar10/train", "--num-colors", "512", "--size", "16"]
+    yield Task.data([*words, "--out", "palette.npy"], Path("palette.npy"))
+    for part in _PARTS:
+        words = ["palette", "shards", f"shards/cifar10/{part}", "--palette", "palette.npy"]
+        out = f"shards/cifar10_16/{part}"
+        yield _write([*words, "--size", "16"], out, "shards/cifar10/train")
+
+
+def _mnist(folder: Path, *, small: bool) -> Iterator[Task]:
+    yield Task.data(["palette", "grey", "--out", "grey.npy"], Path("grey.npy"))
+    for part, split in (("train", _share(0.03) if small else ["--split", "all"]), ("test", None)):
+        words = ["palette", "shards", str(folder), *(split or ["--split", "test"])]
+        yield _write([*words, "--palette", "grey.npy", "--size", "28"], f"shards/mnist/{part}")
+
+
+def _share(share: float) -> list[str]:
+    return ["--split", "validation", "--validation-share", str(share)]
+
+
+def _write(words: list[str], out: str, classes: str = "") -> Task:
+    """Return the task that writes a shard folder, with the class numbers of another one."""
+    if classes and classes != out:
+        words = [*words, "--classes-from", classes]
+    return Task.data([*words, "--out", out], Path(out) / "manifest.json")
