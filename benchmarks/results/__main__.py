@@ -79,8 +79,9 @@ def _run(options: argparse.Namespace) -> int:
     _say(f"CIFAR-10: {sources.cifar10 or 'not found'}; MNIST: {sources.mnist or 'not found'}")
     code = 0
     try:
-        run_tasks(shard_tasks(sources, small=options.small), folder, say=_say)
         for method in methods:
+            shards = shard_tasks(sources, method.reads, small=options.small)
+            run_tasks(shards, folder, say=_say)
             run_tasks(study.trainings(method), folder, say=_say)
         if not options.without_test:
             for method in methods:

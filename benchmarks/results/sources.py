@@ -82,12 +82,22 @@ def _unpack(archive: Path, folder: Path) -> None:
     done.touch()
 
 
-def shard_tasks(sources: Sources, *, small: bool) -> Iterator[Task]:
-    """Yield the commands that make the shards of all data sets that there are."""
-    if sources.cifar10 is not None:
-        yield from _cifar10(sources.cifar10, sources.has_class_folders, small=small)
-    if sources.mnist is not None:
+def shard_tasks(sources: Sources, reads: str, *, small: bool) -> Iterator[Task]:
+    """Yield the commands that make the shards that a method reads.
+
+    Args:
+        sources: of the raw data.
+        reads: `cifar10`, JPEG files of 32²; `cifar10_16`, tokens of 16²; or `mnist`.
+        small: make shards of few images.
+    """
+    if reads == "mnist":
+        assert sources.mnist is not None, "the method would not run"
         yield from _mnist(sources.mnist, small=small)
+        return
+    assert sources.cifar10 is not None, "the method would not run"
+    yield from _cifar10(sources.cifar10, sources.has_class_folders, small=small)
+    if reads == "cifar10_16":
+        yield from _tokens()
 
 
 def _cifar10(folder: Path, has_class_folders: bool, *, small: bool) -> Iterator[Task]:
@@ -104,6 +114,9 @@ def _cifar10(folder: Path, has_class_folders: bool, *, small: bool) -> Iterator[
         for part, (_, share) in _PARTS.items():
             words = ["jpeg", f"{whole}/{part}", *_share(share), "--size", "32", "--lossless"]
             yield _write(words, f"shards/cifar10/{part}", f"{whole}/train")
+
+
+def _tokens() -> Iterator[Task]:
     words = ["palette", "fit", "shards/cifar10/train", "--num-colors", "512", "--size", "16"]
     yield Task.data([*words, "--out", "palette.npy"], Path("palette.npy"))
     for part in _PARTS:

@@ -78,6 +78,12 @@ class Method:
     figure: str = ""
 
     @property
+    def reads(self) -> str:
+        """Folder of its shards below `shards`, as `cifar10_16`."""
+        words = self.pretrain or self.finetune
+        return Path(config_of(words).data.train_sources[0].path).parent.name
+
+    @property
     def pretrained(self) -> Path:
         """Run folder of pre-training."""
         return Path(config_of(self.pretrain).folder)
@@ -164,9 +170,8 @@ class Study:
             return
         if method.pretrain:
             yield self._probe(method, "test")
-        words = ["megavis", "ensemble", str(method.finetuned), "--images", "shards/cifar10/test"]
-        if "igpt" in method.finetune[0]:
-            words[-1] = "shards/cifar10_16/test"
+        images = f"shards/{method.reads}/test"
+        words = ["megavis", "ensemble", str(method.finetuned), "--images", images]
         yield Task((*words, "--json", str(method.finetuned / TEST)), method.finetuned / TEST)
 
     def _training(self, command: str, config: Sequence[str], kind: str) -> Task:
@@ -182,7 +187,7 @@ class Study:
         return Task(("megavis", command, *words), run / made, run, steps)
 
     def _probe(self, method: Method, part: Literal["held_out", "test"]) -> Task:
-        folder = Path(config_of(method.pretrain).data.train_sources[0].path).parent
+        folder = f"shards/{method.reads}"
         words = ["megavis", "probe", str(method.pretrained), "--untrained-networks", "1"]
         words += ["--train-images", str(self.probe[part])]
         if part == "held_out":

@@ -1,0 +1,313 @@
+"""benchmarks/results: raw data, commands, resuming and tables, without training anything."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.results import driver, page
+from benchmarks.results.__main__ import main, parser
+from benchmarks.results.sources import Sources, find_sources, shard_tasks
+from benchmarks.results.tasks import HELD_OUT, TEST, Study, Task, config_of
+from data_tools.__main__ import build_parser
+from megavis.cli import read_arguments
+from megavis.config.errors import UserError
+
+pytestmark = pytest.mark.once
+
+ROOT = Path(__file__).parents[2]
+CLASSES = ("airplane", "truck")
+
+
+def class_folders(folder):
+    for part in ("train", "test"):
+        for name in CLASSES:
+            (folder / part / name).mkdir(parents=True)
+            (folder / part / name / "0000.jpg").write_bytes(b"x")
+
+
+def study(*, small=False, **images):
+    return Study.read(small=small, images=images, probe=None)
+
+
+def all_tasks(made, sources):
+    tasks = []
+    for method in made.methods:
+        tasks += [*shard_tasks(sources, method.reads, small=made.small), *made.trainings(method)]
+    for method in made.methods:
+        tasks += made.tests(method)
+    return tasks
+
+
+@pytest.mark.parametrize("depth", ["", "cifar", "packed"])
+def test_class_folders_are_found(tmp_path, depth):
+    """At the top, one folder below it, and in archives, which are unpacked once."""
+    data, unpacked = tmp_path / "data", tmp_path / "unpacked"
+    class_folders(data / depth)
+    expected = data / depth
+    if depth == "packed":
+        for part in ("train", "test"):
+            with tarfile.open(data / f"cifar10_{part}.tar.xz", "w:xz") as tar:
+                tar.add(data / depth / part, part)
+            subprocess.run(["rm", "-r", data / depth / part], check=True)
+        expected = unpacked
+    assert find_sources(data, unpacked) == Sources(expected, True, None)
+    if depth == "packed":
+        (unpacked / "train/truck/0000.jpg").unlink()
+        assert find_sources(data, unpacked).cifar10 == unpacked
+        assert not (unpacked / "train/truck/0000.jpg").exists(), "unpacked again"
+
+
+def test_authors_files_are_found(tmp_path):
+    (tmp_path / "cifar-10-batches-bin").mkdir()
+    (tmp_path / "cifar-10-batches-bin/data_batch_1.bin").touch()
+    (tmp_path / "mnist_train-images-idx3-ubyte.gz").touch()
+    found = find_sources(tmp_path, tmp_path / "unpacked")
+    assert found == Sources(tmp_path / "cifar-10-batches-bin", False, tmp_path)
+
+
+def test_mistakes_in_the_data_folder_are_one_sentence(tmp_path, capsys):
+    assert main([str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")]) == 2
+    assert "nowhere: no such folder; give the one with the data" in capsys.readouterr().err
+    data = tmp_path / "data"
+    data.mkdir()
+    assert main([str(data), "--out", str(tmp_path / "out")]) == 2
+    assert "holds no data set: neither CIFAR-10 (train/ and test/" in capsys.readouterr().err
+    (data / "cifar.tar.gz").write_bytes(b"cut off")
+    assert main([str(data), "--out", str(tmp_path / "out")]) == 2
+    assert "cifar.tar.gz cannot be unpacked" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1e5", "many"])
+def test_a_count_is_a_number_of_images(text, capsys):
+    with pytest.raises(SystemExit):
+        parser().parse_args(["data", "--images", text])
+    assert "is not a number of images" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("has_class_folders", [False, True])
+def test_every_command_is_valid(small, has_class_folders):
+    made = study(small=small)
+    tasks = all_tasks(made, Sources(Path("raw"), has_class_folders, Path("mnist")))
+    data_tools = build_parser()
+    for task in tasks:
+        if task.words[0] == "megavis":
+            assert read_arguments([*task.words[1:]]).run
+        else:
+            assert data_tools.parse_args([*task.words[1:]]).run
+    commands = {str(task): task.done for task in tasks}
+    assert len({*commands.values()}) == len(commands), "one command would stand for two"
+    folders = {str(done.parent) for done in commands.values()}
+    for method in made.methods:
+        for config in map(config_of, filter(None, (method.pretrain, method.finetune))):
+            assert {config.data.train_sources[0].path, config.data.validation} <= folders
+
+
+def test_test_images_come_last():
+    """No command that trains or chooses names the test images, not even in its config."""
+    made = study()
+    for method in made.methods:
+        for task in made.trainings(method):
+            assert "cifar10/test" not in str(task).replace("cifar10_16", "cifar10")
+        for words in filter(None, (method.pretrain, method.finetune)):
+            config = config_of(words)
+            if method.data == "cifar10":
+                assert config.data.validation.endswith("/selection")
+                assert not (config.finetune and config.finetune.test)
+
+
+def test_networks_and_images_are_equal():
+    made = study(pretraining=1280, finetuning=640)
+    networks, images = set(), {}
+    for method in made.methods:
+        if method.data == "mnist":
+            continue
+        for words in filter(None, (method.pretrain, method.finetune)):
+            model = config_of(words).model
+            networks.add((model.num_layers, model.hidden_size, model.num_attention_heads))
+        if method.pretrain:
+            before = config_of(method.finetune).finetune.from_run
+            assert before == config_of(method.pretrain).folder
+            assert config_of(method.finetune).objective == config_of(method.pretrain).objective
+        trained = [task for task in made.trainings(method) if task.steps]
+        images[method.name] = [
+            task.steps * config_of((Path(task.words[2]).name,)).training.batch_size
+            for task in trained
+        ]
+    assert networks == {(6, 192, 6)}
+    assert images.pop("from scratch") == [640]
+    assert images.pop("from scratch, as long as both") == [1920]
+    assert {tuple(each) for each in images.values()} == {(1280, 640)}
+
+
+STUB = """
+import sys, time
+from pathlib import Path
+print("stub", *sys.argv[1:], flush=True)
+if "wait" in sys.argv:
+    Path("started").touch()
+    time.sleep(60)
+if "fail" in sys.argv:
+    sys.exit("no disk")
+if "nothing" not in sys.argv:
+    Path(sys.argv[-1]).touch()
+"""
+
+
+@pytest.fixture
+def stub(tmp_path, monkeypatch):
+    """Let a small program stand for `megavis` and `data_tools`."""
+    (tmp_path / "stub_program.py").write_text(STUB)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(driver, "_PROGRAMS", {"megavis": "stub_program"})
+    return tmp_path
+
+
+def task(*words):
+    return Task(("megavis", *words), Path(words[-1]))
+
+
+def test_finished_commands_are_not_repeated(stub):
+    said = []
+    tasks = [task("one"), task("two")]
+    driver.run_tasks(tasks[:1], stub, say=said.append)
+    driver.run_tasks(tasks, stub, say=said.append)
+    assert said == ["$ megavis one", "$ megavis two"]
+    assert "stub two" in (stub / "study.log").read_text()
+    times = [json.loads(line) for line in (stub / "times.jsonl").read_text().splitlines()]
+    assert [each["done"] for each in times] == ["one", "two"]
+    assert all(0 <= each["processor_seconds"] <= each["seconds"] + 1 for each in times)
+
+
+def test_a_training_is_finished_at_its_last_step(stub):
+    run = Task(("megavis", "x"), Path("runs/a/config.yaml"), Path("runs/a"), steps=20)
+    (stub / "runs/a/checkpoints/step-00000010").mkdir(parents=True)
+    (stub / "runs/a/config.yaml").touch()
+    assert not run.is_done(stub)
+    (stub / "runs/a/checkpoints/step-00000020").mkdir()
+    assert run.is_done(stub)
+
+
+def test_a_failed_command_ends_the_study_with_its_last_lines(stub):
+    with pytest.raises(UserError, match=r"(?s)`megavis fail x` ended with exit code 1:.*no disk"):
+        driver.run_tasks([task("fail", "x"), task("y")], stub, say=lambda _: None)
+    assert not (stub / "y").exists()
+    with pytest.raises(UserError, match="ended without .*nothing.* see .*study.log"):
+        driver.run_tasks([task("nothing")], stub, say=lambda _: None)
+
+
+WAITING = """
+import sys
+from pathlib import Path
+from benchmarks.results import driver
+from benchmarks.results.tasks import Task
+driver._PROGRAMS["megavis"] = "stub_program"
+try:
+    driver.run_tasks([Task(("megavis", "wait", "x"), Path("x"))], Path.cwd(), say=print)
+except driver.InterruptedStudyError as error:
+    sys.exit(100 + error.signal)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_command_and_the_study(stub, number):
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{stub}"}
+    child = subprocess.Popen([sys.executable, "-c", WAITING], cwd=stub, env=environment)
+    end = time.monotonic() + 60
+    while not (stub / "started").exists():
+        assert time.monotonic() < end
+        assert child.poll() is None
+        time.sleep(0.02)
+    child.send_signal(number)
+    assert child.wait(30) == 100 + number
+    assert not (stub / "x").exists()
+
+
+def probe(best, untrained, pixels):
+    """Return the content of a probe's file, of two layers."""
+    return {
+        "best_layer": {"layer": 1, "accuracy": best},
+        "untrained_accuracy": untrained,
+        "pixels": {"accuracy": pixels},
+        "trained": [{"layer": 0, "accuracy": 0.2}, {"layer": 1, "accuracy": best}],
+        "untrained": [[{"layer": 0, "accuracy": 0.1}, {"layer": 1, "accuracy": untrained}]],
+    }
+
+
+def write(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content))
+
+
+def write_run(folder, name, **evaluation):
+    """Write a run that has trained, with the files of its evaluation."""
+    run = folder / "runs" / name
+    start = {"machine": "Linux, 2 CPUs", "versions": {"torch": "2"}, "likelihood": {"per_loss": 2}}
+    write(run / "starts.jsonl", start)
+    write(run / "metrics.jsonl", {"step": 4, "validation_loss": 2.0})
+    (run / "config.yaml").write_text("training: {batch_size: 16, validation_images: 500}\n")
+    for file, content in evaluation.items():
+        write(run / "evaluation" / f"{file}.json", content)
+    line = {"done": f"runs/{name}", "processor_seconds": 90, "began": "2026-11-26 07:00"}
+    with (folder / "times.jsonl").open("a") as times:
+        times.write(json.dumps({**line, "commit": "abc"}) + "\n")
+
+
+def rows_of(text):
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
+
+
+def test_tables_have_the_numbers_of_the_runs(tmp_path):
+    assert HELD_OUT.stem == "held_out"
+    assert TEST.stem == "test"
+    write_run(tmp_path, "results_mae", held_out=probe(0.4, 0.3, 0.35))
+    write_run(tmp_path, "results_mae_finetune", finetune_test={"top1": 0.61})
+    write_run(tmp_path, "results_scratch", finetune_test={"top1": 0.52})
+    write_run(tmp_path, "results_mnist", likelihood={"bits_per_dimension": 0.9, "num_images": 9})
+    (written,) = page.write_page(study(pretraining=1280, finetuning=640), tmp_path, None)
+    text = written.read_text()
+    rows = rows_of(text)
+    assert rows["MAE"] == ["1,280 + 640", "2 + 2", "30.0 %", "40.0 % (layer 1)", "61.0 %"]
+    assert rows["from scratch"] == ["640", "2", "", "", "52.0 %"]
+    assert rows["raw pixels"][3] == "35.0 %"
+    assert "have not been looked at yet" in text
+    assert "Linux, 2 CPUs; 2026-11-26; torch 2;\ncommit abc." in text
+    assert re.search(r"Not run yet: DARL, squared error; .*MP3; .*iGPT, masked pixels\.", text)
+    assert (tmp_path / "images/results/depth.png").exists()
+    # 2 nats of two dimensions are 1 / ln 2 bits of one.
+    assert "| iGPT | 64 |  | 1.443 | 500 |" in text
+    assert "| iGPT | 64 | 2 | **0.900** | 9 |" in text
+
+
+def test_test_images_have_columns_of_their_own(tmp_path):
+    write_run(tmp_path, "results_mae", held_out=probe(0.4, 0.3, 0.35), test=probe(0.41, 0.3, 0.36))
+    tested = {"num_images": 10000, "rows": [{"run": "x", "top1": 0.62, "top5": 0.9}]}
+    write_run(tmp_path, "results_mae_finetune", finetune_test={"top1": 0.61}, test=tested)
+    (written,) = page.write_page(study(), tmp_path, None)
+    assert rows_of(written.read_text())["MAE"][-2:] == ["41.0 % (layer 1)", "62.0 %"]
+    assert rows_of(written.read_text())["raw pixels"][5] == "36.0 %"
+
+
+def test_parts_of_a_page_are_replaced(tmp_path):
+    own = tmp_path / "docs" / "page.md"
+    own.parent.mkdir()
+    own.write_text("before\n<!-- cifar10 -->\nold\n<!-- end of cifar10 -->\nafter\n")
+    with pytest.raises(UserError, match="must have '<!-- mnist -->' and '<!-- end of mnist -->'"):
+        page.write_page(study(), tmp_path, own)
+    own.write_text(own.read_text() + "<!-- mnist --><!-- end of mnist -->\n")
+    write_run(tmp_path, "results_mae", held_out=probe(0.4, 0.3, 0.35))
+    page.write_page(study(), tmp_path, own)
+    text = own.read_text()
+    assert text.startswith("before\n<!-- cifar10 -->\nLinux")
+    assert "old" not in text
+    assert "\nafter\n" in text
+    assert (own.parent / "images/results/depth.png").exists()
