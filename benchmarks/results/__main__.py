@@ -10,8 +10,8 @@ from pathlib import Path
 import benchmarks.results as package
 from benchmarks.results.driver import InterruptedStudyError, run_tasks
 from benchmarks.results.page import write_page
-from benchmarks.results.sources import Sources, find_sources, shard_tasks
-from benchmarks.results.tasks import Method, Study
+from benchmarks.results.sources import NAMES, find_sources, shard_tasks
+from benchmarks.results.tasks import Study
 from megavis.config.errors import UserError
 
 _OUT = Path("results")
@@ -28,8 +28,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, default=_OUT, help=f"default: {_OUT}")
     made.add_argument("--small", action="store_true", help="every command, on few images")
     counts = {
-        "--images": "images seen in pre-training",
-        "--finetune-images": "images seen in fine-tuning",
+        "--images": "images of CIFAR-10 seen in pre-training",
+        "--finetune-images": "images of CIFAR-10 seen in fine-tuning",
         "--mnist-images": "images seen of MNIST",
         "--probe-images": "training images for linear probes on test images",
     }
@@ -65,22 +65,23 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    images = {
-        "pretraining": options.images,
-        "finetuning": options.finetune_images,
-        "mnist": options.mnist_images,
+    given = {
+        ("cifar10", "pretraining"): options.images,
+        ("cifar10", "finetuning"): options.finetune_images,
+        ("mnist", "pretraining"): options.mnist_images,
     }
-    given = {name: number for name, number in images.items() if number is not None}
-    study = Study.read(small=options.small, images=given, probe=options.probe_images)
+    images = {key: number for key, number in given.items() if number is not None}
+    study = Study.read(small=options.small, images=images, probe=options.probe_images)
     folder = options.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     sources = find_sources(options.data.resolve(), folder / "unpacked")
-    methods = [method for method in study.methods if _has_data(method, sources)]
-    _say(f"CIFAR-10: {sources.cifar10 or 'not found'}; MNIST: {sources.mnist or 'not found'}")
+    methods = [method for method in study.methods if sources.place(method.data) is not None]
+    for data, name in NAMES.items():
+        _say(f"{name}: {sources.place(data) or 'not found, so its runs are left out'}")
     code = 0
     try:
         for method in methods:
-            shards = shard_tasks(sources, method.reads, small=options.small)
+            shards = shard_tasks(sources, method.reads, folder, small=options.small)
             run_tasks(shards, folder, say=_say)
             run_tasks(study.trainings(method), folder, say=_say)
         if not options.without_test:
@@ -92,10 +93,6 @@ def _run(options: argparse.Namespace) -> int:
     for path in write_page(study, folder, options.page):
         _say(str(path))
     return code
-
-
-def _has_data(method: Method, sources: Sources) -> bool:
-    return (sources.cifar10 if method.data == "cifar10" else sources.mnist) is not None
 
 
 def _say(line: str) -> None:

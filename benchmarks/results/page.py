@@ -8,19 +8,29 @@ from __future__ import annotations
 import math
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.results.driver import TIMES
-from benchmarks.results.tasks import HELD_OUT, TEST, Method, Study
+from benchmarks.results.tasks import HELD_OUT, TEST, DataSet, Method, Study
 from megavis.config.errors import UserError
 from megavis.data.format.files import from_json
 from megavis.reports.run_record import RunRecord
 from megavis.training.metrics import read_json_lines
 
 _PICTURES = Path("images/results")
-_NONE = ""
+_HEAD = (
+    "",
+    "images seen",
+    "CPU minutes",
+    "untrained",
+    "linear probe",
+    "fine-tuned",
+    "linear probe, test",
+    "fine-tuned, test",
+)
 _COLORS = ("#1f5fa8", "#c2571a", "#3d8f4b", "#8a4fa8", "#b03060", "#6b6b2f", "#2f8f8f", "#444444")
 
 
@@ -41,8 +51,14 @@ def write_page(study: Study, folder: Path, page: Path | None) -> list[Path]:
     written = []
     own = folder / "results.md"
     for path in filter(None, (own, page)):
-        parts = {"cifar10": _cifar10(study, folder, path), "mnist": _mnist(study, folder)}
-        marked = {name: f"{_mark(name)}\n{text}\n{_end(name)}" for name, text in parts.items()}
+        parts = {
+            "cifar10": [*_classes(study, "cifar10", folder), *_pictures(study, folder, path)],
+            "mnist": [*_likelihoods(study, folder)],
+            "digits": [*_classes(study, "digits", folder)],
+        }
+        marked = {
+            name: "\n".join([_mark(name), *lines, _end(name)]) for name, lines in parts.items()
+        }
         if path == own:
             text = "\n\n".join(marked.values()) + "\n"
         else:
@@ -70,68 +86,90 @@ def _replaced(text: str, name: str, part: str, path: Path) -> str:
     return text
 
 
-def _cifar10(study: Study, folder: Path, page: Path) -> str:
-    methods = [method for method in study.methods if method.data == "cifar10"]
-    rows = [row for method in methods if (row := _row(method, folder, study)) is not None]
-    lines = [*_facts(folder, methods), ""]
-    if rows:
-        has_tests = any(row[-1] or row[-2] for row in rows)
-        head = ["", "images seen", "CPU minutes", "untrained", "linear probe", "fine-tuned"]
-        head += ["linear probe, test", "fine-tuned, test"] if has_tests else []
+def _classes(study: Study, data: DataSet, folder: Path) -> Iterator[str]:
+    """Yield a table of accuracies, a row for each method with a result."""
+    methods = [method for method in study.methods if method.data == data]
+    names = dict.fromkeys(method.name for method in methods)
+    rows = {
+        name: _row([each for each in methods if each.name == name], folder, study) for name in names
+    }
+    found = [row for row in rows.values() if row is not None]
+    yield from _facts(folder, methods)
+    yield ""
+    if found:
         pixels = _pixels(methods, folder)
-        rows.append(["raw pixels", *[_NONE] * 3, pixels[0], _NONE, pixels[1], _NONE])
-        lines += _table(head, [row[: len(head)] for row in rows])
-        if not has_tests:
-            lines += ["", "The classes of the test images have not been looked at yet."]
-    lines += _missing(methods, [row[0] for row in rows])
-    lines += _pictures(methods, folder, page)
-    return "\n".join(lines)
+        if any(pixels):
+            found.append(["raw pixels", "", "", "", pixels[0], "", pixels[1], ""])
+        yield from _table(_filled([list(_HEAD), *found]))
+        if not any(row[-1] or row[-2] for row in found):
+            yield "\nThe classes of the test images have not been looked at yet."
+    yield from _missing(name for name, row in rows.items() if row is None)
 
 
-def _row(method: Method, folder: Path, study: Study) -> list[str] | None:
-    """Return the cells of a method; None if none of its runs has a result."""
-    probe, test = (_probe_of(method, folder, name) for name in (HELD_OUT, TEST))
-    tuned = _read(folder / method.finetuned / "evaluation/finetune_test.json")
-    tested = _read(folder / method.finetuned / TEST)
-    if probe is None and tuned is None:
+def _filled(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return rows without the columns of which only the head is filled."""
+    keep = [
+        number
+        for number in range(len(rows[0]))
+        if number < 1 or any(row[number] for row in rows[1:])
+    ]
+    return [[row[number] for number in keep] for row in rows]
+
+
+def _row(methods: Sequence[Method], folder: Path, study: Study) -> list[str] | None:
+    """Return the cells of a method, over the seeds that have a result; None without any."""
+    probes, tests, tuned, tested, minutes = [], [], [], [], []
+    for method in methods:
+        probes += _found(folder, method, method.pretrain, HELD_OUT)
+        tests += _found(folder, method, method.pretrain, TEST)
+        tuned += _found(folder, method, method.finetune, Path("evaluation/finetune_test.json"))
+        tested += _found(folder, method, method.finetune, TEST)
+        minutes.append([_minutes(folder, run) for run in _runs(method)])
+    if not probes and not tuned:
         return None
-    runs = [method.finetuned] + ([method.pretrained] if method.pretrain else [])
-    kinds = ["pretraining"] if method.pretrain else ["both" if method.is_long else "finetuning"]
-    if method.pretrain and tuned is not None:
-        kinds.append("finetuning")
-    text = " + ".join(f"{study.seen(kind):,}" for kind in kinds)
+    seen = study.seen(methods[0])[: None if tuned else 1]
+    times = [statistics.fmean(each) for each in zip(*minutes, strict=True)][: len(seen)]
     return [
-        method.name,
-        text,
-        " + ".join(
-            f"{minutes:.0f}" for run in reversed(runs) if (minutes := _minutes(folder, run))
-        ),
-        _percent(probe and probe["untrained_accuracy"]),
-        _best(probe),
-        _percent(tuned and tuned["top1"]),
-        _best(test),
-        _percent(tested and tested["rows"][0]["top1"]),
+        methods[0].name,
+        " + ".join(f"{number:,}" for number in seen),
+        " + ".join(f"{number:.0f}" for number in times),
+        _percent([probe["untrained_accuracy"] for probe in probes]),
+        _best(probes),
+        _percent([result["top1"] for result in tuned]),
+        _best(tests),
+        _percent([result["rows"][0]["top1"] for result in tested]),
     ]
 
 
-def _probe_of(method: Method, folder: Path, name: Path) -> Any:
-    return _read(folder / method.pretrained / name) if method.pretrain else None
+def _found(folder: Path, method: Method, words: Sequence[str], name: Path) -> list[Any]:
+    """Return the content of a file in the run of a method's config, if both are there."""
+    if not words:
+        return []
+    run = method.pretrained if words == method.pretrain else method.finetuned
+    path = folder / run / name
+    return [from_json(path.read_text(encoding="utf-8"))] if path.exists() else []
 
 
-def _best(probe: Any) -> str:
-    if probe is None:
-        return _NONE
-    best = probe["best_layer"]
-    return f"{_percent(best['accuracy'])} (layer {best['layer']})"
+def _best(probes: Sequence[Any]) -> str:
+    if not probes:
+        return ""
+    layers = ", ".join(str(probe["best_layer"]["layer"]) for probe in probes)
+    return f"{_percent([probe['best_layer']['accuracy'] for probe in probes])} (layer {layers})"
 
 
-def _pixels(methods: Sequence[Method], folder: Path) -> tuple[str, str]:
+def _pixels(methods: Sequence[Method], folder: Path) -> list[str]:
     """Return the accuracies of raw pixels of 32², on held-out and on test images."""
-    found = []
-    for name in (HELD_OUT, TEST):
-        probes = (_probe_of(method, folder, name) for method in methods)
-        found.append(next((_percent(each["pixels"]["accuracy"]) for each in probes if each), _NONE))
-    return found[0], found[1]
+    patches = [method for method in methods if method.reads == "cifar10"]
+    return [
+        _percent(
+            [
+                probe["pixels"]["accuracy"]
+                for method in patches
+                for probe in _found(folder, method, method.pretrain, name)
+            ][:1]
+        )
+        for name in (HELD_OUT, TEST)
+    ]
 
 
 def _minutes(folder: Path, run: Path) -> float:
@@ -163,22 +201,25 @@ def _runs(method: Method) -> Iterator[Path]:
         yield method.finetuned
 
 
-def _missing(methods: Sequence[Method], found: Sequence[str]) -> list[str]:
-    names = [method.name for method in methods if method.name not in found]
-    return ["", f"Not run yet: {'; '.join(names)}."] if names else []
+def _missing(names: Iterable[str]) -> Iterator[str]:
+    if found := "; ".join(names):
+        yield f"\nNot run yet: {found}."
 
 
-def _pictures(methods: Sequence[Method], folder: Path, page: Path) -> Iterator[str]:
+def _pictures(study: Study, folder: Path, page: Path) -> Iterator[str]:
     """Yield the pictures' lines; copy them next to the page."""
+    methods = [method for method in study.methods if method.data == "cifar10"]
     target = page.parent / _PICTURES
     if _draw_depth(methods, folder, target / "depth.png"):
         yield f"\n![Linear probe of held-out images, by layer]({_PICTURES}/depth.png)"
         yield "\nLinear probe of held-out images by layer; dashed: the same networks untrained."
     for method in methods:
-        if not method.figure:
-            continue
-        drawn = folder / method.pretrained / f"evaluation/{method.figure}.png"
-        if drawn.exists():
+        drawn = (
+            folder / method.pretrained / f"evaluation/{method.figure}.png"
+            if method.figure
+            else None
+        )
+        if drawn is not None and drawn.exists():
             name = f"{method.pretrained.name}_{method.figure}.png"
             target.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(drawn, target / name)
@@ -190,8 +231,11 @@ def _draw_depth(methods: Sequence[Method], folder: Path, path: Path) -> bool:
     """Draw accuracy over layers of all methods; return whether there is any."""
     import matplotlib.pyplot as plt
 
-    probes = [(method, _probe_of(method, folder, HELD_OUT)) for method in methods]
-    found = [(method, probe) for method, probe in probes if probe is not None]
+    found = [
+        (method, probe)
+        for method in methods
+        for probe in _found(folder, method, method.pretrain, HELD_OUT)
+    ]
     if not found:
         return False
     figure, axes = plt.subplots(figsize=(7, 4))
@@ -209,48 +253,45 @@ def _draw_depth(methods: Sequence[Method], folder: Path, path: Path) -> bool:
     return True
 
 
-def _mnist(study: Study, folder: Path) -> str:
+def _likelihoods(study: Study, folder: Path) -> Iterator[str]:
+    """Yield a table of bits per dimension: the curve over training, and all test images."""
     methods = [method for method in study.methods if method.data == "mnist"]
-    lines = [*_facts(folder, methods), ""]
-    rows = [row for method in methods for row in _likelihoods(method, folder)]
-    if rows:
+    yield from _facts(folder, methods)
+    yield ""
+    rows = {method.name: list(_curve(method, folder)) for method in methods}
+    if any(rows.values()):
         head = ["", "images seen", "CPU minutes", "bits per dimension", "of test images"]
-        lines += _table(head, rows)
-    lines += _missing(methods, [row[0] for row in rows])
-    return "\n".join(lines)
+        yield from _table([head, *(row for each in rows.values() for row in each)])
+    yield from _missing(name for name, each in rows.items() if not each)
 
 
-def _likelihoods(method: Method, folder: Path) -> Iterator[list[str]]:
-    """Yield the curve over training, and the likelihood of all test images."""
+def _curve(method: Method, folder: Path) -> Iterator[list[str]]:
     run = folder / method.pretrained
     if not (run / "metrics.jsonl").exists():
         return
     record = RunRecord.read(run)
-    batch, count = (
-        record.setting("training.batch_size"),
-        record.setting("training.validation_images"),
-    )
+    batch = record.setting("training.batch_size")
+    count = record.setting("training.validation_images")
     per_loss = record.dimensions_per_loss
     assert per_loss is not None, "the loss of iGPT is a likelihood of images"
     for step, loss in zip(*record.series("validation_loss"), strict=True):
         bits = loss / per_loss / math.log(2)
-        yield [method.name, f"{step * batch:,}", _NONE, f"{bits:.3f}", f"{count:,}"]
-    final = _read(run / "evaluation/likelihood.json")
-    if final is not None:
+        yield [method.name, f"{step * batch:,}", "", f"{bits:.3f}", f"{count:,}"]
+    for final in _found(folder, method, method.pretrain, Path("evaluation/likelihood.json")):
         minutes = f"{_minutes(folder, method.pretrained):.0f}"
-        bits, images = final["bits_per_dimension"], final["num_images"]
-        seen = f"{record.last_step * batch:,}"
-        yield [method.name, seen, minutes, f"**{bits:.3f}**", f"{images:,}"]
+        bits, seen = final["bits_per_dimension"], f"{record.last_step * batch:,}"
+        yield [method.name, seen, minutes, f"**{bits:.3f}**", f"{final['num_images']:,}"]
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [head, ["---"] * len(head), *rows]
-    return [f"| {' | '.join(line)} |" for line in lines]
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    head, *others = rows
+    for line in (head, ["---"] * len(head), *others):
+        yield f"| {' | '.join(line)} |"
 
 
-def _percent(share: float | None) -> str:
-    return _NONE if share is None else f"{100 * share:.1f} %"
-
-
-def _read(path: Path) -> Any:
-    return from_json(path.read_text(encoding="utf-8")) if path.exists() else None
+def _percent(shares: Sequence[float]) -> str:
+    """Return the mean, with the sample standard deviation of several; empty for none."""
+    if not shares:
+        return ""
+    mean = f"{100 * statistics.fmean(shares):.1f}"
+    return f"{mean} %" if len(shares) == 1 else f"{mean} ± {100 * statistics.stdev(shares):.1f} %"

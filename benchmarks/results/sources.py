@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.results.tasks import Task
+from benchmarks.results.digits import is_digits, link_digits
+from benchmarks.results.tasks import DataSet, Task
 from megavis.config.errors import UserError
 
 HELD_OUT = 0.1
@@ -17,19 +18,32 @@ _PARTS = {"train": ("train", 0.15), "selection": ("validation", 0.02), "test": (
 _MNIST = "*train-images-idx3-ubyte*"
 
 
+NAMES: Mapping[DataSet, str] = {
+    "cifar10": "CIFAR-10",
+    "mnist": "MNIST",
+    "digits": "spoken digits",
+}
+
+
 @dataclass(frozen=True)
 class Sources:
-    """Where the raw data are.
+    """Where the raw data are; None for what is missing.
 
     Attributes:
-        cifar10: the folder of its authors' files, or with `train/` and `test/`; None if missing.
+        cifar10: the folder of its authors' files, or with `train/` and `test/`.
         has_class_folders: whether it is the latter.
-        mnist: the folder of its authors' files; None if missing.
+        mnist: the folder of its authors' files.
+        digits: the folder of the recordings.
     """
 
-    cifar10: Path | None
-    has_class_folders: bool
-    mnist: Path | None
+    cifar10: Path | None = None
+    has_class_folders: bool = False
+    mnist: Path | None = None
+    digits: Path | None = None
+
+    def place(self, data: DataSet) -> Path | None:
+        """Return the folder of a data set."""
+        return {"cifar10": self.cifar10, "mnist": self.mnist, "digits": self.digits}[data]
 
 
 def find_sources(data: Path, unpacked: Path) -> Sources:
@@ -50,12 +64,15 @@ def find_sources(data: Path, unpacked: Path) -> Sources:
     classes = next((place for place in places if _has_classes(place)), None)
     batches = next((place for place in places if any(place.glob("data_batch_1*"))), None)
     mnist = next((place for place in places if any(place.glob(_MNIST))), None)
-    if classes is None and batches is None and mnist is None:
+    digits = next((place for place in places if is_digits(place)), None)
+    found = Sources(classes or batches, classes is not None, mnist, digits)
+    if all(found.place(name) is None for name in NAMES):
         raise UserError(
             f"{data} holds no data set: neither CIFAR-10 (train/ and test/ with a folder for each"
-            " class, or data_batch_1...) nor MNIST (train-images-idx3-ubyte...)"
+            " class, or data_batch_1...) nor MNIST (train-images-idx3-ubyte...) nor spoken digits"
+            " (7_speaker_0.wav or 7/speaker_0.wav)"
         )
-    return Sources(classes or batches, classes is not None, mnist)
+    return found
 
 
 def _places(folder: Path) -> Iterator[Path]:
@@ -82,20 +99,23 @@ def _unpack(archive: Path, folder: Path) -> None:
     done.touch()
 
 
-def shard_tasks(sources: Sources, reads: str, *, small: bool) -> Iterator[Task]:
+def shard_tasks(sources: Sources, reads: str, folder: Path, *, small: bool) -> Iterator[Task]:
     """Yield the commands that make the shards that a method reads.
 
     Args:
         sources: of the raw data.
-        reads: `cifar10`, JPEG files of 32²; `cifar10_16`, tokens of 16²; or `mnist`.
+        reads: `cifar10`, JPEG files of 32²; `cifar10_16`, tokens of 16²; `mnist` or `digits`.
+        folder: of the study, in which recordings of digits are linked.
         small: make shards of few images.
     """
-    if reads == "mnist":
-        assert sources.mnist is not None, "the method would not run"
+    if reads == "digits" and sources.digits is not None:
+        link_digits(sources.digits, folder / "digits")
+        words = ["speech", "digits", "--resample", "--out", "shards/digits"]
+        yield Task.data(words, Path("shards/digits/test/manifest.json"))
+    if reads == "mnist" and sources.mnist is not None:
         yield from _mnist(sources.mnist, small=small)
-        return
-    assert sources.cifar10 is not None, "the method would not run"
-    yield from _cifar10(sources.cifar10, sources.has_class_folders, small=small)
+    if reads.startswith("cifar10") and sources.cifar10 is not None:
+        yield from _cifar10(sources.cifar10, sources.has_class_folders, small=small)
     if reads == "cifar10_16":
         yield from _tokens()
 

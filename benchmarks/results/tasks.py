@@ -20,6 +20,7 @@ from megavis.config.schema import RunConfig
 CONFIGS = Path(__file__).parents[2] / "yaml_configs" / "results"
 _STUDY = Path(__file__).with_name("study.yaml")
 _LONGEST_WARMUP = 200
+DataSet = Literal["cifar10", "mnist", "digits"]
 HELD_OUT = Path("evaluation/held_out.json")
 """In a run folder: the probe evaluated on held-out training images."""
 TEST = Path("evaluation/test.json")
@@ -59,11 +60,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Method:
-    """A row of a table: a way to train, and its runs.
+    """A way to train, with one seed, and its runs.
 
     Attributes:
-        name: of the row.
-        data: `cifar10` or `mnist`.
+        name: of the row in the table of its data.
+        data: which it is trained on.
         pretrain: words of the config to pre-train; empty to train from scratch.
         finetune: words of the config to fine-tune; empty for a likelihood.
         is_long: whether training from scratch is as long as pre-training and fine-tuning.
@@ -71,7 +72,7 @@ class Method:
     """
 
     name: str
-    data: Literal["cifar10", "mnist"]
+    data: DataSet
     pretrain: tuple[str, ...] = ()
     finetune: tuple[str, ...] = ()
     is_long: bool = False
@@ -104,52 +105,59 @@ class Study:
     """All methods, and the sizes at which they run.
 
     Attributes:
-        images: seen in `pretraining`, `finetuning` and on `mnist`.
+        images: seen in `pretraining` and `finetuning`, by data set.
         probe: training images for probes, `held_out` and `test`.
+        methods: in the order in which they run.
         small: whether every command runs, on few images.
     """
 
-    images: Mapping[str, int]
+    images: Mapping[str, Mapping[str, int]]
     probe: Mapping[str, int]
     methods: tuple[Method, ...]
     small: bool
 
     @classmethod
-    def read(cls, *, small: bool = False, images: Mapping[str, int], probe: int | None) -> Study:
+    def read(
+        cls,
+        *,
+        small: bool = False,
+        images: Mapping[tuple[str, str], int] | None = None,
+        probe: int | None = None,
+    ) -> Study:
         """Read `study.yaml`.
 
         Args:
             small: take the sizes of a small study.
-            images: in place of the numbers of images there, by their names.
+            images: in place of the numbers there, by data set and `pretraining` or `finetuning`.
             probe: training images for probes on test images, in place of the number there.
         """
         tree = yaml.safe_load(_STUDY.read_text(encoding="utf-8"))
         numbers = tree["small" if small else "images"]
-        methods = [_method(each, "cifar10") for each in tree["cifar10"]]
-        methods += [_method(each, "mnist") for each in tree["mnist"]]
-        return cls(
-            {**numbers, **images},
-            {**tree["small_probe" if small else "probe"], **({"test": probe} if probe else {})},
-            tuple(methods),
-            small,
-        )
+        for (data, kind), number in (images or {}).items():
+            numbers[data][kind] = number
+        probes = tree["small_probe" if small else "probe"]
+        if probe is not None:
+            probes["test"] = probe
+        methods = [method for entry in tree["methods"] for method in _methods(entry)]
+        return cls(numbers, probes, tuple(methods), small)
 
-    def seen(self, kind: str) -> int:
-        """Return the images of `pretraining`, `finetuning`, `both` or `mnist`."""
-        both = ("pretraining", "finetuning") if kind == "both" else (kind,)
-        return sum(self.images[each] for each in both)
+    def seen(self, method: Method) -> tuple[int, ...]:
+        """Return the images that each of a method's trainings sees."""
+        numbers = self.images[method.data]
+        if method.is_long:
+            return (numbers["pretraining"] + numbers["finetuning"],)
+        kinds = {"pretraining": method.pretrain, "finetuning": method.finetune}
+        return tuple(numbers[kind] for kind, words in kinds.items() if words)
 
     def trainings(self, method: Method) -> Iterator[Task]:
-        """Yield what trains and chooses, which never reads a test image of CIFAR-10."""
-        if method.data == "mnist":
-            yield self._training("train", method.pretrain, "mnist")
-            return
+        """Yield what trains and chooses, which reads no test images with classes."""
+        seen = list(self.seen(method))
         if method.pretrain:
-            yield self._training("train", method.pretrain, "pretraining")
+            yield self._training("train", method.pretrain, seen.pop(0))
+        if method.pretrain and method.data == "cifar10":
             yield self._probe(method, "held_out")
-        yield self._training(
-            "finetune", method.finetune, "both" if method.is_long else "finetuning"
-        )
+        if method.finetune:
+            yield self._training("finetune", method.finetune, seen.pop(0))
         if method.figure:
             path = method.pretrained / f"evaluation/{method.figure}.png"
             words = ("megavis", "figure", method.figure, str(method.pretrained))
@@ -157,27 +165,21 @@ class Study:
 
     def tests(self, method: Method) -> Iterator[Task]:
         """Yield what evaluates on test images."""
-        if method.data == "mnist":
-            words = [
-                "megavis",
-                "likelihood",
-                str(method.pretrained),
-                "--images",
-                "shards/mnist/test",
-            ]
+        images = f"shards/{method.reads}/test"
+        if not method.finetune:
+            words = ["megavis", "likelihood", str(method.pretrained), "--images", images]
             words += ["--num-images", "64"] if self.small else []
             yield Task(tuple(words), method.pretrained / "evaluation/likelihood.json")
             return
-        if method.pretrain:
+        if method.pretrain and method.data == "cifar10":
             yield self._probe(method, "test")
-        images = f"shards/{method.reads}/test"
         words = ["megavis", "ensemble", str(method.finetuned), "--images", images]
         yield Task((*words, "--json", str(method.finetuned / TEST)), method.finetuned / TEST)
 
-    def _training(self, command: str, config: Sequence[str], kind: str) -> Task:
+    def _training(self, command: str, config: Sequence[str], images: int) -> Task:
         """Return a training whose warm-up is at most a tenth of it."""
         found = config_of(config)
-        steps = max(1, self.seen(kind) // found.training.batch_size)
+        steps = max(1, images // found.training.batch_size)
         warmup = min(_LONGEST_WARMUP, steps // 10) or 1
         words = [f"yaml_configs/results/{config[0]}", *config[1:], f"training.steps={steps}"]
         words.append(f"schedule.warmup_steps={warmup}")
@@ -198,12 +200,22 @@ class Study:
         return Task((*words, "--out", str(out)), out)
 
 
-def _method(entry: Mapping[str, Any], data: Literal["cifar10", "mnist"]) -> Method:
-    return Method(
-        entry["method"],
-        data,
-        tuple(shlex.split(entry.get("pretrain", ""))),
-        tuple(shlex.split(entry.get("finetune", ""))),
-        entry.get("length") == "both",
-        entry.get("figure", ""),
-    )
+def _methods(entry: Mapping[str, Any]) -> Iterator[Method]:
+    """Yield an entry of `study.yaml` for each of its seeds; the runs of all but 0 end in theirs."""
+    pretrain = shlex.split(entry.get("pretrain", ""))
+    finetune = shlex.split(entry.get("finetune", ""))
+    for seed in range(entry.get("seeds", 1)):
+        before, after = list(pretrain), list(finetune)
+        if seed:
+            for words in filter(None, (before, after)):
+                words += [f"seed={seed}", f"name={config_of(words).name}_{seed}"]
+            if before and after:
+                after.append(f"finetune.from_run={config_of(before).folder}")
+        yield Method(
+            entry["method"],
+            entry["data"],
+            tuple(before),
+            tuple(after),
+            entry.get("length") == "both",
+            entry.get("figure", "") if not seed else "",
+        )

@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.results import driver, page
 from benchmarks.results.__main__ import main, parser
+from benchmarks.results.digits import link_digits
 from benchmarks.results.sources import Sources, find_sources, shard_tasks
 from benchmarks.results.tasks import HELD_OUT, TEST, Study, Task, config_of
 from data_tools.__main__ import build_parser
@@ -34,16 +35,52 @@ def class_folders(folder):
 
 
 def study(*, small=False, **images):
-    return Study.read(small=small, images=images, probe=None)
+    """Return the study with these numbers of images of CIFAR-10."""
+    return Study.read(
+        small=small, images={("cifar10", kind): number for kind, number in images.items()}
+    )
 
 
-def all_tasks(made, sources):
+def all_tasks(made, sources, folder):
     tasks = []
     for method in made.methods:
-        tasks += [*shard_tasks(sources, method.reads, small=made.small), *made.trainings(method)]
+        tasks += [*shard_tasks(sources, method.reads, folder, small=made.small)]
+        tasks += made.trainings(method)
     for method in made.methods:
         tasks += made.tests(method)
     return tasks
+
+
+def spoken_digits(folder, *, flat=False, speakers=("ann", "bob", "cat")):
+    for digit in "37":
+        for speaker in speakers:
+            for take in (0, 11):
+                name = f"{digit}_{speaker}_{take}.wav" if flat else f"{digit}/{speaker}_{take}.wav"
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(name.encode())
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_digits_are_linked_with_speakers_held_out(tmp_path, flat):
+    raw, folder = tmp_path / "data" / "recordings", tmp_path / "out"
+    spoken_digits(raw, flat=flat)
+    assert find_sources(tmp_path / "data", tmp_path / "unpacked").digits == raw
+    link_digits(raw, folder)
+    link_digits(raw, folder)  # already made
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.wav"))
+    assert names == [
+        f"{d}/{s}_{t}.wav" for d in "37" for s in ("ann", "bob", "cat") for t in (0, 11)
+    ]
+    assert b"bob_11" in (folder / "7/bob_11.wav").read_bytes()
+    for name, speaker in (("validation_list.txt", "bob"), ("testing_list.txt", "cat")):
+        listed = (folder / name).read_text().split()
+        assert listed == [f"{digit}/{speaker}_{take}.wav" for digit in "37" for take in (0, 11)]
+
+
+def test_digits_of_two_speakers_are_refused(tmp_path):
+    spoken_digits(tmp_path / "raw", speakers=("ann", "bob"))
+    with pytest.raises(UserError, match="has spoken digits of 2 speakers; one tests, one chooses"):
+        link_digits(tmp_path / "raw", tmp_path / "out")
 
 
 @pytest.mark.parametrize("depth", ["", "cifar", "packed"])
@@ -58,7 +95,7 @@ def test_class_folders_are_found(tmp_path, depth):
                 tar.add(data / depth / part, part)
             subprocess.run(["rm", "-r", data / depth / part], check=True)
         expected = unpacked
-    assert find_sources(data, unpacked) == Sources(expected, True, None)
+    assert find_sources(data, unpacked) == Sources(expected, True)
     if depth == "packed":
         (unpacked / "train/truck/0000.jpg").unlink()
         assert find_sources(data, unpacked).cifar10 == unpacked
@@ -94,9 +131,11 @@ def test_a_count_is_a_number_of_images(text, capsys):
 
 @pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize("has_class_folders", [False, True])
-def test_every_command_is_valid(small, has_class_folders):
+def test_every_command_is_valid(tmp_path, small, has_class_folders):
     made = study(small=small)
-    tasks = all_tasks(made, Sources(Path("raw"), has_class_folders, Path("mnist")))
+    spoken_digits(tmp_path / "raw")
+    sources = Sources(Path("raw"), has_class_folders, Path("mnist"), tmp_path / "raw")
+    tasks = all_tasks(made, sources, tmp_path / "out")
     data_tools = build_parser()
     for task in tasks:
         if task.words[0] == "megavis":
@@ -106,6 +145,7 @@ def test_every_command_is_valid(small, has_class_folders):
     commands = {str(task): task.done for task in tasks}
     assert len({*commands.values()}) == len(commands), "one command would stand for two"
     folders = {str(done.parent) for done in commands.values()}
+    folders |= {f"shards/digits/{part}" for part in ("train", "validation")}
     for method in made.methods:
         for config in map(config_of, filter(None, (method.pretrain, method.finetune))):
             assert {config.data.train_sources[0].path, config.data.validation} <= folders
@@ -128,7 +168,7 @@ def test_networks_and_images_are_equal():
     made = study(pretraining=1280, finetuning=640)
     networks, images = set(), {}
     for method in made.methods:
-        if method.data == "mnist":
+        if method.data != "cifar10":
             continue
         for words in filter(None, (method.pretrain, method.finetune)):
             model = config_of(words).model
@@ -297,13 +337,34 @@ def test_test_images_have_columns_of_their_own(tmp_path):
     assert rows_of(written.read_text())["raw pixels"][5] == "36.0 %"
 
 
+def test_seeds_are_a_mean_and_a_deviation(tmp_path):
+    for seed, accuracy in enumerate((0.3, 0.34, 0.35)):
+        tag = f"_{seed}" if seed else ""
+        write_run(tmp_path, f"results_mp3_digits{tag}")
+        write_run(tmp_path, f"results_mp3_digits_finetune{tag}", finetune_test={"top1": accuracy})
+    (written,) = page.write_page(study(), tmp_path, None)
+    part = written.read_text().partition("<!-- digits -->")[2]
+    # ((0.3 - 0.33)² + (0.34 - 0.33)² + (0.35 - 0.33)²) / 2 = 0.0007, whose root is 0.0265.
+    assert rows_of(part)["MP3"] == ["64,000 + 32,000", "2 + 2", "33.0 ± 2.6 %"]
+
+
+def test_runs_of_a_seed_belong_together():
+    methods = [method for method in study().methods if method.data == "digits" and method.pretrain]
+    for seed, method in enumerate(methods):
+        before, after = config_of(method.pretrain), config_of(method.finetune)
+        assert before.seed == after.seed == seed
+        assert after.finetune.from_run == before.folder
+    assert len({method.pretrained for method in methods}) == len(methods) == 3
+
+
 def test_parts_of_a_page_are_replaced(tmp_path):
     own = tmp_path / "docs" / "page.md"
     own.parent.mkdir()
     own.write_text("before\n<!-- cifar10 -->\nold\n<!-- end of cifar10 -->\nafter\n")
     with pytest.raises(UserError, match="must have '<!-- mnist -->' and '<!-- end of mnist -->'"):
         page.write_page(study(), tmp_path, own)
-    own.write_text(own.read_text() + "<!-- mnist --><!-- end of mnist -->\n")
+    marks = [f"<!-- {name} --><!-- end of {name} -->\n" for name in ("mnist", "digits")]
+    own.write_text(own.read_text() + "".join(marks))
     write_run(tmp_path, "results_mae", held_out=probe(0.4, 0.3, 0.35))
     page.write_page(study(), tmp_path, own)
     text = own.read_text()

@@ -47,7 +47,7 @@ KINDS = [
     (r"pairs|coarse|panoptic|_depth", "pairs"),
     (r"ids", "ids"),
     (r"speech", "recordings"),
-    (r"cifar\d+_32|mnist|demo/(train|selection|validation)$", "palette"),
+    (r"cifar\d+_(16|32)|mnist|demo/(train|selection|validation)$", "palette"),
 ]
 
 
