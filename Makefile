@@ -20,7 +20,7 @@ help:
 	@echo "make demo     train a small iGPT on letters and show what it completes (CPU, minutes)"
 	@echo "              (PAPER=mp3: another paper's demo)"
 	@echo "make demos    the demos of all papers, and docs/gallery.md"
-	@echo "make results DATA=folder   the study of docs/results.md on CIFAR-10 and MNIST, in results/"
+	@echo "make results DATA=folder   the study of docs/results.md on real data, in results/"
 	@echo "              (SMALL=1: every command, on few images; resumes)"
 	@echo "make test     format, lint, types, import direction, scripts, all tests"
 	@echo "              (SELECT='not once': only tests that depend on package versions)"
@@ -90,7 +90,7 @@ DATA ?=
 SMALL ?=
 OUT ?= results$(if $(SMALL),_small)
 results: $(STAMP)
-	@test -n "$(DATA)" || { echo "make: say DATA=folder, with CIFAR-10 or MNIST (docs/results.md)" \
+	@test -n "$(DATA)" || { echo "make: say DATA=folder, the one with CIFAR-10, MNIST, ... (docs/results.md)" \
 		>&2; exit 2; }
 	$(RUN) $(BIN)/python -m benchmarks.results "$(DATA)" --out "$(OUT)" $(if $(SMALL),--small) $(OPTIONS)
 

@@ -6,7 +6,8 @@
 DATA is a folder with any of these, packed or unpacked, at the top or one folder below it:
 
 - CIFAR-10: `train/` and `test/` with a folder of images for each class, or its authors' files;
-- MNIST, as its authors publish it.
+- MNIST, as its authors publish it;
+- the Free Spoken Digit Dataset: `7_speaker_0.wav`, or `7/speaker_0.wav`.
 
 Shards, runs, logs and tables go to `--out`. An interrupted study continues when it is started
 again: shards, trained runs and results that are there are not made anew. The classes of the test

@@ -46,7 +46,7 @@ KINDS = [
     (r"latents", "latents"),
     (r"pairs|coarse|panoptic|_depth", "pairs"),
     (r"ids", "ids"),
-    (r"speech", "recordings"),
+    (r"speech|digits", "recordings"),
     (r"cifar\d+_(16|32)|mnist|demo/(train|selection|validation)$", "palette"),
 ]
 
