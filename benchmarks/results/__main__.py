@@ -72,6 +72,8 @@ def _run(options: argparse.Namespace) -> int:
     }
     images = {key: number for key, number in given.items() if number is not None}
     study = Study.read(small=options.small, images=images, probe=options.probe_images)
+    if options.small and options.page is not None:
+        raise UserError("--page is for a whole study: the numbers of --small mean nothing")
     folder = options.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     sources = find_sources(options.data.resolve(), folder / "unpacked")

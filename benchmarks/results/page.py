@@ -21,6 +21,7 @@ from megavis.reports.run_record import RunRecord
 from megavis.training.metrics import read_json_lines
 
 _PICTURES = Path("images/results")
+_SMALL = ("A small study: every command ran, and no number means anything.",)
 _HEAD = (
     "",
     "images seen",
@@ -60,7 +61,7 @@ def write_page(study: Study, folder: Path, page: Path | None) -> list[Path]:
             name: "\n".join([_mark(name), *lines, _end(name)]) for name, lines in parts.items()
         }
         if path == own:
-            text = "\n\n".join(marked.values()) + "\n"
+            text = "\n\n".join([*_SMALL * study.small, *marked.values()]) + "\n"
         else:
             text = path.read_text(encoding="utf-8")
             for name, part in marked.items():
@@ -133,11 +134,11 @@ def _row(methods: Sequence[Method], folder: Path, study: Study) -> list[str] | N
         methods[0].name,
         " + ".join(f"{number:,}" for number in seen),
         " + ".join(f"{number:.0f}" for number in times),
-        _percent([probe["untrained_accuracy"] for probe in probes]),
-        _best(probes),
-        _percent([result["top1"] for result in tuned]),
-        _best(tests),
-        _percent([result["rows"][0]["top1"] for result in tested]),
+        _percent([probe["untrained_accuracy"] for probe in probes], len(methods)),
+        _best(probes, len(methods)),
+        _percent([result["top1"] for result in tuned], len(methods)),
+        _best(tests, len(methods)),
+        _percent([result["rows"][0]["top1"] for result in tested], len(methods)),
     ]
 
 
@@ -150,11 +151,12 @@ def _found(folder: Path, method: Method, words: Sequence[str], name: Path) -> li
     return [from_json(path.read_text(encoding="utf-8"))] if path.exists() else []
 
 
-def _best(probes: Sequence[Any]) -> str:
+def _best(probes: Sequence[Any], seeds: int) -> str:
     if not probes:
         return ""
-    layers = ", ".join(str(probe["best_layer"]["layer"]) for probe in probes)
-    return f"{_percent([probe['best_layer']['accuracy'] for probe in probes])} (layer {layers})"
+    best = [probe["best_layer"] for probe in probes]
+    layers = ", ".join(str(each["layer"]) for each in best)
+    return f"{_percent([each['accuracy'] for each in best], seeds)} (layer {layers})"
 
 
 def _pixels(methods: Sequence[Method], folder: Path) -> list[str]:
@@ -229,7 +231,7 @@ def _pictures(study: Study, folder: Path, page: Path) -> Iterator[str]:
 
 def _draw_depth(methods: Sequence[Method], folder: Path, path: Path) -> bool:
     """Draw accuracy over layers of all methods; return whether there is any."""
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     found = [
         (method, probe)
@@ -238,7 +240,8 @@ def _draw_depth(methods: Sequence[Method], folder: Path, path: Path) -> bool:
     ]
     if not found:
         return False
-    figure, axes = plt.subplots(figsize=(7, 4))
+    figure = Figure(figsize=(7, 4))
+    axes = figure.subplots()
     for (method, probe), color in zip(found, _COLORS, strict=False):
         layers = [score["layer"] for score in probe["trained"]]
         trained = [100 * score["accuracy"] for score in probe["trained"]]
@@ -249,7 +252,6 @@ def _draw_depth(methods: Sequence[Method], folder: Path, path: Path) -> bool:
     axes.legend(frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120, bbox_inches="tight", metadata={"Software": None})
-    plt.close(figure)
     return True
 
 
@@ -289,9 +291,11 @@ def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield f"| {' | '.join(line)} |"
 
 
-def _percent(shares: Sequence[float]) -> str:
+def _percent(shares: Sequence[float], seeds: int = 1) -> str:
     """Return the mean, with the sample standard deviation of several; empty for none."""
     if not shares:
         return ""
-    mean = f"{100 * statistics.fmean(shares):.1f}"
-    return f"{mean} %" if len(shares) == 1 else f"{mean} ± {100 * statistics.stdev(shares):.1f} %"
+    text = f"{100 * statistics.fmean(shares):.1f}"
+    if len(shares) > 1:
+        text += f" ± {100 * statistics.stdev(shares):.1f}"
+    return f"{text} %" + ("" if len(shares) == seeds else f", {len(shares)} of {seeds} seeds")

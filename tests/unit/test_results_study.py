@@ -122,6 +122,12 @@ def test_mistakes_in_the_data_folder_are_one_sentence(tmp_path, capsys):
     assert "cifar.tar.gz cannot be unpacked" in capsys.readouterr().err
 
 
+def test_a_small_study_writes_no_page(tmp_path, capsys):
+    words = [str(tmp_path), "--small", "--page", str(tmp_path / "page.md")]
+    assert main([*words, "--out", str(tmp_path / "out")]) == 2
+    assert "--page is for a whole study" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["0", "-1", "1e5", "many"])
 def test_a_count_is_a_number_of_images(text, capsys):
     with pytest.raises(SystemExit):
@@ -346,6 +352,11 @@ def test_seeds_are_a_mean_and_a_deviation(tmp_path):
     part = written.read_text().partition("<!-- digits -->")[2]
     # ((0.3 - 0.33)² + (0.34 - 0.33)² + (0.35 - 0.33)²) / 2 = 0.0007, whose root is 0.0265.
     assert rows_of(part)["MP3"] == ["64,000 + 32,000", "2 + 2", "33.0 ± 2.6 %"]
+    (tmp_path / "runs/results_mp3_digits_finetune_2/evaluation/finetune_test.json").unlink()
+    page.write_page(study(), tmp_path, None)
+    part = written.read_text().partition("<!-- digits -->")[2]
+    # The deviation of 0.3 and 0.34 from 0.32 is the root of 2 · 0.02².
+    assert rows_of(part)["MP3"][-1] == "32.0 ± 2.8 %, 2 of 3 seeds"
 
 
 def test_runs_of_a_seed_belong_together():
