@@ -13,7 +13,7 @@ from megavis.config.errors import UserError
 
 HELD_OUT = 0.1
 """Share of CIFAR-10's training images that choose, and are never trained on."""
-_PARTS = {"train": ("train", 0.15), "selection": ("validation", 0.02), "test": ("test", 0.05)}
+_PARTS = {"train": ("train", 0.15), "selection": ("validation", 0.004), "test": ("test", 0.02)}
 """Name of a part of CIFAR-10, its `--split`, and the share that a small study keeps."""
 _MNIST = "*train-images-idx3-ubyte*"
 
