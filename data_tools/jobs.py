@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,8 +135,7 @@ def _write_shards(
     for line in unread_lines((result.unread for result in outcome.results), source.class_names):
         say(f"  {line}")
     if not any(any(result.shards) for result in outcome.results):
-        report = arguments.out / REPORT_NAME
-        raise UserError(f"no file of {source.root} is a valid image; for reasons, see {report}")
+        raise UserError(_none_valid(source.root, skipped, arguments.out / REPORT_NAME))
     (finish or _write_manifests)(source, encoder, outcome.results, arguments)
     for reason, names in skipped.items():
         say(f"  skipped, {reason}: {len(names)} (the first: {names[0]})")
@@ -168,6 +167,16 @@ def _units(source: ImageSource, encoder: ShardEncoder, arguments: argparse.Names
         files_per_shard=arguments.samples_per_shard,
         seed=arguments.seed,
     )
+
+
+def _none_valid(root: Path, skipped: Mapping[str, Sequence[str]], report: Path) -> str:
+    """Say that no file could be used, and why most could not."""
+    text = f"no file of {root} is a valid image"
+    if not skipped:
+        return f"{text}; for reasons, see {report}"
+    reason, names = max(skipped.items(), key=lambda each: len(each[1]))
+    total = sum(map(len, skipped.values()))
+    return f"{text}: {reason} ({len(names)} of {total} files; see {report})"
 
 
 def _report_path(arguments: argparse.Namespace, *, alone: bool) -> Path:

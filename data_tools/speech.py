@@ -60,7 +60,7 @@ _FRAME_SHAPE = (SAMPLE_RATE // HOP, 40)
 
 def add_speech_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `speech` to its parser."""
-    parser.add_argument("source", type=Path, help="a folder of word/*.wav at 16 kHz")
+    parser.add_argument("source", type=Path, help="a folder of word/*.wav")
     parser.add_argument(
         "--words", default="", help="comma-separated words to use as classes; default: all words"
     )
@@ -71,19 +71,24 @@ def add_speech_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --words: take the parts from train.txt, valid.txt and test.txt in this folder,"
         " as TC-ResNet publishes them; default: validation_list.txt and testing_list.txt in source",
     )
+    parser.add_argument(
+        "--resample",
+        action="store_true",
+        help="convert recordings of other rates to 16 kHz; default: reject them",
+    )
     add_job_arguments(parser)
 
 
 def run_speech(arguments: argparse.Namespace) -> int:
     """Write the three folders and the file of noises. Raises UserError and OSError."""
     words = tuple(filter(None, arguments.words.split(",")))
-    noises = read_noises(arguments.source / NOISE)
+    noises = read_noises(arguments.source / NOISE, resample=arguments.resample)
     for part, source in sources(arguments.source, words, arguments.split_lists).items():
         if words:
             say(_counts(part, source, words))
         job = copy.copy(arguments)
         job.out = arguments.out / part
-        code = run_job(source, SpeechEncoder(), job, label=part)
+        code = run_job(source, SpeechEncoder(resample=arguments.resample), job, label=part)
         if code:
             return code
     if noises:
@@ -199,18 +204,24 @@ def _hash(name: str) -> int:
 
 @dataclass(frozen=True)
 class SpeechEncoder(ShardEncoder):
-    """Store one second of each recording."""
+    """Store one second of each recording.
+
+    Attributes:
+        resample: convert recordings of other rates instead of rejecting them.
+    """
 
     suffix: str = RecordingsCodec.suffix
     batch_size: int = 64
+    resample: bool = False
 
     def settings(self, folder: str) -> dict[str, Any]:
         """Return everything that affects the bytes."""
-        return {"sample_rate": SAMPLE_RATE, "frame_shape": _FRAME_SHAPE}
+        resampled = {"resample": True} if self.resample else {}
+        return {"sample_rate": SAMPLE_RATE, "frame_shape": _FRAME_SHAPE, **resampled}
 
     def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
         """Return the samples of each recording."""
-        return encode_each(pictures, lambda recording: [[_payload(recording)]])
+        return encode_each(pictures, lambda each: [[_payload(each, resample=self.resample)]])
 
     def describe(self, folder: str) -> dict[str, Any]:
         """Return the manifest's fields of a data set of recordings."""
@@ -219,32 +230,43 @@ class SpeechEncoder(ShardEncoder):
             "image_size": None,
             "frame_shape": _FRAME_SHAPE,
             "preparation": {
-                "resize": "none",
+                "resize": f"to {SAMPLE_RATE} Hz" if self.resample else "none",
                 "crop": f"the first second, {SAMPLE_RATE} Hz",
                 "decoders": {"scipy": version("scipy")},
             },
         }
 
 
-def _payload(recording: SourceImage) -> bytes:
-    is_silent = recording.name.startswith(SILENCE)
-    samples = np.zeros(0, np.int16) if is_silent else read_wav(recording.content)
+def _payload(recording: SourceImage, *, resample: bool) -> bytes:
+    if recording.name.startswith(SILENCE):
+        samples = np.zeros(0, np.int16)
+    else:
+        samples = read_wav(recording.content, resample=resample)
     return RecordingsCodec(_FRAME_SHAPE).encode(one_second(samples))
 
 
-def read_noises(folder: Path) -> list[np.ndarray]:
+def read_noises(folder: Path, *, resample: bool = False) -> list[np.ndarray]:
     """Read the recordings of a folder that last a second or more, int16 `[t]`, sorted by name."""
     noises = []
     for path in sorted(folder.glob("*.wav")):
         try:
-            noises.append(read_wav(path.read_bytes()))
+            noises.append(read_wav(path.read_bytes(), resample=resample))
         except RefusedImageError as refusal:
             raise UserError(f"{path}: {refusal}") from None
     return [noise for noise in noises if len(noise) >= SAMPLE_RATE]
 
 
-def read_wav(content: bytes) -> np.ndarray:
-    """Read the samples of a mono WAV file of 16 kHz, int16 `[t]`; raises RefusedImageError."""
+def read_wav(content: bytes, *, resample: bool = False) -> np.ndarray:
+    """Read the samples of a mono WAV file, at 16 kHz, int16 `[t]`.
+
+    Args:
+        content: of the file.
+        resample: convert another rate by a polyphase filter.
+
+    Raises:
+        RefusedImageError: the file is damaged, has several channels, no 16 bits, or, without
+            `resample`, another rate.
+    """
     from scipy.io import wavfile
 
     try:
@@ -254,11 +276,20 @@ def read_wav(content: bytes) -> np.ndarray:
     except Exception:
         # The reader raises almost any exception on damaged bytes: struct.error, ValueError, ...
         raise RefusedImageError("no WAV file, or a damaged one") from None
-    if rate != SAMPLE_RATE:
-        raise RefusedImageError(f"{rate} Hz, not {SAMPLE_RATE}")
+    if rate != SAMPLE_RATE and not resample:
+        raise RefusedImageError(f"{rate} Hz, not {SAMPLE_RATE} (see --resample)")
     if samples.ndim != 1 or samples.dtype != np.int16:
         raise RefusedImageError("not one channel of 16 bits")
-    return samples
+    return samples if rate == SAMPLE_RATE else _resampled(samples, rate)
+
+
+def _resampled(samples: np.ndarray, rate: int) -> np.ndarray:
+    from scipy.signal import resample_poly
+
+    divisor = math.gcd(rate, SAMPLE_RATE)
+    found = resample_poly(samples.astype(float), SAMPLE_RATE // divisor, rate // divisor)
+    limits = np.iinfo(np.int16)
+    return np.round(found).clip(limits.min, limits.max).astype(np.int16)
 
 
 def one_second(samples: np.ndarray) -> np.ndarray:

@@ -37,6 +37,7 @@ PAPERS = {
     "mp3": "MP3",
     "mae": "MAE",
     "compose": "Compositions",
+    "results": "Study",
 }
 DOCUMENTS = {
     "README.md": "index.md",

@@ -49,8 +49,8 @@ KINDS = [
     (r"latents", "latents"),
     (r"pairs|coarse|panoptic|_depth", "pairs"),
     (r"ids", "ids"),
-    (r"speech", "recordings"),
-    (r"cifar\d+_32|mnist|demo/(train|selection|validation)$", "palette"),
+    (r"speech|digits", "recordings"),
+    (r"cifar\d+_(16|32)|mnist|demo/(train|selection|validation)$", "palette"),
 ]
 
 

@@ -41,6 +41,45 @@ def test_read_wav():
             read_wav(content)
 
 
+@pytest.mark.parametrize("rate", [8_000, 11_025, 44_100])
+def test_resampled_tone_is_the_tone(rate):
+    """Half a second of a tone, read at another rate, has the samples of that tone at 16 kHz."""
+    seconds = np.arange(rate // 2) / rate
+    tone = np.round(20_000 * np.sin(2 * np.pi * 440 * seconds)).astype(np.int16)
+    read = read_wav(wav(tone, rate), resample=True)
+    assert read.dtype == np.int16
+    assert abs(len(read) - 8_000) <= 1
+    expected = 20_000 * np.sin(2 * np.pi * 440 * np.arange(len(read)) / 16_000)
+    # The filter rings at both ends, before which and after which there is silence.
+    inside = slice(200, -200)
+    assert np.abs(read[inside] - expected[inside]).max() < 200
+
+
+def test_resampled_clipping_does_not_wrap_around():
+    """A filter overshoots at full volume; int16 would turn the sign."""
+    square = np.where(np.arange(4_000) // 40 % 2, 32_767, -32_768).astype(np.int16)
+    read = read_wav(wav(square, 8_000), resample=True).reshape(-1, 80)
+    middle = read[:, 20:60].astype(int)
+    assert (np.sign(middle[0::2]) == -1).all()
+    assert (np.sign(middle[1::2]) == 1).all()
+
+
+def test_recordings_of_another_rate(tmp_path, capsys):
+    """They are rejected, and the report says how to read them; with `--resample` they are read."""
+    for name in ("train", "validation", "test"):
+        (tmp_path / "raw" / "yes").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "raw" / "yes" / f"{name}.wav").write_bytes(wav(np.ones(4_000, "<i2"), 8_000))
+    (tmp_path / "raw/validation_list.txt").write_text("yes/validation.wav\n")
+    (tmp_path / "raw/testing_list.txt").write_text("yes/test.wav\n")
+    command = ["speech", str(tmp_path / "raw"), "--out"]
+    assert main([*command, str(tmp_path / "refused")]) == 2
+    printed = capsys.readouterr()
+    assert "8000 Hz, not 16000" in printed.out + printed.err
+    assert main([*command, str(tmp_path / "read"), "--resample"]) == 0
+    manifest = json.loads((tmp_path / "read/test/manifest.json").read_text())
+    assert manifest["preparation"]["resize"] == "to 16000 Hz"
+
+
 def test_splits_share_no_voice(tmp_path):
     words, out = tmp_path / "words", tmp_path / "shards"
     options = ["--words", "yes,stop", "--voices", "2", "--held-out-voices", "1", "--takes", "2"]

@@ -1,0 +1,15 @@
+"""The study of docs/results.md: every paper on real images, by the shipped commands.
+
+    python -m benchmarks.results DATA --out results
+    make results DATA=DATA           # the same; SMALL=1: every command, on few images
+
+DATA is a folder with any of these, packed or unpacked, at the top or one folder below it:
+
+- CIFAR-10: `train/` and `test/` with a folder of images for each class, or its authors' files;
+- MNIST, as its authors publish it;
+- the Free Spoken Digit Dataset: `7_speaker_0.wav`, or `7/speaker_0.wav`.
+
+Shards, runs, logs and tables go to `--out`. An interrupted study continues when it is started
+again: shards, trained runs and results that are there are not made anew. The classes of the test
+images are looked at once, by the last commands; `--without-test` ends before them.
+"""

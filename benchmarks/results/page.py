@@ -1,0 +1,301 @@
+"""Tables and pictures of a study, from its run folders.
+
+They are parts of a page between `<!-- NAME -->` and `<!-- end of NAME -->`, one for each data set.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results.driver import TIMES
+from benchmarks.results.tasks import HELD_OUT, TEST, DataSet, Method, Study
+from megavis.config.errors import UserError
+from megavis.data.format.files import from_json
+from megavis.reports.run_record import RunRecord
+from megavis.training.metrics import read_json_lines
+
+_PICTURES = Path("images/results")
+_SMALL = ("A small study: every command ran, and no number means anything.",)
+_HEAD = (
+    "",
+    "images seen",
+    "CPU minutes",
+    "untrained",
+    "linear probe",
+    "fine-tuned",
+    "linear probe, test",
+    "fine-tuned, test",
+)
+_COLORS = ("#1f5fa8", "#c2571a", "#3d8f4b", "#8a4fa8", "#b03060", "#6b6b2f", "#2f8f8f", "#444444")
+
+
+def write_page(study: Study, folder: Path, page: Path | None) -> list[Path]:
+    """Write `results.md` with the pictures that it shows, and parts of another page.
+
+    Args:
+        study: whose runs are read, as far as they have finished.
+        folder: of the study.
+        page: also gets the parts and the pictures; None for no other page.
+
+    Returns:
+        The pages written.
+
+    Raises:
+        UserError: `page` lacks the marks of a part.
+    """
+    written = []
+    own = folder / "results.md"
+    for path in filter(None, (own, page)):
+        parts = {
+            "cifar10": [*_classes(study, "cifar10", folder), *_pictures(study, folder, path)],
+            "mnist": [*_likelihoods(study, folder)],
+            "digits": [*_classes(study, "digits", folder)],
+        }
+        marked = {
+            name: "\n".join([_mark(name), *lines, _end(name)]) for name, lines in parts.items()
+        }
+        if path == own:
+            text = "\n\n".join([*_SMALL * study.small, *marked.values()]) + "\n"
+        else:
+            text = path.read_text(encoding="utf-8")
+            for name, part in marked.items():
+                text = _replaced(text, name, part, path)
+        path.write_text(text, encoding="utf-8")
+        written.append(path)
+    return written
+
+
+def _mark(name: str) -> str:
+    return f"<!-- {name} -->"
+
+
+def _end(name: str) -> str:
+    return f"<!-- end of {name} -->"
+
+
+def _replaced(text: str, name: str, part: str, path: Path) -> str:
+    pattern = f"{re.escape(_mark(name))}.*?{re.escape(_end(name))}"
+    text, count = re.subn(pattern, lambda _: part, text, flags=re.DOTALL)
+    if count != 1:
+        raise UserError(f"{path}: must have '{_mark(name)}' and '{_end(name)}' once")
+    return text
+
+
+def _classes(study: Study, data: DataSet, folder: Path) -> Iterator[str]:
+    """Yield a table of accuracies, a row for each method with a result."""
+    methods = [method for method in study.methods if method.data == data]
+    names = dict.fromkeys(method.name for method in methods)
+    rows = {
+        name: _row([each for each in methods if each.name == name], folder, study) for name in names
+    }
+    found = [row for row in rows.values() if row is not None]
+    yield from _facts(folder, methods)
+    yield ""
+    if found:
+        pixels = _pixels(methods, folder)
+        if any(pixels):
+            found.append(["raw pixels", "", "", "", pixels[0], "", pixels[1], ""])
+        yield from _table(_filled([list(_HEAD), *found]))
+        if not any(row[-1] or row[-2] for row in found):
+            yield "\nThe classes of the test images have not been looked at yet."
+    yield from _missing(name for name, row in rows.items() if row is None)
+
+
+def _filled(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return rows without the columns of which only the head is filled."""
+    keep = [
+        number
+        for number in range(len(rows[0]))
+        if number < 1 or any(row[number] for row in rows[1:])
+    ]
+    return [[row[number] for number in keep] for row in rows]
+
+
+def _row(methods: Sequence[Method], folder: Path, study: Study) -> list[str] | None:
+    """Return the cells of a method, over the seeds that have a result; None without any."""
+    probes, tests, tuned, tested, minutes = [], [], [], [], []
+    for method in methods:
+        probes += _found(folder, method, method.pretrain, HELD_OUT)
+        tests += _found(folder, method, method.pretrain, TEST)
+        tuned += _found(folder, method, method.finetune, Path("evaluation/finetune_test.json"))
+        tested += _found(folder, method, method.finetune, TEST)
+        minutes.append([_minutes(folder, run) for run in _runs(method)])
+    if not probes and not tuned:
+        return None
+    seen = study.seen(methods[0])[: None if tuned else 1]
+    times = [statistics.fmean(each) for each in zip(*minutes, strict=True)][: len(seen)]
+    return [
+        methods[0].name,
+        " + ".join(f"{number:,}" for number in seen),
+        " + ".join(f"{number:.0f}" for number in times),
+        _percent([probe["untrained_accuracy"] for probe in probes], len(methods)),
+        _best(probes, len(methods)),
+        _percent([result["top1"] for result in tuned], len(methods)),
+        _best(tests, len(methods)),
+        _percent([result["rows"][0]["top1"] for result in tested], len(methods)),
+    ]
+
+
+def _found(folder: Path, method: Method, words: Sequence[str], name: Path) -> list[Any]:
+    """Return the content of a file in the run of a method's config, if both are there."""
+    if not words:
+        return []
+    run = method.pretrained if words == method.pretrain else method.finetuned
+    path = folder / run / name
+    return [from_json(path.read_text(encoding="utf-8"))] if path.exists() else []
+
+
+def _best(probes: Sequence[Any], seeds: int) -> str:
+    if not probes:
+        return ""
+    best = [probe["best_layer"] for probe in probes]
+    layers = ", ".join(str(each["layer"]) for each in best)
+    return f"{_percent([each['accuracy'] for each in best], seeds)} (layer {layers})"
+
+
+def _pixels(methods: Sequence[Method], folder: Path) -> list[str]:
+    """Return the accuracies of raw pixels of 32², on held-out and on test images."""
+    patches = [method for method in methods if method.reads == "cifar10"]
+    return [
+        _percent(
+            [
+                probe["pixels"]["accuracy"]
+                for method in patches
+                for probe in _found(folder, method, method.pretrain, name)
+            ][:1]
+        )
+        for name in (HELD_OUT, TEST)
+    ]
+
+
+def _minutes(folder: Path, run: Path) -> float:
+    """Return the processor minutes of a training, over all starts."""
+    times = read_json_lines(folder / TIMES)
+    return sum(each["processor_seconds"] for each in times if each["done"] == str(run)) / 60
+
+
+def _facts(folder: Path, methods: Sequence[Method]) -> Iterator[str]:
+    """Yield machine, versions, days and commits of the runs that there are."""
+    folders = [run for method in methods for run in _runs(method)]
+    started = [folder / run for run in folders if (folder / run / "metrics.jsonl").exists()]
+    times = [each for each in read_json_lines(folder / TIMES) if Path(each["done"]) in folders]
+    if not started or not times:
+        yield "Nothing has been run."
+        return
+    start = RunRecord.read(started[0]).starts[-1]
+    versions = ", ".join(f"{name} {number}" for name, number in start["versions"].items())
+    days = sorted({each["began"].split()[0] for each in times})
+    commits = ", ".join(dict.fromkeys(each["commit"] for each in times if each["commit"]))
+    yield f"{start['machine']}; {' to '.join(dict.fromkeys((days[0], days[-1])))}; {versions};"
+    yield f"commit {commits or 'unknown'}."
+
+
+def _runs(method: Method) -> Iterator[Path]:
+    if method.pretrain:
+        yield method.pretrained
+    if method.finetune:
+        yield method.finetuned
+
+
+def _missing(names: Iterable[str]) -> Iterator[str]:
+    if found := "; ".join(names):
+        yield f"\nNot run yet: {found}."
+
+
+def _pictures(study: Study, folder: Path, page: Path) -> Iterator[str]:
+    """Yield the pictures' lines; copy them next to the page."""
+    methods = [method for method in study.methods if method.data == "cifar10"]
+    target = page.parent / _PICTURES
+    if _draw_depth(methods, folder, target / "depth.png"):
+        yield f"\n![Linear probe of held-out images, by layer]({_PICTURES}/depth.png)"
+        yield "\nLinear probe of held-out images by layer; dashed: the same networks untrained."
+    for method in methods:
+        drawn = (
+            folder / method.pretrained / f"evaluation/{method.figure}.png"
+            if method.figure
+            else None
+        )
+        if drawn is not None and drawn.exists():
+            name = f"{method.pretrained.name}_{method.figure}.png"
+            target.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(drawn, target / name)
+            yield f"\n![{method.name}: {method.figure}]({_PICTURES}/{name})"
+            yield f"\n{method.name}: `megavis figure {method.figure}` on held-out images."
+
+
+def _draw_depth(methods: Sequence[Method], folder: Path, path: Path) -> bool:
+    """Draw accuracy over layers of all methods; return whether there is any."""
+    from matplotlib.figure import Figure
+
+    found = [
+        (method, probe)
+        for method in methods
+        for probe in _found(folder, method, method.pretrain, HELD_OUT)
+    ]
+    if not found:
+        return False
+    figure = Figure(figsize=(7, 4))
+    axes = figure.subplots()
+    for (method, probe), color in zip(found, _COLORS, strict=False):
+        layers = [score["layer"] for score in probe["trained"]]
+        trained = [100 * score["accuracy"] for score in probe["trained"]]
+        untrained = [100 * score["accuracy"] for score in probe["untrained"][0]]
+        axes.plot(layers, trained, color=color, marker="o", markersize=3, label=method.name)
+        axes.plot(layers, untrained, color=color, linestyle="--", linewidth=0.8)
+    axes.set(xlabel="layer", ylabel="accuracy, %")
+    axes.legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120, bbox_inches="tight", metadata={"Software": None})
+    return True
+
+
+def _likelihoods(study: Study, folder: Path) -> Iterator[str]:
+    """Yield a table of bits per dimension: the curve over training, and all test images."""
+    methods = [method for method in study.methods if method.data == "mnist"]
+    yield from _facts(folder, methods)
+    yield ""
+    rows = {method.name: list(_curve(method, folder)) for method in methods}
+    if any(rows.values()):
+        head = ["", "images seen", "CPU minutes", "bits per dimension", "of test images"]
+        yield from _table([head, *(row for each in rows.values() for row in each)])
+    yield from _missing(name for name, each in rows.items() if not each)
+
+
+def _curve(method: Method, folder: Path) -> Iterator[list[str]]:
+    run = folder / method.pretrained
+    if not (run / "metrics.jsonl").exists():
+        return
+    record = RunRecord.read(run)
+    batch = record.setting("training.batch_size")
+    count = record.setting("training.validation_images")
+    per_loss = record.dimensions_per_loss
+    assert per_loss is not None, "the loss of iGPT is a likelihood of images"
+    for step, loss in zip(*record.series("validation_loss"), strict=True):
+        bits = loss / per_loss / math.log(2)
+        yield [method.name, f"{step * batch:,}", "", f"{bits:.3f}", f"{count:,}"]
+    for final in _found(folder, method, method.pretrain, Path("evaluation/likelihood.json")):
+        minutes = f"{_minutes(folder, method.pretrained):.0f}"
+        bits, seen = final["bits_per_dimension"], f"{record.last_step * batch:,}"
+        yield [method.name, seen, minutes, f"**{bits:.3f}**", f"{final['num_images']:,}"]
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    head, *others = rows
+    for line in (head, ["---"] * len(head), *others):
+        yield f"| {' | '.join(line)} |"
+
+
+def _percent(shares: Sequence[float], seeds: int = 1) -> str:
+    """Return the mean, with the sample standard deviation of several; empty for none."""
+    if not shares:
+        return ""
+    text = f"{100 * statistics.fmean(shares):.1f}"
+    if len(shares) > 1:
+        text += f" ± {100 * statistics.stdev(shares):.1f}"
+    return f"{text} %" + ("" if len(shares) == seeds else f", {len(shares)} of {seeds} seeds")

@@ -1,0 +1,221 @@
+"""A study as commands, in order: what `study.yaml` lists, for the numbers of images that are asked.
+
+Paths are relative to the folder of the study, in which all commands run.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from megavis.checkpoint.format.folder import saved_steps
+from megavis.config.load import load_config
+from megavis.config.schema import RunConfig
+
+CONFIGS = Path(__file__).parents[2] / "yaml_configs" / "results"
+_STUDY = Path(__file__).with_name("study.yaml")
+_LONGEST_WARMUP = 200
+DataSet = Literal["cifar10", "mnist", "digits"]
+HELD_OUT = Path("evaluation/held_out.json")
+"""In a run folder: the probe evaluated on held-out training images."""
+TEST = Path("evaluation/test.json")
+"""In a run folder: the probe, or a fine-tuned network, evaluated on the test images."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A command.
+
+    Attributes:
+        words: `megavis` or `data_tools`, and its arguments.
+        done: the file that exists once the command has finished.
+        run: of a training, the run folder, which is finished when a checkpoint has the last step.
+        steps: of a training.
+    """
+
+    words: tuple[str, ...]
+    done: Path
+    run: Path | None = None
+    steps: int = 0
+
+    @classmethod
+    def data(cls, words: Sequence[str], done: Path) -> Task:
+        """Return a command of `data_tools`."""
+        return cls(("data_tools", *words), done)
+
+    def is_done(self, folder: Path) -> bool:
+        """Return whether the command has finished, in the folder of a study."""
+        trained = self.run is None or self.steps in saved_steps(folder / self.run)
+        return trained and (folder / self.done).exists()
+
+    def __str__(self) -> str:
+        program = "megavis" if self.words[0] == "megavis" else "python -m data_tools"
+        return f"{program} {shlex.join(self.words[1:])}"
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to train, with one seed, and its runs.
+
+    Attributes:
+        name: of the row in the table of its data.
+        data: which it is trained on.
+        pretrain: words of the config to pre-train; empty to train from scratch.
+        finetune: words of the config to fine-tune; empty for a likelihood.
+        is_long: whether training from scratch is as long as pre-training and fine-tuning.
+        figure: of `megavis figure`, drawn for the pre-trained run; empty for none.
+    """
+
+    name: str
+    data: DataSet
+    pretrain: tuple[str, ...] = ()
+    finetune: tuple[str, ...] = ()
+    is_long: bool = False
+    figure: str = ""
+
+    @property
+    def reads(self) -> str:
+        """Folder of its shards below `shards`, as `cifar10_16`."""
+        words = self.pretrain or self.finetune
+        return Path(config_of(words).data.train_sources[0].path).parent.name
+
+    @property
+    def pretrained(self) -> Path:
+        """Run folder of pre-training."""
+        return Path(config_of(self.pretrain).folder)
+
+    @property
+    def finetuned(self) -> Path:
+        """Run folder of fine-tuning, or of training from scratch."""
+        return Path(config_of(self.finetune).folder)
+
+
+def config_of(words: Sequence[str]) -> RunConfig:
+    """Return the config of a file in yaml_configs/results with overrides."""
+    return load_config(CONFIGS / words[0], list(words[1:])).config
+
+
+@dataclass(frozen=True)
+class Study:
+    """All methods, and the sizes at which they run.
+
+    Attributes:
+        images: seen in `pretraining` and `finetuning`, by data set.
+        probe: training images for probes, `held_out` and `test`.
+        methods: in the order in which they run.
+        small: whether every command runs, on few images.
+    """
+
+    images: Mapping[str, Mapping[str, int]]
+    probe: Mapping[str, int]
+    methods: tuple[Method, ...]
+    small: bool
+
+    @classmethod
+    def read(
+        cls,
+        *,
+        small: bool = False,
+        images: Mapping[tuple[str, str], int] | None = None,
+        probe: int | None = None,
+    ) -> Study:
+        """Read `study.yaml`.
+
+        Args:
+            small: take the sizes of a small study.
+            images: in place of the numbers there, by data set and `pretraining` or `finetuning`.
+            probe: training images for probes on test images, in place of the number there.
+        """
+        tree = yaml.safe_load(_STUDY.read_text(encoding="utf-8"))
+        numbers = tree["small" if small else "images"]
+        for (data, kind), number in (images or {}).items():
+            numbers[data][kind] = number
+        probes = tree["small_probe" if small else "probe"]
+        if probe is not None:
+            probes["test"] = probe
+        methods = [method for entry in tree["methods"] for method in _methods(entry)]
+        return cls(numbers, probes, tuple(methods), small)
+
+    def seen(self, method: Method) -> tuple[int, ...]:
+        """Return the images that each of a method's trainings sees."""
+        numbers = self.images[method.data]
+        if method.is_long:
+            return (numbers["pretraining"] + numbers["finetuning"],)
+        kinds = {"pretraining": method.pretrain, "finetuning": method.finetune}
+        return tuple(numbers[kind] for kind, words in kinds.items() if words)
+
+    def trainings(self, method: Method) -> Iterator[Task]:
+        """Yield what trains and chooses, which reads no test images with classes."""
+        seen = list(self.seen(method))
+        if method.pretrain:
+            yield self._training("train", method.pretrain, seen.pop(0))
+        if method.pretrain and method.data == "cifar10":
+            yield self._probe(method, "held_out")
+        if method.finetune:
+            yield self._training("finetune", method.finetune, seen.pop(0))
+        if method.figure:
+            path = method.pretrained / f"evaluation/{method.figure}.png"
+            words = ("megavis", "figure", method.figure, str(method.pretrained))
+            yield Task((*words, "--num-images", "8" if self.small else "64"), path)
+
+    def tests(self, method: Method) -> Iterator[Task]:
+        """Yield what evaluates on test images."""
+        images = f"shards/{method.reads}/test"
+        if not method.finetune:
+            words = ["megavis", "likelihood", str(method.pretrained), "--images", images]
+            words += ["--num-images", "64"] if self.small else []
+            yield Task(tuple(words), method.pretrained / "evaluation/likelihood.json")
+            return
+        if method.pretrain and method.data == "cifar10":
+            yield self._probe(method, "test")
+        words = ["megavis", "ensemble", str(method.finetuned), "--images", images]
+        yield Task((*words, "--json", str(method.finetuned / TEST)), method.finetuned / TEST)
+
+    def _training(self, command: str, config: Sequence[str], images: int) -> Task:
+        """Return a training whose warm-up is at most a tenth of it."""
+        found = config_of(config)
+        steps = max(1, images // found.training.batch_size)
+        warmup = min(_LONGEST_WARMUP, steps // 10) or 1
+        words = [f"yaml_configs/results/{config[0]}", *config[1:], f"training.steps={steps}"]
+        words.append(f"schedule.warmup_steps={warmup}")
+        words.append(f"training.validate_every={max(1, steps // 4)}")
+        run = Path(found.folder)
+        made = "evaluation/finetune_test.json" if command == "finetune" else "config.yaml"
+        return Task(("megavis", command, *words), run / made, run, steps)
+
+    def _probe(self, method: Method, part: Literal["held_out", "test"]) -> Task:
+        folder = f"shards/{method.reads}"
+        words = ["megavis", "probe", str(method.pretrained), "--untrained-networks", "1"]
+        words += ["--train-images", str(self.probe[part])]
+        if part == "held_out":
+            words += ["--validation", f"{folder}/selection"]
+        else:
+            words += ["--selection", f"{folder}/selection", "--validation", f"{folder}/test"]
+        out = method.pretrained / (HELD_OUT if part == "held_out" else TEST)
+        return Task((*words, "--out", str(out)), out)
+
+
+def _methods(entry: Mapping[str, Any]) -> Iterator[Method]:
+    """Yield an entry of `study.yaml` for each of its seeds; the runs of all but 0 end in theirs."""
+    pretrain = shlex.split(entry.get("pretrain", ""))
+    finetune = shlex.split(entry.get("finetune", ""))
+    for seed in range(entry.get("seeds", 1)):
+        before, after = list(pretrain), list(finetune)
+        if seed:
+            for words in filter(None, (before, after)):
+                words += [f"seed={seed}", f"name={config_of(words).name}_{seed}"]
+            if before and after:
+                after.append(f"finetune.from_run={config_of(before).folder}")
+        yield Method(
+            entry["method"],
+            entry["data"],
+            tuple(before),
+            tuple(after),
+            entry.get("length") == "both",
+            entry.get("figure", "") if not seed else "",
+        )
