@@ -38,6 +38,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--without-test", action="store_true", help="do not look at the classes of test images yet"
     )
+    made.add_argument(
+        "--tables", action="store_true", help="run nothing: write the tables of what has finished"
+    )
     made.add_argument("--page", type=Path, help="also write tables and pictures into this page")
     return made
 
@@ -82,11 +85,11 @@ def _run(options: argparse.Namespace) -> int:
         _say(f"{name}: {sources.place(data) or 'not found, so its runs are left out'}")
     code = 0
     try:
-        for method in methods:
+        for method in () if options.tables else methods:
             shards = shard_tasks(sources, method.reads, folder, small=options.small)
             run_tasks(shards, folder, say=_say)
             run_tasks(study.trainings(method), folder, say=_say)
-        if not options.without_test:
+        if not (options.tables or options.without_test):
             for method in methods:
                 run_tasks(study.tests(method), folder, say=_say)
     except InterruptedStudyError as interrupted:

@@ -95,15 +95,14 @@ def _classes(study: Study, data: DataSet, folder: Path) -> Iterator[str]:
         name: _row([each for each in methods if each.name == name], folder, study) for name in names
     }
     found = [row for row in rows.values() if row is not None]
-    yield from _facts(folder, methods)
-    yield ""
     if found:
+        yield from _facts(folder, methods)
         pixels = _pixels(methods, folder)
         if any(pixels):
             found.append(["raw pixels", "", "", "", pixels[0], "", pixels[1], ""])
         yield from _table(_filled([list(_HEAD), *found]))
         if not any(row[-1] or row[-2] for row in found):
-            yield "\nThe classes of the test images have not been looked at yet."
+            yield "\nThe classes of the test images have not been looked at yet.\n"
     yield from _missing(name for name, row in rows.items() if row is None)
 
 
@@ -181,19 +180,16 @@ def _minutes(folder: Path, run: Path) -> float:
 
 
 def _facts(folder: Path, methods: Sequence[Method]) -> Iterator[str]:
-    """Yield machine, versions, days and commits of the runs that there are."""
+    """Yield machine, versions, days and commits of the runs that have a result."""
     folders = [run for method in methods for run in _runs(method)]
     started = [folder / run for run in folders if (folder / run / "metrics.jsonl").exists()]
     times = [each for each in read_json_lines(folder / TIMES) if Path(each["done"]) in folders]
-    if not started or not times:
-        yield "Nothing has been run."
-        return
     start = RunRecord.read(started[0]).starts[-1]
     versions = ", ".join(f"{name} {number}" for name, number in start["versions"].items())
     days = sorted({each["began"].split()[0] for each in times})
     commits = ", ".join(dict.fromkeys(each["commit"] for each in times if each["commit"]))
     yield f"{start['machine']}; {' to '.join(dict.fromkeys((days[0], days[-1])))}; {versions};"
-    yield f"commit {commits or 'unknown'}."
+    yield f"commit {commits or 'unknown'}.\n"
 
 
 def _runs(method: Method) -> Iterator[Path]:
@@ -205,7 +201,7 @@ def _runs(method: Method) -> Iterator[Path]:
 
 def _missing(names: Iterable[str]) -> Iterator[str]:
     if found := "; ".join(names):
-        yield f"\nNot run yet: {found}."
+        yield f"Not finished yet: {found}."
 
 
 def _pictures(study: Study, folder: Path, page: Path) -> Iterator[str]:
@@ -258,12 +254,12 @@ def _draw_depth(methods: Sequence[Method], folder: Path, path: Path) -> bool:
 def _likelihoods(study: Study, folder: Path) -> Iterator[str]:
     """Yield a table of bits per dimension: the curve over training, and all test images."""
     methods = [method for method in study.methods if method.data == "mnist"]
-    yield from _facts(folder, methods)
-    yield ""
     rows = {method.name: list(_curve(method, folder)) for method in methods}
     if any(rows.values()):
+        yield from _facts(folder, methods)
         head = ["", "images seen", "CPU minutes", "bits per dimension", "of test images"]
         yield from _table([head, *(row for each in rows.values() for row in each)])
+        yield ""
     yield from _missing(name for name, each in rows.items() if not each)
 
 

@@ -122,6 +122,16 @@ def test_mistakes_in_the_data_folder_are_one_sentence(tmp_path, capsys):
     assert "cifar.tar.gz cannot be unpacked" in capsys.readouterr().err
 
 
+def test_tables_are_written_without_running(tmp_path):
+    class_folders(tmp_path / "data")
+    out = tmp_path / "out"
+    out.mkdir()
+    write_run(out, "results_mae", held_out=probe(0.4, 0.3, 0.35))
+    assert main([str(tmp_path / "data"), "--out", str(out), "--tables"]) == 0
+    assert "40.0 % (layer 1)" in (out / "results.md").read_text()
+    assert not (out / "study.log").exists()
+
+
 def test_a_small_study_writes_no_page(tmp_path, capsys):
     words = [str(tmp_path), "--small", "--page", str(tmp_path / "page.md")]
     assert main([*words, "--out", str(tmp_path / "out")]) == 2
@@ -327,7 +337,7 @@ def test_tables_have_the_numbers_of_the_runs(tmp_path):
     assert rows["raw pixels"][3] == "35.0 %"
     assert "have not been looked at yet" in text
     assert "Linux, 2 CPUs; 2026-11-26; torch 2;\ncommit abc." in text
-    assert re.search(r"Not run yet: DARL, squared error; .*MP3; .*iGPT, masked pixels\.", text)
+    assert re.search(r"Not finished yet: DARL, squared error; .*MP3; .*iGPT, masked pixels\.", text)
     assert (tmp_path / "images/results/depth.png").exists()
     # 2 nats of two dimensions are 1 / ln 2 bits of one.
     assert "| iGPT | 64 |  | 1.443 | 500 |" in text
