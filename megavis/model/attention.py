@@ -20,6 +20,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
+from megavis.model.block_layers import block_layers
 from megavis.model.context_parallel import heads_to_tokens, splits_context, tokens_to_heads
 from megavis.model.kernels import (
     FEW,
@@ -31,7 +32,7 @@ from megavis.model.kernels import (
 )
 from megavis.model.parameters import Fill, Initialization
 from megavis.model.positions import RelativeBias, turns
-from megavis.model.tensor_parallel import block_layers, to_columns
+from megavis.model.tensor_parallel import to_columns
 from megavis.model.visibility import (
     AttentionContext,
     Turns,

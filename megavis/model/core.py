@@ -20,13 +20,14 @@ from torch.utils.checkpoint import checkpoint
 from megavis.config.schema import ModelConfig, RunConfig
 from megavis.model.activations import ACTIVATIONS, Branch, with_recomputed
 from megavis.model.attention import Attention, CrossAttention
+from megavis.model.block_layers import block_layers
 from megavis.model.compiled_blocks import CompiledBlocks
 from megavis.model.context_parallel import all_tokens, own_tokens
 from megavis.model.dropout import SAMPLES, SplitDropout, add_to_residual, draw_kept, drop_path_of
 from megavis.model.kernels import compiles_blocks
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.parameters import Initialization
-from megavis.model.tensor_parallel import Precision, block_layers
+from megavis.model.tensor_parallel import Precision
 from megavis.model.visibility import (
     AttentionContext,
     KeyValueCache,
@@ -265,6 +266,9 @@ class Block(TransformerLayer):
         agrees = bool(model.hidden_dropout or model.residual_dropout)
         self.draws_alike = splits and agrees and not core.megatron.sequence_parallel
         self.draws_apart = splits and not self.draws_alike
+        # ZeRO-3 gathers such a block's weights in hooks of its layers, which no graph has
+        # (`training/engine.py`).
+        self.is_gathered_in_parts = parallel.zero_stage == 3 and bool(core.carried_names)
         self.precision: Precision = contextlib.nullcontext
         if core.config.training.fp8:
             self.precision = layers.fp8(model, core.groups.tp.size())
@@ -295,7 +299,8 @@ class Block(TransformerLayer):
     ) -> Tensor:
         """Apply `attend`, compiled and recomputed in the backward pass if configured."""
         attend: Callable[..., Tensor] = self.attend
-        if self.training and compiles_blocks(hidden) and not self.draws_alike:
+        stays_plain = self.draws_alike or self.is_gathered_in_parts
+        if self.training and compiles_blocks(hidden) and not stays_plain:
             attention_context = self.self_attention.prepared(attention_context, hidden)
             attend = functools.partial(
                 self.core.compiled, self.attend, attention_context.query_start

@@ -4,11 +4,6 @@
 linear layers are Megatron's with two changes: plain matrix products on a CPU, and biases fused into
 the product on a GPU without tensor parallelism, also those that the caller would add.
 
-`block_layers` selects the linear layers and norms of a block by `training.kernels`. Their
-parameters have the same names, shapes and initial values in every library, so a checkpoint does not
-depend on it. The setting is that of the process (`choose_kernels`), which only training makes: a
-run that is opened to sample or to be evaluated has plain layers on any device.
-
 Legend: b images, s tokens, h hidden size.
 """
 
@@ -17,7 +12,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -30,9 +24,6 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from megavis.config.schema import ModelConfig
-from megavis.model.kernels import chosen_kernels
-from megavis.model.norms import GainNorm, Norm
 from megavis.model.parameters import set_partial_gradient
 from megavis.model.sequence_regions import gather, gathered_linear, scatter, sum_and_scatter
 
@@ -257,55 +248,3 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
 
 Precision = Callable[[], contextlib.AbstractContextManager[Any]]
 """Makes a context in which a block runs."""
-
-
-@dataclass(frozen=True)
-class BlockLayers:
-    """The layers of one library.
-
-    Attributes:
-        column_parallel: a linear layer split by output features.
-        query_key_value: the same for queries, keys and values; see `QueryKeyValue`.
-        row_parallel: a linear layer split by input features, whose bias the caller adds.
-        norm: RMS or layer norm with the interface of `Norm`.
-        gain_norm: the same without bias.
-        fp8: returns the context of FP8 for a stack and the size of its tensor group.
-        multiplies_parts: whether self-attention multiplies parts of its projection where that saves
-            products; FP8 is for whole weights.
-    """
-
-    column_parallel: type
-    query_key_value: type
-    row_parallel: type
-    norm: type
-    gain_norm: type
-    fp8: Callable[[ModelConfig, int], Precision]
-    multiplies_parts: bool = True
-
-
-_PLAIN = BlockLayers(
-    ColumnParallelLinear,
-    QueryKeyValue,
-    RowParallelLinear,
-    Norm,
-    GainNorm,
-    fp8=lambda model, tensor_size: contextlib.nullcontext,
-)
-
-
-def block_layers() -> BlockLayers:
-    """Return the layers of the library that `choose_kernels` has set."""
-    if chosen_kernels() != "transformer_engine":
-        return _PLAIN
-    # Imports Transformer Engine, which need not be installed otherwise.
-    from megavis.model import transformer_engine
-
-    return BlockLayers(
-        transformer_engine.ColumnParallelLinear,
-        transformer_engine.QueryKeyValue,
-        transformer_engine.RowParallelLinear,
-        transformer_engine.BlockNorm,
-        transformer_engine.BlockGainNorm,
-        transformer_engine.fp8,
-        multiplies_parts=False,
-    )

@@ -159,3 +159,15 @@ def test_inductor_computes_the_plain_numbers(step_of, name):
     taken = take_compilation()
     assert taken.failure is None
     assert taken.graphs >= 1
+
+
+@pytest.mark.parametrize(("name", "stays_plain"), [("igpt", False), ("darl", True)])
+def test_blocks_that_zero3_gathers_in_parts_stay_plain(name, stays_plain, traced, context, write):
+    words = ["parallel.zero_stage=3"]
+    kernels.choose_kernels("blocks")
+    run = Trainer.open(load_config(write(name), words), context)
+    plans = run.objective.layer_plans()
+    block = next(
+        layer for layer in LayerStack(plans, run.objective.loss).layers if hasattr(layer, "run")
+    )
+    assert block.is_gathered_in_parts == stays_plain
