@@ -148,11 +148,11 @@ def _merge(beneath: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 def _same_keys(section: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
     """Return whether two sections are of one kind, as far as the second one says.
 
-    Forms of a paper share keys; a paper and a composition do not.
+    Forms of a paper share keys (`givt`, `givt_maskgit`); papers do not.
     """
     if section == "objective":
-        names = {old.get("name"), new.get("name", old.get("name"))}
-        return "compose" not in names or len(names) == 1
+        one, other = (str(name).partition("_")[0] for name in (old.get("name"), new.get("name")))
+        return "name" not in new or one == other
     return new.get("kind", old.get("kind")) == old.get("kind")
 
 

@@ -40,6 +40,10 @@ def test_the_same_kind_keeps_its_keys(read):
 def test_another_paper_replaces_the_objective(read):
     objective = read("{name: igpt, vocabulary_size: 32, order: random}", WORDS)
     assert (objective.name, objective.schedule.order) == ("compose", "raster")
+    other = read("{name: igpt, order: random}", "{name: mae, patch_size: 4}")
+    assert (other.name, other.patch_size) == ("mae", 4)
+    form = read("{name: givt, latent_channels: 4, downsampling: 4}", "{name: givt_maskgit}")
+    assert (form.name, form.latent_channels) == ("givt_maskgit", 4)
     kept = read("{name: igpt, vocabulary_size: 32}", "{name: igpt, mode: bert}")
     assert (kept.vocabulary_size, kept.mode) == (32, "bert")
 
