@@ -1,4 +1,4 @@
-"""The cost of frozen networks that encode images in each step: GIVT's VAE, GVP's VQGAN.
+"""The cost of frozen networks that encode images in each step: a VAE, or a tokenizer of ids.
 
 They run in float32 without gradients on every process that loads images, before the passes of each
 micro-batch. A network is run on the meta device, where tensors have shapes but no data; it need not

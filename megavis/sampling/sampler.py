@@ -138,16 +138,14 @@ class Sampler:
     ) -> Tensor:
         """Generate images, or complete originals.
 
-        Collective over all processes of the job. Results depend on neither the number of processes
-        nor the batch size.
+        Collective over all processes; results depend on neither their number nor the batch size.
 
         Args:
             num_images: b. If there are fewer originals or rows of conditions, they are repeated.
             originals: samples to complete, in the form of the shards.
             num_given: given positions p, the first in the order.
             later: conditions for the second half of the order (GIVT, figure 19).
-            first_halves: with `later`, int64 `[b]`: the image whose first half each one begins
-                with; default: its own.
+            first_halves: with `later`, int64 `[b]`: whose first half it has; default: its own.
             batch_size: images per batch; default: as many as fit on a GPU, 64 on a CPU.
 
         Returns:
@@ -155,21 +153,18 @@ class Sampler:
 
         Raises:
             UserError: a number or a condition is invalid.
-            torch.OutOfMemoryError: a batch does not fit, which is halved only if there is no
-                `batch_size` and processes do not share layers.
+            torch.OutOfMemoryError: a batch of `batch_size`, or of shared layers, does not fit.
         """
         known = dict(conditions or {})
         self._check(originals, num_images, num_given)
         tokens = None
         if originals is not None and num_given:
             tokens = self.paper.given(self.paper.tokens_of(originals.to(self.device)))
-        if later is not None:
-            # Raise errors before any work is done.
+        if later is not None:  # Raise errors before any work is done.
             self.known(later, num_images)
 
         def draw(numbers: Tensor) -> Tensor:
-            numbers = numbers.to(self.device)
-            last = numbers
+            numbers = last = numbers.to(self.device)
             if first_halves is not None:
                 numbers = _in_turn(first_halves.to(self.device), numbers)
             own = {name: _in_turn(rows, numbers) for name, rows in known.items()}
