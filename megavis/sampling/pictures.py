@@ -170,7 +170,8 @@ def picture(
         share: share of each example's tokens, the first in the order, that is given.
         num_copies: samples per sampler and example; the paper's default when None.
         conditions: conditions by name; the paper's defaults when None.
-        later, first_halves: see `Sampler.draw`; without examples only.
+        later: see `Sampler.draw`.
+        first_halves: see `Sampler.draw`.
         num_columns: columns of a grid without examples.
         batch_size: see `Sampler.draw`.
 
