@@ -216,11 +216,11 @@ class Layers(Backbone):
 
     def part(self, role: Role) -> nn.Module | nn.Parameter:
         """Build a part of the first layer."""
-        built = self.condition.part(role, self.core)
-        if built is None:
-            front = self.asks.num_front
-            built = build_part(role, self.grammar, self.core, self.reads, num_front=front)
-        decays = self.grammar.asks.learned_tokens_decay
+        conditional = self.condition.part(role, self.core)
+        if conditional is not None:
+            return conditional
+        front, decays = self.asks.num_front, self.grammar.asks.learned_tokens_decay
+        built = build_part(role, self.grammar, self.core, self.reads, num_front=front)
         if role == "front" and decays and self.config.finetune is None:
             assert isinstance(built, nn.Parameter)
             with_decay(built)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
@@ -221,16 +222,20 @@ class Backbone(Trainable):
         """
         return None
 
+    @cached_property
+    def null_label_key(self) -> str | None:
+        """Key that adds an input for "no class"; None if there is one. Asked for each batch."""
+        return self.config.objective.null_label_key(self.config)
+
     @property
     def needs_labels(self) -> bool:
         """True if every sample must have a class."""
-        return self.config.objective.null_label_key(self.config) is not None
+        return self.null_label_key is not None
 
     def check_unlabelled(self) -> None:
         """Raise UserError if the model has no input for "no class", with the key that adds one."""
-        key = self.config.objective.null_label_key(self.config)
-        if key is not None:
-            raise UserError(f"{key} {NO_NULL_LABEL}")
+        if self.null_label_key is not None:
+            raise UserError(f"{self.null_label_key} {NO_NULL_LABEL}")
 
     @property
     def has_random_features(self) -> bool:

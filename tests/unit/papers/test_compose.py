@@ -7,6 +7,7 @@ import torch
 from compositions import (
     ADAPTER,
     BOTH,
+    BRIDGE,
     CATEGORICAL,
     CLASSES,
     CONTENT,
@@ -259,3 +260,11 @@ def test_every_parameter_has_a_gradient(build_composition):
             if parameter.grad is None or not parameter.grad.abs().sum() > 0
         ]
         assert not missing, words
+
+
+def test_decay_is_for_learned_tokens_alone(build_composition):
+    """A class in front is no learned token, and its table keeps its own rule."""
+    decays = BRIDGE.replace("visible,", "visible, tokens_decay: true,")
+    objective, runner = build_composition(PATCHES, CONTEXT, decays, ERROR, CLASSES)
+    assert dict(runner.layers.named_parameters())["embedding.front.weight"].shape == (4, 16)
+    assert objective.check_unlabelled() is None
