@@ -16,6 +16,7 @@ from megavis.composition import asking, condition, encoded_tokens, tokens
 from megavis.composition.encoded_image import EncodedImage
 from megavis.composition.parts import Role
 from megavis.composition.reader import SecondStack
+from megavis.composition.tokens import Key
 from megavis.config.schema import ModelConfig, RunConfig
 from megavis.densities.categorical import Categorical, Place
 from megavis.densities.decoders import NO_DECODER, DecoderSpec, DecoderWork, PatchHead
@@ -46,9 +47,6 @@ from megavis.schedules.one_by_one import OneByOne
 from megavis.schedules.orders import Orders, order_of_run
 from megavis.schedules.schedule import Schedule
 from megavis.schedules.segmented import Groups
-
-Key = Callable[[str], str]
-"""Maps a key of the grammar to the config's, for messages."""
 
 
 @singledispatch
@@ -225,7 +223,7 @@ def _(word: words.Visible, grammar: Grammar, core: Core, grid: Grid) -> SecondSt
 
 def build_condition(grammar: Grammar, run: RunConfig, key: Key) -> condition.Condition:
     """Return what the model is conditioned on."""
-    own = _build_condition(grammar.condition, grammar, run, _under("condition", key))
+    own = _build_condition(grammar.condition, grammar, run, under("condition", key))
     word = grammar.memory
     if word is None:
         return own
@@ -239,7 +237,7 @@ def build_condition(grammar: Grammar, run: RunConfig, key: Key) -> condition.Con
         word.norm_epsilon,
         word.position_std,
     )
-    return EncodedImage(run.data.image_size, sizes, others=own, key=_under("memory", key))
+    return EncodedImage(run.data.image_size, sizes, others=own, key=under("memory", key))
 
 
 @singledispatch
@@ -270,7 +268,8 @@ def _(
     return condition.PooledFeatures(run.data.image_size, size=size, tokenizer=folder, key=key)
 
 
-def _under(word: str, key: Key) -> Key:
+def under(word: str, key: Key) -> Key:
+    """Return the map of a word's own keys, given that of the grammar's."""
     return lambda name: key(f"{word}.{name}")
 
 

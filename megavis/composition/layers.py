@@ -25,6 +25,7 @@ from megavis.composition.build import (
     build_schedule,
     build_second_stack,
     build_tokens,
+    under,
 )
 from megavis.composition.condition import Condition
 from megavis.composition.encoded_image import EncodedImage, PretrainedEncoder
@@ -80,7 +81,7 @@ class Layers(Backbone):
     @cached_property
     def reads(self) -> Tokens:
         """The input tokens."""
-        return build_tokens(self.grammar.reads, self.config, self._under("reads"))
+        return build_tokens(self.grammar.reads, self.config, under("reads", self.paper.key))
 
     @cached_property
     def predicts(self) -> Tokens:
@@ -88,10 +89,7 @@ class Layers(Backbone):
         word = self.grammar.predicts
         if word is None:
             return self.reads
-        return build_tokens(word, self.config, self._under("predicts"))
-
-    def _under(self, word: str) -> Callable[[str], str]:
-        return lambda name: self.paper.key(f"{word}.{name}")
+        return build_tokens(word, self.config, under("predicts", self.paper.key))
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -125,7 +123,7 @@ class Layers(Backbone):
             num_skipped=self.num_skipped,
             also_return=TRANSFORMED if self.has_transform else None,
             seed=self.config.seed,
-            key=self._under("density"),
+            key=under("density", self.paper.key),
         )
         return build_density(self.grammar.density, head)
 

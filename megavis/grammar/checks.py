@@ -125,21 +125,23 @@ def _(tokens: SquareTokens, name: str, run: RunConfig) -> Faults:
 
 @_check_size.register
 def _(tokens: Colors, name: str, run: RunConfig) -> Faults:
+    # A palette may have fewer colours than there are logits.
     size, tensor = tokens.vocabulary_size, run.parallel.tensor_model_parallel_size
-    if size % tensor:
-        # A palette may have fewer colours than there are logits.
-        text = f"{size} is not divisible by tensor_model_parallel_size {tensor}"
-        yield Fault(f"{name}.vocabulary_size", text, f"set it to {size + -size % tensor}")
+    yield from _check_vocabulary(tokens, name, run, f"set it to {size + -size % tensor}")
 
 
 @_check_size.register
 def _(tokens: Ids, name: str, run: RunConfig) -> Faults:
     yield from _check_size.dispatch(SquareTokens)(tokens, name, run)
+    remedy = "set parallel.tensor_model_parallel_size to 1"
+    if run.parallel.sequence_parallel:
+        remedy += " and parallel.sequence_parallel to false"
+    yield from _check_vocabulary(tokens, name, run, remedy)
+
+
+def _check_vocabulary(tokens: Colors | Ids, name: str, run: RunConfig, remedy: str) -> Faults:
     size, tensor = tokens.vocabulary_size, run.parallel.tensor_model_parallel_size
     if size % tensor:
-        remedy = "set parallel.tensor_model_parallel_size to 1"
-        if run.parallel.sequence_parallel:
-            remedy += " and parallel.sequence_parallel to false"
         text = f"{size} is not divisible by tensor_model_parallel_size {tensor}"
         yield Fault(f"{name}.vocabulary_size", text, remedy)
 
@@ -346,11 +348,10 @@ def _check_rows(grammar: Grammar, run: RunConfig) -> Faults:
         what = f"{rows.blocks} rows of the encoder and {rows.decoder} of the decoder"
     elif rows.head < rows.blocks:
         what = f"{rows.blocks} rows, {rows.head} of them queries,"
-    remedy = ""
+    keys = ["{schedule.mask_ratio}"] if rows.decoder else []
     if grammar.condition is not None and grammar.condition.kind == "learned_tokens":
-        remedy = "change {condition.count}"
-    if rows.decoder:
-        remedy = f"change {{schedule.mask_ratio}}{' or ' if remedy else ''}{remedy[7:]}"
+        keys.append("{condition.count}")
+    remedy = f"change {' or '.join(keys)}" if keys else ""
     # The decoder has as many rows as its head reads.
     yield from check_split(run, rows.blocks, rows.head, what=what, remedy=remedy)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from megavis.config.errors import UserError
 from megavis.config.schema import RunConfig
@@ -25,8 +25,11 @@ class ComposeConfig(Words, PaperConfig):
     def grammar(self, run: RunConfig) -> Grammar:
         """Return the words; positions are learned by default, or absent if they are predicted."""
         default: PositionKind = "none" if self.asks.kind == "in_context" else "learned"
-        words = {name: getattr(self, name) for name in Words.model_fields}
-        return Grammar(**words, positions=run.model.positions or default)
+        return Grammar(**_words(self), positions=run.model.positions or default)
+
+
+def _words(section: Words) -> dict[str, Any]:
+    return {name: getattr(section, name) for name in Words.model_fields}
 
 
 def written_out(run: RunConfig) -> RunConfig:
@@ -39,9 +42,8 @@ def written_out(run: RunConfig) -> RunConfig:
         name = run.objective.name
         raise UserError(f"{name} is an autoencoder, and the grammar has no words for one")
     grammar = run.objective.grammar(run)
-    words = {name: getattr(grammar, name) for name in Words.model_fields}
     model = run.model.model_copy(update={"positions": grammar.positions})
-    return run.model_copy(update={"objective": ComposeConfig(**words), "model": model})
+    return run.model_copy(update={"objective": ComposeConfig(**_words(grammar)), "model": model})
 
 
 def in_same_words(first: RunConfig, second: RunConfig) -> tuple[RunConfig, RunConfig]:

@@ -51,9 +51,11 @@ class PaperConfig(ObjectiveConfig):
             yield from (self._issue(fault) for fault in check(self.grammar(run), run))
 
     def _issue(self, fault: Fault) -> ConfigIssue:
+        return self.key(fault.key), self.in_own_keys(f"{fault.text}; {self._remedy(fault)}")
+
+    def _remedy(self, fault: Fault) -> str:
         name = self.names.get(fault.key)
-        remedy = name.remedy if isinstance(name, Renamed) else fault.remedy
-        return self.key(fault.key), self.in_own_keys(f"{fault.text}; {remedy}")
+        return name.remedy if isinstance(name, Renamed) else fault.remedy
 
     def key(self, key: str) -> str:
         """Return the config key for a key of the grammar; keys of other sections are unchanged."""
@@ -82,8 +84,10 @@ class PaperConfig(ObjectiveConfig):
         fault = self.grammar(run).cannot_generate
         if fault is None:
             return None
-        key, text = self._issue(fault)
-        return text.removesuffix("; ").replace("; set it", f"; to generate, set {key}")
+        text, remedy = fault.text, self._remedy(fault)
+        if remedy:  # Here no key precedes the sentence.
+            text += f"; to generate, {remedy.replace('set it', f'set {self.key(fault.key)}', 1)}"
+        return self.in_own_keys(text)
 
     def num_further_blocks(self, run: RunConfig) -> int:
         """See `ObjectiveConfig`."""

@@ -52,7 +52,7 @@ def _(schedule: Groups, grammar: Grammar, run: RunConfig) -> Faults:
             text = f"{text} {schedule.length} length"
             remedy = f"use at most {most}: set it to {most}"
             if not most:
-                remedy = "use smaller tokens, or set {schedule.kind} to one_by_one"
+                remedy = "use smaller tokens, or set {schedule.length} to fixed"
             yield Fault("schedule.num_groups", text, remedy)
 
 

@@ -53,10 +53,7 @@ from megavis.grammar.words.tokens import (
     SquareTokens,
     TokenWord,
 )
-from megavis.grammar.words.weights import (
-    Deviation,
-    InitialWeights,
-)
+from megavis.grammar.words.weights import Deviation, InitialWeights
 
 __all__ = [
     "Adapter",

@@ -8,9 +8,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal, NamedTuple
 
 from megavis.config.schema import Fraction, Positive
-from megavis.config.section import (
-    Section,
-)
+from megavis.config.section import Section
 from megavis.grammar.words.schedules import ScheduleWord
 
 

@@ -5,11 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from megavis.config.schema import Fraction, NonNegative, Positive
-from megavis.config.section import (
-    Above0,
-    Activation,
-    Section,
-)
+from megavis.config.section import Above0, Activation, Section
 
 
 class ConditionWord(Section):

@@ -5,13 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from megavis.config.schema import Positive
-from megavis.config.section import (
-    Above0,
-    AtLeast0,
-    DecoderKind,
-    ScaleActivation,
-    Section,
-)
+from megavis.config.section import Above0, AtLeast0, DecoderKind, ScaleActivation, Section
 
 
 class DensityWord(Section):

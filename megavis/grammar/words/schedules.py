@@ -7,10 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from megavis.config.schema import Fraction, NonNegative, Positive
-from megavis.config.section import (
-    LossAverage,
-    Section,
-)
+from megavis.config.section import LossAverage, Section
 from megavis.grammar.boundaries import Cut, boundary_range, context_size
 from megavis.grammar.order import read_order
 

@@ -10,11 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from megavis.config.schema import Positive
-from megavis.config.section import (
-    AtLeast0,
-    DataConfig,
-    Section,
-)
+from megavis.config.section import AtLeast0, DataConfig, Section
 
 
 class TokenWord(Section):
@@ -23,8 +19,6 @@ class TokenWord(Section):
     kind: str
     is_discrete: ClassVar[bool] = False
     """Whether tokens are ids of a vocabulary, not vectors."""
-    made_from_images: ClassVar[bool] = True
-    """Whether they can be made of the images in jpeg shards."""
 
     @property
     def lacks_tokenizer(self) -> bool:
@@ -52,8 +46,6 @@ class Colors(TokenWord):
     """Palette ids, one per pixel."""
 
     is_discrete: ClassVar[bool] = True
-    made_from_images: ClassVar[bool] = False
-
     kind: Literal["colors"] = "colors"
     vocabulary_size: Annotated[int, Field(gt=1)] = 512
     """Colours of the palette."""
@@ -119,8 +111,6 @@ class Latents(SquareTokens):
 
 class Frames(TokenWord):
     """Frames of a spectrogram, of the shape in `data.frames`."""
-
-    made_from_images: ClassVar[bool] = False
 
     kind: Literal["frames"] = "frames"
 

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from megavis.config.section import (
-    Above0,
-    Section,
-)
+from megavis.config.section import Above0, Section
 
 Deviation = Above0 | Literal["width"]
 """A standard deviation; `width`: 1/√h."""

@@ -45,7 +45,6 @@ class GVPConfig(PaperConfig):
     names: ClassVar[Mapping[str, str | Renamed]] = {
         "predicts": Renamed("variant", "set it to p2p or d2d"),
         "schedule.length": "segmentation",
-        "schedule.kind": "segmentation",
         "asks.start": Renamed("num_condition_tokens", "set it to 1 or more"),
         "density.normalize": "normalize_targets",
         "condition": "condition_size",
