@@ -76,9 +76,9 @@ def paper_class(name: str) -> Any:
     keys = paper_config(name)
     if name not in _NAMELESS:
         room = _room(name)
-        own = name.removeprefix(room).removeprefix("_")
-        for module in (f"{_ROOMS}.{room}.{own or 'paper'}", f"{_ROOMS}.{room}.paper"):
-            if find_spec(module) is None:
+        for file in (name.removeprefix(room).removeprefix("_"), "paper"):
+            module = f"{_ROOMS}.{room}.{file}"
+            if not file or find_spec(module) is None:
                 continue
             for value in vars(importlib.import_module(module)).values():
                 # Other classes in it have no such attribute.

@@ -73,7 +73,7 @@ class CompiledBlocks:
             plain: a block's own routine.
             key: what else makes the graph another one.
         """
-        if not compiles_blocks(hidden):
+        if not compiles_blocks(hidden.device):
             return plain(hidden, *inputs)
         if self._compiled is None:
             self._compiled = torch.compile(

@@ -300,7 +300,7 @@ class Block(TransformerLayer):
         """Apply `attend`, compiled and recomputed in the backward pass if configured."""
         attend: Callable[..., Tensor] = self.attend
         stays_plain = self.draws_alike or self.is_gathered_in_parts
-        if self.training and compiles_blocks(hidden) and not stays_plain:
+        if self.training and compiles_blocks(hidden.device) and not stays_plain:
             attention_context = self.self_attention.prepared(attention_context, hidden)
             attend = functools.partial(
                 self.core.compiled, self.attend, attention_context.query_start

@@ -77,10 +77,10 @@ def is_fused(tensor: Tensor) -> bool:
     return torch.compiler.is_compiling() or (tensor.is_cuda and _Setting.library != "torch")
 
 
-def compiles_blocks(tensor: Tensor) -> bool:
-    """Return whether blocks in training are compiled whole for this hidden state."""
+def compiles_blocks(device: torch.device) -> bool:
+    """Return whether blocks in training are compiled whole on this device."""
     library = _Setting.library
-    return library == "blocks" or (library == "auto" and tensor.is_cuda)
+    return library == "blocks" or (library == "auto" and device.type == "cuda")
 
 
 @functools.cache

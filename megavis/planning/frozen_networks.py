@@ -60,13 +60,16 @@ def frozen_networks(
     Raises:
         UserError: a config is not a tokenizer's, or is that of no encoder.
     """
-    known = {config.name: (path, config.model_dump(mode="json")) for path, config in _read(configs)}
+    known: dict[str, tuple[Mapping[str, Any], Path]] = {}
+    for path in configs:
+        config = load_config(path).config
+        known[config.name] = (config.model_dump(mode="json"), path)
     counted, missing, used = [], [], set()
     for encoder in encoders:
         folder = Path(encoder.run_folder)
         if folder.name in known:
             used.add(folder.name)
-            counted.append(_measured(encoder, *reversed(known[folder.name])))
+            counted.append(_measured(encoder, *known[folder.name]))
         elif folder.exists():
             counted.append(_measured(encoder, read_config(folder), folder))
         else:
@@ -74,13 +77,9 @@ def frozen_networks(
     for name in sorted(set(known) - used):
         runs = ", ".join(encoder.run_folder for encoder in encoders) or "no network"
         raise UserError(
-            f"--tokenizer: {known[name][0]} is the config of {name}; images are encoded by {runs}"
+            f"--tokenizer: {known[name][1]} is the config of {name}; images are encoded by {runs}"
         )
     return tuple(counted), tuple(missing)
-
-
-def _read(paths: Sequence[Path]) -> list[tuple[Path, RunConfig]]:
-    return [(path, load_config(path).config) for path in paths]
 
 
 def encodes_images(config: RunConfig) -> bool:
@@ -98,7 +97,7 @@ def _measured(encoder: FrozenEncoder, config: Mapping[str, Any], where: Path) ->
     network.eval()
     side = encoder.image_size
     images = torch.zeros(_IMAGES, side, side, 3, dtype=torch.uint8, device="meta")
-    run = network.encode if encoder.gives == "encode" else getattr(network, encoder.gives)
+    run = getattr(network, encoder.gives)
     with FlopCounterMode(display=False) as counter, LiveStorages() as live:
         run(images)
     parameters = sum(parameter.numel() for parameter in network.parameters())

@@ -33,6 +33,7 @@ from megavis.config.schema import RunConfig
 from megavis.config.yaml_tree import leaves
 from megavis.data.loading.blended_dataset import Samples
 from megavis.data.loading.loader import BatchLoader
+from megavis.model.kernels import compiles_blocks
 from megavis.papers import build_objective
 from megavis.parallel.context import ParallelContext
 from megavis.parallel.launch import Launch
@@ -285,8 +286,9 @@ class Trainer:
         )
         replaced = ReportReplacedSamples(settings.log_every, self.train_data, self.context)
         hardware = WatchHardware(settings.log_every)
-        compilation = ReportCompilation(self.context, settings.kernels)
-        callbacks: list[Callback] = [compilation, hardware, log, save.record_stall, replaced]
+        callbacks: list[Callback] = [hardware, log, save.record_stall, replaced]
+        if compiles_blocks(self.context.device):
+            callbacks.insert(0, ReportCompilation(self.context))
         if validate is not None:
             callbacks.append(validate)
         callbacks += [*self._stopping, interruption]

@@ -10,7 +10,6 @@ from typing import Any
 import torch.distributed as dist
 
 from megavis.config.errors import counted
-from megavis.config.section import KernelLibrary
 from megavis.model.compiled_blocks import Compilation, take_compilation
 from megavis.model.kernels import choose_kernels
 from megavis.parallel.context import ParallelContext
@@ -19,18 +18,17 @@ from megavis.training.callbacks.callback import StepState
 
 @dataclass
 class ReportCompilation:
-    """Says once how long compiling took; where a process could not, all go on without."""
+    """Says once how long compiling took; where a process could not, all go on without.
+
+    For runs whose blocks are compiled (`compiles_blocks`), on all processes alike.
+    """
 
     context: ParallelContext
-    kernels: KernelLibrary
     is_done: bool = False
 
     def __call__(self, state: StepState) -> None:
         """Compare all processes after the first step; the main one writes a line."""
-        may_compile = self.kernels == "blocks" or (
-            self.kernels == "auto" and self.context.device.type == "cuda"
-        )
-        if state.loss is None or not may_compile:
+        if state.loss is None:
             return
         if self.is_done:
             self._report_later(state.step)
