@@ -84,6 +84,9 @@ def save(launch: Launch, settings: Settings) -> list[Row]:
     with job(launch, settings) as context:
         trainer = Trainer(config, context)
         trainer.step()
+        began = time.perf_counter()
+        trainer.prepare_snapshots()
+        prepared = time.perf_counter() - began
         synchronize(context.device)
         began = time.perf_counter()
         snapshot = trainer.snapshot(folder)
@@ -99,6 +102,7 @@ def save(launch: Launch, settings: Settings) -> list[Row]:
     return [
         Row(f"save of {size}: training stalls", stalled, "s", aim),
         Row(f"save of {size}: written after that", written, "s"),
+        Row(f"save of {size}: memory made ready after the first step", prepared, "s"),
         *copies,
     ]
 

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from megavis.checkpoint.format.folder import chosen_checkpoint
+from megavis.checkpoint.state.host_copies import HostCopies
 from megavis.checkpoint.state.restore import load_training_state
-from megavis.checkpoint.state.save import Snapshot, TrainingProgress
-from megavis.composition.trainable import Trainable
+from megavis.checkpoint.state.save import Snapshot, TrainingProgress, reserve_copies
 from megavis.config.load import dump_config
 from megavis.config.schema import RunConfig
 from megavis.data.loading.loader import Batch
-from megavis.model.stack import LayerStack
+from megavis.model.kernels import choose_kernels
 from megavis.papers import build_objective
 from megavis.parallel.context import ParallelContext
-from megavis.training import engine as engine_module
 from megavis.training.bench import random_batch
 from megavis.training.engine import Engine
 
@@ -30,13 +28,16 @@ class Trainer:
     Attributes:
         engine: megavis's engine.
         steps_taken: since the start of the run.
+        copies: host memory of snapshots.
     """
 
     def __init__(self, config: RunConfig, context: ParallelContext, *, first_step: int = 0) -> None:
         """Build the engine and four alternating batches, in pinned memory for CUDA."""
+        choose_kernels(config.training.kernels)
         self.objective = build_objective(config, context)
         self.engine = Engine(config, self.objective, context)
         self.steps_taken = first_step
+        self.copies = HostCopies(keeps=context.device.type == "cuda")
         count = self.engine.micro_batch_size
         self._batches = [random_batch(self.objective, count, seed=seed) for seed in range(4)]
         if context.device.type == "cuda":
@@ -56,6 +57,12 @@ class Trainer:
         while True:
             yield self._batches[self.steps_taken % len(self._batches)]
 
+    def prepare_snapshots(self) -> None:
+        """Make host memory ready for snapshots, as training does after its first step; wait."""
+        engine = self.engine
+        reserve_copies(self.copies, engine.layers, engine.states, engine.context)
+        self.copies.wait()
+
     def snapshot(self, folder: Path) -> Snapshot:
         """Copy the state of the run to host memory."""
         config, steps = self.engine.config, self.steps_taken
@@ -71,6 +78,7 @@ class Trainer:
             layers=self.engine.layers,
             states=self.engine.states,
             context=self.engine.context,
+            copies=self.copies,
         )
 
     def save(self, folder: Path) -> Path:
@@ -93,20 +101,3 @@ class Trainer:
             context=engine.context,
         )
         self.steps_taken = manifest.step
-
-
-@contextlib.contextmanager
-def stacks_changed(change: Callable[[LayerStack], None]) -> Iterator[None]:
-    """Apply `change` to the layers of engines built in this context, before DeepSpeed."""
-    build = engine_module.build_stack
-
-    def changed(objective: Trainable, context: ParallelContext) -> LayerStack:
-        stack = build(objective, context)
-        change(stack)
-        return stack
-
-    engine_module.build_stack = changed
-    try:
-        yield
-    finally:
-        engine_module.build_stack = build

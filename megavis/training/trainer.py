@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megavis.checkpoint.format.folder import (
@@ -18,13 +18,14 @@ from megavis.checkpoint.format.folder import (
     saved_steps,
 )
 from megavis.checkpoint.format.manifest import CheckpointManifest, LossHistory
+from megavis.checkpoint.state.host_copies import HostCopies
 from megavis.checkpoint.state.restore import (
     Found,
     load_training_state,
     newest_intact_checkpoint,
     start_encoder,
 )
-from megavis.checkpoint.state.save import Snapshot, TrainingProgress
+from megavis.checkpoint.state.save import Snapshot, TrainingProgress, reserve_copies
 from megavis.composition.classification import classifier_of
 from megavis.composition.trainable import StartingWeights, Trainable
 from megavis.config.errors import UnfinishedError
@@ -104,6 +105,12 @@ class Trainer:
     """Set if the encoder starts from another run."""
     stopping: EarlyStopping | None = None
     """Set while fine-tuning, or pre-training with `training.patience`."""
+    copies: HostCopies = field(init=False)
+    """Host memory of the run's snapshots."""
+
+    def __post_init__(self) -> None:
+        """Keep the memory where copying into it is what a save waits for."""
+        self.copies = HostCopies(keeps=self.context.device.type == "cuda")
 
     @property
     def folder(self) -> Path:
@@ -193,6 +200,7 @@ class Trainer:
             config.checkpoint,
             functools.partial(self._snapshot, bad_steps=bad_steps),
             published=self._prune,
+            prepare=lambda: reserve_copies(self.copies, engine.layers, engine.states, context),
         )
         validate = self._validate(interruption)
         extra = [*extra_callbacks, bad_steps, *self._checks(bad_steps)]
@@ -364,7 +372,12 @@ class Trainer:
             losses=bad_steps.judge.history,
         )
         return Snapshot(
-            self.folder, progress, layers=engine.layers, states=engine.states, context=self.context
+            self.folder,
+            progress,
+            layers=engine.layers,
+            states=engine.states,
+            context=self.context,
+            copies=self.copies,
         )
 
     def _prune(self) -> None:

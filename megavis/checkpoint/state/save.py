@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megavis.checkpoint.format.folder import partial_folder, publish, step_folder
 from megavis.checkpoint.format.manifest import (
@@ -28,12 +28,14 @@ from megavis.checkpoint.format.manifest import (
     LossHistory,
     LossScale,
     StoredFile,
+    TensorKind,
     TensorSlice,
     read_manifest,
     write_manifest,
 )
 from megavis.checkpoint.format.tensor_files import open_tensors, save_tensors
 from megavis.checkpoint.format.tensor_reader import CheckpointReader
+from megavis.checkpoint.state.host_copies import HostCopies
 from megavis.checkpoint.state.parameter_states import ParameterStates, logical_shape
 from megavis.config.errors import UserError
 from megavis.data.format.files import flush_folder, sha256_of_file
@@ -60,8 +62,8 @@ class TrainingProgress:
 class Snapshot:
     """A checkpoint in this process's memory, with the tensors that it owns.
 
-    `write` may run in a thread while training continues; then every process calls `publish`.
-    Creation is collective over all processes.
+    `write` may run in a thread while training continues; then every process calls `publish`, before
+    the next snapshot with the same `copies` is made. Creation is collective over all processes.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Snapshot:
         layers: LocalLayers,
         states: ParameterStates,
         context: ParallelContext,
+        copies: HostCopies | None = None,
     ) -> None:
         self.step = progress.step
         self._run_folder, self._progress, self._context = run_folder, progress, context
@@ -79,7 +82,8 @@ class Snapshot:
         if context.is_main:
             shutil.rmtree(self._partial, ignore_errors=True)
         self._file = f"rank-{context.world.rank:05d}.safetensors"
-        self._tensors, self._entries = _collect(self._file, layers, states, context)
+        copies = copies or HostCopies(keeps=False)
+        self._tensors, self._entries = _collect(self._file, layers, states, context, copies)
         self._optimizer_step = states.optimizer_step()
         self._stored: StoredFile | None = None
         # Assume failure until the writer succeeds: a thread may die without an exception.
@@ -131,7 +135,11 @@ class Snapshot:
 
 
 def _collect(
-    file: str, layers: LocalLayers, states: ParameterStates, context: ParallelContext
+    file: str,
+    layers: LocalLayers,
+    states: ParameterStates,
+    context: ParallelContext,
+    copies: HostCopies,
 ) -> tuple[dict[str, Tensor], dict[str, LogicalTensor]]:
     """Return what this process writes: its slices, and their entries in the manifest."""
     tensors: dict[str, Tensor] = {}
@@ -139,8 +147,22 @@ def _collect(
 
     def add(key: str, value: Tensor, dimension: int | None) -> None:
         entries[key] = _entry(value, dimension, file, key, context)
-        tensors[key] = value.detach().to("cpu", copy=True).contiguous()
+        tensors[key] = copies.copy(key, value)
 
+    for key, parameter, kind, is_mine in _states_of(layers, states, context):
+        value = states.get(parameter, kind)
+        if is_mine:
+            add(key, value, partition_dimension(parameter))
+    for name, buffer in layers.named_buffers():
+        if context.replicas.rank == 0 and context.tensor.rank == 0:
+            add(f"weight/{name}", buffer.float(), None)
+    return tensors, entries
+
+
+def _states_of(
+    layers: LocalLayers, states: ParameterStates, context: ParallelContext
+) -> Iterator[tuple[str, nn.Parameter, TensorKind, bool]]:
+    """Yield key, parameter and kind of each state, and whether this process writes it."""
     load = [0] * context.replicas.size
     for name, parameter in layers.named_parameters():
         for kind in states.kinds(parameter):
@@ -148,13 +170,16 @@ def _collect(
             # communication, and none exceeds an equal share by more than one tensor.
             owner = load.index(min(load))
             load[owner] += logical_shape(parameter).numel()
-            value = states.get(parameter, kind)
-            if owner == context.replicas.rank and is_first_copy(parameter):
-                add(f"{kind}/{name}", value, partition_dimension(parameter))
-    for name, buffer in layers.named_buffers():
-        if context.replicas.rank == 0 and context.tensor.rank == 0:
-            add(f"weight/{name}", buffer.float(), None)
-    return tensors, entries
+            is_mine = owner == context.replicas.rank and is_first_copy(parameter)
+            yield f"{kind}/{name}", parameter, kind, is_mine
+
+
+def reserve_copies(
+    copies: HostCopies, layers: LocalLayers, states: ParameterStates, context: ParallelContext
+) -> None:
+    """Make host memory ready for the snapshots of a run; once the optimizer has its states."""
+    owned = _states_of(layers, states, context)
+    copies.reserve({key: logical_shape(parameter) for key, parameter, _, mine in owned if mine})
 
 
 def _entry(

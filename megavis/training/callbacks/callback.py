@@ -251,6 +251,7 @@ class SaveCheckpoint:
         saving: determines when a checkpoint is due.
         take: copies the state of the run after a step.
         published: called after a checkpoint is published.
+        prepare: called after the first step, ahead of the first copy unless that is due.
     """
 
     def __init__(
@@ -259,8 +260,10 @@ class SaveCheckpoint:
         take: Callable[[StepState], Snapshot],
         *,
         published: Callable[[], None],
+        prepare: Callable[[], None] = lambda: None,
     ) -> None:
         self._saving, self._take, self._published = saving, take, published
+        self._prepare, self._is_prepared = prepare, False
         self.failures = 0
         self._agreement = AsyncFlag()
         self._snapshot: Snapshot | None = None
@@ -279,6 +282,9 @@ class SaveCheckpoint:
             self._writer.start()
             if state.is_last:
                 self._publish(required=True)
+        if not self._is_prepared:
+            self._is_prepared = True
+            self._prepare()
         self._stall += time.perf_counter() - began
 
     def record_stall(self, state: StepState) -> None:

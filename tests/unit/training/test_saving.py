@@ -57,6 +57,20 @@ def test_extra_steps_are_saved_and_kept(saving, tmp_path):
     assert saved_steps(tmp_path) == [1, 3, LAST]
 
 
+def test_memory_is_prepared_once_after_the_first_step(saving, tmp_path):
+    every_second, _ = saving
+    prepared = []
+    after_step = SaveCheckpoint(
+        CheckpointConfig(every=2),
+        every_second._take,
+        published=lambda: None,
+        prepare=lambda: prepared.append(saved_steps(tmp_path)),
+    )
+    for step in range(1, LAST + 1):
+        after_step(StepState(step, LAST, None, None))
+    assert prepared == [[]]
+
+
 def test_dead_writer_is_reported_and_training_continues(saving, tmp_path, capfd):
     after_step, dies = saving
     dies.append(4)
