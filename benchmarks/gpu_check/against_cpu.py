@@ -16,10 +16,13 @@ from benchmarks.gpu_check.passes import (
     BF16_GRADIENT,
     BF16_LOSS,
     FLOAT32,
+    compilation_row,
     differences,
     one_pass,
 )
 from benchmarks.gpu_check.results import Measure, Row, Settings
+from megavis.model.core import Block
+from megavis.model.kernels import compiles_blocks
 from megavis.parallel.launch import Launch
 from megavis.parallel.random import normal, uniform
 from megavis.training.bench import random_batch
@@ -69,6 +72,8 @@ def _compare_demo(path: str, launch: Launch, settings: Settings) -> list[Row]:
         rows += differences(f"{path}, float32", found, reference, limits, _note(settings))
         found = one_pass(objective, stack.to(torch.bfloat16), on_device)
         rows += differences(f"{path}, bf16", found, reference, (BF16_LOSS, BF16_GRADIENT))
+        whole = any(isinstance(layer, Block) for layer in stack.modules())
+        rows.append(compilation_row(path, whole=whole and compiles_blocks(context.device)))
     return rows
 
 

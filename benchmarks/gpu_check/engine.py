@@ -46,7 +46,6 @@ def transformer_engine(launch: Launch, settings: Settings) -> list[Row]:
 def _pass(launch: Launch, settings: Settings, *words: str) -> Pass:
     with job(launch, settings) as context:
         config = read_demo(_DEMO, settings.folder / "scratch" / "tokenizers", words)
-        choose_kernels(config.training.kernels)
         try:
             objective, stack = plain_model(config, context)
             stack.to(context.device, torch.bfloat16)

@@ -13,6 +13,7 @@ from benchmarks.palette_shards import run_verb, write_crops
 from megavis.composition.trainable import Trainable
 from megavis.config.load import exported_names, load_config
 from megavis.config.schema import RunConfig
+from megavis.model.kernels import choose_kernels
 from megavis.model.stack import LayerStack
 from megavis.papers import build_objective
 from megavis.parallel.context import ParallelContext, close_context, open_context
@@ -78,6 +79,8 @@ def read_demo(path: str, folder: Path, words: Sequence[str] = ()) -> RunConfig:
 
 def plain_model(config: RunConfig, context: ParallelContext) -> tuple[Trainable, LayerStack]:
     """Return the objective and its layers on the CPU, in float32, without an engine."""
+    # A part whose blocks could not be compiled leaves other kernels behind.
+    choose_kernels(config.training.kernels)
     objective = build_objective(config, context)
     return objective, LayerStack(objective.layer_plans(), objective.loss).train()
 

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from benchmarks.gpu_check.results import Row
 from megavis.composition.trainable import Trainable
+from megavis.config.errors import counted
 from megavis.data.loading.loader import Batch
+from megavis.model.compiled_blocks import take_compilation
 from megavis.model.stack import LayerStack
 
 FLOAT32, BF16_LOSS, BF16_GRADIENT = 1e-5, 0.02, 0.1
@@ -73,3 +75,16 @@ def differences(
         )
         for (what, value), limit in zip(values.items(), limits, strict=True)
     ]
+
+
+def compilation_row(name: str, *, whole: bool) -> Row:
+    """Return what compiling blocks took in this process since the last call.
+
+    Args:
+        name: of what ran.
+        whole: whether its blocks are to be compiled whole, or may not.
+    """
+    found = take_compilation()
+    passed = not found.failure and bool(found.graphs) == whole
+    note = found.failure or counted(found.graphs, "graph")
+    return Row(f"{name}: compiling blocks", found.seconds, "s", passed=passed, note=note)

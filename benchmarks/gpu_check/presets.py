@@ -5,9 +5,8 @@ To measure another preset or variant, add an entry to `PRESETS` or `VARIANTS`.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -15,13 +14,13 @@ import torch
 from benchmarks.gpu_check.kernels import TimeSplit, seconds_of, synchronize, time_split
 from benchmarks.gpu_check.machine import SMALL_IMAGES
 from benchmarks.gpu_check.models import TINY, job, read_config
+from benchmarks.gpu_check.passes import compilation_row
 from benchmarks.gpu_check.planned import planned_time
 from benchmarks.gpu_check.results import Measure, Row, Settings
-from benchmarks.gpu_check.training import Trainer, stacks_changed
+from benchmarks.gpu_check.training import Trainer
 from megavis.config.schema import RunConfig
-from megavis.model.core import Block
 from megavis.model.flops import peak_flops
-from megavis.model.stack import LayerStack
+from megavis.model.kernels import compiles_blocks
 from megavis.parallel.launch import Launch
 
 
@@ -44,27 +43,6 @@ class Preset:
     anchor: str = ""
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A way to run presets.
-
-    Attributes:
-        words: overrides.
-        change: applied to the layers before DeepSpeed wraps them.
-    """
-
-    words: tuple[str, ...]
-    change: Callable[[LayerStack], None] | None = None
-
-
-def compile_blocks(stack: LayerStack) -> None:
-    """Compile each block with torch; without a GPU it is only traced."""
-    backend = "inductor" if torch.cuda.is_available() else "eager"
-    for layer in stack.layers:
-        if isinstance(layer, Block):
-            layer.attend = torch.compile(layer.attend, backend=backend)  # type: ignore[method-assign]
-
-
 PRESETS: Mapping[str, Preset] = {
     "iGPT-XL, 6 of 60 blocks": Preset(
         "igpt/xl_64.yaml",
@@ -76,19 +54,21 @@ PRESETS: Mapping[str, Preset] = {
     "GIVT-L": Preset("givt/causal_large.yaml", 16, (), 99, "d12, d18: 41, 46 % (nanochat)"),
     "DARL ViT-H": Preset("darl/vit_h14_diff.yaml", 64, (), 194, "ViT-g/14, 8 H100: 29 % (NeMo)"),
     "GVP-B": Preset("gvp/vit_b_p2p.yaml", 128, (), 70, "ViT-S, one H100: 22.9 %"),
+    "MP3-B": Preset("mp3/vit_b_imagenet.yaml", 256, (), None, "ViT-S, one H100: 22.9 %"),
 }
 """Presets to measure; a variant's overrides follow those of the preset."""
 
-_PLAIN = "parallel.activation_checkpointing=none"
-VARIANTS: Mapping[str, Variant] = {
-    "ZeRO-1": Variant(("parallel.zero_stage=1", _PLAIN)),
-    "ZeRO-3": Variant(("parallel.zero_stage=3", _PLAIN)),
-    "ZeRO-1, compiled": Variant(("parallel.zero_stage=1", _PLAIN), compile_blocks),
-    "ZeRO-1, full recomputation": Variant(
-        ("parallel.zero_stage=1", "parallel.activation_checkpointing=full")
+_STORED = "parallel.activation_checkpointing=none"
+VARIANTS: Mapping[str, tuple[str, ...]] = {
+    "ZeRO-1": ("parallel.zero_stage=1", _STORED),
+    "ZeRO-3": ("parallel.zero_stage=3", _STORED),
+    "ZeRO-1, regions": ("parallel.zero_stage=1", _STORED, "training.kernels=regions"),
+    "ZeRO-1, full recomputation": (
+        "parallel.zero_stage=1",
+        "parallel.activation_checkpointing=full",
     ),
 }
-"""Variants to run them in."""
+"""Overrides in which presets are run; blocks are compiled whole where none says otherwise."""
 
 
 def parts(settings: Settings) -> Mapping[str, Measure]:
@@ -105,24 +85,24 @@ def parts(settings: Settings) -> Mapping[str, Measure]:
     }
 
 
-def config_of(preset: Preset, variant: Variant, settings: Settings) -> RunConfig:
+def config_of(preset: Preset, variant: Sequence[str], settings: Settings) -> RunConfig:
     """Return the config of a preset and variant, with one micro-batch per step."""
     images = 2 if settings.small else preset.images
     tiny = (*TINY, *SMALL_IMAGES[preset.path]) if settings.small else ()
     sizes = (f"training.batch_size={images}", f"training.micro_batch_size={images}")
     words = (*preset.words, "training.precision=bf16", *sizes)
-    return read_config(preset.path, [*words, *variant.words, *tiny])
+    return read_config(preset.path, [*words, *variant, *tiny])
 
 
 def _measure(name: str, way: str, launch: Launch, settings: Settings) -> list[Row]:
-    preset, variant = PRESETS[name], VARIANTS[way]
-    config = config_of(preset, variant, settings)
-    changed = contextlib.nullcontext() if variant.change is None else stacks_changed(variant.change)
-    with job(launch, settings) as context, changed:
+    preset = PRESETS[name]
+    config = config_of(preset, VARIANTS[way], settings)
+    with job(launch, settings) as context:
         trainer, device = Trainer(config, context), context.device
         for _ in range(1 if settings.small else 3):
             trainer.enqueue()
         synchronize(device)
+        compiled = compilation_row(f"{name}, {way}", whole=compiles_blocks(device))
         if settings.on_gpu:
             torch.cuda.reset_peak_memory_stats(device)
         seconds = seconds_of(trainer.enqueue, device, rounds=1 if settings.small else 10)
@@ -148,6 +128,7 @@ def _measure(name: str, way: str, launch: Launch, settings: Settings) -> list[Ro
         _mfu_row(title, flops, rate, preset, settings),
         Row(f"{title}: peak memory", memory, "GB", note=_unless_gpu(settings)),
         *_split_rows(title, split, 1e3 * seconds, settings),
+        compiled,
     ]
 
 
