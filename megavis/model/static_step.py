@@ -2,7 +2,7 @@
 
 The position is a tensor, and attention hides the part of the cache that is not written yet. A graph
 whose result differs from that of the step it replays is not used. On a CPU the same is computed
-without a graph; it has not been run on a GPU yet.
+without a graph.
 
 Legend: b images, n heads of this process, d head size, h hidden size, L blocks.
 """
