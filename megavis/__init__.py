@@ -19,6 +19,11 @@ __version__ = "0.1.0"
 # not use. Set the filter before any of our modules imports it. Other warnings are shown.
 warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
 
+# Float32 is float32 unless `training.tf32` says otherwise, and a softmax over at most four keys
+# needs no fast form.
+for _message in ("TensorFloat32 tensor cores for float32", r"\s*Online softmax is disabled"):
+    warnings.filterwarnings("ignore", message=_message)
+
 # torch logs that CUDA is missing if a toolkit is installed without a GPU, DeepSpeed that it uses
 # the CPU; `megavis doctor` reports what this machine provides.
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

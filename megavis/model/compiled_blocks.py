@@ -36,7 +36,8 @@ class Compilation:
 
     Attributes:
         graphs: number of graphs, forward and backward pass counted as one.
-        seconds: until they ran first.
+        seconds: in which forward passes were compiled and ran first; torch compiles a backward pass
+            when it first runs.
         failure: why a block could not be compiled; None if all could.
     """
 

@@ -287,7 +287,12 @@ def two_stream_attention(
     Returns:
         `[b, n, q, d]`.
     """
-    return compiled(flex_attention)(query, key, value, block_mask=block_mask)
+    # Inside a compiled block it is part of that graph.
+    run: Callable[..., Any] = flex_attention
+    if not torch.compiler.is_compiling():
+        run = compiled(flex_attention)
+    attended: Tensor = run(query, key, value, block_mask=block_mask)
+    return attended
 
 
 def suits_flex(

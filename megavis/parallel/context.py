@@ -88,6 +88,15 @@ class ParallelContext:
         """True on rank 0, which writes logs."""
         return self.world.rank == 0
 
+    def barrier(self) -> None:
+        """Wait until all processes are here.
+
+        Names this process's GPU: torch would guess it from the rank, and hang where ranks and GPUs
+        are in another order.
+        """
+        gpu = [self.device.index] if self.device.type == "cuda" else None
+        dist.barrier(group=self.world.group, device_ids=gpu)
+
     def from_main(self, value: _Value) -> _Value:
         """Broadcast the main process's value; collective over all processes.
 

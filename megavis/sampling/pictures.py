@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from PIL import Image
 from torch import Tensor
 
@@ -289,19 +288,19 @@ def write_npz(
     starts = range(0, num_images, batch_size)
     # All processes list before any writes: those that share layers must run the same batches.
     missing = [start for start in starts if not _part(folder, start).exists()]
-    dist.barrier()
+    context.barrier()
     for start in missing[context.data.rank :: context.data.size]:
         images = batches.run(draw, torch.arange(start, min(start + batch_size, num_images)))
         if context.tensor.rank == context.context.rank == 0:
             with atomic_writer(_part(folder, start)) as file:
                 np.save(file, images.cpu().numpy())
-    dist.barrier()
+    context.barrier()
     if context.is_main:
         joined = np.concatenate([np.load(_part(folder, start)) for start in starts])
         with atomic_writer(path) as file:
             np.savez(file, arr_0=joined)
         shutil.rmtree(folder)
-    dist.barrier()
+    context.barrier()
 
 
 def _batch_size(path: Path) -> int | None:
@@ -313,7 +312,7 @@ def _check_settings(path: Path, wanted: str, context: ParallelContext) -> None:
     if context.is_main and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, wanted.encode())
-    dist.barrier()
+    context.barrier()
     if path.read_text() != wanted:
         raise UserError(
             f"{path.parent} holds images generated with other settings ({path.read_text()});"

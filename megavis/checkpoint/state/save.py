@@ -89,7 +89,7 @@ class Snapshot:
         # Assume failure until the writer succeeds: a thread may die without an exception.
         self._failure = f"{self._partial / self._file}: the writer thread has died"
         # Wait until the main process has removed the old folder.
-        dist.barrier(group=context.world.group)
+        context.barrier()
 
     def write(self) -> None:
         """Write this process's share; `publish` reports failures on all processes."""

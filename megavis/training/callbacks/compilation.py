@@ -1,10 +1,11 @@
-"""A report of how long blocks took to compile, after the first step."""
+"""A report of the blocks that were compiled, after the first step."""
 
 from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -18,13 +19,15 @@ from megavis.training.callbacks.callback import StepState
 
 @dataclass
 class ReportCompilation:
-    """Says once how long compiling took; where a process could not, all go on without.
+    """Says once what was compiled in the first step; where a process could not, all go on without.
 
-    For runs whose blocks are compiled (`compiles_blocks`), on all processes alike.
+    For runs whose blocks are compiled (`compiles_blocks`), on all processes alike. The time is that
+    of the whole step: torch compiles a backward pass when it first runs, inside autograd.
     """
 
     context: ParallelContext
     is_done: bool = False
+    began: float = field(default_factory=time.perf_counter)
 
     def __call__(self, state: StepState) -> None:
         """Compare all processes after the first step; the main one writes a line."""
@@ -40,7 +43,7 @@ class ReportCompilation:
         if failures:
             choose_kernels("regions")
         if self.context.is_main:
-            sys.stderr.write(_line(found, failures))
+            sys.stderr.write(_line(found, failures, time.perf_counter() - self.began))
 
     def _report_later(self, step: int) -> None:
         """Say if this process has changed to other kernels since; its numbers hardly change."""
@@ -52,16 +55,16 @@ class ReportCompilation:
             )
 
 
-def _line(found: list[Compilation], failures: list[str]) -> str:
+def _line(found: list[Compilation], failures: list[str], seconds: float) -> str:
     if failures:
         return (
             f"WARNING: {len(failures)} of {len(found)} processes could not compile whole blocks:"
             f" {failures[0]}; blocks run uncompiled, which is slower (training.kernels: regions)\n"
         )
-    slowest = max(found, key=lambda each: each.seconds)
-    if not slowest.graphs:
+    most = max(each.graphs for each in found)
+    if not most:
         return ""
     # torch sets the variable when it compiles.
     kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     kept = "" if kept is None else f", kept in {kept}"
-    return f"blocks compiled in {slowest.seconds:.1f} s: {counted(slowest.graphs, 'graph')}{kept}\n"
+    return f"first step in {seconds:.1f} s: blocks compiled, {counted(most, 'graph')}{kept}\n"

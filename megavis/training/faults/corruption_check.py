@@ -127,14 +127,13 @@ def allowed_difference(engine: Engine) -> float:
 
 def _remember(engine: Engine, step: int, complaint: str) -> None:
     """Record the fault in the run folder; called on every process."""
-    world = engine.context.world
     if engine.context.is_main:
         # A full disk must not hide the fault.
         with contextlib.suppress(OSError):
             folder = Path(engine.config.folder)
             record_fault(folder, step, complaint, exit_code=CORRUPTION_EXIT_CODE)
     # The first process to exit may end the others.
-    dist.barrier(group=world.group)
+    engine.context.barrier()
 
 
 def weight_fingerprints(engine: Engine) -> Fingerprints:

@@ -1,10 +1,13 @@
 """What opening a job changes in its process, and closing restores."""
 
+import dataclasses
 import os
 import resource
 import sys
 
 import pytest
+import torch
+import torch.distributed as dist
 from children import in_child
 
 from megavis.parallel.context import close_context, open_context, open_virtual_context
@@ -48,3 +51,11 @@ def test_job_raises_the_limit_of_open_files():
     """1,024 are too few for gloo's groups of about 340 processes."""
     soft, hard = in_child(limit_of_open_files, 200)
     assert soft == min(hard, 65_536)
+
+
+@pytest.mark.parametrize(("device", "wanted"), [("cpu", None), ("cuda:3", [3])])
+def test_a_barrier_names_the_gpu_of_this_process(context, monkeypatch, device, wanted):
+    waited = []
+    monkeypatch.setattr(dist, "barrier", lambda **options: waited.append(options))
+    dataclasses.replace(context, device=torch.device(device)).barrier()
+    assert waited == [{"group": context.world.group, "device_ids": wanted}]
