@@ -6,12 +6,13 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu_check.kernels import synchronize
+from benchmarks.gpu_check.kernels import TimeSplit, synchronize, time_split
 from benchmarks.gpu_check.machine import SMALL_IMAGES, speed
 from benchmarks.gpu_check.models import TINY, job, plain_model, read_config
 from benchmarks.gpu_check.results import Measure, Row, Settings
@@ -55,7 +56,8 @@ def _decode(
             # In GB/s like the bandwidth: all weights are read once per position.
             share = 1e-9 * num_bytes / seconds / float(bandwidth.value or 0.0)
             title = f"decoding iGPT-L, {name}, batch {batch}"
-            rows += _rows(title, seconds, batch, share)
+            split = _split(runner, objective, batch, settings, static=static)
+            rows += _rows(title, seconds, batch, share, split)
             note = _NOTES[settings.on_gpu] if static else ""
             rows.append(Row(f"{title}: once for a batch", first, "s", note=note))
     return rows
@@ -96,9 +98,27 @@ def batch_rows(
     ]
 
 
-def _rows(title: str, seconds: float, batch: int, share: float) -> list[Row]:
+def _split(
+    runner: Inference, objective: Model, batch: int, settings: Settings, *, static: bool
+) -> TimeSplit:
+    """Return the time of the ids and of the prefill pass before them by kind of kernel."""
+    places = _places(settings)[1]
+    given = objective.num_tokens - places - 1, batch
+    return time_split(
+        lambda: _seconds_behind_prefill(runner, objective, *given, static),
+        runner.context.device,
+        times=1,
+    )
+
+
+def _places(settings: Settings) -> tuple[int, int]:
+    """Return two numbers of ids at the end of an image, inside one of decoding's graphs."""
+    return (2, 4) if settings.small else (32, REACH - 32)
+
+
+def _rows(title: str, seconds: float, batch: int, share: float, split: TimeSplit) -> list[Row]:
     return [
-        Row(f"{title}: a token", 1e3 * seconds, "ms"),
+        Row(f"{title}: a token", 1e3 * seconds, "ms", detail={"split_ms": asdict(split)}),
         Row(f"{title}: rate", batch / seconds, "tokens/s"),
         Row(
             f"{title}: weights read, of the measured bandwidth",
@@ -117,7 +137,7 @@ def seconds_a_place(
     The difference of two lengths, both behind the prefill pass and inside one of decoding's
     graphs, is that of the ids alone; the rest is the copy of the weights and the capture.
     """
-    fewer, more = (2, 4) if settings.small else (32, REACH - 32)
+    fewer, more = _places(settings)
     taken = {}
     for places in (fewer, more):
         given = objective.num_tokens - places - 1, batch
