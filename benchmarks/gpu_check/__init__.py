@@ -1,4 +1,4 @@
-"""The first 50 minutes on a GPU: does megavis work there, how fast, and what to correct.
+"""The first hour on a GPU: does megavis work there, how fast, and what to correct.
 
     python -m benchmarks.gpu_check                 # all nine stages on one GPU
     python -m benchmarks.gpu_check --stages 1,3    # some of them
@@ -7,7 +7,9 @@
 
 Each stage stops after `--limit` minutes (9.5) and keeps what it has measured; the same command
 continues with the parts that are missing. Finished stages are skipped unless `--again`. Ctrl-C, a
-time limit or a crash loses the part that was running and nothing else.
+time limit or a crash loses the parts that were running and nothing else. Stages 2, 3, 4 and 9
+measure no time: on a GPU `--jobs` of their parts run at once, by default one for two cores, up to
+eight.
 
     stage  minutes  what
     1      3        versions, an all-reduce, speed of products and memory, SDPA kernels, a CPU run
@@ -28,7 +30,7 @@ Nothing needs to be installed. With a folder of wheels and no network, from the 
     PYTHONPATH=unpacked:. python -m benchmarks.gpu_check
 
 The output folder holds `stage-N.json`, `report.json` (a list of all of them), `report.md` and
-`worker.log` (what libraries print). A stage's file:
+`worker.log` (what libraries print; in `jobs/N` of parts that ran at once). A stage's file:
 
     stage, title     its number and what it measures
     device, small    cpu or cuda; true where sizes were tiny, so that times mean nothing

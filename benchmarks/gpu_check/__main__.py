@@ -38,6 +38,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda; cpu means --small")
     made.add_argument("--small", action="store_true", help="tiny sizes: run every code path")
     made.add_argument("--again", action="store_true", help="measure finished stages anew")
+    made.add_argument(
+        "--jobs", type=_jobs, help="parts at once where none measures time; see below"
+    )
     made.add_argument("--limit", type=float, default=9.5, help="minutes a stage; default: 9.5")
     made.add_argument("--total", type=float, help="minutes of this call; default: no limit")
     return made
@@ -53,6 +56,13 @@ def _stages(text: str) -> list[int]:
     return numbers
 
 
+def _jobs(text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if not number:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of jobs; give for example 8")
+    return number
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Run the stages and write the report.
 
@@ -63,18 +73,26 @@ def main(words: Sequence[str] | None = None) -> int:
     options = parser().parse_args(words)
     # Both: a job of a shell's background ignores the first, until it is set otherwise.
     before = {each: signal.signal(each, _interrupt) for each in (signal.SIGINT, signal.SIGTERM)}
-    worker = Worker()
+    crew = [Worker() for _ in range(_num_jobs(options))]
     try:
-        return _run(options, worker)
+        return _run(options, crew)
     except KeyboardInterrupt:
         return INTERRUPTED
     except UserError as error:
         print(f"gpu_check: {error}", file=sys.stderr)
         return 2
     finally:
-        worker.replace()
+        for worker in crew:
+            worker.replace()
         for each, handler in before.items():
             signal.signal(each, handler)
+
+
+def _num_jobs(options: argparse.Namespace) -> int:
+    """Return the number of worker processes: one on a CPU, else one for two cores, up to eight."""
+    if options.jobs is not None:
+        return int(options.jobs)
+    return 1 if options.device == "cpu" else max(1, min(8, (os.cpu_count() or 1) // 2))
 
 
 def _settings(options: argparse.Namespace, worker: Worker) -> Settings:
@@ -90,8 +108,8 @@ def _settings(options: argparse.Namespace, worker: Worker) -> Settings:
     return Settings(device, options.small or device == "cpu", options.out.resolve())
 
 
-def _run(options: argparse.Namespace, worker: Worker) -> int:
-    settings = _settings(options, worker)
+def _run(options: argparse.Namespace, crew: Sequence[Worker]) -> int:
+    settings = _settings(options, crew[0])
     total = Clock(60 * options.total) if options.total else None
     code = 0
     try:
@@ -99,7 +117,7 @@ def _run(options: argparse.Namespace, worker: Worker) -> int:
             limit = 60 * options.limit if total is None else min(60 * options.limit, total.left)
             if limit <= 0:
                 break
-            run_stage(settings, number, worker, clock=Clock(limit), again=options.again, say=_say)
+            run_stage(settings, number, crew, clock=Clock(limit), again=options.again, say=_say)
     except KeyboardInterrupt:
         _say("interrupted; the same command continues with the part that was running")
         code = INTERRUPTED

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
+from queue import SimpleQueue
 from typing import Any
 
 from benchmarks.gpu_check.results import Part, Settings, StageResult, read_stage
@@ -54,7 +57,7 @@ class Clock:
 def run_stage(
     settings: Settings,
     number: int,
-    ask: Worker,
+    crew: Sequence[Worker],
     *,
     clock: Clock,
     again: bool = False,
@@ -65,7 +68,7 @@ def run_stage(
     Args:
         settings: of the whole check.
         number: of the stage.
-        ask: runs a part.
+        crew: run the parts: the first alone, or all at once where no part measures time.
         clock: of the stage.
         again: discard earlier results.
         say: prints a line.
@@ -77,22 +80,66 @@ def run_stage(
     if result.finished:
         say(f"stage {number}, {result.title}: finished earlier")
         return result
-    names = _open(result, settings, ask, clock)
-    for name in names:
-        if name in result.parts and result.parts[name].finished:
-            continue
-        if clock.left <= 0:
+    names = _open(result, settings, crew[0], clock)
+    missing = [n for n in names if n not in result.parts or not result.parts[n].finished]
+    at_once = STAGES[number].at_once and len(crew) > 1
+    measured = _one_by_one if not at_once else _at_once
+    for name, part in measured(settings, number, missing, crew, clock):
+        if part is None:
             result.stopped = f"time limit of {clock.limit:.0f} s"
-            break
-        part = result.parts[name] = _measure(settings, number, name, ask, clock)
+            continue
+        result.parts[name] = part
         result.save(settings.folder)
         say(f"stage {number}, {name}: {_verdict(part)} ({part.seconds:.1f} s)")
+    result.parts = {name: result.parts[name] for name in names if name in result.parts}
     done = [name in result.parts and result.parts[name].finished for name in names]
     result.finished = bool(done) and all(done)
     result.save(settings.folder)
     if settings.on_gpu:
-        ask.replace()
+        for worker in crew:
+            worker.replace()
     return result
+
+
+_Measured = Iterator[tuple[str, Part | None]]
+"""Names and parts; None for a part that the time limit has left out."""
+
+
+def _one_by_one(
+    settings: Settings, number: int, names: Sequence[str], crew: Sequence[Worker], clock: Clock
+) -> _Measured:
+    for name in names:
+        if clock.left <= 0:
+            yield name, None
+            return
+        yield name, _measure(settings, number, name, crew[0], clock)
+
+
+def _at_once(
+    settings: Settings, number: int, names: Sequence[str], crew: Sequence[Worker], clock: Clock
+) -> _Measured:
+    """Run a part on each worker at a time; each but the first has a folder of its own."""
+    free: SimpleQueue[tuple[Settings, Worker]] = SimpleQueue()
+    for place, worker in enumerate(crew):
+        folder = settings.folder / "jobs" / str(place) if place else settings.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        free.put((replace(settings, folder=folder), worker))
+
+    def measure(name: str) -> Part | None:
+        own, worker = free.get()
+        try:
+            return _measure(own, number, name, worker, clock) if clock.left > 0 else None
+        finally:
+            free.put((own, worker))
+
+    pool = ThreadPoolExecutor(len(crew))
+    try:
+        jobs = {pool.submit(measure, name): name for name in names}
+        for job in as_completed(jobs):
+            yield jobs[job], job.result()
+    finally:
+        # After Ctrl-C the caller ends the processes, and with them the jobs.
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _open(result: StageResult, settings: Settings, ask: Worker, clock: Clock) -> tuple[str, ...]:

@@ -25,23 +25,25 @@ class Stage:
         module: module of this package, whose `parts(settings)` returns its parts by name.
         fresh: on a GPU, run every part in a new process, so that none inherits memory, kernels
             or settings.
+        at_once: parts measure no time, so several may share a GPU.
     """
 
     title: str
     module: str
     fresh: bool = False
+    at_once: bool = False
 
 
 STAGES: Mapping[int, Stage] = {
     1: Stage("the machine", "machine", fresh=True),
-    2: Stage("CPU against GPU", "against_cpu"),
-    3: Stage("ZeRO stages", "zero_stages"),
-    4: Stage("waits for the device", "waits"),
+    2: Stage("CPU against GPU", "against_cpu", at_once=True),
+    3: Stage("ZeRO stages", "zero_stages", at_once=True),
+    4: Stage("waits for the device", "waits", at_once=True),
     5: Stage("presets", "presets", fresh=True),
     6: Stage("decoding", "decoding", fresh=True),
     7: Stage("loader and saves", "loader_and_saves", fresh=True),
     8: Stage("equal runs, refit", "equal_runs"),
-    9: Stage("a whole run", "whole_run"),
+    9: Stage("a whole run", "whole_run", at_once=True),
 }
 
 

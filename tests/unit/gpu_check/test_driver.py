@@ -1,6 +1,7 @@
 """The GPU check's driver: stages run part by part, resume and respect time limits."""
 
 import signal
+import threading
 
 import pytest
 
@@ -42,7 +43,7 @@ def settings(tmp_path):
 def run(settings, worker, clock=None, **options):
     lines = []
     options = {"clock": clock or Clock(60.0), "say": lines.append, **options}
-    return run_stage(settings, 3, worker, **options), lines
+    return run_stage(settings, 3, [worker], **options), lines
 
 
 def test_only_failed_parts_are_repeated(settings):
@@ -129,10 +130,39 @@ def test_results_of_another_device_are_refused(settings):
 def test_workers_are_replaced_between_isolated_parts(tmp_path):
     worker = FakeWorker({"a": [], "b": []})
     on_gpu = Settings("cuda", False, tmp_path)
-    run_stage(on_gpu, 5, worker, clock=Clock(60.0), say=lambda line: None)
+    run_stage(on_gpu, 5, [worker], clock=Clock(60.0), say=lambda line: None)
     assert worker.replaced == 3  # after each of two parts and after the stage
-    run_stage(on_gpu, 3, worker, clock=Clock(60.0), say=lambda line: None)
+    run_stage(on_gpu, 3, [worker], clock=Clock(60.0), say=lambda line: None)
     assert worker.replaced == 4
+
+
+class Meeting(FakeWorker):
+    """Runs parts that wait for each other, and notes their folders."""
+
+    barrier, folders = threading.Barrier(2), []
+
+    def __call__(self, job, settings, number, name=None, *, timeout):
+        if job is open_stage:
+            return {}, ("a", "b", "c", "d")
+        self.folders.append(settings.folder)
+        self.barrier.wait(timeout=20)
+        return [Row(name, 1)]
+
+
+def test_parts_without_times_run_at_once(tmp_path):
+    on_gpu = Settings("cuda", False, tmp_path)
+    crew = [Meeting({}), Meeting({})]
+    result = run_stage(on_gpu, 3, crew, clock=Clock(60.0), say=lambda line: None)
+    assert result.finished
+    assert [row.what for row in result.rows] == ["a", "b", "c", "d"]
+    assert set(Meeting.folders) == {tmp_path, tmp_path / "jobs" / "1"}
+    assert result == read_stage(tmp_path, 3)
+
+
+def test_parts_with_times_never_do(tmp_path):
+    crew = [FakeWorker({"a": [], "b": []}), FakeWorker({})]
+    run_stage(Settings("cuda", False, tmp_path), 5, crew, clock=Clock(60.0), say=lambda line: None)
+    assert (crew[0].asked, crew[1].asked) == (["a", "b"], [])
 
 
 def test_stage_with_a_failed_worker_is_unfinished(settings):
@@ -143,6 +173,14 @@ def test_stage_with_a_failed_worker_is_unfinished(settings):
     result, _ = run(settings, Broken({}))
     assert result.stopped == "ModuleNotFoundError: No module named 'deepspeed'"
     assert not result.finished
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "many"])
+def test_invalid_jobs_are_refused(text, capsys):
+    with pytest.raises(SystemExit) as end:
+        parser().parse_args([f"--jobs={text}"])
+    assert end.value.code == 2
+    assert "is no number of jobs; give for example 8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["", "0", "1,10", "one"])
