@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from megavis.model.activations import QUICK_GELU_FACTOR, quick_gelu
 from megavis.model.attention import Attention, split_heads
 from megavis.model.core import Block
+from megavis.model.kernels import is_fused
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.norms import Norm
 from megavis.model.positions import angles
@@ -223,7 +224,7 @@ class _Block:
         keys: Tensor,
         values: Tensor,
         turn: Tensor | None,
-        unseen: Tensor | None = None,
+        added: Tensor | None = None,
     ) -> None:
         """Apply the block to hidden states `[b, h]` of the new tokens, in place.
 
@@ -231,14 +232,15 @@ class _Block:
             write: writes the new keys and values `[2, b, n, d]` to the cache.
             keys: all keys including the new ones, as from `_places`; `values` likewise.
             turn: rotations from `turn`; None without rotary positions.
-            unseen: tokens to hide, bool `[t]`; None: none.
+            added: to the scores of all tokens, `[t]` in the dtype of `hidden`: 0, or -∞ to hide
+                one; None: nothing.
         """
         batch, size = hidden.shape[0], self.head_size
         heads = self.query_key_value(self.normalise[0](hidden)).view(batch, 3, -1, size)
         if turn is not None:
             _rotate_(heads[:, :2], turn)
         write(heads.narrow(1, 1, 2).transpose(0, 1))
-        mixed = _mix(heads.select(1, 0), keys, values, unseen).view(batch, -1)
+        mixed = _mix(heads.select(1, 0), keys, values, added).view(batch, -1)
         self.attention_output.add_to_(hidden, mixed, self.group)
         inner = self.activation(self.mlp_input(self.normalise[1](hidden)))
         self.mlp_output.add_to_(hidden, inner, self.group)
@@ -270,9 +272,13 @@ def _activation(function: Callable[[Tensor], Tensor]) -> tuple[Callable[[Tensor]
 def _normalisation(norm: Norm) -> tuple[Callable[[Tensor], Tensor], float]:
     """Return a norm without gain and bias, and a factor for the gain.
 
-    For the RMS norm the factor is √h, since x / √(mean x² + ε) = √h · x / √(Σx² + h · ε).
+    On a CPU the factor of an RMS norm is √h, since x / √(mean x² + ε) = √h · x / √(Σx² + h · ε).
     """
     width = len(norm.weight)
+    if is_fused(norm.weight):
+        # One kernel, which computes in float32 for any dtype.
+        fused = F.layer_norm if norm.subtracts_mean else F.rms_norm
+        return lambda x: fused(x, (width,), eps=norm.eps), 1.0
     if norm.subtracts_mean:
         return lambda x: F.layer_norm(x.float(), (width,), eps=norm.eps).to(x.dtype), 1.0
     root = norm.weight.new_full((), math.sqrt(width * norm.eps), dtype=torch.float32)
@@ -290,19 +296,19 @@ def _rotate_(heads: Tensor, turn: Tensor) -> None:
     heads.copy_(torch.view_as_real(pairs * turn).flatten(-2))
 
 
-def _mix(query: Tensor, keys: Tensor, values: Tensor, unseen: Tensor | None = None) -> Tensor:
+def _mix(query: Tensor, keys: Tensor, values: Tensor, added: Tensor | None = None) -> Tensor:
     """Attend with scaled queries `[b, n, d]`; other arguments as of `_Block.run_`."""
     if query.dtype == torch.float32:
         # For one query, two matrix products are faster than SDPA.
         scores = torch.bmm(query.reshape(-1, 1, query.shape[2]), keys)
-        if unseen is not None:
-            scores.masked_fill_(unseen, -math.inf)
+        if added is not None:
+            scores.add_(added)
         return torch.bmm(scores.softmax(-1), values)
     # Half-precision scores would be too coarse; SDPA computes them in float32. Not all versions of
     # torch have fused kernels for three dimensions.
     heads = query.shape[:2]
     keys, values = keys.transpose(1, 2).unflatten(0, heads), values.unflatten(0, heads)
-    mask = None if unseen is None else ~unseen[None, None, None]
+    mask = None if added is None else added[None, None, None]
     return F.scaled_dot_product_attention(
         query[:, :, None], keys, values, attn_mask=mask, scale=1.0
     )

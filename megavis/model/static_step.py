@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -73,7 +74,9 @@ class StaticStep:
 
     def _run(self) -> None:
         self._result.copy_(self._hidden)
-        unseen = self._tokens > self._position
+        # A number, once for all blocks: each SDPA would turn a boolean into one.
+        unseen = self._result.new_zeros(self._reach)
+        unseen.masked_fill_(self._tokens > self._position, -math.inf)
         for run_, room in self._rooms:
             seen = room.flatten(1, 2)[:, :, : self._reach]
             run_(

@@ -79,8 +79,9 @@ def test_blocks_of_transformer_engine_decode_alike(build, tmp_path, words, num_g
 
 @pytest.mark.parametrize(("words", "num_given", "num_images"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fused", [False, True], ids=["as on a CPU", "with a GPU's norms"])
 def test_static_steps_match_growing_ones(
-    build, tmp_path, words, num_given, num_images, dtype, monkeypatch
+    build, tmp_path, words, num_given, num_images, dtype, fused, monkeypatch
 ):
     monkeypatch.setattr(decoding, "REACH", 4)
     objective, runner = build(tmp_path / "c.yaml", *words)
@@ -88,7 +89,10 @@ def test_static_steps_match_growing_ones(
         layer.to(dtype)
     # Fifteen tokens: the last reach is no multiple of four.
     ids = torch.randint(32, (num_images, 15), generator=torch.Generator().manual_seed(0))
-    caches = [runner.cache(15, static=static) for static in (False, True)]
+    caches = [runner.cache(15)]
+    with monkeypatch.context() as patch:
+        patch.setattr(decoding, "is_fused", lambda _: fused)
+        caches.append(runner.cache(15, static=True))
     growing, static = (
         logits_piece_by_piece(runner, objective, cache, ids, num_given).float() for cache in caches
     )
