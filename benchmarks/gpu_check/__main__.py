@@ -38,9 +38,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda; cpu means --small")
     made.add_argument("--small", action="store_true", help="tiny sizes: run every code path")
     made.add_argument("--again", action="store_true", help="measure finished stages anew")
-    made.add_argument(
-        "--jobs", type=_jobs, help="parts at once where none measures time; see below"
-    )
+    made.add_argument("--jobs", type=_jobs, help="parts at once, where none measures time")
     made.add_argument("--limit", type=float, default=9.5, help="minutes a stage; default: 9.5")
     made.add_argument("--total", type=float, help="minutes of this call; default: no limit")
     return made

@@ -6,7 +6,7 @@ To measure another preset or variant, add an entry to `PRESETS` or `VARIANTS`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import torch
@@ -30,7 +30,7 @@ class Preset:
 
     Attributes:
         path: of the config.
-        images: images per micro-batch and per step.
+        images: images per micro-batch.
         words: overrides.
         estimate: roofline estimate of a micro-batch's forward and backward pass in milliseconds.
         anchor: published results for similar models.
@@ -58,17 +58,30 @@ PRESETS: Mapping[str, Preset] = {
 }
 """Presets to measure; a variant's overrides follow those of the preset."""
 
-_STORED = "parallel.activation_checkpointing=none"
-VARIANTS: Mapping[str, tuple[str, ...]] = {
-    "ZeRO-1": ("parallel.zero_stage=1", _STORED),
-    "ZeRO-3": ("parallel.zero_stage=3", _STORED),
-    "ZeRO-1, regions": ("parallel.zero_stage=1", _STORED, "training.kernels=regions"),
-    "ZeRO-1, full recomputation": (
-        "parallel.zero_stage=1",
-        "parallel.activation_checkpointing=full",
-    ),
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to run presets; blocks are compiled whole where no override says otherwise.
+
+    Attributes:
+        zero_stage: of the run.
+        words: further overrides.
+        micro_batches: per step; several share the time of the optimizer.
+    """
+
+    zero_stage: int
+    words: tuple[str, ...] = ("parallel.activation_checkpointing=none",)
+    micro_batches: int = 1
+
+
+VARIANTS: Mapping[str, Variant] = {
+    "ZeRO-1": Variant(1),
+    "ZeRO-1, four micro-batches": Variant(1, micro_batches=4),
+    "ZeRO-3": Variant(3),
+    "ZeRO-1, regions": Variant(1, (*Variant.words, "training.kernels=regions")),
+    "ZeRO-1, full recomputation": Variant(1, ("parallel.activation_checkpointing=full",)),
 }
-"""Overrides in which presets are run; blocks are compiled whole where none says otherwise."""
+"""Variants to run them in."""
 
 
 def parts(settings: Settings) -> Mapping[str, Measure]:
@@ -85,13 +98,17 @@ def parts(settings: Settings) -> Mapping[str, Measure]:
     }
 
 
-def config_of(preset: Preset, variant: Sequence[str], settings: Settings) -> RunConfig:
-    """Return the config of a preset and variant, with one micro-batch per step."""
+def config_of(preset: Preset, variant: Variant, settings: Settings) -> RunConfig:
+    """Return the config of a preset and variant."""
     images = 2 if settings.small else preset.images
     tiny = (*TINY, *SMALL_IMAGES[preset.path]) if settings.small else ()
-    sizes = (f"training.batch_size={images}", f"training.micro_batch_size={images}")
-    words = (*preset.words, "training.precision=bf16", *sizes)
-    return read_config(preset.path, [*words, *variant, *tiny])
+    sizes = (
+        f"training.batch_size={images * variant.micro_batches}",
+        f"training.micro_batch_size={images}",
+    )
+    stage = f"parallel.zero_stage={variant.zero_stage}"
+    words = (*preset.words, "training.precision=bf16", *sizes, stage)
+    return read_config(preset.path, [*words, *variant.words, *tiny])
 
 
 def _measure(name: str, way: str, launch: Launch, settings: Settings) -> list[Row]:
@@ -117,7 +134,7 @@ def _measure(name: str, way: str, launch: Launch, settings: Settings) -> list[Ro
             f"{title}: step",
             1e3 * seconds,
             "ms",
-            _aim(preset, settings),
+            _aim(preset, VARIANTS[way], settings),
             detail={
                 "planned_s": asdict(planned),
                 "split_ms": asdict(split),
@@ -132,10 +149,10 @@ def _measure(name: str, way: str, launch: Launch, settings: Settings) -> list[Ro
     ]
 
 
-def _aim(preset: Preset, settings: Settings) -> str:
+def _aim(preset: Preset, variant: Variant, settings: Settings) -> str:
     if settings.small or preset.estimate is None:
         return ""
-    return f"{preset.estimate:g} estimated without the optimizer"
+    return f"{preset.estimate * variant.micro_batches:g} estimated without the optimizer"
 
 
 def _mfu_row(title: str, flops: float, rate: float, preset: Preset, settings: Settings) -> Row:

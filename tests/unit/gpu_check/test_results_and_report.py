@@ -114,7 +114,9 @@ def test_every_preset_runs_in_every_variant():
     for preset in PRESETS.values():
         for variant in VARIANTS.values():
             config = config_of(preset, variant, settings(False))
-            assert config.training.batch_size == config.training.micro_batch_size == preset.images
+            assert config.training.micro_batch_size == preset.images
+            assert config.training.batch_size == preset.images * variant.micro_batches
+            assert config.parallel.zero_stage == variant.zero_stage
 
 
 def test_kernels_are_classified_by_name():
