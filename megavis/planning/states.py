@@ -33,8 +33,7 @@ class StateMemory:
 
     Attributes:
         weights: in the compute precision, with the copy of hierarchical partitioning.
-        gradients: in float32; for bf16 with ZeRO-1, also those of the bf16 weights, which
-            DeepSpeed's optimizer zeroes but does not free.
+        gradients: in float32.
         optimizer: moments and, under ZeRO 1 to 3, float32 master weights, which DeepSpeed
             keeps even if the weights are float32.
         average: EMA of the weights (`optimizer.ema_decay`) in float32; partitioned and offloaded
@@ -60,8 +59,8 @@ class StateMemory:
         return trained + self.gathered + self.frozen
 
 
-def keeps_half_gradients(zero_stage: int, precision: str) -> bool:
-    """Return whether DeepSpeed keeps bf16 gradients in addition to float32 ones."""
+def has_bf16_optimizer(zero_stage: int, precision: str) -> bool:
+    """Return whether DeepSpeed's `BF16_Optimizer` updates, which has whole float32 gradients."""
     return zero_stage == 1 and precision == "bf16"
 
 
@@ -77,7 +76,7 @@ def bucket_size(hidden_size: int, mlp_size: int, tensor_size: int) -> int:
 
 def bucket_of(shape: ModelShape, layout: Layout) -> int:
     """Return the gradients that a layout reduces at once, in elements."""
-    if layout.zero_stage == 0 or keeps_half_gradients(layout.zero_stage, shape.precision):
+    if layout.zero_stage == 0 or has_bf16_optimizer(layout.zero_stage, shape.precision):
         return BUCKET
     stack = shape.main_stack
     return bucket_size(stack.hidden_size, stack.mlp_size, layout.tensor)
@@ -119,10 +118,9 @@ def states_of(
     copied = num_parameters / near if near > 1 else 0.0
     on_device = parallel.offload_parameters == "none"
     own = held(num_trained, 1) if parallel.offload_optimizer == "none" else 0.0
-    gradient = FLOAT32 + size * keeps_half_gradients(zero_stage, precision)
     return StateMemory(
         weights=(held(num_parameters, 3) + copied) * size if on_device else 0.0,
-        gradients=held(num_trained, 2) * gradient,
+        gradients=held(num_trained, 2) * FLOAT32,
         optimizer=own * FLOAT32 * (num_moments + (zero_stage > 0)),
         average=own * FLOAT32 * keeps_average,
         gathered=layers.largest(layout.tensor) * size if zero_stage == 3 else 0.0,
@@ -193,7 +191,7 @@ def _buffers(shape: ModelShape, layout: Layout, stage: int) -> float:
     )
     # Megatron gathers sequences that the tensor group splits into one buffer of all layers.
     whole = shape.number_size * numbers * layout.parallel.sequence_parallel / layout.context
-    half = keeps_half_gradients(layout.zero_stage, shape.precision)
+    half = has_bf16_optimizer(layout.zero_stage, shape.precision)
     if layout.zero_stage == 0 or half:
         # With several replicas, gradients are flattened one bucket at a time.
         flat = FLOAT32 + shape.number_size * half

@@ -42,7 +42,9 @@ def deepspeed_config(
         "gradient_clipping": (
             config.optimizer.gradient_clipping if config.parallel.zero_stage else 0.0
         ),
-        "bf16": {"enabled": training.precision == "bf16"},
+        # At ZeRO-1 a gradient is added to its float32 sum, and freed, as soon as it is there; else
+        # both live until the next step.
+        "bf16": {"enabled": training.precision == "bf16", "immediate_grad_update": True},
         "fp16": {"enabled": training.precision == "fp16"},
         "data_types": {"grad_accum_dtype": "fp32"},
         # Absent: the compute precision.

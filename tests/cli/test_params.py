@@ -139,12 +139,12 @@ def test_memory_per_process(capsys):
     assert shared["optimizer"] == pytest.approx(12 * own)
     assert shared["gathered"] == 2 * block
     assert shared["total"] == pytest.approx(18 * own + 2 * block)
-    # Tensor parallel size 8, data parallel size 2: ZeRO-1 shards the optimizer only, and keeps bf16
-    # gradients too. Norms, positions and the start token are replicated.
+    # Tensor parallel size 8, data parallel size 2: ZeRO-1 shards the optimizer only. Norms,
+    # positions and the start token are replicated.
     whole = 60 * 2 * 3072 + 3072 + (4096 + 1) * 3072
     own = (6_810_875_904 - whole) / 8 + whole
     split = memory("parallel.zero_stage=1", "parallel.tensor_model_parallel_size=8")
-    assert split["total"] == pytest.approx((2 + 4 + 2) * own + 12 * own / 2)
+    assert split["total"] == pytest.approx((2 + 4) * own + 12 * own / 2)
     average = "optimizer.ema_decay=0.999"
     assert (shared["average"], memory(average)["average"]) == (
         0,
@@ -161,9 +161,9 @@ def test_memory_of_linear_evaluation(capsys):
     words = ["data.num_images=32768", "training.precision=bf16", "parallel.zero_stage=1"]
     assert main(["params", path, *words, "--processes", "4", "--json"]) == 0
     tree = json.loads(capsys.readouterr().out)
-    # Only the classifier is trained, by LARS: a gradient in float32 and one in bf16, and of a
-    # quarter of it momentum and a master weight.
+    # Only the classifier is trained, by LARS: a gradient in float32, and of a quarter of it
+    # momentum and a master weight.
     trained, memory = 769 * 1000, tree["bytes_a_process"]
     assert memory["weights"] == 2 * tree["total"]
-    assert memory["gradients"] == (4 + 2) * trained
+    assert memory["gradients"] == 4 * trained
     assert memory["optimizer"] == (4 + 4) * trained / 4
