@@ -134,8 +134,8 @@ def seconds_a_place(
 ) -> tuple[float, float]:
     """Return the seconds per id for the whole batch, and those that a batch takes once.
 
-    The difference of two lengths, both behind the prefill pass and inside one of decoding's
-    graphs, is that of the ids alone; the rest is the copy of the weights and the capture.
+    Times two lengths after the prefill pass, within one CUDA graph. Their difference is the cost
+    of the ids alone; what remains is copying the weights and capturing the graph.
     """
     fewer, more = _places(settings)
     taken = {}

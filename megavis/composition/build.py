@@ -269,7 +269,7 @@ def _(
 
 
 def under(word: str, key: Key) -> Key:
-    """Return the map of a word's own keys, given that of the grammar's."""
+    """Return `key` for the keys below a word: `name` becomes `key("word.name")`."""
     return lambda name: key(f"{word}.{name}")
 
 

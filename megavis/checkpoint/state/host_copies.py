@@ -51,4 +51,5 @@ class HostCopies:
 
     def _touch(self, shapes: Mapping[str, torch.Size]) -> None:
         for name, shape in shapes.items():
+            # Filled again, since the system hands out zeros without touching the pages.
             self._kept[name] = torch.zeros(shape).fill_(0)
