@@ -297,8 +297,8 @@ def _check_encoder(grammar: Grammar, run: RunConfig) -> Faults:
         text = f"{heads} heads do not divide by {run.parallel.head_parts_text}"
         yield Fault(key, text, f"set it to {nearest_divisors(heads, width, parts)}")
     count = (side // memory.patch_size) ** 2
-    remedy = "change {memory.patch_size}"
-    yield from check_split(run, count, what=f"{count} patches of the encoder", remedy=remedy)
+    what = f"{count} patches of the encoder"
+    yield from check_split(run, count, what=what, changes=("memory.patch_size",))
 
 
 def _check_transform(grammar: Grammar) -> Faults:
@@ -348,27 +348,25 @@ def _check_rows(grammar: Grammar, run: RunConfig) -> Faults:
         what = f"{rows.blocks} rows of the encoder and {rows.decoder} of the decoder"
     elif rows.head < rows.blocks:
         what = f"{rows.blocks} rows, {rows.head} of them queries,"
-    keys = ["{schedule.mask_ratio}"] if rows.decoder else []
+    changes = ("schedule.mask_ratio",) if rows.decoder else ()
     if grammar.condition is not None and grammar.condition.kind == "learned_tokens":
-        keys.append("{condition.count}")
-    remedy = f"change {' or '.join(keys)}" if keys else ""
+        changes += ("condition.count",)
     # The decoder has as many rows as its head reads.
-    yield from check_split(run, rows.blocks, rows.head, what=what, remedy=remedy)
+    yield from check_split(run, rows.blocks, rows.head, what=what, changes=changes)
 
 
-def check_split(run: RunConfig, *counts: int, what: str, remedy: str) -> Faults:
+def check_split(run: RunConfig, *counts: int, what: str, changes: tuple[str, ...]) -> Faults:
     """Check that the layout divides rows, under sequence and context parallelism.
 
     Args:
         counts: counts of rows, each of which is split.
         what: description of the rows, with their number, for the message.
-        remedy: what to do about it besides doing without the key, for the message.
+        changes: keys on which the counts depend.
     """
     parallel, context = run.parallel, run.parallel.context_parallel_size
-    remedy += ", or " if remedy else ""
     if any(count % context for count in counts):
         text = f"{what} are not divisible by context_parallel_size {context}"
-        yield Fault("parallel.context_parallel_size", text, f"{remedy}set it to 1")
+        yield Fault("parallel.context_parallel_size", text, "set it to 1", changes)
     elif any(count % parallel.token_parts for count in counts):
         text = f"{what} are not divisible by {parallel.head_parts_text}"
-        yield Fault("parallel.sequence_parallel", text, f"{remedy}set it to false")
+        yield Fault("parallel.sequence_parallel", text, "set it to false", changes)

@@ -18,9 +18,9 @@ class ComposeConfig(Words, PaperConfig):
 
     name: Literal["compose"] = "compose"
 
-    def key(self, key: str) -> str:
-        """Return the key of a word in the config."""
-        return f"objective.{key}" if key.partition(".")[0] in Words.model_fields else key
+    def own_name(self, key: str) -> str:
+        """Return the key itself: a composition's keys are those of the grammar."""
+        return key
 
     def grammar(self, run: RunConfig) -> Grammar:
         """Return the words; positions are learned by default, or absent if they are predicted."""

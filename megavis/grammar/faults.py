@@ -13,11 +13,14 @@ class Fault(NamedTuple):
         key: of the grammar, such as `schedule.num_groups`, or of the run, such as `data.train`.
         text: what is wrong, beginning with the value; keys of the grammar stand in braces.
         remedy: choices that work.
+        changes: keys of the grammar of which other values may work too; those that a paper fixes
+            are not mentioned.
     """
 
     key: str
     text: str
     remedy: str
+    changes: tuple[str, ...] = ()
 
 
 Faults = Iterator[Fault]

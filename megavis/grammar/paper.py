@@ -55,18 +55,24 @@ class PaperConfig(ObjectiveConfig):
 
     def _remedy(self, fault: Fault) -> str:
         name = self.names.get(fault.key)
-        return name.remedy if isinstance(name, Renamed) else fault.remedy
+        remedy = name.remedy if isinstance(name, Renamed) else fault.remedy
+        changes = " or ".join(self.key(key) for key in fault.changes if self.own_name(key))
+        return f"change {changes}, or {remedy}" if changes else remedy
 
     def key(self, key: str) -> str:
         """Return the config key for a key of the grammar; keys of other sections are unchanged."""
         if key.partition(".")[0] not in Words.model_fields:
             return key
-        name = self.names.get(key)
-        if name is None:  # `schedule.order` is the paper's `order`, if it has one.
-            parts = key.split(".")
-            paths = (".".join(parts[start:]) for start in range(len(parts)))
-            name = next((path for path in paths if _has(type(self), path)), key)
+        name = self.own_name(key) or key
         return f"objective.{name.key if isinstance(name, Renamed) else name}"
+
+    def own_name(self, key: str) -> str | Renamed | None:
+        """Return the paper's name of a key of the grammar; None if it has no such key."""
+        if key in self.names:
+            return self.names[key]
+        parts = key.split(".")  # `schedule.order` is the paper's `order`, if it has one.
+        paths = (".".join(parts[start:]) for start in range(len(parts)))
+        return next((path for path in paths if _has(type(self), path)), None)
 
     def in_own_keys(self, text: str) -> str:
         """Replace the grammar's keys in braces by config keys."""

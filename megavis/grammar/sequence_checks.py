@@ -142,8 +142,10 @@ def _(asks: Query, grammar: Grammar, run: RunConfig) -> Faults:
         yield Fault("asks.start", text, "set it to true")
     if not grammar.schedule.is_one_by_one(count):
         text = f"must be fixed with num_groups {count} for streams one, one token a group"
-        remedy = f"set {{schedule.length}} to fixed and {{schedule.num_groups}} to {count}"
-        yield Fault("schedule.length", text, remedy)
+        remedy = f"{{schedule.num_groups}} to {count}"
+        if grammar.schedule.boundaries is not None:  # `fixed` would refuse them.
+            remedy = f"{{schedule.boundaries}} to null, {remedy}"
+        yield Fault("schedule.length", text, f"set {remedy} and {{schedule.length}} to fixed")
 
 
 @check_asking.register

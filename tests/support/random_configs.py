@@ -3,6 +3,7 @@
 import random
 import re
 
+import torch
 import yaml
 from pydantic import BaseModel, ValidationError
 from tiny import VIT, tiny
@@ -54,8 +55,14 @@ def checked(tree):
 
 
 def unknown_keys(config, key, text):
-    """Return the keys of a message that stand in no config of this kind."""
-    return [each for each in (key, *KEY.findall(text)) if not _exists(config, each)]
+    """Return the keys of a message that stand in no config of this kind.
+
+    A word that the message says to exchange, by its `kind`, may have other keys then.
+    """
+    keys = [key, *KEY.findall(text)]
+    exchanged = [each.removesuffix("kind") for each in keys if each.endswith(".kind")]
+    kept = [each for each in keys if not each.startswith((*exchanged,))]
+    return [each for each in kept if not _exists(config, each)]
 
 
 def _exists(config, key):
@@ -87,6 +94,35 @@ def check_messages(name, count, seed=0):
             reason = config.objective.cannot_generate(config)
             assert reason is None or not unknown_keys(config, "name", reason), reason
     return counts
+
+
+def take_steps_of_accepted(build_paper, name, count, seed):
+    """Build random configs that are accepted, and train each by a step; count those that trained.
+
+    Those that read or predict through a run, which does not exist, are built alone.
+    """
+    numbers, built, trained = random.Random(seed), 0, 0
+    while built < count:
+        tree = {**drawn(name, numbers), "parallel": {"zero_stage": 0}}
+        found = checked(tree)
+        if found is None or found[1]:
+            continue
+        objective, runner = build_paper(yaml.safe_dump(tree), std=0.1)
+        assert objective.flops_per_image() > 0
+        built += 1
+        grammar = objective.backbone.grammar
+        words = (grammar.reads, grammar.predicted, grammar.condition)
+        if grammar.memory or {"ids", "pooled_features"} & {word and word.kind for word in words}:
+            continue
+        state = objective.training_sequence(objective.backbone.blank_batch(2, torch.device("cpu")))
+        inputs = state.inputs
+        for layer in runner.layers.modules:
+            inputs = layer(inputs)
+        loss = objective.loss(inputs, state.targets)
+        loss.backward()
+        assert torch.isfinite(loss), tree
+        trained += 1
+    return trained
 
 
 def _section(schema, root, numbers):

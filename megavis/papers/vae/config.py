@@ -87,9 +87,8 @@ class LabelMapVAEConfig(ObjectiveConfig):
         if self.depth_range[0] >= self.depth_range[1]:
             yield "objective.depth_range", f"{list(self.depth_range)} must begin with the smaller"
         tokens = (side // self.patch_size) ** 2
-        what, remedy = f"{tokens} patches", "change objective.patch_size"
-        for fault in check_split(config, tokens, what=what, remedy=remedy):
-            yield fault.key, f"{fault.text}; {fault.remedy}"
+        for fault in check_split(config, tokens, what=f"{tokens} patches", changes=()):
+            yield fault.key, f"{fault.text}; change objective.patch_size, or {fault.remedy}"
         yield from _check_blocks(config)
 
 

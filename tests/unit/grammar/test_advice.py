@@ -149,7 +149,9 @@ def advised(key, text):
     advice = advice.replace("it to ", f"{key} to ").replace("this to ", f"{key} to ")
     found = []
     for choice in re.split(rf",? or (?=(?:set )?{KEY} to )", advice):
-        parts = [part.removeprefix("set ") for part in re.split(rf" and (?={KEY} to )", choice)]
+        parts = [
+            part.removeprefix("set ") for part in re.split(rf"(?:,| and) (?={KEY} to )", choice)
+        ]
         pairs = [part.split(" to ", 1) for part in parts]
         values = [re.split(r", | or ", value) for _, value in pairs]
         found += [
