@@ -54,8 +54,8 @@ def test_job_raises_the_limit_of_open_files():
 
 
 @pytest.mark.parametrize(("device", "wanted"), [("cpu", None), ("cuda:3", [3])])
-def test_a_barrier_names_the_gpu_of_this_process(context, monkeypatch, device, wanted):
+def test_a_barrier_names_the_gpu_of_this_process(brief_context, monkeypatch, device, wanted):
     waited = []
     monkeypatch.setattr(dist, "barrier", lambda **options: waited.append(options))
-    dataclasses.replace(context, device=torch.device(device)).barrier()
-    assert waited == [{"group": context.world.group, "device_ids": wanted}]
+    dataclasses.replace(brief_context, device=torch.device(device)).barrier()
+    assert waited == [{"group": brief_context.world.group, "device_ids": wanted}]
