@@ -348,7 +348,7 @@ def _check_rows(grammar: Grammar, run: RunConfig) -> Faults:
         what = f"{rows.blocks} rows of the encoder and {rows.decoder} of the decoder"
     elif rows.head < rows.blocks:
         what = f"{rows.blocks} rows, {rows.head} of them queries,"
-    changes = ("schedule.mask_ratio",) if rows.decoder else ()
+    changes: tuple[str, ...] = ("schedule.mask_ratio",) if rows.decoder else ()
     if grammar.condition is not None and grammar.condition.kind == "learned_tokens":
         changes += ("condition.count",)
     # The decoder has as many rows as its head reads.

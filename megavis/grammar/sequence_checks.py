@@ -143,7 +143,7 @@ def _(asks: Query, grammar: Grammar, run: RunConfig) -> Faults:
     if not grammar.schedule.is_one_by_one(count):
         text = f"must be fixed with num_groups {count} for streams one, one token a group"
         remedy = f"{{schedule.num_groups}} to {count}"
-        if grammar.schedule.boundaries is not None:  # `fixed` would refuse them.
+        if getattr(grammar.schedule, "boundaries", None) is not None:  # `fixed` refuses them.
             remedy = f"{{schedule.boundaries}} to null, {remedy}"
         yield Fault("schedule.length", text, f"set {remedy} and {{schedule.length}} to fixed")
 

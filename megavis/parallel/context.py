@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import inspect
 import logging
 import os
 import socket
@@ -42,6 +43,7 @@ _Value = TypeVar("_Value")
 # Restores what `open_context` replaced in this process, which has one job at a time: a command that
 # is started later, by a notebook for example, must not take itself for a rank of the job.
 _on_close = contextlib.ExitStack()
+_end_of_engine: list[Callable[[], None]] = []
 
 MEETING_SECONDS = 600.0
 """Rendezvous timeout, and minimum timeout of collectives."""
@@ -322,6 +324,7 @@ def close_context() -> None:
     from deepspeed.runtime.zero.partition_parameters import Init
     from deepspeed.utils import groups
 
+    _end_of_engine.clear()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
     # DeepSpeed keeps its groups in module globals and has no function to reset them.
@@ -332,6 +335,27 @@ def close_context() -> None:
     DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__ = ([0],)
     Init.param_id = 0
     _on_close.close()
+
+
+def end_with_job(end: Callable[[], None]) -> None:
+    """Register what ends an engine of this process's job; see `end_engines`."""
+    _end_of_engine.append(end)
+
+
+def end_engines() -> None:
+    """End the engines of this process, so that the garbage collector can free their memory.
+
+    Their hooks refer to them from C++, where the collector does not look. DeepSpeed's ZeRO-3 also
+    keeps every module that it has run, in a global list and in a method's cache.
+    """
+    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    while _end_of_engine:
+        _end_of_engine.pop()()
+    parameter_offload.FWD_MODULE_STACK.clear()
+    cached = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
+    inspect.getclosurevars(cached).nonlocals["func"].cache_clear()
 
 
 def _axis(group: Any) -> Axis:

@@ -36,7 +36,7 @@ from megavis.data.loading.loader import Batch
 from megavis.model.core import Block
 from megavis.model.layer_state import PackedState
 from megavis.model.stack import LayerPlan, LayerStack, LocalLayers, build_layers
-from megavis.parallel.context import ModelParallelUnit, ParallelContext
+from megavis.parallel.context import ModelParallelUnit, ParallelContext, end_with_job
 from megavis.parallel.random import derive_seed
 from megavis.planning.boundary_activations import DTYPES
 from megavis.planning.parameters import stage_bounds
@@ -81,6 +81,7 @@ class Engine:
             kernels=config.training.kernels,
         )
         self.deepspeed = self._open(module, optimizer, settings)
+        end_with_job(self.deepspeed.destroy)
         # Before the norm, which counts replicated gradients once.
         sum_partial_gradients(
             self.deepspeed.optimizer,

@@ -31,8 +31,8 @@ from megavis.data.loading.blended_dataset import BlendedDataset, Samples
 from megavis.data.loading.dataset import ShardDataset, subset_per_class
 from megavis.grammar.compose import in_same_words
 from megavis.model.kernel_compiler import require_compiled
-from megavis.model.kernels import choose_kernels
-from megavis.parallel.context import ParallelContext, close_context, open_context
+from megavis.model.kernels import choose_kernels, chosen_kernels
+from megavis.parallel.context import ParallelContext, close_context, end_engines, open_context
 from megavis.parallel.device import choose_device, select_device
 from megavis.parallel.launch import Launch
 from megavis.tokenizers.palette import Palette
@@ -62,23 +62,24 @@ def open_job(
     select_device(place)
     _require_precision(loaded)
     _require_engine(loaded, place)
-    choose_kernels(loaded.config.training.kernels)
     parallel, training = loaded.config.parallel, loaded.config.training
-    context = open_context(
-        launch,
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        context_parallel_size=parallel.context_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        device=device,
-        timeout_seconds=collective_timeout(training.hang_timeout),
-        tf32=training.tf32,
-        deterministic=training.deterministic,
-    )
-    try:
+    with contextlib.ExitStack() as closing:
+        closing.callback(choose_kernels, chosen_kernels())
+        choose_kernels(training.kernels)
+        context = open_context(
+            launch,
+            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+            context_parallel_size=parallel.context_parallel_size,
+            pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+            device=device,
+            timeout_seconds=collective_timeout(training.hang_timeout),
+            tf32=training.tf32,
+            deterministic=training.deterministic,
+        )
+        closing.callback(close_context)
         require_compiled(context)
         yield context
-    finally:
-        close_context()
+        end_engines()  # Not after a failure: ending one waits for its device.
 
 
 def _order_launches(parallel: ParallelConfig) -> None:

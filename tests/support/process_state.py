@@ -49,6 +49,8 @@ def process_state() -> dict[str, Any]:
     for name, value in os.environ.items():
         if not OTHERS.match(name):
             state[f"variable {name}"] = value
+    kernels = sys.modules.get("megavis.model.kernels")
+    state["kernels"] = kernels.chosen_kernels() if kernels else "auto"
     return state | _torch_state()
 
 

@@ -23,7 +23,7 @@ from megavis.config.load import LoadedConfig
 from megavis.config.schema import RunConfig
 from megavis.data.format.files import write_atomically
 from megavis.evaluation.figures import Row, markdown_table, plain_axes, write_png, write_table
-from megavis.parallel.context import ParallelContext
+from megavis.parallel.context import ParallelContext, end_engines
 from megavis.training.callbacks.callback import StepState
 from megavis.training.callbacks.validation import accuracy_history
 from megavis.training.job import check_earlier_run
@@ -146,6 +146,7 @@ def search_rates(
             watch = SpikeWatch(Path(config.folder), patience)
             train_trial(LoadedConfig(config, loaded.source), context, [watch])
             # An engine contains reference cycles, and the next one needs its memory.
+            end_engines()
             gc.collect()
             outcome = context.from_main(read_outcome(config))
         outcomes.append(outcome)

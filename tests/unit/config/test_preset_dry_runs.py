@@ -61,6 +61,11 @@ def folders_of(config):
     return [*train, *filter(None, (config.data.validation, test))]
 
 
+def readers_of(folder):
+    """Return the configs that name a folder of shards."""
+    return [config for config in RUNS.values() if folder in folders_of(config)]
+
+
 def processes_of(config):
     """Return the number of GPUs a preset's header names, or 1."""
     found = GPUS.search((ROOT / config.name.replace("_", "/", 1)).with_suffix(".yaml").read_text())
@@ -148,7 +153,8 @@ def shards_of(config, folder):
         name = TokenizerIdentity(kind="vqgan", sha256=made_by.identity(), num_tokens=vocabulary)
         return "ids", 2 * count, {**fields, "num_tokens": count, "tokenizer": name}
     if kind == "palette":
-        vocabulary = tokens_of(config).vocabulary_size
+        # The demos' palette has fewer colours than iGPT's vocabulary.
+        vocabulary = min(tokens_of(reader).vocabulary_size for reader in readers_of(folder))
         name = Palette.load(palette_of(config)).sha256
         name = TokenizerIdentity(kind="palette", sha256=name, num_tokens=vocabulary)
         fields |= {"num_tokens": size**2, "tokenizer": name}
@@ -164,7 +170,7 @@ def shards_of(config, folder):
 
 def write_shards(config, folder):
     """Write a folder's shards with enough samples for one batch of any preset."""
-    readers = [config for config in RUNS.values() if folder in folders_of(config)]
+    readers = readers_of(folder)
     classes = max(map(classes_of, readers)) or 1
     each = max(config.data.images_per_class or 0 for config in readers)
     count = max(*map(batch_of, readers), each * classes)

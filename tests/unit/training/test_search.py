@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import shutil
+import weakref
 
 import pytest
 from PIL import Image
@@ -50,6 +51,23 @@ def abort_last_validation(run):
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for report in run.glob("evaluation/finetune_*"):
         report.unlink()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_engine_ends_before_the_next_one(config, monkeypatch, stage):
+    """Memory is for one; DeepSpeed's ZeRO-3 would keep all modules that it has ever run."""
+    engines, living = weakref.WeakSet(), []
+    start = Engine.__init__
+
+    def counted(self, *args):
+        living.append(len(engines))
+        start(self, *args)
+        engines.add(self.deepspeed)
+
+    monkeypatch.setattr(Engine, "__init__", counted)
+    short = ["training.steps=1", "schedule.warmup_steps=0", f"parallel.zero_stage={stage}"]
+    assert search(config, *short, "--rates", "1e-2,1e-3") == 0
+    assert living == [0, 0]
 
 
 def test_search_descends_until_the_loss_rises(config, capsys):
