@@ -109,12 +109,19 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     Here and below, a namespace has only the options of its own command: the others have defaults.
     """
     set_verbosity(quiet=parsed.quiet, verbose=parsed.verbose)
-    if parsed.check is not None:
-        parsed.check(parsed)
     is_recorded = COMMANDS[parsed.command].is_recorded
-    if is_recorded:
-        _require_writable_run(parsed)
-    code = _import_work(parsed.run)(parsed)
+    try:
+        if parsed.check is not None:
+            parsed.check(parsed)
+        if is_recorded:
+            _require_writable_run(parsed)
+        code = _import_work(parsed.run)(parsed)
+    except UserError as error:
+        # The option of a config file also loads it.
+        loaded = vars(parsed).get("loaded")
+        if loaded is None:
+            raise
+        raise loaded.source.located(error) from error
     sys.stdout.flush()
     was_typed = not getattr(parsed, "until_input_ends", False)
     if code == 0 and was_typed and is_recorded:

@@ -18,6 +18,7 @@ from typing import Any
 from megavis.commands.opening import job_closed
 from megavis.commands.terminal import quietly
 from megavis.composition.trainable import Trainable
+from megavis.config.checks import require_world
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
 from megavis.config.schema import RunConfig
@@ -103,7 +104,8 @@ def measure(
 def _asked(loaded: LoadedConfig, shape: ModelShape, cluster: Cluster) -> Plan | str:
     """Return the plan of the config's own layout, or why it is illegal."""
     try:
-        loaded.require_world(cluster.num_devices)
+        with loaded.source.locate():
+            require_world(loaded.config, cluster.num_devices)
     except UserError as error:
         return str(error)
     layout = Layout.of(loaded.config, cluster.num_devices)
@@ -332,6 +334,8 @@ def _head(args: argparse.Namespace, loaded: LoadedConfig, plan: Plan, cluster: C
 def count(args: argparse.Namespace) -> int:
     """Count and write a table, or JSON."""
     config = args.loaded.config
+    if args.processes is not None:
+        require_world(config, args.processes)
     with quietly(), job_closed():
         objective = build_objective(config, open_context(read_launch({}), device="cpu"))
         matrices, memory = count_parameters(objective), None

@@ -37,10 +37,10 @@ from megavis.training.search.sweep import Point, draw_sweep, points_of, rows_of,
 def search_rate(args: argparse.Namespace) -> int:
     """Search; return 1 if no run finished."""
     loaded = args.loaded
-    with open_job(loaded, read_launch(os.environ), device=args.device) as context:
+    with open_job(loaded.config, read_launch(os.environ), device=args.device) as context:
         is_main = context.is_main
         outcomes = search_rates(
-            loaded,
+            loaded.config,
             args.rates or PAPER_RATES,
             context,
             patience=args.patience,
@@ -101,8 +101,9 @@ def _train(point: Point, launch: Any, args: argparse.Namespace) -> None:
         if launch.rank == 0:
             sys.stdout.write(f"{loaded.config.folder}\n")
             sys.stdout.flush()
-        with open_job(loaded, launch, device=args.device) as context:
-            is_trained = train_run(loaded, context)
+        job = open_job(loaded.config, launch, device=args.device)
+        with loaded.source.locate(), job as context:
+            is_trained = train_run(loaded.config, context)
         # An engine contains reference cycles, and the next one needs its memory.
         gc.collect()
         if not is_trained:

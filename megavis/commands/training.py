@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import os
 import sys
@@ -24,7 +25,7 @@ from megavis.planning.layouts import (
     with_layout,
 )
 from megavis.training.bench import BenchResult, bench
-from megavis.training.dry_run import dry_run
+from megavis.training.dry_run import DryRunCheck, dry_run
 from megavis.training.parity import Noise, ParityResult, compare_layouts, parity_config
 from megavis.training.trainer import run_training
 
@@ -32,18 +33,25 @@ from megavis.training.trainer import run_training
 def train(args: argparse.Namespace) -> int:
     """Train, or check whether training could start; return 2 if it could not."""
     if not args.dry_run:
-        run_training(args.loaded, read_launch(os.environ), device=args.device)
+        run_training(args.loaded.config, read_launch(os.environ), device=args.device)
         return 0
     with quietly():
-        findings = list(dry_run(args.loaded, args.processes or 1))
-    sys.stdout.writelines(f"{finding}\n" for finding in findings)
+        findings = [
+            DryRunCheck("config", True, f"{args.loaded.source.path} is legal"),
+            *dry_run(args.loaded.config, args.processes or 1),
+        ]
+    for finding in findings:
+        if finding.error is not None:
+            located = args.loaded.source.located(finding.error)
+            finding = dataclasses.replace(finding, text=str(located))
+        sys.stdout.write(f"{finding}\n")
     return 0 if all(finding.is_right for finding in findings) else 2
 
 
 def time_step(args: argparse.Namespace) -> int:
     """Measure on every process of a job, and print on the main one."""
     result = bench(
-        args.loaded,
+        args.loaded.config,
         read_launch(os.environ),
         num_steps=args.steps,
         device=args.device,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megavis.config.errors import counted
+from megavis.config.errors import UserError, counted
 from megavis.config.finetune_checks import (
     check_finetuning,
     check_finetuning_batch,
@@ -66,6 +66,13 @@ def _check_schedule(config: RunConfig) -> Iterator[ConfigIssue]:
             "schedule.warmup_steps",
             f"{config.schedule.warmup_steps} is more than training.steps = {config.training.steps}",
         )
+
+
+def require_world(config: RunConfig, world_size: int) -> None:
+    """Raise UserError if the config does not fit `world_size` processes."""
+    issues = list(check_world(config, world_size))
+    if issues:
+        raise UserError.of(issues)
 
 
 def check_world(config: RunConfig, world_size: int) -> Iterator[ConfigIssue]:

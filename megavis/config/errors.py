@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+from collections.abc import Iterable, Iterator
 
 CORRUPTION_EXIT_CODE = 71
 """`sysexits.h` calls it EX_OSERR, an error of the system below."""
@@ -11,7 +13,33 @@ NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class UserError(ValueError):
-    """A user's mistake: the command line prints one message and exits with code 2."""
+    """A user's mistake: the command line prints one message and exits with code 2.
+
+    Attributes:
+        issues: what is wrong, each with the config key to blame, such as `data.train`, or None. The
+            command line adds the file and line of a key.
+    """
+
+    def __init__(self, text: str, *, key: str | None = None) -> None:
+        super().__init__(text if key is None else f"{key}: {text}")
+        self.issues: tuple[tuple[str | None, str], ...] = ((key, text),)
+
+    @classmethod
+    def of(cls, issues: Iterable[tuple[str | None, str]]) -> UserError:
+        """Return one error of several mistakes, each on a line of its own."""
+        each = [cls(text, key=key) for key, text in issues]
+        error = cls("\n".join(map(str, each)))
+        error.issues = tuple(issue for one in each for issue in one.issues)
+        return error
+
+
+@contextlib.contextmanager
+def blame(key: str) -> Iterator[None]:
+    """Blame a config key for the UserErrors of the block that blame none."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError.of((found or key, text) for found, text in error.issues) from error
 
 
 class CorruptionError(RuntimeError):

@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from megavis.config.arguments import RUN_NAME_RULE
-from megavis.config.checks import check_config, check_world
+from megavis.config.checks import check_config
 from megavis.config.papers import PAPER_CONFIGS
 from megavis.config.schema import ConfigIssue, ObjectiveConfig, RunConfig
 from megavis.config.section import UNION_LABELS
@@ -39,12 +39,6 @@ class LoadedConfig:
 
     config: RunConfig
     source: ConfigSource
-
-    def require_world(self, world_size: int) -> None:
-        """Raise `UserError` if the config does not fit `world_size` processes."""
-        complaints = list(check_world(self.config, world_size))
-        if complaints:
-            raise self.source.error(complaints)
 
 
 def load_config(

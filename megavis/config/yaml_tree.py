@@ -5,6 +5,7 @@ A file may be `based_on` another, which provides the keys that it lacks.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import reprlib
@@ -103,7 +104,23 @@ class ConfigSource:
 
     def error(self, complaints: Iterable[ConfigIssue]) -> UserError:
         """Return one error with a line per complaint."""
-        return UserError("\n".join(f"{self.place(k)}: {k}: {text}" for k, text in complaints))
+        return self.located(UserError.of(complaints))
+
+    def located(self, error: UserError) -> UserError:
+        """Return the error with file and line of each key that it blames."""
+        issues = error.issues
+        return UserError.of(
+            (None, text if key is None else f"{self.place(key)}: {key}: {text}")
+            for key, text in issues
+        )
+
+    @contextlib.contextmanager
+    def locate(self) -> Iterator[None]:
+        """Add file and line to the keys that UserErrors of the block blame."""
+        try:
+            yield
+        except UserError as error:
+            raise self.located(error) from error
 
 
 def read_tree(path: Path, source: ConfigSource, above: tuple[Path, ...] = ()) -> dict[str, Any]:

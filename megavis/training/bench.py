@@ -32,7 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 from megavis.composition.model import model_of
 from megavis.composition.tokens import Vocabulary
 from megavis.composition.trainable import Trainable
-from megavis.config.load import LoadedConfig
+from megavis.config.schema import RunConfig
 from megavis.data.loading.loader import Batch
 from megavis.model.flops import peak_flops
 from megavis.papers import build_objective
@@ -109,7 +109,7 @@ class BenchResult:
 
 
 def bench(
-    loaded: LoadedConfig,
+    config: RunConfig,
     launch: Launch,
     *,
     num_steps: int,
@@ -126,8 +126,7 @@ def bench(
     Returns:
         The result on the main process, None on the others.
     """
-    config = loaded.config
-    with open_job(loaded, launch, device=device) as context:
+    with open_job(config, launch, device=device) as context:
         objective = build_objective(config, context)
         engine = Engine(config, objective, context)
         clock = _Clock(context.device)

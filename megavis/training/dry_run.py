@@ -17,8 +17,8 @@ import torch
 from megavis.checkpoint.format.folder import latest_checkpoint
 from megavis.checkpoint.format.manifest import read_manifest
 from megavis.composition.trainable import Trainable
+from megavis.config.checks import require_world
 from megavis.config.errors import UserError, counted
-from megavis.config.load import LoadedConfig
 from megavis.config.schema import RunConfig
 from megavis.model.parameters import partition_dimension
 from megavis.parallel.context import close_context, open_virtual_context
@@ -38,24 +38,29 @@ class DryRunCheck:
         topic: what was checked.
         is_right: whether the job can start.
         text: finding; on failure, how to fix it.
+        error: what was raised, if anything.
     """
 
     topic: str
     is_right: bool
     text: str
+    error: UserError | None = None
+
+    @classmethod
+    def of(cls, topic: str, error: UserError) -> DryRunCheck:
+        """Return the check that failed with an error."""
+        return cls(topic, False, str(error), error)
 
     def __str__(self) -> str:
         return f"{'ok ' if self.is_right else 'NO '} {self.topic}: {self.text}"
 
 
-def dry_run(loaded: LoadedConfig, num_processes: int) -> Iterator[DryRunCheck]:
+def dry_run(config: RunConfig, num_processes: int) -> Iterator[DryRunCheck]:
     """Yield the checks of a job of N processes, in the order of its start."""
-    config = loaded.config
-    yield DryRunCheck("config", True, f"{loaded.source.path} is legal")
     try:
-        loaded.require_world(num_processes)
+        require_world(config, num_processes)
     except UserError as error:
-        yield DryRunCheck("layout", False, str(error))
+        yield DryRunCheck.of("layout", error)
         return
     warning = config.objective.warning(config)
     if config.finetune is None and warning is not None:
@@ -77,20 +82,20 @@ def dry_run(loaded: LoadedConfig, num_processes: int) -> Iterator[DryRunCheck]:
         pipeline_model_parallel_size=layout.pipeline,
     )
     try:
-        yield from _with_data(loaded, layout, Trainer.open(loaded, context))
+        yield from _with_data(config, layout, Trainer.open(config, context))
     except UserError as error:
-        yield DryRunCheck("data", False, str(error))
+        yield DryRunCheck.of("data", error)
     finally:
         close_context()
 
 
-def _with_data(loaded: LoadedConfig, layout: Layout, run: Trainer) -> Iterator[DryRunCheck]:
+def _with_data(config: RunConfig, layout: Layout, run: Trainer) -> Iterator[DryRunCheck]:
     yield _data(run, layout)
     yield _tokenizer(run)
     shapes = _shapes(run.objective, layout.tensor)
     numbers = sum(torch.Size(shape).numel() for shape in shapes.values())
     yield DryRunCheck("model", True, f"{numbers:,} parameters in {len(shapes)} tensors")
-    yield _disk(loaded.config, numbers)
+    yield _disk(config, numbers)
     yield _resume(run, shapes)
 
 
@@ -168,7 +173,7 @@ def _resume(run: Trainer, shapes: Shapes) -> DryRunCheck:
         manifest = read_manifest(checkpoint)
         check_same_data(run.config, manifest, run.train_data, run.tokenizer)
     except UserError as error:
-        return DryRunCheck("resume", False, str(error))
+        return DryRunCheck.of("resume", error)
     for name, shape in shapes.items():
         stored = manifest.tensors.get(f"weight/{name}")
         if stored is None or stored.shape != shape:

@@ -19,8 +19,8 @@ from megavis.checkpoint.format.folder import chosen_checkpoint, saved_steps, ste
 from megavis.checkpoint.format.manifest import read_manifest
 from megavis.checkpoint.state.restore import load_weights, start_from_weights
 from megavis.composition.classification import Classification
-from megavis.config.errors import UserError, counted
-from megavis.config.load import LoadedConfig, load_run_config
+from megavis.config.errors import UserError, blame, counted
+from megavis.config.load import load_run_config
 from megavis.config.schema import ConfigIssue, FinetuneConfig, RunConfig
 from megavis.config.section import PositionKind, Section
 from megavis.data.loading.blended_dataset import Samples
@@ -35,7 +35,7 @@ from megavis.model.positions import interpolation
 from megavis.parallel.context import ParallelContext
 from megavis.training.callbacks.validation import EarlyStopping
 from megavis.training.engine import Engine
-from megavis.training.job import errors_of, open_held_out
+from megavis.training.job import open_held_out
 
 _PARTS = ("selection", "test")
 _MAY_DIFFER = re.compile(
@@ -69,7 +69,7 @@ class Finetuning:
     @classmethod
     def open(
         cls,
-        loaded: LoadedConfig,
+        config: RunConfig,
         objective: Classification,
         train: Samples,
         validation: ShardDataset,
@@ -77,23 +77,23 @@ class Finetuning:
         """Check source and labels, and split selection from test images.
 
         Raises:
-            UserError: something does not fit; names the key and its line.
+            UserError: something does not fit; names the key.
         """
         settings = objective.settings
         if settings.from_run is not None:
-            check_source(loaded, objective, train)
+            check_source(config, objective, train)
         test = None
         if settings.test is not None:
-            test = open_held_out(loaded, "finetune.test", settings.test, objective, train)
+            test = open_held_out(config.data, "finetune.test", settings.test, objective, train)
         datasets = {"data.train": train, "data.validation": validation, "finetune.test": test}
         for key, dataset in datasets.items():
             if dataset is not None:
                 differences = list(label_issues(key, dataset, settings, train.class_names))
                 if differences:
-                    raise loaded.source.error(differences)
-        _check_test_images(loaded, validation, test)
+                    raise UserError.of(differences)
+        _check_test_images(config, validation, test)
         parts = halves(validation) if test is None else (shuffled(validation), shuffled(test))
-        folder = Path(loaded.config.folder)
+        folder = Path(config.folder)
         stopping = EarlyStopping(settings.patience)
         return cls(objective, folder, train.class_names, len(train), *parts, stopping)
 
@@ -182,12 +182,12 @@ class Finetuning:
 
 
 def _check_test_images(
-    loaded: LoadedConfig, validation: ShardDataset, test: ShardDataset | None
+    config: RunConfig, validation: ShardDataset, test: ShardDataset | None
 ) -> None:
     """Reject test images that this run or its source was trained on, or that select the step."""
     key, judging = ("data.validation", validation) if test is None else ("finetune.test", test)
-    with errors_of(loaded, key):
-        check_no_overlap(judging, training_shards(loaded.config))
+    with blame(key):
+        check_no_overlap(judging, training_shards(config))
         if test is not None:
             check_no_overlap(test, [validation])
 
@@ -202,20 +202,20 @@ def source_checkpoint(settings: FinetuneConfig) -> Path:
     return chosen_checkpoint(Path(settings.from_run), settings.from_step)
 
 
-def check_source(loaded: LoadedConfig, objective: Classification, train: Samples) -> None:
+def check_source(config: RunConfig, objective: Classification, train: Samples) -> None:
     """Reject a source run with another architecture or other tokens.
 
     Args:
-        loaded: a config whose `finetune` section names a run.
+        config: one whose `finetune` section names a run.
 
     Raises:
-        UserError: names the key and its line.
+        UserError: names the key.
     """
     settings = objective.settings
-    with errors_of(loaded, "finetune.from_run"):
+    with blame("finetune.from_run"):
         checkpoint = source_checkpoint(settings)
         source = load_run_config(Path(settings.from_run or ""))
-        difference = next(_differences(source, loaded.config, objective), None)
+        difference = next(_differences(source, config, objective), None)
         tokenizer = train.manifest.identity or objective.backbone.tokenizer_identity
         if difference is None and read_manifest(checkpoint).tokenizer != tokenizer:
             difference = f"was trained on other tokens than those of {train.directory}"

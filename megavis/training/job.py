@@ -19,10 +19,11 @@ from deepspeed.accelerator import get_accelerator
 from megavis.checkpoint.format.folder import checkpoints_by_age, remove_partial
 from megavis.checkpoint.format.manifest import CheckpointManifest
 from megavis.composition.trainable import Trainable
-from megavis.config.errors import NOT_ALLOWED, UserError, counted
-from megavis.config.load import LoadedConfig, dump_config, load_config
-from megavis.config.schema import RunConfig
-from megavis.config.section import ParallelConfig, Section
+from megavis.config.checks import require_world
+from megavis.config.errors import NOT_ALLOWED, UserError, blame, counted
+from megavis.config.load import dump_config, load_config
+from megavis.config.schema import RunConfig, TrainingConfig
+from megavis.config.section import DataConfig, ParallelConfig, Section
 from megavis.data.codecs.transforms import Transform, evaluation_transform, training_transform
 from megavis.data.format.files import write_atomically
 from megavis.data.format.folder_lock import SILENCE_SECONDS, FolderLock
@@ -45,7 +46,7 @@ _FP8_CAPABILITY = (8, 9)
 
 @contextlib.contextmanager
 def open_job(
-    loaded: LoadedConfig, launch: Launch, *, device: str | None = None
+    config: RunConfig, launch: Launch, *, device: str | None = None
 ) -> Iterator[ParallelContext]:
     """Join the launcher's job in the config's layout, and leave it at the end.
 
@@ -56,13 +57,13 @@ def open_job(
     Raises:
         UserError: the config does not fit the number of processes or the device.
     """
-    loaded.require_world(launch.world_size)
-    _order_launches(loaded.config.parallel)
+    require_world(config, launch.world_size)
+    _order_launches(config.parallel)
     place = choose_device(device, local_rank=launch.local_rank)
     select_device(place)
-    _require_precision(loaded)
-    _require_engine(loaded, place)
-    parallel, training = loaded.config.parallel, loaded.config.training
+    _require_precision(config.training)
+    _require_engine(config.training, place)
+    parallel, training = config.parallel, config.training
     with contextlib.ExitStack() as closing:
         closing.callback(choose_kernels, chosen_kernels())
         choose_kernels(training.kernels)
@@ -93,29 +94,28 @@ def _order_launches(parallel: ParallelConfig) -> None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
-def _require_precision(loaded: LoadedConfig) -> None:
+def _require_precision(training: TrainingConfig) -> None:
     """Reject a precision that the device does not support, before anything is started."""
-    if loaded.config.training.precision != "fp16":
+    if training.precision != "fp16":
         return
     # DeepSpeed rejects it too, but later and without naming the key.
     if not get_accelerator().is_fp16_supported():
         text = "fp16 needs a GPU, or a CPU that supports it; the nearest choice here is bf16"
-        raise loaded.source.error([("training.precision", text)])
+        raise UserError(text, key="training.precision")
 
 
-def _require_engine(loaded: LoadedConfig, device: torch.device) -> None:
+def _require_engine(training: TrainingConfig, device: torch.device) -> None:
     """Reject Transformer Engine, or FP8, on a device that does not support it."""
-    training = loaded.config.training
     if training.kernels != "transformer_engine":
         return
     if device.type != "cuda":
         text = f"transformer_engine needs a GPU, and the device is {device.type}; use auto here"
-        raise loaded.source.error([("training.kernels", text)])
+        raise UserError(text, key="training.kernels")
     capability = torch.cuda.get_device_capability(device)
     if training.fp8 and capability < _FP8_CAPABILITY:
         text = "needs a GPU of compute capability 8.9 or newer (Ada, Hopper or Blackwell), not"
         found = ".".join(map(str, capability))
-        raise loaded.source.error([("training.fp8", f"{text} {found}; use false here")])
+        raise UserError(f"{text} {found}; use false here", key="training.fp8")
 
 
 @contextlib.contextmanager
@@ -153,7 +153,7 @@ def permissions_needed(what: str | None = None) -> Iterator[None]:
 
 
 def open_data(
-    loaded: LoadedConfig, key: str, path: str, transform: Transform, objective: Trainable
+    data: DataConfig, key: str, path: str, transform: Transform, objective: Trainable
 ) -> ShardDataset:
     """Open a shard folder.
 
@@ -162,11 +162,12 @@ def open_data(
         objective: defines which shards it needs.
 
     Raises:
-        UserError: names the key and its line.
+        UserError: names the key.
     """
-    palette = _open_palette(loaded)
-    with errors_of(loaded, key):
-        dataset = ShardDataset(path, transform, cache=loaded.config.data.cache, palette=palette)
+    with blame("data.palette"):
+        palette = Palette.load(data.palette) if data.palette else None
+    with blame(key):
+        dataset = ShardDataset(path, transform, cache=data.cache, palette=palette)
     what = f"{path}, read with data.palette," if palette else path
     complaints = [(key, f"{what} {text}") for text in objective.check_data(dataset.manifest)]
     missing = int((dataset.labels < 0).sum()) if objective.backbone.needs_labels else 0
@@ -175,64 +176,51 @@ def open_data(
         text = f"{path} holds {found} without a label, of {len(dataset)} in all"
         complaints.append((key, f"{text}, and this model has no embedding for them"))
     if complaints:
-        raise loaded.source.error(complaints)
+        raise UserError.of(complaints)
     return dataset
 
 
-@contextlib.contextmanager
-def errors_of(loaded: LoadedConfig, key: str) -> Iterator[None]:
-    """Raise the UserErrors of the block as errors of a config key, with its line."""
-    try:
-        yield
-    except UserError as error:
-        raise loaded.source.error([(key, str(error))]) from None
-
-
-def _open_palette(loaded: LoadedConfig) -> Palette | None:
-    path = loaded.config.data.palette
-    with errors_of(loaded, "data.palette"):
-        return Palette.load(path) if path else None
-
-
-def open_training_data(loaded: LoadedConfig, objective: Trainable) -> Samples:
-    """Open the shard folder of `data.train`, or blend several; arguments as for `open_data`."""
-    data = loaded.config.data
-    with errors_of(loaded, "data.background_noise"):
-        transform = training_transform(data, seed=loaded.config.seed)
+def open_training_data(config: RunConfig, objective: Trainable) -> Samples:
+    """Open the shard folder of `data.train`, or blend several; see `open_data`."""
+    data = config.data
+    with blame("data.background_noise"):
+        transform = training_transform(data, seed=config.seed)
     if isinstance(data.train, str):
-        dataset = open_data(loaded, "data.train", data.train, transform, objective)
+        dataset = open_data(data, "data.train", data.train, transform, objective)
         if data.images_per_class is None:
             return dataset
-        with errors_of(loaded, "data.images_per_class"):
-            return subset_per_class(dataset, data.images_per_class, seed=loaded.config.seed)
-    parts = [_open_source(loaded, place, objective) for place in range(len(data.train))]
-    with errors_of(loaded, "data.train"):
+        with blame("data.images_per_class"):
+            return subset_per_class(dataset, data.images_per_class, seed=config.seed)
+    parts = [_open_source(config, place, objective) for place in range(len(data.train))]
+    with blame("data.train"):
         return BlendedDataset(parts, [source.weight for source in data.train])
 
 
-def _open_source(loaded: LoadedConfig, place: int, objective: Trainable) -> ShardDataset:
+def _open_source(config: RunConfig, place: int, objective: Trainable) -> ShardDataset:
     """Open one of several training folders, with its own crop if it has one."""
-    data = loaded.config.data
+    data = config.data
     source, where = data.train_sources[place], f"data.train.{place}"
-    transform = training_transform(data, seed=loaded.config.seed, crop=source.crop)
+    transform = training_transform(data, seed=config.seed, crop=source.crop)
     try:
-        return open_data(loaded, f"{where}.path", source.path, transform, objective)
+        return open_data(data, f"{where}.path", source.path, transform, objective)
     except UserError as error:
         if source.crop is None:
             raise
         # Name the key that has the crop of this folder.
-        raise UserError(str(error).replace("data.crop", f"{where}.crop")) from None
+        raise UserError.of(
+            (key, text.replace("data.crop", f"{where}.crop")) for key, text in error.issues
+        ) from error
 
 
 def open_held_out(
-    loaded: LoadedConfig, key: str, path: str, objective: Trainable, train: Samples
+    data: DataConfig, key: str, path: str, objective: Trainable, train: Samples
 ) -> ShardDataset:
     """Open held-out images; also raises if their tokenizer differs."""
-    dataset = open_data(loaded, key, path, evaluation_transform(loaded.config.data), objective)
+    dataset = open_data(data, key, path, evaluation_transform(data), objective)
     if dataset.manifest.identity != train.manifest.identity:
         kind = train.manifest.tokenizer_name
         text = f"{path} was made with another {kind} than {train.directory}"
-        raise loaded.source.error([(key, text)])
+        raise UserError(text, key=key)
     return dataset
 
 
@@ -278,7 +266,8 @@ def check_patience(config: RunConfig, objective: Trainable) -> None:
     """Raise UserError if pre-training is to stop by an accuracy that it does not measure."""
     if config.training.patience and not objective.measures_accuracy:
         raise UserError(
-            f"{config.objective.name} measures no accuracy in pre-training; set it to 0"
+            f"{config.objective.name} measures no accuracy in pre-training; set it to 0",
+            key="training.patience",
         )
 
 

@@ -21,10 +21,8 @@ from typing import Any
 import torch
 
 from megavis.config.errors import UserError
-from megavis.config.load import LoadedConfig
 from megavis.config.schema import RunConfig
 from megavis.config.section import ParallelConfig
-from megavis.config.yaml_tree import ConfigSource
 from megavis.parallel.launch import Launch
 from megavis.parallel.progress_bar import shown
 from megavis.parallel.random import derive_seed
@@ -193,9 +191,8 @@ def train_briefly(
     `change`: number of a change of the weights' last bits before the first step, drawn from the
     seed; None leaves them as they are.
     """
-    loaded = LoadedConfig(config, ConfigSource("parity"))
-    with open_job(loaded, launch, device=device) as context:
-        run = Trainer.open(loaded, context)
+    with open_job(config, launch, device=device) as context:
+        run = Trainer.open(config, context)
         engine = Engine(config, run.objective, context)
         run.start(engine)
         if change is not None:

@@ -28,8 +28,7 @@ from megavis.checkpoint.state.restore import (
 from megavis.checkpoint.state.save import Snapshot, TrainingProgress, reserve_copies
 from megavis.composition.classification import classifier_of
 from megavis.composition.trainable import StartingWeights, Trainable
-from megavis.config.errors import UnfinishedError
-from megavis.config.load import LoadedConfig
+from megavis.config.errors import UnfinishedError, blame
 from megavis.config.schema import RunConfig
 from megavis.config.yaml_tree import leaves
 from megavis.data.loading.blended_dataset import Samples
@@ -75,7 +74,6 @@ from megavis.training.job import (
     check_earlier_run,
     check_patience,
     check_same_data,
-    errors_of,
     hold_run,
     open_held_out,
     open_job,
@@ -118,31 +116,29 @@ class Trainer:
         return Path(self.config.folder)
 
     @classmethod
-    def open(cls, loaded: LoadedConfig, context: ParallelContext) -> Trainer:
+    def open(cls, config: RunConfig, context: ParallelContext) -> Trainer:
         """Open the data and check it against the config.
 
         Raises:
-            UserError: data and config do not match; names the key and its line.
+            UserError: data and config do not match; names the key.
         """
-        config = loaded.config
         objective = build_objective(config, context)
-        train_data = open_training_data(loaded, objective)
+        train_data = open_training_data(config, objective)
         held_out, path = None, config.data.validation
         if path is not None:
-            held_out = open_held_out(loaded, "data.validation", path, objective, train_data)
+            held_out = open_held_out(config.data, "data.validation", path, objective, train_data)
         # Reject an unsuitable tokenizer here, not at the first batch.
         tokenizer = train_data.manifest.identity or objective.backbone.tokenizer_identity
         network = classifier_of(objective)
         if network is None:
             run = cls(config, context, objective, train_data, held_out, tokenizer)
             if objective.pretrained_key is not None:
-                with errors_of(loaded, objective.pretrained_key):
+                with blame(objective.pretrained_key):
                     run.pretrained = objective.pretrained()
-            with errors_of(loaded, "training.patience"):
-                check_patience(config, objective)
+            check_patience(config, objective)
             return run
         assert held_out is not None, "required by the config's checks"
-        tuning = Finetuning.open(loaded, network, train_data, held_out)
+        tuning = Finetuning.open(config, network, train_data, held_out)
         return cls(config, context, objective, train_data, tuning.selection, tokenizer, tuning)
 
     def train(self, signals: Signals, extra_callbacks: Sequence[Callback] = ()) -> None:
@@ -394,7 +390,7 @@ class Trainer:
             )
 
 
-def run_training(loaded: LoadedConfig, launch: Launch, *, device: str | None = None) -> None:
+def run_training(config: RunConfig, launch: Launch, *, device: str | None = None) -> None:
     """Join the job that the launcher started and train.
 
     Args:
@@ -404,10 +400,10 @@ def run_training(loaded: LoadedConfig, launch: Launch, *, device: str | None = N
     Raises:
         UserError: the run cannot be trained with this config.
     """
-    check_dashboards(loaded.config.logging)
-    job = open_job(loaded, launch, device=device)
+    check_dashboards(config.logging)
+    job = open_job(config, launch, device=device)
     with forgiving_messages(), Signals() as signals, job as context:
         with permissions_needed():
-            run = Trainer.open(loaded, context)
+            run = Trainer.open(config, context)
         with hold_run(run.folder, context), evaluate_during(run.config, context):
             run.train(signals)

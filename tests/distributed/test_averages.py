@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from layout_curves import make_config, with_layout
 
-from megavis.config.load import ConfigSource, LoadedConfig
 from megavis.config.schema import RunConfig
 from megavis.parallel.agreement import AsyncFlag
 from megavis.parallel.launch import Launch
@@ -74,9 +73,8 @@ def test_bf16_gradients_are_reduced_in_float32(
 
 def first_weights(launch: Launch, config: RunConfig) -> dict[str, torch.Tensor]:
     """Return the initial master weights and buffers of a run."""
-    loaded = LoadedConfig(config, ConfigSource("test"))
-    with open_job(loaded, launch, device="cpu") as context:
-        engine = Engine(config, Trainer.open(loaded, context).objective, context)
+    with open_job(config, launch, device="cpu") as context:
+        engine = Engine(config, Trainer.open(config, context).objective, context)
         weights = dict(engine.layers.named_parameters())
         found = {name: engine.states.get(p, "weight").clone() for name, p in weights.items()}
         return found | {name: buffer.clone() for name, buffer in engine.layers.named_buffers()}
@@ -93,9 +91,8 @@ def test_initial_weights_match_one_process(run_job: Any, tiny_config: Path, prec
 
 def timeouts(launch: Launch, config: RunConfig) -> list[float]:
     """Return the collective timeout of each process group while the watchdog is active."""
-    loaded = LoadedConfig(config, ConfigSource("test"))
-    with open_job(loaded, launch, device="cpu") as context:
-        Engine(config, Trainer.open(loaded, context).objective, context)
+    with open_job(config, launch, device="cpu") as context:
+        Engine(config, Trainer.open(config, context).objective, context)
         AsyncFlag()
         with Watchdog(context, patience=config.training.hang_timeout):
             groups = list(dist.distributed_c10d._world.pg_map)
@@ -115,7 +112,7 @@ def test_collective_timeouts_exceed_the_watchdogs(run_job: Any, tiny_config: Pat
 
 def arithmetic(launch: Launch, config: RunConfig) -> tuple[bool, bool, Curve]:
     """Return whether a job is deterministic and uses TF32, and its curve."""
-    with open_job(LoadedConfig(config, ConfigSource("test")), launch, device="cpu"):
+    with open_job(config, launch, device="cpu"):
         chosen = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.allow_tf32
     return *chosen, train_briefly(launch, config, 3, "cpu")
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from layout_curves import make_config, with_layout
 
-from megavis.config.load import ConfigSource, LoadedConfig
 from megavis.config.schema import RunConfig
 from megavis.model.context_parallel import heads_to_tokens, tokens_to_heads
 from megavis.model.inference import Inference
@@ -23,9 +22,8 @@ BOTH = {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "sequence_p
 
 def features_and_loss(launch: Launch, config: RunConfig) -> tuple[Any, float]:
     """Return the features and the loss of four images with untrained weights."""
-    loaded = LoadedConfig(config, ConfigSource("test"))
-    with open_job(loaded, launch, device="cpu") as context:
-        run = Trainer.open(loaded, context)
+    with open_job(config, launch, device="cpu") as context:
+        run = Trainer.open(config, context)
         plans = run.objective.layer_plans()
         stack = LayerStack(plans, run.objective.loss)
         runner = Inference(LocalLayers(plans, list(stack.layers)), context)
@@ -50,9 +48,8 @@ def test_features_are_those_of_one_process(
 
 def tokens_of_logits(launch: Launch, config: RunConfig) -> list[int]:
     """Take a step; return the tokens for which this process computes logits in each pass."""
-    loaded = LoadedConfig(config, ConfigSource("test"))
-    with open_job(loaded, launch, device="cpu") as context:
-        run = Trainer.open(loaded, context)
+    with open_job(config, launch, device="cpu") as context:
+        run = Trainer.open(config, context)
         engine = Engine(config, run.objective, context)
         seen: list[int] = []
         head = engine.layers.modules[-1]
@@ -99,9 +96,9 @@ def test_tokens_are_traded_for_heads_and_back(run_job: Any) -> None:
 
 def draws_of_steps(launch: Launch, config: RunConfig) -> list[torch.Tensor]:
     """Train two steps with dropout; return what torch's generator draws after each."""
-    loaded, drawn = LoadedConfig(config, ConfigSource("test")), []
-    with open_job(loaded, launch, device="cpu") as context:
-        run = Trainer.open(loaded, context)
+    drawn = []
+    with open_job(config, launch, device="cpu") as context:
+        run = Trainer.open(config, context)
         engine = Engine(config, run.objective, context)
         with run.loader(engine) as loader:
             for step in range(2):

@@ -17,11 +17,11 @@ CHILD = "import sys, time; sys.stdin.read(); time.sleep(3); open({!r}, 'w').clos
 
 def seen_at_the_end(launch: Launch, path: str, measured: str) -> bool:
     """Return whether the evaluation was done when this process left training."""
-    loaded = load_config(path, [f"output={Path(path).parent}"])
+    config = load_config(path, [f"output={Path(path).parent}"]).config
     command = [sys.executable, "-S", "-c", CHILD.format(measured)]
-    with pytest.MonkeyPatch.context() as patch, open_job(loaded, launch, device="cpu") as context:
+    with pytest.MonkeyPatch.context() as patch, open_job(config, launch, device="cpu") as context:
         patch.setattr(validation, "watch_command", lambda *_, **__: command)
-        with validation.evaluate_during(loaded.config, context):
+        with validation.evaluate_during(config, context):
             pass
         return Path(measured).exists()
 

@@ -20,7 +20,7 @@ from layout_curves import TOLERANCE, largest_difference, make_config, with_layou
 from run_jobs import train_run
 
 from data_tools.__main__ import main as data_tools
-from megavis.config.load import ConfigSource, LoadedConfig, load_config
+from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
 from megavis.data.loading.loader import BatchLoader
 from megavis.model.core import Block
@@ -119,7 +119,7 @@ def dropped(launch: Launch, config: RunConfig) -> dict[str, np.ndarray]:
         device="cpu",
     )
     try:
-        run = Trainer.open(LoadedConfig(config, ConfigSource("test")), context)
+        run = Trainer.open(config, context)
         engine = Engine(config, run.objective, context)
         seen: dict[str, np.ndarray] = {}
         blocks = [m for m in engine.layers.modules if isinstance(m, Block)]

@@ -14,7 +14,6 @@ from small_configs import SMALL
 from small_vqgan import write_untrained_run
 
 from megavis.composition.model import model_of
-from megavis.config.load import ConfigSource, LoadedConfig
 from megavis.config.schema import RunConfig
 from megavis.papers import build_objective
 from megavis.parallel.context import close_context, open_context
@@ -118,9 +117,9 @@ def test_layouts_match_one_process(
 
 def encoder_passes(launch: Launch, config: RunConfig) -> tuple[int, int]:
     """Return the backward passes of an encoder's last norm in a step, and the micro-batches."""
-    loaded, counts = LoadedConfig(config, ConfigSource("test")), []
-    with open_job(loaded, launch, device="cpu") as context:
-        run = Trainer.open(loaded, context)
+    counts = []
+    with open_job(config, launch, device="cpu") as context:
+        run = Trainer.open(config, context)
         engine = Engine(config, run.objective, context)
         for name, parameter in engine.layers.named_parameters():
             if name == "embedding.encoder.norm.weight":
@@ -198,9 +197,9 @@ def test_stages_in_both_stacks_match_one_process(
 
 def positions_decoded(launch: Launch, config: RunConfig) -> set[int]:
     """Take a step; return the numbers of positions of an image that the decoder decodes at once."""
-    loaded, decoded = LoadedConfig(config, ConfigSource("test")), set()
-    with open_job(loaded, launch, device="cpu") as context:
-        run = Trainer.open(loaded, context)
+    decoded = set()
+    with open_job(config, launch, device="cpu") as context:
+        run = Trainer.open(config, context)
         engine = Engine(config, run.objective, context)
         head = engine.layers.modules[-1]
         head.decoder.register_forward_hook(lambda _, given, out: decoded.add(out.shape[1]))
@@ -224,9 +223,9 @@ def test_decoder_runs_on_own_positions(
 
 def dropped(launch: Launch, config: RunConfig) -> tuple[np.ndarray, np.ndarray]:
     """Return the outputs of DARL's decoder in a step, and a mask of the first block's tokens."""
-    loaded, decoded = LoadedConfig(config, ConfigSource("test")), []
-    with open_job(loaded, launch, device="cpu") as context:
-        run = Trainer.open(loaded, context)
+    decoded = []
+    with open_job(config, launch, device="cpu") as context:
+        run = Trainer.open(config, context)
         engine = Engine(config, run.objective, context)
         _, block, *_, head = engine.layers.modules
         head.decoder.register_forward_hook(lambda _, given, out: decoded.append(out.detach()))

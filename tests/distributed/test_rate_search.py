@@ -14,9 +14,9 @@ pytestmark = pytest.mark.once
 
 
 def search(launch: Launch, path: str, overrides: list[str]) -> list[TrialResult]:
-    loaded = load_config(path, overrides)
-    with open_job(loaded, launch, device="cpu") as context:
-        return search_rates(loaded, [1e5, 1e-2], context, patience=3, report=lambda _: None)
+    config = load_config(path, overrides).config
+    with open_job(config, launch, device="cpu") as context:
+        return search_rates(config, [1e5, 1e-2], context, patience=3, report=lambda _: None)
 
 
 @pytest.mark.parametrize("layout", ["pipeline_model_parallel_size=2"])

@@ -6,7 +6,7 @@ from typing import Any
 from megavis.checkpoint.format.folder import latest_checkpoint
 from megavis.checkpoint.state.restore import load_training_state
 from megavis.checkpoint.state.save import Snapshot, TrainingProgress
-from megavis.config.load import LoadedConfig, load_config
+from megavis.config.load import load_config
 from megavis.parallel.context import ParallelContext
 from megavis.parallel.launch import Launch
 from megavis.training.engine import Engine
@@ -19,10 +19,10 @@ STEPS = 3
 
 def save_and_continue(launch: Launch, path: str, words: list[str], folder: Path) -> list[float]:
     """Train, save after `SAVED_STEP`, continue; return the losses of later steps."""
-    loaded = read(path, words)
-    with open_job(loaded, launch, device="cpu") as context:
-        run = Trainer.open(loaded, context)
-        engine = Engine(loaded.config, run.objective, context)
+    config = load_config(path, words).config
+    with open_job(config, launch, device="cpu") as context:
+        run = Trainer.open(config, context)
+        engine = Engine(config, run.objective, context)
         take_steps(run, engine, range(SAVED_STEP))
         save(run, engine, context, folder)
         return take_steps(run, engine, range(SAVED_STEP, STEPS))
@@ -32,12 +32,12 @@ def resume_from_each(
     launch: Launch, path: str, words: list[str], saved: dict[str, Path], output: Path
 ) -> dict[str, list[float]]:
     """Load each run into a new engine, save it again, continue; return the losses by run."""
-    loaded = read(path, words)
+    config = load_config(path, words).config
     losses = {}
-    with open_job(loaded, launch, device="cpu") as context:
-        run = Trainer.open(loaded, context)
+    with open_job(config, launch, device="cpu") as context:
+        run = Trainer.open(config, context)
         for name, folder in saved.items():
-            engine = Engine(loaded.config, run.objective, context)
+            engine = Engine(config, run.objective, context)
             checkpoint = latest_checkpoint(folder)
             assert checkpoint is not None
             load_training_state(
@@ -46,10 +46,6 @@ def resume_from_each(
             save(run, engine, context, output / name)
             losses[name] = take_steps(run, engine, range(SAVED_STEP, STEPS))
     return losses
-
-
-def read(path: str, words: list[str]) -> LoadedConfig:
-    return load_config(path, words)
 
 
 def take_steps(run: Trainer, engine: Engine, steps: range) -> list[float]:

@@ -31,9 +31,9 @@ def resume_costs(launch: Launch, path: str, words: list[str], run_folder: str) -
         readers.append(CheckpointReader(folder))
         return readers[-1]
 
-    loaded = load_config(path, words)
-    with open_job(loaded, launch, device="cpu") as context, pytest.MonkeyPatch.context() as patch:
-        engine = Engine(loaded.config, Trainer.open(loaded, context).objective, context)
+    config = load_config(path, words).config
+    with open_job(config, launch, device="cpu") as context, pytest.MonkeyPatch.context() as patch:
+        engine = Engine(config, Trainer.open(config, context).objective, context)
         patch.setattr(restore, "CheckpointReader", opened)
         restore.load_training_state(
             chosen_checkpoint(Path(run_folder)),
@@ -41,7 +41,7 @@ def resume_costs(launch: Launch, path: str, words: list[str], run_folder: str) -
             states=engine.states,
             context=context,
         )
-        return ResumeCosts(readers[0].bytes_read, _kept(engine, loaded.config.parallel.zero_stage))
+        return ResumeCosts(readers[0].bytes_read, _kept(engine, config.parallel.zero_stage))
 
 
 def _kept(engine: Engine, zero_stage: int) -> int:

@@ -13,8 +13,8 @@ from megavis.training.trainer import run_training
 def train_run(launch: Launch, path: str, overrides: list[str]) -> None:
     """Train as `megavis train PATH OVERRIDES` does."""
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    loaded = load_config(path, overrides)
-    run_training(loaded, launch, device="cpu")
+    config = load_config(path, overrides).config
+    run_training(config, launch, device="cpu")
 
 
 def deterministic_metrics(run_folder: Path) -> list[dict[str, float]]:

@@ -26,10 +26,10 @@ class HostCosts:
 
 def host_costs(launch: Launch, path: str, words: list[str], steps: int) -> HostCosts:
     """Train for some steps, without logging."""
-    loaded = load_config(path, words)
-    with open_job(loaded, launch, device="cpu") as context:
-        run = Trainer.open(loaded, context)
-        engine = Engine(loaded.config, run.objective, context)
+    config = load_config(path, words).config
+    with open_job(config, launch, device="cpu") as context:
+        run = Trainer.open(config, context)
+        engine = Engine(config, run.objective, context)
         run.start(engine)
         accelerator = get_accelerator()
         calls: list[None] = []
@@ -71,15 +71,15 @@ class _Counting(TorchDispatchMode):
 
 def collectives(launch: Launch, path: str, words: list[str]) -> Collectives:
     """Count the collectives of the second step: the first creates states."""
-    loaded = load_config(path, words)
-    with open_job(loaded, launch, device="cpu") as context:
-        run = Trainer.open(loaded, context)
-        engine = Engine(loaded.config, run.objective, context)
+    config = load_config(path, words).config
+    with open_job(config, launch, device="cpu") as context:
+        run = Trainer.open(config, context)
+        engine = Engine(config, run.objective, context)
         run.start(engine)
         with run.loader(engine) as loader:
             engine.train_step(loader, 0)
             with _Counting() as counting:
                 engine.train_step(loader, 1)
-    width = loaded.config.model.hidden_size * engine.micro_batch_size
+    width = config.model.hidden_size * engine.micro_batch_size
     big = Counter(name for name, size in counting.found if size > width)
     return Collectives(big, len(counting.found) - big.total())

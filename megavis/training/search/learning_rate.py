@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from megavis.config.errors import UserError
-from megavis.config.load import LoadedConfig
 from megavis.config.schema import RunConfig
 from megavis.data.format.files import write_atomically
 from megavis.evaluation.figures import Row, markdown_table, plain_axes, write_png, write_table
@@ -108,7 +107,7 @@ def is_lost(losses: Sequence[float], patience: int) -> bool:
 
 
 def search_rates(
-    loaded: LoadedConfig,
+    config: RunConfig,
     rates: Sequence[float],
     context: ParallelContext,
     *,
@@ -121,7 +120,7 @@ def search_rates(
     search.
 
     Args:
-        loaded: the config of all runs, except for rate and name.
+        config: the one of all runs, except for rate and name.
         rates: in any order, each above 0.
         patience: see `is_lost`.
 
@@ -132,23 +131,23 @@ def search_rates(
         UserError: there is nothing to compare: no validation data, or no rate above 0; or a folder
             holds another run than that of its rate.
     """
-    if loaded.config.data.validation is None:
+    if config.data.validation is None:
         raise UserError("the search compares validation losses: set data.validation")
     if not rates or not all(rate > 0 and math.isfinite(rate) for rate in rates):
         raise UserError(f"the rates must be numbers above 0, not {list(rates)}")
     outcomes: list[TrialResult] = []
     for rate in sorted(set(rates), reverse=True):
-        config = config_for(loaded.config, rate)
-        context.on_main(partial(check_earlier_run, config))
+        trial = config_for(config, rate)
+        context.on_main(partial(check_earlier_run, trial))
         # The folder may appear older on another node.
-        outcome = context.from_main(read_outcome(config))
+        outcome = context.from_main(read_outcome(trial))
         if outcome.state == "unfinished":
-            watch = SpikeWatch(Path(config.folder), patience)
-            train_trial(LoadedConfig(config, loaded.source), context, [watch])
+            watch = SpikeWatch(Path(trial.folder), patience)
+            train_trial(trial, context, [watch])
             # An engine contains reference cycles, and the next one needs its memory.
             end_engines()
             gc.collect()
-            outcome = context.from_main(read_outcome(config))
+            outcome = context.from_main(read_outcome(trial))
         outcomes.append(outcome)
         report(outcome)
         if len(outcomes) > 1 and outcome.is_worse_than(outcomes[-2]):

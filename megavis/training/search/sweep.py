@@ -19,6 +19,7 @@ from megavis.checkpoint.format.manifest import read_manifest
 from megavis.config.arguments import SweepAxis
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
+from megavis.config.schema import RunConfig
 from megavis.evaluation.figures import Row
 from megavis.parallel.context import ParallelContext
 from megavis.training.job import check_earlier_run
@@ -93,19 +94,18 @@ def points_of(axes: Sequence[SweepAxis], loads: Sequence[Load]) -> list[Point]:
     return points
 
 
-def train_run(loaded: LoadedConfig, context: ParallelContext) -> bool:
+def train_run(config: RunConfig, context: ParallelContext) -> bool:
     """Train one run to its end, from its newest checkpoint.
 
     Returns False if too many of its steps in a row were bad: it is given up, and not resumed by a
     later sweep. Raises UserError if the folder holds another run.
     """
-    config = loaded.config
     context.on_main(lambda: check_earlier_run(config))
     # The folder may appear older on another node.
     if context.from_main(given_up_at(config)) is not None:
         return False
     if not context.from_main(is_finished(config, Path(config.folder))):
-        train_trial(loaded, context)
+        train_trial(config, context)
     return context.from_main(given_up_at(config)) is None
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megavis.checkpoint.format.folder import checkpoints_by_age
-from megavis.config.load import LoadedConfig
 from megavis.config.schema import RunConfig
 from megavis.data.format.files import write_atomically
 from megavis.parallel.context import ParallelContext
@@ -23,20 +22,20 @@ _GIVEN_UP = "given_up.json"
 
 
 def train_trial(
-    loaded: LoadedConfig, context: ParallelContext, callbacks: Sequence[Callback] = ()
+    config: RunConfig, context: ParallelContext, callbacks: Sequence[Callback] = ()
 ) -> None:
     """Train a run from its newest checkpoint; give it up if too many steps in a row are bad.
 
     Called on every process. `callbacks` follow those of the config after each step.
     """
-    folder = Path(loaded.config.folder)
-    run = Trainer.open(loaded, context)
+    folder = Path(config.folder)
+    run = Trainer.open(config, context)
     try:
         with Signals() as signals, hold_run(folder, context):
             run.train(signals, callbacks)
     except BadStepsError as error:
         if context.is_main:
-            give_up(folder, step=error.step, steps=loaded.config.training.steps, reason=str(error))
+            give_up(folder, step=error.step, steps=config.training.steps, reason=str(error))
 
 
 def give_up(folder: Path, *, step: int, steps: int, reason: str) -> None:

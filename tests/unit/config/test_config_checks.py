@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from megavis.config.checks import check_world
+from megavis.config.checks import check_world, require_world
 from megavis.config.errors import UserError
 
 
@@ -243,8 +243,8 @@ def test_world_size_check_matches_arithmetic(read, small):
 )
 def test_invalid_world_size_suggests_a_valid_one(read, small, tmp_path, words, world, message):
     loaded = read(small, *words)
-    with pytest.raises(UserError) as caught:
-        loaded.require_world(world)
+    with pytest.raises(UserError) as caught, loaded.source.locate():
+        require_world(loaded.config, world)
     assert str(caught.value).replace(f"{tmp_path}/", "") == message
 
 

@@ -119,16 +119,16 @@ def test_devices(read, small, monkeypatch, words, device, capability, message):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     loaded, place = read(small, *words), torch.device(device)
     if message is None:
-        job._require_engine(loaded, place)
+        job._require_engine(loaded.config.training, place)
         return
-    with pytest.raises(UserError) as caught:
-        job._require_engine(loaded, place)
+    with pytest.raises(UserError) as caught, loaded.source.locate():
+        job._require_engine(loaded.config.training, place)
     assert str(caught.value) == f"command line: {message}"
 
 
 def test_start_checks_the_device(read, small, monkeypatch):
     """Before anything is opened."""
     launch = types.SimpleNamespace(world_size=1, local_rank=0)
-    loaded = read(small, *ENGINE)
-    with pytest.raises(UserError, match="needs a GPU"), job.open_job(loaded, launch, device="cpu"):
+    config = read(small, *ENGINE).config
+    with pytest.raises(UserError, match="needs a GPU"), job.open_job(config, launch, device="cpu"):
         pass

@@ -9,7 +9,6 @@ import functools
 import hashlib
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -253,7 +252,6 @@ def findings_of(name):
     small = config.training.model_copy(update={"batch_size": batch_of(config)})
     # Use an output folder without tokenizers or finished runs.
     config = config.model_copy(update={"output": "new", "training": small})
-    loaded = replace(PRESETS[name], config=config)
     identity_of(config)
     for folder in folders_of(config):
         prepare(config, folder)
@@ -269,5 +267,5 @@ def findings_of(name):
             write_finished(encoder)
         else:
             write_vision_transformer(encoder, config)
-    findings = dry_run.dry_run(loaded, processes_of(config))
+    findings = dry_run.dry_run(config, processes_of(config))
     return [(str(finding), finding.is_right, finding.topic) for finding in findings]

@@ -77,7 +77,7 @@ SOURCES = (
 def test_web_images_are_read_as_held_out_ones(read, crop, tmp_path):
     """`crop: center` of a source is validation's crop; the others keep `data.crop`."""
     loaded = read(SOURCES % ("center", crop))
-    blend = open_training_data(loaded, ANY_PAPER)
+    blend = open_training_data(loaded.config, ANY_PAPER)
     held_out = evaluation_transform(loaded.config.data)
     plain = ShardDataset(tmp_path / "web", held_out).read(np.arange(4))[0]
     for epoch in range(3):
@@ -91,7 +91,7 @@ def test_web_images_are_read_as_held_out_ones(read, crop, tmp_path):
 
 def test_either_source_may_be_the_random_one(read):
     loaded = read(SOURCES % ("scaled", "center"))
-    blend = open_training_data(loaded, ANY_PAPER)
+    blend = open_training_data(loaded.config, ANY_PAPER)
     one, two = (blend.read(np.arange(8), positions=p + np.arange(8))[0] for p in (0, 100))
     assert (one[:4] == two[:4]).all()
     assert (one[4:] != two[4:]).any()
@@ -102,7 +102,7 @@ def test_sources_with_the_default_crop_are_as_before(read):
     given = read(SOURCES % ("scaled", "scaled"))
     for positions in (np.arange(8), 90 + np.arange(8)):
         one, two = (
-            open_training_data(each, ANY_PAPER).read(np.arange(8), positions=positions)[0]
+            open_training_data(each.config, ANY_PAPER).read(np.arange(8), positions=positions)[0]
             for each in (loaded, given)
         )
         assert (one == two).all()
@@ -135,4 +135,4 @@ def test_a_crop_that_shards_cannot_have_is_refused_by_its_key(read):
     """JPEG files of many sizes cannot be read as stored."""
     loaded = read(SOURCES % ("none", "scaled"))
     with pytest.raises(UserError, match=r"data\.train\.1\.path: .*set data\.train\.1\.crop to"):
-        open_training_data(loaded, ANY_PAPER)
+        open_training_data(loaded.config, ANY_PAPER)

@@ -234,6 +234,6 @@ def test_unsuitable_files_of_noises(tmp_path):
 
 def test_missing_noises_name_their_key():
     preset = Path(__file__).parents[3] / "yaml_configs" / "mp3" / "speech_commands.yaml"
-    loaded = load_config(preset, ["data.background_noise=nowhere.npz"])
+    config = load_config(preset, ["data.background_noise=nowhere.npz"]).config
     with pytest.raises(UserError, match=r"data\.background_noise: nowhere\.npz is missing"):
-        open_training_data(loaded, None)
+        open_training_data(config, None)

@@ -53,7 +53,7 @@ def step_of(context, write):
 
     def step_of(name, library, *words):
         kernels.choose_kernels(library)
-        run = Trainer.open(load_config(write(name), words), context)
+        run = Trainer.open(load_config(write(name), words).config, context)
         engine = SimpleNamespace(micro_batch_size=3, accumulation_steps=1)
         with run.loader(engine) as batches:
             sequence = run.objective.training_sequence(next(iter(batches)))
@@ -120,7 +120,7 @@ def test_blocks_of_a_stack_share_graphs(traced, step_of):
 def test_evaluation_and_other_kernels_compile_nothing(traced, context, write):
     for library, training in (("blocks", False), ("auto", True), ("regions", True)):
         kernels.choose_kernels(library)
-        run = Trainer.open(load_config(write("igpt")), context)
+        run = Trainer.open(load_config(write("igpt")).config, context)
         model = LayerStack(run.objective.layer_plans(), run.objective.loss).train(training)
         ids = torch.zeros(2, 64, dtype=torch.int64)
         state = run.objective.core.config.model.hidden_size
@@ -165,7 +165,7 @@ def test_inductor_computes_the_plain_numbers(step_of, name):
 def test_blocks_that_zero3_gathers_in_parts_stay_plain(name, stays_plain, traced, context, write):
     words = ["parallel.zero_stage=3"]
     kernels.choose_kernels("blocks")
-    run = Trainer.open(load_config(write(name), words), context)
+    run = Trainer.open(load_config(write(name), words).config, context)
     plans = run.objective.layer_plans()
     block = next(
         layer for layer in LayerStack(plans, run.objective.loss).layers if hasattr(layer, "run")

@@ -20,7 +20,7 @@ from tiny import tiny
 import megavis
 from megavis.cli import main
 from megavis.config.errors import UserError
-from megavis.config.load import ConfigSource, LoadedConfig, load_config
+from megavis.config.load import load_config
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import Batch
@@ -280,17 +280,16 @@ def test_unlabelled_samples_need_a_null_label(encoding, tmp_path, monkeypatch):
     folder = write_latent_shards(
         tmp_path / "some", shape=(8, 8, 8), num_classes=2, num_images=4, identity=vae.identity()
     )
-    loaded = LoadedConfig(objective.config, ConfigSource("config.yaml"))
     found = ShardDataset(folder)
     labels = found.labels
     labels[1:3] = -1
     monkeypatch.setattr(ShardDataset, "labels", labels)
     monkeypatch.setattr("megavis.training.job.ShardDataset", lambda *_, **__: found)
     arguments = ("data.train", str(folder), None)
-    assert open_data(loaded, *arguments, objective) is found
+    assert open_data(objective.config.data, *arguments, objective) is found
     paper = objective.paper.model_copy(update={"label_dropout": 0.0})
     plain = OBJECTIVES["givt"](
         objective.config.model_copy(update={"objective": paper}), current_context()
     )
     with pytest.raises(UserError, match="holds 2 samples without a label, of 4 in all"):
-        open_data(loaded, *arguments, plain)
+        open_data(objective.config.data, *arguments, plain)

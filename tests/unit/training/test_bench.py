@@ -40,9 +40,9 @@ def test_kernels_are_classified(name, part):
 
 
 def test_bench_measures_a_step(small_config, tmp_path):
-    loaded = load_config(small_config)
+    config = load_config(small_config).config
     trace = tmp_path / "new" / "trace.json"
-    result = bench(loaded, read_launch({}), num_steps=3, device="cpu", trace=trace)
+    result = bench(config, read_launch({}), num_steps=3, device="cpu", trace=trace)
     assert result.images_per_second == pytest.approx(8 / result.step_seconds)
     assert result.tokens_per_second == pytest.approx(16 * 8 / result.step_seconds)
     assert min(result.host_seconds, result.product_tflops, result.tflops_per_device) > 0

@@ -10,9 +10,9 @@ pytestmark = pytest.mark.once
 
 
 def test_gradients_are_freed_when_they_are_added_up(tiny_config, context):
-    loaded = load_config(tiny_config, ["training.precision=bf16", "parallel.zero_stage=1"])
-    run = Trainer.open(loaded, context)
-    engine = Engine(loaded.config, run.objective, context)
+    config = load_config(tiny_config, ["training.precision=bf16", "parallel.zero_stage=1"]).config
+    run = Trainer.open(config, context)
+    engine = Engine(config, run.objective, context)
     sums, kept = [], []
     plain = engine.deepspeed.optimizer.step
 

@@ -1,0 +1,46 @@
+"""UserError: the keys that it blames, which the command line locates in the user's file."""
+
+import pickle
+
+import pytest
+
+from megavis.config.errors import UserError, blame
+from megavis.config.yaml_tree import ConfigSource
+
+SOURCE = ConfigSource("run.yaml", {"data": ("run.yaml", 3), "data.train": ("base.yaml", 7)})
+BOTH = [("data.train", "is missing"), ("data.palette", "has 12 colours")]
+
+
+def test_every_key_is_located():
+    """A key that was not written is that of its section, or of the file."""
+    error = UserError.of([*BOTH, ("model.num_layers", "is 0"), (None, "no GPU is visible")])
+    assert str(SOURCE.located(error)).splitlines() == [
+        "base.yaml:7: data.train: is missing",
+        "run.yaml:3: data.palette: has 12 colours",
+        "run.yaml: model.num_layers: is 0",
+        "no GPU is visible",
+    ]
+
+
+def test_a_place_is_added_once():
+    place = r"^run\.yaml:3: data\.palette: has"
+    with pytest.raises(UserError, match=place), SOURCE.locate(), SOURCE.locate():
+        raise UserError("has 12 colours", key="data.palette")
+
+
+def test_blame_keeps_the_keys_that_are_named():
+    with pytest.raises(UserError) as caught, blame("data.train"), blame("data.validation"):
+        raise UserError.of([(None, "holds 0 images"), ("data.palette", "has 12 colours")])
+    assert caught.value.issues == (
+        ("data.validation", "holds 0 images"),
+        ("data.palette", "has 12 colours"),
+    )
+
+
+@pytest.mark.parametrize(
+    "error", [UserError("no GPU"), UserError("0", key="seed"), UserError.of(BOTH)]
+)
+def test_errors_reach_other_processes_whole(error):
+    """The main process sends what it raised to the others."""
+    received = pickle.loads(pickle.dumps(error))
+    assert (str(received), received.issues) == (str(error), error.issues)
