@@ -210,7 +210,7 @@ def _import_work(reference: str) -> Callable[[argparse.Namespace], int]:
 
 
 def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the arguments after `megavis`; None for those of this process.
+    """Parse the arguments after `megavis`; None for this process's own.
 
     Raises:
         UserError: there is no such command or option.

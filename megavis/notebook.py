@@ -94,7 +94,7 @@ class Run:
             step: of the checkpoint; default: the one that fine-tuning chose, or else the newest.
             device: `cpu` or `cuda`; default: the best available.
             dtype: data type of the weights.
-            image_size: of the input images; default: that of training. Positions for
+            image_size: of the input images; default: as in training. Positions for
                 another size are interpolated: rotary ones are scaled, learned ones resized.
 
         Raises:

@@ -45,7 +45,7 @@ def diff(args: argparse.Namespace) -> int:
 
 
 def _read(path: str, overrides: Any) -> LoadedConfig:
-    """Load a config file, or that of a run folder."""
+    """Load a config file, or a run folder's."""
     inside = Path(path) / "config.yaml"
     return load_user_config(str(inside) if inside.exists() else path, overrides)
 

@@ -290,7 +290,7 @@ def _tree(path: Path, loaded: LoadedConfig, plan: Plan, overrides: Sequence[str]
     for word in overrides:
         apply_override(tree, word, ConfigSource(str(path)))
     if any(_is_section(tree, word.partition("=")[0]) for word in overrides):
-        # The word replaced its section, whereas a file's keys are merged with those of its base.
+        # The word replaced its section, whereas a file's keys are merged with its base's.
         tree = loaded.config.model_dump(mode="json") | {"name": tree["name"]}
         chosen = own
     layout = {"parallel": chosen, "training": {"micro_batch_size": plan.layout.micro_batch_size}}

@@ -3,7 +3,7 @@
 - `Shift`: a row holds the token before the one that it predicts.
 - `Mask`: a row holds its own token, or a mask token if that is hidden.
 - `Query`: query rows without a token follow the content rows, and no row attends to them.
-- `InContext`: a row predicts its own token's position; all rows attend to those of the context.
+- `InContext`: a row predicts its own token's position; all rows attend to the context's.
 - `Visible`: rows of known tokens only, for an encoder; the bridge to a decoder adds the others.
 
 An asking kind has no parameters. `rows` runs on every process and turns tokens into the inputs of
@@ -114,7 +114,7 @@ class Shift(Asking):
     """Next-token prediction: row t holds the token at position t - 1, row 0 the start token.
 
     Args:
-        place: which position is added to a row: that of the token that it predicts (`asked`),
+        place: position added to a row: of the token that it predicts (`asked`),
             of the token that it holds (`content`), or both, from separate tables.
         by_groups: a row attends to all rows of its token's group and of earlier groups, rather
             than to the rows before it; a prefix in group 0 then attends to itself fully.
@@ -277,7 +277,7 @@ class Query(Asking):
         """Return the known tokens with their places and groups, and the asked places and groups.
 
         A start token has a group but neither token nor place. Queries of group 0 attend to the same
-        rows as those of group 1; the loss ignores them. Without queries, the last token is left
+        rows as in group 1; the loss ignores them. Without queries, the last token is left
         out, since it predicts nothing.
         """
         plan, known = wanted.plan, wanted.known

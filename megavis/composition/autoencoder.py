@@ -147,7 +147,7 @@ class AutoencoderObjective(Backbone):
         return to_images(predictions[1].float())
 
     def flops_per_image(self) -> float:
-        """Return the FLOPs of a training step for one image, three times those of a forward pass.
+        """Return the FLOPs of a training step for one image, three times a forward pass's.
 
         The discriminator is not counted.
         """

@@ -295,7 +295,7 @@ class Classification(Trainable):
         """Return the mean cross-entropy in nats, plus the weighted loss of the paper.
 
         Unlabelled images contribute 0 to the cross-entropy. The last of `targets` is labels int64
-        `[b]` or class probabilities float32 `[b, c]`; those of the paper come before.
+        `[b]` or class probabilities float32 `[b, c]`; the paper's come before.
         """
         own, logits = divide(predictions)
         *own_targets, labels = targets
@@ -313,7 +313,7 @@ class Classification(Trainable):
 
     @property
     def measures_accuracy(self) -> bool:
-        """True: that of the classes."""
+        """True: of the classes."""
         return True
 
     def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:

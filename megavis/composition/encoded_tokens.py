@@ -126,7 +126,7 @@ class Ids(Vocabulary):
             made_by = self.tokenizer.identity()
             if manifest.identity != made_by:
                 yield (
-                    f"was made by the tokenizer {str(manifest.identity)[:12]}; that of"
+                    f"was made by the tokenizer {str(manifest.identity)[:12]}; the one of"
                     f" {self.key('tokenizer')}, {self.run_folder}, is {made_by[:12]}"
                 )
 
@@ -227,8 +227,8 @@ class Latents(Vectors):
             )
         elif self.run_folder is not None and self.identity != manifest.identity:
             yield (
-                f"was made by the VAE {str(manifest.identity)[:12]}; that of {self.tokenizer_key},"
-                f" {self.run_folder}, is {str(self.identity)[:12]}"
+                f"was made by the VAE {str(manifest.identity)[:12]}; the one of"
+                f" {self.tokenizer_key}, {self.run_folder}, is {str(self.identity)[:12]}"
             )
 
     def of(self, samples: Any, index: Tensor | None = None) -> Tensor:

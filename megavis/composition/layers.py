@@ -50,7 +50,7 @@ from megavis.schedules.schedule import Schedule
 
 
 class Layers(Backbone):
-    """The words of a paper, built; `visibility` replaces that of the asking kind."""
+    """The words of a paper, built; `visibility` replaces the asking kind's."""
 
     config_type = PaperConfig
     paper: Any
@@ -189,7 +189,7 @@ class Layers(Backbone):
     def carried_names(self) -> tuple[str, ...]:
         """Names of the tensors that are carried with the hidden states, in order.
 
-        Blocks use those of visibility and coordinates, and attend to an encoder's `memory`; all
+        Blocks use visibility and coordinates, and attend to an encoder's `memory`; all
         others pass through to the head. With drop path, `core.carried_names` adds the sample
         indices.
         """

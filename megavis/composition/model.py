@@ -177,13 +177,13 @@ class Model(Layers):
                 transform.
             sample_index: int64 `[b]`, the samples that determine random draws. By default draws are
                 avoided where possible: latents are their mean, and only what features hide is
-                hidden. Orders, groups and noise are then those of samples 0 to b - 1.
+                hidden. Orders, groups and noise are then drawn for samples 0 to b - 1.
             **options: those in `option_names`; None means absent. `order`: int64 `[b or 1, n]`,
                 indices of tokens in raster order. `boundaries`: ends of groups. `mask`: bool
                 `[b, n]` in raster order, true where a token is hidden. `mask_ratio`: share of
                 tokens outside the context. `gamma`: noise level, a scalar or `[b, n, 1]` in the
                 given order. `labels`: int64 `[b]`, -1 for no class. `image`: the image to
-                condition on, by default that of the inputs.
+                condition on, by default the inputs'.
 
         Raises:
             UserError: an option does not apply, or a value does not fit.
@@ -285,7 +285,7 @@ class Model(Layers):
         Args:
             targets: tokens `[b, q, ...]`, absent with a transform; then weights `[b, q]`, absent
                 if all are predicted; then the number by which each image's sum is divided,
-                float32 `[b]`, by default that of its predicted tokens.
+                float32 `[b]`, by default of its predicted tokens.
         """
         scored = None if self.has_transform else targets[0]
         weights = targets[not self.has_transform :]

@@ -45,7 +45,7 @@ class Tokens(ABC):
     """A kind of token.
 
     Attributes:
-        key: maps the names of their keys to those of the config, for messages.
+        key: maps the names of their keys to config keys, for messages.
         dimension: description of one dimension of a likelihood; None if it would mean nothing.
         sample_shape: shape of a sample in the shards.
         sample_type: dtype of a sample in the shards.

@@ -142,7 +142,7 @@ class Trainable(ABC):
     def reconstruction(self, predictions: Any) -> Tensor:
         """Return an autoencoder's images, uint8 `[b, H, W, 3]`; raise UserError for others."""
         name = self.config.objective.name
-        raise UserError(f"runs of {name} do not reconstruct images; those of vae and vqgan do")
+        raise UserError(f"runs of {name} do not reconstruct images; runs of vae and vqgan do")
 
     def reconstructed_maps(self, predictions: Any) -> Tensor:
         """Return label maps uint8 `[b, H, W, 3]` as in shards, or raise UserError."""

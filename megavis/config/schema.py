@@ -190,7 +190,7 @@ class ScheduleConfig(Section):
     warmup_rate: Above0 | None = None
     """Constant learning rate of the warm-up steps, in place of the increase."""
     halve_every: NonNegative = 0
-    """With `constant`: halve the rate every so many steps after warm-up; 0: never."""
+    """With `constant`: halve the rate every N steps after warm-up; 0: never."""
 
 
 class TrainingConfig(Section):
@@ -268,7 +268,7 @@ class FinetuneConfig(Section):
     from_step: Positive | None = None
     """Checkpoint of that run; default: the newest."""
     num_classes: Annotated[int, Field(gt=1)]
-    """Number of classes; must be that of the shards."""
+    """Number of classes; must match the shards."""
     generative_weight: AtLeast0 = 0.0
     """Weight of the paper's own loss, relative to 1 for the classes. At 0 images are read as for
     features."""
@@ -298,7 +298,7 @@ class FinetuneConfig(Section):
     """Images that share α's draw, the rectangle, and the choice between the two, as timm's `mode`:
     `batch`, as in the code of DeiT and MAE; two that are mixed with each other; or none."""
     mixing_batch: Positive = 32
-    """Images of a `batch`, an even number: there those of a process, 32 in MAE's fine-tuning and 64
+    """Images of a `batch`, an even number: there of one process, 32 in MAE's fine-tuning and 64
     in DeiT's training."""
     drop_path: Fraction | None = None
     """Replaces `model.drop_path` in this run; default: that value."""
@@ -311,7 +311,7 @@ class FinetuneConfig(Section):
     """Train only this many of the last blocks, the last norm and the classifier (MAE, section 4.3);
     default: everything."""
     layer_decay: Share = 1.0
-    """Learning rate of each layer relative to that of the layer above it."""
+    """Learning rate of each layer relative to the layer above it."""
     patience: NonNegative = 0
     """Stop after this many validations without a new best accuracy; 0: never."""
     test: str | None = None
@@ -367,7 +367,7 @@ class RunConfig(Section):
 
     @property
     def drop_path(self) -> float:
-        """Rate of stochastic depth: that of fine-tuning if set, else the model's."""
+        """Rate of stochastic depth: fine-tuning's if set, else the model's."""
         own = self.finetune.drop_path if self.finetune else None
         return self.model.drop_path if own is None else own
 

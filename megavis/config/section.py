@@ -162,7 +162,7 @@ class DataConfig(Section):
     cache: str | None = None
     """Local folder that caches data sets read from a URL."""
     image_size: NonNegative = 0
-    """Side of the square images in pixels; without a crop it must equal that of the shards. Frames
+    """Side of the square images in pixels; without a crop it must equal the shards'. Frames
     have none."""
     frames: Annotated[tuple[Positive, Positive], Field(strict=False)] | None = None
     """Frames of 10 ms per recording and coefficients per frame, if shards hold recordings instead
@@ -218,7 +218,7 @@ class DataConfig(Section):
     """Repeated Augmentation: number of samples with separate draws from one image, 32 samples
     apart; an epoch then covers the corresponding share of the images."""
     images_per_class: Positive | None = None
-    """Train on so many images of each class alone, drawn by `seed`; on all when absent (iGPT,
+    """Train on N images of each class alone, drawn by `seed`; on all when absent (iGPT,
     section 4.7)."""
     may_change: bool = False
     """Resume a run on other training data than it was started with, which is refused otherwise: the

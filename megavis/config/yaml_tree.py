@@ -47,7 +47,7 @@ _LONG = 200
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader with the scalars of YAML 1.2's core schema.
 
-    PyYAML has those of 1.1, in which 0042 is 34, 1:30 is 90, 1_000 is 1000, `on` is true and
+    PyYAML follows 1.1, in which 0042 is 34, 1:30 is 90, 1_000 is 1000, `on` is true and
     2024-01-02 a date, while 1e-3 is text.
     """
 

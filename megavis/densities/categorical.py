@@ -164,7 +164,7 @@ class Place(Density):
 
     @property
     def measures_accuracy(self) -> bool:
-        """True: that of the positions."""
+        """True: of the positions."""
         return True
 
     def measures(self, predictions: Tensor, targets: tuple[Tensor, ...]) -> dict[str, Tensor]:

@@ -194,7 +194,7 @@ class PairDecoder(nn.Module):
 
 
 class ResidualLayer(nn.Module):
-    """A pre-norm residual MLP, split over the tensor group like that of a block."""
+    """A pre-norm residual MLP, split over the tensor group like a block's."""
 
     def __init__(self, core: Core) -> None:
         super().__init__()

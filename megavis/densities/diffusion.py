@@ -7,7 +7,7 @@ appendix's own derivation, which is followed here: equation (3) has the roots of
 √α (1 - γ'), and the denominator of (6) is √α √(1 - γ), as in equation (2).
 
 Legend: b images, q positions, d values of a patch; x⁰ clean patch, x noisy patch, ε noise; γ in
-[0, 1] the signal's share of the power, γ' that of the next step of the reverse process (γ' ≥ γ),
+[0, 1] the signal's share of the power, γ' the next share in the reverse process (γ' ≥ γ),
 α = γ / γ'.
 """
 

@@ -76,7 +76,7 @@ class LabelledFeatures:
         return self if (self.labels >= 0).all() else self.subset(np.flatnonzero(self.labels >= 0))
 
     def followed_by(self, other: LabelledFeatures) -> LabelledFeatures:
-        """Return the images of both, first view only; those of `other` come last."""
+        """Return the images of both, first view only; `other`'s come last."""
         return LabelledFeatures(
             np.concatenate([self.layers, other.layers], axis=1),
             np.concatenate([self.labels, other.labels]),
@@ -163,7 +163,7 @@ class FeatureCache:
         return None
 
     def write(self, key: Key, features: LabelledFeatures) -> None:
-        """Cache features atomically, and delete those of fewer images with the same key.
+        """Cache features atomically, and delete caches of fewer images with the same key.
 
         If the run folder is not writable, a warning is printed once and nothing is cached.
         """

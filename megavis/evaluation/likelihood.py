@@ -97,7 +97,7 @@ def mean_loss(
 ) -> float:
     """Return the objective's mean loss over images, all with equal weight; labels are not needed.
 
-    Random draws are those of validation during training.
+    Random draws are the same as in validation during training.
     """
     total, count = 0.0, 0
     for batch in evaluation_batches(dataset, batch_size=batch_size, limit=limit):

@@ -333,7 +333,7 @@ def score_concatenated(
 ) -> ConcatenatedScore:
     """Score `count` concatenated adjacent layers around `centre` by the procedure for one layer.
 
-    `name` is that of the features, for the record.
+    `name` describes the features, for the record.
 
     Raises:
         UserError: there are fewer layers.

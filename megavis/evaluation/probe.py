@@ -237,7 +237,7 @@ def probe(
 
     Args:
         trained: `data.features` of the network.
-        untrained: those of at least one network with fresh weights; consumed one at a time.
+        untrained: features of at least one network with fresh weights; consumed one at a time.
 
     Raises:
         UserError: the images have no labels, or are too few.

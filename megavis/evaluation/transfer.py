@@ -34,7 +34,7 @@ FITTED_SHARE = 0.8
 """Fraction of `--examples` on which candidates are fitted: 800 of VTAB's 1000."""
 HELD_OUT, OPTION = "held-out images", "--layer"
 TRAINED, PIXELS = "trained", "raw pixels"
-"""Names of features; those of untrained networks are named by their seed."""
+"""Names of features; untrained networks are named by their seed."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ class ComposeConfig(Words, PaperConfig):
     name: Literal["compose"] = "compose"
 
     def own_name(self, key: str) -> str:
-        """Return the key itself: a composition's keys are those of the grammar."""
+        """Return the key itself: a composition has the grammar's own keys."""
         return key
 
     def grammar(self, run: RunConfig) -> Grammar:

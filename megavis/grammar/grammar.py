@@ -49,7 +49,7 @@ class Grammar(Words):
     """The choices of a run, resolved: none is left to a default of the paper."""
 
     positions: PositionKind
-    """Position encoding: that of `model.positions`, or the paper's."""
+    """Position encoding: `model.positions`, or the paper's."""
 
     def num_tokens(self, run: RunConfig) -> int:
         """Return the number of tokens n of an image."""

@@ -25,7 +25,7 @@ class Adapter(nn.Module):
     Args:
         num_channels: c, even.
         num_blocks: number of coupling blocks, 8 in the paper.
-        bottleneck: hidden channels for all c channels, twice those of a block's convolutions;
+        bottleneck: hidden channels for all c channels, twice a block's convolutions';
             4 · c in the paper.
 
     Raises:

@@ -1,6 +1,6 @@
 """Multi-head attention for every visibility, with heads split over tensor and context group.
 
-Queries, keys and values have one projection. Where they are those of different tokens (two streams,
+Queries, keys and values have one projection. Where they belong to different tokens (two streams,
 some tokens as context, an encoder's output, a last block of which only some tokens are read), parts
 of its weight are multiplied: keys and values are computed only for tokens that are attended to,
 queries only for tokens whose output is used.

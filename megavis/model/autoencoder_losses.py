@@ -103,7 +103,7 @@ class PerceptualDistance:
         return distance
 
     def _level(self, number: int, x: Tensor) -> Tensor:
-        """Map the features of the previous level to those of level `number`."""
+        """Map the features of the previous level to level `number`'s."""
         network = self.backbone
         if number in network.pooled:
             x = F.max_pool2d(x, network.pool, stride=2)

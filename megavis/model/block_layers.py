@@ -1,7 +1,7 @@
 """The linear layers and norms of a block, by library: `training.kernels` selects one.
 
 Their parameters have the same names, shapes and initial values in every library, so a checkpoint
-does not depend on it. The setting is that of the process (`choose_kernels`), which only training
+does not depend on it. The setting is the process's (`choose_kernels`), which only training
 makes: a run that is opened to sample or to be evaluated has plain layers on any device.
 """
 

@@ -3,11 +3,10 @@
 Between the first layer and the head each process holds consecutive tokens, s / p of them. Attention
 trades tokens for heads with an all-to-all and back, so that each process attends from all tokens to
 all, with 1 / p of the heads: "DeepSpeed Ulysses: System Optimizations for Enabling Training of
-Extreme Long Sequence Transformer Models", section 3.1. Visibility and kernels are those of one
-process.
+Extreme Long Sequence Transformer Models", section 3.1. Visibility and kernels stay the same.
 
 Gradients are averaged over the context group as over the data-parallel group, while a loss is the
-sum of what its tokens contribute. So gradients of split tensors are p times those of one process:
+sum of what its tokens contribute. So gradients of split tensors are p times one process's:
 `all_tokens` multiplies by p in the backward pass, and `own_tokens` divides by p. Layers that see
 all tokens have the gradients of one process.
 

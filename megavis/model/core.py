@@ -137,8 +137,8 @@ def megatron_config(
 ) -> TransformerConfig:
     """Return Megatron's config for a stack, without CUDA-only fusions.
 
-    Sizes are those of the groups, not of the config file: a run may be evaluated in another layout
-    than that of its training.
+    Sizes come from the groups, not from the config file: a run may be evaluated in another layout
+    than it was trained in.
     """
     model, tensor_size = stack.model, groups.tp.size()
     splits_tokens = stack.may_split_tokens and config.parallel.sequence_parallel

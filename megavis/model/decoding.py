@@ -36,7 +36,7 @@ from megavis.model.static_step import StaticStep
 from megavis.model.visibility import KeyValueCache
 
 REACH = 256
-"""A static step sees a multiple of so many tokens, or all: there is a graph for each multiple."""
+"""A static step sees a multiple of this many tokens, or all: each multiple has its own graph."""
 
 
 class IncrementalDecoder(KeyValueCache):

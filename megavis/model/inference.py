@@ -202,7 +202,7 @@ class Inference:
         return sent[0] if alone else tuple(sent)
 
     def _pool(self, normalised: Tensor) -> Tensor:
-        """Average `[s, b, h]` over all tokens, including those of other processes."""
+        """Average `[s, b, h]` over all tokens, including other processes'."""
         total = normalised.float().sum(0)
         count = normalised.shape[0]
         blocks = [m for m in self.layers.modules if isinstance(m, Block)]

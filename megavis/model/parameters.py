@@ -50,7 +50,7 @@ class ParamGroupOptions:
         return replace(self, learning_rate_scale=self.learning_rate_scale * factor)
 
     def within(self, layer: ParamGroupOptions) -> ParamGroupOptions:
-        """Combine a parameter's options with those of its layer; its own betas take precedence."""
+        """Combine a parameter's options with its layer's; its own betas take precedence."""
         scaled = layer.scaled(self.learning_rate_scale)
         return scaled if self.betas is None else replace(scaled, betas=self.betas)
 
@@ -147,7 +147,7 @@ xavier_uniform: Fill = nn.init.xavier_uniform_
 def vision_transformer() -> Initialization:
     """Return the initialization of MAE's code: Xavier-uniform, with q, k and v as one matrix.
 
-    That matrix has 3 h rows, so its bound √(6 / (h + 3 h)) is smaller than those of its parts.
+    That matrix has 3 h rows, so its bound √(6 / (h + 3 h)) is smaller than its parts' bounds.
     """
 
     def projection(matrix: Tensor) -> object:

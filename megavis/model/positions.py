@@ -42,7 +42,7 @@ _WAVELENGTH = 10_000.0
 class Positions(nn.Module):
     """Encodes positions of tokens on a grid of `height` × `width`.
 
-    Only learned positions have a `weight`, one vector per cell in raster order; those of
+    Only learned positions have a `weight`, one vector per cell in raster order; positions of
     `learned_sincos` start as sin-cos.
 
     Args:
@@ -120,7 +120,7 @@ class RelativeBias(nn.Module):
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, queries: Tensor, keys: Tensor, heads: slice = slice(None)) -> Tensor:
-        """Return the bias `[b or 1, n, q, c]`, or only that of some heads.
+        """Return the bias `[b or 1, n, q, c]`, or only some heads'.
 
         Queries and keys are rows and columns, or `OFF_GRID`, int64 `[b or 1, q or c, 2]`.
         """

@@ -104,7 +104,7 @@ class LayerPlan:
 
     @property
     def own_flops(self) -> float:
-        """FLOPs of the forward pass for one image, excluding those of `stack`."""
+        """FLOPs of the forward pass for one image, without `stack`."""
         return self.flops + (0.0 if self.inner is None else self.inner.flops)
 
     def build(self) -> nn.Module:

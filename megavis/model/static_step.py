@@ -1,7 +1,7 @@
 """A step of decoding over tensors that stay where they are, so that a CUDA graph can replay it.
 
 The position is a tensor, and attention hides the part of the cache that is not written yet. A graph
-whose result differs from that of the step it replays is not used. On a CPU the same is computed
+whose result differs from the step that it replays is not used. On a CPU the same is computed
 without a graph.
 
 Legend: b images, n heads of this process, d head size, h hidden size, L blocks.
@@ -35,7 +35,7 @@ class StaticStep:
             (`IncrementalDecoder`).
         cache: `[L, 2, b, n, capacity, d]`.
         reach: number of tokens that it may see.
-        hidden: hidden states like those of each call.
+        hidden: hidden states of the shape that each call gets.
         turn: rotations likewise.
         strict: raise RuntimeError instead of going on without a graph.
     """

@@ -67,7 +67,7 @@ _OLDER = (
     (r"\.mlp\.fc1\.", ".intermediate.dense."),
     (r"\.mlp\.fc2\.", ".output.dense."),
 )
-"""Names in transformers 5, of its modules or as it saves them, and those of transformers 4."""
+"""Names in transformers 5, of its modules or as it saves them, and in transformers 4."""
 
 
 def with_older_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

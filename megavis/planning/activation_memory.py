@@ -300,7 +300,7 @@ def _in_transit(shape: ModelShape, layout: Layout, stage: int, in_flight: int) -
     stacks, (top, num_blocks) = [stack for stack, _ in here], here[-1]
     hidden = max(_hidden(stack, layout) for stack in stacks)
     from_below, to_above = stage > 0, stage < layout.pipeline - 1
-    # Differentiable carried tensors. A bridge creates those of the stack above; a memory that
+    # Differentiable carried tensors. A bridge creates the ones of the stack above; a memory that
     # blocks of this stage attend to is included.
     made = _passing(top, layout) if not num_blocks else _passing_rows(top, layout) * (stage == 0)
     passing = (from_below * _passing(stacks[0], layout) + to_above * made) * in_flight

@@ -69,7 +69,7 @@ def _attention_activations(shape: StackShape, layout: Layout, read: int) -> floa
     work, width, size = shape.work, shape.hidden_size, shape.number_size
     context, recomputes = shape.context_parts(layout), is_selective(layout)
     is_copied = shape.is_sequence_parallel(layout)
-    # Tokens are selected from those of the tensor group, a copy if they were split.
+    # Tokens are selected from all of the tensor group's, a copy if they were split.
     selects = shape.in_bf16.multiplies_parts(layout)
     inputs = work.num_tokens / (context if selects else shape.token_parts(layout))
     if recomputes and not (selects and is_copied):

@@ -229,7 +229,7 @@ def _place(tensor: Tensor) -> int:
 class LiveStorages(TorchDispatchMode):
     """Track storages created by operations in this context until they are freed.
 
-    `sizes` has the bytes of live storages by address, `most` their peak, `made` those of all.
+    `sizes` has the bytes of live storages by address, `most` their peak, `made` the bytes of all.
     """
 
     def __init__(self) -> None:

@@ -66,7 +66,7 @@ class LayerParameters:
 def count_parameters(objective: Trainable) -> list[Matrix]:
     """Build the model's layers on the meta device, one at a time, and list their parameters.
 
-    The objective's context has tensor size 1, so that shapes are those of full tensors.
+    The objective's context has tensor size 1, so shapes are of full tensors.
     """
     found: Counter[tuple[str, str, tuple[int, ...], bool, bool]] = Counter()
     # Blocks of a stack differ only in drop rates: build one of them.
@@ -107,7 +107,7 @@ def by_part(matrices: Iterable[Matrix]) -> dict[str, int]:
 class ModelPart:
     """A part of a model: a layer, a stack of blocks, or a stack inside a layer.
 
-    `matrices` are its parameters, without those of parts inside it, and `name` their prefix.
+    `matrices` are its parameters, without those inside its parts, and `name` their prefix.
     """
 
     name: str

@@ -27,7 +27,7 @@ _CHECKPOINTING = ("none", "selective", "full")
 class Plan:
     """A layout and its cost.
 
-    `memory` is that of the process with the highest peak, `traffic` that of a process per step, and
+    `memory` is of the process with the highest peak, `traffic` of one process per step, and
     `steps` the length of the run.
     """
 

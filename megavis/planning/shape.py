@@ -94,7 +94,7 @@ class StackShape:
 
     @property
     def chooses(self) -> bool:
-        """Whether keys and values are those of chosen tokens."""
+        """Whether keys and values belong to chosen tokens alone."""
         return self.visibility in ("two_stream", "context")
 
     def multiplies_parts(self, layout: Layout) -> bool:

@@ -104,7 +104,7 @@ def states_of(
         keeps_average: whether an EMA of the weights is kept.
         frozen: networks that encode images, on the first and last stage.
         trained: the parameters that are not frozen; default: all.
-        num_moments: for each trained parameter; default: those of Adam and Adafactor.
+        num_moments: for each trained parameter; default: as Adam and Adafactor have.
     """
     parallel, zero_stage, size = layout.parallel, layout.zero_stage, number_size(precision)
     num_parameters = parameters_held(layers, layout, stage)
@@ -129,7 +129,7 @@ def states_of(
 
 
 def fullest_states(layers: Layers, layout: Layout, **options: Any) -> StateMemory:
-    """Return the model states of the stage with the most; options are those of `states_of`."""
+    """Return the model states of the stage with the most; for the options see `states_of`."""
     states = (states_of(layers, layout, stage, **options) for stage in range(layout.pipeline))
     return max(states, key=lambda memory: memory.total)
 

@@ -165,7 +165,7 @@ def _probe(run: RunRecord, result: dict[str, Any]) -> Iterator[Block]:
 
 
 def probed_shards(run: RunRecord, result: dict[str, Any]) -> str:
-    """Return the validation shards of a probe; those of the run if the result does not name any."""
+    """Return the validation shards of a probe; the run's if the result does not name any."""
     splits = result.get("splits") or {}
     return str(splits.get("validation") or run.setting("data.validation", ""))
 

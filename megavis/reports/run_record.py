@@ -68,7 +68,7 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        """Name of the run; that of its folder if it has no config."""
+        """Name of the run; its folder's name if it has no config."""
         return str(self.config.get("name") or self.folder.resolve().name)
 
     @property

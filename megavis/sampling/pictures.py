@@ -271,7 +271,7 @@ def write_npz(
 
     Args:
         path: the file; batches are kept in `<path>.parts` until all are complete.
-        batches: their size, if it is still to be chosen, is that of existing batches.
+        batches: their size, if it is still to be chosen, follows existing batches.
         settings: JSON values that determine the images, including the network.
 
     Raises:

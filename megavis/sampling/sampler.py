@@ -102,7 +102,7 @@ class Sampler:
         for tokens, counts in steps:
             made.add(counts)
             yield tokens
-        # Not those of a batch that ran out of memory.
+        # Not from a batch that ran out of memory.
         self.acceptance.add(made.counts)
 
     def order_of(self, images: Tensor) -> Tensor:

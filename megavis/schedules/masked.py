@@ -3,7 +3,7 @@
 `Masked` masks each token independently with the same probability, as in BERT. `Rounds` draws
 the mask ratio of each image and generates in rounds ("MaskGIT: Masked Generative Image
 Transformer", Chang et al., 2022): after round i of T, a share cos(π/2 · i/T) of the tokens is
-masked again, namely those of the lowest confidence, which is log-likelihood + t_C · (1 - i/T) ·
+masked again, the least confident first; confidence is log-likelihood + t_C · (1 - i/T) ·
 Gumbel noise with the choice temperature t_C. `Context` has a context of fixed size, which
 predicts the other tokens, or all.
 

@@ -1,7 +1,7 @@
 """Orders in which the tokens of an image are predicted: one for all images, or drawn for each.
 
 An order is a tensor: int64 `[n]` holds the grid cell at each position of the sequence, with cells
-numbered in raster order. The kinds are those of "Denoising Autoregressive Representation Learning",
+numbered in raster order. The kinds are from "Denoising Autoregressive Representation Learning",
 section 4.4 and appendix C.
 
 Legend: b images, n = `height` · `width` cells, one per token; k side of a square block in cells.

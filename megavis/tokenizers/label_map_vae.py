@@ -253,7 +253,7 @@ class LabelMapVAE(LatentTokenizer):
         return self.shape.target
 
     def latent_shape(self, image_size: int) -> tuple[int, int, int]:
-        """Return (d, l, l). Raises UserError unless `image_size` is that of training."""
+        """Return (d, l, l). Raises UserError unless `image_size` is as in training."""
         if image_size != self.shape.image_size:
             raise UserError(
                 f"this VAE was trained on label maps of {self.shape.image_size}² pixels, not"

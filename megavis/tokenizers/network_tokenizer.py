@@ -75,7 +75,7 @@ class LatentTokenizer(NetworkTokenizer):
 
     @property
     def target_kind(self) -> TargetKind | None:
-        """What the images are, where they are label maps; None for those of colours."""
+        """What the images are, where they are label maps; None for colour images."""
         return None
 
     @abstractmethod

@@ -61,7 +61,7 @@ class VQGANShape(_Levels):
         blocks_per_level: residual blocks per level of the encoder; the decoder has one more.
         latent_channels: z, channels of the encoder's output.
         norm_groups: groups of each group norm.
-        layers: `taming` for those of the released VQGAN; `maskgit` for those of MaskGIT's
+        layers: `taming` for the released VQGAN's; `maskgit` for MaskGIT's
             tokenizer, which GIVT's VAE shares: no attention, and d channels after the encoder.
     """
 

@@ -37,7 +37,7 @@ class Slice:
     Attributes:
         shape: of the slice.
         split: dimension that is split over the tensor group, or None.
-        is_factored: whether mean squares are those of rows and columns.
+        is_factored: whether mean squares are kept for rows and columns alone.
         part: numbers of it that ZeRO-3 gives to each process, the last of which may be padding;
             None at other stages.
     """
@@ -188,7 +188,7 @@ class Adafactor(torch.optim.Optimizer):
             old.copy_(torch.where(taken, new, old))
 
     def _factored(self, squares: Tensor, slices: Sequence[Slice]) -> Tensor:
-        """Replace those of matrices by row means times column means, over the mean of all.
+        """Replace matrices' by row means times column means, over the mean of all.
 
         Args:
             squares: of a slice; or, flat, this process's part of several, with padding at the end.
@@ -223,7 +223,7 @@ class Adafactor(torch.optim.Optimizer):
         rows, columns = own.shape
         of_rows, of_columns = of_rows / columns, of_columns / rows
         if own.split is not None and self.tensor is not None:
-            # Where rows are split, column means are those of equal parts, and vice versa.
+            # Where rows are split, column means are of equal parts, and vice versa.
             if own.split == 0:
                 of_columns = self._sum(of_columns, self.tensor) / self.tensor.size()
             else:
@@ -239,5 +239,5 @@ class Adafactor(torch.optim.Optimizer):
 
 
 def is_factored(shape: tuple[int, ...]) -> bool:
-    """Return whether mean squares are those of rows and columns."""
+    """Return whether mean squares are kept for rows and columns alone."""
     return len(shape) == 2 and min(shape) >= _LEAST_SIDE

@@ -3,7 +3,7 @@
 Utilization is strict: operations are counted as in `megavis.model.flops` (the visible half of
 causal attention, no recomputation, no embeddings) and compared with the vendor's dense peak and
 with a matrix product of this model's size, measured in the same run. With `training.fp8` the peak
-is that of the mixture: products of the blocks with their weights in FP8, all others in bf16.
+is the mixture's: products of the blocks with their weights in FP8, all others in bf16.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class BenchResult:
         tokens_per_second: throughput in tokens.
         tflops_per_device: operations per second, in 10¹².
         product_tflops: the same for a matrix product of this size.
-        peak_tflops: the vendor's peak, with `training.fp8` that of the mixture; None if unknown.
+        peak_tflops: the vendor's peak, with `training.fp8` the mixture's; None if unknown.
         memory_gb: peak memory allocated on the device; on a CPU, the peak of the process.
         parts: fraction of the device's time by part; they sum to 1.
     """

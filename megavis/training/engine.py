@@ -338,7 +338,7 @@ def with_one_backward(outputs: PackedState) -> PackedState:
 
 
 class _Last(torch.autograd.Function):
-    """The last of several tensors; its backward pass includes those of the others."""
+    """The last of several tensors; its backward pass includes the others'."""
 
     @staticmethod
     def forward(ctx: Any, leaves: list[Tensor], *tensors: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Fine-tuning around the training loop: initial weights, model selection, and the report.
 
 The source run is checked before training. The step is selected on one set of images and evaluated
-on another, the test images: those of `finetune.test`, or a random half of the validation images,
+on another, the test images: `finetune.test`, or a random half of the validation images,
 the same half in every run.
 """
 
@@ -218,7 +218,7 @@ def check_source(config: RunConfig, objective: Classification, train: Samples) -
         difference = next(_differences(source, config, objective), None)
         tokenizer = train.manifest.identity or objective.backbone.tokenizer_identity
         if difference is None and read_manifest(checkpoint).tokenizer != tokenizer:
-            difference = f"was trained on other tokens than those of {train.directory}"
+            difference = f"was trained on other tokens than {train.directory} has"
         if difference is not None:
             raise UserError(f"{settings.from_run} {difference}")
 
@@ -299,7 +299,7 @@ def label_issues(
 
 
 def _other_classes(found: tuple[str, ...], known: tuple[str, ...]) -> str:
-    """Return how the classes of a data set differ from those of data.train, and what to do.
+    """Return how the classes of a data set differ from data.train's, and what to do.
 
     Empty if they are the same.
     """

@@ -274,7 +274,7 @@ def check_patience(config: RunConfig, objective: Trainable) -> None:
 def check_same_data(
     config: RunConfig, manifest: CheckpointManifest, data: Samples, tokenizer: str | None
 ) -> None:
-    """Compare tokenizer and training data with those of a checkpoint, by SHA-256.
+    """Compare tokenizer and training data with a checkpoint's, by SHA-256.
 
     Raises:
         UserError: they differ; other data of the same tokenizer is allowed by `data.may_change`.

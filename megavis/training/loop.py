@@ -25,7 +25,7 @@ def train(
     """Train from `first_step` to `last_step`, or until a callback stops.
 
     Args:
-        batches: endless micro-batches, starting with those of the step after `first_step`.
+        batches: endless micro-batches, starting with the step after `first_step`.
         first_step: steps already taken.
         callbacks: called in this order on every process, and before the very first step.
         metrics: where the main process writes; None on the others.

@@ -43,7 +43,7 @@ class MetricsWriter:
 
         Args:
             first_step: later steps will be written again; lines of a killed run about them are
-                dropped, so the file equals that of an uninterrupted run.
+                dropped, so the file equals an uninterrupted run's.
             config: dotted keys and values to show in dashboards.
         """
         self._path = run_folder / "metrics.jsonl"
@@ -82,7 +82,7 @@ class MetricsWriter:
         """Call a function with each dashboard; one that fails is given up until the next start.
 
         A client may wait for minutes, in every call, for a server that is down. TensorBoard's files
-        wait for a disk, as those of the run do.
+        wait for a disk, as the run's do.
         """
         working = []
         for dashboard in self._dashboards:

@@ -179,7 +179,7 @@ def skipping(kind: Any) -> Any:
 def learning_rate(step: int, *, peak: float, total_steps: int, config: ScheduleConfig) -> float:
     """Return the learning rate of a step, counted from 0: warm-up, then `decay`.
 
-    With a linear warm-up, the rate of the first step is peak / warmup_steps and that of step
+    With a linear warm-up, the rate is peak / warmup_steps at the first step, and at step
     `warmup_steps` is the peak.
     """
     if step < config.warmup_steps:

@@ -1,7 +1,7 @@
 """Check every layout against a single process.
 
 The same config, data and seed run for a few steps in each legal layout of N processes, and loss
-and gradient norm of every step are compared with those of one process.
+and gradient norm of every step are compared with one process.
 
 Layouts add in other orders, so they round differently, and training can amplify that: without
 warm-up Adam's first steps have the size of the learning rate however small the gradient is, and its
@@ -48,7 +48,7 @@ class Noise:
     """How far training moves apart if the last bit of every weight is changed.
 
     Attributes:
-        loss: relative difference of the loss from that of unchanged weights, one value a step: the
+        loss: relative difference of the loss from unchanged weights, one value a step: the
             largest of several changes, over this step and those before it.
         gradient_norm: the same for the gradient norm.
     """
@@ -58,7 +58,7 @@ class Noise:
 
     @classmethod
     def of(cls, perturbed: Sequence[Curve], reference: Curve) -> Noise:
-        """Compare the curves of changed weights with that of unchanged ones."""
+        """Compare the curves of changed weights with unchanged weights'."""
         loss, norm = zip(*_largest_by_step(perturbed, reference), strict=True)
         return cls(tuple(itertools.accumulate(loss, max)), tuple(itertools.accumulate(norm, max)))
 
@@ -225,7 +225,7 @@ def change_last_bits(engine: Engine, config: RunConfig, change: int) -> None:
 def judge(
     layout: str, curves: Sequence[Curve], reference: Curve, noise: Noise, tolerance: float
 ) -> ParityResult:
-    """Compare the curves of a layout's processes with that of one process.
+    """Compare the curves of a layout's processes with one process's.
 
     Args:
         layout: its name.

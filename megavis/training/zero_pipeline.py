@@ -12,13 +12,13 @@ A stage runs several forward passes before the first backward pass, and DeepSpee
 the two in turn. What follows from that, and is changed here:
 
 - It records in which order modules run, to gather weights ahead, and compares the order between all
-  processes. Stages differ, so nothing is recorded: the order is that of the stage's layers, along
+  processes. Stages differ, so nothing is recorded: the order follows the stage's layers, along
   which `GatherAhead` gathers.
 - A module counts the inputs whose gradients are missing until its weights are released, and a
   forward pass resets the count. So the counts are kept for each micro-batch.
-- It counts micro-batches by forward passes, and adds no gradients to those of the first.
+- It counts micro-batches by forward passes, and adds no gradients to the first one's.
 - It counts a weight that the tensor group replicates on the first process of tensor group and
-  pipeline, so it would miss those of later stages in the gradient norm.
+  pipeline, so the gradient norm would miss later stages.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class GatherAhead:
     Within a layer, only weights are gathered ahead that its modules have asked for before, in such
     a pass: DeepSpeed gathers weights that are read outside their module when they are read, and
     remembers that it did. What is recomputed in a backward pass uses the weights gathered ahead. If
-    its modules release them afterwards, as those of blocks with inputs besides hidden states do,
+    its modules release them afterwards, as blocks with inputs besides hidden states do,
     they are gathered again when they are needed.
 
     While a layer computes, the process holds its weights and no more of the next layer's than
@@ -172,7 +172,7 @@ class GatherAhead:
             coordinator: DeepSpeed's, which modules ask for their weights.
             bucket: parameters of the next layer after which no more of them are gathered, not
                 counting those that DeepSpeed calls persistent.
-            most_live: the same for those of both layers.
+            most_live: the same for both layers.
         """
         self._place = {
             module: place for place, layer in enumerate(layers) for module in layer.modules()

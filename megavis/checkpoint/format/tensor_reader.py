@@ -82,7 +82,7 @@ class CheckpointReader:
             key: `<kind>/<parameter name>`.
             start: first index of the slice.
             length: of the slice; by default to the end.
-            dimension: of the slice; by default that of the stored slices.
+            dimension: of the slice; by default the stored slices' own.
         """
         entry = self._entry(key)
         along = _along(entry, dimension)
@@ -103,7 +103,7 @@ class CheckpointReader:
         """Return consecutive elements, in row-major order, of what `read` returns, as a vector.
 
         Reads no others, except of a tensor stored in pieces along another dimension than the first:
-        then whole rows of each, or everything if `dimension` is not that of the pieces.
+        then whole rows of each, or everything if the pieces have another `dimension`.
         """
         entry = self._entry(key)
         if not elements:

@@ -1,6 +1,6 @@
 """Load a checkpoint into any layout, and find the newest intact one to resume from.
 
-Each process reads only the elements that it holds: under ZeRO those of its partition.
+Each process reads only the elements that it holds: under ZeRO, its partition.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _elements(
     if saved is not None and [*saved] != shape:
         raise UserError(
             f"{reader.folder}: {key} has shape {tuple(saved)}, and this model needs"
-            f" {tuple(shape)}; the config differs from that of training"
+            f" {tuple(shape)}; the run was trained with another config"
         )
     return reader.read_elements(key, elements, start, length, dimension=dimension)
 

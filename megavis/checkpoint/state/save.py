@@ -218,7 +218,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> StoredFile:
         os.fsync(file.fileno())
     flush_folder(path.parent)
     # A network disk over quota may report that only to who closes the file, which safetensors
-    # ignores; the size and hash would be those of what is left.
+    # ignores; size and hash would then describe what is left.
     with open_tensors(path) as file:
         for key, checksum in checksums.items():
             if _checksum(file.get_tensor(key)) != checksum:

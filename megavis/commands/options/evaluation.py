@@ -249,7 +249,7 @@ def _add_likelihood(figures: Any) -> None:
         help="accuracy over validation loss of all checkpoints (iGPT, Figure 3)",
         description="Compute the validation loss and the best layer's linear probe of every"
         " checkpoint in a run folder, and plot one over the other, one line per run. The probe may"
-        " use another data set than the loss, which is that of the run's own held-out images. Files"
+        " use another data set than the loss, which takes the run's own held-out images. Files"
         " go to the first run's folder. Set checkpoint.keep_at or keep_every in training to have"
         " checkpoints to plot.",
         epilog="example: megavis figure likelihood runs/igpt_s runs/igpt_m",

@@ -113,7 +113,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     prune = _add_verb(
         verbs,
         "prune",
-        "delete old checkpoints, but never the latest, those of checkpoint.keep_at and the best one"
+        "delete old checkpoints, but never the latest, the ones in checkpoint.keep_at, and the best"
         " of fine-tuning",
         "weights:prune",
     )

@@ -49,7 +49,7 @@ def read_config(args: argparse.Namespace) -> None:
 
 
 def require_run_name(folder: Path) -> None:
-    """Raise UserError unless the folder's name can be that of a run."""
+    """Raise UserError unless a run can have the folder's name."""
     if not re.fullmatch(RUN_NAME, folder.name):
         raise UserError(f"{folder}: {RUN_NAME_RULE}; {folder.name!r} does not")
 

@@ -48,7 +48,7 @@ def shift(
     """Pad by 4 pixels on each side and take a random crop of the original size.
 
     With reflection padding this is the augmentation of Wide Residual Networks (Zagoruyko and
-    Komodakis), which iGPT uses to fine-tune on CIFAR (section 3.1); with zeros, that of DeiT's code
+    Komodakis), which iGPT uses to fine-tune on CIFAR (section 3.1); with zeros, DeiT's code
     for images of 32².
 
     Args:
@@ -108,7 +108,7 @@ def inception_window(
     """Return the window of TensorFlow's `sample_distorted_bounding_box` without boxes.
 
     The crop of big_vision, and so of GIVT and UViM. Unlike in `random_window`, width / height is
-    uniform itself, the height is uniform among those of an allowed area, and after a hundred
+    uniform itself, the height is uniform among the heights of an allowed area, and after a hundred
     attempts the window is the whole image: of a 4:3 photograph no square has 80 % of the area, so
     with a ratio of 1 all of it is squeezed into the square.
 

@@ -205,7 +205,7 @@ class Transform:
 def training_transform(
     config: DataConfig, *, seed: int, crop: SourceCrop | None = None
 ) -> Transform:
-    """Return a `data` section's training transform, or that of a folder with its own crop.
+    """Return a `data` section's training transform, or the one for a folder with its own crop.
 
     Raises:
         UserError: the noises are damaged.

@@ -76,7 +76,7 @@ class FolderLock:
         """Release the lock."""
         self._over.set()
         self._beats.join()
-        # If the disk fails and leaves it behind, it is taken over like that of any ended process.
+        # If the disk fails and leaves it behind, it is taken over like any ended process's.
         with contextlib.suppress(OSError):
             if self._is_mine():
                 self._path.unlink(missing_ok=True)

@@ -93,7 +93,7 @@ def has_image_suffix(name: str) -> bool:
 
 
 def looks_like_image(start: bytes) -> bool:
-    """Return whether the first `START_BYTES` of a file are those of an image."""
+    """Return whether a file starts, in its first `START_BYTES`, as an image does."""
     return _IMAGE_START.match(start) is not None
 
 

@@ -77,7 +77,7 @@ class SourceIdentity(_Strict):
 
 
 class ShardEntry(_Strict):
-    """One tar file, with its hash and that of its index."""
+    """One tar file, with its hash and its index's."""
 
     name: FileName
     num_samples: Annotated[int, Field(ge=1)]

@@ -18,7 +18,7 @@ from megavis.data.loading.order import BlendedOrder, Order, block_counts
 class BlendedDataset:
     """The concatenated samples of several shard folders.
 
-    Classes are merged by name: those of the first folder keep their labels, new ones follow.
+    Classes are merged by name: the first folder's keep their labels, new ones follow.
 
     Args:
         weights: relative weight of each in training; see `BlendedOrder`.

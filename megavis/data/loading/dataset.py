@@ -45,7 +45,7 @@ class ShardDataset:
 
     Attributes:
         directory: the shard folder; its cache for a URL.
-        manifest: the folder's; with a palette, that of the resulting ids.
+        manifest: the folder's; with a palette, a manifest of the resulting ids.
         class_names: names of the classes, indexed by label.
         num_parts: data sets that are read together, in a blend; they share the open files.
 

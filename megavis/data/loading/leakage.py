@@ -131,7 +131,7 @@ def _digests(folder: Shards) -> Iterator[bytes]:
 
 
 def training_shards(config: RunConfig) -> Iterator[Shards]:
-    """Yield the folders of `data.train`, then those of the run that was fine-tuned.
+    """Yield the folders of `data.train`, then the training folders of the run that was fine-tuned.
 
     Missing shards are reported on standard error, since they cannot be compared.
     """

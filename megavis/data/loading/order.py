@@ -167,7 +167,7 @@ def block_counts(weights: Sequence[float]) -> list[int]:
     """Return the number of samples of each source in one block of a blend.
 
     The counts are exact if the weights, as decimal numbers, allow a block of at most 65,536.
-    Otherwise they are those of a block of 65,536, rounded by the largest remainder method.
+    Otherwise they are computed for a block of 65,536, rounded by the largest remainder method.
 
     Raises:
         ValueError: a weight is not positive, or so small that its count would be 0.

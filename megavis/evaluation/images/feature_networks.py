@@ -2,7 +2,7 @@
 
 Only Inception with the weights of 2015-12-05, from a file of the user's with the names of
 torch-fidelity or pytorch-fid, gives the published metrics; megavis includes no weights. Results of
-other networks are named after them and not comparable with those of papers.
+other networks are named after them and not comparable with papers' figures.
 
 Inception: "Rethinking the Inception Architecture for Computer Vision" (Szegedy et al., 2016), in
 the graph of 2015-12-05 that published metrics use ("Improved Techniques for Training GANs", "GANs

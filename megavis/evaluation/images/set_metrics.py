@@ -7,7 +7,7 @@ exp E KL(p(y|x) ‖ p(y)), the mean over ten consecutive splits of the images.
 "Improved Precision and Recall Metric for Assessing Generative Models" (Kynkäänniemi et al., 2019),
 equations 1 and 2: a set's manifold is the union of balls around its vectors, with the distance to
 the k-th nearest other vector as radius. Precision is the fraction of samples in the manifold of the
-reference, recall the fraction of the reference in that of the samples.
+reference, recall the fraction of the reference in the samples' manifold.
 First and second moments compare generated with held-out latents.
 
 Legend: b images (per batch), N images, c classes, or channels of latents of h × w, d features, n

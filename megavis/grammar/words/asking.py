@@ -82,12 +82,12 @@ class Shift(AskWord):
 
     kind: Literal["shift"] = "shift"
     place: Literal["asked", "content", "both"] = "asked"
-    """Which position is added to a row: that of the token that it predicts (`asked`), of the token
+    """Position added to a row: of the token that it predicts (`asked`), of the token
     that it holds (`content`), or both, from separate tables."""
 
     @property
     def holds_place(self) -> bool:
-        """Whether the place is that of the content."""
+        """Whether the place is the content's."""
         return self.place == "content"
 
     @property
@@ -169,7 +169,7 @@ class InContext(AskWord):
 
 
 class DecoderConfig(Section):
-    """Blocks on top of an encoder; all other sizes are those of `model`."""
+    """Blocks on top of an encoder; `model` has all other sizes."""
 
     num_layers: Positive = 8
     """Number of decoder blocks."""
@@ -202,7 +202,7 @@ class Visible(AskWord):
         return self.decoder.num_layers
 
     def rows(self, schedule: ScheduleWord, front: int, count: int) -> Rows:
-        """Return the rows of the encoder, and those of the decoder, which reach the head."""
+        """Return the rows of the encoder, and of the decoder, which reach the head."""
         seen, _ = schedule.content(count)
         return Rows(front + seen, front + count, decoder=front + count)
 

@@ -74,13 +74,13 @@ class EncodedImage(Section):
     patch_size: Positive = 16
     """Side of the encoder's patches in pixels."""
     hidden_size: Positive | None = None
-    """Width of the encoder; defaults to that of `model`."""
+    """Width of the encoder; defaults to the model's."""
     num_attention_heads: Positive | None = None
-    """Attention heads of the encoder; defaults to those of `model`."""
+    """Attention heads of the encoder; defaults to the model's."""
     activation: Activation | None = None
-    """Activation of the encoder's MLPs; defaults to that of `model`."""
+    """Activation of the encoder's MLPs; defaults to the model's."""
     norm_epsilon: Above0 | None = None
-    """Added to the variance inside the encoder's norms; defaults to that of `model`."""
+    """Added to the variance inside the encoder's norms; defaults to the model's."""
     position_std: Above0 | None = None
     """Standard deviation of the encoder's learned positions at initialization; default:
     1/√width."""

@@ -1,4 +1,4 @@
-"""Callbacks of the training loop: their interface, and those of every run.
+"""Callbacks of the training loop: their interface, and the ones that every run has.
 
 `ShardDataset` replaces an invalid sample by the next valid one, so that a damaged image does not
 end a long run; `ReportReplacedSamples` makes this visible. `SaveCheckpoint` writes checkpoints
@@ -214,7 +214,7 @@ class WatchHardware:
     `memory_gb`: peak memory allocated on the main process's GPU. `device_wait_s`: time the host
     waited for it at this step; if near 0, the GPU waits for the host. With several processes and
     no pipeline stages, `forward_s` is the mean time of their forward passes, `slowest_forward_s`
-    that of the slowest, and `slowest_rank` its rank.
+    the slowest process's, and `slowest_rank` its rank.
     """
 
     def __init__(self, every: int) -> None:

@@ -75,7 +75,7 @@ class Validate:
     ) -> None:
         """Repeat the validation that a signal aborted just before the run was saved.
 
-        The metrics then equal those of an uninterrupted run. Collective over all processes, with
+        The metrics are then an uninterrupted run's. Collective over all processes, with
         the state that was saved. `callbacks` follow the validation, as without interruption; the
         metrics in the run folder show whether it was done.
         """

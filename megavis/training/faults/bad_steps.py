@@ -44,7 +44,7 @@ _LEAST_SHARE = 1e-3
 class WatchBadSteps:
     """A callback that names bad steps and counts them in the metrics.
 
-    `history` and `batches_skipped` are those of the checkpoint that the run resumes from. Creation
+    `history` and `batches_skipped` come from the checkpoint that the run resumes from. Creation
     is collective over all processes.
 
     Attributes:

@@ -234,7 +234,7 @@ def disagreement(prints: Mapping[str, Fingerprints]) -> str:
         if sizes[0] == sizes[1]:
             return f"{key} differs between {_listed(groups.values())}: which is right is unknown"
         wrong = [names for names in groups.values() if len(names) < sizes[0]]
-        return f"{key} on {_listed(wrong)} differs from that of {sizes[0]} others"
+        return f"{key} on {_listed(wrong)} differs from {sizes[0]} others"
     return ""
 
 

@@ -116,7 +116,7 @@ def search_rates(
 ) -> list[TrialResult]:
     """Try rates from large to small until the final validation loss starts to rise.
 
-    Called on every process, as is `report`, with each outcome, including those of an earlier
+    Called on every process, as is `report`, with each outcome, including outcomes of an earlier
     search.
 
     Args:
@@ -129,7 +129,7 @@ def search_rates(
 
     Raises:
         UserError: there is nothing to compare: no validation data, or no rate above 0; or a folder
-            holds another run than that of its rate.
+            holds another run than its rate's.
     """
     if config.data.validation is None:
         raise UserError("the search compares validation losses: set data.validation")

@@ -159,7 +159,7 @@ def draw_sweep(
 def _draw_cells(
     cells: Axes, table: np.ndarray, right: SweepAxis, up: SweepAxis, limits: tuple[float, float]
 ) -> AxesImage:
-    """Draw scores `[up, right]`; `limits` are those of the color map."""
+    """Draw scores `[up, right]`; `limits` bound the color map."""
     lowest, highest = limits
     picture = cells.imshow(
         table, origin="lower", cmap="viridis", aspect="auto", vmin=lowest, vmax=highest

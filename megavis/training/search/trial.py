@@ -26,7 +26,7 @@ def train_trial(
 ) -> None:
     """Train a run from its newest checkpoint; give it up if too many steps in a row are bad.
 
-    Called on every process. `callbacks` follow those of the config after each step.
+    Called on every process. `callbacks` run after the config's after each step.
     """
     folder = Path(config.folder)
     run = Trainer.open(config, context)

@@ -44,7 +44,7 @@ def test_disagreement_names_the_minority_rank():
     agreed = {"a": 1, "b": 2}
     assert disagreement({f"rank {n}": agreed for n in range(3)}) == ""
     prints = {"rank 0": agreed, "rank 1": {"a": 1, "b": 3}, "rank 2": agreed}
-    assert disagreement(prints) == "b on rank 1 differs from that of 2 others"
+    assert disagreement(prints) == "b on rank 1 differs from 2 others"
     # Parts held by a single rank are not compared.
     assert disagreement({"rank 0": {"c (part 0)": 1}, "rank 1": {"c (part 1)": 2}}) == ""
     two = disagreement({"rank 0": {"a": 1}, "rank 1": {"a": 2}})
@@ -80,7 +80,7 @@ def test_loss_disagreement_respects_the_tolerance():
     assert loss_disagreement(other_order, 1e-5) == ""
     two = "two passes over the same images give two losses on rank 1"
     assert loss_disagreement(other_order, 0.0) == two
-    wrong = "the loss in part 0 of the model on rank 1 differs from that of 2 others"
+    wrong = "the loss in part 0 of the model on rank 1 differs from 2 others"
     assert loss_disagreement(losses | {"rank 1": Losses(0, near, near)}, 0.0) == wrong
     for loss in (2.1, math.inf, math.nan):
         assert loss_disagreement(losses | {"rank 1": Losses(0, loss, loss)}, 1e-5) == wrong
