@@ -58,11 +58,14 @@ def frozen_networks(
         configs: configs of runs that do not exist yet, found by their `name`.
 
     Raises:
-        UserError: a config is no tokenizer's, or no encoder's.
+        UserError: a config is no tokenizer's, or no encoder's, or two have one name.
     """
     known: dict[str, tuple[Mapping[str, Any], Path]] = {}
     for path in configs:
         config = load_config(path).config
+        if config.name in known:
+            both = f"{known[config.name][1]} and {path} both have the name {config.name}"
+            raise UserError(f"--tokenizer: {both}; give one of them")
         known[config.name] = (config.model_dump(mode="json"), path)
     counted, missing, used = [], [], set()
     for encoder in encoders:

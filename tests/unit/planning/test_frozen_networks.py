@@ -126,3 +126,12 @@ def test_config_of_another_network_is_refused(context):
     objective = build_objective(load_config(PRESETS / "givt/causal_default.yaml").config, context)
     with pytest.raises(UserError, match="is the config of givt_vae_large; images are encoded by"):
         frozen_networks(objective.frozen_encoders, [PRESETS / "givt/vae_large.yaml"])
+
+
+def test_two_configs_of_one_name_are_refused(context, tmp_path):
+    """The second would silently replace the first."""
+    objective = build_objective(load_config(PRESETS / "givt/causal_default.yaml").config, context)
+    other = tmp_path / "other.yaml"
+    other.write_text(f"based_on: {PRESETS}/givt/vae.yaml\n")
+    with pytest.raises(UserError, match="both have the name givt_vae; give one of them"):
+        frozen_networks(objective.frozen_encoders, [PRESETS / "givt/vae.yaml", other])
