@@ -43,7 +43,7 @@ def run_units(
         units: units of work.
         workers: number of processes; 0 for this one. Ignored by Ray.
         engine: `local` or `ray`.
-        advance: called with numbers of processed files, including those of earlier runs.
+        advance: called with numbers of processed files, including files of earlier runs.
     """
     if engine == "ray":
         results = _on_ray(units)

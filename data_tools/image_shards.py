@@ -369,7 +369,7 @@ ReadMap = Callable[[bytes], np.ndarray]
 class LabelMapEncoder(ShardEncoder):
     """Keep JPEG files, re-encode other images as JPEG, and encode maps as PNG.
 
-    `target` is that of the manifest; `read_map` is picklable and raises RefusedImageError.
+    `target` is the manifest's; `read_map` is picklable and raises RefusedImageError.
     """
 
     quality: int

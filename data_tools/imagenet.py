@@ -95,7 +95,7 @@ def validation(
 ) -> FileSource:
     """List the flat validation set, a tar or a folder, with labels from its ground truth.
 
-    `class_names` are those of the training set, if they differ from those of `truth`. Raises
+    `class_names` are the training set's, if they differ from `truth`'s. Raises
     UserError if a class is not among them or the ground truth does not match the images, and
     OSError.
     """

@@ -182,7 +182,7 @@ def draw_scene(
 ) -> Scene:
     """Draw a scene of one to `most_objects` objects, before a wall at a distance in metres.
 
-    With `class_colors`, a texture's colors are near those of the class.
+    With `class_colors`, a texture's colors are near its class's.
     """
     rows, columns = (np.indices((size, size)) + 0.5) / size
 

@@ -89,7 +89,7 @@ def _reason(text: str) -> str:
 
 
 def _check_end(file: BinaryIO, end: int) -> None:
-    """Raise BrokenTarError if the blocks from `end` are not those of a finished tar."""
+    """Raise BrokenTarError if the blocks from `end` do not finish a tar."""
     file.seek(end)
     block = file.read(_BLOCK)
     if len(block) < _BLOCK:

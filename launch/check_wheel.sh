@@ -29,7 +29,7 @@ else
   "$bin/pip" install --quiet --constraint constraints.txt numpy pydantic PyYAML
   "$bin/pip" install --quiet --no-deps "$wheel"
 fi
-# Leave the checkout, whose modules would shadow those of the wheel.
+# Leave the checkout, whose modules would shadow the wheel's.
 cd "$folder"
 "$bin/megavis" --version
 "$bin/megavis" schema --out schema.json

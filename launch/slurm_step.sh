@@ -19,7 +19,7 @@ if [[ -f .venv/bin/activate ]]; then
   source .venv/bin/activate
 fi
 
-# The job id of an array's last task is that of the whole array, so address tasks by array and index.
+# An array's last task has the job id of the whole array, so address tasks by array and index.
 job=$SLURM_JOB_ID
 if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
   job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
@@ -49,7 +49,7 @@ fi
 # that still wait for it after a minute. This also applies if a task succeeds, so tasks that wait for
 # something wait together. --kill-on-bad-exit would kill them at once, and an error in the config would
 # look like a failed node.
-# Every task sees all GPUs of its node and uses that of its SLURM_LOCALID.
+# Every task sees all GPUs of its node and uses the one at its SLURM_LOCALID.
 srun --wait=60 ${srun_options[@]+"${srun_options[@]}"} ${inside[@]+"${inside[@]}"} \
   python -m megavis.cli "$@" &
 # srun runs in the background, because bash runs traps only between commands. A signal interrupts `wait`

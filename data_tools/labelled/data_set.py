@@ -80,7 +80,7 @@ class LabelledSet:
     def open(self, root: Path, split: str, *, class_names: Sequence[str] | None) -> FileSource:
         """Return the images of the official splits that `--split` stands for.
 
-        `root` is the unpacked folder; `class_names`, of `--classes-from`, must be those of the data
+        `root` is the unpacked folder; `class_names`, of `--classes-from`, must match the data
         set. Raises UserError if a file is missing, has the wrong size or is damaged, or a label is
         invalid, and OSError.
         """

@@ -1,7 +1,7 @@
 """Tiny ImageNet (`tiny-imagenet-200`): 200 classes of ImageNet at 64².
 
 The authors published no labels of `test`: papers report `val`, which is the test set here. Names of
-training images are those of the folder `train` read alone, so a split by their hash is the same.
+training images are as if the folder `train` were read alone, so a split by their hash is the same.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NO_LABEL = "not in the ground truth"
 
 
 def list_tiny_imagenet(root: Path, split: str) -> Listing:
-    """List a split with the classes of `wnids.txt`, sorted as those of a folder of classes.
+    """List a split with the classes of `wnids.txt`, sorted as a folder of classes is.
 
     Raises UserError if a file is missing, or a class is not in `wnids.txt`.
     """
@@ -64,7 +64,7 @@ def _held_out_files(root: Path, classes: Mapping[str, int]) -> list[SourceFile]:
         labels[path] = classes[wnid]
         files.append(image_file(root, path, classes[wnid], listed_in=listed_in))
     others = [file for file in _below(root, "val/images") if file.name not in labels]
-    # The label of a rejected file is not used, but must be that of a class.
+    # The label of a rejected file is not used, but must name a class.
     return files + [SourceFile(f.name, 0, f.num_bytes, f.path, refused=_NO_LABEL) for f in others]
 
 
