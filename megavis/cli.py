@@ -130,7 +130,7 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def _explain(error: BaseException, *, is_training: bool) -> int:
-    """Write one line on an error; return the exit code. Raises those that are no user's mistake.
+    """Write one line on an error; return the exit code. Raises errors that are not the user's.
 
     A disk that turns read-only during training is none: at code 1 a launcher starts the job again.
     """

@@ -234,7 +234,7 @@ class Run:
             given: given share of the tokens, first in the run's order, in [0, 1].
             labels: int64 `[b]`, classes, if the run has any; repeated if fewer than images.
             image: uint8 `[b, H, W, 3]`, input of the encoder, if the run has one.
-            tokens: return tokens in place of images.
+            tokens: return tokens instead of images.
             seed: random seed.
             batch_size: images generated at once; default: as many as fit on a GPU, 64 on a CPU.
             **options: as for `sampler`.

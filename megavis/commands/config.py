@@ -81,7 +81,7 @@ def _default(loaded: LoadedConfig, key: str) -> Any:
     node: Any = loaded.config
     *sections, name = key.split(".")
     for section in sections:
-        # Some sections may be null, and items of lists have numbers in place of names.
+        # Some sections may be null, and items of lists have numbers instead of names.
         node = getattr(node, section, None)
     fields = getattr(type(node), "model_fields", {})
     if name not in fields or fields[name].is_required():

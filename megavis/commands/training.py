@@ -127,7 +127,7 @@ def _chosen_layouts(words: str, config: RunConfig, num_processes: int) -> list[P
     """Return the layouts of `--layouts`.
 
     Raises:
-        UserError: a name is no layout's, or the config checks refuse it; gives their reasons.
+        UserError: a name is not a layout's, or the config checks refuse it; gives their reasons.
     """
     if words not in ("all", "everything"):
         chosen = [layout_called(name.strip()) for name in words.split(",")]
@@ -141,7 +141,7 @@ def _chosen_layouts(words: str, config: RunConfig, num_processes: int) -> list[P
         or not (parallel.sequence_parallel or parallel.activation_checkpointing != "none")
     ]
     if not chosen:
-        # Nothing compared is no success: say why the plainest layout is refused.
+        # Comparing nothing is not a success: say why the plainest layout is refused.
         _require_legal(config, num_processes)
     return chosen
 

@@ -154,7 +154,7 @@ class Layers(Backbone):
 
     @property
     def likelihood(self) -> Likelihood | None:
-        """How to convert the loss to -log p of an image's tokens; None if it is no likelihood."""
+        """How to convert the loss to -log p of an image's tokens; None if there is none."""
         dimension, size = self.reads.dimension, 1
         if not self.grammar.is_likelihood or dimension is None:
             return None

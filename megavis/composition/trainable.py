@@ -113,7 +113,7 @@ class Trainable(ABC):
 
     @property
     def likelihood(self) -> Likelihood | None:
-        """How to convert the evaluation loss to -log p of images; None if it is no likelihood."""
+        """How to convert the evaluation loss to -log p of images; None if there is none."""
         return None
 
     @property

@@ -66,7 +66,7 @@ def output_file(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{text} is a folder; name a file")
     folder = next(each for each in path.absolute().parents if each.exists())
     if not folder.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} would lie in {folder}, which is no folder")
+        raise argparse.ArgumentTypeError(f"{text} would lie in {folder}, which is not a folder")
     if not os.access(folder, os.W_OK):
         raise argparse.ArgumentTypeError(f"{folder} is read-only; name a file in another folder")
     return path

@@ -1,8 +1,8 @@
 """Checks between keys of different sections, and between the config and the cluster.
 
 A check yields `(key, sentence)`: the wrong key and what would be right. The loader turns that
-into a message with file and line. With Transformer Engine, refused is what it cannot do, and what
-cannot be reasoned safe without its sources of the installed version.
+into a message with file and line. Settings that Transformer Engine lacks, or that we have not
+verified for the installed version, are rejected.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class ObjectiveConfig(Section):
     """The paper's short name, for example `igpt`."""
 
     def null_label_key(self, config: RunConfig) -> str | None:
-        """Return the key whose value 0 leaves no input for "no class"; None if there is one."""
+        """Return the key that would train the null label; None if it is trained."""
         return None
 
     def cannot_generate(self, config: RunConfig) -> str | None:
@@ -188,7 +188,7 @@ class ScheduleConfig(Section):
     warmup_steps: NonNegative = 0
     """Steps of linear increase from 0."""
     warmup_rate: Above0 | None = None
-    """Constant learning rate of the warm-up steps, in place of the increase."""
+    """Constant learning rate of the warm-up steps, instead of the increase."""
     halve_every: NonNegative = 0
     """With `constant`: halve the rate every N steps after warm-up; 0: never."""
 

@@ -58,8 +58,9 @@ class ParallelConfig(Section):
     zero_stage: Literal[0, 1, 2, 3] = 1
     """DeepSpeed ZeRO: 1 partitions optimizer states, 2 also gradients, 3 also weights."""
     hierarchical_partition_size: Positive = 1
-    """With ZeRO-3: consecutive processes, best those of a node, that together keep another copy of
-    the weights, from which all passes but the first of a step gather (ZeRO++, section 3.2.2)."""
+    """With ZeRO-3: size of ZeRO++'s secondary partition, usually the GPUs of a node. These
+    consecutive processes keep another copy of the weights, from which all passes of a step but the
+    first gather (ZeRO++, section 3.2.2)."""
     offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
     """Location of the optimizer states."""
     offload_parameters: Literal["none", "cpu", "nvme"] = "none"
@@ -136,7 +137,7 @@ class MixedSource(Section):
     weight: Above0
     """Share of the training images from this folder; weights need not sum to 1."""
     crop: SourceCrop | None = None
-    """Crop of this folder's images in place of `data.crop`; `center` is the centre that validation
+    """Crop of this folder's images instead of `data.crop`; `center` is the centre that validation
     takes (iGPT, section 3.1: web images are not augmented)."""
 
 

@@ -69,7 +69,7 @@ class TrainingShorthand(Section):
     """Shorthand keys of `training`."""
 
     epochs: Above0 | None = None
-    """Passes over the training images, in place of `steps`; rounded up to whole steps."""
+    """Passes over the training images, instead of `steps`; rounded up to whole steps."""
 
 
 class ScheduleShorthand(Section):

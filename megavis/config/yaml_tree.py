@@ -38,7 +38,7 @@ _CORE_SCHEMA = (
     # No scalar of the core schema, but what `<<` has always meant to PyYAML.
     ("merge", "<<", ["<"]),
 )
-"""Words that are no text, by YAML 1.2's core schema (section 10.3.2), and their first letters."""
+"""Words that are not text, by YAML 1.2's core schema (section 10.3.2), and their first letters."""
 
 
 _LONG = 200

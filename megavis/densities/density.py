@@ -52,7 +52,7 @@ class Density(ABC):
         Args:
             tokens: the true tokens `[b, q, ...]`.
             index: int64 `[b]`, the samples, which determine random draws.
-            choices: user's values by name, in place of draws; names not in `names` are ignored.
+            choices: user's values by name, instead of draws; names not in `names` are ignored.
 
         Raises:
             UserError: a choice is invalid.

@@ -64,7 +64,7 @@ class EventFile:
             OSError: they are not written, and wait for the next call.
         """
         while sum(map(len, self._pending)) > _MOST_PENDING and len(self._pending) > 2:
-            # After the first two, without which it is no file of events.
+            # After the first two, without which it is not an event file.
             del self._pending[0 if self._size else 2]
         self._folder.mkdir(parents=True, exist_ok=True)
         self._size = append(self._path, b"".join(self._pending), size=self._size)

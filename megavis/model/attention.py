@@ -44,7 +44,7 @@ from megavis.parallel.random import rank_local_rng
 
 
 class Attention(nn.Module):
-    """Self-attention that takes an `AttentionContext` in place of Megatron's attention mask."""
+    """Self-attention that takes an `AttentionContext` instead of Megatron's attention mask."""
 
     def __init__(
         self,
@@ -251,7 +251,7 @@ class Attention(nn.Module):
         if isinstance(streams, BlockMask):
             return two_stream_attention(query, key, value, streams)
         seen, blind = streams
-        # A branch on data would wait for the device: all are filled, also where none is blind.
+        # Fill unconditionally: branching would synchronize.
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, dropout_p=dropout)
         return mixed.masked_fill(blind, 0.0)
 

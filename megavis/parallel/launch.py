@@ -104,7 +104,7 @@ def _number(
     """Return a variable as a whole number.
 
     Raises:
-        UserError: it is no whole number from `least` to `most`, or absent without a default.
+        UserError: it is not a whole number from `least` to `most`, or absent without a default.
     """
     text = environment.get(name, "" if default is None else str(default))
     if text.isdecimal() and least <= int(text) and (most is None or int(text) <= most):

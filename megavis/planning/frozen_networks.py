@@ -58,7 +58,7 @@ def frozen_networks(
         configs: configs of runs that do not exist yet, found by their `name`.
 
     Raises:
-        UserError: a config is no tokenizer's, or no encoder's, or two have one name.
+        UserError: a config is not a tokenizer's, or not an encoder's, or two have the same name.
     """
     known: dict[str, tuple[Mapping[str, Any], Path]] = {}
     for path in configs:

@@ -67,7 +67,7 @@ class Layout:
 
     @property
     def is_experimental(self) -> bool:
-        """Whether it stands on private parts of DeepSpeed (`training/zero_pipeline.py`)."""
+        """Whether it relies on private parts of DeepSpeed (`training/zero_pipeline.py`)."""
         return self.pipeline > 1 and self.zero_stage > 1
 
     @property

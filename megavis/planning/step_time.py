@@ -48,7 +48,7 @@ class StepTime:
         encoding: frozen networks that encode images, in float32.
         bubble: idle time of pipeline stages.
         communication: communication that does not overlap with computation (exposed).
-        overlapped: communication that does, which is no part of the total.
+        overlapped: communication that does, which the total leaves out.
         optimizer: Adam.
         host: time in which the host launches all kernels, ahead of the device.
         host_block: its part per block and micro-batch without collectives.

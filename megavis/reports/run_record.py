@@ -83,7 +83,7 @@ class RunRecord:
 
     @property
     def dimensions_per_loss(self) -> int | None:
-        """Dimensions over which the loss sums nats; None if it is no likelihood of images.
+        """Dimensions over which the loss sums nats; None if it is not a likelihood of images.
 
         Training has recorded what the objective declares. None for runs from before it did.
         """

@@ -1,7 +1,7 @@
 """The generation loop of every paper.
 
 The schedule selects the positions of each step, the paper turns the known tokens into the model's
-inputs, and the density samples in place of the head. Draws are functions of seed, image and step,
+inputs, and the density samples instead of the head. Draws are functions of seed, image and step,
 so every process in every layout samples the same tokens.
 
 Legend: b images, B beams, F candidates per beam, r rows (b · B, doubled with guidance), n

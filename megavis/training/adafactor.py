@@ -27,7 +27,7 @@ _EPSILON = 1e-30
 """Added to squared gradients (ε1 of the paper)."""
 _EXPONENT = 0.8
 _LEAST_SIDE = 32
-"""Matrices with a shorter side have a mean square for each number; so has all that is no matrix."""
+"""Matrices with a shorter side, and tensors that are not matrices, are not factored."""
 
 
 @dataclass(frozen=True)

@@ -141,8 +141,8 @@ def hold_run(run_folder: Path, context: ParallelContext) -> Iterator[None]:
 def permissions_needed(what: str | None = None) -> Iterator[None]:
     """Raise UserError where the block may not read or write: no launcher should try it again.
 
-    For what comes before the first step. A disk that turns read-only later is no user's mistake.
-    `what` is said in place of the name of the file.
+    For what comes before the first step. A disk that turns read-only later is not a user's mistake.
+    The message names `what` instead of the file.
     """
     try:
         yield
@@ -245,7 +245,7 @@ def prepare_folder(
     if config.parallel.pipeline_model_parallel_size > 1 and config.parallel.zero_stage > 1:
         sys.stderr.write(
             f"WARNING: pipeline stages with parallel.zero_stage {config.parallel.zero_stage} are"
-            " experimental: they stand on private parts of DeepSpeed; use zero_stage 1\n"
+            " experimental: they rely on private parts of DeepSpeed; use zero_stage 1\n"
         )
     # A finished run keeps the config that it was trained with; fine-tuning may evaluate anew.
     if first_step < steps or config.finetune is not None:

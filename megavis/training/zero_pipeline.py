@@ -1,7 +1,7 @@
 """Experimental: ZeRO 2 and 3 with pipeline stages, on private parts of DeepSpeed.
 
 No preset uses it and no plan recommends it: with stages, ZeRO-1 is the first choice. Everything
-that it needs stands in this file; docs/architecture.md lists the private names, and a test checks
+that it needs is in this file; docs/architecture.md lists the private names, and a test checks
 them in the installed DeepSpeed.
 
 DeepSpeed's pipeline engine refuses both, since it reduces gradients once per step, when each
@@ -46,7 +46,7 @@ FORWARD, BACKWARD = 1, -1
 def open_zero_pipeline(
     module: PipelineModule, optimizer: Optimizer, settings: dict[str, Any]
 ) -> PipelineEngine:
-    """Return a pipeline engine with ZeRO 2 or 3, in place of `deepspeed.initialize`.
+    """Return a pipeline engine with ZeRO 2 or 3, instead of `deepspeed.initialize`'s.
 
     Args:
         module: the stage; under ZeRO-3 its layers are partitioned already.
@@ -239,7 +239,7 @@ class GatherAhead:
 
     @torch.no_grad()
     def _wait(self, place: int) -> None:
-        """Wait for the weights of a layer; they remain noted as gathered in this pass."""
+        """Wait for the weights of a layer; they stay listed for release."""
         for handle in self._handles.get(place, ()):
             handle.wait()
         self._handles[place] = []

@@ -52,7 +52,7 @@ def test_results_need_a_writable_path(tmp_path, capsys, monkeypatch, program, wo
 
     assert f"{words[-1]}: {tmp_path} is a folder; name a file;" in error_with(tmp_path)
     (tmp_path / "file").touch()
-    assert "which is no folder" in error_with(tmp_path / "file" / "result")
+    assert "which is not a folder" in error_with(tmp_path / "file" / "result")
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
     assert f"{tmp_path} is read-only" in error_with(tmp_path / "new" / "result")
     assert not (tmp_path / "new").exists()

@@ -93,7 +93,7 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add the option to write JSON in place of a table."""
+    """Add the option to write JSON instead of a table."""
     parser.add_argument("--json", action="store_true", help="write JSON")
 
 

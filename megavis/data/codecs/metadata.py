@@ -35,7 +35,7 @@ def pixels_of_jpeg(content: bytes) -> bytes | None:
 
     Fields that sequential files do not use get the values that the standard requires (some phones
     write an Se of 0). Bytes between segments and zeros before the end are dropped. None if the
-    file is no JPEG or is cut before its first scan.
+    file is not a JPEG or is cut before its first scan.
     """
     if content[:2] != b"\xff\xd8":
         return None
@@ -73,7 +73,7 @@ def _segment(marker: int, body: bytes) -> bytes:
 
 
 def pixels_of_png(content: bytes) -> bytes | None:
-    """Return a PNG file without texts, profiles and the like; None if it is no PNG.
+    """Return a PNG file without texts, profiles and the like; None if it is not a PNG.
 
     Unknown chunks stay, since damage may have renamed one of the pixels. A cut file stays cut.
     """

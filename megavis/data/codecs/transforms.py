@@ -65,7 +65,7 @@ _HELD_OUT: dict[CropKind, CropKind] = {
     "window": "middle",
     "scaled": "scaled_center",
 }
-"""Crops of held-out images in place of training's; `center` for all others."""
+"""Crops of held-out images instead of training's; `center` for all others."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ def training_transform(
 
 
 def evaluation_transform(config: DataConfig) -> Transform:
-    """Return the transform of held-out images: center crops in place of random ones."""
+    """Return the transform of held-out images: center crops instead of random ones."""
     return Transform(
         image_size=config.image_size,
         crop=_HELD_OUT.get(config.crop, "center"),

@@ -40,7 +40,7 @@ _SPLITS = frozenset(
 
 
 def named_like_splits(folders: Iterable[str]) -> bool:
-    """Return whether all folders have names of parts of a data set, which are no classes."""
+    """Return whether all folders have names of parts of a data set, which are not classes."""
     return all(name.lower() in _SPLITS for name in folders)
 
 

@@ -1,4 +1,4 @@
-"""Say what a path is that was given in place of a shard folder, and how to make shards of it.
+"""Say what a path is that was given instead of a shard folder, and how to make shards of it.
 
 The path may be any, a home folder or a whole disk, so this looks at a few entries only, and passes
 over what it may not list.

@@ -23,7 +23,7 @@ from megavis.data.loading.remote import RemoteFolder, is_remote
 MAX_BYTES_TO_COMPARE = 1 << 28
 """Largest folder whose samples are compared; for larger ones only the manifests are."""
 TOLERATED_FRACTION = 0.01
-"""Fraction of equal samples that is no error: published test sets have duplicates, and crops of a
+"""Fraction of equal samples that is accepted: published test sets have duplicates, and crops of a
 uniform colour are equal."""
 
 

@@ -101,8 +101,8 @@ class RemoteFolder:
     def shard(self, entry: ShardEntry) -> Path:
         """Return the path of a tar, fetching it if needed.
 
-        Raises OSError: the folder was found before, so this is no user's mistake, and a scheduler
-        should start the run again.
+        Raises OSError: the folder was found before, so this is not a user's mistake, and a
+        scheduler should start the run again.
         """
         return self.fetch(entry.name, sha256=entry.sha256)
 

@@ -56,7 +56,7 @@ class SquaredError(DensityWord):
 
     @property
     def has_decoder(self) -> bool:
-        """Whether the decoder is no single matrix."""
+        """Whether the decoder is more than a matrix."""
         return self.decoder != "linear"
 
 
