@@ -1,7 +1,10 @@
-"""Results that the headers of `yaml_configs/*/*.yaml` claim to reproduce.
+"""Results that the headers of `yaml_configs/*/*.yaml` claim to reproduce, and the runs behind them.
 
 The lines below `# Gives:` name them: `Table 4, row 8, FT: 82.7 by objective.num_groups=5`. Rows
 count from 1, numbers are those of the published row; `by` precedes overridden keys or a command.
+
+A run that a row starts from is a config, or one with overridden keys that `runs` of
+`docs/papers/PAPER.yaml` names: `gvp_vit_b_p2p_raster: vit_b_p2p objective.order=raster`.
 """
 
 from __future__ import annotations
@@ -13,10 +16,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from megavis.config.load import exported_names, load_config
 from megavis.config.schema import RunConfig
 
-CONFIGS = Path(__file__).parents[1] / "yaml_configs"
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "yaml_configs"
+PAGES = ROOT / "docs" / "papers"
 GIVES = re.compile(
     r"(?:(?P<paper>[a-z0-9]+) )?(?P<item>(?:Table|Figure|Sections?|Appendix) [\w. ]+?)"
     r"(?:, row (?P<row>\d+))?(?:, (?P<column>[^:]+?))?(?:: (?P<numbers>.+?))?(?: by (?P<how>.+))?"
@@ -24,6 +31,37 @@ GIVES = re.compile(
 NO_ROW = "no row of the paper"
 LAYOUT = re.compile(r"^# (\S+) on (\d+ \S+ GPUs), .*Made by", re.MULTILINE)
 COMMANDS = ("megavis", "torchrun", "python", "make", "bash")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run: a shipped config, or one with overridden keys.
+
+    Attributes:
+        path: the config file.
+        words: overridden keys, with the run's name; empty for the config itself.
+        item: the table or figure with the run, if it is not the config itself.
+    """
+
+    path: Path
+    words: tuple[str, ...] = ()
+    item: str = ""
+
+    @functools.cached_property
+    def config(self) -> RunConfig:
+        """The config with its overrides."""
+        return load_config(self.path, self.words).config
+
+    @property
+    def command(self) -> str:
+        """The command that starts it."""
+        verb = "finetune" if self.config.finetune else "train"
+        return shlex.join(["megavis", verb, str(self.path.relative_to(ROOT)), *self.words])
+
+    def __str__(self) -> str:
+        if not self.words:
+            return link(self.path)
+        return f"[{self.config.name}]({self.path.parent.name}.md#runs)"
 
 
 @dataclass(frozen=True)
@@ -58,8 +96,8 @@ class Claim:
     def __str__(self) -> str:
         if self.command:
             return f"`{self.command}`"
-        names = [link(path) for path in dict.fromkeys([*_configs_before(self.config), self.path])]
-        return " ".join([" → ".join(names), *(f"`{word}`" for word in self.words)])
+        runs = dict.fromkeys([*_runs_before(self.config), Run(self.path)])
+        return " ".join([" → ".join(map(str, runs)), *(f"`{word}`" for word in self.words)])
 
 
 def read_claims() -> list[Claim]:
@@ -98,12 +136,23 @@ def _claims_of(path: Path) -> Iterator[Claim]:
         )
 
 
+def row_runs(paper: str) -> Iterator[Run]:
+    """Yield the runs that `docs/papers/PAPER.yaml` names, in order."""
+    tree = yaml.safe_load((PAGES / f"{paper}.yaml").read_text(encoding="utf-8"))
+    for item in tree:
+        for name, text in item.get("runs", {}).items():
+            preset, *words = shlex.split(text)
+            path = CONFIGS / paper / f"{preset}.yaml"
+            yield Run(path, (*words, f"name={name}"), item["item"])
+
+
 @functools.cache
-def presets() -> dict[str, tuple[Path, RunConfig]]:
-    """Return the shipped configs by run folder."""
-    paths = sorted(CONFIGS.glob("*/*.yaml"))
-    configs = [load_config(path).config for path in paths]
-    return {config.folder: (path, config) for path, config in zip(paths, configs, strict=True)}
+def known_runs() -> dict[str, Run]:
+    """Return the shipped configs and the runs of docs/papers by run folder."""
+    runs = [Run(path) for path in sorted(CONFIGS.glob("*/*.yaml"))]
+    for page in sorted(PAGES.glob("*.yaml")):
+        runs += row_runs(page.stem)
+    return {run.config.folder: run for run in runs}
 
 
 def runs_before(config: RunConfig) -> Iterator[str]:
@@ -113,13 +162,13 @@ def runs_before(config: RunConfig) -> Iterator[str]:
         yield config.finetune.from_run
 
 
-def _configs_before(config: RunConfig) -> Iterator[Path]:
-    """Yield the shipped configs to run before this one, in order."""
+def _runs_before(config: RunConfig) -> Iterator[Run]:
+    """Yield the known runs to finish before this one, in order."""
     for folder in runs_before(config):
-        if folder in presets():
-            path, earlier = presets()[folder]
-            yield from _configs_before(earlier)
-            yield path
+        if folder in known_runs():
+            run = known_runs()[folder]
+            yield from _runs_before(run.config)
+            yield run
 
 
 def link(path: Path) -> str:
@@ -136,9 +185,10 @@ def presets_without_a_row(paper: str, claims: Sequence[Claim]) -> Iterator[str]:
     named = {claim.path for claim in claims}
     for claim in claims:
         if not claim.command:
-            named.update(_configs_before(claim.config))
-    for path, _ in presets().values():
-        if path.parent.name != paper or path in named or "demo" in path.stem:
+            named.update(run.path for run in _runs_before(claim.config))
+    for run in known_runs().values():
+        path = run.path
+        if run.words or path.parent.name != paper or path in named or "demo" in path.stem:
             continue
         text = path.read_text(encoding="utf-8")
         layout = LAYOUT.search(text)

@@ -5,9 +5,9 @@ import resource
 from pathlib import Path
 
 import pytest
+from protocols import load_run
 
 from megavis.cli import main
-from megavis.config.load import load_config
 from megavis.papers import build_objective
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.workers import WorkerPool
@@ -24,7 +24,7 @@ NAMES = [*TRAINED, "s_48", "s_64", "m_48", "m_64", "l_64", "xl_32", "xl_48"]
 
 
 def read(name):
-    return load_config(PRESETS / f"{name}.yaml").config
+    return load_run("igpt", name)
 
 
 def count_presets(launch, names):
@@ -44,7 +44,7 @@ def counted():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_counts_match_preset_headers(counted, name):
+def test_counts_match_arithmetic_and_headers(counted, name):
     config, parts = read(name), by_part(counted[0][name])
     width, layers = config.model.hidden_size, config.model.num_layers
     colours, pixels = config.objective.vocabulary_size, config.data.image_size**2
@@ -54,9 +54,10 @@ def test_counts_match_preset_headers(counted, name):
         "blocks": layers * (12 * width**2 + 2 * width),
         "head": width + colours * width,
     }
-    header = (PRESETS / f"{name}.yaml").read_text(encoding="utf-8")
-    for count in (sum(parts.values()), *parts.values()):
-        assert f" {count:,}" in header
+    # Other sizes are rows of docs/papers without a file.
+    header = PRESETS / f"{name}.yaml"
+    for count in (sum(parts.values()), *parts.values()) if name in TRAINED else ():
+        assert f" {count:,}" in header.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", TRAINED)

@@ -6,10 +6,13 @@ An expectation is a dictionary of a config's dotted keys and values, or of a nam
 - `images`: size of the training set, as the paper's data set is published.
 """
 
+import functools
 import importlib
 import re
 import shlex
 from pathlib import Path
+
+import pytest
 
 from megavis.cli import read_arguments
 from megavis.config.load import load_config
@@ -30,6 +33,30 @@ IMAGENET_LABELS = {
 DURATIONS = {"epochs": "training.steps", "warmup_epochs": "schedule.warmup_steps"}
 
 
+@functools.cache
+def row_words():
+    """Return path and words, by run name, of all rows of docs/papers that override keys."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "launch"))
+        headers = importlib.import_module("paper_claims")
+    papers = [path.stem for path in sorted(headers.PAGES.glob("*.yaml"))]
+    runs = [run for paper in papers for run in headers.row_runs(paper)]
+    found = [*runs, *(claim for claim in headers.read_claims() if claim.words)]
+    return {
+        word.removeprefix("name="): (run.path, run.words)
+        for run in found
+        for word in run.words
+        if word.startswith("name=")
+    }
+
+
+def load_run(paper, name):
+    """Return the config of a preset of a paper, or of a row of docs/papers without a file."""
+    path = ROOT / "yaml_configs" / paper / f"{name}.yaml"
+    path, words = (path, ()) if path.exists() else row_words()[f"{paper}_{name}"]
+    return load_config(path, words).config
+
+
 class Protocols:
     """The runs that the headers of a paper's presets claim for its rows."""
 
@@ -37,7 +64,7 @@ class Protocols:
         monkeypatch.syspath_prepend(str(ROOT / "launch"))
         self.headers = importlib.import_module("paper_claims")
         claims = self.headers.read_claims()
-        self.runs = {folder: config for folder, (_, config) in self.headers.presets().items()}
+        self.runs = {folder: run.config for folder, run in self.headers.known_runs().items()}
         self.runs |= {claim.config.folder: claim.config for claim in claims if claim.words}
         self.claims = [claim for claim in claims if claim.paper == paper]
 

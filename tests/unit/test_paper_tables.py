@@ -40,8 +40,8 @@ def pages(tables, claims):
 
 @pytest.fixture(scope="module")
 def runs(headers, claims):
-    """Return configs by run folder: presets, and header lines that override keys."""
-    found = {folder: config for folder, (_, config) in headers.presets().items()}
+    """Return configs by run folder: presets, runs of docs/papers, and header lines with keys."""
+    found = {folder: run.config for folder, run in headers.known_runs().items()}
     for claim in claims:
         if claim.words:
             config = claim.config
@@ -83,6 +83,14 @@ def test_commands_have_valid_options_and_runs(claims, runs):
         assert set(re.findall(r"runs/[\w.-]+", claim.command)) <= set(runs), claim
 
 
+def test_runs_have_names_and_commands_of_their_own(headers, pages):
+    runs = [run for page in pages.values() for run in page.runs]
+    presets = list(headers.CONFIGS.glob("*/*.yaml"))
+    assert len(headers.known_runs()) == len(runs) + len(presets)
+    for run in runs:
+        assert read_arguments(shlex.split(run.command)[1:]).run
+
+
 def test_unrun_rows_have_a_command_or_reason(pages):
     """A row without a result names the command that produces it, or why there is none."""
     for page in pages.values():
@@ -118,6 +126,6 @@ def test_headers_contradicting_the_paper_raise(changed, fields, text):
 
 
 def test_preset_without_rows_raises(headers, claims):
-    left = [claim for claim in claims if claim.path.stem != "vit_b_p2p_scratch"]
-    with pytest.raises(ValueError, match="vit_b_p2p_scratch.yaml: list the rows"):
+    left = [claim for claim in claims if claim.path.stem != "vit_b_p2p_masked_one_stream_linear"]
+    with pytest.raises(ValueError, match="vit_b_p2p_masked_one_stream_linear.yaml: list the rows"):
         list(headers.presets_without_a_row("gvp", left))

@@ -1,14 +1,12 @@
 """DARL presets against Tables 8 to 10, 12 and 13 of the paper."""
 
-from pathlib import Path
+import functools
 
 import pytest
-
-from megavis.config.load import load_config
+from protocols import load_run
 
 pytestmark = pytest.mark.once
 
-FOLDER = Path(__file__).parents[3] / "yaml_configs/darl"
 IMAGES = 1_281_167
 SIZES = {"vit_b16": (12, 768, 12, 16), "vit_l16": (24, 1024, 16, 16), "vit_h14": (32, 1280, 16, 14)}
 SPATIAL = {"crop": "random_resized", "flip": True, "rand_augment": None}
@@ -37,7 +35,7 @@ LINEAR = {f"{size}_diff_linear": size for size in SIZES}
 
 @pytest.fixture(scope="module")
 def load():
-    return lambda name: load_config(FOLDER / f"{name}.yaml").config
+    return functools.partial(load_run, "darl")
 
 
 def steps(epochs, batch_size):

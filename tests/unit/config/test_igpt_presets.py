@@ -1,9 +1,11 @@
 """iGPT presets against sections 3.1 to 4.7, appendix A.1, Figure 3 and Table 5 of the paper."""
 
+import functools
 import re
 from pathlib import Path
 
 import pytest
+from protocols import load_run
 
 from megavis.config.load import load_config
 
@@ -47,7 +49,7 @@ SMALL_IMAGES = {
 
 @pytest.fixture(scope="module")
 def load():
-    return lambda name: load_config(FOLDER / f"{name}.yaml").config
+    return functools.partial(load_run, "igpt")
 
 
 @pytest.mark.parametrize("name", [*PUBLISHED, *UNPUBLISHED])

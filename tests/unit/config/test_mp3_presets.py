@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import pytest
-
-from megavis.config.load import load_config
+from protocols import load_run
 
 pytestmark = pytest.mark.once
 
@@ -24,7 +23,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", list(PUBLISHED))
 def test_pretraining_matches_the_paper(name):
     width, layers, side, patch, positions, ratio, batch, epochs, images = PUBLISHED[name]
-    config = load_config(PRESETS / f"{name}.yaml").config
+    config = load_run("mp3", name)
     model, paper, training = config.model, config.objective, config.training
     assert (model.hidden_size, model.num_layers, model.head_size) == (width, layers, 64)
     assert (config.data.image_size, paper.patch_size, paper.mask_ratio) == (side, patch, ratio)
@@ -62,9 +61,9 @@ FINE_TUNING = {
 @pytest.mark.parametrize("name", FINE_TUNING)
 def test_finetuning_matches_deit(name):
     epochs, positions, start, classes = FINE_TUNING[name]
-    config = load_config(PRESETS / f"{name}.yaml").config
+    config = load_run("mp3", name)
     before = name.split("_finetune")[0].split("_scratch")[0]
-    base, images = load_config(PRESETS / f"{before}.yaml").config, PUBLISHED[before][-1]
+    base, images = load_run("mp3", before), PUBLISHED[before][-1]
     batch, tuning, data = config.training.batch_size, config.finetune, config.data
     assert batch == base.training.batch_size
     assert (config.optimizer, config.schedule) == (base.optimizer, base.schedule)
@@ -84,8 +83,8 @@ def test_finetuning_matches_deit(name):
 )
 def test_transfer_starts_from_150_epoch_pretraining(name, classes, images):
     """Appendix B: "50K training examples in 10 classes and 8144 training examples in 196"."""
-    config = load_config(PRESETS / f"vit_b_imagenet_finetune_{name}.yaml").config
-    before = load_config(PRESETS / "vit_b_imagenet_150.yaml").config
+    config = load_run("mp3", f"vit_b_imagenet_finetune_{name}")
+    before = load_run("mp3", "vit_b_imagenet_150")
     assert (config.objective, config.data.image_size) == (before.objective, 224)
     assert config.finetune.from_run == before.folder
     assert config.finetune.num_classes == classes
@@ -115,7 +114,7 @@ def test_speech_presets_match_the_paper(build_paper):
     # "Around 70K parameters": with a head of 12 classes instead of one of 100 positions.
     count = sum(parameter.numel() for _, parameter in runner.layers.named_parameters())
     assert count - 33 * 100 + 33 * 12 == pytest.approx(70_000, rel=0.01)
-    tuning = load_config(PRESETS / "speech_commands_finetune.yaml").config
+    tuning = load_run("mp3", "speech_commands_finetune")
     assert (tuning.training.steps, tuning.finetune.label_smoothing) == (30_000, 0.1)
     assert (tuning.schedule, tuning.data) == (config.schedule, config.data)
     assert (tuning.training.batch_size, tuning.optimizer) == (256, config.optimizer)

@@ -1,4 +1,5 @@
-"""`--dry-run` of every shipped config on small shards of the kind it reads.
+"""`--dry-run` of every shipped config, and of every row of docs/papers that overrides its keys, on
+small shards of the kind it reads.
 
 Batches are the smallest that the layout allows, and shards hold one batch of identical samples.
 Tokenizers have the presets' shapes with fewer filters. Runs to fine-tune consist of a config and an
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from children import open_child
+from protocols import row_words
 from small_codebook import write_run
 from written_shards import write_payloads
 
@@ -39,10 +41,11 @@ pytestmark = pytest.mark.once
 
 ROOT = Path(__file__).parents[3] / "yaml_configs"
 GPUS = re.compile(r"^# \S+ on (\d+) \S+ GPUs", re.MULTILINE)
-PRESETS = {
-    f"{path.parent.name}/{path.stem}": load_config(path) for path in sorted(ROOT.glob("*/*.yaml"))
+# Path and overridden keys by run name.
+SOURCES = {
+    **{f"{path.parent.name}_{path.stem}": (path, ()) for path in sorted(ROOT.glob("*/*.yaml"))},
+    **row_words(),
 }
-RUNS = {loaded.config.folder: loaded.config for loaded in PRESETS.values()}
 # Shard kinds by folder name; all others hold JPEG files.
 KINDS = [
     (r"latents", "latents"),
@@ -51,6 +54,18 @@ KINDS = [
     (r"speech|digits", "recordings"),
     (r"cifar\d+_(16|32)|mnist|demo/(train|selection|validation)$", "palette"),
 ]
+
+
+@functools.cache
+def loaded():
+    """Return all configs by run name."""
+    return {name: load_config(*source) for name, source in SOURCES.items()}
+
+
+@functools.cache
+def runs():
+    """Return all configs by run folder."""
+    return {each.config.folder: each.config for each in loaded().values()}
 
 
 def folders_of(config):
@@ -62,12 +77,12 @@ def folders_of(config):
 
 def readers_of(folder):
     """Return the configs that name a folder of shards."""
-    return [config for config in RUNS.values() if folder in folders_of(config)]
+    return [config for config in runs().values() if folder in folders_of(config)]
 
 
 def processes_of(config):
     """Return the number of GPUs a preset's header names, or 1."""
-    found = GPUS.search((ROOT / config.name.replace("_", "/", 1)).with_suffix(".yaml").read_text())
+    found = GPUS.search(SOURCES[config.name][0].read_text())
     return int(found[1]) if found else 1
 
 
@@ -101,7 +116,7 @@ def tokenizer_of(config):
 @functools.cache
 def tokenizer(folder):
     """Write a tokenizer run of the preset's shape with few filters, and open it."""
-    tree = RUNS[folder].model_dump(mode="json")
+    tree = runs()[folder].model_dump(mode="json")
     if tree["objective"]["name"] == "vae_label_maps":
         small = {"hidden_size": 12, "ffn_hidden_size": 12, "num_layers": 1}
         parts = {"model": {**tree["model"], **small}, "data": tree["data"]}
@@ -109,7 +124,7 @@ def tokenizer(folder):
         network = LabelMapVAE.from_config({"objective": section, **parts})
         write_run(Path(folder), network, section, **parts)
         return open_tokenizer(folder)
-    section = {**RUNS[folder].objective.model_dump(mode="json"), "filters": 32}
+    section = {**runs()[folder].objective.model_dump(mode="json"), "filters": 32}
     network = {"vae": VAE, "vqgan": VQGAN}[section["name"]].from_config({"objective": section})
     write_run(Path(folder), network, section)
     return open_tokenizer(folder)
@@ -191,7 +206,7 @@ def write_shards(config, folder):
 
 def write_finished(folder):
     """Write a finished run: its config, an empty checkpoint and its shards."""
-    config = RUNS[folder]
+    config = runs()[folder]
     write_weights(Path(folder), {}, seed=config.seed, tokenizer=identity_of(config))
     (Path(folder) / "config.yaml").write_text(dump_config(config))
     for shards in folders_of(config):
@@ -237,18 +252,18 @@ def in_folder(tmp_path_factory):
         yield run
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_preset_passes_dry_run(name, in_folder):
+@pytest.mark.parametrize("name", SOURCES)
+def test_run_passes_dry_run(name, in_folder):
     findings = in_folder(findings_of, name)
     assert not [text for text, is_right, _ in findings if not is_right]
     assert findings[-1][-1] == "resume"
 
 
 def findings_of(name):
-    """Return the findings of a preset's dry run, for which its data are written first."""
+    """Return the findings of a run's dry run, for which its data are written first."""
     # Pretend that there is disk space: the largest model's checkpoints take 500 GB.
     dry_run.shutil.disk_usage = lambda _: SimpleNamespace(free=1e15)
-    config = PRESETS[name].config
+    config = loaded()[name].config
     small = config.training.model_copy(update={"batch_size": batch_of(config)})
     # Use an output folder without tokenizers or finished runs.
     config = config.model_copy(update={"output": "new", "training": small})
@@ -263,7 +278,7 @@ def findings_of(name):
     objective = config.objective
     encoder = isinstance(objective, EncoderDecoderConfig) and objective.encoder_from_run
     if encoder and not Path(encoder).exists():
-        if encoder in RUNS:
+        if encoder in runs():
             write_finished(encoder)
         else:
             write_vision_transformer(encoder, config)

@@ -1,16 +1,15 @@
 """GVP's presets against the paper's tables."""
 
-from pathlib import Path
+import functools
 
 import pytest
+from protocols import load_run
 
-from megavis.config.load import load_config
 from megavis.papers import build_objective
 from megavis.planning.parameters import by_part, count_parameters
 
 pytestmark = pytest.mark.once
 
-FOLDER = Path(__file__).parents[3] / "yaml_configs/gvp"
 DEFAULT = {"variant": "p2p", "order": "random", "segmentation": "mixed", "num_groups": 20}
 
 TABLES = {
@@ -49,7 +48,7 @@ TABLES = {
 
 @pytest.fixture(scope="module")
 def load():
-    return lambda name: load_config(FOLDER / f"{name}.yaml").config
+    return functools.partial(load_run, "gvp")
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -84,8 +83,9 @@ def test_the_tokenizer_has_the_parameters_of_table_1(load, context):
     found = [m for m in matrices if m.name.startswith(encodes)]
     assert sum(m.parameters for m in found) == pytest.approx(24.04e6, abs=0.005e6)
     # All rows with ids, here and in DARL's table 16, name that run.
-    for name in ("vit_b_p2d", "vit_b_d2d", "vit_b_p2p_features", "../darl/vit_l16_ids"):
-        assert load(name).objective.tokenizer == f"runs/{load('vqgan').name}"
+    own = [load(name) for name in ("vit_b_p2d", "vit_b_d2d", "vit_b_p2p_features")]
+    for config in (*own, load_run("darl", "vit_l16_ids")):
+        assert config.objective.tokenizer == f"runs/{load('vqgan').name}"
     blocks = count_parameters(build_objective(load("vit_b_d2d"), context))
     assert sum(by_part(blocks).values()) == pytest.approx(86e6, rel=0.01)
 
