@@ -17,10 +17,10 @@ from megavis.config.section import DataConfig, ParallelConfig
 from megavis.data.codecs.transforms import training_transform
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import Batch
-from megavis.model.vit_blocks import with_older_names
 from megavis.papers.mae.config import DecoderConfig, MAEConfig
-from megavis.papers.mae.vit_mae import from_vit_mae, settings_of
 from megavis.parallel.context import ParallelContext
+from megavis.weights.vit_blocks import with_older_names
+from megavis.weights.vit_mae import from_vit_mae, settings_of
 
 WEIGHT_DECAY = 0.05
 

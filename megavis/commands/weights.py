@@ -28,7 +28,6 @@ from megavis.checkpoint.format.tensor_reader import read_weights
 from megavis.checkpoint.state import save as conversion
 from megavis.checkpoint.state.save import write_weights
 from megavis.commands.terminal import quietly
-from megavis.composition.released_run import ReleasedRun, read_json
 from megavis.config.errors import UserError
 from megavis.config.load import (
     dump_config,
@@ -42,12 +41,13 @@ from megavis.config.schema import OptimizerConfig, RunConfig, TrainingConfig
 from megavis.config.section import DataConfig
 from megavis.data.format.files import copy_folder, to_json, write_atomically
 from megavis.data.format.manifest import PALETTE_NAME
-from megavis.hub.folders import write_huggingface, write_timm
-from megavis.hub.forms import check_agreement
 from megavis.notebook import Run
 from megavis.tokenizers.palette import Palette
 from megavis.training.callbacks.validation import EarlyStopping, accuracy_history
 from megavis.training.metrics import read_metrics
+from megavis.weights.forms import check_agreement
+from megavis.weights.hub_folders import write_huggingface, write_timm
+from megavis.weights.released import ReleasedRun, read_json
 
 _AXES = {"tp": "tensor_model", "cp": "context", "pp": "pipeline_model", "dp": "data"}
 

@@ -18,9 +18,9 @@ import megavis
 from megavis.cli import main
 from megavis.commands.weights import write_run
 from megavis.config.load import load_config
-from megavis.hub.forms import PlainForm, full_attention_tokens
 from megavis.tokenizers.palette import Palette
 from megavis.tokenizers.patches import standardize
+from megavis.weights.forms import PlainForm, full_attention_tokens
 
 transformers = pytest.importorskip(
     "transformers", reason="pip install transformers, to open exported folders"

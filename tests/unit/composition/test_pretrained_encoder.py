@@ -16,9 +16,9 @@ from megavis.config.yaml_tree import ConfigSource
 from megavis.model.core import MEMORY
 from megavis.model.encoder import EncoderOutput
 from megavis.model.positions import resize_table
-from megavis.model.vit_blocks import TIMM, run_block
-from megavis.papers.darl.vit_folders import TimmViT, from_timm
 from megavis.training.job import LoadedConfig, errors_of
+from megavis.weights.vit_blocks import TIMM, run_block
+from megavis.weights.vits import TimmViT, from_timm
 
 DECODER = "decoder: {num_layers: 1, hidden_size: 8, num_attention_heads: 2}"
 WIDE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}

@@ -7,7 +7,7 @@ import torch
 from golden_givt import GOLDEN, golden
 
 from megavis.model.adapter import Adapter
-from megavis.papers.givt.released_layers import adapter_weights, read_arrays
+from megavis.weights.flax_layers import adapter_weights, read_arrays
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from megavis.config.errors import UserError
 from megavis.model.attention import join_heads
 from megavis.model.parameters import starts_fresh
 from megavis.model.positions import Positions
-from megavis.papers.mae.vit_mae import settings_of, to_vit_mae, vit_mae_predictions
 from megavis.tokenizers.patches import standardize
+from megavis.weights.vit_mae import settings_of, to_vit_mae, vit_mae_predictions
 
 CONFIG = tiny(
     "{name: mae, patch_size: 4, decoder: {num_layers: 2, hidden_size: 16, num_attention_heads: 2}}",

@@ -11,7 +11,7 @@ from tiny import VIT, tiny
 
 from megavis.config.errors import UserError
 from megavis.model.layer_state import LayerState
-from megavis.papers.darl.vit_folders import TimmViT, from_timm, read_timm_folder, timm_features
+from megavis.weights.vits import TimmViT, from_timm, read_timm_folder, timm_features
 
 pytestmark = pytest.mark.once
 

@@ -6,10 +6,10 @@ import torch
 from golden_givt import GOLDEN, golden
 
 from megavis.config.errors import UserError
-from megavis.papers.givt.released_layers import read_arrays
-from megavis.papers.givt.released_vaes import vae_shape, vae_weights
 from megavis.tokenizers.shapes import VAEShape
 from megavis.tokenizers.vae import Posterior, VAENetwork
+from megavis.weights.flax_layers import read_arrays
+from megavis.weights.vaes import vae_shape, vae_weights
 
 pytestmark = pytest.mark.once
 

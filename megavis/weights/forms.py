@@ -38,21 +38,21 @@ from megavis.checkpoint.state.save import write_tensors
 from megavis.composition.condition import PooledFeatures
 from megavis.composition.model import Model
 from megavis.composition.reader import Reader
-from megavis.composition.released_run import random_images
 from megavis.composition.tokens import Patches, Vocabulary
 from megavis.config.errors import UserError
 from megavis.config.load import dump_config, exported_names, with_tokenizers
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.data.loading.loader import Batch
-from megavis.hub.plain_loader import features as plain_features
 from megavis.model.inference import Inference
 from megavis.model.layer_state import LayerState
 from megavis.model.positions import angles
 from megavis.model.stack import LayerStack, LocalLayers, watch_features
-from megavis.model.vit_blocks import TIMM, block_to
 from megavis.notebook import Run
-from megavis.papers.darl.vit_folders import EPSILON, TimmViT, timm_features
 from megavis.tokenizers.network_tokenizer import open_tokenizer
+from megavis.weights.plain_loader import features as plain_features
+from megavis.weights.released import random_images
+from megavis.weights.vit_blocks import TIMM, block_to
+from megavis.weights.vits import EPSILON, TimmViT, timm_features
 
 WEIGHTS = "model.safetensors"
 TOLERANCE = 1e-4

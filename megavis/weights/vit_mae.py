@@ -15,28 +15,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megavis.composition.model import model_of
-from megavis.composition.released_run import OpenedRun, ReleasedRun, random_images, read_hub_folder
-from megavis.composition.vit_folder import (
-    check_depth,
-    check_shapes,
-    check_vit_settings,
-    read_statistics,
-    vit_shapes,
-)
 from megavis.config.errors import UserError
 from megavis.config.schema import ModelConfig, RunConfig
 from megavis.grammar.boundaries import context_size
 from megavis.grammar.words import DecoderConfig
 from megavis.model.positions import cell_coordinates, sincos
-from megavis.model.vit_blocks import (
+from megavis.papers.mae.config import MAEConfig
+from megavis.tokenizers.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, patchify, standardize
+from megavis.weights.released import OpenedRun, ReleasedRun, random_images, read_hub_folder
+from megavis.weights.vit_blocks import (
     TRANSFORMERS,
     block_from,
     block_to,
     run_block,
     with_older_names,
 )
-from megavis.papers.mae.config import MAEConfig
-from megavis.tokenizers.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, patchify, standardize
+from megavis.weights.vit_settings import (
+    check_depth,
+    check_shapes,
+    check_vit_settings,
+    read_statistics,
+    vit_shapes,
+)
 
 # megavis' and transformers' names of layers other than blocks.
 _PLAIN = (

@@ -23,19 +23,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megavis.checkpoint.format.tensor_files import save_tensors
-from megavis.composition.released_run import (
+from megavis.config.errors import UserError
+from megavis.config.schema import ModelConfig, RunConfig
+from megavis.model.attention import join_heads, split_heads
+from megavis.papers.igpt.config import IGPTConfig
+from megavis.tokenizers.palette import Palette
+from megavis.weights.released import (
     Compared,
     OpenedRun,
     ReleasedRun,
     read_hub_weights,
     read_json,
 )
-from megavis.composition.vit_folder import check_shapes
-from megavis.config.errors import UserError
-from megavis.config.schema import ModelConfig, RunConfig
-from megavis.model.attention import join_heads, split_heads
-from megavis.papers.igpt.config import IGPTConfig
-from megavis.tokenizers.palette import Palette
+from megavis.weights.vit_settings import check_shapes
 
 _PREFIX = "transformer."
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from megavis.composition.released_run import read_json
 from megavis.config.errors import UserError
 from megavis.tokenizers.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, Statistics
+from megavis.weights.released import read_json
 
 _SIZES = (
     "hidden_size",

@@ -19,10 +19,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from megavis.composition.released_run import ReleasedRun
 from megavis.config.errors import UserError
 from megavis.config.schema import ModelConfig
-from megavis.papers.givt.released_layers import (
+from megavis.papers.vae.config import LabelMapVAEConfig, VAEConfig
+from megavis.tokenizers.shapes import VAEShape
+from megavis.weights.flax_layers import (
     Arrays,
     ReleasedArrays,
     dense,
@@ -31,8 +32,7 @@ from megavis.papers.givt.released_layers import (
     plain,
     read_arrays,
 )
-from megavis.papers.vae.config import LabelMapVAEConfig, VAEConfig
-from megavis.tokenizers.shapes import VAEShape
+from megavis.weights.released import ReleasedRun
 
 
 def read_vae(args: argparse.Namespace) -> ReleasedRun:

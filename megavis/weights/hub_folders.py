@@ -22,9 +22,12 @@ from megavis.config.errors import UserError
 from megavis.config.load import exported_names
 from megavis.config.schema import RunConfig
 from megavis.data.format.manifest import PALETTE_NAME
-from megavis.hub import plain_loader
-from megavis.hub.card import CARD, model_card
-from megavis.hub.forms import (
+from megavis.notebook import Run
+from megavis.schedules.masked import Context
+from megavis.tokenizers.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
+from megavis.weights import plain_loader
+from megavis.weights.card import CARD, model_card
+from megavis.weights.forms import (
     WEIGHTS,
     PlainForm,
     as_vit,
@@ -35,18 +38,15 @@ from megavis.hub.forms import (
     timm_settings,
     write_run,
 )
-from megavis.notebook import Run
-from megavis.papers.darl.vit_folders import to_transformers, transformers_settings
-from megavis.papers.igpt.imagegpt import (
+from megavis.weights.imagegpt import (
     fits_imagegpt,
     folder_logits,
     folder_settings,
     to_imagegpt,
     write_folder,
 )
-from megavis.papers.mae.vit_mae import compared_vit_mae, fits_vit_mae, settings_of, to_vit_mae
-from megavis.schedules.masked import Context
-from megavis.tokenizers.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
+from megavis.weights.vit_mae import compared_vit_mae, fits_vit_mae, settings_of, to_vit_mae
+from megavis.weights.vits import to_transformers, transformers_settings
 
 SETTINGS = "config.json"
 PROCESSOR = "preprocessor_config.json"

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megavis.composition.released_run import ReleasedRun
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.schema import ModelConfig
@@ -28,7 +27,8 @@ from megavis.papers.givt.config import (
     LatentTokensConfig,
     MaskGITConfig,
 )
-from megavis.papers.givt.released_layers import (
+from megavis.papers.vae.config import LabelMapVAEConfig, VAEConfig
+from megavis.weights.flax_layers import (
     Arrays,
     ReleasedArrays,
     adapter_weights,
@@ -38,7 +38,7 @@ from megavis.papers.givt.released_layers import (
     norm,
     read_arrays,
 )
-from megavis.papers.vae.config import LabelMapVAEConfig, VAEConfig
+from megavis.weights.released import ReleasedRun
 
 Mode = Literal["causal", "maskgit"]
 _IMAGENET_CLASSES = 1000

@@ -20,7 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megavis.composition.released_run import (
+from megavis.config.errors import UserError
+from megavis.config.schema import FinetuneConfig, ModelConfig
+from megavis.papers.darl.config import DARLConfig
+from megavis.tokenizers.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, for_other_pixels
+from megavis.weights.released import (
     Compared,
     OpenedRun,
     ReleasedRun,
@@ -30,16 +34,7 @@ from megavis.composition.released_run import (
     read_json,
     read_tensors,
 )
-from megavis.composition.vit_folder import (
-    check_depth,
-    check_shapes,
-    check_vit_settings,
-    read_statistics,
-    vit_shapes,
-)
-from megavis.config.errors import UserError
-from megavis.config.schema import FinetuneConfig, ModelConfig
-from megavis.model.vit_blocks import (
+from megavis.weights.vit_blocks import (
     TIMM,
     TRANSFORMERS,
     block_from,
@@ -47,8 +42,13 @@ from megavis.model.vit_blocks import (
     run_block,
     with_older_names,
 )
-from megavis.papers.darl.config import DARLConfig
-from megavis.tokenizers.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, for_other_pixels
+from megavis.weights.vit_settings import (
+    check_depth,
+    check_shapes,
+    check_vit_settings,
+    read_statistics,
+    vit_shapes,
+)
 
 EPSILON = 1e-6
 """Epsilon of the norms in timm's ViTs."""
