@@ -1,1 +1,1 @@
-"""Export runs as folders that other libraries can open."""
+"""Released weights and folders of the Hub, in and out: tables of names, and one engine for them."""

@@ -1,173 +1,145 @@
-"""Convert layers of GIVT's released models and VAEs to megavis' names.
+"""Tables of names of GIVT's released layers, which Flax stores.
 
-Flax stores kernels input first, and those of attention as (width, heads, head size), or (heads,
-head size, width) for the output. Functions that yield tensors by name raise UserError if an array
-is missing; `own` is the layer's name in megavis, `released` the prefix of its arrays.
+Kernels are input first, and those of attention `[h, n, d]`, or `[n, d, h]` for the output. `ours`
+and `theirs` are the names of a layer, or prefixes of those of its parts.
+
+Legend: n heads, d head size, h hidden size.
 """
 
 from __future__ import annotations
 
 import re
-import zipfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import ClassVar
+from collections.abc import Callable, Mapping
 
-import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from megavis.config.errors import UserError
-from megavis.model.attention import join_heads
+from megavis.model.adapter import Adapter
+from megavis.weights.tables import SAME, TRANSPOSED, Layout, Row, count, joined_heads
 
-Arrays = Mapping[str, np.ndarray]
-Named = Iterator[tuple[str, Tensor]]
+CONVOLUTION = Layout(lambda x: x.permute(3, 2, 0, 1), lambda x: x.permute(2, 3, 1, 0))
 
 
-def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """Return the arrays of an `.npz` file; only those under `params/`, if there are any.
+def unstacked(tensors: Mapping[str, Tensor], prefix: str, *, axis: int = 0) -> dict[str, Tensor]:
+    """Return arrays of which those of blocks are single, as in `encoder/encoderblock_3/...`.
 
-    Raises:
-        UserError: the file is missing or is not such an archive; pickled arrays are not opened.
+    Args:
+        tensors: all arrays.
+        prefix: of blocks, before their number. Stacked, they have none, nor an underscore.
+        axis: on which they are stacked, if they are.
     """
-    try:
-        archive = np.load(path, allow_pickle=False)
-        if not isinstance(archive, np.lib.npyio.NpzFile):
-            raise ValueError("it holds a single array")
-        with archive:
-            arrays = {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path} is not an .npz file of arrays: {error}") from None
-    inner = {name.removeprefix("params/"): a for name, a in arrays.items() if "params/" in name}
-    return inner or arrays
+    whole, found = f"{prefix.removesuffix('_')}/", dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        if name.startswith(whole):
+            inner = name.removeprefix(whole)
+            parts = enumerate(tensor.unbind(axis))
+            found |= {f"{prefix}{number}/{inner}": part for number, part in parts}
+        else:
+            found[name] = tensor
+    return found
 
 
-@dataclass(frozen=True)
-class ReleasedArrays:
-    """A released model.
+def dense(ours: str, theirs: str) -> list[Row]:
+    """Return the rows of a linear layer."""
+    return [
+        Row(f"{ours}.weight", f"{theirs}/kernel", TRANSPOSED),
+        Row(f"{ours}.bias", f"{theirs}/bias"),
+    ]
 
-    Attributes:
-        arrays: arrays by their released names.
+
+def norm(ours: str, theirs: str, *, has_bias: bool = True) -> list[Row]:
+    """Return the rows of a norm."""
+    rows = [Row(f"{ours}.weight", f"{theirs}/scale"), Row(f"{ours}.bias", f"{theirs}/bias")]
+    return rows if has_bias else rows[:1]
+
+
+def attention(ours: str, theirs: str, num_heads: int, *, has_bias: bool) -> list[Row]:
+    """Return the rows of an attention layer."""
+    kernel = Layout(lambda x: x.flatten(1).t(), lambda x: x.t().unflatten(1, (num_heads, -1)))
+    bias = Layout(lambda x: x.flatten(), lambda x: x.unflatten(0, (num_heads, -1)))
+    output = Layout(lambda x: x.flatten(0, 1).t(), lambda x: x.t().unflatten(0, (num_heads, -1)))
+
+    def parts(kind: str) -> tuple[str, ...]:
+        return tuple(f"{theirs}/{part}/{kind}" for part in ("query", "key", "value"))
+
+    qkv, proj = f"{ours}.linear_qkv", f"{ours}.linear_proj"
+    rows = [
+        Row(f"{qkv}.weight", parts("kernel"), joined_heads(num_heads, stored=kernel)),
+        Row(f"{proj}.weight", f"{theirs}/out/kernel", output),
+    ]
+    if has_bias:
+        rows += [
+            Row(f"{qkv}.bias", parts("bias"), joined_heads(num_heads, stored=bias)),
+            Row(f"{proj}.bias", f"{theirs}/out/bias"),
+        ]
+    return rows
+
+
+def decoder_block(ours: str, theirs: str, num_heads: int, *, has_memory: bool) -> list[Row]:
+    """Return the rows of a decoder block, with cross-attention if it has a memory."""
+    norms = [("input_layernorm", "LayerNorm1"), ("pre_mlp_layernorm", "LayerNorm3")]
+    layers = [("self_attention", "SelfAttn")]
+    if has_memory:
+        norms.append(("pre_cross_attn_layernorm", "LayerNorm2"))
+        layers.append(("cross_attention", "CrossAttn"))
+    rows: list[Row] = []
+    for own, name in layers:
+        rows += attention(f"{ours}.{own}", f"{theirs}/{name}", num_heads, has_bias=False)
+    for own, name in norms:
+        rows += norm(f"{ours}.{own}", f"{theirs}/{name}", has_bias=False)
+    return rows + _mlp(ours, f"{theirs}/MLP")
+
+
+def encoder_blocks(ours: str, theirs: str, tensors: Mapping[str, Tensor]) -> list[Row]:
+    """Return the rows of all blocks of an encoder, whose names begin with these prefixes."""
+    name, rows = "MultiHeadDotProductAttention_0", []
+    num_heads = tensors[f"{theirs}0/{name}/query/kernel"].shape[1]
+    for number in range(count(tensors, theirs)):
+        own, block = f"{ours}{number}", f"{theirs}{number}"
+        rows += attention(f"{own}.self_attention", f"{block}/{name}", num_heads, has_bias=True)
+        rows += norm(f"{own}.input_layernorm", f"{block}/LayerNorm_0")
+        rows += norm(f"{own}.pre_mlp_layernorm", f"{block}/LayerNorm_1")
+        rows += _mlp(own, f"{block}/MlpBlock_0")
+    return rows
+
+
+def _mlp(ours: str, theirs: str) -> list[Row]:
+    return [
+        *dense(f"{ours}.mlp.linear_fc1", f"{theirs}/Dense_0"),
+        *dense(f"{ours}.mlp.linear_fc2", f"{theirs}/Dense_1"),
+    ]
+
+
+def network_rows(
+    network: nn.Module, renamed: Callable[[str], str], ours: str = "", theirs: str = ""
+) -> list[Row]:
+    """Return the rows of a network of convolutions and norms.
+
+    Args:
+        network: one of the same sizes, maybe on the meta device.
+        renamed: the released name of a layer of ours.
+        ours: prefix of our names.
+        theirs: prefix of theirs.
     """
-
-    arrays: Arrays
-    kind: ClassVar[str] = "GIVT"
-    """Name of such models in errors."""
-
-    def array(self, name: str) -> np.ndarray:
-        """Return an array in float32; raises UserError if it is missing."""
-        if name not in self.arrays:
-            raise UserError(f"the file has no {name}; is it a released {self.kind}?")
-        return np.asarray(self.arrays[name], dtype=np.float32)
-
-    def tensor(self, name: str) -> Tensor:
-        """Return an array as a tensor; raises UserError if it is missing."""
-        return torch.from_numpy(self.array(name))
-
-    def inside(self, prefix: str) -> Arrays:
-        """Return the arrays whose names begin with `prefix`, without it."""
-        return {n.removeprefix(prefix): a for n, a in self.arrays.items() if n.startswith(prefix)}
-
-    def blocks(self, prefix: str, *, axis: int = 0) -> list[Arrays]:
-        """Return the arrays of each block, named inside the block.
-
-        Args:
-            prefix: blocks are `{prefix}3/...` or `{prefix}_3/...`, or stacked in `{prefix}/...`.
-            axis: on which they are stacked.
-
-        Raises:
-            UserError: there are none, or one is missing.
-        """
-        stacked = {name: np.moveaxis(a, axis, 0) for name, a in self.inside(f"{prefix}/").items()}
-        if stacked:
-            count = len(next(iter(stacked.values())))
-            return [{name: a[number] for name, a in stacked.items()} for number in range(count)]
-        found = (re.match(rf"{prefix}_?(\d+)/", name) for name in self.arrays)
-        starts = {int(match[1]): match[0] for match in found if match}
-        missing = set(range(max(starts, default=0) + 1)) - set(starts)
-        if missing:
-            raise UserError(
-                f"the file has no {prefix}{min(missing)}; is it a released {self.kind}?"
-            )
-        return [self.inside(starts[number]) for number in range(len(starts))]
+    rows = []
+    for name, parameter in network.named_parameters():
+        place, _, kind = name.rpartition(".")
+        is_kernel = parameter.ndim == 4
+        part = "kernel" if is_kernel else {"weight": "scale", "bias": "bias"}[kind]
+        layout = CONVOLUTION if is_kernel else SAME
+        rows.append(Row(f"{ours}{name}", f"{theirs}{renamed(place)}/{part}", layout))
+    return rows
 
 
-def adapter_weights(released: Arrays) -> dict[str, Tensor]:
-    """Rename an adapter's arrays (`modules_3/Conv_0/kernel`) to those of `Adapter`."""
-    renamed = {}
-    for name, array in released.items():
-        found = re.fullmatch(r"modules_(\d+)/(Conv|gn)_(\d)/(kernel|scale|bias)", name)
-        if found is None:
-            raise UserError(f"{name} is not an array of a released adapter")
-        block, kind, number, part = found.groups()
-        layer = f"blocks.{block}.{'conv' if kind == 'Conv' else 'norm'}_{number}"
-        renamed[f"{layer}.{'bias' if part == 'bias' else 'weight'}"] = plain(array)
-    return renamed
+def adapter_rows(tensors: Mapping[str, Tensor], ours: str = "", theirs: str = "") -> list[Row]:
+    """Return the rows of an adapter, whose sizes are those of the tensors."""
+    _, _, half, hidden = tensors[f"{theirs}modules_0/Conv_0/kernel"].shape
+    blocks = count(tensors, f"{theirs}modules_")
+    with torch.device("meta"):
+        adapter = Adapter(2 * half, num_blocks=blocks, bottleneck=2 * hidden)
 
+    def renamed(place: str) -> str:
+        place = re.sub(r"blocks\.(\d+)\.", r"modules_\1/", place)
+        return place.replace("conv_", "Conv_").replace("norm_", "gn_")
 
-def plain(array: np.ndarray) -> Tensor:
-    """Convert an array to a tensor; a kernel `[..., in, out]` becomes output first."""
-    tensor = torch.from_numpy(np.asarray(array, dtype=np.float32))
-    if tensor.ndim == 4:
-        tensor = tensor.permute(3, 2, 0, 1)
-    elif tensor.ndim == 2:
-        tensor = tensor.t()
-    return tensor.contiguous()
-
-
-def block_weights(arrays: Arrays) -> Named:
-    """Yield the tensors of a decoder block."""
-    norms = {"input_layernorm": "LayerNorm1", "pre_mlp_layernorm": "LayerNorm3"}
-    yield from _attention("self_attention", arrays, "SelfAttn/")
-    if "CrossAttn/query/kernel" in arrays:
-        norms["pre_cross_attn_layernorm"] = "LayerNorm2"
-        yield from _attention("cross_attention", arrays, "CrossAttn/")
-    for own, released in norms.items():
-        yield from norm(own, arrays, f"{released}/")
-    yield from _mlp(arrays, "MLP/")
-
-
-def encoder_block_weights(arrays: Arrays) -> Named:
-    """Yield the tensors of an encoder block."""
-    yield from _attention("self_attention", arrays, "MultiHeadDotProductAttention_0/")
-    yield from norm("input_layernorm", arrays, "LayerNorm_0/")
-    yield from norm("pre_mlp_layernorm", arrays, "LayerNorm_1/")
-    yield from _mlp(arrays, "MlpBlock_0/")
-
-
-def norm(own: str, arrays: Arrays, released: str = "") -> Named:
-    """Yield the gain and bias of a norm, as far as present."""
-    for own_part, part in (("weight", "scale"), ("bias", "bias")):
-        if f"{released}{part}" in arrays:
-            yield f"{own}.{own_part}", _tensor(arrays, f"{released}{part}")
-
-
-def dense(own: str, arrays: Arrays, released: str = "") -> Named:
-    """Yield weight and bias of a linear layer."""
-    yield f"{own}.weight", _tensor(arrays, f"{released}kernel").t()
-    yield f"{own}.bias", _tensor(arrays, f"{released}bias")
-
-
-def _mlp(arrays: Arrays, released: str) -> Named:
-    for number, own in enumerate(("mlp.linear_fc1", "mlp.linear_fc2")):
-        yield from dense(own, arrays, f"{released}Dense_{number}/")
-
-
-def _attention(own: str, arrays: Arrays, released: str) -> Named:
-    parts = ("query", "key", "value")
-    kernels = [_tensor(arrays, f"{released}{part}/kernel").permute(1, 2, 0) for part in parts]
-    num_heads = len(kernels[0])
-    query, key, value = (kernel.flatten(0, 1) for kernel in kernels)
-    yield f"{own}.linear_qkv.weight", join_heads(query, key, value, num_heads)
-    yield f"{own}.linear_proj.weight", _tensor(arrays, f"{released}out/kernel").flatten(0, 1).t()
-    if f"{released}query/bias" in arrays:
-        query, key, value = (_tensor(arrays, f"{released}{part}/bias").flatten() for part in parts)
-        yield f"{own}.linear_qkv.bias", join_heads(query, key, value, num_heads)
-        yield f"{own}.linear_proj.bias", _tensor(arrays, f"{released}out/bias")
-
-
-def _tensor(arrays: Arrays, name: str) -> Tensor:
-    if name not in arrays:
-        raise UserError(f"a layer of the file has no {name}; is it a complete released GIVT?")
-    return torch.from_numpy(np.array(arrays[name], np.float32))
+    return network_rows(adapter, renamed, ours, theirs)

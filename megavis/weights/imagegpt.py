@@ -1,56 +1,110 @@
-"""Convert ImageGPT weights of `transformers` to iGPT's and back, and read and write its folders.
+"""ImageGPT of `transformers`, as an iGPT and back.
 
 ImageGPT has a vocabulary of colours + 1 with the start token last, matrices stored as in × out
 (one for queries, keys and values), and biases on every projection, which are zero in the released
 weights.
-
-Legend: b images, n pixels, v colours.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from megavis.checkpoint.format.tensor_files import save_tensors
 from megavis.config.errors import UserError
 from megavis.config.schema import ModelConfig, RunConfig
-from megavis.model.attention import join_heads, split_heads
 from megavis.papers.igpt.config import IGPTConfig
 from megavis.tokenizers.palette import Palette
 from megavis.weights.released import (
-    Compared,
-    OpenedRun,
-    ReleasedRun,
-    read_hub_weights,
+    SETTINGS,
+    Released,
+    ReleasedTensors,
+    check_divides,
+    check_fixed,
+    check_sizes,
+    read_hub_folder,
     read_json,
 )
-from megavis.weights.vit_settings import check_shapes
-
-_PREFIX = "transformer."
-
-# megavis' name in a block, ImageGPT's, and whether the matrix is transposed.
-_PLAIN = (
-    ("input_layernorm.weight", "ln_1.weight", False),
-    ("pre_mlp_layernorm.weight", "ln_2.weight", False),
-    ("self_attention.linear_proj.weight", "attn.c_proj.weight", True),
-    ("self_attention.linear_proj.bias", "attn.c_proj.bias", False),
-    ("mlp.linear_fc1.weight", "mlp.c_fc.weight", True),
-    ("mlp.linear_fc1.bias", "mlp.c_fc.bias", False),
-    ("mlp.linear_fc2.weight", "mlp.c_proj.weight", True),
-    ("mlp.linear_fc2.bias", "mlp.c_proj.bias", False),
+from megavis.weights.tables import (
+    TRANSPOSED,
+    Layout,
+    Row,
+    Table,
+    count,
+    joined_heads,
+    layer,
+    read_table,
 )
+
+MODEL = "ImageGPTForCausalImageModeling"
+CENTERS, PROCESSOR = "kmeans_centers.npy", "preprocessor_config.json"
 _BIASES = ("attn.c_attn.bias", "attn.c_proj.bias", "mlp.c_fc.bias", "mlp.c_proj.bias")
+# The causal mask, which older versions of transformers save as a buffer.
+_MASKS = r"transformer\.h\.\d+\.attn\.(bias|masked_bias)$"
+_FIXED = {
+    "activation_function": "quick_gelu",
+    "scale_attn_by_inverse_layer_idx": False,
+    "scale_attn_weights": True,
+}
+_VOCABULARY = Layout(
+    lambda table: (table[:-1], table[-1]),
+    lambda tokens, start: torch.cat([tokens, start[None]]),
+)
+
+
+def imagegpt_table(num_layers: int, num_heads: int) -> Table:
+    """Return the names of an iGPT with biases, and ImageGPT's."""
+    table = [
+        Row(("embedding.content.weight", "embedding.start"), "transformer.wte.weight", _VOCABULARY),
+        Row("embedding.positions.weight", "transformer.wpe.weight"),
+        Row("head.norm.weight", "transformer.ln_f.weight"),
+        Row("head.linear.weight", "lm_head.weight"),
+    ]
+    joined = joined_heads(num_heads, parts=1, stored=TRANSPOSED)
+    for number in range(num_layers):
+        ours, theirs = f"blocks.{number}", f"transformer.h.{number}"
+        table += [
+            Row(f"{ours}.input_layernorm.weight", f"{theirs}.ln_1.weight"),
+            Row(f"{ours}.pre_mlp_layernorm.weight", f"{theirs}.ln_2.weight"),
+            *layer(f"{ours}.self_attention.linear_qkv", f"{theirs}.attn.c_attn", joined),
+            *layer(f"{ours}.self_attention.linear_proj", f"{theirs}.attn.c_proj", TRANSPOSED),
+            *layer(f"{ours}.mlp.linear_fc1", f"{theirs}.mlp.c_fc", TRANSPOSED),
+            *layer(f"{ours}.mlp.linear_fc2", f"{theirs}.mlp.c_proj", TRANSPOSED),
+        ]
+    return table
+
+
+def from_imagegpt(tensors: Mapping[str, Tensor], *, num_heads: int) -> dict[str, Tensor]:
+    """Return iGPT's float32 tensors; biases only if any is nonzero."""
+    weights = read_table(imagegpt_table(count(tensors, "transformer.h."), num_heads), tensors)
+    if has_biases(tensors):
+        return weights
+    return {name: tensor for name, tensor in weights.items() if not name.endswith(".bias")}
+
+
+def has_biases(tensors: Mapping[str, Tensor]) -> bool:
+    """Return True if any bias of a projection is nonzero."""
+    return any(bool(tensor.any()) for name, tensor in tensors.items() if name.endswith(_BIASES))
+
+
+def zero_biases(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return zeros for the biases of projections, as far as an iGPT has none."""
+    matrices = {
+        name.replace("weight", "bias"): matrix
+        for name, matrix in weights.items()
+        if name.startswith("blocks.") and matrix.ndim == 2
+    }
+    return {
+        name: matrix.new_zeros(len(matrix))
+        for name, matrix in matrices.items()
+        if name not in weights
+    }
 
 
 def fits_imagegpt(config: RunConfig) -> int:
@@ -60,7 +114,7 @@ def fits_imagegpt(config: RunConfig) -> int:
         UserError: it is not an autoregressive iGPT in raster order, or has other layers.
     """
     paper, model = config.objective, config.model
-    if not isinstance(paper, IGPTConfig) or paper.mode != "autoregressive":
+    if not isinstance(paper, IGPTConfig) or paper.mode != "autoregressive" or config.finetune:
         raise UserError("only an autoregressive iGPT can be converted")
     if paper.order != "raster":
         raise UserError("ImageGPT predicts pixels in raster order; this run does not")
@@ -71,233 +125,15 @@ def fits_imagegpt(config: RunConfig) -> int:
     return paper.vocabulary_size
 
 
-def has_biases(released: Mapping[str, Tensor]) -> bool:
-    """Return True if any bias of a projection is nonzero."""
-    return any(bool(tensor.any()) for name, tensor in released.items() if name.endswith(_BIASES))
-
-
-def model_section(settings: Mapping[str, Any], *, add_bias: bool) -> dict[str, Any]:
-    """Return the config's `model` section for the folder's `config.json`.
-
-    Raises:
-        UserError: a setting is not supported by iGPT's layers.
-    """
-    for key, wanted in (
-        ("activation_function", "quick_gelu"),
-        ("scale_attn_by_inverse_layer_idx", False),
-        ("scale_attn_weights", True),
-    ):
-        if settings.get(key, wanted) != wanted:
-            raise UserError(f"config.json: {key} is {settings[key]!r}; iGPT has {wanted!r}")
+def imagegpt_settings(config: RunConfig) -> dict[str, Any]:
+    """Return the `config.json` of a run; raises UserError as `fits_imagegpt`."""
+    model = config.model
     return {
-        "num_layers": settings["n_layer"],
-        "hidden_size": settings["n_embd"],
-        "num_attention_heads": settings["n_head"],
-        "ffn_hidden_size": settings.get("n_inner") or 4 * settings["n_embd"],
-        "norm_epsilon": settings.get("layer_norm_epsilon", 1e-5),
-        "add_bias": add_bias,
-    }
-
-
-def from_imagegpt(released: Mapping[str, Tensor], *, num_heads: int) -> dict[str, Tensor]:
-    """Convert an ImageGPT state dict.
-
-    Args:
-        released: tensors under ImageGPT's names.
-
-    Returns:
-        float32 tensors under megavis' names; biases only if any is nonzero.
-
-    Raises:
-        UserError: a tensor is missing.
-    """
-    biased = has_biases(released)
-    embedding = _take(released, f"{_PREFIX}wte.weight")
-    whole = {
-        "embedding.content.weight": embedding[:-1],
-        "embedding.start": embedding[-1],
-        "embedding.positions.weight": _take(released, f"{_PREFIX}wpe.weight"),
-        "head.norm.weight": _take(released, f"{_PREFIX}ln_f.weight"),
-        "head.linear.weight": _take(released, "lm_head.weight"),
-    }
-    for layer in range(_num_layers(released)):
-        old, new = f"{_PREFIX}h.{layer}.", f"blocks.{layer}."
-        for ours, theirs, turned in _PLAIN:
-            if biased or not ours.endswith("bias"):
-                tensor = _take(released, old + theirs)
-                whole[new + ours] = tensor.t() if turned else tensor
-        kinds = ("weight", "bias") if biased else ("weight",)
-        for kind in kinds:
-            together = _take(released, f"{old}attn.c_attn.{kind}")
-            query, key, value = together.t().chunk(3)
-            joined = join_heads(query, key, value, num_heads)
-            whole[f"{new}self_attention.linear_qkv.{kind}"] = joined
-    return {name: tensor.float().contiguous() for name, tensor in whole.items()}
-
-
-def to_imagegpt(whole: Mapping[str, Tensor], *, num_heads: int) -> dict[str, Tensor]:
-    """Invert `from_imagegpt`; biases that the model lacks become zeros."""
-    tokens, start = whole["embedding.content.weight"], whole["embedding.start"]
-    released = {
-        f"{_PREFIX}wte.weight": torch.cat([tokens, start[None]]),
-        f"{_PREFIX}wpe.weight": whole["embedding.positions.weight"],
-        f"{_PREFIX}ln_f.weight": whole["head.norm.weight"],
-        "lm_head.weight": whole["head.linear.weight"],
-    }
-    layers = {int(m.group(1)) for name in whole if (m := re.match(r"blocks\.(\d+)\.", name))}
-    for layer in sorted(layers):
-        old, new = f"{_PREFIX}h.{layer}.", f"blocks.{layer}."
-        for ours, theirs, turned in _PLAIN:
-            tensor = whole.get(new + ours)
-            if tensor is None:
-                tensor = torch.zeros(len(whole[new + ours.replace("bias", "weight")]))
-            released[old + theirs] = tensor.t() if turned else tensor
-        for kind in ("weight", "bias"):
-            joined = whole.get(f"{new}self_attention.linear_qkv.{kind}")
-            if joined is None:
-                together = torch.zeros(3 * tokens.shape[1])
-            else:
-                together = torch.cat(split_heads(joined, num_heads)).t()
-            released[f"{old}attn.c_attn.{kind}"] = together
-    return {name: tensor.float().contiguous() for name, tensor in released.items()}
-
-
-def _num_layers(released: Mapping[str, Tensor]) -> int:
-    pattern = re.compile(rf"{re.escape(_PREFIX)}h\.(\d+)\.ln_1\.weight")
-    return sum(pattern.fullmatch(name) is not None for name in released)
-
-
-def _take(released: Mapping[str, Tensor], name: str) -> Tensor:
-    if name not in released:
-        raise UserError(f"the folder's weights have no {name}; is it an ImageGPT folder?")
-    return released[name]
-
-
-CENTERS_NAME = "kmeans_centers.npy"
-_PROCESSOR_NAME = "preprocessor_config.json"
-_BICUBIC = 3  # PIL.Image.Resampling.BICUBIC
-
-
-def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return `config.json` and the tensors of `model.safetensors`, or of several such files.
-
-    Raises:
-        UserError: either is missing, unreadable or does not fit the other; pickled weights are not
-            opened.
-    """
-    path = folder / "config.json"
-    settings = read_json(path)
-    kind = settings.get("model_type", "imagegpt")
-    if kind != "imagegpt":
-        raise UserError(f"{path}: this is a folder of {kind!r}, not of 'imagegpt'")
-    tensors = read_hub_weights(folder)
-    if settings.get("tie_word_embeddings"):
-        tensors = _untied(tensors, folder)
-    _check_fit(settings, tensors, path)
-    return settings, tensors
-
-
-def _untied(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
-    """Return the tensors with a head for the colours, which is their embedding.
-
-    transformers ties the head to the whole embedding: it predicts the start token too.
-
-    Raises:
-        UserError: the folder has a head of its own.
-    """
-    embedding, head = tensors.get("transformer.wte.weight"), tensors.get("lm_head.weight")
-    if embedding is None:
-        return dict(tensors)
-    if head is not None and not any(torch.equal(head, e) for e in (embedding, embedding[:-1])):
-        raise UserError(
-            f"{folder}: tie_word_embeddings is true in config.json, and lm_head.weight differs from"
-            " transformer.wte.weight; which of them is the head?"
-        )
-    return {**tensors, "lm_head.weight": embedding[:-1].clone()}
-
-
-def _check_fit(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Raise UserError if sizes are missing or do not match the weights."""
-    for key in ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size"):
-        if not isinstance(settings.get(key), int) or settings[key] < 1:
-            raise UserError(f"{path}: {key} is {settings.get(key)!r}, not a positive integer")
-    width, vocabulary = settings["n_embd"], settings["vocab_size"]
-    if width % settings["n_head"]:
-        raise UserError(f"{path}: n_embd {width} is not divisible by n_head {settings['n_head']}")
-    shapes = {
-        "transformer.wte.weight": (vocabulary, width),
-        "transformer.wpe.weight": (settings["n_positions"], width),
-        "lm_head.weight": (vocabulary - 1, width),
-    }
-    for layer in range(settings["n_layer"]):
-        shapes[f"transformer.h.{layer}.attn.c_attn.weight"] = (width, 3 * width)
-    check_shapes(
-        path.parent,
-        tensors,
-        shapes,
-        wanted="ImageGPTForCausalImageModeling",
-        settings=settings,
-    )
-    if f"transformer.h.{settings['n_layer']}.ln_1.weight" in tensors:
-        raise UserError(f"{path}: n_layer is {settings['n_layer']}; the weights have more layers")
-
-
-def read_clusters(folder: Path) -> Palette | None:
-    """Return the palette in a folder, or None.
-
-    It is in `kmeans_centers.npy`, as released by OpenAI, or in `preprocessor_config.json`, as saved
-    by transformers: `[k, 3]` in [-1, 1].
-
-    Raises:
-        UserError: the file contains something else.
-    """
-    centers, processor = folder / CENTERS_NAME, folder / _PROCESSOR_NAME
-    if centers.exists():
-        return Palette.load(centers)
-    clusters = read_json(processor).get("clusters") if processor.exists() else None
-    if clusters is None:
-        return None
-    try:
-        return Palette(np.array(clusters, dtype=np.float32))
-    except (ValueError, TypeError, UserError) as error:
-        raise UserError(f"{processor}: clusters: {error}") from None
-
-
-def write_folder(
-    folder: Path,
-    settings: Mapping[str, Any],
-    tensors: dict[str, Tensor],
-    *,
-    palette: Palette | None = None,
-) -> None:
-    """Write config and weights, and the palette, if there is one, in both formats."""
-    folder.mkdir(parents=True, exist_ok=True)
-    save_tensors(folder / "model.safetensors", tensors, {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    if palette is None:
-        return
-    palette.save(folder / CENTERS_NAME)
-    side = math.isqrt(settings["n_positions"])
-    processor = {
-        "image_processor_type": "ImageGPTImageProcessor",
-        "do_resize": True,
-        "size": {"height": side, "width": side},
-        "resample": _BICUBIC,
-        "do_normalize": True,
-        "do_color_quantize": True,
-        "clusters": palette.centers.tolist(),
-    }
-    (folder / _PROCESSOR_NAME).write_text(json.dumps(processor) + "\n")
-
-
-def folder_settings(model: Any, *, num_colors: int, num_pixels: int) -> dict[str, Any]:
-    """Return the `config.json` of a model of this size."""
-    return {
-        "architectures": ["ImageGPTForCausalImageModeling"],
+        "architectures": [MODEL],
         "model_type": "imagegpt",
         "activation_function": "quick_gelu",
-        "vocab_size": num_colors + 1,
-        "n_positions": num_pixels,
+        "vocab_size": fits_imagegpt(config) + 1,
+        "n_positions": config.data.image_size**2,
         "n_embd": model.hidden_size,
         "n_inner": model.mlp_size,
         "n_layer": model.num_layers,
@@ -307,72 +143,41 @@ def folder_settings(model: Any, *, num_colors: int, num_pixels: int) -> dict[str
     }
 
 
-def folder_logits(
-    tensors: Mapping[str, Tensor], settings: Mapping[str, Any], ids: Tensor
-) -> Tensor:
-    """Run the folder's model, independently of megavis' layers, to check a conversion.
-
-    Args:
-        tensors: tensors under ImageGPT's names.
-        settings: `config.json`.
-        ids: int64 `[b, n]`.
-
-    Returns:
-        Logits `[b, n, v]` of each pixel, given those before it.
-    """
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        epsilon = settings.get("layer_norm_epsilon", 1e-5)
-        gain = tensors[f"transformer.{name}.weight"]
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon) * gain
-
-    def project(x: Tensor, name: str) -> Tensor:
-        return x @ tensors[f"transformer.{name}.weight"] + tensors[f"transformer.{name}.bias"]
-
-    start = settings["vocab_size"] - 1
-    shifted = F.pad(ids, (1, 0), value=start)[:, :-1]
-    x = tensors["transformer.wte.weight"][shifted] + tensors["transformer.wpe.weight"]
-    for layer in range(settings["n_layer"]):
-        attention = project(norm(x, f"h.{layer}.ln_1"), f"h.{layer}.attn.c_attn")
-        query, key, value = (
-            part.unflatten(-1, (settings["n_head"], -1)).transpose(1, 2)
-            for part in attention.chunk(3, dim=-1)
-        )
-        scores = query @ key.transpose(2, 3) / query.shape[-1] ** 0.5
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        mixed = scores.masked_fill(future, float("-inf")).softmax(-1) @ value
-        x = x + project(mixed.transpose(1, 2).flatten(2), f"h.{layer}.attn.c_proj")
-        hidden = project(norm(x, f"h.{layer}.ln_2"), f"h.{layer}.mlp.c_fc")
-        x = x + project(hidden * (1.702 * hidden).sigmoid(), f"h.{layer}.mlp.c_proj")
-    return norm(x, "ln_f") @ tensors["lm_head.weight"].t()
-
-
-def read_imagegpt(args: argparse.Namespace) -> ReleasedRun:
-    """Convert a folder; logits of random ids `[b, n]` are compared.
+def read_imagegpt(args: argparse.Namespace) -> Released:
+    """Read a folder.
 
     Raises:
         UserError: it is not such a folder, or its palette does not fit.
     """
-    settings, tensors = read_folder(args.source)
-    side = math.isqrt(settings["n_positions"])
+    settings, tensors = read_hub_folder(args.source, model=MODEL, kind="imagegpt")
+    path = args.source / SETTINGS
+    check_sizes(path, settings, "n_layer", "n_embd", "n_head", "n_positions", "vocab_size")
+    check_divides(path, settings, "n_embd", "n_head")
+    check_fixed(path, settings, _FIXED)
+    side, is_tied = math.isqrt(settings["n_positions"]), bool(settings.get("tie_word_embeddings"))
     if side * side != settings["n_positions"]:
-        raise UserError(f"config.json: n_positions {settings['n_positions']} is not a square image")
+        raise UserError(f"{path}: n_positions {settings['n_positions']} is not a square image")
+    if is_tied:
+        _untie(tensors)
     num_colors = settings["vocab_size"] - 1
-
-    def compare(run: OpenedRun) -> Compared:
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(num_colors, (2, settings["n_positions"]), generator=generator)
-        yield run.outputs(ids), folder_logits(tensors, settings, ids)
-
-    return ReleasedRun(
+    model = ModelConfig(
+        num_layers=settings["n_layer"],
+        hidden_size=settings["n_embd"],
+        num_attention_heads=settings["n_head"],
+        ffn_hidden_size=settings.get("n_inner") or 4 * settings["n_embd"],
+        norm_epsilon=settings.get("layer_norm_epsilon", 1e-5),
+        add_bias=has_biases(tensors),
+    )
+    return Released(
         IGPTConfig(vocabulary_size=num_colors),
-        from_imagegpt(tensors, num_heads=settings["n_head"]),
+        tensors,
+        imagegpt_table(settings["n_layer"], settings["n_head"]),
         image_size=side,
-        sections={"model": ModelConfig(**model_section(settings, add_bias=has_biases(tensors)))},
+        sections={"model": model},
+        derived=zero_biases,
+        ignored=_MASKS,
         palette=_palette(args, num_colors),
-        compare=compare,
-        compared="logits",
-        note=_TIED if settings.get("tie_word_embeddings") else "",
+        note=_TIED if is_tied else "",
     )
 
 
@@ -380,6 +185,23 @@ _TIED = (
     "The folder ties the head to the embedding: the run's head starts as a copy of the colours'"
     " embeddings, without the start token, and further training changes each by itself"
 )
+
+
+def _untie(tensors: ReleasedTensors) -> None:
+    """Give the tensors a head for the colours, which is their embedding.
+
+    transformers ties the head to the whole embedding: it predicts the start token too.
+
+    Raises:
+        UserError: the folder has a head of its own.
+    """
+    embedding, head = tensors["transformer.wte.weight"], tensors.get("lm_head.weight")
+    if head is not None and not any(torch.equal(head, e) for e in (embedding, embedding[:-1])):
+        raise UserError(
+            f"{tensors.source}: tie_word_embeddings is true in config.json, and lm_head.weight"
+            " differs from transformer.wte.weight; which of them is the head?"
+        )
+    tensors["lm_head.weight"] = embedding[:-1].clone()
 
 
 def _palette(args: argparse.Namespace, num_colors: int) -> Palette | None:
@@ -392,3 +214,24 @@ def _palette(args: argparse.Namespace, num_colors: int) -> Palette | None:
             f" {num_colors} of the model"
         )
     return palette
+
+
+def read_clusters(folder: Path) -> Palette | None:
+    """Return the palette in a folder, or None.
+
+    It is in `kmeans_centers.npy`, as released by OpenAI, or in `preprocessor_config.json`, as saved
+    by transformers: `[k, 3]` in [-1, 1].
+
+    Raises:
+        UserError: the file contains something else.
+    """
+    centers, processor = folder / CENTERS, folder / PROCESSOR
+    if centers.exists():
+        return Palette.load(centers)
+    clusters = read_json(processor).get("clusters") if processor.exists() else None
+    if clusters is None:
+        return None
+    try:
+        return Palette(np.array(clusters, dtype=np.float32))
+    except (ValueError, TypeError, UserError) as error:
+        raise UserError(f"{processor}: clusters: {error}") from None

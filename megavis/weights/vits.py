@@ -3,7 +3,7 @@
 With full attention, DARL's start token is a class token, and its patch embedding and blocks are
 those of a ViT: such a run has timm's features, and can be fine-tuned like any other.
 
-Legend: b images, T patches, p side of a patch, h hidden size, c classes.
+Legend: T patches, h hidden size.
 """
 
 from __future__ import annotations
@@ -11,341 +11,426 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megavis.config.errors import UserError
-from megavis.config.schema import FinetuneConfig, ModelConfig
+from megavis.config.schema import FinetuneConfig, ModelConfig, RunConfig
 from megavis.papers.darl.config import DARLConfig
-from megavis.tokenizers.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, for_other_pixels
+from megavis.tokenizers.patches import (
+    CHANNEL_DEVIATION,
+    CHANNEL_MEAN,
+    Statistics,
+    for_other_pixels,
+)
 from megavis.weights.released import (
-    Compared,
-    OpenedRun,
-    ReleasedRun,
+    SETTINGS,
+    WEIGHTS,
+    Released,
+    ReleasedTensors,
+    check_divides,
+    check_fixed,
+    check_sizes,
     missing_file,
-    random_images,
     read_hub_folder,
     read_json,
     read_tensors,
 )
-from megavis.weights.vit_blocks import (
-    TIMM,
-    TRANSFORMERS,
-    block_from,
-    block_to,
-    run_block,
-    with_older_names,
-)
-from megavis.weights.vit_settings import (
-    check_depth,
-    check_shapes,
-    check_vit_settings,
-    read_statistics,
-    vit_shapes,
+from megavis.weights.tables import (
+    Layout,
+    Row,
+    Table,
+    count,
+    joined_heads,
+    layer,
+    patches,
+    read_table,
+    with_blank_row,
 )
 
 EPSILON = 1e-6
 """Epsilon of the norms in timm's ViTs."""
+IMAGENET: Statistics = (CHANNEL_MEAN, CHANNEL_DEVIATION)
 _USUAL_HEAD = 64
-_OUTER = (
-    ("patch_embed.proj", "embeddings.patch_embeddings.projection"),
-    ("norm", "layernorm"),
-)
 
 
 @dataclass(frozen=True)
-class TimmViT:
-    """A ViT's tensors under timm's names, and settings that they do not determine.
+class ViTNames:
+    """A library's names of the parts of a ViT.
 
     Attributes:
-        tensors: float32 tensors.
-        num_heads: attention heads.
-        mean: mean of each channel in [0, 1], for standardising the inputs.
-        deviation: standard deviation of each channel.
-        epsilon: epsilon of the norms.
+        front, positions, patches, norm, blocks, classifier: outside of the blocks; `blocks` is
+            their prefix.
+        parts: in a block, as pairs of megavis' and the library's name.
+        projections: in a block, those of queries, keys and values: one stacked matrix, or three.
     """
 
-    tensors: Mapping[str, Tensor]
-    num_heads: int
-    mean: Sequence[float] = CHANNEL_MEAN
-    deviation: Sequence[float] = CHANNEL_DEVIATION
-    epsilon: float = EPSILON
+    front: str
+    positions: str
+    patches: str
+    norm: str
+    blocks: str
+    classifier: str
+    parts: tuple[tuple[str, str], ...]
+    projections: tuple[str, ...]
 
-    @property
-    def num_layers(self) -> int:
-        """Number of blocks."""
-        return sum(re.fullmatch(r"blocks\.\d+\.norm1\.weight", n) is not None for n in self.tensors)
-
-    @property
-    def hidden_size(self) -> int:
-        """Width h."""
-        return self.tensors["norm.weight"].shape[0]
-
-    @property
-    def mlp_size(self) -> int:
-        """Width of the MLP."""
-        return self.tensors["blocks.0.mlp.fc1.weight"].shape[0]
-
-    @property
-    def patch_size(self) -> int:
-        """Side p."""
-        return self.tensors["patch_embed.proj.weight"].shape[-1]
-
-    @property
-    def image_size(self) -> int:
-        """Side of the images in pixels."""
-        return self.patch_size * round((self.tensors["pos_embed"].shape[1] - 1) ** 0.5)
-
-    @property
-    def num_classes(self) -> int:
-        """Classes c; 0 if the network has no classifier."""
-        head = self.tensors.get("head.weight")
-        return 0 if head is None else head.shape[0]
+    def block(self, ours: str, theirs: str, num_heads: int) -> list[Row]:
+        """Return the rows of a block, whose names begin with these prefixes."""
+        joined = joined_heads(num_heads, parts=len(self.projections))
+        projections = tuple(f"{theirs}.{name}" for name in self.projections)
+        rows = layer(f"{ours}.self_attention.linear_qkv", projections, joined)
+        for own, name in self.parts:
+            rows += layer(f"{ours}.{own}", f"{theirs}.{name}")
+        return rows
 
 
-def read_timm_folder(folder: Path, *, num_heads: int | None = None) -> TimmViT:
-    """Read `model.safetensors`, and `config.json` if there is one.
+TIMM = ViTNames(
+    front="cls_token",
+    positions="pos_embed",
+    patches="patch_embed.proj",
+    norm="norm",
+    blocks="blocks.",
+    classifier="head",
+    parts=(
+        ("input_layernorm", "norm1"),
+        ("self_attention.linear_proj", "attn.proj"),
+        ("pre_mlp_layernorm", "norm2"),
+        ("mlp.linear_fc1", "mlp.fc1"),
+        ("mlp.linear_fc2", "mlp.fc2"),
+    ),
+    projections=("attn.qkv",),
+)
+# The names in files on the Hub, which all versions of transformers can read.
+TRANSFORMERS = ViTNames(
+    front="embeddings.cls_token",
+    positions="embeddings.position_embeddings",
+    patches="embeddings.patch_embeddings.projection",
+    norm="layernorm",
+    blocks="encoder.layer.",
+    classifier="classifier",
+    parts=(
+        ("input_layernorm", "layernorm_before"),
+        ("self_attention.linear_proj", "attention.output.dense"),
+        ("pre_mlp_layernorm", "layernorm_after"),
+        ("mlp.linear_fc1", "intermediate.dense"),
+        ("mlp.linear_fc2", "output.dense"),
+    ),
+    projections=tuple(f"attention.attention.{part}" for part in ("query", "key", "value")),
+)
+_OLDER = (
+    (r"^decoder\.decoder_encoder\.layer\.", "decoder.decoder_layers."),
+    (r"^(vit\.)?layers\.", r"\1encoder.layer."),
+    (r"\.attention\.q_proj\.", ".attention.attention.query."),
+    (r"\.attention\.k_proj\.", ".attention.attention.key."),
+    (r"\.attention\.v_proj\.", ".attention.attention.value."),
+    (r"\.attention\.o_proj\.", ".attention.output.dense."),
+    (r"\.mlp\.fc1\.", ".intermediate.dense."),
+    (r"\.mlp\.fc2\.", ".output.dense."),
+)
+"""Names in transformers 5, of its modules or as it saves them, and those of transformers 4."""
+
+
+def with_older_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename tensors of transformers 5 to the names that transformers 4 has, and keep others."""
+
+    def older(name: str) -> str:
+        for pattern, replacement in _OLDER:
+            name = re.sub(pattern, replacement, name)
+        return name
+
+    return {older(name): tensor for name, tensor in tensors.items()}
+
+
+# The class token has a position of its own, which we add to the token once and for all.
+_TOKEN = Layout(
+    lambda token, table: (token[0, 0] + table[0, 0], table[0, 1:]),
+    lambda start, positions: (start.view(1, 1, -1), with_blank_row(positions)),
+)
+
+
+def vit_table(
+    names: ViTNames,
+    *,
+    prefix: str = "",
+    num_layers: int,
+    num_heads: int,
+    patch_size: int,
+    classifies: bool,
+    statistics: Statistics = IMAGENET,
+) -> Table:
+    """Return the names of a fine-tuning run of DARL with learned positions, and a library's.
 
     Args:
-        folder: a folder written by timm's `save_for_hf`.
-        num_heads: attention heads; by default width / 64, as in timm's standard ViTs except the
-            huge ones (16).
+        names: the library's.
+        prefix: before all of them but the classifier's.
+        num_layers: blocks.
+        num_heads: attention heads.
+        patch_size: side of a patch in pixels.
+        classifies: there is a classifier.
+        statistics: mean and deviation by which pixels in [0, 1] are standardised. For others than
+            ImageNet's, by which megavis always does, the patch embedding changes in an import.
+    """
+    kernels = patches(patch_size)
+
+    def embedding(kernel: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return for_other_pixels(kernels.read(kernel), bias, statistics, IMAGENET)
+
+    content, outer = "embedding.content", f"{prefix}{names.patches}"
+    table = [
+        Row(
+            ("embedding.start", "embedding.positions.weight"),
+            (f"{prefix}{names.front}", f"{prefix}{names.positions}"),
+            _TOKEN,
+        ),
+        Row(
+            (f"{content}.weight", f"{content}.bias"),
+            (f"{outer}.weight", f"{outer}.bias"),
+            Layout(embedding, lambda matrix, bias: (kernels.write(matrix), bias)),
+        ),
+        *layer("head.norm", f"{prefix}{names.norm}"),
+    ]
+    for number in range(num_layers):
+        table += names.block(f"blocks.{number}", f"{prefix}{names.blocks}{number}", num_heads)
+    return table + classifies * layer("head.classifier.linear", names.classifier)
+
+
+def from_timm(
+    tensors: Mapping[str, Tensor], *, num_heads: int, statistics: Statistics = IMAGENET
+) -> dict[str, Tensor]:
+    """Return the float32 weights of a fine-tuning run of DARL with learned positions."""
+    table = vit_table(
+        TIMM,
+        num_layers=count(tensors, TIMM.blocks),
+        num_heads=num_heads,
+        patch_size=tensors[f"{TIMM.patches}.weight"].shape[-1],
+        classifies=f"{TIMM.classifier}.weight" in tensors,
+        statistics=statistics,
+    )
+    return read_table(table, tensors)
+
+
+def read_timm(args: argparse.Namespace) -> Released:
+    """Read a folder written by timm's `save_for_hf`; `config.json` may be missing.
+
+    Attention heads are those of `--heads`, by default width / 64, as in timm's standard ViTs except
+    the huge ones (16).
 
     Raises:
         UserError: the folder does not contain a plain ViT with a class token.
     """
-    weights, settings = folder / "model.safetensors", folder / "config.json"
+    weights, path = args.source / WEIGHTS, args.source / SETTINGS
     if not weights.exists():
         raise missing_file(weights, "save the model with timm.models.save_for_hf")
-    tensors = {name: tensor.float() for name, tensor in read_tensors(weights).items()}
-    _check(tensors)
-    pretrained = read_json(settings).get("pretrained_cfg", {}) if settings.exists() else {}
-    width = tensors["norm.weight"].shape[0]
-    heads = num_heads or max(1, width // _USUAL_HEAD)
+    model = "a plain ViT with a class token"
+    tensors = ReleasedTensors(read_tensors(weights), source=args.source, model=model)
+    pretrained = read_json(path).get("pretrained_cfg", {}) if path.exists() else {}
+    width, cells = len(tensors["norm.weight"]), tensors["pos_embed"].shape[1] - 1
+    heads = args.heads or max(1, width // _USUAL_HEAD)
     if width % heads:
         raise UserError(f"a width of {width} is not divisible by {heads} heads; pass --heads")
-    mean, deviation = pretrained.get("mean", CHANNEL_MEAN), pretrained.get("std", CHANNEL_DEVIATION)
-    return TimmViT(tensors, heads, mean, deviation)
-
-
-def _check(tensors: Mapping[str, Tensor]) -> None:
-    """Raise UserError for tensors that are missing or do not belong to a plain ViT."""
-    blocks = {int(m.group(1)) for name in tensors if (m := re.match(r"blocks\.(\d+)\.", name))}
-    layers = ["patch_embed.proj", "norm"]
-    for block in range(max(blocks, default=0) + 1):
-        layers += [f"blocks.{block}.{part}" for part in TIMM.all]
-    wanted = ["cls_token", "pos_embed", *_parameters(*layers)]
-    known = {*wanted, *_parameters("head")}
-    for name in tensors:
-        if name not in known:
-            raise UserError(
-                f"the folder's {name} does not belong to a plain ViT with a class token"
-            )
-    for name in wanted:
-        if name not in tensors:
-            raise UserError(f"the folder has no {name}; is it a plain ViT with a class token?")
-    cells = tensors["pos_embed"].shape[1] - 1
     if round(cells**0.5) ** 2 != cells:
         raise UserError(f"{cells} positions after that of the class token are not a square grid")
-
-
-def _parameters(*layers: str) -> list[str]:
-    return [f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")]
-
-
-def from_timm(model: TimmViT) -> dict[str, Tensor]:
-    """Convert to megavis' names.
-
-    The network's mean and standard deviation of pixels are folded into the patch embedding, since
-    megavis always standardises by ImageNet's.
-
-    Returns:
-        float32 tensors under the names of a fine-tuning run of DARL with learned positions; the
-        classifier is zero if timm's network has none.
-    """
-    tensors, width = model.tensors, model.hidden_size
-    kernel = tensors["patch_embed.proj.weight"].permute(0, 2, 3, 1).flatten(1)
-    matrix, bias = for_other_pixels(
-        kernel,
-        tensors["patch_embed.proj.bias"],
-        (model.mean, model.deviation),
-        (CHANNEL_MEAN, CHANNEL_DEVIATION),
-    )
-    positions = tensors["pos_embed"][0]
-    whole = {
-        "embedding.content.weight": matrix,
-        "embedding.content.bias": bias,
-        "embedding.start": tensors["cls_token"][0, 0] + positions[0],
-        "embedding.positions.weight": positions[1:],
-        "head.norm.weight": tensors["norm.weight"],
-        "head.norm.bias": tensors["norm.bias"],
-        "head.classifier.linear.weight": tensors.get("head.weight", torch.zeros(2, width)),
-        "head.classifier.linear.bias": tensors.get("head.bias", torch.zeros(2)),
-    }
-    for layer in range(model.num_layers):
-        prefix = f"blocks.{layer}."
-        block = block_from(tensors, prefix, TIMM, num_heads=model.num_heads)
-        whole |= {f"{prefix}{name}": tensor for name, tensor in block.items()}
-    return {name: tensor.float().contiguous() for name, tensor in whole.items()}
-
-
-def timm_features(model: TimmViT, images: Tensor) -> Tensor:
-    """Run timm's network, independently of megavis' layers, to check a conversion.
-
-    Args:
-        images: uint8 `[b, H, W, 3]`.
-
-    Returns:
-        The final norm's output, float32 `[b, 1 + T, h]`, the class token first.
-    """
-    tensors, heads = model.tensors, model.num_heads
-    mean, deviation = torch.tensor(model.mean), torch.tensor(model.deviation)
-    pixels = ((images / 255.0 - mean) / deviation).permute(0, 3, 1, 2)
-    patches = F.conv2d(pixels, *_pair(tensors, "patch_embed.proj"), stride=model.patch_size)
-    x = torch.cat([tensors["cls_token"].expand(len(images), -1, -1), patches.flatten(2).mT], 1)
-    x = x + tensors["pos_embed"]
-    for layer in range(model.num_layers):
-        prefix, epsilon = f"blocks.{layer}.", model.epsilon
-        x = run_block(x, tensors, prefix, TIMM, num_heads=heads, epsilon=epsilon)
-    return F.layer_norm(x, (model.hidden_size,), *_pair(tensors, "norm"), model.epsilon)
-
-
-def _pair(tensors: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
-    return tensors[f"{name}.weight"], tensors[f"{name}.bias"]
-
-
-def transformers_settings(vit: TimmViT) -> dict[str, Any]:
-    """Return the `config.json` of `ViTModel`, or of `ViTForImageClassification`."""
-    classes = vit.num_classes
+    patch_size = tensors["patch_embed.proj.weight"].shape[-1]
     settings = {
-        "architectures": ["ViTForImageClassification" if classes else "ViTModel"],
-        "model_type": "vit",
-        "hidden_size": vit.hidden_size,
-        "num_hidden_layers": vit.num_layers,
-        "num_attention_heads": vit.num_heads,
-        "intermediate_size": vit.mlp_size,
+        "num_hidden_layers": count(tensors, TIMM.blocks),
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "intermediate_size": len(tensors["blocks.0.mlp.fc1.weight"]),
+        "layer_norm_eps": EPSILON,
+        "patch_size": patch_size,
+        "image_size": patch_size * round(cells**0.5),
+    }
+    mean, deviation = pretrained.get("mean", CHANNEL_MEAN), pretrained.get("std", CHANNEL_DEVIATION)
+    return _released(tensors, settings, TIMM, "", (mean, deviation))
+
+
+def read_vit(args: argparse.Namespace) -> Released:
+    """Read a ViT folder of transformers; raises UserError where it is none."""
+    settings, tensors = read_hub_folder(
+        args.source, model="ViTModel", kind="vit", renamed=with_older_names
+    )
+    check_vit_settings(args.source / SETTINGS, settings)
+    prefix = "vit." if any(name.startswith("vit.") for name in tensors) else ""
+    return _released(tensors, settings, TRANSFORMERS, prefix, read_statistics(args.source))
+
+
+def _released(
+    tensors: ReleasedTensors,
+    settings: Mapping[str, Any],
+    names: ViTNames,
+    prefix: str,
+    statistics: Statistics,
+) -> Released:
+    """Return the run of a ViT; `settings` are in the words of transformers."""
+    classifier = tensors.get(f"{names.classifier}.weight")
+    if classifier is None:
+        # A run has one; it is trained from zero.
+        tensors[f"{names.classifier}.weight"] = torch.zeros(2, settings["hidden_size"])
+        tensors[f"{names.classifier}.bias"] = torch.zeros(2)
+    elif len(classifier) < 2:
+        raise UserError(
+            f"{tensors.source}: its classifier has one output; at least two classes are needed"
+        )
+    model = vit_model(settings, "learned")
+    return Released(
+        DARLConfig(patch_size=settings["patch_size"]),
+        tensors,
+        vit_table(
+            names,
+            prefix=prefix,
+            num_layers=model.num_layers,
+            num_heads=model.num_attention_heads,
+            patch_size=settings["patch_size"],
+            classifies=True,
+            statistics=statistics,
+        ),
+        image_size=settings["image_size"],
+        sections={
+            "model": model,
+            "finetune": FinetuneConfig(
+                num_classes=len(tensors[f"{names.classifier}.weight"]),
+                visibility="full",
+                read_out="first",
+            ),
+        },
+        # Of a pooled output, and of masked pre-training.
+        ignored=r"(vit\.)?(pooler\.|embeddings\.mask_token$)|decoder\.0\.",
+        validates=True,
+    )
+
+
+def vit_model(settings: Mapping[str, Any], positions: Any) -> ModelConfig:
+    """Return the section `model` for the `config.json` of a ViT."""
+    return ModelConfig(
+        num_layers=settings["num_hidden_layers"],
+        hidden_size=settings["hidden_size"],
+        num_attention_heads=settings["num_attention_heads"],
+        ffn_hidden_size=settings["intermediate_size"],
+        normalization="layer_norm",
+        norm_epsilon=settings.get("layer_norm_eps", 1e-12),
+        activation="gelu",
+        add_bias=True,
+        positions=positions,
+    )
+
+
+def vit_sizes(config: RunConfig, *, num_layers: int, patch_size: int) -> dict[str, Any]:
+    """Return what the `config.json` of every ViT of transformers says, for the model of a run."""
+    model = config.model
+    return {
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "intermediate_size": model.mlp_size,
         "hidden_act": "gelu",
-        "layer_norm_eps": vit.epsilon,
-        "image_size": vit.image_size,
-        "patch_size": vit.patch_size,
+        "layer_norm_eps": model.norm_epsilon,
+        "image_size": config.data.image_size,
+        "patch_size": patch_size,
         "num_channels": 3,
         "qkv_bias": True,
     }
-    if classes:
-        names = {index: f"class {index}" for index in range(classes)}
+
+
+def transformers_settings(sizes: Mapping[str, Any], num_classes: int) -> dict[str, Any]:
+    """Return the `config.json` of `ViTModel`, or with classes of `ViTForImageClassification`."""
+    name = "ViTForImageClassification" if num_classes else "ViTModel"
+    settings = {"architectures": [name], "model_type": "vit", **sizes}
+    if num_classes:
+        names = {index: f"class {index}" for index in range(num_classes)}
         settings |= {"id2label": names, "label2id": {name: i for i, name in names.items()}}
     return settings
 
 
-def to_transformers(vit: TimmViT) -> dict[str, Tensor]:
-    """Return the tensors by the names of `transformers`."""
-    tensors = vit.tensors
-    found = {
-        "embeddings.cls_token": tensors["cls_token"],
-        "embeddings.position_embeddings": tensors["pos_embed"],
+def timm_settings(sizes: Mapping[str, Any], num_classes: int) -> dict[str, Any]:
+    """Return the `config.json` for `timm.create_model("local-dir:DIR")`.
+
+    Raises UserError if the norms' epsilon is not that of timm's ViTs.
+    """
+    epsilon, side, width = sizes["layer_norm_eps"], sizes["image_size"], sizes["hidden_size"]
+    if epsilon != EPSILON:
+        raise UserError(f"timm's ViTs have model.norm_epsilon {EPSILON}, not {epsilon}")
+    return {
+        "architecture": "vit_base_patch16_224",
+        "num_classes": num_classes,
+        "num_features": width,
+        "global_pool": "token",
+        "model_args": {
+            "img_size": side,
+            "patch_size": sizes["patch_size"],
+            "embed_dim": width,
+            "depth": sizes["num_hidden_layers"],
+            "num_heads": sizes["num_attention_heads"],
+            "mlp_ratio": sizes["intermediate_size"] / width,
+        },
+        "pretrained_cfg": {
+            "num_classes": num_classes,
+            "input_size": [3, side, side],
+            "fixed_input_size": True,
+            "interpolation": "bicubic",
+            "crop_pct": 1.0,
+            "mean": list(CHANNEL_MEAN),
+            "std": list(CHANNEL_DEVIATION),
+            "first_conv": TIMM.patches,
+            "classifier": TIMM.classifier,
+        },
     }
-    for kind in ("weight", "bias"):
-        found |= {f"{new}.{kind}": tensors[f"{old}.{kind}"] for old, new in _OUTER}
-    for layer in range(vit.num_layers):
-        ours = block_from(tensors, f"blocks.{layer}.", TIMM, num_heads=vit.num_heads)
-        block = block_to(ours, "", TRANSFORMERS, num_heads=vit.num_heads)
-        found |= {f"encoder.layer.{layer}.{name}": tensor for name, tensor in block.items()}
-    if vit.num_classes:
-        found = {f"vit.{name}": tensor for name, tensor in found.items()}
-        found |= {f"classifier.{kind}": tensors[f"head.{kind}"] for kind in ("weight", "bias")}
-    return {name: tensor.contiguous() for name, tensor in found.items()}
 
 
-def from_transformers(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> TimmViT:
-    """Undo `to_transformers`.
+_SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "image_size",
+    "patch_size",
+)
+
+
+def check_vit_settings(
+    path: Path, settings: Mapping[str, Any], *, sizes: Sequence[str] = ()
+) -> None:
+    """Check the `config.json` at `path`; `sizes` are keys of further positive integers.
 
     Raises:
-        UserError: a tensor is missing.
+        UserError: a size is missing or does not divide another, or the network has other layers.
     """
-    inner = {name.removeprefix("vit."): tensor.float() for name, tensor in tensors.items()}
-    heads, layers = settings["num_attention_heads"], settings["num_hidden_layers"]
-    try:
-        found = {
-            "cls_token": inner["embeddings.cls_token"],
-            "pos_embed": inner["embeddings.position_embeddings"],
-        }
-        for kind in ("weight", "bias"):
-            found |= {f"{old}.{kind}": inner[f"{new}.{kind}"] for old, new in _OUTER}
-        for layer in range(layers):
-            ours = block_from(inner, f"encoder.layer.{layer}.", TRANSFORMERS, num_heads=heads)
-            block = block_to(ours, "", TIMM, num_heads=heads)
-            found |= {f"blocks.{layer}.{name}": tensor for name, tensor in block.items()}
-    except KeyError as error:
-        raise UserError(f"the folder's weights have no {error.args[0]}; is it a ViT?") from None
-    if "classifier.weight" in inner:
-        found |= {f"head.{kind}": inner[f"classifier.{kind}"] for kind in ("weight", "bias")}
-    return TimmViT(found, heads, epsilon=settings.get("layer_norm_eps", 1e-12))
+    check_sizes(path, settings, *_SIZES, *sizes)
+    check_fixed(path, settings, {"hidden_act": "gelu", "num_channels": 3, "qkv_bias": True})
+    epsilon = settings.get("layer_norm_eps", 1e-12)
+    if not isinstance(epsilon, float) or epsilon <= 0:
+        raise UserError(f"{path}: layer_norm_eps is {epsilon!r}, not a positive number")
+    check_divides(path, settings, "hidden_size", "num_attention_heads")
+    check_divides(path, settings, "image_size", "patch_size")
 
 
-def read_timm(args: argparse.Namespace) -> ReleasedRun:
-    """Convert a folder of timm; raises UserError where it is no plain ViT."""
-    return _run_of(read_timm_folder(args.source, num_heads=args.heads))
+def read_statistics(folder: Path) -> Statistics:
+    """Return mean and deviation by which a folder's pixels in [0, 1] are standardised.
 
+    Without `preprocessor_config.json` they are ImageNet's.
 
-def read_vit(args: argparse.Namespace) -> ReleasedRun:
-    """Convert a ViT folder of transformers; raises UserError where it is none."""
-    settings, tensors = read_hub_folder(args.source)
-    tensors = with_older_names(tensors)
-    _check_folder(args.source, settings, tensors)
-    mean, deviation = read_statistics(args.source)
-    model = replace(from_transformers(tensors, settings), mean=mean, deviation=deviation)
-    return _run_of(model)
-
-
-def _check_folder(folder: Path, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Raise UserError if a folder's settings are not those of our layers, or of its weights."""
-    check_vit_settings(folder / "config.json", settings)
-    prefix = "vit." if any(name.startswith("vit.") for name in tensors) else ""
-    shapes = vit_shapes(settings, prefix)
-    check_shapes(folder, tensors, shapes, wanted="ViTModel", settings=settings)
-    check_depth(folder, tensors, f"{prefix}encoder.layer", settings["num_hidden_layers"])
-    classifier = tensors.get("classifier.weight")
-    if classifier is not None and len(classifier) < 2:
-        raise UserError(f"{folder}: its classifier has one output; at least two classes are needed")
-
-
-def _run_of(model: TimmViT) -> ReleasedRun:
-    return ReleasedRun(
-        DARLConfig(patch_size=model.patch_size),
-        from_timm(model),
-        image_size=model.image_size,
-        sections={
-            "model": ModelConfig(
-                num_layers=model.num_layers,
-                hidden_size=model.hidden_size,
-                num_attention_heads=model.num_heads,
-                ffn_hidden_size=model.mlp_size,
-                normalization="layer_norm",
-                norm_epsilon=model.epsilon,
-                activation="gelu",
-                add_bias=True,
-                positions="learned",
-            ),
-            "finetune": FinetuneConfig(
-                num_classes=max(2, model.num_classes), visibility="full", read_out="first"
-            ),
-        },
-        validates=True,
-        compare=partial(_compare, model),
-        compared="features and class logits",
-    )
-
-
-def _compare(model: TimmViT, run: OpenedRun) -> Compared:
-    images = random_images(model.image_size)
-    theirs = timm_features(model, images)
-    yield run.features(images, layer=model.num_layers), theirs.mean(1)
-    if model.num_classes:
-        logits = theirs[:, 0] @ model.tensors["head.weight"].t() + model.tensors["head.bias"]
-        yield run.outputs(images), logits
+    Raises:
+        UserError: the file contains something else.
+    """
+    path = folder / "preprocessor_config.json"
+    if not path.exists():
+        return IMAGENET
+    found = read_json(path)
+    half = [0.5] * 3  # What transformers' ViTImageProcessor has by default.
+    mean, deviation = found.get("image_mean", half), found.get("image_std", half)
+    for key, values in (("image_mean", mean), ("image_std", deviation)):
+        is_list = isinstance(values, list) and len(values) == 3
+        if not is_list or not all(isinstance(value, float | int) for value in values):
+            raise UserError(f"{path}: {key} is {values!r}, not three numbers")
+    if min(deviation) <= 0:
+        raise UserError(f"{path}: image_std is {deviation!r}; it must be positive")
+    if not found.get("do_normalize", True):
+        mean, deviation = [0.0] * 3, [1.0] * 3
+    factor = found.get("rescale_factor", 1 / 255) if found.get("do_rescale", True) else 1.0
+    if not isinstance(factor, float | int) or factor <= 0:
+        raise UserError(f"{path}: rescale_factor is {factor!r}, not a positive number")
+    scale = 255 * factor
+    return tuple(v / scale for v in mean), tuple(v / scale for v in deviation)

@@ -16,26 +16,29 @@ from megavis.papers.vqgan.config import VQGANConfig
 from megavis.tokenizers.network_tokenizer import read_weights_file
 from megavis.tokenizers.shapes import VQGANShape
 from megavis.tokenizers.vqgan import VQGANNetwork
-from megavis.weights.released import ReleasedRun
+from megavis.weights.released import Released, ReleasedTensors
+from megavis.weights.tables import Row, count
 
 
-def read_vqgan(args: argparse.Namespace) -> ReleasedRun:
-    """Convert a VQGAN, without its discriminator, which differs here.
+def read_vqgan(args: argparse.Namespace) -> Released:
+    """Read a VQGAN, without its discriminator, which differs here.
 
     Raises:
         UserError: the file is not such a checkpoint.
     """
     tensors = read_released(args.source)
-    shape = released_shape(tensors)
+    shape = vqgan_shape(tensors)
+    with torch.device("meta"):
+        names = VQGANNetwork(shape).state_dict()
     paper = VQGANConfig(**asdict(shape), perceptual_weight=0.0, adversarial_weight=0.0)
-    weights = {f"vqgan.network.{name}": tensor for name, tensor in tensors.items()}
-    return ReleasedRun(paper, weights, image_size=args.image_size)
+    table = [Row(f"vqgan.network.{name}", name) for name in names]
+    return Released(paper, tensors, table, image_size=args.image_size)
 
 
 _PARTS = ("encoder.", "decoder.", "quantize.", "quant_conv.", "post_quant_conv.")
 
 
-def read_released(path: Path) -> dict[str, Tensor]:
+def read_released(path: Path) -> ReleasedTensors:
     """Read the VQGAN in a `.safetensors` file, or in a `.ckpt` or `.pt` file of plain tensors.
 
     The files of "Taming Transformers" have encoder, decoder, codebook and discriminator (`loss.…`,
@@ -49,10 +52,10 @@ def read_released(path: Path) -> dict[str, Tensor]:
     kept = {n: t.float().contiguous() for n, t in tensors.items() if n.startswith(_PARTS)}
     if "quantize.embedding.weight" not in kept:
         raise UserError(f"{path} has no quantize.embedding.weight: it is not a released VQGAN")
-    if "quant_conv.weight" in kept or "encoder.mid.attn_1.norm.weight" in kept:
-        return kept
-    last = _count(kept, "decoder.up.") - 1
-    return {_maskgit_name(name, last): tensor for name, tensor in kept.items()}
+    if "quant_conv.weight" not in kept and "encoder.mid.attn_1.norm.weight" not in kept:
+        last = count(kept, "decoder.up.") - 1
+        kept = {_maskgit_name(name, last): tensor for name, tensor in kept.items()}
+    return ReleasedTensors(kept, source=path, model="a VQGAN")
 
 
 _MASKGIT_PARTS = {
@@ -79,25 +82,8 @@ def _maskgit_name(name: str, last: int) -> str:
     return ".".join(_MASKGIT_PARTS.get(part, part) for part in name.split("."))
 
 
-def released_shape(tensors: Mapping[str, Tensor]) -> VQGANShape:
-    """Infer the sizes of a released network; raise UserError if a tensor does not fit them."""
-    try:
-        shape = _sizes(tensors)
-        with torch.device("meta"):
-            wanted = {n: list(t.shape) for n, t in VQGANNetwork(shape).state_dict().items()}
-    except (KeyError, ValueError) as error:
-        raise UserError(f"the file lacks tensors of a VQGAN: {error}") from None
-    given = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    for name in sorted(wanted.keys() | given.keys()):
-        if wanted.get(name) != given.get(name):
-            raise UserError(
-                f"{name} has shape {given.get(name)} in the file; a network of these sizes has"
-                f" {wanted.get(name)}"
-            )
-    return shape
-
-
-def _sizes(tensors: Mapping[str, Tensor]) -> VQGANShape:
+def vqgan_shape(tensors: Mapping[str, Tensor]) -> VQGANShape:
+    """Infer the sizes of a network from its tensors; a missing one raises as they do."""
     entries, code = tensors["quantize.embedding.weight"].shape
     filters = tensors["encoder.conv_in.weight"].shape[0]
     is_maskgit = "encoder.levels.0.0.conv_0.weight" in tensors
@@ -105,20 +91,14 @@ def _sizes(tensors: Mapping[str, Tensor]) -> VQGANShape:
     block, convolution = ("", "conv_0") if is_maskgit else ("block.", "conv1")
     widths = [
         tensors[f"{levels}{i}.{block}0.{convolution}.weight"].shape[0]
-        for i in range(_count(tensors, levels))
+        for i in range(count(tensors, levels))
     ]
     return VQGANShape(
         codebook_size=entries,
         code_size=code,
         filters=filters,
         multipliers=tuple(width // filters for width in widths),
-        blocks_per_level=_count(tensors, f"{levels}0.{block}"),
+        blocks_per_level=count(tensors, f"{levels}0.{block}"),
         latent_channels=code if is_maskgit else tensors["quant_conv.weight"].shape[1],
         layers="maskgit" if is_maskgit else "taming",
     )
-
-
-def _count(tensors: Mapping[str, Tensor], prefix: str) -> int:
-    """Return one more than the largest number that follows `prefix` in a name."""
-    found = [re.match(rf"{re.escape(prefix)}(\d+)\.", name) for name in tensors]
-    return 1 + max(int(match.group(1)) for match in found if match)

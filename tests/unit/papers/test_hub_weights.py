@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from megavis.config.errors import UserError
 from megavis.weights.released import read_hub_weights
-from megavis.weights.vit_blocks import with_older_names
+from megavis.weights.vits import with_older_names
 
 pytestmark = pytest.mark.once
 
