@@ -18,7 +18,7 @@ from megavis.config.schema import (
 )
 from megavis.config.section import DataConfig
 from megavis.papers.igpt.config import IGPTConfig
-from megavis.papers.igpt.imagegpt import from_imagegpt
+from megavis.weights.imagegpt import from_imagegpt
 
 NUM_COLORS = 512
 

@@ -61,7 +61,7 @@ API = (
     "sampling",
     "evaluation",
     "checkpoint",
-    "hub",
+    "weights",
 )
 LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?(?=\))")
 

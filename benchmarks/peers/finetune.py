@@ -29,9 +29,9 @@ from megavis.data.format.manifest import Manifest
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import Batch
 from megavis.papers.darl.config import DARLConfig
-from megavis.papers.darl.vit_folders import EPSILON, TimmViT, from_timm
 from megavis.parallel.context import ParallelContext
 from megavis.parallel.random import uniform
+from megavis.weights.vits import EPSILON, from_timm
 
 WEIGHT_DECAY, LAYER_DECAY, SMOOTHING = 0.05, 0.75, 0.1
 MIXUP, CUTMIX, EMA = 0.8, 1.0, 0.99
@@ -188,7 +188,7 @@ class TimmPeer:
     def _converted(self, model: torch.nn.Module) -> dict[str, Tensor]:
         tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         tensors["pos_embed"] = F.pad(tensors["pos_embed"], (0, 0, 1, 0))
-        return from_timm(TimmViT(tensors, self.sizes.heads))
+        return from_timm(tensors, num_heads=self.sizes.heads)
 
 
 def run(sizes: Sizes, folder: Path, context: ParallelContext) -> Result:

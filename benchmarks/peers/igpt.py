@@ -17,8 +17,8 @@ from megavis.config.section import DataConfig, ParallelConfig
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import Batch
 from megavis.papers.igpt.config import IGPTConfig
-from megavis.papers.igpt.imagegpt import from_imagegpt
 from megavis.parallel.context import ParallelContext
+from megavis.weights.imagegpt import from_imagegpt
 
 
 def config_of(sizes: Sizes, image_size: int, num_colors: int) -> RunConfig:

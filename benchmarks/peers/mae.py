@@ -17,10 +17,10 @@ from megavis.config.section import DataConfig, ParallelConfig
 from megavis.data.codecs.transforms import training_transform
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import Batch
-from megavis.model.vit_blocks import with_older_names
 from megavis.papers.mae.config import DecoderConfig, MAEConfig
-from megavis.papers.mae.vit_mae import from_vit_mae, settings_of
 from megavis.parallel.context import ParallelContext
+from megavis.weights.vit_mae import from_vit_mae, vit_mae_settings
+from megavis.weights.vits import with_older_names
 
 WEIGHT_DECAY = 0.05
 
@@ -71,7 +71,7 @@ class MAEPeer:
     def __init__(self, config: RunConfig, paper: Model) -> None:
         import transformers
 
-        self.paper, self.settings = paper, settings_of(config)
+        self.paper, self.settings = paper, vit_mae_settings(config)
         torch.manual_seed(config.seed)
         self.model: Any = transformers.ViTMAEForPreTraining(
             transformers.ViTMAEConfig(**self.settings)

@@ -8,15 +8,12 @@ import importlib
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from megavis.checkpoint.format import folder as folders
 from megavis.checkpoint.format.folder import (
-    chosen_checkpoint,
     finetuned_step,
     latest_checkpoint,
     saved_steps,
@@ -26,28 +23,21 @@ from megavis.checkpoint.format.manifest import damages, read_manifest
 from megavis.checkpoint.format.tensor_files import save_tensors
 from megavis.checkpoint.format.tensor_reader import read_weights
 from megavis.checkpoint.state import save as conversion
-from megavis.checkpoint.state.save import write_weights
 from megavis.commands.terminal import quietly
-from megavis.composition.released_run import ReleasedRun, read_json
 from megavis.config.errors import UserError
 from megavis.config.load import (
     dump_config,
     load_config,
     load_run_config,
-    tokenizers_inside,
-    with_tokenizers,
 )
 from megavis.config.papers import ImportSpec, paper_imports
-from megavis.config.schema import OptimizerConfig, RunConfig, TrainingConfig
-from megavis.config.section import DataConfig
-from megavis.data.format.files import copy_folder, to_json, write_atomically
+from megavis.data.format.files import to_json, write_atomically
 from megavis.data.format.manifest import PALETTE_NAME
-from megavis.hub.folders import write_huggingface, write_timm
-from megavis.hub.forms import check_agreement
 from megavis.notebook import Run
-from megavis.tokenizers.palette import Palette
 from megavis.training.callbacks.validation import EarlyStopping, accuracy_history
 from megavis.training.metrics import read_metrics
+from megavis.weights.exports import write_huggingface, write_timm
+from megavis.weights.released import Released, import_own, read_json
 
 _AXES = {"tp": "tensor_model", "cp": "context", "pp": "pipeline_model", "dp": "data"}
 
@@ -178,10 +168,11 @@ def _run_files(run_folder: Path, target: Path) -> dict[str, bytes]:
 
 
 def import_run(args: argparse.Namespace) -> int:
-    """Convert; delete the run if it does not match the released weights."""
+    """Write a run; delete it if it could not be completed."""
     try:
         if args.form == "huggingface" and _model_type(args.source) == "megavis":
-            _import_own(args)
+            import_own(args.source, args.run_folder)
+            sys.stdout.write(f"{args.run_folder}: the weights of {args.source}\n")
         else:
             _import(args, _form(args))
     except BaseException:
@@ -213,79 +204,19 @@ def _model_type(folder: Path) -> str:
 
 def _import(args: argparse.Namespace, form: ImportSpec) -> None:
     module, _, function = form.read.partition(":")
-    released: ReleasedRun = getattr(importlib.import_module(module), function)(args)
-    config = imported_config(args.run_folder, released)
-    write_run(args.run_folder, config, released.weights, palette=released.palette)
-    if released.compare is None:
-        total = sum(tensor.numel() for tensor in released.weights.values())
-        sys.stdout.write(f"{args.run_folder}: {total:,} parameters from {args.source}\n")
-        return
-    opened = Run.open(args.run_folder, device="cpu")
-    difference = max(check_agreement(*pair) for pair in released.compare(opened))
-    sys.stdout.write(
-        f"{args.run_folder}: {released.compared} agree with {args.source} to {difference:.1e} on"
-        " random input\n"
-    )
+    read = getattr(importlib.import_module(module), function)
+    try:
+        released: Released = read(args)
+        total = released.write(args.run_folder)
+    except UserError:
+        raise
+    except ValueError as error:
+        # Sizes are read from the weights, and a network may refuse them.
+        reason = " ".join(str(error).split())
+        raise UserError(f"{args.source}: no such network can be built: {reason}") from None
+    sys.stdout.write(f"{args.run_folder}: {total:,} parameters from {args.source}\n")
     if released.note:
         sys.stdout.write(f"  {released.note}\n")
-
-
-def _import_own(args: argparse.Namespace) -> None:
-    source = chosen_checkpoint(args.source)
-    names = {"name": args.run_folder.name, "output": str(args.run_folder.parent)}
-    config = load_config(args.source / "config.yaml").config.model_copy(update=names)
-    inside = tokenizers_inside(config, args.source)
-    # The config of a run that is trained further names them from where the command runs.
-    config = with_tokenizers(config, {name: str(args.run_folder / name) for name in inside})
-    palette = args.source / PALETTE_NAME
-    colors = Palette.load(palette) if palette.exists() else None
-    tokenizer, weights = read_manifest(source).tokenizer, read_weights(source)
-    write_run(args.run_folder, config, weights, palette=colors, tokenizer=tokenizer)
-    for name in inside:
-        copy_folder(args.source / name, args.run_folder / name)
-    sys.stdout.write(f"{args.run_folder}: the weights of {args.source}\n")
-
-
-def imported_config(run_folder: Path, released: ReleasedRun) -> RunConfig:
-    """Return the config of an imported run; its training keys are for further training."""
-    validation = "shards/validation" if released.validates else None
-    return RunConfig(
-        name=run_folder.name,
-        output=str(run_folder.parent),
-        objective=released.objective,
-        data=DataConfig(
-            train="shards/train", validation=validation, image_size=released.image_size
-        ),
-        optimizer=OptimizerConfig(learning_rate=1e-4),
-        training=TrainingConfig(steps=1, batch_size=128, validate_every=int(released.validates)),
-        **released.sections,
-    )
-
-
-def write_run(
-    run_folder: Path,
-    config: RunConfig,
-    weights: Mapping[str, Tensor],
-    *,
-    palette: Palette | None = None,
-    tokenizer: str | None = None,
-) -> None:
-    """Write a new run folder with a checkpoint of step 0.
-
-    Args:
-        run_folder: the new folder.
-        config: of the run.
-        weights: unsharded parameters under megavis' names.
-        palette: to keep with the run, if any.
-        tokenizer: SHA-256 of the tokenizer that it was trained with; default: the palette's.
-    """
-    run_folder.mkdir(parents=True)
-    (run_folder / "config.yaml").write_text(dump_config(config))
-    if palette is not None:
-        palette.save(run_folder / PALETTE_NAME)
-    if tokenizer is None and palette is not None:
-        tokenizer = palette.sha256
-    write_weights(run_folder, weights, seed=config.seed, tokenizer=tokenizer)
 
 
 def export(args: argparse.Namespace) -> int:
@@ -303,7 +234,10 @@ def export(args: argparse.Namespace) -> int:
         exported = write(opened, partial)
     sys.stdout.write(f"{args.out}: opens with {exported.form}\n")
     if exported.difference is not None:
-        sys.stdout.write(f"  differs from the run by {exported.difference:.1e} on random input\n")
+        sys.stdout.write(
+            f"  the loader of its card differs from the run by {exported.difference:.1e} on random"
+            " input\n"
+        )
     return 0
 
 

@@ -164,7 +164,7 @@ class ImportSpec:
         name: as users type it.
         help: what is read, as a sentence after the name.
         read: function as "module:function"; takes the command's arguments, and returns a
-            `ReleasedRun` (`megavis.composition.released_run`).
+            `Released` (`megavis.weights.released`).
         options: besides the source and the run folder.
         model_types: values of `model_type` in the `config.json` of a folder of the Hub that is read
             this way; `timm` for a folder of timm, which names an architecture instead.

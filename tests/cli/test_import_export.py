@@ -137,7 +137,10 @@ def spoil(folder, what):
         ("wrong colours", "preprocessor_config.json: clusters"),
         ("too many colours", "21 colours, more than the 20"),
         ({"vocab_size": 513}, r"wte.weight has shape \[21, 24\]; config.json implies \[513"),
-        ({"n_layer": 1}, "the weights have more layers"),
+        (
+            {"n_layer": 1},
+            "h.1.* does not belong to ImageGPT.*; config.json implies no such",
+        ),
         ({"n_head": 5}, "is not divisible"),
         ({"n_embd": None}, "n_embd is None"),
         ({"activation_function": "relu"}, "activation_function is 'relu'"),

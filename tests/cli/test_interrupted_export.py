@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from tiny import VIT, tiny
 
 from megavis.cli import main
-from megavis.commands.weights import write_run
 from megavis.config.load import load_config
-from megavis.hub import folders
+from megavis.weights import exports
+from megavis.weights.released import write_run
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("context")]
 
@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.once, pytest.mark.usefixtures("context")]
 KILLED = """
 import os, signal, sys
 from megavis.cli import main
-from megavis.hub import folders
-folders._write_card = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)
+from megavis.weights import exports
+exports._write_card = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)
 main(["export", sys.argv[1], "--to", "huggingface", sys.argv[2]])
 """
 DECODER = "decoder: {num_layers: 1, hidden_size: 8, num_attention_heads: 2}"
@@ -58,7 +58,7 @@ def test_interrupted_export_leaves_nothing(run, tmp_path, monkeypatch):
         assert [path.name for path in (tmp_path / "out").iterdir()] == [".mae.partial"]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(folders, "_write_card", interrupt)
+    monkeypatch.setattr(exports, "_write_card", interrupt)
     words = ["export", str(run), "--to", "huggingface", str(tmp_path / "out" / "mae")]
     assert main(words) == 130
     assert list((tmp_path / "out").iterdir()) == []

@@ -154,6 +154,9 @@ def test_pixels_are_those_of_the_image_processor(tmp_path, options, pixels):
     check_outputs(tmp_path, "ViTForImageClassification", model, standardized=pixels)
 
 
+DEEPER = "vit.encoder.layer.1.attention.attention.key.bias does not belong to ViT"
+
+
 def check_refused(tmp_path, capsys, sentence, form="huggingface"):
     capsys.readouterr()  # Progress of save_pretrained.
     assert run_import(tmp_path / "saved", tmp_path / "run", form) == 2
@@ -194,10 +197,18 @@ def test_a_network_that_cannot_be_converted(tmp_path, capsys, name, changed, sen
     [
         (NAMES[0], {"image_size": None}, "image_size is None, not a positive integer"),
         (NAMES[0], {"mask_ratio": "0.75"}, "mask_ratio is '0.75', not a number in [0, 1)"),
-        (NAMES[0], {"num_hidden_layers": 1}, "more layers than the 1 of vit.encoder.layer"),
+        (
+            NAMES[0],
+            {"num_hidden_layers": 1},
+            DEEPER,
+        ),
         (NAMES[0], {"num_attention_heads": 3}, "hidden_size 16 is not divisible by num_attention"),
         (NAMES[0], {"hidden_size": 32}, "has shape [1, 1, 16]; config.json implies [1, 1, 32]"),
-        (NAMES[2], {"num_hidden_layers": 1}, "more layers than the 1 of vit.encoder.layer"),
+        (
+            NAMES[2],
+            {"num_hidden_layers": 1},
+            DEEPER,
+        ),
         (NAMES[2], {"num_hidden_layers": 3}, "no vit.encoder.layer.2.attention"),
         (NAMES[2], {"intermediate_size": 64}, "config.json implies [64, 16]"),
         (NAMES[1], {"tie_word_embeddings": True}, "lm_head.weight differs from transformer.wte"),

@@ -157,8 +157,8 @@ def add_import(parser: argparse.ArgumentParser) -> None:
     of_hub = ", ".join(name for spec in specs for name in spec.model_types)
     sentences = [f"{spec.name}: {spec.help}." for spec in specs]
     parser.description = (
-        "Read released weights, write a run folder, and compare both networks on random input"
-        f" where the released one can be run. huggingface: a folder of the Hub ({of_hub}), or"
+        "Read released weights and write a run folder. All tensors must have the names and shapes"
+        f" of the network's. huggingface: a folder of the Hub ({of_hub}), or"
         " what `megavis export` wrote. " + " ".join(sentences)
     )
     parser.epilog = (

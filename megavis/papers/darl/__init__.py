@@ -16,7 +16,7 @@ FIGURES = (
     ),
 )
 
-_RUN = "megavis.papers.darl.vit_folders:"
+_RUN = "megavis.weights.vits:"
 
 IMPORTS = (
     ImportSpec(

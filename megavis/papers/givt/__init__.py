@@ -29,7 +29,7 @@ FIGURES = (
     ),
 )
 
-_MODELS, _VAES = "megavis.papers.givt.released_models:", "megavis.papers.givt.released_vaes:"
+_MODELS, _VAES = "megavis.weights.givt:", "megavis.weights.vaes:"
 _BETA = ImportOption(
     "--beta",
     "the β it was trained with; default: the paper's",

@@ -9,7 +9,7 @@ IMPORTS = (
         "imagegpt",
         help="an ImageGPT folder as transformers saves it (config.json and model.safetensors;"
         " kmeans_centers.npy or preprocessor_config.json for the palette)",
-        read="megavis.papers.igpt.imagegpt:read_imagegpt",
+        read="megavis.weights.imagegpt:read_imagegpt",
         options=(PALETTE,),
         model_types=("imagegpt",),
     ),

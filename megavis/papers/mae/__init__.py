@@ -21,7 +21,7 @@ IMPORTS = (
     ImportSpec(
         "vit_mae",
         help="a ViTMAE folder as transformers saves it",
-        read="megavis.papers.mae.vit_mae:read_vit_mae",
+        read="megavis.weights.vit_mae:read_vit_mae",
         model_types=("vit_mae",),
     ),
 )

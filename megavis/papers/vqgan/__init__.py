@@ -8,7 +8,7 @@ IMPORTS = (
     ImportSpec(
         "vqgan",
         help="a checkpoint of taming-transformers, or the VQGAN that MAGE released",
-        read="megavis.papers.vqgan.paper:read_vqgan",
+        read="megavis.weights.vqgan:read_vqgan",
         options=(IMAGE_SIZE,),
     ),
 )

@@ -1,4 +1,4 @@
-"""Training of the VQGAN whose ids GVP reads and predicts, and the run of a released one.
+"""Training of the VQGAN whose ids GVP reads and predicts.
 
 "Taming Transformers for High-Resolution Image Synthesis" (2021), section 3.1: reconstruction,
 perceptual and adversarial loss (`autoencoder.py`), and the codebook and commitment losses of
@@ -9,22 +9,15 @@ Legend: b images, H and W pixels, h and w sides of the grid of ids, K entries.
 
 from __future__ import annotations
 
-import argparse
-import re
 from collections.abc import Mapping
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megavis.composition.autoencoder import AutoencoderObjective, State
-from megavis.composition.released_run import ReleasedRun
-from megavis.config.errors import UserError
 from megavis.model.parameters import ParamGroupOptions, add_options, without_decay
 from megavis.papers.vqgan.config import VQGANConfig
-from megavis.tokenizers.network_tokenizer import read_weights_file
 from megavis.tokenizers.shapes import VQGANShape
 from megavis.tokenizers.vqgan import Codebook, VQGANNetwork, usage
 
@@ -124,108 +117,3 @@ def _revival(book: Codebook, vectors: Tensor, ids: Tensor) -> Tensor:
     places = torch.arange(len(entries), device=flat.device) * len(flat) // len(entries)
     unused = usage(ids, len(entries)) == 0
     return ((entries - flat[places]).square().mean(1) * unused).mean()
-
-
-def read_vqgan(args: argparse.Namespace) -> ReleasedRun:
-    """Convert a VQGAN, without its discriminator, which differs here.
-
-    Raises:
-        UserError: the file is not such a checkpoint.
-    """
-    tensors = read_released(args.source)
-    shape = released_shape(tensors)
-    paper = VQGANConfig(**asdict(shape), perceptual_weight=0.0, adversarial_weight=0.0)
-    weights = {f"vqgan.network.{name}": tensor for name, tensor in tensors.items()}
-    return ReleasedRun(paper, weights, image_size=args.image_size)
-
-
-_PARTS = ("encoder.", "decoder.", "quantize.", "quant_conv.", "post_quant_conv.")
-
-
-def read_released(path: Path) -> dict[str, Tensor]:
-    """Read the VQGAN in a `.safetensors` file, or in a `.ckpt` or `.pt` file of plain tensors.
-
-    The files of "Taming Transformers" have encoder, decoder, codebook and discriminator (`loss.…`,
-    ignored here). That of "MAGE: MAsked Generative Encoder to Unify Representation Learning and
-    Image Synthesis" has MaskGIT's layers under the same names.
-
-    Raises:
-        UserError: the file is missing, contains more than tensors, or no VQGAN.
-    """
-    tensors = read_weights_file(path)
-    kept = {n: t.float().contiguous() for n, t in tensors.items() if n.startswith(_PARTS)}
-    if "quantize.embedding.weight" not in kept:
-        raise UserError(f"{path} has no quantize.embedding.weight: it is not a released VQGAN")
-    if "quant_conv.weight" in kept or "encoder.mid.attn_1.norm.weight" in kept:
-        return kept
-    last = _count(kept, "decoder.up.") - 1
-    return {_maskgit_name(name, last): tensor for name, tensor in kept.items()}
-
-
-_MASKGIT_PARTS = {
-    "norm1": "norm_0",
-    "conv1": "conv_0",
-    "norm2": "norm_1",
-    "conv2": "conv_1",
-    "nin_shortcut": "shortcut",
-    "norm_out": "norm",
-}
-
-
-def _maskgit_name(name: str, last: int) -> str:
-    """Map a tensor's name in MAGE's file to megavis'; `last` is the index of the coarsest level.
-
-    MAGE numbers the decoder's levels from the finest one.
-    """
-    name = re.sub(r"down\.(\d+)\.block", r"levels.\1", name)
-    name = re.sub(r"up\.(\d+)\.block", lambda found: f"levels.{last - int(found[1])}", name)
-    name = re.sub(
-        r"up\.(\d+)\.upsample\.conv", lambda found: f"enlargers.{last - int(found[1])}", name
-    )
-    name = re.sub(r"mid\.block_(\d)", lambda found: f"middle.{int(found[1]) - 1}", name)
-    return ".".join(_MASKGIT_PARTS.get(part, part) for part in name.split("."))
-
-
-def released_shape(tensors: Mapping[str, Tensor]) -> VQGANShape:
-    """Infer the sizes of a released network; raise UserError if a tensor does not fit them."""
-    try:
-        shape = _sizes(tensors)
-        with torch.device("meta"):
-            wanted = {n: list(t.shape) for n, t in VQGANNetwork(shape).state_dict().items()}
-    except (KeyError, ValueError) as error:
-        raise UserError(f"the file lacks tensors of a VQGAN: {error}") from None
-    given = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    for name in sorted(wanted.keys() | given.keys()):
-        if wanted.get(name) != given.get(name):
-            raise UserError(
-                f"{name} has shape {given.get(name)} in the file; a network of these sizes has"
-                f" {wanted.get(name)}"
-            )
-    return shape
-
-
-def _sizes(tensors: Mapping[str, Tensor]) -> VQGANShape:
-    entries, code = tensors["quantize.embedding.weight"].shape
-    filters = tensors["encoder.conv_in.weight"].shape[0]
-    is_maskgit = "encoder.levels.0.0.conv_0.weight" in tensors
-    levels = "encoder.levels." if is_maskgit else "encoder.down."
-    block, convolution = ("", "conv_0") if is_maskgit else ("block.", "conv1")
-    widths = [
-        tensors[f"{levels}{i}.{block}0.{convolution}.weight"].shape[0]
-        for i in range(_count(tensors, levels))
-    ]
-    return VQGANShape(
-        codebook_size=entries,
-        code_size=code,
-        filters=filters,
-        multipliers=tuple(width // filters for width in widths),
-        blocks_per_level=_count(tensors, f"{levels}0.{block}"),
-        latent_channels=code if is_maskgit else tensors["quant_conv.weight"].shape[1],
-        layers="maskgit" if is_maskgit else "taming",
-    )
-
-
-def _count(tensors: Mapping[str, Tensor], prefix: str) -> int:
-    """Return one more than the largest number that follows `prefix` in a name."""
-    found = [re.match(rf"{re.escape(prefix)}(\d+)\.", name) for name in tensors]
-    return 1 + max(int(match.group(1)) for match in found if match)

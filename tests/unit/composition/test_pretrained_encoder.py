@@ -3,20 +3,20 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from plain_vit import embedded, of, run_block
 from small_batches import photographs
 from tiny import VIT, tiny
 
 import megavis
 from megavis.checkpoint.format.folder import latest_checkpoint
 from megavis.checkpoint.format.tensor_reader import CheckpointReader
-from megavis.commands.weights import write_run
 from megavis.config.errors import UserError, blame
 from megavis.config.load import load_config
 from megavis.model.core import MEMORY
 from megavis.model.encoder import EncoderOutput
 from megavis.model.positions import resize_table
-from megavis.model.vit_blocks import TIMM, run_block
-from megavis.papers.darl.vit_folders import TimmViT, from_timm
+from megavis.weights.released import write_run
+from megavis.weights.vits import from_timm
 
 DECODER = "decoder: {num_layers: 1, hidden_size: 8, num_attention_heads: 2}"
 WIDE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
@@ -37,6 +37,7 @@ ENCODER = (
     " encoder_patch_size: 8, encoder_hidden_size: 32, encoder_num_attention_heads: 4,"
     " encoder_activation: gelu}"
 )
+STATISTICS = ((0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
 KEYS = {"normalization": "layer_norm", "norm_epsilon": 1e-6, "activation": "gelu_tanh"}
 
 
@@ -60,19 +61,16 @@ def random_vit():
     norms = ["norm", *(f"blocks.{i}.norm{j}" for i in range(2) for j in (1, 2))]
     tensors |= {f"{name}.weight": 1 + draw(32) for name in norms}
     tensors |= {f"{name}.bias": draw(32) for name in [*norms, "patch_embed.proj"]}
-    return TimmViT(tensors, 4, mean=(0.4, 0.5, 0.6), deviation=(0.2, 0.25, 0.3))
+    return tensors
 
 
 def plain_features(vit, images):
     """Return the network's patches without its class token, by formulas."""
-    tensors, side = vit.tensors, images.shape[1] // 8
-    pixels = (images / 255.0 - torch.tensor(vit.mean)) / torch.tensor(vit.deviation)
-    kernel, bias = (tensors[f"patch_embed.proj.{kind}"] for kind in ("weight", "bias"))
-    x = F.conv2d(pixels.permute(0, 3, 1, 2), kernel, bias, stride=8).flatten(2).mT
-    x = x + resize_table(tensors["pos_embed"][0, 1:], side**2)
+    x = embedded(vit, images, STATISTICS)
+    x = x + resize_table(vit["pos_embed"][0, 1:], x.shape[1])
     for layer in range(2):
-        x = run_block(x, tensors, f"blocks.{layer}.", TIMM, num_heads=4, epsilon=vit.epsilon)
-    return F.layer_norm(x, (32,), tensors["norm.weight"], tensors["norm.bias"], vit.epsilon)
+        x = run_block(x, vit, f"blocks.{layer}.", num_heads=4)
+    return F.layer_norm(x, (32,), *of(vit, "norm"), 1e-6)
 
 
 def config_of(folder, *, size=32, model=None):
@@ -115,7 +113,9 @@ def memory_of(build_paper, text, images):
 @pytest.mark.parametrize("size", [24, 32])
 def test_the_encoder_gives_a_vision_transformer_s_features(build_paper, tmp_path, size):
     vit, images = random_vit(), photographs(2, size)
-    folder = write_source(tmp_path / "vit", VIT_RUN, from_timm(vit))
+    folder = write_source(
+        tmp_path / "vit", VIT_RUN, from_timm(vit, num_heads=4, statistics=STATISTICS)
+    )
     found = memory_of(build_paper, config_of(folder, size=size), images)
     torch.testing.assert_close(found, plain_features(vit, images), rtol=0, atol=1e-5)
 

@@ -7,13 +7,16 @@ import torch
 from golden_givt import GOLDEN, golden
 
 from megavis.model.adapter import Adapter
-from megavis.papers.givt.released_layers import adapter_weights, read_arrays
+from megavis.weights.flax_layers import adapter_rows
+from megavis.weights.released import read_arrays
+from megavis.weights.tables import read_table
 
 
 @pytest.fixture(scope="module")
 def released():
     adapter = Adapter(16)
-    adapter.load_state_dict(adapter_weights(read_arrays(GOLDEN / "adapter.npz")))
+    tensors = read_arrays(GOLDEN / "adapter.npz")
+    adapter.load_state_dict(read_table(adapter_rows(tensors), tensors))
     arrays = golden("adapter")
     values = [torch.tensor(arrays[name]).permute(0, 3, 1, 2) for name in ("z", "y")]
     return adapter.requires_grad_(False), *values

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megavis.composition.released_run import read_hub_weights
 from megavis.config.errors import UserError
-from megavis.model.vit_blocks import with_older_names
+from megavis.weights.released import read_hub_weights
+from megavis.weights.vits import with_older_names
 
 pytestmark = pytest.mark.once
 

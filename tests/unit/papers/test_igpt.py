@@ -9,7 +9,7 @@ from small_batches import batch_of
 
 from megavis.config.errors import UserError
 from megavis.config.load import dump_config, load_config
-from megavis.papers.igpt.imagegpt import fits_imagegpt
+from megavis.weights.imagegpt import fits_imagegpt
 
 
 def draw(batch_size=3, seed=0):

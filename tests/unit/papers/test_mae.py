@@ -1,9 +1,11 @@
 """MAE against `transformers.ViTMAEForPreTraining` with the same weights and masks."""
 
+import json
 import math
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from small_batches import batch_of, photographs, run_layers
 from tiny import VIT, tiny
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -15,8 +17,9 @@ from megavis.config.errors import UserError
 from megavis.model.attention import join_heads
 from megavis.model.parameters import starts_fresh
 from megavis.model.positions import Positions
-from megavis.papers.mae.vit_mae import settings_of, to_vit_mae, vit_mae_predictions
 from megavis.tokenizers.patches import standardize
+from megavis.weights.tables import write_table
+from megavis.weights.vit_mae import sines, vit_mae_settings, vit_mae_table
 
 CONFIG = tiny(
     "{name: mae, patch_size: 4, decoder: {num_layers: 2, hidden_size: 16, num_attention_heads: 2}}",
@@ -315,12 +318,18 @@ def test_fine_tuning_splits_the_tokens_of_the_encoder_alone(make):
         make(*tuned, *split)
 
 
-def test_export_keeps_scaled_positions(make):
+def test_export_keeps_scaled_positions(make, tmp_path):
     objective, runner = make("model.position_scale=0.5")
     weights = {name: weight.detach() for name, weight in runner.layers.named_parameters()}
     images, index = photographs(2, 16), torch.arange(2)
     ours = objective.outputs(runner.predictions(objective.inputs_from(images, sample_index=index)))
-    settings, order = settings_of(objective.config), objective.schedule.draw(index).order
-    tensors = to_vit_mae(weights, settings, position_scale=0.5)
-    theirs = vit_mae_predictions(tensors, settings, standardize(images), order)
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    settings, order = vit_mae_settings(objective.config), objective.schedule.draw(index).order
+    tensors = write_table(vit_mae_table(settings), {**sines(settings, 0.5), **weights})
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    network = ViTMAEForPreTraining.from_pretrained(tmp_path).eval()
+    pixels, noise = standardize(images).permute(0, 3, 1, 2), order.argsort(1).float()
+    with torch.no_grad():
+        theirs = network(pixels.contiguous(), noise=noise).logits
+    hidden = order[:, -ours.shape[1] :, None]
+    torch.testing.assert_close(ours, theirs.take_along_dim(hidden, 1), rtol=1e-4, atol=1e-4)

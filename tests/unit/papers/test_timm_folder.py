@@ -1,9 +1,11 @@
 """A converted timm ViT has the features of timm and of its formulas."""
 
+import argparse
 import json
 
 import pytest
 import torch
+from plain_vit import timm_features
 from safetensors.torch import save_file
 from small_batches import batch_of, photographs
 from timm_alone import whole_timm
@@ -11,7 +13,9 @@ from tiny import VIT, tiny
 
 from megavis.config.errors import UserError
 from megavis.model.layer_state import LayerState
-from megavis.papers.darl.vit_folders import TimmViT, from_timm, read_timm_folder, timm_features
+from megavis.tokenizers.patches import standardize
+from megavis.weights.tables import read_table
+from megavis.weights.vits import from_timm, read_timm
 
 pytestmark = pytest.mark.once
 
@@ -59,9 +63,9 @@ def last_norm(head, state):
 def features(build_paper):
     """Compute features of a converted network with unmasked megavis blocks."""
 
-    def features(model, images):
+    def features(model, images, **options):
         objective, runner = build_paper(CONFIG, visibility="full")
-        weights = from_timm(model)
+        weights = from_timm(model, num_heads=4, **options)
         for name, parameter in runner.layers.named_parameters():
             # timm has no pixel decoder.
             if not name.startswith("head.linear."):
@@ -78,10 +82,11 @@ STATISTICS = [((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), ((0.5,) * 3, (0.5,
 
 @pytest.mark.parametrize(("mean", "deviation"), STATISTICS)
 def test_features_match_formulas(features, mean, deviation):
-    model = TimmViT(random_tensors(), 4, mean, deviation)
-    expected = timm_features(model, photographs(2, 24))
+    tensors, options = random_tensors(), {"statistics": (mean, deviation)}
+    expected = timm_features(tensors, photographs(2, 24), num_heads=4, **options)
     assert expected.shape == (2, 10, 32)
-    torch.testing.assert_close(features(model, photographs(2, 24)), expected, rtol=0, atol=1e-4)
+    found = features(tensors, photographs(2, 24), **options)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
 @pytest.fixture
@@ -96,14 +101,12 @@ def test_features_match_timm(timm, features):
     network = timm.models.vision_transformer.VisionTransformer(num_classes=5, **SIZES).eval()
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    model = TimmViT(network.state_dict(), 4)
-    pixels = (photographs(2, 24) / 255 - torch.tensor(model.mean)) / torch.tensor(model.deviation)
+    tensors, images = network.state_dict(), photographs(2, 24)
     with torch.no_grad():
-        expected = network.forward_features(pixels.permute(0, 3, 1, 2))
-    torch.testing.assert_close(features(model, photographs(2, 24)), expected, rtol=0, atol=1e-4)
-    torch.testing.assert_close(
-        timm_features(model, photographs(2, 24)), expected, rtol=0, atol=1e-4
-    )
+        expected = network.forward_features(standardize(images).permute(0, 3, 1, 2))
+    torch.testing.assert_close(features(tensors, images), expected, rtol=0, atol=1e-4)
+    plain = timm_features(tensors, images, num_heads=4)
+    torch.testing.assert_close(plain, expected, rtol=0, atol=1e-4)
 
 
 def write_folder(folder, tensors, settings=None):
@@ -114,40 +117,49 @@ def write_folder(folder, tensors, settings=None):
     return folder
 
 
+def read_folder(folder, heads=None):
+    return read_timm(argparse.Namespace(source=folder, heads=heads))
+
+
 def test_sizes_are_read_from_the_folder(tmp_path):
     settings = {"pretrained_cfg": {"mean": [0.5] * 3, "std": [0.25] * 3}}
     folder = write_folder(tmp_path / "vit", random_tensors(), settings)
-    model = read_timm_folder(folder, num_heads=4)
-    sizes = (model.num_layers, model.hidden_size, model.mlp_size, model.patch_size)
-    assert sizes == (2, 32, 128, 8)
-    assert (model.image_size, model.num_classes, model.num_heads) == (24, 5, 4)
-    assert (model.mean, model.deviation) == ([0.5] * 3, [0.25] * 3)
+    released = read_folder(folder, heads=4)
+    model = released.sections["model"]
+    assert (model.num_layers, model.hidden_size, model.mlp_size) == (2, 32, 128)
+    assert (released.objective.patch_size, released.image_size) == (8, 24)
+    assert (released.sections["finetune"].num_classes, model.num_attention_heads) == (5, 4)
+    options = {"num_heads": 4, "statistics": ([0.5] * 3, [0.25] * 3)}
+    found = read_table(released.table, released.tensors)
+    expected = from_timm(random_tensors(), **options)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"blocks.0.ls1.gamma": torch.zeros(32)}, "blocks.0.ls1.gamma does not belong"),
-        ({"cls_token": None}, "has no cls_token"),
-        ({"blocks.1.mlp.fc2.bias": None}, "has no blocks.1.mlp.fc2.bias"),
+        ({"cls_token": None}, "have no cls_token"),
+        ({"blocks.1.mlp.fc2.bias": None}, "have no blocks.1.mlp.fc2.bias"),
         ({"pos_embed": torch.zeros(1, 9, 32)}, "8 positions after that of the class token"),
     ],
 )
 def test_unsupported_networks_are_refused(tmp_path, change, message):
     tensors = {k: v for k, v in {**random_tensors(), **change}.items() if v is not None}
+    folder = write_folder(tmp_path / "vit", tensors)
     with pytest.raises(UserError, match=message):
-        read_timm_folder(write_folder(tmp_path / "vit", tensors))
+        read_folder(folder).write(tmp_path / "run")
 
 
 def test_an_empty_folder_is_refused(tmp_path):
     with pytest.raises(UserError, match="missing; the folder has no files; save the model"):
-        read_timm_folder(tmp_path)
+        read_folder(tmp_path)
 
 
 def test_heads_must_divide(tmp_path):
     folder = write_folder(tmp_path / "vit", random_tensors())
     with pytest.raises(UserError, match="32 is not divisible by 5 heads"):
-        read_timm_folder(folder, num_heads=5)
+        read_folder(folder, heads=5)
 
 
 @pytest.mark.usefixtures("context")
@@ -157,11 +169,11 @@ def test_import_command(tmp_path, capsys):
 
     folder = write_folder(tmp_path / "vit", random_tensors())
     assert main(["import", "timm", str(folder), str(tmp_path / "run"), "--heads", "4"]) == 0
-    assert "agree" in capsys.readouterr().out
+    assert "parameters from" in capsys.readouterr().out
     logits = megavis.load(tmp_path / "run").outputs(photographs(2, 24))
     larger = megavis.load(tmp_path / "run", image_size=48)
     assert larger.outputs(torch.zeros(1, 48, 48, 3, dtype=torch.uint8)).shape == (1, 5)
-    model = TimmViT(random_tensors(), 4)
-    tensors = model.tensors
-    expected = timm_features(model, photographs(2, 24))[:, 0] @ tensors["head.weight"].t()
+    tensors = random_tensors()
+    tokens = timm_features(tensors, photographs(2, 24), num_heads=4)
+    expected = tokens[:, 0] @ tensors["head.weight"].t()
     torch.testing.assert_close(logits, expected + tensors["head.bias"], rtol=0, atol=1e-4)

@@ -6,10 +6,11 @@ import torch
 from golden_givt import GOLDEN, golden
 
 from megavis.config.errors import UserError
-from megavis.papers.givt.released_layers import read_arrays
-from megavis.papers.givt.released_vaes import vae_shape, vae_weights
 from megavis.tokenizers.shapes import VAEShape
 from megavis.tokenizers.vae import Posterior, VAENetwork
+from megavis.weights.released import read_arrays
+from megavis.weights.tables import read_table
+from megavis.weights.vaes import vae_shape, vae_table
 
 pytestmark = pytest.mark.once
 
@@ -19,7 +20,7 @@ def test_released_weights_reproduce_released_activations():
     shape = vae_shape(arrays)
     assert shape == VAEShape(latent_channels=8, filters=32, multipliers=(1, 2, 2))
     network = VAENetwork(shape).requires_grad_(False)
-    network.load_state_dict(vae_weights(arrays))
+    network.load_state_dict(read_table(vae_table(shape), arrays))
     values = golden("vae")
     pixels, moments, output = (
         torch.tensor(values[name]).permute(0, 3, 1, 2)

@@ -1,4 +1,4 @@
-"""Convert GIVT's released Transformers to megavis' names, and infer their config.
+"""GIVT's released Transformers: their config, which is read from the arrays, and names.
 
 Layers of the released checkpoints are named `decoder/EncDecBlock3/...`, or stacked on axis 1 of
 `decoder/EncDecBlock/...`. A jointly trained adapter is under `params_adaptor/`, and the Vision
@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from megavis.composition.released_run import ReleasedRun
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.schema import ModelConfig
@@ -28,17 +25,17 @@ from megavis.papers.givt.config import (
     LatentTokensConfig,
     MaskGITConfig,
 )
-from megavis.papers.givt.released_layers import (
-    Arrays,
-    ReleasedArrays,
-    adapter_weights,
-    block_weights,
-    dense,
-    encoder_block_weights,
-    norm,
-    read_arrays,
-)
 from megavis.papers.vae.config import LabelMapVAEConfig, VAEConfig
+from megavis.weights.flax_layers import (
+    adapter_rows,
+    decoder_block,
+    dense,
+    encoder_blocks,
+    norm,
+    unstacked,
+)
+from megavis.weights.released import Released, ReleasedTensors, read_arrays
+from megavis.weights.tables import BATCHED, SAME, Layout, Row, Table, count
 
 Mode = Literal["causal", "maskgit"]
 _IMAGENET_CLASSES = 1000
@@ -47,20 +44,22 @@ _SPECIAL_ROWS = 3
 follow the classes."""
 _ADAPTER = "params_adaptor/"
 _BLOCK = "decoder/EncDecBlock"
-_ENCODER, _ENCODER_BLOCK = "encoder/", "encoder/encoderblock"
+_ENCODER, _ENCODER_BLOCK = "encoder/", "encoder/encoderblock_"
 
 
-def read_transformer(args: argparse.Namespace) -> ReleasedRun:
-    """Convert a causal or masked model, with its adapter if the file has one.
+def read_transformer(args: argparse.Namespace) -> Released:
+    """Read a causal or masked model, with its adapter if the file has one.
 
     Raises:
         UserError: the file is not such a checkpoint, or lacks the requested part.
     """
-    arrays = dict(read_arrays(args.source))
+    arrays = read_arrays(args.source)
     if args.adapter is not None:
         adapter = read_arrays(args.adapter)
         arrays |= {f"{_ADAPTER}{name}": array for name, array in adapter.items()}
-    released = ReleasedModel(arrays, mode=args.mode, num_classes=args.num_classes)
+    arrays = unstacked(unstacked(arrays, _BLOCK, axis=1), _ENCODER_BLOCK)
+    tensors = ReleasedTensors(arrays, source=args.source, model="a released GIVT")
+    released = ReleasedModel(tensors, mode=args.mode, num_classes=args.num_classes)
     paper = released.objective()
     if args.tokenizer is not None:
         pixels = _pixels_of_a_latent(args.tokenizer)
@@ -72,8 +71,12 @@ def read_transformer(args: argparse.Namespace) -> ReleasedRun:
             f"the encoder reads images of {released.image_size}² pixels, and the VAE of --tokenizer"
             f" gives {released.side}² latents of images of {size}²"
         )
-    return ReleasedRun(
-        paper, released.weights(), image_size=size, sections={"model": released.model()}
+    return Released(
+        paper,
+        tensors,
+        released.table(),
+        image_size=size,
+        sections={"model": released.model()},
     )
 
 
@@ -88,14 +91,16 @@ def _pixels_of_a_latent(run_folder: Path) -> int:
 
 
 @dataclass(frozen=True)
-class ReleasedModel(ReleasedArrays):
+class ReleasedModel:
     """A released Transformer, and settings that may not follow from its arrays.
 
     Attributes:
+        tensors: its arrays, those of blocks one by one.
         mode: causal or masked; None to infer it from the number of positions.
         num_classes: number of classes; None to infer it from the rows of the labels.
     """
 
+    tensors: ReleasedTensors
     mode: Mode | None = None
     num_classes: int | None = None
 
@@ -144,43 +149,45 @@ class ReleasedModel(ReleasedArrays):
         """
         return self._num_outputs == 3 * self._token_size and self._token_size > 2
 
-    def _head(self) -> Arrays:
-        """Return the last layer: k logits, then means and scales.
+    def _head(self) -> Layout:
+        """Return the layout of the last layer's bias: k logits, then means and scales.
 
         With `_is_per_channel`, the d logits have no effect, since a softmax over one component is
         1; they are replaced by a single zero logit.
         """
-        layer = {part: self.array(f"decoder/LogitsDense/{part}") for part in ("kernel", "bias")}
         if not self._is_per_channel:
-            return layer
+            return SAME
         size = self._token_size
-        return {
-            part: np.concatenate([np.zeros_like(array[..., :1]), array[..., size:]], axis=-1)
-            for part, array in layer.items()
-        }
+        return Layout(
+            lambda x: torch.cat([torch.zeros_like(x[..., :1]), x[..., size:]], -1),
+            lambda x: torch.cat([x[..., :1].expand(*x.shape[:-1], size), x[..., 1:]], -1),
+        )
 
     @property
     def _token_size(self) -> int:
         """Channels d of a token."""
-        return self.array("EmbedTargets/kernel").shape[0]
+        return self.tensors["EmbedTargets/kernel"].shape[0]
 
     @property
     def _num_outputs(self) -> int:
-        return self.array("decoder/LogitsDense/kernel").shape[1]
+        return self.tensors["decoder/LogitsDense/kernel"].shape[1]
 
     @property
-    def _blocks(self) -> list[Arrays]:
-        return self.blocks(_BLOCK, axis=1)
+    def _num_layers(self) -> int:
+        return count(self.tensors, _BLOCK)
+
+    @property
+    def _num_heads(self) -> int:
+        return self.tensors[f"{_BLOCK}0/SelfAttn/query/kernel"].shape[1]
 
     def model(self) -> ModelConfig:
         """Infer the `model` section."""
-        blocks = self._blocks
-        _, heads, head_size = blocks[0]["SelfAttn/query/kernel"].shape
+        _, heads, head_size = self.tensors[f"{_BLOCK}0/SelfAttn/query/kernel"].shape
         return ModelConfig(
-            num_layers=len(blocks),
+            num_layers=self._num_layers,
             hidden_size=heads * head_size,
             num_attention_heads=heads,
-            ffn_hidden_size=blocks[0]["MLP/Dense_0/kernel"].shape[1],
+            ffn_hidden_size=self.tensors[f"{_BLOCK}0/MLP/Dense_0/kernel"].shape[1],
             normalization="layer_norm",
             norm_bias="last",
             norm_epsilon=1e-6,
@@ -197,21 +204,21 @@ class ReleasedModel(ReleasedArrays):
     @property
     def has_encoder(self) -> bool:
         """True for an encoder-decoder model."""
-        return any(name.startswith(_ENCODER) for name in self.arrays)
+        return any(name.startswith(_ENCODER) for name in self.tensors)
 
     @property
     def image_size(self) -> int | None:
         """Side in pixels of the encoder's images; None without an encoder."""
         if not self.has_encoder:
             return None
-        patches = self.array("pos_embedding_encoder").shape[1]
-        return math.isqrt(patches) * self.array("EmbedPatches/kernel").shape[0]
+        patches = self.tensors["pos_embedding_encoder"].shape[1]
+        return math.isqrt(patches) * self.tensors["EmbedPatches/kernel"].shape[0]
 
     def _encoder(self) -> dict[str, Any]:
         assert self.image_size is not None
         return {
-            "encoder_layers": len(self.blocks(_ENCODER_BLOCK)),
-            "encoder_patch_size": self.array("EmbedPatches/kernel").shape[0],
+            "encoder_layers": count(self.tensors, _ENCODER_BLOCK),
+            "encoder_patch_size": self.tensors["EmbedPatches/kernel"].shape[0],
             "downsampling": self.image_size // self.side,
         }
 
@@ -220,69 +227,87 @@ class ReleasedModel(ReleasedArrays):
         """True for MaskGIT, which has one more position than tokens."""
         if self.mode is not None:
             return self.mode == "maskgit"
-        count = self.array("decoder/pos_emb").shape[1]
-        causal, masked = (any(_is_square(n * s) for s in (1, 2)) for n in (count, count - 1))
+        rows = self.tensors["decoder/pos_emb"].shape[1]
+        causal, masked = (any(_is_square(n * s) for s in (1, 2)) for n in (rows, rows - 1))
         if causal == masked:
-            raise UserError(f"{count} positions do not identify the model; pass --mode")
+            raise UserError(f"{rows} positions do not identify the model; pass --mode")
         return masked
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return float32 tensors under megavis' names.
-
-        Raises:
-            UserError: an array is missing.
-        """
-        positions = self.tensor("decoder/pos_emb")[0]
-        named = {
-            **self._label_weights(),
-            **dict(dense("embedding.content", self.arrays, "EmbedTargets/")),
-            "embedding.positions.weight": positions[1:] if self.is_masked else positions,
-            **dict(norm("head.norm", self.arrays, "decoder/LayerNorm/")),
-            **dict(dense("head.linear", self._head())),
-        }
-        if self.is_masked:
-            named["embedding.front_position"] = positions[0]
-        for name, tensor in adapter_weights(self.inside(_ADAPTER)).items():
-            named[f"embedding.transform.{name}"] = tensor
-        for number, block in enumerate(self._blocks):
-            for name, tensor in block_weights(block):
-                named[f"blocks.{number}.{name}"] = tensor
-        if self.has_encoder:
-            named |= {f"embedding.encoder.{n}": tensor for n, tensor in self._encoder_weights()}
-        return {name: tensor.float().contiguous() for name, tensor in named.items()}
-
-    def _encoder_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the encoder's tensors under megavis' names."""
-        patches = {
-            "kernel": self.array("EmbedPatches/kernel").reshape(-1, self.model().hidden_size),
-            "bias": self.array("EmbedPatches/bias"),
-        }
-        yield from dense("linear_patches", patches)
-        yield "positions.weight", self.tensor("pos_embedding_encoder")[0]
-        yield from norm("norm", self.inside("encoder/encoder_norm/"))
-        for number, block in enumerate(self.blocks(_ENCODER_BLOCK)):
-            for name, tensor in encoder_block_weights(block):
-                yield f"blocks.{number}.{name}", tensor
-
-    def _label_weights(self) -> dict[str, Tensor]:
-        """Return the table of labels, and MaskGIT's special rows of it as parts of their own."""
-        table, classes = self.tensor("EmbedLabels/embedding"), self._labels()["num_classes"]
-        if not self.is_masked:
-            name = "embedding.start.weight" if classes else "embedding.start"
-            return {name: table if classes else table[0]}
-        first = max(classes, 1)
-        special = table[first : first + _SPECIAL_ROWS]
-        return {
-            "embedding.front" + ".weight" * (classes > 0): torch.cat(
-                [table[:first], table[first + _SPECIAL_ROWS :]]
+    def table(self) -> Table:
+        """Return our names and those of the arrays."""
+        head, theirs = self._head(), "decoder/LogitsDense"
+        rows = [
+            self._label_row(),
+            self._position_row(),
+            *dense("embedding.content", "EmbedTargets"),
+            *norm("head.norm", "decoder/LayerNorm"),
+            Row(
+                "head.linear.weight",
+                f"{theirs}/kernel",
+                Layout(lambda x: head.read(x).t(), lambda x: head.write(x.t())),
             ),
-            "embedding.marks": special[:2],  # of masked tokens, and of others
-            "embedding.mask": special[2],
-        }
+            Row("head.linear.bias", f"{theirs}/bias", head),
+        ]
+        for number in range(self._num_layers):
+            rows += decoder_block(
+                f"blocks.{number}",
+                f"{_BLOCK}{number}",
+                self._num_heads,
+                has_memory=self.has_encoder,
+            )
+        if self._has_adapter:
+            rows += adapter_rows(self.tensors, "embedding.transform.", _ADAPTER)
+        return rows + self._encoder_rows() if self.has_encoder else rows
+
+    def _position_row(self) -> Row:
+        """Return the row of positions, the first of which is that of MaskGIT's label."""
+        ours, theirs = "embedding.positions.weight", "decoder/pos_emb"
+        if not self.is_masked:
+            return Row(ours, theirs, BATCHED)
+        layout = Layout(
+            lambda x: (x[0, 0], x[0, 1:]), lambda first, x: torch.cat([first[None], x])[None]
+        )
+        return Row(("embedding.front_position", ours), theirs, layout)
+
+    def _label_row(self) -> Row:
+        """Return the row of labels; MaskGIT's special rows of it are parts of their own."""
+        theirs, classes = "EmbedLabels/embedding", self._labels()["num_classes"]
+        if not self.is_masked:
+            return (
+                Row("embedding.start.weight", theirs)
+                if classes
+                else Row("embedding.start", theirs, BATCHED)
+            )
+        first = max(classes, 1)
+
+        def read(table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            special, rest = table[first : first + _SPECIAL_ROWS], table[first + _SPECIAL_ROWS :]
+            return torch.cat([table[:first], rest]), special[:2], special[2]
+
+        def write(front: Tensor, marks: Tensor, mask: Tensor) -> Tensor:
+            return torch.cat([front[:first], marks, mask[None], front[first:]])
+
+        front = "embedding.front.weight" if classes else "embedding.front"
+        # Marks are those of masked tokens and of others.
+        return Row((front, "embedding.marks", "embedding.mask"), theirs, Layout(read, write))
+
+    def _encoder_rows(self) -> list[Row]:
+        """Return the rows of the encoder."""
+        ours, side = "embedding.encoder", self.tensors["EmbedPatches/kernel"].shape[0]
+        kernel = Layout(
+            lambda x: x.flatten(0, 2).t(), lambda x: x.t().unflatten(0, (side, side, 3))
+        )
+        return [
+            Row(f"{ours}.linear_patches.weight", "EmbedPatches/kernel", kernel),
+            Row(f"{ours}.linear_patches.bias", "EmbedPatches/bias"),
+            Row(f"{ours}.positions.weight", "pos_embedding_encoder", BATCHED),
+            *norm(f"{ours}.norm", "encoder/encoder_norm"),
+            *encoder_blocks(f"{ours}.blocks.", _ENCODER_BLOCK, self.tensors),
+        ]
 
     def _labels(self) -> dict[str, Any]:
         """Infer the number of classes and the null label from the rows of the table."""
-        rows = self.array("EmbedLabels/embedding").shape[0] - _SPECIAL_ROWS * self.is_masked
+        rows = self.tensors["EmbedLabels/embedding"].shape[0] - _SPECIAL_ROWS * self.is_masked
         classes = self.num_classes
         if classes is None:
             classes = {1: 0, _IMAGENET_CLASSES: 1000, _IMAGENET_CLASSES + 1: 1000}.get(rows)
@@ -290,17 +315,20 @@ class ReleasedModel(ReleasedArrays):
             raise UserError(_num_classes_error(rows, classes))
         return {"num_classes": classes, "label_dropout": 0.1 if rows > max(1, classes) else 0.0}
 
+    @property
+    def _has_adapter(self) -> bool:
+        return any(name.startswith(_ADAPTER) for name in self.tensors)
+
     def _adapter(self) -> dict[str, Any]:
-        arrays = self.inside(_ADAPTER)
-        if not arrays:
+        if not self._has_adapter:
             return {}
-        blocks = {name.split("/")[0] for name in arrays}
-        bottleneck = 2 * arrays["modules_0/Conv_0/kernel"].shape[3]
-        return {"adapter_blocks": len(blocks), "adapter_bottleneck": bottleneck}
+        hidden = self.tensors[f"{_ADAPTER}modules_0/Conv_0/kernel"].shape[3]
+        blocks = count(self.tensors, f"{_ADAPTER}modules_")
+        return {"adapter_blocks": blocks, "adapter_bottleneck": 2 * hidden}
 
     @property
     def _num_tokens(self) -> int:
-        return int(self.array("decoder/pos_emb").shape[1] - self.is_masked)
+        return int(self.tensors["decoder/pos_emb"].shape[1] - self.is_masked)
 
     def _stacked(self) -> int:
         """Infer whether pairs are stacked: the number of tokens is then half a square."""

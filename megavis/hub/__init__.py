@@ -1,1 +1,0 @@
-"""Export runs as folders that other libraries can open."""

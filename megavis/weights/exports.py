@@ -1,0 +1,386 @@
+"""Export a run as a folder for the Hub, in another library's format or in megavis' own.
+
+A run is exported as a ViT of `timm` or `transformers` if its model is one: it reads patches,
+prepends one learned token, adds positions and has a ViT's blocks. Backbones pretrained with another
+visibility use full attention here, as with `finetune.visibility: full`. Each folder has a model
+card, generated from the run folder.
+
+Legend: n patches, h hidden size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megavis.checkpoint.format.folder import step_folder
+from megavis.checkpoint.format.tensor_files import save_tensors
+from megavis.checkpoint.format.tensor_reader import read_weights
+from megavis.composition.model import Model
+from megavis.composition.reader import Reader
+from megavis.composition.tokens import Patches
+from megavis.config.errors import UserError
+from megavis.config.load import exported_names
+from megavis.data.format.manifest import PALETTE_NAME
+from megavis.notebook import Run
+from megavis.schedules.masked import Context
+from megavis.tokenizers.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
+from megavis.weights.card import CARD, model_card
+from megavis.weights.imagegpt import (
+    CENTERS,
+    PROCESSOR,
+    imagegpt_settings,
+    imagegpt_table,
+    zero_biases,
+)
+from megavis.weights.own_folder import (
+    PlainForm,
+    composition_of,
+    loader_source,
+    norm_name,
+    write_run_folder,
+)
+from megavis.weights.released import SETTINGS, WEIGHTS
+from megavis.weights.tables import Table, count, ours_of, write_table
+from megavis.weights.vit_mae import sines, vit_mae_settings, vit_mae_table
+from megavis.weights.vits import (
+    TIMM,
+    TRANSFORMERS,
+    ViTNames,
+    timm_settings,
+    transformers_settings,
+    vit_sizes,
+    vit_table,
+)
+
+_BICUBIC = 3  # PIL.Image.Resampling.BICUBIC
+_CONTENT = "embedding.content"
+
+
+class Exported(NamedTuple):
+    """What opens a written folder, and the difference of the card's loader from the run, if any."""
+
+    form: str
+    difference: float | None = None
+
+
+def write_huggingface(run: Run, folder: Path) -> Exported:
+    """Write a folder for ImageGPT, ViTMAE or ViT, or one for megavis if none of them fits."""
+    weights, why = read_weights(step_folder(run.folder, run.step)), ""
+    for convert in (_imagegpt, _vit_mae, _transformers_vit):
+        try:
+            settings, tensors = convert(run, weights)
+        except UserError as error:
+            why = str(error)
+            continue
+        name, kind = settings["architectures"][0], settings["model_type"]
+        processor = _palette_processor(run) if kind == "imagegpt" else _image_processor(run)
+        options = ", add_pooling_layer=False" if name == "ViTModel" else ""
+        use = _IMAGEGPT_USE if kind == "imagegpt" else _VIT_USE.format(name=name, options=options)
+        limits = _sees_more(run) if kind == "vit" else ()
+        _write_files(folder, settings, tensors, processor)
+        if kind == "imagegpt" and processor is not None:
+            run.palette.save(folder / CENTERS)
+        if processor is not None:
+            limits = (*limits, _SQUASHES)
+        _write_card(run, weights, folder, library="transformers", use=use, limits=limits)
+        return Exported(f"transformers' {name}")
+    # The last reason is why it is no ViT, of which any paper may be one.
+    return _write_own(run, weights, folder, why=why)
+
+
+def write_timm(run: Run, folder: Path) -> Exported:
+    """Write a folder for timm's Vision Transformer.
+
+    Raises UserError if the run is not a plain ViT.
+    """
+    weights = read_weights(step_folder(run.folder, run.step))
+    try:
+        vit = as_vit(run, weights)
+        settings = timm_settings(_sizes(run, vit), _num_classes(vit))
+    except UserError as error:
+        raise UserError(f"--to timm: {error}") from None
+    _write_files(folder, settings, write_table(_vit_rows(run, vit, TIMM), vit), None)
+    _write_card(run, weights, folder, library="timm", use=_TIMM_USE, limits=_sees_more(run))
+    return Exported("timm's VisionTransformer")
+
+
+Converted = tuple[dict[str, Any], dict[str, Tensor]]
+"""`config.json` and the tensors of a folder of transformers."""
+
+
+def _imagegpt(run: Run, weights: Mapping[str, Tensor]) -> Converted:
+    model, settings = run.config.model, imagegpt_settings(run.config)
+    table = imagegpt_table(model.num_layers, model.num_attention_heads)
+    return settings, _written(table, {**zero_biases(weights), **weights}, settings)
+
+
+def _vit_mae(run: Run, weights: Mapping[str, Tensor]) -> Converted:
+    settings = vit_mae_settings(run.config)
+    positions = sines(settings, run.config.model.position_scale)
+    return settings, _written(vit_mae_table(settings), {**positions, **weights}, settings)
+
+
+def _written(
+    table: Table, weights: Mapping[str, Tensor], settings: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Apply a table; raise UserError if it has no row for one of the run's tensors."""
+    left = sorted(weights.keys() - ours_of(table))
+    if left:
+        raise UserError(f"{settings['architectures'][0]} has no place for {left[0]}")
+    return write_table(table, weights)
+
+
+def _transformers_vit(run: Run, weights: Mapping[str, Tensor]) -> Converted:
+    vit = as_vit(run, weights)
+    num_classes = _num_classes(vit)
+    settings = transformers_settings(_sizes(run, vit), num_classes)
+    return settings, write_table(_vit_rows(run, vit, TRANSFORMERS, "vit." * bool(num_classes)), vit)
+
+
+def _vit_rows(run: Run, vit: Mapping[str, Tensor], names: ViTNames, prefix: str = "") -> Table:
+    return vit_table(
+        names,
+        prefix=prefix,
+        num_layers=count(vit, "blocks."),
+        num_heads=run.config.model.num_attention_heads,
+        patch_size=composition_of(run).paper.patch_size,
+        classifies=bool(_num_classes(vit)),
+    )
+
+
+def _sizes(run: Run, vit: Mapping[str, Tensor]) -> dict[str, Any]:
+    side = composition_of(run).paper.patch_size
+    return vit_sizes(run.config, num_layers=count(vit, "blocks."), patch_size=side)
+
+
+def _num_classes(vit: Mapping[str, Tensor]) -> int:
+    """Return the number of classes; 0 if there is no classifier."""
+    return len(vit.get("head.classifier.linear.bias", ()))
+
+
+def _write_own(run: Run, weights: Mapping[str, Tensor], folder: Path, *, why: str) -> Exported:
+    limits = [f"`transformers` has no class for it: {why}."]
+    settings: dict[str, Any] = {"model_type": "megavis", "paper": run.config.objective.name}
+    form: PlainForm | None = None
+    try:
+        form = PlainForm(run)
+    except UserError as error:
+        limits.append(f"Only `megavis.load` opens it: {error}.")
+    limits += [f"Its tokenizer is in `{name}`." for name in exported_names(run.config).values()]
+    use, difference = _OWN_USE, None
+    folder.mkdir(parents=True)
+    if form is not None:
+        settings["plain"] = form.settings
+        use += f"\n# Or, without megavis, features of tokens:\n{loader_source()}"
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
+    write_run_folder(folder, run, weights, {} if form is None else form.tensors)
+    if form is not None:
+        difference = form.check(folder)
+    _write_card(run, weights, folder, library="megavis", use=use, limits=tuple(limits))
+    return Exported("megavis.load", difference)
+
+
+def _sees_more(run: Run) -> tuple[str, ...]:
+    """Return a limitation if the run was pretrained with another visibility than the export."""
+    paper = composition_of(run)
+    if run.config.finetune is not None:
+        return ()
+    if paper.core.visibility_kind in ("causal", "two_stream"):
+        return (
+            "In pretraining each token attended only to earlier tokens; this network uses full"
+            " attention, as in fine-tuning.",
+        )
+    if paper.core.visibility_kind == "context":
+        return _sees_more_than_context(paper)
+    return ()
+
+
+def _sees_more_than_context(paper: Model) -> tuple[str, ...]:
+    schedule = paper.schedule
+    assert isinstance(schedule, Context)
+    total, sentences = schedule.num_positions, []
+    if (seen := schedule.num_context(schedule.mask_ratio)) < total:
+        sentences.append(
+            f"In pretraining each patch attended only to {seen} of the {total} patches, drawn for"
+            " each image; this network uses full attention, as in fine-tuning."
+        )
+    if schedule.num_placed:
+        sentences.append(
+            f"In pretraining only {schedule.num_placed} of the {total} patches had a position; here"
+            " all have one."
+        )
+    return tuple(sentences)
+
+
+def _write_files(
+    folder: Path,
+    settings: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    processor: Mapping[str, Any] | None,
+) -> None:
+    folder.mkdir(parents=True)
+    save_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
+    if processor is not None:
+        (folder / PROCESSOR).write_text(json.dumps(processor, indent=2) + "\n")
+
+
+def _palette_processor(run: Run) -> dict[str, Any] | None:
+    """Return the `preprocessor_config.json` of ImageGPT; None for a run without a palette."""
+    if not (run.folder / PALETTE_NAME).exists():
+        return None
+    size = run.config.data.image_size
+    return {
+        "image_processor_type": "ImageGPTImageProcessor",
+        "do_resize": True,
+        "size": {"height": size, "width": size},
+        "resample": _BICUBIC,
+        "do_normalize": True,
+        "do_color_quantize": True,
+        "clusters": run.palette.centers.tolist(),
+    }
+
+
+def _image_processor(run: Run) -> dict[str, Any]:
+    size = run.config.data.image_size
+    return {
+        "image_processor_type": "ViTImageProcessor",
+        "do_resize": True,
+        "size": {"height": size, "width": size},
+        "resample": _BICUBIC,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(CHANNEL_MEAN),
+        "image_std": list(CHANNEL_DEVIATION),
+    }
+
+
+def _write_card(
+    run: Run,
+    weights: Mapping[str, Tensor],
+    folder: Path,
+    *,
+    library: str,
+    use: str,
+    limits: tuple[str, ...] = (),
+) -> None:
+    config = run.config
+    makes_images = config.finetune is None and config.objective.cannot_generate(config) is None
+    task = "unconditional-image-generation" if makes_images else "image-feature-extraction"
+    if classifies(run):
+        task = "image-classification"
+    text = model_card(run, weights, library=library, task=task, use=use, limits=limits)
+    (folder / CARD).write_text(text, encoding="utf-8")
+
+
+_WORDS = {"layer_norm": "normalization", "all": "norm_bias", "gelu": "activation"}
+_ADDED = ("learned", "sincos", "learned_sincos", "none")
+
+
+def as_vit(run: Run, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a run as those of a plain ViT, by the names of `vit_table`.
+
+    Raises UserError if it is not a plain ViT with a class token; names the config key.
+    """
+    paper = _paper(run)
+    reader = run.runner.layers.modules[0]
+    assert isinstance(reader, Reader)
+    norm = norm_name(run.runner)
+    renamed = {"head.norm": norm, _CONTENT: _CONTENT}
+    if classifies(run):
+        layer = "classifier.linear"
+        renamed[f"head.{layer}"] = f"{norm.rpartition('.')[0]}.{layer}"
+    vit = {
+        "embedding.start": _first_token(reader).detach(),
+        "embedding.positions.weight": _positions(paper, reader),
+        **{name: tensor for name, tensor in weights.items() if name.startswith("blocks.")},
+    }
+    for kind in ("weight", "bias"):
+        vit |= {f"{ours}.{kind}": weights[f"{own}.{kind}"] for ours, own in renamed.items()}
+    return vit
+
+
+def classifies(run: Run) -> bool:
+    """Return True if the run computes class logits from the class token, like a ViT."""
+    tuned = run.config.finetune
+    if tuned is None or tuned.read_out != "first" or tuned.concatenate > 1:
+        return False
+    return not (tuned.linear_evaluation and tuned.standardize)
+
+
+def _paper(run: Run) -> Model:
+    """Return the composition of a run; raise UserError if it is not a ViT."""
+    paper, model = composition_of(run), run.config.model
+    if not isinstance(paper.reads, Patches):
+        raise UserError("a ViT reads patches of pixels, which this run does not")
+    for wanted, key in _WORDS.items():
+        if getattr(model, key) != wanted:
+            raise UserError(f"a ViT has model.{key} {wanted}, not {getattr(model, key)}")
+    if not (model.add_bias and model.has_biased_attention):
+        raise UserError("a ViT has biases; model.add_bias or attention_bias is false")
+    if paper.position_kind not in _ADDED:
+        raise UserError(f"a ViT adds its positions; model.positions is {paper.position_kind}")
+    if paper.has_transform or "encoder" in paper.condition.roles:
+        raise UserError("a ViT has neither an adapter nor an encoder")
+    sees_all = paper.core.visibility_kind in ("full", "context")
+    if run.config.finetune is not None and not sees_all:
+        raise UserError("a ViT has full attention; finetune.visibility is not full")
+    return paper
+
+
+def _first_token(reader: Reader) -> Tensor:
+    """Return the learned token before the patches, `[h]`; raise UserError if there is none."""
+    parts = [part for role in ("start", "front") if (part := reader.part(role)) is not None]
+    width = reader.core.model.hidden_size
+    if len(parts) != 1 or not isinstance(parts[0], nn.Parameter) or parts[0].numel() != width:
+        raise UserError("a ViT has one learned token before the patches; this run does not")
+    return parts[0].view(-1)
+
+
+@torch.no_grad()
+def _positions(paper: Model, reader: Reader) -> Tensor:
+    """Return the position embedding of each patch, `[n, h]`."""
+    count, width = paper.reads.num_tokens, reader.core.model.hidden_size
+    return reader.add_positions(
+        torch.zeros(1, count, width), torch.arange(count)[None], "positions"
+    )[0]
+
+
+_SQUASHES = (
+    "The image processor of this folder resizes an image to a square without keeping its"
+    " proportions, where megavis resizes the shorter side and keeps the centre: for a photograph"
+    " that is not square the model sees other pixels. Crop it to a square first."
+)
+
+_VIT_USE = """
+from PIL import Image
+from transformers import AutoImageProcessor, {name}
+
+processor = AutoImageProcessor.from_pretrained("DIR")
+model = {name}.from_pretrained("DIR"{options}).eval()
+outputs = model(**processor(Image.open("photograph.png"), return_tensors="pt"))
+"""
+_IMAGEGPT_USE = """
+from transformers import ImageGPTForCausalImageModeling
+
+model = ImageGPTForCausalImageModeling.from_pretrained("DIR").eval()
+# The start token is config.vocab_size - 1; it comes before the first pixel.
+"""
+_TIMM_USE = """
+import timm
+
+model = timm.create_model("local-dir:DIR", pretrained=True).eval()
+transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+"""
+_OWN_USE = """
+import megavis
+
+run = megavis.load("DIR")  # run.features, run.outputs, run.sample
+"""

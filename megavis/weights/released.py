@@ -1,0 +1,360 @@
+"""Read released weights of any form, check them, and write the run that they become.
+
+A form says what a file or folder holds: the config of a run and a table of names. What is common to
+all stands here: opening the files, one check of names and shapes, and writing the run folder.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from megavis.checkpoint.format.folder import chosen_checkpoint
+from megavis.checkpoint.format.manifest import read_manifest
+from megavis.checkpoint.format.tensor_files import load_tensors
+from megavis.checkpoint.format.tensor_reader import read_weights
+from megavis.checkpoint.state.save import write_weights
+from megavis.config.errors import UserError, describe_os_error
+from megavis.config.load import dump_config, load_config, tokenizers_inside, with_tokenizers
+from megavis.config.schema import ObjectiveConfig, OptimizerConfig, RunConfig, TrainingConfig
+from megavis.config.section import DataConfig
+from megavis.data.format.files import copy_folder
+from megavis.data.format.manifest import PALETTE_NAME
+from megavis.papers import build_objective
+from megavis.parallel.context import close_context, current_context, open_virtual_context
+from megavis.tokenizers.palette import Palette
+from megavis.weights.tables import Table, read_table, write_table
+
+WEIGHTS, SETTINGS = "model.safetensors", "config.json"
+
+
+class ReleasedTensors(dict[str, Tensor]):
+    """Tensors by their released names; asking for one that is missing raises UserError.
+
+    Attributes:
+        source: their file or folder.
+        model: what has such tensors, for messages.
+        saved: names of the classes that were saved, as far as `config.json` says so.
+        implied: what determines their names and shapes, with its verb.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        source: Path,
+        model: str,
+        saved: str = "",
+        implied: str = "the other tensors imply",
+    ) -> None:
+        super().__init__(tensors)
+        self.source, self.model, self.saved, self.implied = source, model, saved, implied
+
+    def __missing__(self, name: str) -> Tensor:
+        saved = f"; config.json names {self.saved}" if self.saved else ""
+        raise UserError(f"{self.source}: the weights have no {name}, which {self.model} has{saved}")
+
+    def check(self, wanted: Mapping[str, Tensor], *, ignored: str = "(?!)") -> None:
+        """Check names and shapes.
+
+        Args:
+            wanted: tensors, maybe on the meta device, of the names and shapes that must be here.
+            ignored: regular expression of names that may be here too.
+
+        Raises:
+            UserError: a tensor is missing, does not belong to the model, or has another shape.
+        """
+        for name in wanted:
+            self[name]
+        for name in self:
+            if name not in wanted and not re.match(ignored, name):
+                raise UserError(
+                    f"{self.source}: {name} does not belong to {self.model}; {self.implied} no such"
+                    " tensor"
+                )
+        for name, tensor in wanted.items():
+            if self[name].shape != tensor.shape:
+                raise UserError(
+                    f"{self.source}: {name} has shape {list(self[name].shape)}; {self.implied}"
+                    f" {list(tensor.shape)}"
+                )
+
+
+def _nothing(_: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Released:
+    """Released weights, and the run that they become.
+
+    Attributes:
+        objective: the paper's section.
+        tensors: as released.
+        table: their names and ours.
+        image_size: side of the images in pixels.
+        sections: further config sections, such as `model`.
+        derived: makes, of the run's parameters, tensors that the table has besides them, such as
+            biases that are always zero.
+        ignored: regular expression of released names that have no place in the run.
+        validates: the sections require `data.validation`.
+        palette: to keep with the run, if any.
+        note: a sentence about what differs from the released network, if anything does.
+    """
+
+    objective: ObjectiveConfig
+    tensors: ReleasedTensors
+    table: Table
+    image_size: int
+    sections: Mapping[str, Any] = field(default_factory=dict)
+    derived: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = _nothing
+    ignored: str = "(?!)"
+    validates: bool = False
+    palette: Palette | None = None
+    note: str = ""
+
+    def config(self, run_folder: Path) -> RunConfig:
+        """Return the config of the run; its training keys are for further training."""
+        validation = "shards/validation" if self.validates else None
+        return RunConfig(
+            name=run_folder.name,
+            output=str(run_folder.parent),
+            objective=self.objective,
+            data=DataConfig(
+                train="shards/train", validation=validation, image_size=self.image_size
+            ),
+            optimizer=OptimizerConfig(learning_rate=1e-4),
+            training=TrainingConfig(steps=1, batch_size=128, validate_every=int(self.validates)),
+            **self.sections,
+        )
+
+    def write(self, run_folder: Path) -> int:
+        """Write the run folder; return its number of parameters.
+
+        Raises:
+            UserError: the tensors are not exactly those of a network of these sizes.
+        """
+        config = self.config(run_folder)
+        own = blank_weights(config)
+        self.tensors.check(
+            write_table(self.table, {**self.derived(own), **own}), ignored=self.ignored
+        )
+        found = read_table(self.table, self.tensors)
+        # Of what is derived, a run has nothing to store.
+        weights = {name: tensor for name, tensor in found.items() if name in own}
+        assert weights.keys() == own.keys(), "a table has a row for every tensor of the run"
+        write_run(run_folder, config, weights, palette=self.palette)
+        return sum(tensor.numel() for tensor in weights.values())
+
+
+def blank_weights(config: RunConfig) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a run on the meta device, by name."""
+    joined = current_context()
+    context = joined or open_virtual_context(0, 1)
+    try:
+        found: dict[str, Tensor] = {}
+        for plan in build_objective(config, context).layer_plans():
+            with torch.device("meta"):
+                module = plan.build()
+            named = (*module.named_parameters(), *module.named_buffers())
+            found |= {f"{plan.name}.{name}": tensor.detach() for name, tensor in named}
+        return found
+    finally:
+        if joined is None:
+            close_context()
+
+
+def write_run(
+    run_folder: Path,
+    config: RunConfig,
+    weights: Mapping[str, Tensor],
+    *,
+    palette: Palette | None = None,
+    tokenizer: str | None = None,
+) -> None:
+    """Write a new run folder with a checkpoint of step 0.
+
+    Args:
+        run_folder: the new folder.
+        config: of the run.
+        weights: unsharded parameters under megavis' names.
+        palette: to keep with the run, if any.
+        tokenizer: SHA-256 of the tokenizer that it was trained with; default: the palette's.
+    """
+    run_folder.mkdir(parents=True)
+    (run_folder / "config.yaml").write_text(dump_config(config))
+    if palette is not None:
+        palette.save(run_folder / PALETTE_NAME)
+    if tokenizer is None and palette is not None:
+        tokenizer = palette.sha256
+    write_weights(run_folder, weights, seed=config.seed, tokenizer=tokenizer)
+
+
+def import_own(source: Path, run_folder: Path) -> None:
+    """Write a run folder from a folder that `megavis export` wrote, with its tokenizers."""
+    checkpoint = chosen_checkpoint(source)
+    names = {"name": run_folder.name, "output": str(run_folder.parent)}
+    config = load_config(source / "config.yaml").config.model_copy(update=names)
+    inside = tokenizers_inside(config, source)
+    # The config of a run that is trained further names them from where the command runs.
+    config = with_tokenizers(config, {name: str(run_folder / name) for name in inside})
+    palette = source / PALETTE_NAME
+    colors = Palette.load(palette) if palette.exists() else None
+    tokenizer, weights = read_manifest(checkpoint).tokenizer, read_weights(checkpoint)
+    write_run(run_folder, config, weights, palette=colors, tokenizer=tokenizer)
+    for name in inside:
+        copy_folder(source / name, run_folder / name)
+
+
+def read_hub_folder(
+    folder: Path,
+    *,
+    model: str,
+    kind: str,
+    renamed: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
+) -> tuple[dict[str, Any], ReleasedTensors]:
+    """Return `config.json` and the tensors of a folder of `transformers`.
+
+    Args:
+        folder: the folder.
+        model: the class of transformers whose tensors are wanted.
+        kind: its `model_type`.
+        renamed: gives the tensors the names that the form's table has.
+
+    Raises:
+        UserError: a file is missing or damaged, or it is a folder of another type.
+    """
+    settings = read_json(folder / SETTINGS)
+    found = settings.get("model_type", kind)
+    if found != kind:
+        raise UserError(f"{folder / SETTINGS}: this is a folder of {found!r}, not of {kind!r}")
+    saved = ", ".join(map(str, settings.get("architectures") or ()))
+    tensors = renamed(read_hub_weights(folder))
+    return settings, ReleasedTensors(
+        tensors, source=folder, model=model, saved=saved, implied=f"{SETTINGS} implies"
+    )
+
+
+def read_hub_weights(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of a folder's `model.safetensors`, or of the files that its index lists.
+
+    Raises:
+        UserError: it has neither; pickled weights are not opened.
+    """
+    whole, index = folder / WEIGHTS, folder / f"{WEIGHTS}.index.json"
+    if whole.exists() or not index.exists():
+        return read_tensors(whole)
+    files = read_json(index).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise UserError(f"{index}: has no weight_map of names of files")
+    tensors: dict[str, Tensor] = {}
+    for name in sorted(set(files.values())):
+        if Path(name).name != name:
+            raise UserError(f"{index}: names a file outside of the folder, {name}")
+        if not (folder / name).exists():
+            raise UserError(f"{index}: lists {name}, which is missing from the folder")
+        tensors |= read_tensors(folder / name)
+    missing = [name for name in files if name not in tensors]
+    if missing:
+        raise UserError(f"{index}: lists {missing[0]}, which {files[missing[0]]} does not have")
+    return tensors
+
+
+def missing_file(
+    path: Path, advice: str = "save the model with transformers' save_pretrained(DIR)"
+) -> UserError:
+    """Return the error for a folder without a file: it says what the folder has instead."""
+    folder = path.parent
+    if not folder.is_dir():
+        what = "a file, not a folder of a model" if folder.exists() else "no such folder"
+        return UserError(f"{folder}: {what}")
+    found = ", ".join(sorted(each.name for each in folder.iterdir())[:8])
+    return UserError(f"{path}: missing; the folder has {found or 'no files'}; {advice}")
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, all floats as float32, in which we compute.
+
+    Raises:
+        UserError: it is missing or not whole.
+    """
+    if not path.exists():
+        raise missing_file(path)
+    try:
+        stored = load_tensors(path)
+    except OSError as error:
+        raise UserError(describe_os_error(error)) from None
+    except SafetensorError as error:
+        raise UserError(f"{path}: not a whole safetensors file ({error})") from None
+    return {
+        name: tensor.float() if tensor.is_floating_point() else tensor
+        for name, tensor in stored.items()
+    }
+
+
+def read_arrays(path: Path) -> dict[str, Tensor]:
+    """Return the arrays of an `.npz` file in float32; only those under `params/`, if there are any.
+
+    Raises:
+        UserError: the file is missing or is not such an archive; pickled arrays are not opened.
+    """
+    try:
+        archive = np.load(path, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise ValueError("it holds a single array")
+        with archive:
+            inner = [name for name in archive.files if "params/" in name]
+            return {
+                name.removeprefix("params/"): torch.from_numpy(np.array(archive[name], np.float32))
+                for name in inner or archive.files
+            }
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path} is not an .npz file of arrays: {error}") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object of a JSON file. Raises UserError where it is none."""
+    if not path.exists():
+        raise missing_file(path)
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except ValueError:
+        raise UserError(f"{path}: not a JSON file") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: not a JSON object")
+    return values
+
+
+def check_sizes(path: Path, settings: Mapping[str, Any], *keys: str) -> None:
+    """Raise UserError unless these keys of the `config.json` at `path` are positive integers."""
+    for key in keys:
+        size = settings.get(key)
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise UserError(f"{path}: {key} is {size!r}, not a positive integer")
+
+
+def check_fixed(path: Path, settings: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
+    """Raise UserError if a key of `config.json` is there and has another value than `fixed`."""
+    for key, wanted in fixed.items():
+        if settings.get(key, wanted) != wanted:
+            raise UserError(f"{path}: {key} is {settings[key]!r}; only {wanted!r} can be imported")
+
+
+def check_divides(path: Path, settings: Mapping[str, Any], whole: str, part: str) -> None:
+    """Raise UserError if one size of `config.json` is not a multiple of another."""
+    if settings[whole] % settings[part]:
+        raise UserError(
+            f"{path}: {whole} {settings[whole]} is not divisible by {part} {settings[part]}"
+        )

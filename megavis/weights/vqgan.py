@@ -1,0 +1,104 @@
+"""Convert released VQGANs, of "Taming Transformers" and of MAGE."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megavis.config.errors import UserError
+from megavis.papers.vqgan.config import VQGANConfig
+from megavis.tokenizers.network_tokenizer import read_weights_file
+from megavis.tokenizers.shapes import VQGANShape
+from megavis.tokenizers.vqgan import VQGANNetwork
+from megavis.weights.released import Released, ReleasedTensors
+from megavis.weights.tables import Row, count
+
+
+def read_vqgan(args: argparse.Namespace) -> Released:
+    """Read a VQGAN, without its discriminator, which differs here.
+
+    Raises:
+        UserError: the file is not such a checkpoint.
+    """
+    tensors = read_released(args.source)
+    shape = vqgan_shape(tensors)
+    with torch.device("meta"):
+        names = VQGANNetwork(shape).state_dict()
+    paper = VQGANConfig(**asdict(shape), perceptual_weight=0.0, adversarial_weight=0.0)
+    table = [Row(f"vqgan.network.{name}", name) for name in names]
+    return Released(paper, tensors, table, image_size=args.image_size)
+
+
+_PARTS = ("encoder.", "decoder.", "quantize.", "quant_conv.", "post_quant_conv.")
+
+
+def read_released(path: Path) -> ReleasedTensors:
+    """Read the VQGAN in a `.safetensors` file, or in a `.ckpt` or `.pt` file of plain tensors.
+
+    The files of "Taming Transformers" have encoder, decoder, codebook and discriminator (`loss.…`,
+    ignored here). That of "MAGE: MAsked Generative Encoder to Unify Representation Learning and
+    Image Synthesis" has MaskGIT's layers under the same names.
+
+    Raises:
+        UserError: the file is missing, contains more than tensors, or no VQGAN.
+    """
+    tensors = read_weights_file(path)
+    kept = {n: t.float().contiguous() for n, t in tensors.items() if n.startswith(_PARTS)}
+    if "quantize.embedding.weight" not in kept:
+        raise UserError(f"{path} has no quantize.embedding.weight: it is not a released VQGAN")
+    if "quant_conv.weight" not in kept and "encoder.mid.attn_1.norm.weight" not in kept:
+        last = count(kept, "decoder.up.") - 1
+        kept = {_maskgit_name(name, last): tensor for name, tensor in kept.items()}
+    return ReleasedTensors(kept, source=path, model="a VQGAN")
+
+
+_MASKGIT_PARTS = {
+    "norm1": "norm_0",
+    "conv1": "conv_0",
+    "norm2": "norm_1",
+    "conv2": "conv_1",
+    "nin_shortcut": "shortcut",
+    "norm_out": "norm",
+}
+
+
+def _maskgit_name(name: str, last: int) -> str:
+    """Map a tensor's name in MAGE's file to megavis'; `last` is the index of the coarsest level.
+
+    MAGE numbers the decoder's levels from the finest one.
+    """
+    name = re.sub(r"down\.(\d+)\.block", r"levels.\1", name)
+    name = re.sub(r"up\.(\d+)\.block", lambda found: f"levels.{last - int(found[1])}", name)
+    name = re.sub(
+        r"up\.(\d+)\.upsample\.conv", lambda found: f"enlargers.{last - int(found[1])}", name
+    )
+    name = re.sub(r"mid\.block_(\d)", lambda found: f"middle.{int(found[1]) - 1}", name)
+    return ".".join(_MASKGIT_PARTS.get(part, part) for part in name.split("."))
+
+
+def vqgan_shape(tensors: Mapping[str, Tensor]) -> VQGANShape:
+    """Infer the sizes of a network from its tensors; a missing one raises as they do."""
+    entries, code = tensors["quantize.embedding.weight"].shape
+    filters = tensors["encoder.conv_in.weight"].shape[0]
+    is_maskgit = "encoder.levels.0.0.conv_0.weight" in tensors
+    levels = "encoder.levels." if is_maskgit else "encoder.down."
+    block, convolution = ("", "conv_0") if is_maskgit else ("block.", "conv1")
+    widths = [
+        tensors[f"{levels}{i}.{block}0.{convolution}.weight"].shape[0]
+        for i in range(count(tensors, levels))
+    ]
+    return VQGANShape(
+        codebook_size=entries,
+        code_size=code,
+        filters=filters,
+        multipliers=tuple(width // filters for width in widths),
+        blocks_per_level=count(tensors, f"{levels}0.{block}"),
+        latent_channels=code if is_maskgit else tensors["quant_conv.weight"].shape[1],
+        layers="maskgit" if is_maskgit else "taming",
+    )
