@@ -224,7 +224,7 @@ def test_palette_of_the_source_is_checked(config, capsys, tmp_path):
     tree["tokenizer"] = "0" * 64
     manifest.write_text(json.dumps(tree))
     message = refused(capsys, config, f"finetune.from_run={source}")
-    assert "was trained on other tokens than those of" in message
+    assert "was trained on other tokens than " in message
 
 
 def test_random_order_needs_the_seed_of_the_source(config, capsys, tmp_path):
