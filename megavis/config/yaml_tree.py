@@ -108,10 +108,9 @@ class ConfigSource:
 
     def located(self, error: UserError) -> UserError:
         """Return the error with file and line of each key that it blames."""
-        issues = error.issues
         return UserError.of(
             (None, text if key is None else f"{self.place(key)}: {key}: {text}")
-            for key, text in issues
+            for key, text in error.issues
         )
 
     @contextlib.contextmanager

@@ -136,14 +136,15 @@ def _(asks: Mask, grammar: Grammar, run: RunConfig) -> Faults:
 def _(asks: Query, grammar: Grammar, run: RunConfig) -> Faults:
     if asks.streams == "two":
         return
-    count = grammar.num_tokens(run)
+    count, schedule = grammar.num_tokens(run), grammar.schedule
     if not grammar.num_front and not asks.start:
         text = "streams one needs a row before the first token, to predict it"
         yield Fault("asks.start", text, "set it to true")
-    if not grammar.schedule.is_one_by_one(count):
+    if not schedule.is_one_by_one(count):
         text = f"must be fixed with num_groups {count} for streams one, one token a group"
         remedy = f"{{schedule.num_groups}} to {count}"
-        if getattr(grammar.schedule, "boundaries", None) is not None:  # `fixed` refuses them.
+        if schedule.kind == "groups" and schedule.boundaries is not None:
+            # `fixed` refuses them.
             remedy = f"{{schedule.boundaries}} to null, {remedy}"
         yield Fault("schedule.length", text, f"set {remedy} and {{schedule.length}} to fixed")
 

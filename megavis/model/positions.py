@@ -172,7 +172,7 @@ def interpolation(kind: PositionKind | None, trained_side: float, side: float) -
     """Return the factor by which positions are multiplied at another image size.
 
     It places the last token of a grid, or for `rope_1d` of the sequence in raster order, about
-    where that of training was: 224² instead of 384² gives 14/24 for each axis, and 196/576 in the
+    where training had it: 224² instead of 384² gives 14/24 for each axis, and 196/576 in the
     sequence ("Denoising Autoregressive Representation Learning", section 4.1: "we interpolate the
     positions").
     """

@@ -1,6 +1,6 @@
 """Ranks and process groups of this process; the only file that uses Megatron's parallel_state.
 
-The rank order is Megatron's default and that of DeepSpeed's `PipeModelDataParallelTopology`:
+Ranks are ordered as Megatron does by default and DeepSpeed's `PipeModelDataParallelTopology` does:
 tensor varies fastest, then context, then data, then pipeline. `ModelParallelUnit` provides the
 groups to DeepSpeed, whose data-parallel group includes the context group.
 """

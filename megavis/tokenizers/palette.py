@@ -129,7 +129,7 @@ def to_unit(pixels: np.ndarray) -> np.ndarray:
 def grey_palette(num_greys: int = MAX_GREYS) -> Palette:
     """Return greys from black to white, evenly spaced: of all 256, a token is its pixel's value.
 
-    Encoding grey images is then lossless, and the likelihood of tokens equals that of their 8 bits.
+    Encoding grey images is then lossless, and the likelihood of tokens is that of the 8-bit greys.
 
     Raises:
         ValueError: `num_greys` is not in [1, 256].

@@ -112,7 +112,10 @@ def take_steps_of_accepted(build_paper, name, count, seed):
         built += 1
         grammar = objective.backbone.grammar
         words = (grammar.reads, grammar.predicted, grammar.condition)
-        if grammar.memory or {"ids", "pooled_features"} & {word and word.kind for word in words}:
+        named = any(
+            "tokenizer" in type(word).model_fields and word.tokenizer for word in words if word
+        )
+        if named or grammar.memory or "ids" in {word and word.kind for word in words}:
             continue
         state = objective.training_sequence(objective.backbone.blank_batch(2, torch.device("cpu")))
         inputs = state.inputs

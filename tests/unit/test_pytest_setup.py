@@ -29,11 +29,10 @@ def run_pytest(folder, words, **files):
         cwd=folder,
         text=True,
         capture_output=True,
-        timeout=280,
+        timeout=120,
     )
 
 
-@pytest.mark.timeout(300)
 def test_death_of_a_process_ends_the_run(tmp_path):
     """The other one waits in its test, and has further files."""
     waits = "import subprocess\ndef test_waits(): subprocess.run(['sleep', '300'])\n"
@@ -43,7 +42,7 @@ def test_dies(): os.kill(os.getpid(), signal.SIGKILL)
 """
     start = time.monotonic()
     run = run_pytest(tmp_path, SHARED[1].split(), a=dies, b=waits, c=waits, d=waits)
-    assert time.monotonic() - start < 240  # less than the one that waits
+    assert time.monotonic() - start < 60
     assert run.returncode == 1
     assert "a test process died while it ran test_a.py::test_dies" in run.stdout + run.stderr
 

@@ -12,7 +12,7 @@ BOTH = [("data.train", "is missing"), ("data.palette", "has 12 colours")]
 
 
 def test_every_key_is_located():
-    """A key that was not written is that of its section, or of the file."""
+    """A key that was not written is located at its section, or else at the file."""
     error = UserError.of([*BOTH, ("model.num_layers", "is 0"), (None, "no GPU is visible")])
     assert str(SOURCE.located(error)).splitlines() == [
         "base.yaml:7: data.train: is missing",
