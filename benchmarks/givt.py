@@ -48,19 +48,19 @@ def build(preset: str, layers: int, device: str) -> tuple[Model, Inference]:
 
 
 def sampler(
-    objective: Model, runner: Inference, count: int, **options: object
+    objective: Model, inference: Inference, count: int, **options: object
 ) -> Callable[[], Tensor]:
     """Return a function that samples images."""
     guidance = float(str(options.get("guidance", 0.0)))
     chosen = {"temperature": 0.95, "guidance": guidance}
-    drawing = Sampler(runner, objective, Path(), chosen)
+    drawing = Sampler(inference, objective, Path(), chosen)
     images, cached = torch.arange(count), bool(options.get("cached", True))
     return lambda: drawing.tokens(images, conditions={"labels": images}, cached=cached).cpu()
 
 
-def training(objective: Model, runner: Inference, count: int) -> Contestants:
+def training(objective: Model, inference: Inference, count: int) -> Contestants:
     """Return functions for forward and backward pass of a full step, and of the loss only."""
-    layers, device = runner.layers.modules, runner.context.device
+    layers, device = inference.layers.modules, inference.context.device
     moments = torch.rand(count, *objective.reads.sample_shape)
     batch = Batch(moments, torch.zeros(count, dtype=torch.int64), torch.arange(count)).to(device)
     sequence = objective.sequence(batch)
@@ -91,20 +91,20 @@ def main() -> None:
     arguments.add_argument("--batch-size", type=int, default=1)
     arguments.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = arguments.parse_args()
-    objective, runner = build(options.preset, options.layers, options.device)
+    objective, inference = build(options.preset, options.layers, options.device)
     count = options.batch_size
     if options.what == "cache":
         contestants: Contestants = {
-            "cached": sampler(objective, runner, count),
-            "not cached": sampler(objective, runner, count, cached=False),
+            "cached": sampler(objective, inference, count),
+            "not cached": sampler(objective, inference, count, cached=False),
         }
     elif options.what == "guidance":
         contestants = {
-            "no guidance": sampler(objective, runner, count),
-            "DB-CFG 0.4": sampler(objective, runner, count, guidance=0.4),
+            "no guidance": sampler(objective, inference, count),
+            "DB-CFG 0.4": sampler(objective, inference, count, guidance=0.4),
         }
     else:
-        contestants = training(objective, runner, count)
+        contestants = training(objective, inference, count)
     about: dict[str, object] = {"what": options.what, "preset": options.preset, "images": count}
     if options.what == "cache":
         drawn = [run() for run in contestants.values()]

@@ -65,16 +65,16 @@ def their_images(model: Any, first: Tensor, *, use_cache: bool = True) -> Callab
     return lambda: model.generate(prompt, attention_mask=mask, generation_config=settings)[:, 1:]
 
 
-def our_images(runner: Inference, objective: Model, first: Tensor) -> Callable[[], Tensor]:
+def our_images(inference: Inference, objective: Model, first: Tensor) -> Callable[[], Tensor]:
     """Return a function that completes `first` `[b, 1]` to ids `[b, n]`."""
     from megavis.sampling.sampler import Sampler
 
-    sampler = Sampler(runner, objective, Path(), {"temperature": 0.0})
+    sampler = Sampler(inference, objective, Path(), {"temperature": 0.0})
     return lambda: sampler.tokens(torch.arange(len(first)), given=first)
 
 
 def without_cache(
-    runner: Inference, objective: Model, first: Tensor, num_tokens: int
+    inference: Inference, objective: Model, first: Tensor, num_tokens: int
 ) -> Callable[[], Tensor]:
     """Return a function that runs whole sequences, once for each of `num_tokens` ids."""
     ids = torch.zeros(len(first), objective.num_tokens, dtype=torch.int64)
@@ -82,7 +82,7 @@ def without_cache(
 
     def run() -> Tensor:
         for place in range(1, num_tokens + 1):
-            logits = objective.outputs(runner.predictions(objective.inputs_from(ids)))
+            logits = objective.outputs(inference.predictions(objective.inputs_from(ids)))
             ids[:, place] = logits[:, place].argmax(-1)
         return ids
 
@@ -132,9 +132,9 @@ def main() -> None:
     torch.manual_seed(1)
     first = torch.randint(NUM_COLORS, (options.batch_size, 1))
     theirs = image_gpt(config).eval()
-    runner, objective = our_model(config, theirs)
+    inference, objective = our_model(config, theirs)
     contestants = {
-        "megavis": our_images(runner, objective, first),
+        "megavis": our_images(inference, objective, first),
         "transformers": their_images(theirs, first),
     }
     drawn: dict[str, Tensor] = {}
@@ -152,7 +152,7 @@ def main() -> None:
     )
     print(f"images with the same ids: {agreement(drawn['megavis'], drawn['transformers']):.0%}")
     if options.uncached_tokens:
-        few = without_cache(runner, objective, first, options.uncached_tokens)
+        few = without_cache(inference, objective, first, options.uncached_tokens)
         whole = take_turns({"few": few}, rounds=1, warmup=0)["few"][0]
         times = (options.image_size**2 - 1) / options.uncached_tokens
         slow = Taken(whole.wall * times, whole.cpu * times)

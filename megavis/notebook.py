@@ -51,7 +51,7 @@ class Run:
         objective: the paper.
         context: ranks and groups of this process.
         dtype: data type of the weights.
-        runner: computes the network.
+        inference: computes the network.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Run:
         for layer in layers.modules:
             layer.to(device=context.device, dtype=dtype)
         self.dtype = dtype
-        self.runner = Inference(layers, context)
+        self.inference = Inference(layers, context)
 
     @classmethod
     def open(
@@ -153,7 +153,7 @@ class Run:
             UserError: an option does not apply; the message lists those that do.
         """
         sequence_inputs = self.objective.inputs_from(self._own_form(inputs), **options)
-        return self.objective.outputs(self.runner.predictions(sequence_inputs))
+        return self.objective.outputs(self.inference.predictions(sequence_inputs))
 
     def features(
         self, inputs: Any, layer: int | None = None, *, sample_index: Tensor | None = None
@@ -173,7 +173,7 @@ class Run:
             UserError: there is no such layer, or the model requires a class.
         """
         batch = self._batch(inputs, sample_index)
-        features = self.runner.features(self.objective.backbone.feature_inputs(batch))
+        features = self.inference.features(self.objective.backbone.feature_inputs(batch))
         if layer is None:
             return features
         if not -len(features) <= layer < len(features):
@@ -193,7 +193,7 @@ class Run:
         """
         self.objective.backbone.check_unlabelled()
         sequence = self.objective.sequence(self._batch(inputs, sample_index))
-        predictions = self.runner.predictions(sequence.inputs)
+        predictions = self.inference.predictions(sequence.inputs)
         return float(self.objective.loss(predictions, sequence.targets))
 
     def sampler(
@@ -211,7 +211,7 @@ class Run:
         Raises:
             UserError: this paper generates no images, or an option does not apply.
         """
-        return Sampler(self.runner, self.objective, self.folder, options, seed=seed, spell=spell)
+        return Sampler(self.inference, self.objective, self.folder, options, seed=seed, spell=spell)
 
     def sample(
         self,

@@ -102,7 +102,7 @@ def resolved_config(path: str) -> str:
 
 def weights(run: Any) -> dict[str, np.ndarray]:
     """Return the weights of an opened run by name."""
-    return {name: array(value) for name, value in run.runner.layers.named_parameters()}
+    return {name: array(value) for name, value in run.inference.layers.named_parameters()}
 
 
 def sample_words(words: list[str]) -> list[str]:

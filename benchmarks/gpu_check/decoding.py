@@ -48,15 +48,17 @@ def _decode(
 ) -> list[Row]:
     with job(launch, settings) as context:
         bandwidth = next(row for row in speed(launch, settings) if row.what == _BANDWIDTH)
-        objective, runner = _model(dtype, context, settings)
-        num_bytes = sum(p.numel() * p.element_size() for _, p in runner.layers.named_parameters())
+        objective, inference = _model(dtype, context, settings)
+        num_bytes = sum(
+            p.numel() * p.element_size() for _, p in inference.layers.named_parameters()
+        )
         rows = []
         for batch in (1, 2) if settings.small else _BATCHES:
-            seconds, first = seconds_a_place(runner, objective, batch, settings, static=static)
+            seconds, first = seconds_a_place(inference, objective, batch, settings, static=static)
             # In GB/s like the bandwidth: all weights are read once per position.
             share = 1e-9 * num_bytes / seconds / float(bandwidth.value or 0.0)
             title = f"decoding iGPT-L, {name}, batch {batch}"
-            split = _split(runner, objective, batch, settings, static=static)
+            split = _split(inference, objective, batch, settings, static=static)
             rows += _rows(title, seconds, batch, share, split)
             note = _NOTES[settings.on_gpu] if static else ""
             rows.append(Row(f"{title}: once for a batch", first, "s", note=note))
@@ -75,8 +77,8 @@ def _model(
 
 def _automatic(launch: Launch, settings: Settings) -> list[Row]:
     with job(launch, settings) as context:
-        objective, runner = _model(torch.bfloat16, context, settings)
-        sampler = Sampler(runner, objective, Path())
+        objective, inference = _model(torch.bfloat16, context, settings)
+        sampler = Sampler(inference, objective, Path())
         return batch_rows(sampler.batches(), sampler.tokens, 2 if settings.small else 4096)
 
 
@@ -99,14 +101,14 @@ def batch_rows(
 
 
 def _split(
-    runner: Inference, objective: Model, batch: int, settings: Settings, *, static: bool
+    inference: Inference, objective: Model, batch: int, settings: Settings, *, static: bool
 ) -> TimeSplit:
     """Return the time of the ids and of the prefill pass before them by kind of kernel."""
     places = _places(settings)[1]
     given = objective.num_tokens - places - 1, batch
     return time_split(
-        lambda: _seconds_behind_prefill(runner, objective, *given, static),
-        runner.context.device,
+        lambda: _seconds_behind_prefill(inference, objective, *given, static),
+        inference.context.device,
         times=1,
     )
 
@@ -130,7 +132,7 @@ def _rows(title: str, seconds: float, batch: int, share: float, split: TimeSplit
 
 
 def seconds_a_place(
-    runner: Inference, objective: Model, batch: int, settings: Settings, *, static: bool
+    inference: Inference, objective: Model, batch: int, settings: Settings, *, static: bool
 ) -> tuple[float, float]:
     """Return the seconds per id for the whole batch, and those that a batch takes once.
 
@@ -141,24 +143,24 @@ def seconds_a_place(
     taken = {}
     for places in (fewer, more):
         given = objective.num_tokens - places - 1, batch
-        runs = [_seconds_behind_prefill(runner, objective, *given, static) for _ in range(3)]
+        runs = [_seconds_behind_prefill(inference, objective, *given, static) for _ in range(3)]
         taken[places] = statistics.median(runs[1:])
     seconds = (taken[more] - taken[fewer]) / (more - fewer)
     return seconds, taken[fewer] - fewer * seconds
 
 
 def _seconds_behind_prefill(
-    runner: Inference, objective: Model, num_given: int, batch: int, static: bool
+    inference: Inference, objective: Model, num_given: int, batch: int, static: bool
 ) -> float:
-    given = torch.zeros(batch, num_given, dtype=torch.int64, device=runner.context.device)
-    watched = AfterFirstPass(runner.layers, runner.context)
+    given = torch.zeros(batch, num_given, dtype=torch.int64, device=inference.context.device)
+    watched = AfterFirstPass(inference.layers, inference.context)
     Sampler(watched, objective, Path()).tokens(torch.arange(batch), given=given, static=static)
-    synchronize(runner.context.device)
+    synchronize(inference.context.device)
     return time.perf_counter() - watched.began
 
 
 class AfterFirstPass(Inference):
-    """A runner that records the end of its first pass, the prefill.
+    """An `Inference` that records the end of its first pass, the prefill.
 
     Attributes:
         began: time in seconds; 0 before.

@@ -266,7 +266,7 @@ def evaluate_reconstruction(args: argparse.Namespace) -> int:
         if args.inception is not None or args.network is not None:
             network = open_network(args.inception, args.network, opened.context.device)
             distances = Distances(network, num_images=count)
-        for pair in reconstructions(opened.runner, opened.objective, dataset, num_images=count):
+        for pair in reconstructions(opened.inference, opened.objective, dataset, num_images=count):
             scores.add(*pair)
             if distances is not None:
                 distances.add(*pair)
@@ -376,7 +376,7 @@ def _reconstructed_maps(
 ) -> Tensor:
     others = [spelled(option) for option in chosen_options(args)]
     refuse_options(args, others, "to this run, which reconstructs label maps")
-    predictions = opened.runner.predictions(opened.objective.inputs_from(inputs))
+    predictions = opened.inference.predictions(opened.objective.inputs_from(inputs))
     return opened.objective.reconstructed_maps(predictions)
 
 

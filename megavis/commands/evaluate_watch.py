@@ -219,11 +219,11 @@ class CheckpointMeasures:
         """Return a grid of generated images, uint8 `[H, W, 3]`."""
         gallery = Gallery(self.opened.objective, self.opened.folder)
         examples = read_round_robin(self._validation, _PICTURES).to(self.opened.context.device)
-        return gallery.draw(self.opened.runner, examples, num_images=_PICTURES)
+        return gallery.draw(self.opened.inference, examples, num_images=_PICTURES)
 
     def _loss(self) -> Mapping[str, float]:
         opened, limit = self.opened, self.args.validation_images
-        loss = mean_loss(opened.runner, opened.objective, self._validation, limit=limit)
+        loss = mean_loss(opened.inference, opened.objective, self._validation, limit=limit)
         return {"validation_loss": loss}
 
     def _probe(self) -> Mapping[str, float]:

@@ -223,7 +223,7 @@ def draw_declared(args: argparse.Namespace) -> int:
         opened = open_run(args.run_folder, step=args.step, device=args.device)
         check_applies(spec.name, opened)
         images = open_held_out(opened, args.images, option="--images")
-        subject = FigureInput(opened.folder, opened.objective, opened.runner, images)
+        subject = FigureInput(opened.folder, opened.objective, opened.inference, images)
         draw = _function(spec, spec.draw.partition(":")[2])
         drawing: RenderedFigure = draw(subject, args)
     sys.stdout.writelines(f"{line}\n" for line in drawing.lines)

@@ -29,7 +29,7 @@ def measure(args: argparse.Namespace) -> int:
         result = measure_likelihood(
             opened.config.name,
             opened.step,
-            opened.runner,
+            opened.inference,
             opened.objective,
             images,
             limit=args.num_images,
@@ -84,7 +84,7 @@ def _predict_classes(
     objective = classifier_of(opened.objective)
     assert objective is not None, "the run has a chosen step, so it was fine-tuned"
     images = _test_images(opened, args.images)
-    probabilities = predict_classes(opened.runner, objective, images)
+    probabilities = predict_classes(opened.inference, objective, images)
     return probabilities, (images.dataset.manifest.source.sha256, len(images))
 
 

@@ -195,7 +195,7 @@ def network_of(opened: Run, cache: FeatureCache | None, *, seed: int | None = No
 
     def build() -> Inference:
         with quietly():
-            return (opened if seed is None else opened.untrained(seed)).runner
+            return (opened if seed is None else opened.untrained(seed)).inference
 
     identity = network_identity(opened, seed=seed)
     return Network(opened.objective, opened.context, build, cache, identity)

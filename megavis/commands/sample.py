@@ -182,7 +182,7 @@ def _reconstructions(opened: Run, args: argparse.Namespace) -> Any:
     examples = None
     if args.images is not None or opened.config.data.validation is not None:
         examples = _held_out(opened, args)
-    return gallery.draw(opened.runner, examples, num_images=args.num_images)
+    return gallery.draw(opened.inference, examples, num_images=args.num_images)
 
 
 def _held_out(opened: Run, args: argparse.Namespace) -> Batch:

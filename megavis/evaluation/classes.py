@@ -71,7 +71,7 @@ class ClassResult:
 
 @torch.no_grad()
 def evaluate_classifier(
-    runner: Inference,
+    inference: Inference,
     objective: Classification,
     dataset: Samples,
     *,
@@ -83,7 +83,7 @@ def evaluate_classifier(
     Collective over all processes of the job. Data-parallel ranks divide the images; fewer than one
     per rank are left out at the end.
     """
-    context, num_classes = runner.context, objective.settings.num_classes
+    context, num_classes = inference.context, objective.settings.num_classes
     # Top-1 and top-5 counts, then the rows of the confusion matrix.
     counts = torch.zeros(2 + num_classes**2, dtype=torch.int64, device=context.device)
     for batch in evaluation_batches(
@@ -94,7 +94,7 @@ def evaluate_classifier(
     ):
         batch = batch.to(context.device)
         views = [view_of(batch, number, dataset) for number in range(num_views)]
-        logits = [class_logits(runner, objective, view) for view in views]
+        logits = [class_logits(inference, objective, view) for view in views]
         counts[0] += is_among_likeliest(logits[0], batch.labels, 1).sum()
         counts[1] += is_among_likeliest(logits[0], batch.labels, 5).sum()
         answers = majority_vote(torch.stack([view.argmax(1) for view in logits]).cpu().numpy())
@@ -115,9 +115,9 @@ def evaluate_classifier(
 
 
 @torch.no_grad()
-def class_logits(runner: Inference, objective: Classification, batch: Batch) -> Tensor:
+def class_logits(inference: Inference, objective: Classification, batch: Batch) -> Tensor:
     """Return a fine-tuned network's logits `[b, c]`; labels are not passed to it."""
-    predictions = runner.predictions(objective.sequence(batch).inputs)
+    predictions = inference.predictions(objective.sequence(batch).inputs)
     return objective.outputs(predictions)
 
 
@@ -139,14 +139,14 @@ class ClassProbabilities:
 
 @torch.no_grad()
 def predict_classes(
-    runner: Inference, objective: Classification, dataset: Samples
+    inference: Inference, objective: Classification, dataset: Samples
 ) -> ClassProbabilities:
     """Predict the class probabilities of all images with one network, on one process."""
     probabilities, labels = [], []
     for batch in evaluation_batches(dataset, batch_size=_BATCH_SIZE):
         labels.append(batch.labels)
-        batch = batch.to(runner.context.device)
-        logits = class_logits(runner, objective, batch)
+        batch = batch.to(inference.context.device)
+        logits = class_logits(inference, objective, batch)
         probabilities.append(logits.double().softmax(-1).cpu())
     return ClassProbabilities(torch.cat(probabilities), torch.cat(labels))
 

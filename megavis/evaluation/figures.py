@@ -41,7 +41,7 @@ class FigureInput:
 
     folder: Path
     objective: Trainable
-    runner: Inference
+    inference: Inference
     images: ShardDataset
 
     @property

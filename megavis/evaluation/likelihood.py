@@ -48,7 +48,7 @@ class LikelihoodResult:
 def measure_likelihood(
     name: str,
     step: int,
-    runner: Inference,
+    inference: Inference,
     objective: Trainable,
     dataset: ShardDataset,
     *,
@@ -68,7 +68,7 @@ def measure_likelihood(
             f"the loss of {objective.config.objective.name}, as configured in this run, is not a"
             " likelihood of images; megavis figure likelihood draws validation losses of any run"
         )
-    loss = mean_loss(runner, objective, dataset, limit=limit)
+    loss = mean_loss(inference, objective, dataset, limit=limit)
     nats = loss / form.per_loss
     return LikelihoodResult(
         run=name,
@@ -82,13 +82,15 @@ def measure_likelihood(
         bits_per_dimension=nats / math.log(2),
         nats_per_image=nats * form.per_image,
         loss=loss,
-        precision=str(next(iter(runner.layers.named_parameters()))[1].dtype).removeprefix("torch."),
+        precision=str(next(iter(inference.layers.named_parameters()))[1].dtype).removeprefix(
+            "torch."
+        ),
     )
 
 
 @torch.no_grad()
 def mean_loss(
-    runner: Inference,
+    inference: Inference,
     objective: Trainable,
     dataset: ShardDataset,
     *,
@@ -101,7 +103,7 @@ def mean_loss(
     """
     total, count = 0.0, 0
     for batch in evaluation_batches(dataset, batch_size=batch_size, limit=limit):
-        sequence = objective.sequence(batch.to(runner.context.device))
-        loss = objective.loss(runner.predictions(sequence.inputs), sequence.targets)
+        sequence = objective.sequence(batch.to(inference.context.device))
+        loss = objective.loss(inference.predictions(sequence.inputs), sequence.targets)
         total, count = total + float(loss) * len(batch), count + len(batch)
     return total / count

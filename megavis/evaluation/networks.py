@@ -38,7 +38,7 @@ class Network:
     to save memory, since classifiers are fitted only there.
 
     Attributes:
-        build: builds the runner; called only if features have to be computed.
+        build: builds the `Inference`; called only if features have to be computed.
         identity: everything that its features depend on except the images, as JSON values;
             needed with a cache.
     """
@@ -50,13 +50,13 @@ class Network:
     identity: Mapping[str, Any] | None = None
 
     @classmethod
-    def of(cls, runner: Inference, objective: Trainable) -> Network:
-        """Return a network with an existing runner and without a cache."""
-        return cls(objective, runner.context, lambda: runner)
+    def of(cls, inference: Inference, objective: Trainable) -> Network:
+        """Return a network with an existing `Inference` and without a cache."""
+        return cls(objective, inference.context, lambda: inference)
 
     @cached_property
-    def runner(self) -> Inference:
-        """The runner, built on first use."""
+    def inference(self) -> Inference:
+        """The `Inference`, built on first use."""
         return self.build()
 
     @property
@@ -88,7 +88,7 @@ class Network:
         """Return the features of one view from the cache, computing them if needed."""
         cache = self.cache
         if cache is None:
-            return extract(self.runner, self.objective, dataset, view=number, num_images=count)
+            return extract(self.inference, self.objective, dataset, view=number, num_images=count)
         assert self.identity is not None
         key = {**self.identity, **identity_of_data(dataset), "view": number}
         kept = cache.read(key, count) if self.context.is_main else None
@@ -96,14 +96,14 @@ class Network:
         if self.context.from_main(kept is not None):
             return kept or NOTHING
         with cache.timed():
-            found = extract(self.runner, self.objective, dataset, view=number, num_images=count)
+            found = extract(self.inference, self.objective, dataset, view=number, num_images=count)
         if self.context.is_main:
             cache.write(key, found)
         return found
 
 
 def extract(
-    runner: Inference,
+    inference: Inference,
     objective: Trainable,
     dataset: ShardDataset,
     *,
@@ -120,7 +120,7 @@ def extract(
         On the main process, `layers` is `[L + 1, num_images, h]`, including images without a label;
         elsewhere nothing.
     """
-    context = runner.context
+    context = inference.context
     layers, labels = [], []
     for batch in round_robin_batches(
         dataset,
@@ -131,7 +131,7 @@ def extract(
     ):
         batch = view_of(batch.to(context.device), view, dataset)
         pooled = _gather(
-            runner.features(objective.backbone.feature_inputs(batch)), 1, batch_size, context
+            inference.features(objective.backbone.feature_inputs(batch)), 1, batch_size, context
         )
         named = _gather(batch.labels, 0, batch_size, context)
         if context.is_main:

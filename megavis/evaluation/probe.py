@@ -355,7 +355,7 @@ def score_checkpoint(
     features = data.features(network)
     num_train, num_validation = (len(part.labels) for part in features)
     best = score_best_layer(features, data, settings)
-    loss = mean_loss(network.runner, network.objective, loss_images, limit=num_loss_images)
+    loss = mean_loss(network.inference, network.objective, loss_images, limit=num_loss_images)
     return CheckpointScore(
         run=name,
         step=step,

@@ -54,7 +54,7 @@ class AttentionMaps:
 
 
 def measure_attention(
-    runner: Inference, objective: Trainable, dataset: ShardDataset, *, num_images: int
+    inference: Inference, objective: Trainable, dataset: ShardDataset, *, num_images: int
 ) -> AttentionMaps:
     """Measure attention with all tokens visible; raise UserError if causal or rotary."""
     paper = model_of(objective)
@@ -62,8 +62,8 @@ def measure_attention(
     total: AttentionMaps | None = None
     limit = min(num_images, len(dataset))
     for batch in evaluation_batches(dataset, batch_size=_MAPS_PER_BATCH, limit=limit):
-        inputs = paper.feature_inputs(batch.to(runner.context.device))
-        found = [_sums(weights) for weights in attention_weights(runner, inputs)]
+        inputs = paper.feature_inputs(batch.to(inference.context.device))
+        found = [_sums(weights) for weights in attention_weights(inference, inputs)]
         maps, entropies = (torch.stack(parts) for parts in zip(*found, strict=True))
         if total is not None:
             maps, entropies = total.maps + maps, total.entropies + entropies
@@ -79,13 +79,13 @@ def _check_visibility(paper: Model) -> None:
         raise UserError("attention maps do not support rotary positions")
 
 
-def attention_weights(runner: Inference, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+def attention_weights(inference: Inference, inputs: tuple[Tensor, ...]) -> list[Tensor]:
     """Return softmax(q · k / √d) of each block, `[b, n, s, keys]`, keys in their original order.
 
     Relative position biases are included.
     """
     parts: list[dict[str, Any]] = []
-    blocks = [layer for layer in runner.layers.of_phase("step") if isinstance(layer, Block)]
+    blocks = [layer for layer in inference.layers.of_phase("step") if isinstance(layer, Block)]
     with contextlib.ExitStack() as hooks:
         for block in blocks:
             parts.append({})
@@ -94,7 +94,7 @@ def attention_weights(runner: Inference, inputs: tuple[Tensor, ...]) -> list[Ten
                 if module is not None:
                     hook = module.register_forward_hook(_keeper(parts[-1], name))
                     hooks.enter_context(hook)
-        runner.predictions(inputs)
+        inference.predictions(inputs)
     size = blocks[0].self_attention.head_size
     weights = []
     for part in parts:
@@ -146,7 +146,7 @@ def sees_both_ways(objective: Trainable) -> bool:
 def attention_figure(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
     """Draw the attention of every head, averaged over held-out images."""
     maps = measure_attention(
-        subject.runner, subject.objective, subject.images, num_images=options.num_images
+        subject.inference, subject.objective, subject.images, num_images=options.num_images
     )
     rows = attention_rows(maps)
     low = min(rows, key=lambda row: float(row["entropy"]))
@@ -218,14 +218,14 @@ class Correlations:
 
 
 def measure_correlations(
-    runner: Inference, objective: Any, dataset: ShardDataset, *, num_images: int
+    inference: Inference, objective: Any, dataset: ShardDataset, *, num_images: int
 ) -> Correlations:
     """Correlate the tokens of held-out images, in pairs from the same batch."""
     sums: list[Tensor] = []
     limit = min(num_images, len(dataset))
     for batch in evaluation_batches(dataset, batch_size=_BATCH_SIZE, limit=limit):
-        inputs = objective.backbone.feature_inputs(batch.to(runner.context.device))
-        tokens = last_tokens(runner, inputs)
+        inputs = objective.backbone.feature_inputs(batch.to(inference.context.device))
+        tokens = last_tokens(inference, inputs)
         side = math.isqrt(tokens.shape[1])
         cells = tokens[:, -(side**2) :]
         parts = torch.stack([correlation(cells, cells), correlation(cells, cells.roll(-1, 0))])
@@ -234,12 +234,12 @@ def measure_correlations(
     return Correlations(within, between)
 
 
-def last_tokens(runner: Inference, inputs: tuple[Tensor, ...]) -> Tensor:
+def last_tokens(inference: Inference, inputs: tuple[Tensor, ...]) -> Tensor:
     """Return the output of the last norm, float32 `[b, s, h]`."""
     kept: list[Tensor] = []
-    norm = runner.head.feature_norm
+    norm = inference.head.feature_norm
     with norm.register_forward_hook(lambda _, __, output: kept.append(output)):
-        runner.predictions(inputs)
+        inference.predictions(inputs)
     return kept[0].float().transpose(0, 1)
 
 
@@ -262,7 +262,7 @@ def has_blocks(objective: Trainable) -> bool:
 def correlation_figure(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
     """Draw the correlation of the last layer's tokens of held-out images."""
     found = measure_correlations(
-        subject.runner, subject.objective, subject.images, num_images=options.num_images
+        subject.inference, subject.objective, subject.images, num_images=options.num_images
     )
     within, between = found.means()
     line = f"mean correlation of two positions: same image {within:.3f}, two images {between:.3f}"

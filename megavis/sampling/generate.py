@@ -51,7 +51,7 @@ class GenerationSettings:
 
 @torch.no_grad()
 def generate_in_steps(
-    runner: Inference,
+    inference: Inference,
     paper: Model,
     images: Tensor,
     *,
@@ -65,7 +65,7 @@ def generate_in_steps(
     """Generate images step by step; collective over all processes of the job.
 
     Args:
-        images: int64 `[b]`, indices of the images, on the runner's device.
+        images: int64 `[b]`, indices of the images, on the model's device.
         order: int64 `[b or 1, n]`, the order of generation.
         known: the condition, one row per image.
         given: the first tokens `[b, p, ...]` in the order.
@@ -79,15 +79,17 @@ def generate_in_steps(
     token_sampler, schedule = settings.token_sampler, paper.schedule
     num_given = 0 if given is None else given.shape[1]
     lanes = _Lanes.start(paper.reads.blank(images), images, given, settings)
-    known = paper.prepare(known, runner.once)
+    known = paper.prepare(known, inference.once)
     known = lanes.spread_known(known, paper)
     step = schedule.first(
         order, num_images=len(images), num_given=num_given, options=settings.schedule
     )
-    cache = runner.cache(paper.num_tokens, static=static) if cached and paper.keeps_keys else None
+    cache = (
+        inference.cache(paper.num_tokens, static=static) if cached and paper.keeps_keys else None
+    )
     if step is None:
         yield lanes.best(), None
-    with runner.evaluating():
+    with inference.evaluating():
         while step is not None:
             since = 0 if cache is None else cache.length
             rows = paper.rows(lanes.repeated(), lanes.spread_step(step), known, since)
@@ -99,7 +101,7 @@ def generate_in_steps(
                 return token_sampler(head, state, draws).pack()
 
             with decoding_kernels(images.device):
-                made = runner.predictions(
+                made = inference.predictions(
                     rows, cache=cache, finish=finish, whole=True, phase="step"
                 )
             drawn = Samples.unpack(made)

@@ -122,11 +122,11 @@ class Gallery:
             for options in paper.schedule.columns:
                 settings_of(paper, options)
 
-    def draw(self, runner: Inference, examples: Batch | None, *, num_images: int) -> np.ndarray:
+    def draw(self, inference: Inference, examples: Batch | None, *, num_images: int) -> np.ndarray:
         """Return a grid uint8 `[H, W, 3]`; collective over all processes of the job.
 
         Args:
-            examples: held-out images to start from, on the runner's device; None generates
+            examples: held-out images to start from, on the model's device; None generates
                 unconditionally.
 
         Raises:
@@ -136,9 +136,9 @@ class Gallery:
         if objective.reconstructs:
             if examples is None:
                 raise UserError("reconstructions need images: give data.validation")
-            return picture_of_reconstructions(runner, objective, examples.inputs)
+            return picture_of_reconstructions(inference, objective, examples.inputs)
         columns = generator_of(objective).schedule.columns
-        samplers = [Sampler(runner, objective, self.folder, options) for options in columns]
+        samplers = [Sampler(inference, objective, self.folder, options) for options in columns]
         paper = samplers[0].paper
         share = 0.0 if examples is None else paper.default_share
         if examples is None and paper.schedule.needs_given:
@@ -239,14 +239,14 @@ def picture_of_rounds(sampler: Sampler, conditions: Mapping[str, Tensor], count:
 
 
 def picture_of_reconstructions(
-    runner: Inference, objective: Trainable, originals: Tensor
+    inference: Inference, objective: Trainable, originals: Tensor
 ) -> np.ndarray:
     """Show samples in the form of the shards above their reconstructions, in pairs of rows.
 
     Collective over all processes of the job.
     """
-    inputs = objective.inputs_from(originals.to(runner.context.device))
-    made = objective.reconstruction(runner.predictions(inputs)).cpu().numpy()
+    inputs = objective.inputs_from(originals.to(inference.context.device))
+    made = objective.reconstruction(inference.predictions(inputs)).cpu().numpy()
     images, columns = objective.shown(originals).cpu().numpy(), min(len(originals), 8)
     rows = []
     for start in range(0, len(images) - columns + 1, columns):

@@ -43,7 +43,7 @@ class Sampler:
 
     def __init__(
         self,
-        runner: Inference,
+        inference: Inference,
         objective: Trainable,
         folder: Path,
         options: Mapping[str, Any] | None = None,
@@ -51,7 +51,7 @@ class Sampler:
         seed: int = 0,
         spell: Callable[[str], str] = str,
     ) -> None:
-        self.runner, self.folder, self.seed = runner, folder, seed
+        self.inference, self.folder, self.seed = inference, folder, seed
         self.paper = generator_of(objective)
         self.settings = settings_of(self.paper, options or {}, seed=seed, spell=spell)
         self.acceptance = Acceptance()
@@ -59,7 +59,7 @@ class Sampler:
     @property
     def device(self) -> torch.device:
         """Device of the model and the tokens."""
-        return self.runner.context.device
+        return self.inference.context.device
 
     def known(self, conditions: Mapping[str, Tensor], count: int) -> Known:
         """Return conditions as model inputs; raise UserError if they do not fit."""
@@ -88,7 +88,7 @@ class Sampler:
             )
         images = images.to(self.device)
         steps = generate_in_steps(
-            self.runner,
+            self.inference,
             paper,
             images,
             settings=self.settings,
@@ -113,17 +113,17 @@ class Sampler:
     def from_order(self, tokens: Tensor, order: Tensor) -> Tensor:
         """Convert the output of `tokens` to the tokenizer's tokens in raster order."""
         raster = to_raster(tokens, order)
-        return self.runner.on_first_stage(lambda layer: self.paper.undo(layer, raster))
+        return self.inference.on_first_stage(lambda layer: self.paper.undo(layer, raster))
 
     def to_images(self, tokens: Tensor) -> Tensor:
         """Decode tokens in raster order to uint8 `[b, H, W, 3]`, or raise UserError."""
         # All at once if they fit: a decoder needs no other process.
-        batches = Batches(self.runner.context, len(tokens), halves=True)
+        batches = Batches(self.inference.context, len(tokens), halves=True)
         return batches.run(lambda part: self.paper.to_images(part, self.folder), tokens)
 
     def batches(self, size: int | None = None) -> Batches:
         """Return batches to generate in; None: as many images as fit on a GPU, 64 on a CPU."""
-        return Batches.of(self.runner.context, size, is_alone=self.runner.is_alone)
+        return Batches.of(self.inference.context, size, is_alone=self.inference.is_alone)
 
     def draw(
         self,

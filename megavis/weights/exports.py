@@ -290,9 +290,9 @@ def as_vit(run: Run, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Raises UserError if it is not a plain ViT with a class token; names the config key.
     """
     paper = _paper(run)
-    reader = run.runner.layers.modules[0]
+    reader = run.inference.layers.modules[0]
     assert isinstance(reader, Reader)
-    norm = norm_name(run.runner)
+    norm = norm_name(run.inference)
     renamed = {"head.norm": norm, _CONTENT: _CONTENT}
     if classifies(run):
         layer = "classifier.linear"

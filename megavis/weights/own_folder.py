@@ -117,7 +117,7 @@ class PlainForm:
     def __init__(self, run: Run) -> None:
         paper = composition_of(run)
         self._check(run, paper)
-        reader, model = run.runner.layers.modules[0], run.config.model
+        reader, model = run.inference.layers.modules[0], run.config.model
         assert isinstance(reader, Reader)
         self.tokens = _random_tokens(paper)
         plan = paper.schedule.for_features(torch.zeros(1).long())
@@ -136,7 +136,7 @@ class PlainForm:
         if "content_groups" in carried:
             groups = carried["content_groups"][0]
             self.tensors[f"{_PREFIX}mask"] = groups <= groups[:, None]
-        self.expected = last_norm(run.runner, inputs)
+        self.expected = last_norm(run.inference, inputs)
         self.settings = {
             "content": _CONTENT,
             "first": int(changed[0]),
@@ -146,7 +146,7 @@ class PlainForm:
             "epsilon": model.norm_epsilon,
             "activation": model.activation,
             "causal": paper.core.visibility_kind == "causal",
-            "norm": norm_name(run.runner),
+            "norm": norm_name(run.inference),
         }
 
     @staticmethod
@@ -193,17 +193,17 @@ def composition_of(run: Run) -> Model:
     return paper
 
 
-def last_norm(runner: Inference, inputs: tuple[Tensor, ...]) -> Tensor:
+def last_norm(inference: Inference, inputs: tuple[Tensor, ...]) -> Tensor:
     """Return the output `[b, s, h]` of the topmost norm that provides features."""
     kept: list[Tensor] = []
-    with watch_features(runner.layers.feature_layers()[-1], kept.append):
-        runner.features(inputs)
+    with watch_features(inference.layers.feature_layers()[-1], kept.append):
+        inference.features(inputs)
     return kept[0].transpose(0, 1)
 
 
-def norm_name(runner: Inference) -> str:
+def norm_name(inference: Inference) -> str:
     """Return the name of the topmost norm that provides features."""
-    layers = runner.layers
+    layers = inference.layers
     pairs = zip(layers.plans, layers.modules, strict=True)
     plan, module = [(plan, module) for plan, module in pairs if plan.gives_features][-1]
     norm: Any = module.feature_norm

@@ -65,8 +65,8 @@ CASES = {
 
 def make_run(folder, text, build_paper):
     """Write a run with random weights and load it."""
-    objective, runner = build_paper(text, std=0.2)
-    named = {**dict(runner.layers.named_parameters()), **dict(runner.layers.named_buffers())}
+    objective, inference = build_paper(text, std=0.2)
+    named = {**dict(inference.layers.named_parameters()), **dict(inference.layers.named_buffers())}
     path = folder.with_suffix(".yaml")
     path.write_text(text)
     write_run(folder, load_config(path).config, {k: v.detach() for k, v in named.items()})
@@ -95,15 +95,15 @@ def inputs_and_outputs(name, run):
 @torch.no_grad()
 def full_attention_tokens(run, images):
     """Return the final norm's output `[b, s, h]` on images uint8 `[b, H, W, 3]`, full attention."""
-    paper, runner = run.objective.backbone, run.runner
+    paper, inference = run.objective.backbone, run.inference
     if run.config.finetune is None:
         paper = paper.with_full_attention()
         plans = paper.layer_plans()
         layers = LocalLayers(plans, list(LayerStack(plans, paper.loss).layers))
         load_weights(run.checkpoint, layers, run.context)
-        runner = Inference(layers, run.context)
+        inference = Inference(layers, run.context)
     batch = Batch(images, torch.full((len(images),), -1), torch.arange(len(images)))
-    return last_norm(runner, paper.feature_inputs(batch))
+    return last_norm(inference, paper.feature_inputs(batch))
 
 
 def hidden_patches(run, images):
@@ -151,7 +151,7 @@ def test_export_import_round_trip(folders, build_paper, name, capsys):
     assert main(["import", "huggingface", str(out), str(back), *heads]) == 0
     if name == "givt_own":
         weights, again = (
-            dict(megavis.load(f).runner.layers.named_parameters()) for f in (out, back)
+            dict(megavis.load(f).inference.layers.named_parameters()) for f in (out, back)
         )
         assert all(torch.equal(again[key], tensor) for key, tensor in weights.items())
     else:

@@ -33,8 +33,8 @@ def run(tmp_path, build_paper):
     """The folder of a small MAE with random weights."""
     path = tmp_path / "mae.yaml"
     path.write_text(MAE)
-    _, runner = build_paper(MAE)
-    weights = {name: value.detach() for name, value in runner.layers.named_parameters()}
+    _, inference = build_paper(MAE)
+    weights = {name: value.detach() for name, value in inference.layers.named_parameters()}
     write_run(tmp_path / "run", load_config(path).config, weights)
     return tmp_path / "run"
 

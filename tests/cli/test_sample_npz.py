@@ -34,9 +34,9 @@ OF_PATCHES = {"temperature": 0.9, "top_k": None, "top_p": None, "sampling_steps"
 def write(context, tmp_path):
     """Write five samples in batches of two; return them and samples of a single batch."""
 
-    def write(objective, runner, options, *, prefix=0.0):
+    def write(objective, inference, options, *, prefix=0.0):
         def sampler(*, seed, spell=str, **chosen):
-            return Sampler(runner, objective, tmp_path, chosen, seed=seed, spell=spell)
+            return Sampler(inference, objective, tmp_path, chosen, seed=seed, spell=spell)
 
         opened = SimpleNamespace(
             folder=tmp_path,

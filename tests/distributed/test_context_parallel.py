@@ -26,13 +26,13 @@ def features_and_loss(launch: Launch, config: RunConfig) -> tuple[Any, float]:
         run = Trainer.open(config, context)
         plans = run.objective.layer_plans()
         stack = LayerStack(plans, run.objective.loss)
-        runner = Inference(LocalLayers(plans, list(stack.layers)), context)
+        inference = Inference(LocalLayers(plans, list(stack.layers)), context)
         images, _ = run.train_data.read(range(4))
         ids = torch.from_numpy(images.astype("int64"))
         inputs = run.objective.inputs_for_features(ids, None)
-        predictions = runner.predictions(run.objective.inputs_from(ids))
+        predictions = inference.predictions(run.objective.inputs_from(ids))
         loss = run.objective.loss(predictions, (ids.flatten(1),))
-        return runner.features(inputs).numpy(), float(loss)
+        return inference.features(inputs).numpy(), float(loss)
 
 
 @pytest.mark.parametrize(("processes", "layout"), [(2, {"context_parallel_size": 2}), (4, BOTH)])

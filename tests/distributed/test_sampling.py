@@ -60,9 +60,9 @@ def sample_after_training(launch, path, overrides):
         )
         with loader:
             losses = [engine.train_step(loader, step) for step in range(STEPS)]
-            runner = Inference(engine.layers, context)
-            assert runner.is_alone == (launch.world_size == 1)
-            sampler = Sampler(runner, objective, Path(), seed=3)
+            inference = Inference(engine.layers, context)
+            assert inference.is_alone == (launch.world_size == 1)
+            sampler = Sampler(inference, objective, Path(), seed=3)
             completed = sampler.draw(5, originals=originals, num_given=32)
             ids = torch.cat([sampler.draw(5, batch_size=3), completed])
             losses.append(engine.train_step(loader, STEPS))

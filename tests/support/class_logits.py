@@ -11,9 +11,9 @@ PATCHES = ("model.normalization=layer_norm", "model.add_bias=true")
 
 
 @torch.no_grad()
-def class_logits(runner, inputs, read_out):
+def class_logits(inference, inputs, read_out):
     """Return class logits `[b, c]`, in plain loops from the head's norm on."""
-    embedding, *blocks, head = runner.layers.modules
+    embedding, *blocks, head = inference.layers.modules
     state = embedding(inputs)
     for block in blocks:
         state = block(state)

@@ -107,7 +107,7 @@ def take_steps_of_accepted(build_paper, name, count, seed):
         found = checked(tree)
         if found is None or found[1]:
             continue
-        objective, runner = build_paper(yaml.safe_dump(tree), std=0.1)
+        objective, inference = build_paper(yaml.safe_dump(tree), std=0.1)
         assert objective.flops_per_image() > 0
         built += 1
         grammar = objective.backbone.grammar
@@ -119,7 +119,7 @@ def take_steps_of_accepted(build_paper, name, count, seed):
             continue
         state = objective.training_sequence(objective.backbone.blank_batch(2, torch.device("cpu")))
         inputs = state.inputs
-        for layer in runner.layers.modules:
+        for layer in inference.layers.modules:
             inputs = layer(inputs)
         loss = objective.loss(inputs, state.targets)
         loss.backward()

@@ -154,7 +154,7 @@ def test_run_opens_at_another_size(image_shards, tmp_path, positions):
             at_image_size(trained.config, 18)
         if positions == "learned":
             before, after = (
-                dict(run.runner.layers.named_parameters())["embedding.positions.weight"]
+                dict(run.inference.layers.named_parameters())["embedding.positions.weight"]
                 for run in (trained, larger)
             )
             assert torch.equal(after, resize_table(before.detach(), 64))

@@ -137,15 +137,15 @@ def _pixels(images: Tensor) -> Tensor:
 
 
 def reconstructions(
-    runner: Inference, objective: Trainable, dataset: ShardDataset, *, num_images: int
+    inference: Inference, objective: Trainable, dataset: ShardDataset, *, num_images: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the first images and their reconstructions, uint8 `[b, H, W, 3]` each.
 
     Reconstruction is deterministic: a VAE decodes the posterior mean.
     """
     for batch in evaluation_batches(dataset, batch_size=_BATCH_SIZE, limit=num_images):
-        originals = batch.inputs.to(runner.context.device)
-        made = objective.reconstruction(runner.predictions(objective.inputs_from(originals)))
+        originals = batch.inputs.to(inference.context.device)
+        made = objective.reconstruction(inference.predictions(objective.inputs_from(originals)))
         yield objective.shown(originals), made
 
 

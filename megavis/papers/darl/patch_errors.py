@@ -43,12 +43,12 @@ class PatchErrors:
 
 
 def measure_patches(
-    runner: Inference, objective: Model, dataset: ShardDataset, *, num_images: int
+    inference: Inference, objective: Model, dataset: ShardDataset, *, num_images: int
 ) -> PatchErrors:
     """Compute errors on held-out images; noise is a function of seed and image as in training.
 
     Args:
-        runner: the model, on one process.
+        inference: the model, on one process.
         objective: a paper with a sequential schedule.
 
     Raises:
@@ -57,8 +57,8 @@ def measure_patches(
     sums: list[Tensor] = []
     count = min(num_images, len(dataset))
     for batch in evaluation_batches(dataset, batch_size=_BATCH_SIZE, limit=count):
-        sequence = objective.sequence(batch.to(runner.context.device))
-        predictions = runner.predictions(sequence.inputs)
+        sequence = objective.sequence(batch.to(inference.context.device))
+        predictions = inference.predictions(sequence.inputs)
         per_token_loss = objective.token_losses(predictions, sequence.targets).double()
         order = objective.schedule.draw(batch.sample_index.to(per_token_loss.device)).order
         order = order.expand(len(per_token_loss), -1)
@@ -79,7 +79,7 @@ def applies(objective: Trainable) -> bool:
 def draw_patches(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
     """Measure and plot; raise UserError if the run's objective does not support it."""
     errors = measure_patches(
-        subject.runner,
+        subject.inference,
         model_of(subject.objective),
         subject.images,
         num_images=options.num_images,

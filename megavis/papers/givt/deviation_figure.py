@@ -40,7 +40,7 @@ def applies(objective: Trainable) -> bool:
 
 
 def predicted_deviations(
-    runner: Inference, objective: Model, samples: Tensor, index: Tensor, labels: Tensor
+    inference: Inference, objective: Model, samples: Tensor, index: Tensor, labels: Tensor
 ) -> Tensor:
     """Return the mean standard deviation of each token.
 
@@ -56,7 +56,7 @@ def predicted_deviations(
     inputs = objective.inputs_from(samples, sample_index=index, labels=labels)
     density = objective.density
     assert isinstance(density, GaussianMixture)
-    mixture = density.distribution(parameters_of(runner.predictions(inputs)))
+    mixture = density.distribution(parameters_of(inference.predictions(inputs)))
     weights = mixture.logits.softmax(-1)[..., None]
     return (weights * mixture.log_scales.exp()).sum(-2).mean(-1)
 
@@ -76,10 +76,10 @@ def draw_deviations(subject: FigureInput, options: argparse.Namespace) -> Render
     parts: list[tuple[Tensor, Tensor]] = []
     for start in range(0, len(chosen), _BATCH_SIZE):
         places = chosen[start : start + _BATCH_SIZE]
-        batch = read_batch(subject.images, places, places).to(subject.runner.context.device)
+        batch = read_batch(subject.images, places, places).to(subject.inference.context.device)
         named, none = (
             predicted_deviations(
-                subject.runner, objective, batch.inputs, batch.sample_index, classes
+                subject.inference, objective, batch.inputs, batch.sample_index, classes
             ).cpu()
             for classes in (batch.labels, torch.full_like(batch.labels, -1))
         )

@@ -89,7 +89,7 @@ def draw_groups(subject: FigureInput, options: argparse.Namespace) -> RenderedFi
     """Complete images in each number of groups, score them, and draw the first eight."""
     perceptual = open_perceptual(options.perceptual_weights, options.lpips_weights)
     inputs = read_round_robin(subject.images, options.num_images).inputs
-    inputs = inputs.to(subject.runner.context.device)
+    inputs = inputs.to(subject.inference.context.device)
     paper = generator_of(subject.objective)
     originals = paper.to_images(paper.tokens_of(inputs), subject.folder)
     rows, columns, given = [], [], None
@@ -113,7 +113,7 @@ def _fill_all(
 ) -> tuple[Tensor, Tensor]:
     """Complete all images; return them, uint8 `[b, h, w, 3]`, and the mask of given tokens."""
     sampler = Sampler(
-        subject.runner,
+        subject.inference,
         subject.objective,
         subject.folder,
         {"groups": num_groups},

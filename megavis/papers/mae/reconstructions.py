@@ -40,11 +40,11 @@ class Reconstructions:
     hidden: Tensor
 
 
-def reconstruct(runner: Inference, paper: Model, batch: Batch, folder: Path) -> Reconstructions:
+def reconstruct(inference: Inference, paper: Model, batch: Batch, folder: Path) -> Reconstructions:
     """Hide tokens as in training, and predict them.
 
     Args:
-        runner: the model, on one process.
+        inference: the model, on one process.
         batch: images, whose sample indices determine the mask.
         folder: the run folder, which may contain a palette.
 
@@ -62,7 +62,7 @@ def reconstruct(runner: Inference, paper: Model, batch: Batch, folder: Path) -> 
         name = paper.config.objective.name
         raise UserError(f"runs of {name} predict every token, so no token is visible")
     sequence = paper.sequence(batch)
-    predictions = runner.predictions(sequence.inputs)
+    predictions = inference.predictions(sequence.inputs)
     restored = paper.density.restored(predictions, sequence.targets[0])
     tokens = paper.predicts.sequence(paper.predicts.of(batch.inputs, batch.sample_index))
     places = plan.order[:, plan.first_asked :].expand(len(tokens), -1)
@@ -98,9 +98,11 @@ def applies(objective: Trainable) -> bool:
 
 def draw_reconstructions(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
     """Predict hidden tokens, compute their PSNR, and draw the first eight images."""
-    batch = read_round_robin(subject.images, options.num_images).to(subject.runner.context.device)
+    batch = read_round_robin(subject.images, options.num_images).to(
+        subject.inference.context.device
+    )
     paper = model_of(subject.objective)
-    found = reconstruct(subject.runner, paper, batch, subject.folder)
+    found = reconstruct(subject.inference, paper, batch, subject.folder)
     originals, made = (each.cpu().numpy() for each in (found.originals, found.made))
     hidden = pixels_of(found.hidden, paper.predicts.grid, originals)
     rows = [

@@ -113,21 +113,21 @@ class PositionAccuracy:
 
 
 def predicted_places(
-    runner: Inference, objective: Places, patches: Tensor, context: Tensor
+    inference: Inference, objective: Places, patches: Tensor, context: Tensor
 ) -> Tensor:
     """Return the most likely position of each patch, int64 `[b, n]`.
 
     Args:
-        runner: the model, on one process.
+        inference: the model, on one process.
         patches: `[b, n, d]`.
         context: indices of the context patches, int64 `[b, c]`.
     """
     inputs = objective.inputs_with(patches, context)
-    return objective.outputs(runner.predictions(inputs)).argmax(-1)
+    return objective.outputs(inference.predictions(inputs)).argmax(-1)
 
 
 def position_accuracy(
-    runner: Inference,
+    inference: Inference,
     objective: Places,
     dataset: ShardDataset,
     *,
@@ -143,10 +143,10 @@ def position_accuracy(
     places = objective.num_places
     limit = min(num_images, len(dataset))
     for batch in evaluation_batches(dataset, batch_size=_BATCH_SIZE, limit=limit):
-        batch = batch.to(runner.context.device)
+        batch = batch.to(inference.context.device)
         context = objective.context_of(batch.sample_index, mask_ratio)
         patches = objective.patches_of(batch.inputs)
-        found = predicted_places(runner, objective, patches, context).cpu()
+        found = predicted_places(inference, objective, patches, context).cpu()
         hits = (found == torch.arange(places)).double()
         seen = torch.zeros(len(hits), places, dtype=torch.float64)
         seen.scatter_(1, context.cpu(), 1.0)
@@ -193,7 +193,7 @@ def draw_positions(subject: FigureInput, options: argparse.Namespace) -> Rendere
     objective = Places.of(subject.objective)
     scores = [
         position_accuracy(
-            subject.runner,
+            subject.inference,
             objective,
             subject.images,
             mask_ratio=number / 10,
@@ -216,7 +216,7 @@ def draw_jigsaw(subject: FigureInput, options: argparse.Namespace) -> RenderedFi
     accuracies = []
     images = read_round_robin(subject.images, options.num_images).inputs
     for number, image in enumerate(images, options.seed):
-        part, found = jigsaw_rows(subject.runner, objective, image, _RATIOS, seed=number)
+        part, found = jigsaw_rows(subject.inference, objective, image, _RATIOS, seed=number)
         rows += [[image.cpu().numpy(), *row] for row in part]
         accuracies.append(found)
     means = [sum(column) / len(column) for column in zip(*accuracies, strict=True)]
@@ -238,7 +238,7 @@ def draw_mixture(subject: FigureInput, options: argparse.Namespace) -> RenderedF
     # A small folder may have an odd number of images; the last one then has no partner.
     pairs = images[: len(images) // 2 * 2].split(2)
     for number, pair in enumerate(pairs, options.seed):
-        rows += mixture_rows(subject.runner, objective, pair, _RATIOS, seed=number)
+        rows += mixture_rows(subject.inference, objective, pair, _RATIOS, seed=number)
     return RenderedFigure(image_grid(rows), lines=[f"{len(pairs)} pairs, mask ratios {_RATIOS}"])
 
 
@@ -278,7 +278,12 @@ def outline(images: np.ndarray, chosen: Tensor) -> np.ndarray:
 
 
 def jigsaw_rows(
-    runner: Inference, objective: Places, image: Tensor, ratios: Iterable[float], *, seed: int = 0
+    inference: Inference,
+    objective: Places,
+    image: Tensor,
+    ratios: Iterable[float],
+    *,
+    seed: int = 0,
 ) -> tuple[list[list[np.ndarray]], list[float]]:
     """Shuffle the patches of one image and reassemble them from predicted positions.
 
@@ -291,14 +296,14 @@ def jigsaw_rows(
         Three rows: context patches at their positions, the shuffled patches with the context in
         green, and patches at their predicted positions; and the accuracy of each column.
     """
-    patches = objective.patches_of(image[None].to(runner.context.device))
+    patches = objective.patches_of(image[None].to(inference.context.device))
     rows: list[list[np.ndarray]] = [[], [], []]
     accuracies = []
     order = _shuffled(patches.shape[1], seed)
     for ratio in ratios:
         context = objective.context_of(torch.tensor([seed], device=patches.device), ratio)
         seen = torch.zeros(1, patches.shape[1], dtype=torch.bool).scatter_(1, context.cpu(), True)
-        places = predicted_places(runner, objective, patches, context)
+        places = predicted_places(inference, objective, patches, context)
         accuracies.append(float((places.cpu() == torch.arange(len(order))).float().mean()))
         rows[0].append(show(objective, patches, seen)[0])
         shuffled = show(objective, gather_tokens(patches, order.to(patches.device)))
@@ -308,7 +313,7 @@ def jigsaw_rows(
 
 
 def mixture_rows(
-    runner: Inference, objective: Places, pair: Tensor, ratios: Iterable[float], *, seed: int = 0
+    inference: Inference, objective: Places, pair: Tensor, ratios: Iterable[float], *, seed: int = 0
 ) -> list[list[np.ndarray]]:
     """Shuffle the patches of two images together and reassemble each half.
 
@@ -321,14 +326,14 @@ def mixture_rows(
         One row per η: both images, then for each half of the mixture its patches, context in green,
         and the patches at their predicted positions.
     """
-    whole = objective.patches_of(pair.to(runner.context.device))
+    whole = objective.patches_of(pair.to(inference.context.device))
     count = whole.shape[1]
     mixed = whole.flatten(0, 1)[_shuffled(2 * count, seed).to(whole.device)].view(2, count, -1)
     rows = []
     for ratio in ratios:
         context = objective.context_of(torch.tensor([seed, seed + 1], device=whole.device), ratio)
         seen = torch.zeros(2, count, dtype=torch.bool).scatter_(1, context.cpu(), True)
-        places = predicted_places(runner, objective, mixed, context)
+        places = predicted_places(inference, objective, mixed, context)
         halves = outline(show(objective, mixed), seen)
         sorted_halves = show(objective, *reassemble(mixed, places))
         row = [*pair.cpu().numpy()]

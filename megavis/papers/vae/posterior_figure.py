@@ -25,7 +25,7 @@ def applies(objective: Trainable) -> bool:
 
 
 def decoded(
-    runner: Inference, objective: Trainable, batch: Batch, *, draws: int
+    inference: Inference, objective: Trainable, batch: Batch, *, draws: int
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the decoded means of images, and images decoded from samples of the posterior.
 
@@ -39,7 +39,7 @@ def decoded(
 
     def decode(index: Tensor | None) -> Tensor:
         inputs = objective.inputs_from(batch.inputs, sample_index=index)
-        return objective.reconstruction(runner.predictions(inputs))
+        return objective.reconstruction(inference.predictions(inputs))
 
     first, count = batch.sample_index, int(batch.sample_index.max()) + 1
     return decode(None), [decode(first + draw * count) for draw in range(draws)]
@@ -47,8 +47,10 @@ def decoded(
 
 def draw_posterior(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
     """Decode means and samples, compute their PSNR, and draw the first eight images."""
-    batch = read_round_robin(subject.images, options.num_images).to(subject.runner.context.device)
-    mean, draws = decoded(subject.runner, subject.objective, batch, draws=options.draws)
+    batch = read_round_robin(subject.images, options.num_images).to(
+        subject.inference.context.device
+    )
+    mean, draws = decoded(subject.inference, subject.objective, batch, draws=options.draws)
     scores = {
         "mean": [signal_to_noise(mean, batch.inputs)],
         "draws": [signal_to_noise(each, batch.inputs) for each in draws],

@@ -96,7 +96,7 @@ class Validate:
 
         Called on every process. The result is empty if aborted.
         """
-        runner = Inference(engine.layers, engine.context)
+        inference = Inference(engine.layers, engine.context)
         batches = evaluation_batches(
             self.dataset,
             batch_size=engine.micro_batch_size,
@@ -110,7 +110,7 @@ class Validate:
             if may_break_off and self.is_urgent():
                 return {}
             sequence = engine.objective.sequence(batch.to(engine.context.device))
-            predictions = runner.predictions(sequence.inputs)
+            predictions = inference.predictions(sequence.inputs)
             with torch.no_grad():
                 loss = engine.objective.loss(predictions, sequence.targets)
                 measured = engine.objective.measures(predictions, sequence.targets)
@@ -177,11 +177,11 @@ class SampleImages:
 
     def _drawn(self, engine: Engine) -> np.ndarray | None:
         """Return the grid; None if this process has too little memory for it."""
-        runner = Inference(engine.layers, engine.context, captures=False)
+        inference = Inference(engine.layers, engine.context, captures=False)
         examples = self.examples and self.examples.to(engine.context.device)
         try:
             with engine.evaluated():
-                return self.gallery.draw(runner, examples, num_images=self.num_images)
+                return self.gallery.draw(inference, examples, num_images=self.num_images)
         except torch.OutOfMemoryError:
             return None
 

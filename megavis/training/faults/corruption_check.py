@@ -86,11 +86,11 @@ class CheckReplicas:
     def losses(self, engine: Engine, step: int) -> Losses:
         """Return the loss of one micro-batch, computed twice."""
         batch = self._first_micro_batch(engine, step).to(engine.context.device)
-        runner = Inference(engine.layers, engine.context)
+        inference = Inference(engine.layers, engine.context)
         losses = []
         for _ in range(2):
             sequence = engine.objective.sequence(batch)
-            predictions = runner.predictions(sequence.inputs)
+            predictions = inference.predictions(sequence.inputs)
             with torch.no_grad():
                 losses.append(engine.objective.loss(predictions, sequence.targets).float())
         first, second = torch.stack(losses).tolist()

@@ -46,15 +46,15 @@ def cross_entropy(logits, label, smoothing=0.0):
 @pytest.mark.parametrize("mode", ["autoregressive", "bert"])
 def test_joint_loss_is_the_weighted_sum(build, tmp_path, batch, mode):
     words = (*WORDS, f"objective.mode={mode}", "finetune.generative_weight=0.5")
-    objective, runner = build(tmp_path / "c.yaml", *words)
+    objective, inference = build(tmp_path / "c.yaml", *words)
     sequence = objective.sequence(batch)
-    predictions = runner.predictions(sequence.inputs)
+    predictions = inference.predictions(sequence.inputs)
     got = objective.loss(predictions, sequence.targets)
 
-    plain = OBJECTIVES["igpt"](objective.config, runner.context)
+    plain = OBJECTIVES["igpt"](objective.config, inference.context)
     own = plain.sequence(batch)
     generative = plain.loss(predictions[0], own.targets)
-    logits = class_logits(runner, own.inputs, "mean")
+    logits = class_logits(inference, own.inputs, "mean")
     nats = [cross_entropy(z, y) for z, y in zip(logits, batch.labels.tolist(), strict=True)]
     np.testing.assert_allclose(objective.outputs(predictions), logits, rtol=1e-4, atol=1e-4)
     assert float(got) == pytest.approx(0.5 * float(generative) + sum(nats) / 6, rel=1e-5)
@@ -64,12 +64,12 @@ def test_joint_loss_is_the_weighted_sum(build, tmp_path, batch, mode):
 @pytest.mark.parametrize("name", list(PAPERS))
 def test_class_logits_and_loss_for_every_paper(build, tmp_path, batch, pictures, name, visibility):
     words = (*WORDS, *PAPERS[name], f"finetune.visibility={visibility}")
-    objective, runner = build(tmp_path / "c.yaml", *words, "finetune.label_smoothing=0.1")
+    objective, inference = build(tmp_path / "c.yaml", *words, "finetune.label_smoothing=0.1")
     images = batch if name == "igpt" else pictures
     sequence = objective.sequence(images)
-    predictions = runner.predictions(sequence.inputs)
+    predictions = inference.predictions(sequence.inputs)
 
-    logits = class_logits(runner, sequence.inputs, objective.settings.read_out)
+    logits = class_logits(inference, sequence.inputs, objective.settings.read_out)
     np.testing.assert_allclose(predictions, logits, rtol=1e-4, atol=1e-4)
     labels = images.labels.tolist()
     nats = [cross_entropy(z, y, 0.1) for z, y in zip(logits, labels, strict=True)]
@@ -79,7 +79,7 @@ def test_class_logits_and_loss_for_every_paper(build, tmp_path, batch, pictures,
     assert float(objective.measures(predictions, sequence.targets)["accuracy"]) == (
         pytest.approx(named.mean())
     )
-    again = runner.predictions(objective.inputs_from(images.inputs))
+    again = inference.predictions(objective.inputs_from(images.inputs))
     torch.testing.assert_close(again, predictions)
 
 
@@ -88,11 +88,11 @@ def test_class_logits_and_loss_for_every_paper(build, tmp_path, batch, pictures,
 def test_visibility_of_finetuning(build, tmp_path, batch, pictures, name, visibility, sees):
     """The first token depends on the last one only under full visibility."""
     words = (*WORDS, *PAPERS[name], f"finetune.visibility={visibility}")
-    objective, runner = build(tmp_path / "c.yaml", *words, "finetune.read_out=first")
+    objective, inference = build(tmp_path / "c.yaml", *words, "finetune.read_out=first")
     images = (batch if name == "igpt" else pictures).inputs
     changed = images.clone()
     changed.flatten(1)[:, -4:-1] = changed.flatten(1)[:, -4:-1] // 2
-    one, other = (runner.predictions(objective.inputs_from(each)) for each in (images, changed))
+    one, other = (inference.predictions(objective.inputs_from(each)) for each in (images, changed))
     assert not torch.equal(images, changed)
     assert torch.equal(one, other) is not sees
 
@@ -101,11 +101,11 @@ def test_visibility_of_finetuning(build, tmp_path, batch, pictures, name, visibi
 def test_mp3_class_token_depends_on_positions(build, tmp_path, pictures, kind, sees):
     """Without position embeddings, MP3 is invariant to the order of patches (section 3.3)."""
     words = (*WORDS, *PAPERS["mp3"], f"model.positions={kind}")
-    objective, runner = build(tmp_path / "c.yaml", *words)
+    objective, inference = build(tmp_path / "c.yaml", *words)
     images = pictures.inputs
     # Swap the upper and the lower half, two rows of patches.
     moved = torch.cat([images[:, 2:], images[:, :2]], dim=1)
-    one, other = (runner.predictions(objective.inputs_from(each)) for each in (images, moved))
+    one, other = (inference.predictions(objective.inputs_from(each)) for each in (images, moved))
     assert torch.allclose(one, other, atol=1e-5) is not sees
 
 
@@ -114,9 +114,9 @@ def test_mp3_class_token_depends_on_positions(build, tmp_path, pictures, kind, s
 def test_drop_path_drops_attention_and_mlp_independently(build, tmp_path, batch, pictures, name):
     """The first of two blocks is never dropped, the second at the given rate."""
     words = (*WORDS, *PAPERS[name], "finetune.drop_path=0.4")
-    objective, runner = build(tmp_path / "c.yaml", *words)
+    objective, inference = build(tmp_path / "c.yaml", *words)
     images = batch if name == "igpt" else pictures
-    embedding, first, second, head = runner.layers.modules
+    embedding, first, second, head = inference.layers.modules
     start = embedding.train()(objective.training_sequence(images).inputs)
     middle = first.train()(start)
     for one, other in zip(middle, first.eval()(start), strict=True):
@@ -137,8 +137,8 @@ def test_drop_path_drops_attention_and_mlp_independently(build, tmp_path, batch,
     torch.testing.assert_close(second.train()(middle)[0], expected)
     # Evaluation drops nothing.
     assert torch.equal(
-        runner.predictions(objective.inputs_from(images.inputs)),
-        runner.predictions(objective.inputs_from(images.inputs, sample_index=samples + 99)),
+        inference.predictions(objective.inputs_from(images.inputs)),
+        inference.predictions(objective.inputs_from(images.inputs, sample_index=samples + 99)),
     )
 
 

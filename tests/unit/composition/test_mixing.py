@@ -73,14 +73,14 @@ MIXING = ("finetune.mixup=0.8", "finetune.cutmix=1.0", "finetune.label_smoothing
 def test_loss_uses_mixed_labels(build, tmp_path):
     """Only training mixes images."""
     words = (*WORDS, "objective={name: gvp, patch_size: 2, num_groups: 2}", *PATCHES, *MIXING)
-    objective, runner = build(tmp_path / "c.yaml", *words)
+    objective, inference = build(tmp_path / "c.yaml", *words)
     images = photographs(6, SIDE, seed=0)[:, :4, :4].contiguous()
     batch = Batch(images, torch.tensor([0, 1, 2, 3, 4, 0]), torch.arange(6))
     sequence = objective.training_sequence(batch)
     shares = sequence.targets[-1]
     assert shares.shape == (6, 5)
-    predictions = runner.predictions(sequence.inputs)
-    logits = class_logits(runner, sequence.inputs, "mean")
+    predictions = inference.predictions(sequence.inputs)
+    logits = class_logits(inference, sequence.inputs, "mean")
     expected = 0.0
     for z, share in zip(logits, shares.tolist(), strict=True):
         total = math.log(sum(math.exp(value) for value in z))

@@ -107,8 +107,8 @@ class NoNumbers(TorchFunctionMode):
 
 @pytest.mark.parametrize(("words", "inputs"), STEPS)
 def test_step_does_not_synchronize_with_the_host(build_gvp, words, inputs):
-    objective, runner = build_gvp(*words)
-    layers = [layer.to("meta") for layer in runner.layers.modules]
+    objective, inference = build_gvp(*words)
+    layers = [layer.to("meta") for layer in inference.layers.modules]
     batch = batch_of(inputs).to("meta")
     # Copies that happen only in the first step are allowed.
     step(objective, layers, batch)
@@ -143,15 +143,17 @@ def test_forward_pass_uses_one_device_and_reads_no_values(
 ):
     # Compilation would need a GPU.
     monkeypatch.setattr(kernels, "compiled", lambda function: function)
-    objective, runner = build_gvp(*words)
+    objective, inference = build_gvp(*words)
     batch = batch_of(inputs)
     with fake_gpu:
-        for layer in runner.layers.modules:
+        for layer in inference.layers.modules:
             move_to_fake_cuda(layer, fake_gpu)
         on_gpu = Batch(*(as_cuda(fake_gpu, t) for t in vars(batch).values()))
         sequence = objective.sequence(on_gpu)
-        loss = objective.loss(run_layers(runner.layers.modules, sequence.inputs), sequence.targets)
-        features = runner.features(objective.feature_inputs(on_gpu))
+        loss = objective.loss(
+            run_layers(inference.layers.modules, sequence.inputs), sequence.targets
+        )
+        features = inference.features(objective.feature_inputs(on_gpu))
     assert loss.device.type == features.device.type == "cuda"
 
 
@@ -228,8 +230,8 @@ class Kernels(TorchDispatchMode):
     [(*paper, counts) for paper, counts in zip(PAPERS, KERNELS, strict=True)],
 )
 def test_kernel_count_per_block(build_gvp, monkeypatch, words, inputs, counts):
-    objective, runner = build_gvp(*words)
-    layers = [layer.to("meta", torch.bfloat16) for layer in runner.layers.modules]
+    objective, inference = build_gvp(*words)
+    layers = [layer.to("meta", torch.bfloat16) for layer in inference.layers.modules]
     counted, plain_sdpa = Kernels(), F.scaled_dot_product_attention
     monkeypatch.setattr(
         F, "scaled_dot_product_attention", counted.as_one(F.scaled_dot_product_attention)
@@ -269,8 +271,8 @@ def test_kernel_count_per_block(build_gvp, monkeypatch, words, inputs, counts):
 
 @pytest.mark.parametrize(("words", "inputs"), PAPERS)
 def test_gpu_kernels_match_plain_loss_and_gradients(build_gvp, monkeypatch, words, inputs):
-    objective, runner = build_gvp(*words)
-    layers, batch = runner.layers.modules, batch_of(inputs)
+    objective, inference = build_gvp(*words)
+    layers, batch = inference.layers.modules, batch_of(inputs)
     parameters = [p for layer in layers for p in layer.parameters() if p.requires_grad]
     # Zero-initialized heads would hide differences below them.
     generator = torch.Generator().manual_seed(3)

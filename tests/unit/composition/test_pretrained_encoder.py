@@ -89,24 +89,26 @@ def write_source(folder, text, weights):
 
 def memory_of(build_paper, text, images):
     """Return what the encoder of a config gives the decoder, `[b, c, h]`."""
-    objective, runner = build_paper(text)
+    objective, inference = build_paper(text)
     pretrained = objective.pretrained()
     started = set()
     with CheckpointReader(pretrained.checkpoint) as reader:
-        for name, parameter in runner.layers.named_parameters():
+        for name, parameter in inference.layers.named_parameters():
             value = pretrained.tensor(reader, name)
             if value is not None:
                 parameter.data.copy_(value)
                 started.add(name)
-    encoder = {n for n, _ in runner.layers.named_parameters() if n.startswith("embedding.encoder.")}
+    encoder = {
+        n for n, _ in inference.layers.named_parameters() if n.startswith("embedding.encoder.")
+    }
     outside = {f"embedding.encoder.linear.{kind}" for kind in ("weight", "bias")}
     assert started == encoder - outside
     kept = []
-    output = next(m for m in runner.layers.modules if isinstance(m, EncoderOutput))
+    output = next(m for m in inference.layers.modules if isinstance(m, EncoderOutput))
     output.norm.register_forward_hook(lambda module, given, out: kept.append(out))
     assert MEMORY in objective.core.carried_names
     latents = torch.zeros(len(images), 4, images.shape[1] // 8, images.shape[1] // 8)
-    runner.predictions(objective.inputs_from(latents, image=images))
+    inference.predictions(objective.inputs_from(latents, image=images))
     return kept[0].transpose(0, 1)
 
 
@@ -121,8 +123,8 @@ def test_the_encoder_gives_a_vision_transformer_s_features(build_paper, tmp_path
 
 
 def test_the_encoder_gives_the_features_of_mae(build_paper, tmp_path):
-    _, runner = build_paper(MAE_RUN, std=0.2)
-    weights = {name: p.detach().clone() for name, p in runner.layers.named_parameters()}
+    _, inference = build_paper(MAE_RUN, std=0.2)
+    weights = {name: p.detach().clone() for name, p in inference.layers.named_parameters()}
     folder, images = write_source(tmp_path / "mae", MAE_RUN, weights), photographs(2, 32)
     found = memory_of(build_paper, config_of(folder), images)
     expected = megavis.load(folder, device="cpu").features(images, layer=2)

@@ -86,8 +86,8 @@ def differs(read, inputs):
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_declared_randomness_of_features(make, name):
-    objective, runner, inputs = make(name)
-    found = differs(lambda batch: runner.features(objective.feature_inputs(batch)), inputs)
+    objective, inference, inputs = make(name)
+    found = differs(lambda batch: inference.features(objective.feature_inputs(batch)), inputs)
     assert objective.has_random_features is found is MODELS[name][3]
 
 
@@ -95,10 +95,10 @@ def test_declared_randomness_of_features(make, name):
 @pytest.mark.parametrize("name", list(MODELS))
 def test_declared_randomness_of_classes(make, name, words):
     """Without a generative loss, classes are read from features, also with drop path."""
-    objective, runner, inputs = make(name, *words)
+    objective, inference, inputs = make(name, *words)
 
     def logits(batch):
-        return objective.outputs(runner.predictions(objective.sequence(batch).inputs))
+        return objective.outputs(inference.predictions(objective.sequence(batch).inputs))
 
     expected = MODELS[name][2 if words is JOINT else 3]
     assert objective.has_random_sequence is differs(logits, inputs) is expected

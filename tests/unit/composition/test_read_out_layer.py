@@ -26,48 +26,51 @@ def images():
     return lambda name: ids if name == "igpt" else pixels
 
 
-def features(objective, runner, inputs):
+def features(objective, inference, inputs):
     """Return the features of all layers below the classifier, `[L + 1, b, h]`."""
     from megavis.model.inference import Inference
     from megavis.model.stack import LayerStack, LocalLayers
 
-    plain = build_objective(objective.config.model_copy(update={"finetune": None}), runner.context)
+    plain = build_objective(
+        objective.config.model_copy(update={"finetune": None}), inference.context
+    )
     plans = plain.layer_plans()
     layers = LocalLayers(plans, list(LayerStack(plans, plain.loss).layers))
-    saved = dict(runner.layers.named_parameters())
+    saved = dict(inference.layers.named_parameters())
     with torch.no_grad():
         for name, parameter in layers.named_parameters():
             if name in saved:
                 parameter.copy_(saved[name])
-    return Inference(layers, runner.context).features(plain.inputs_for_features(inputs, None))
+    return Inference(layers, inference.context).features(plain.inputs_for_features(inputs, None))
 
 
 @pytest.mark.parametrize("layer", [0, 1, 3])
 @pytest.mark.parametrize("name", list(PAPERS))
 def test_classifier_reads_the_configured_layer(build, tmp_path, images, name, layer):
     words = (*WORDS, *LAYERS, *PAPERS[name], f"finetune.layer={layer}")
-    objective, runner = build(tmp_path / "c.yaml", *words)
+    objective, inference = build(tmp_path / "c.yaml", *words)
     inputs = images(name)
-    got = runner.predictions(objective.inputs_from(inputs))
+    got = inference.predictions(objective.inputs_from(inputs))
 
-    linear = runner.layers.modules[-1].classifier.linear
-    rows = features(objective, runner, inputs)[layer]
+    linear = inference.layers.modules[-1].classifier.linear
+    rows = features(objective, inference, inputs)[layer]
     expected = np.array(rows) @ linear.weight.detach().numpy().T + linear.bias.detach().numpy()
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
-    names = {parameter.split(".")[0:2][-1] for parameter, _ in runner.layers.named_parameters()}
+    names = {parameter.split(".")[0:2][-1] for parameter, _ in inference.layers.named_parameters()}
     assert str(layer + 1) not in names
 
 
 def test_last_layer_is_the_default(build, tmp_path, images):
     words = (*WORDS, *LAYERS)
-    named, runner = build(tmp_path / "c.yaml", *words, "finetune.layer=3")
+    named, inference = build(tmp_path / "c.yaml", *words, "finetune.layer=3")
     same, other = build(tmp_path / "c.yaml", *words)
-    assert [n for n, _ in runner.layers.named_parameters()] == [
+    assert [n for n, _ in inference.layers.named_parameters()] == [
         n for n, _ in other.layers.named_parameters()
     ]
     inputs = images("igpt")
     assert torch.equal(
-        runner.predictions(named.inputs_from(inputs)), other.predictions(same.inputs_from(inputs))
+        inference.predictions(named.inputs_from(inputs)),
+        other.predictions(same.inputs_from(inputs)),
     )
     assert named.flops_per_image() == same.flops_per_image()
 
@@ -75,19 +78,19 @@ def test_last_layer_is_the_default(build, tmp_path, images):
 def test_concatenated_layers(build, tmp_path, images):
     """iGPT, section 4.4: concatenate features of adjacent layers around the configured one."""
     words = (*WORDS, *LAYERS, *LINEAR, "finetune.layer=1", "finetune.concatenate=3")
-    objective, runner = build(tmp_path / "c.yaml", *words)
+    objective, inference = build(tmp_path / "c.yaml", *words)
     inputs = images("igpt")
-    linear = runner.layers.modules[-1].classifier.linear
-    rows = np.concatenate(list(features(objective, runner, inputs)[0:3]), axis=1)
+    linear = inference.layers.modules[-1].classifier.linear
+    rows = np.concatenate(list(features(objective, inference, inputs)[0:3]), axis=1)
     expected = rows @ linear.weight.detach().numpy().T + linear.bias.detach().numpy()
     for _ in range(2):  # the second pass must not reuse state of the first
-        got = runner.predictions(objective.inputs_from(inputs))
+        got = inference.predictions(objective.inputs_from(inputs))
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_linear_evaluation_trains_only_the_classifier(build, tmp_path):
-    _, runner = build(tmp_path / "c.yaml", *WORDS, *LAYERS, *LINEAR, "finetune.layer=2")
-    learned = {name for name, p in runner.layers.named_parameters() if p.requires_grad}
+    _, inference = build(tmp_path / "c.yaml", *WORDS, *LAYERS, *LINEAR, "finetune.layer=2")
+    learned = {name for name, p in inference.layers.named_parameters() if p.requires_grad}
     assert learned == {"blocks.2.classifier.linear.weight", "blocks.2.classifier.linear.bias"}
 
 
@@ -98,7 +101,7 @@ def test_linear_probe_converges_to_scikit_learn(build, tmp_path, images):
     from megavis.training.optimizer import build_optimizer, learning_rate
 
     words = ("optimizer.algorithm=sgd", "optimizer.weight_decay=0", "finetune.classifier_std=0")
-    objective, runner = build(
+    objective, inference = build(
         tmp_path / "c.yaml", *WORDS, *LAYERS, *LINEAR, *words, "finetune.layer=2"
     )
     inputs, labels = images("igpt"), torch.tensor([0, 1, 2, 0, 1, 0])
@@ -106,7 +109,7 @@ def test_linear_probe_converges_to_scikit_learn(build, tmp_path, images):
     inputs[4], inputs[5] = inputs[0], inputs[1]
     inputs[3] = inputs[2]
     sequence = objective.inputs_from(inputs)
-    named = dict(runner.layers.named_parameters())
+    named = dict(inference.layers.named_parameters())
     with torch.no_grad():
         named["blocks.2.classifier.linear.weight"].zero_()
         named["blocks.2.classifier.linear.bias"].zero_()
@@ -118,13 +121,13 @@ def test_linear_probe_converges_to_scikit_learn(build, tmp_path, images):
         for group in optimizer.param_groups:
             group["lr"] = rate
         state = sequence
-        for layer in runner.layers.modules:
+        for layer in inference.layers.modules:
             state = layer(state)
         loss = objective.loss(state, (labels,))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    rows = features(objective, runner, inputs)[2].numpy()
+    rows = features(objective, inference, inputs)[2].numpy()
     model = LogisticRegression(C=1e6, max_iter=10_000).fit(rows, labels)
     shares = model.predict_log_proba(rows)[np.arange(6), labels]
     assert float(loss) == pytest.approx(-shares.mean(), abs=2e-3)
@@ -134,9 +137,9 @@ def test_linear_probe_converges_to_scikit_learn(build, tmp_path, images):
 def test_block_features_are_means_of_block_outputs(build, tmp_path, images, name):
     """GIVT, appendix F: average a layer's output over the sequence, without a norm."""
     words = (*WORDS, *LAYERS, *LINEAR, *PAPERS[name], "model.features=blocks", "finetune.layer=2")
-    objective, runner = build(tmp_path / "c.yaml", *words)
+    objective, inference = build(tmp_path / "c.yaml", *words)
     inputs = objective.inputs_from(images(name))
-    embedding, *blocks, head = runner.layers.modules
+    embedding, *blocks, head = inference.layers.modules
     with torch.no_grad():
         state, tokens = embedding(inputs), []
         for layer in (*blocks, None):
@@ -145,10 +148,10 @@ def test_block_features_are_means_of_block_outputs(build, tmp_path, images, name
         means = [sum(each.float()) / len(each) for each in tokens]
         normed = head.feature_norm(tokens[-1]).mean(0)
         logits = head.classifier.linear(means[-1])
-    found = runner.features(inputs)
+    found = inference.features(inputs)
     torch.testing.assert_close(found, torch.stack(means), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(found[-1], normed, atol=1e-3)
-    torch.testing.assert_close(runner.predictions(inputs), logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(inference.predictions(inputs), logits, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

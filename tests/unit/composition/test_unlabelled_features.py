@@ -44,10 +44,10 @@ def make(build_paper):
         text = tiny(
             OBJECTIVES[name], model={"normalization": "layer_norm"}, data={"image_size": 32}
         )
-        objective, runner = build_paper(text, *words, std=0.3)
+        objective, inference = build_paper(text, *words, std=0.3)
         paper = objective.paper if isinstance(objective, Classification) else objective
         paper.reads.__dict__["tokenizer"] = FirstPixels()
-        return objective, runner
+        return objective, inference
 
     return make
 
@@ -75,9 +75,9 @@ def tokenized(name):
 
 @pytest.mark.parametrize("name", list(OBJECTIVES))
 def test_features_do_not_leak_labels(make, name):
-    objective, runner = make(name, *tokenized(name))
+    objective, inference = make(name, *tokenized(name))
     batch = random_batch(name, 600)
-    layers = runner.features(objective.backbone.feature_inputs(batch)).numpy()
+    layers = inference.features(objective.backbone.feature_inputs(batch)).numpy()
     train, test = slice(0, 400), slice(400, 600)
     for features in layers:
         features = (features - features.mean(0)) / features.std(0).clip(1e-6)
@@ -89,16 +89,18 @@ def test_features_do_not_leak_labels(make, name):
 @pytest.mark.parametrize("words", [(), FINETUNE, (*FINETUNE, "finetune.generative_weight=1")])
 @pytest.mark.parametrize("name", list(OBJECTIVES))
 def test_features_and_logits_are_independent_of_labels(make, name, words):
-    objective, runner = make(name, *tokenized(name), *words)
+    objective, inference = make(name, *tokenized(name), *words)
     batch = random_batch(name, 6)
     other = Batch(batch.inputs, batch.labels.roll(1), batch.sample_index)
     assert not torch.equal(batch.labels, other.labels)
-    features = [runner.features(objective.backbone.feature_inputs(each)) for each in (batch, other)]
+    features = [
+        inference.features(objective.backbone.feature_inputs(each)) for each in (batch, other)
+    ]
     assert torch.equal(*features)
     if not words:
         return
     logits = [
-        objective.outputs(runner.predictions(sequence(each).inputs))
+        objective.outputs(inference.predictions(sequence(each).inputs))
         for sequence in (objective.sequence, objective.training_sequence)
         for each in (batch, other)
     ]

@@ -96,7 +96,7 @@ def test_transfer_starts_from_150_epoch_pretraining(name, classes, images):
 
 def test_speech_presets_match_the_paper(build_paper):
     path = PRESETS / "speech_commands.yaml"
-    objective, runner = build_paper(path.read_text())
+    objective, inference = build_paper(path.read_text())
     config = objective.config
     model, training = config.model, config.training
     assert (model.num_layers, model.hidden_size, model.mlp_size) == (8, 32, 64)
@@ -112,7 +112,7 @@ def test_speech_presets_match_the_paper(build_paper):
     assert (training.patience, config.data.normalize_frames) == (10, False)
     assert training.validation_images == 2_577 + 2 * 258
     # "Around 70K parameters": with a head of 12 classes instead of one of 100 positions.
-    count = sum(parameter.numel() for _, parameter in runner.layers.named_parameters())
+    count = sum(parameter.numel() for _, parameter in inference.layers.named_parameters())
     assert count - 33 * 100 + 33 * 12 == pytest.approx(70_000, rel=0.01)
     tuning = load_run("mp3", "speech_commands_finetune")
     assert (tuning.training.steps, tuning.finetune.label_smoothing) == (30_000, 0.1)

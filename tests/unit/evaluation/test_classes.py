@@ -21,13 +21,13 @@ WORDS = (
 
 
 def test_accuracy_and_confusion_match_scikit_learn(build, shard_folders, tmp_path):
-    objective, runner = build(tmp_path / "c.yaml", *WORDS)
+    objective, inference = build(tmp_path / "c.yaml", *WORDS)
     whole, order = ShardDataset(shard_folders / "validation"), np.arange(35, 5, -1)
-    got = evaluate_classifier(runner, objective, Subset(whole, order), batch_size=8)
+    got = evaluate_classifier(inference, objective, Subset(whole, order), batch_size=8)
 
     tokens, labels = whole.read(order)
     inputs = objective.inputs_from(torch.from_numpy(tokens.astype(np.int64)))
-    logits = runner.predictions(inputs).double()
+    logits = inference.predictions(inputs).double()
     everything = range(7)
     assert got.num_images == 30
     assert got.top1 == pytest.approx((logits.argmax(1).numpy() == labels).mean())
@@ -44,16 +44,16 @@ def test_accuracy_and_confusion_match_scikit_learn(build, shard_folders, tmp_pat
 
 def test_bert_prediction_is_the_vote_of_five_masks(build, tmp_path, shard_folders):
     words = (*WORDS, "objective.mode=bert", "finetune.generative_weight=1")
-    objective, runner = build(tmp_path / "c.yaml", *words)
+    objective, inference = build(tmp_path / "c.yaml", *words)
     dataset = ShardDataset(shard_folders / "validation")
-    got = evaluate_classifier(runner, objective, dataset, num_views=5, batch_size=10)
+    got = evaluate_classifier(inference, objective, dataset, num_views=5, batch_size=10)
 
     tokens, labels = dataset.read(np.arange(36))
     ids = torch.from_numpy(tokens.astype(np.int64))
     answers = []
     for view in range(5):
         inputs = objective.inputs_from(ids, sample_index=torch.arange(36) + view * 36)
-        answers.append(runner.predictions(inputs)[-1].argmax(1).tolist())
+        answers.append(inference.predictions(inputs)[-1].argmax(1).tolist())
     assert got.top1 == pytest.approx(np.mean(np.array(answers[0]) == labels))
     right = ties = 0
     for image, label in enumerate(labels):

@@ -19,8 +19,8 @@ def cache(tmp_path):
 
 @pytest.fixture
 def network(build, tmp_path, cache):
-    objective, runner = build(tmp_path / "c.yaml")
-    return replace(Network.of(runner, objective), cache=cache, identity={"weights": "these"})
+    objective, inference = build(tmp_path / "c.yaml")
+    return replace(Network.of(inference, objective), cache=cache, identity={"weights": "these"})
 
 
 def counts(cache):

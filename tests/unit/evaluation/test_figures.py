@@ -82,13 +82,13 @@ def test_probe_result_round_trips(tmp_path):
 
 
 def test_mean_loss_weights_images_equally(build, tmp_path, shard_folders):
-    objective, runner = build(tmp_path / "c.yaml", "objective.mode=bert")
+    objective, inference = build(tmp_path / "c.yaml", "objective.mode=bert")
     dataset = ShardDataset(shard_folders / "validation")
-    got = mean_loss(runner, objective, dataset, limit=10, batch_size=4)
+    got = mean_loss(inference, objective, dataset, limit=10, batch_size=4)
 
     tokens = torch.from_numpy(dataset.read(np.arange(10))[0].astype(np.int64))
     mask = objective.inputs_from(tokens, sample_index=torch.arange(10))[2]
-    logits = objective.outputs(runner.predictions(objective.inputs_from(tokens, mask=mask)))
+    logits = objective.outputs(inference.predictions(objective.inputs_from(tokens, mask=mask)))
     total = 0.0
     for image in range(10):
         places = mask[image].nonzero()[:, 0].tolist()

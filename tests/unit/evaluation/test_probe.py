@@ -35,12 +35,12 @@ def probe_networks(data, network, num_untrained=1, *, step=0, num_views=1, **set
 
 
 def test_features_are_token_means_of_norm_outputs(build, tmp_path, data):
-    objective, runner = build(tmp_path / "c.yaml")
+    objective, inference = build(tmp_path / "c.yaml")
 
-    got = extract(runner, objective, data.train, num_images=10, batch_size=4)
+    got = extract(inference, objective, data.train, num_images=10, batch_size=4)
 
     tokens, labels = data.train.read(np.arange(10))
-    embedding, *blocks, head = runner.layers.modules
+    embedding, *blocks, head = inference.layers.modules
     hidden = embedding(objective.inputs_from(torch.from_numpy(tokens.astype(np.int64))))
     expected = []
     for layer in [*blocks, head]:
@@ -72,9 +72,9 @@ def test_unlabelled_images_are_skipped(data, monkeypatch):
 
 
 def test_probe_classifies_by_colour(build, tmp_path, data):
-    objective, runner = build(tmp_path / "c.yaml")
+    objective, inference = build(tmp_path / "c.yaml")
 
-    result = probe_networks(data, Network.of(runner, objective), 2, step=3, seed=1)
+    result = probe_networks(data, Network.of(inference, objective), 2, step=3, seed=1)
 
     assert (result.num_fitted, result.num_held_out, result.num_validation) == (96, 24, 36)
     assert result.num_classes == 3
@@ -97,8 +97,8 @@ def test_probe_classifies_by_colour(build, tmp_path, data):
 
 
 def test_selection_set_replaces_the_held_out_split(build, tmp_path, data, shard_folders):
-    objective, runner = build(tmp_path / "c.yaml")
-    network = Network.of(runner, objective)
+    objective, inference = build(tmp_path / "c.yaml")
+    network = Network.of(inference, objective)
     further = ShardDataset(shard_folders / "selection")
     chosen_by = ProbeData(data.train, data.validation, data.palette, 60, None, further)
 
@@ -140,21 +140,21 @@ def test_different_class_numbering_raises(data, monkeypatch):
 
 
 def test_bert_features_use_training_masks(build, tmp_path, data):
-    objective, runner = build(tmp_path / "c.yaml", "objective.mode=bert")
-    got = Network.of(runner, objective).features(data.train, limit=6, num_views=2)
-    again = extract(runner, objective, data.train, num_images=6, batch_size=2)
+    objective, inference = build(tmp_path / "c.yaml", "objective.mode=bert")
+    got = Network.of(inference, objective).features(data.train, limit=6, num_views=2)
+    again = extract(inference, objective, data.train, num_images=6, batch_size=2)
     np.testing.assert_allclose(got.layers, again.layers, rtol=1e-5, atol=1e-5)
 
     # The second view masks the same images as one epoch later.
     tokens = torch.from_numpy(data.train.read(np.arange(6))[0].astype(np.int64))
     inputs = objective.inputs_from(tokens, sample_index=torch.arange(6) + len(data.train))
-    np.testing.assert_allclose(got.views[1], runner.features(inputs), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(got.views[1], inference.features(inputs), rtol=1e-5, atol=1e-5)
     assert abs(got.views[1] - got.layers).max() > 0.1
 
 
 def test_bert_probe_votes_over_five_masks(build, tmp_path, data):
-    objective, runner = build(tmp_path / "c.yaml", "objective.mode=bert")
-    network = Network.of(runner, objective)
+    objective, inference = build(tmp_path / "c.yaml", "objective.mode=bert")
+    network = Network.of(inference, objective)
     result = probe_networks(data, network, num_views=network.num_views)
     assert result.num_views == 5
     assert all(0 <= score.vote_accuracy <= 1 for score in result.trained)
@@ -166,10 +166,10 @@ def test_bert_probe_votes_over_five_masks(build, tmp_path, data):
 
 
 def test_probe_scores_concatenated_layers_and_low_data(build, tmp_path, data):
-    objective, runner = build(tmp_path / "c.yaml")
+    objective, inference = build(tmp_path / "c.yaml")
     asked = {"concatenate": 3, "images_per_class": (2, 10), "draws": 3}
 
-    result = probe_networks(data, Network.of(runner, objective), 2, **asked)
+    result = probe_networks(data, Network.of(inference, objective), 2, **asked)
 
     assert [score.features for score in result.concatenated] == ["trained", *["untrained"] * 2]
     assert result.concatenated[0].layers == (0, 1, 2)

@@ -21,7 +21,7 @@ def test_pixel_features_are_scaled_pixels(image_shards):
 
 
 def test_probe_scores_every_layer(build_gvp, image_shards):
-    objective, runner = build_gvp("data.image_size=16")
+    objective, inference = build_gvp("data.image_size=16")
     data = ProbeData(
         ShardDataset(image_shards / "train"),
         ShardDataset(image_shards / "validation"),
@@ -29,7 +29,7 @@ def test_probe_scores_every_layer(build_gvp, image_shards):
         60,
         30,
     )
-    features = data.features(Network.of(runner, objective))
+    features = data.features(Network.of(inference, objective))
     result = probe(features, [features], data, step=0)
     assert [score.layer for score in result.trained] == [0, 1, 2, 3]
     assert torch.tensor([score.accuracy for score in result.trained]).isfinite().all()

@@ -9,19 +9,19 @@ IMAGE_SIZE = 24
 NUM_TOKENS = IMAGE_SIZE**2
 
 
-def step_of(objective, runner):
+def step_of(objective, inference):
     """Run one image forward and backward."""
     ids = torch.randint(32, (1, NUM_TOKENS))
     inputs = objective.inputs_from(ids, sample_index=torch.arange(1))
-    run_layers(runner.layers.modules, inputs).sum().backward()
+    run_layers(inference.layers.modules, inputs).sum().backward()
 
 
 @pytest.mark.parametrize("mode", ["autoregressive", "bert"])
 def test_no_tensor_is_quadratic_in_tokens(build, tmp_path, mode):
     words = [f"data.image_size={IMAGE_SIZE}", f"objective.mode={mode}"]
-    objective, runner = build(tmp_path / "c.yaml", *words)
+    objective, inference = build(tmp_path / "c.yaml", *words)
     with LargestTensor() as largest:
-        step_of(objective, runner)
+        step_of(objective, inference)
     # The largest legitimate tensor holds 4 · hidden_size values per token, or one logit per colour.
     assert largest.size >= 4 * NUM_TOKENS * 64
     assert largest.size < NUM_TOKENS**2, f"{largest.operation}: {largest.size} bytes"

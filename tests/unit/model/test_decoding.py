@@ -9,7 +9,7 @@ from engine_jobs import stand_in
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megavis.model import decoding, inference, static_step
+from megavis.model import decoding, static_step
 from megavis.model.core import Block
 from megavis.model.decoding import IncrementalDecoder
 from megavis.model.kernels import choose_kernels
@@ -34,12 +34,12 @@ def inputs_at(objective, ids, start, stop):
     return objective.rows(ids, PredictionTargets(plan, stop - 1, slice(stop - 1, stop)), (), start)
 
 
-def logits_piece_by_piece(runner, objective, cache, ids, num_given):
+def logits_piece_by_piece(inference, objective, cache, ids, num_given):
     """Return logits `[b, n, v]`: `num_given` positions in one pass, then one at a time."""
     parts, stops = [], [num_given, *range(num_given + 1, ids.shape[1] + 1)]
     for stop in stops:
         inputs = inputs_at(objective, ids, cache.length, stop)
-        parts.append(objective.outputs(runner.predictions(inputs, cache=cache)))
+        parts.append(objective.outputs(inference.predictions(inputs, cache=cache)))
     return torch.cat(parts, dim=1)
 
 
@@ -47,14 +47,14 @@ def logits_piece_by_piece(runner, objective, cache, ids, num_given):
 def test_incremental_decoding_matches_full_pass(
     build, tmp_path, words, num_given, num_images, monkeypatch
 ):
-    objective, runner = build(tmp_path / "c.yaml", *words)
+    objective, inference = build(tmp_path / "c.yaml", *words)
     ids = torch.randint(32, (num_images, 16), generator=torch.Generator().manual_seed(0))
-    whole = objective.outputs(runner.predictions(objective.inputs_from(ids)))
+    whole = objective.outputs(inference.predictions(objective.inputs_from(ids)))
     called = []
     monkeypatch.setattr(Block, "attend", _counting(Block.attend, called))
-    cache = runner.cache(16)
+    cache = inference.cache(16)
     assert isinstance(cache, IncrementalDecoder)
-    pieces = logits_piece_by_piece(runner, objective, cache, ids, num_given)
+    pieces = logits_piece_by_piece(inference, objective, cache, ids, num_given)
     torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-5 * float(whole.abs().max()))
     assert len(called) == 2, "modules must run once per block, only for the given tokens"
 
@@ -65,10 +65,10 @@ def test_blocks_of_transformer_engine_decode_alike(build, tmp_path, words, num_g
     ids = torch.randint(32, (num_images, 16), generator=torch.Generator().manual_seed(0))
 
     def pieces():
-        objective, runner = build(tmp_path / "c.yaml", *words)
-        cache = runner.cache(16)
+        objective, inference = build(tmp_path / "c.yaml", *words)
+        cache = inference.cache(16)
         assert isinstance(cache, IncrementalDecoder)
-        return logits_piece_by_piece(runner, objective, cache, ids, num_given)
+        return logits_piece_by_piece(inference, objective, cache, ids, num_given)
 
     wanted = pieces()
     with stand_in():
@@ -84,17 +84,18 @@ def test_static_steps_match_growing_ones(
     build, tmp_path, words, num_given, num_images, dtype, fused, monkeypatch
 ):
     monkeypatch.setattr(decoding, "REACH", 4)
-    objective, runner = build(tmp_path / "c.yaml", *words)
-    for layer in runner.layers.modules:
+    objective, inference = build(tmp_path / "c.yaml", *words)
+    for layer in inference.layers.modules:
         layer.to(dtype)
     # Fifteen tokens: the last reach is no multiple of four.
     ids = torch.randint(32, (num_images, 15), generator=torch.Generator().manual_seed(0))
-    caches = [runner.cache(15)]
+    caches = [inference.cache(15)]
     with monkeypatch.context() as patch:
         patch.setattr(decoding, "is_fused", lambda _: fused)
-        caches.append(runner.cache(15, static=True))
+        caches.append(inference.cache(15, static=True))
     growing, static = (
-        logits_piece_by_piece(runner, objective, cache, ids, num_given).float() for cache in caches
+        logits_piece_by_piece(inference, objective, cache, ids, num_given).float()
+        for cache in caches
     )
     tolerance = 1e-5 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(static, growing, rtol=0, atol=tolerance * float(growing.abs().max()))
@@ -104,15 +105,15 @@ def test_static_steps_match_growing_ones(
 
 def test_a_static_step_allocates_nothing_that_grows(build, tmp_path):
     """Every step of a reach gives operations the same shapes, as a CUDA graph needs them."""
-    objective, runner = build(tmp_path / "c.yaml", "model.positions=rope_2d")
+    objective, inference = build(tmp_path / "c.yaml", "model.positions=rope_2d")
     ids = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(0))
     shapes = {}
     for static in (False, True):
-        cache, seen = runner.cache(16, static=static), []
-        logits_piece_by_piece(runner, objective, cache, ids[:, :3], 3)
+        cache, seen = inference.cache(16, static=static), []
+        logits_piece_by_piece(inference, objective, cache, ids[:, :3], 3)
         for stop in (4, 5, 6):
             with Shapes() as made:
-                runner.predictions(inputs_at(objective, ids, stop - 1, stop), cache=cache)
+                inference.predictions(inputs_at(objective, ids, stop - 1, stop), cache=cache)
             # The first step also allocates its tensors.
             seen += [made.list] if stop > 4 else []
         shapes[static] = seen
@@ -122,8 +123,8 @@ def test_a_static_step_allocates_nothing_that_grows(build, tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"beams": 2, "fans": 2}])
 def test_static_steps_draw_the_same_ids(build, tmp_path, options):
-    objective, runner = build(tmp_path / "c.yaml")
-    sampler = Sampler(runner, objective, tmp_path, options)
+    objective, inference = build(tmp_path / "c.yaml")
+    sampler = Sampler(inference, objective, tmp_path, options)
     ids = [sampler.tokens(torch.arange(3), static=static) for static in (False, True)]
     assert torch.equal(*ids)
 
@@ -192,32 +193,32 @@ def test_steps_do_not_hide_that_memory_is_full(monkeypatch):
     [("cuda", "auto", True), ("cuda", "torch", False), ("cpu", "auto", False)],
 )
 def test_steps_are_static_on_a_gpu(build, tmp_path, monkeypatch, device, library, is_static):
-    _, runner = build(tmp_path / "c.yaml")
-    monkeypatch.setattr(inference, "chosen_kernels", lambda: library)
-    runner.context = replace(runner.context, device=torch.device(device))
-    assert runner.cache(16).is_static is is_static
+    _, inference = build(tmp_path / "c.yaml")
+    monkeypatch.setattr("megavis.model.inference.chosen_kernels", lambda: library)
+    inference.context = replace(inference.context, device=torch.device(device))
+    assert inference.cache(16).is_static is is_static
 
 
 def test_cache_select_reorders_sequences(build, tmp_path):
-    objective, runner = build(tmp_path / "c.yaml")
+    objective, inference = build(tmp_path / "c.yaml")
     ids = torch.randint(32, (3, 16), generator=torch.Generator().manual_seed(0))
     order = torch.tensor([2, 0, 0])
-    cache = runner.cache(16)
-    logits_piece_by_piece(runner, objective, cache, ids[:, :9], 1)
+    cache = inference.cache(16)
+    logits_piece_by_piece(inference, objective, cache, ids[:, :9], 1)
     cache.select(order)
     inputs = inputs_at(objective, ids[order], 9, 10)
-    logits = objective.outputs(runner.predictions(inputs, cache=cache))
-    whole = objective.outputs(runner.predictions(objective.inputs_from(ids[order])))
+    logits = objective.outputs(inference.predictions(inputs, cache=cache))
+    whole = objective.outputs(inference.predictions(objective.inputs_from(ids[order])))
     torch.testing.assert_close(logits[:, 0], whole[:, 9], rtol=1e-5, atol=1e-4)
 
 
 def test_bf16_decoding_returns_bf16(build, tmp_path, monkeypatch):
-    objective, runner = build(tmp_path / "c.yaml", "model.positions=rope_2d")
-    for layer in runner.layers.modules:
+    objective, inference = build(tmp_path / "c.yaml", "model.positions=rope_2d")
+    for layer in inference.layers.modules:
         layer.to(torch.bfloat16)
     ids = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(0))
-    whole = objective.outputs(runner.predictions(objective.inputs_from(ids)))
-    cache = runner.cache(16)
+    whole = objective.outputs(inference.predictions(objective.inputs_from(ids)))
+    cache = inference.cache(16)
     shapes, plain = [], F.scaled_dot_product_attention
 
     def recording(query, key, value, **options):
@@ -225,7 +226,7 @@ def test_bf16_decoding_returns_bf16(build, tmp_path, monkeypatch):
         return plain(query, key, value, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", recording)
-    pieces = logits_piece_by_piece(runner, objective, cache, ids, 1)
+    pieces = logits_piece_by_piece(inference, objective, cache, ids, 1)
     # Of images and heads: not all versions of torch have fused kernels for three dimensions.
     assert set(shapes) == {(2, 2, 1, 8)}
     assert pieces.dtype == whole.dtype == torch.bfloat16
@@ -234,11 +235,11 @@ def test_bf16_decoding_returns_bf16(build, tmp_path, monkeypatch):
 
 
 def test_partitioned_weights_fall_back_to_the_modules(build, tmp_path):
-    _, runner = build(tmp_path / "c.yaml")
-    block = runner.layers.modules[1]
+    _, inference = build(tmp_path / "c.yaml")
+    block = inference.layers.modules[1]
     # ZeRO-3 leaves an empty weight while its module is not running.
     block.mlp.linear_fc1.weight.data = torch.empty(0)
-    assert not isinstance(runner.cache(16), IncrementalDecoder)
+    assert not isinstance(inference.cache(16), IncrementalDecoder)
 
 
 class Shapes(TorchDispatchMode):

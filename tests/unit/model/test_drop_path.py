@@ -75,11 +75,11 @@ def add_constants(block):
 
 
 @torch.no_grad()
-def kept_parts(objective, runner, batch, rates):
+def kept_parts(objective, inference, batch, rates):
     """Run the blocks in training mode; return which images keep which branch: bool `[b, p]`."""
-    embedding, *blocks, _ = runner.layers.of_phase("step")
+    embedding, *blocks, _ = inference.layers.of_phase("step")
     state = embedding.train()(objective.training_sequence(batch).inputs)
-    for layer in runner.layers.of_phase("once"):  # an encoder has no drop path
+    for layer in inference.layers.of_phase("once"):  # an encoder has no drop path
         state = layer.train()(state)
     kept = []
     for block, rate in zip(blocks, rates, strict=True):
@@ -117,10 +117,10 @@ def linear_rule(rate, num_layers):
 )
 @pytest.mark.parametrize("name", list(OBJECTIVES))
 def test_drop_rates_follow_the_linear_rule(make, name, words, rate):
-    objective, runner = make(name, *words)
+    objective, inference = make(name, *words)
     rates = linear_rule(rate, 4)
     for share, kept in zip(
-        rates, kept_parts(objective, runner, samples_of(objective, name), rates), strict=True
+        rates, kept_parts(objective, inference, samples_of(objective, name), rates), strict=True
     ):
         # Five standard deviations of the mean; branches are dropped independently.
         near = 5 * (share * (1 - share) / COUNT) ** 0.5
@@ -131,15 +131,15 @@ def test_drop_rates_follow_the_linear_rule(make, name, words, rate):
 
 
 def test_no_drop_in_evaluation_and_per_sample_drop_in_training(make):
-    objective, runner = make("igpt", "model.drop_path=0.5")
+    objective, inference = make("igpt", "model.drop_path=0.5")
     plain, same = make("igpt")
     batch = batch_of(torch.arange(PIXELS**2).expand(6, -1) % 12)
     with torch.no_grad():
         assert torch.equal(
-            runner.predictions(objective.sequence(batch).inputs),
+            inference.predictions(objective.sequence(batch).inputs),
             same.predictions(plain.sequence(batch).inputs),
         )
-        layers = [module.train() for module in runner.layers.modules]
+        layers = [module.train() for module in inference.layers.modules]
         whole = run_layers(layers, objective.training_sequence(batch).inputs)
         part = run_layers(layers, objective.training_sequence(batch_of(batch.inputs[4:], 4)).inputs)
     torch.testing.assert_close(whole[:, 4:], part)

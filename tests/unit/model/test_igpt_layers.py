@@ -12,8 +12,8 @@ from megavis.model.flops import forward_flops
 from megavis.model.visibility import KeyValueCache
 
 
-def parameters_of(runner):
-    return {name: p.detach().double() for name, p in runner.layers.named_parameters()}
+def parameters_of(inference):
+    return {name: p.detach().double() for name, p in inference.layers.named_parameters()}
 
 
 def draw_ids(batch_size=2, num_tokens=16, vocabulary=32):
@@ -22,14 +22,14 @@ def draw_ids(batch_size=2, num_tokens=16, vocabulary=32):
 
 @pytest.mark.parametrize("mode", ["autoregressive", "bert"])
 def test_logits_match_plain_loops(build, tmp_path, mode):
-    objective, runner = build(tmp_path / "c.yaml", f"objective.mode={mode}")
+    objective, inference = build(tmp_path / "c.yaml", f"objective.mode={mode}")
     ids = draw_ids()
     mask = torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)) < 0.3
     conditions = {"mask": mask} if mode == "bert" else {}
-    ours = objective.outputs(runner.predictions(objective.inputs_from(ids, **conditions)))
+    ours = objective.outputs(inference.predictions(objective.inputs_from(ids, **conditions)))
     for image in range(len(ids)):
         plain = plain_igpt.logits(
-            parameters_of(runner),
+            parameters_of(inference),
             ids[image],
             num_layers=2,
             num_heads=2,
@@ -40,14 +40,14 @@ def test_logits_match_plain_loops(build, tmp_path, mode):
 
 
 def test_predictions_depend_only_on_earlier_pixels(build, tmp_path):
-    objective, runner = build(tmp_path / "c.yaml")
+    objective, inference = build(tmp_path / "c.yaml")
     ids = draw_ids(batch_size=1)
-    embedding = runner.layers.modules[0]
+    embedding = inference.layers.modules[0]
     seen = []
     hook = embedding.content.register_forward_hook(
         lambda _, __, out: seen.append(out.retain_grad() or out)
     )
-    logits = run_layers(runner.layers.modules, objective.inputs_from(ids))
+    logits = run_layers(inference.layers.modules, objective.inputs_from(ids))
     hook.remove()
     for place in range(16):
         seen[0].grad = None
@@ -58,14 +58,14 @@ def test_predictions_depend_only_on_earlier_pixels(build, tmp_path):
 
 
 def test_bert_attention_is_bidirectional(build, tmp_path):
-    objective, runner = build(tmp_path / "c.yaml", "objective.mode=bert")
+    objective, inference = build(tmp_path / "c.yaml", "objective.mode=bert")
     ids = draw_ids(batch_size=1)
     nothing = torch.zeros_like(ids, dtype=torch.bool)
     seen = []
-    hook = runner.layers.modules[0].content.register_forward_hook(
+    hook = inference.layers.modules[0].content.register_forward_hook(
         lambda _, __, out: seen.append(out.retain_grad() or out)
     )
-    logits = run_layers(runner.layers.modules, objective.inputs_from(ids, mask=nothing))
+    logits = run_layers(inference.layers.modules, objective.inputs_from(ids, mask=nothing))
     hook.remove()
     for place in range(16):
         seen[0].grad = None
@@ -76,8 +76,8 @@ def test_bert_attention_is_bidirectional(build, tmp_path):
 
 @pytest.mark.parametrize("num_new", [1, 3, 16])
 def test_block_with_cache_matches_full_pass(build, tmp_path, num_new):
-    _, runner = build(tmp_path / "c.yaml")
-    block = runner.layers.modules[1]
+    _, inference = build(tmp_path / "c.yaml")
+    block = inference.layers.modules[1]
     hidden = torch.randn(16, 2, 16, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         whole = block(hidden)
@@ -143,11 +143,11 @@ def test_initial_weights_match_the_released_code(build, tmp_path):
 
 
 def test_flops_match_torch_flop_counter(build, tmp_path):
-    objective, runner = build(tmp_path / "c.yaml", "objective.mode=bert")
+    objective, inference = build(tmp_path / "c.yaml", "objective.mode=bert")
     ids = draw_ids(batch_size=3)
     inputs = objective.inputs_from(ids, mask=torch.zeros_like(ids, dtype=torch.bool))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        runner.predictions(inputs)
+        inference.predictions(inputs)
     ours = 3 * forward_flops(objective.config.model, objective.workload())
     # A training step costs three forward passes per image; this is one pass over three images.
     assert counter.get_total_flops() == ours

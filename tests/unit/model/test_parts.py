@@ -25,7 +25,7 @@ def _register_two_stacks():
 
 @pytest.fixture
 def two_stacks_of(build, tmp_path):
-    """Build the objective and its runner: 16 pixels, two blocks of width 16 and two of 8."""
+    """Build the objective and its `Inference`: 16 pixels, two blocks of width 16 and two of 8."""
 
     def make(*words):
         names = ("objective.name=two_stacks", "objective.upper_size=8")
@@ -42,14 +42,14 @@ def two_stacks(two_stacks_of):
 
 def test_queries_depend_only_on_earlier_pixels(two_stacks):
     """Gradients flow through the lower stack, the bridge and the upper stack."""
-    objective, runner = two_stacks
+    objective, inference = two_stacks
     ids = torch.randint(32, (1, 16), generator=torch.Generator().manual_seed(0))
     seen = []
-    hook = runner.layers.modules[0].content.register_forward_hook(
+    hook = inference.layers.modules[0].content.register_forward_hook(
         lambda _, __, out: seen.append(out.retain_grad() or out)
     )
     state = objective.inputs_from(ids)
-    for layer in runner.layers.modules:
+    for layer in inference.layers.modules:
         state = layer(state)
     hook.remove()
     logits = objective.outputs(state)
@@ -62,11 +62,11 @@ def test_queries_depend_only_on_earlier_pixels(two_stacks):
 
 
 def test_flops_match_torch_flop_counter(two_stacks):
-    objective, runner = two_stacks
+    objective, inference = two_stacks
     ids = torch.zeros(2, 16, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         state = objective.inputs_from(ids)
-        for layer in runner.layers.modules:
+        for layer in inference.layers.modules:
             state = layer(state)
     # torch also counts the scores that causal attention skips.
     left_out = 2 * 4 * 16 * (16 - 17 / 2) * 16
@@ -77,19 +77,19 @@ def test_flops_match_torch_flop_counter(two_stacks):
 def test_parameters_are_counted_by_stack(two_stacks):
     from megavis.planning.parameters import by_part, count_parameters
 
-    objective, runner = two_stacks
+    objective, inference = two_stacks
     counted = by_part(count_parameters(objective))
     found = dict.fromkeys(("embedding", "blocks", "bridge", "upper", "head"), 0)
-    for name, parameter in runner.layers.named_parameters():
+    for name, parameter in inference.layers.named_parameters():
         found[name.partition(".")[0]] += parameter.numel()
     assert counted == found
 
 
 def test_features_come_from_the_lower_stack(two_stacks):
     """Features are token means of each norm's output, from the first block to the bridge."""
-    objective, runner = two_stacks
+    objective, inference = two_stacks
     ids = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(0))
-    embedding, first, second, bridge, *_ = runner.layers.modules
+    embedding, first, second, bridge, *_ = inference.layers.modules
     inputs = objective.inputs_from(ids)
     with torch.no_grad():
         state = embedding(inputs)
@@ -99,7 +99,7 @@ def test_features_come_from_the_lower_stack(two_stacks):
             second.input_layernorm(between).mean(0),
             bridge.norm(second(between)).mean(0),
         ]
-    torch.testing.assert_close(runner.features(inputs), torch.stack(expected))
+    torch.testing.assert_close(inference.features(inputs), torch.stack(expected))
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
@@ -138,12 +138,12 @@ def test_generation_runs_both_stacks_over_all_tokens(two_stacks, tmp_path):
     """The upper stack's queries cannot be cached: greedy ids match full forward passes."""
     from megavis.sampling.sampler import Sampler
 
-    objective, runner = two_stacks
-    sampler = Sampler(runner, objective, tmp_path, {"temperature": 0.0})
+    objective, inference = two_stacks
+    sampler = Sampler(inference, objective, tmp_path, {"temperature": 0.0})
     drawn = sampler.tokens(torch.arange(3))
     ids = torch.zeros(1, 16, dtype=torch.int64)
     for place in range(16):
-        logits = objective.outputs(runner.predictions(objective.inputs_from(ids)))
+        logits = objective.outputs(inference.predictions(objective.inputs_from(ids)))
         ids[:, place] = logits[:, place].argmax(1)
     assert torch.equal(drawn, ids.expand(3, -1))
 

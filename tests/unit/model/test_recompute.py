@@ -17,8 +17,8 @@ def step_of(build_paper, name, *words, dtype=torch.float32):
     """Return what autograd saves in a step, its FLOPs, its loss and its gradients."""
     model = {"num_layers": 2, "hidden_size": 32} | ({} if name == "igpt" else VIT)
     text = tiny(BLOCK_OBJECTIVES[name], model=model, data={"image_size": 12})
-    objective, runner = build_paper(text, *words, std=0.1)
-    layers = [layer.to(dtype).train() for layer in runner.layers.modules]
+    objective, inference = build_paper(text, *words, std=0.1)
+    layers = [layer.to(dtype).train() for layer in inference.layers.modules]
     ids = torch.randint(12, (2, 144), generator=torch.Generator().manual_seed(3))
     batch = batch_of(ids if name == "igpt" else photographs(2, 12))
     sequence = objective.training_sequence(batch)
@@ -35,7 +35,7 @@ def step_of(build_paper, name, *words, dtype=torch.float32):
         size = num_bytes(saved)
         del saved
         loss.backward()
-    gradients = {name: each.grad for name, each in runner.layers.named_parameters()}
+    gradients = {name: each.grad for name, each in inference.layers.named_parameters()}
     return size, counter.get_total_flops(), loss.detach(), gradients
 
 
@@ -63,8 +63,8 @@ def test_a_block_keeps_no_outputs_of_norms_and_activations(build_paper):
     text = tiny(BLOCK_OBJECTIVES["igpt"], model={"num_layers": 2, "hidden_size": 64})
     kept = {}
     for kind in ("none", "selective"):
-        _, runner = build_paper(text, f"parallel.activation_checkpointing={kind}")
-        block = runner.layers.modules[1].train()
+        _, inference = build_paper(text, f"parallel.activation_checkpointing={kind}")
+        block = inference.layers.modules[1].train()
         hidden = torch.randn(16, 2, 64, requires_grad=True)
         saved, _ = saved_tensors(lambda block=block, hidden=hidden: block(hidden), [block])
         kept[kind] = num_bytes(saved) / hidden.nbytes

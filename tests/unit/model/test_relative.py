@@ -44,13 +44,13 @@ def test_bias_is_indexed_by_offset():
 
 @pytest.mark.parametrize("visibility", ["kept", "full"])
 def test_attention_adds_bias_to_logits(build_paper, visibility):
-    objective, runner = build_paper(config(), f"finetune.visibility={visibility}")
-    attention = runner.layers.modules[1].self_attention
+    objective, inference = build_paper(config(), f"finetune.visibility={visibility}")
+    attention = inference.layers.modules[1].self_attention
     seen = {}
     attention.linear_qkv.register_forward_hook(lambda _, __, out: seen.update(joined=out))
     attention.linear_proj.register_forward_hook(lambda _, given, __: seen.update(mixed=given[0]))
     images = torch.randint(256, (2, 12, 12, 3), dtype=torch.uint8)
-    drawn = attention_weights(runner, objective.inputs_from(images))[0]
+    drawn = attention_weights(inference, objective.inputs_from(images))[0]
     first, pairs = seen["joined"]
     if pairs is None:
         query, key, value = first.unflatten(2, (2, 3, 8)).unbind(3)
@@ -75,16 +75,16 @@ def test_attention_adds_bias_to_logits(build_paper, visibility):
 
 
 def test_zero_bias_is_equivalent_to_no_positions(build_paper):
-    objective, runner = build_paper(config())
+    objective, inference = build_paper(config())
     _, without = build_paper(config(), "model.positions=none")
-    for block in runner.layers.modules[1:-1]:
+    for block in inference.layers.modules[1:-1]:
         torch.nn.init.zeros_(block.self_attention.relative_bias.weight)
     inputs = objective.inputs_from(torch.randint(256, (2, 12, 12, 3), dtype=torch.uint8))
     named = dict(without.layers.named_parameters())
-    for name, parameter in runner.layers.named_parameters():
+    for name, parameter in inference.layers.named_parameters():
         if name in named:
             named[name].data.copy_(parameter.data)
-    torch.testing.assert_close(runner.predictions(inputs), without.predictions(inputs))
+    torch.testing.assert_close(inference.predictions(inputs), without.predictions(inputs))
 
 
 @pytest.mark.parametrize("paper", ["{name: igpt}", "{name: darl, patch_size: 4}"])

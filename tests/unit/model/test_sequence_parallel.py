@@ -25,16 +25,16 @@ def test_whole_tokens_applies_only_inside_the_context(flag):
 
 def test_whole_tokens_does_not_leak_from_predictions(build, tmp_path):
     """Code that runs between generation steps must see the original setting."""
-    _, runner = build(tmp_path / "c.yaml")
+    _, inference = build(tmp_path / "c.yaml")
     seen = []
 
     def finish(head, state):
         seen.append(splits_tokens(Settings(True)))
         return head(state)
 
-    ids = runner.layers.modules[0].content.weight.new_zeros(1, 16).long()
+    ids = inference.layers.modules[0].content.weight.new_zeros(1, 16).long()
     objective, _ = build(tmp_path / "c.yaml")
     for whole in (True, False):
-        runner.predictions(objective.inputs_from(ids), finish=finish, whole=whole)
+        inference.predictions(objective.inputs_from(ids), finish=finish, whole=whole)
     assert seen == [False, True]
     assert splits_tokens(Settings(True))

@@ -42,8 +42,8 @@ class Model:
     def __init__(self, build_paper, name, *words, num_images=16, model=None):
         sizes = {"num_layers": 2, "hidden_size": 32} | ({} if name == "igpt" else VIT)
         text = tiny(BLOCK_OBJECTIVES[name], model=sizes | (model or {}), data={"image_size": 12})
-        self.objective, self.runner = build_paper(text, *words, std=0.1)
-        self.layers = [layer.train() for layer in self.runner.layers.modules]
+        self.objective, self.inference = build_paper(text, *words, std=0.1)
+        self.layers = [layer.train() for layer in self.inference.layers.modules]
         ids = torch.randint(12, (num_images, 144), generator=torch.Generator().manual_seed(3))
         self.batch = batch_of(ids if name == "igpt" else photographs(num_images, 12))
 
@@ -58,7 +58,7 @@ class Model:
         """Return the loss and the gradients by parameter."""
         loss = self.loss()
         loss.backward()
-        gradients = {name: p.grad for name, p in self.runner.layers.named_parameters()}
+        gradients = {name: p.grad for name, p in self.inference.layers.named_parameters()}
         return loss.detach(), gradients
 
     def modules(self):
@@ -123,12 +123,12 @@ def test_missing_or_old_library_is_refused(monkeypatch):
 def test_names_values_loss_and_gradients_are_those_of_plain_layers(build_paper, name, recomputes):
     plain = Model(build_paper, name)
     wanted_loss, wanted = plain.step()
-    values = {key: p.detach().clone() for key, p in plain.runner.layers.named_parameters()}
+    values = {key: p.detach().clone() for key, p in plain.inference.layers.named_parameters()}
     with stand_in():
         kernels.choose_kernels("transformer_engine")
         model = Model(build_paper, name, *ENGINE, *[FULL] * recomputes)
         _assert_layers_of_blocks(model)
-        found_values = dict(model.runner.layers.named_parameters())
+        found_values = dict(model.inference.layers.named_parameters())
         assert {key: p.shape for key, p in found_values.items()} == {
             key: value.shape for key, value in values.items()
         }

@@ -47,37 +47,37 @@ NORMALIZED = "density: {kind: squared_error, normalize: true}"
 # Visibility.
 
 
-def dependencies(objective, runner):
+def dependencies(objective, inference):
     """Return `[b, n, n]`: whether the prediction at row i depends on the token at column j."""
     images = photographs(2, 16)
     order = objective.schedule.draw(torch.arange(2)).order.expand(2, -1)
-    before = objective.outputs(runner.predictions(objective.inputs_from(images)))
+    before = objective.outputs(inference.predictions(objective.inputs_from(images)))
     moved = torch.zeros(2, 16, 16, dtype=torch.bool)
     for place in range(16):
         other = objective.reads.of(images)
         other[torch.arange(2), order[:, place]] += 1.0
         changed = objective.reads.to_images(other)
-        after = objective.outputs(runner.predictions(objective.inputs_from(changed)))
+        after = objective.outputs(inference.predictions(objective.inputs_from(changed)))
         moved[:, :, place] = (after != before).any(-1)
     return moved
 
 
 @pytest.mark.parametrize("asks", [BOTH, QUERY])
 def test_random_order_is_causal(build_composition, asks):
-    objective, runner = build_composition(PATCHES, RANDOM, asks, MIXTURE)
-    moved = dependencies(objective, runner)
+    objective, inference = build_composition(PATCHES, RANDOM, asks, MIXTURE)
+    moved = dependencies(objective, inference)
     assert torch.equal(moved, torch.ones(16, 16, dtype=torch.bool).tril(-1).expand(2, -1, -1))
 
 
 def test_prefix_is_bidirectional_and_not_scored(build_composition):
     words = [PATCHES, "schedule: {kind: one_by_one, prefix: 5}", CONTENT, ERROR]
-    objective, runner = build_composition(*words)
-    moved = dependencies(objective, runner)
+    objective, inference = build_composition(*words)
+    moved = dependencies(objective, inference)
     expected = torch.ones(16, 16, dtype=torch.bool).tril(-1)
     expected[1:6, :5] = True
     assert torch.equal(moved[:, 1:], expected[1:].expand(2, -1, -1))
     sequence = objective.sequence(batch_of(photographs(2, 16)))
-    predictions = runner.predictions(sequence.inputs)
+    predictions = inference.predictions(sequence.inputs)
     errors = (predictions - sequence.targets[0]).square().mean(-1)[:, 5:]
     torch.testing.assert_close(objective.loss(predictions, sequence.targets), errors.mean())
 
@@ -99,8 +99,8 @@ GENERATIVE = {
 @pytest.mark.parametrize("name", list(GENERATIVE))
 def test_cached_sampling_equals_full_passes(build_composition, tmp_path, name):
     """Sampling with a key-value cache, or in groups, gives the tokens of full forward passes."""
-    objective, runner = build_composition(*GENERATIVE[name])
-    sampler = Sampler(runner, objective, tmp_path, seed=3)
+    objective, inference = build_composition(*GENERATIVE[name])
+    sampler = Sampler(inference, objective, tmp_path, seed=3)
     images = torch.arange(2)
     schedule = objective.schedule
     prefix = schedule.prefix if isinstance(schedule, OneByOne) else 0
@@ -128,8 +128,8 @@ def test_cached_sampling_equals_full_passes(build_composition, tmp_path, name):
     ],
 )
 def test_memory_condition_is_encoded_once(build_composition, tmp_path, monkeypatch, words, memory):
-    objective, runner = build_composition(*words, memory)
-    sampler = Sampler(runner, objective, tmp_path, seed=3)
+    objective, inference = build_composition(*words, memory)
+    sampler = Sampler(inference, objective, tmp_path, seed=3)
     forward, calls = EncoderInput.forward, []
     monkeypatch.setattr(EncoderInput, "forward", lambda *args: calls.append(1) or forward(*args))
     images, seen = torch.arange(3), photographs(3, 16)
@@ -198,15 +198,15 @@ def test_no_warning_of_what_generates(build_composition, words):
 
 @pytest.mark.parametrize("density", [ERROR, DIFFUSION])
 def test_rounds_need_likelihoods(build_composition, tmp_path, density):
-    objective, runner = build_composition(PATCHES, ROUNDS, MASK, density)
+    objective, inference = build_composition(PATCHES, ROUNDS, MASK, density)
     with pytest.raises(UserError, match="rounds keeps .* has no likelihoods; to generate, set"):
-        Sampler(runner, objective, tmp_path)
+        Sampler(inference, objective, tmp_path)
 
 
 def test_place_density_reports_accuracy(build_composition):
-    objective, runner = build_composition(PATCHES, CONTEXT, ITSELF, PLACE)
+    objective, inference = build_composition(PATCHES, CONTEXT, ITSELF, PLACE)
     sequence = objective.sequence(batch_of(photographs(3, 16)))
-    predictions = runner.predictions(sequence.inputs)
+    predictions = inference.predictions(sequence.inputs)
     true = sequence.targets[0]
     hits = objective.outputs(predictions).argmax(-1) == true
     measures = objective.measures(predictions, sequence.targets)
@@ -225,9 +225,9 @@ def test_features_need_a_null_label(build_composition):
     tuned = ("finetune={num_classes: 3}", "data.validation=held", "training.validate_every=1")
     with pytest.raises(UserError, match=r"objective\.condition\.dropout: is 0"):
         build_composition(PATCHES, ONE_BY_ONE, SHIFT, ERROR, without, more=tuned)
-    objective, runner = build_composition(PATCHES, ONE_BY_ONE, SHIFT, ERROR, CLASSES)
+    objective, inference = build_composition(PATCHES, ONE_BY_ONE, SHIFT, ERROR, CLASSES)
     batch = batch_of(photographs(2, 16))
-    assert runner.features(objective.feature_inputs(batch)).shape == (3, 2, 16)
+    assert inference.features(objective.feature_inputs(batch)).shape == (3, 2, 16)
 
 
 @pytest.mark.parametrize("schedule", [ONE_BY_ONE, GROUPS])
@@ -236,15 +236,15 @@ def test_features_behind_a_class_do_not_depend_on_the_density(build_composition,
     batch = batch_of(photographs(2, 16))
     found = []
     for density in (DIFFUSION, ERROR):
-        objective, runner = build_composition(PATCHES, schedule, QUERY, density, CLASSES)
-        found.append(runner.features(objective.feature_inputs(batch)))
+        objective, inference = build_composition(PATCHES, schedule, QUERY, density, CLASSES)
+        found.append(inference.features(objective.feature_inputs(batch)))
     assert found[0].shape == (3, 2, 16)
     assert torch.equal(*found)
 
 
 def test_every_parameter_has_a_gradient(build_composition):
     for words in GENERATIVE.values():
-        objective, runner = build_composition(*words)
+        objective, inference = build_composition(*words)
         inputs = photographs(4, 16)
         if "latents" in words[0]:
             inputs = torch.rand(4, 2, 4, 4, 4)
@@ -252,11 +252,11 @@ def test_every_parameter_has_a_gradient(build_composition):
             inputs = torch.randint(32, (4, 256))
         batch = batch_of(inputs)
         sequence = objective.sequence(batch)
-        predictions = run_layers(runner.layers.modules, sequence.inputs)
+        predictions = run_layers(inference.layers.modules, sequence.inputs)
         objective.loss(predictions, sequence.targets).backward()
         missing = [
             name
-            for name, parameter in runner.layers.named_parameters()
+            for name, parameter in inference.layers.named_parameters()
             if parameter.grad is None or not parameter.grad.abs().sum() > 0
         ]
         assert not missing, words
@@ -265,6 +265,6 @@ def test_every_parameter_has_a_gradient(build_composition):
 def test_decay_is_for_learned_tokens_alone(build_composition):
     """A class in front is no learned token, and its table keeps its own rule."""
     decays = BRIDGE.replace("visible,", "visible, tokens_decay: true,")
-    objective, runner = build_composition(PATCHES, CONTEXT, decays, ERROR, CLASSES)
-    assert dict(runner.layers.named_parameters())["embedding.front.weight"].shape == (4, 16)
+    objective, inference = build_composition(PATCHES, CONTEXT, decays, ERROR, CLASSES)
+    assert dict(inference.layers.named_parameters())["embedding.front.weight"].shape == (4, 16)
     assert objective.check_unlabelled() is None

@@ -307,9 +307,9 @@ FIXED = "schedule: {{kind: groups, num_groups: {}, length: fixed}}".format
 )
 def test_sequence_parallelism_needs_even_rows(build_composition, words, more, is_legal):
     """On two processes: in the blocks and at the head, as counted in a forward pass."""
-    objective, runner = build_composition(PATCHES, *words, ERROR, more=more)
+    objective, inference = build_composition(PATCHES, *words, ERROR, more=more)
     state, counts = objective.sequence(batch_of(photographs(2, 16))).inputs, set()
-    for layer in runner.layers.modules[:-1]:
+    for layer in inference.layers.modules[:-1]:
         state = layer(state)
         counts.add(len(state[0] if isinstance(state, tuple) else state))
     assert is_legal == all(count % 2 == 0 for count in counts)

@@ -35,10 +35,10 @@ ORDERS = {
 @pytest.mark.parametrize("positions", ["none", "learned", "sincos", "rope_1d", "rope_2d"])
 @pytest.mark.parametrize("order", list(ORDERS))
 def test_predictions_are_causal(build, order, positions):
-    objective, runner = build(*ORDERS[order], f"model.positions={positions}")
+    objective, inference = build(*ORDERS[order], f"model.positions={positions}")
     tokens, *rest = objective.sequence(batch_of(photographs(2, SIDE))).inputs
     tokens.requires_grad_()
-    predictions = run_layers(runner.layers.modules, (tokens, *rest))
+    predictions = run_layers(inference.layers.modules, (tokens, *rest))
     for place in range(PATCHES):
         weights = torch.randn(WIDTH, generator=torch.Generator().manual_seed(place))
         (gradient,) = torch.autograd.grad(
@@ -52,17 +52,17 @@ def test_predictions_are_causal(build, order, positions):
 
 @pytest.mark.parametrize("decoder", ["linear", "mlp", "transformer"])
 def test_noisy_patch_affects_its_own_position_only(build, decoder):
-    objective, runner = build(*DIFFUSION, f"objective.decoder={decoder}")
+    objective, inference = build(*DIFFUSION, f"objective.decoder={decoder}")
     *rest, noisy = objective.sequence(batch_of(photographs(2, SIDE))).inputs
-    before = runner.predictions((*rest, noisy))
+    before = inference.predictions((*rest, noisy))
     noisy[:, 5] += 0.5
-    moved = (runner.predictions((*rest, noisy)) != before).any(-1)
+    moved = (inference.predictions((*rest, noisy)) != before).any(-1)
     assert torch.equal(moved, (torch.arange(PATCHES) == 5).expand(2, -1))
 
 
 @pytest.mark.parametrize("order", list(ORDERS))
 def test_inputs_and_targets_follow_the_order(build, order):
-    objective, runner = build(*ORDERS[order], *DIFFUSION)
+    objective, inference = build(*ORDERS[order], *DIFFUSION)
     images = photographs(2, SIDE)
     inputs = objective.sequence(batch_of(images)).inputs
     tokens, places, noisy = *inputs[:2], inputs[-1]
@@ -78,7 +78,7 @@ def test_inputs_and_targets_follow_the_order(build, order):
     if objective.paper.two_streams:
         assert torch.equal(inputs[3], orders)
     assert noisy.shape == (2, PATCHES, WIDTH + 1)
-    carried = runner.layers.modules[0](inputs)
+    carried = inference.layers.modules[0](inputs)
     names = objective.carried_names
     assert torch.equal(from_bits(carried[1 + names.index("noisy")]), noisy)
     coordinates = carried[1 + names.index("coordinates")][0].tolist()
@@ -116,7 +116,7 @@ def embedded(head, noisy, gamma):
 
 def test_pairs_of_the_decoder_avoid_sdpa(build, monkeypatch):
     """Flash attention would pad each pair to a block of queries: only the backbone uses SDPA."""
-    objective, runner = build(*DIFFUSION, "objective.decoder=transformer")
+    objective, inference = build(*DIFFUSION, "objective.decoder=transformer")
     lengths, plain = set(), F.scaled_dot_product_attention
 
     def recording(query, key, value, **options):
@@ -124,19 +124,19 @@ def test_pairs_of_the_decoder_avoid_sdpa(build, monkeypatch):
         return plain(query, key, value, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", recording)
-    run_layers(runner.layers.modules, objective.sequence(batch_of(photographs(2, SIDE))).inputs)
+    run_layers(inference.layers.modules, objective.sequence(batch_of(photographs(2, SIDE))).inputs)
     assert lengths == {PATCHES}
 
 
 @pytest.mark.parametrize("decoder", ["linear", "mlp", "transformer"])
 def test_decoders_match_plain_formulas(build, decoder):
-    objective, runner = build(
+    objective, inference = build(
         *DIFFUSION,
         f"objective.decoder={decoder}",
         "objective.decoder_layers=2",
         "objective.condition_on_gamma=true",
     )
-    head = runner.layers.modules[-1]
+    head = inference.layers.modules[-1]
     generator = torch.Generator().manual_seed(2)
     output, noisy = torch.randn(1, 3, 16, generator=generator), torch.randn(1, 3, WIDTH)
     gamma = torch.rand(1, 3, 1)
@@ -195,13 +195,13 @@ def test_pure_noise_has_the_squared_error_solution(build):
     The decoders are linear, so the optima are least-squares solutions on the backbone's outputs,
     with and without the noisy patch appended.
     """
-    objective, runner = build(*DIFFUSION, "objective.decoder=linear")
+    objective, inference = build(*DIFFUSION, "objective.decoder=linear")
     images = photographs(400, SIDE)
     inputs = objective.inputs_from(images, gamma=0.0)
     (targets,) = objective.sequence(batch_of(images)).targets
     noisy = inputs[-1].flatten(0, 1)
     with torch.no_grad():
-        *before, head = runner.layers.modules
+        *before, head = inference.layers.modules
         output = head.outputs(run_layers(before, inputs)).flatten(0, 1)
     one = torch.ones(len(output), 1)
     plain, extended = torch.cat([output, one], 1), torch.cat([output, one, noisy[:, :-1]], 1)
@@ -215,13 +215,13 @@ def test_pure_noise_has_the_squared_error_solution(build):
 
 
 def test_features_read_every_patch(build):
-    objective, runner = build(*DIFFUSION, *ORDERS["random"])
+    objective, inference = build(*DIFFUSION, *ORDERS["random"])
     batch = batch_of(photographs(2, SIDE))
     tokens, places, _, asked, *_ = objective.feature_inputs(batch)
     assert places[0].tolist() == [*range(PATCHES)]
     assert torch.equal(tokens, objective.reads.of(batch.inputs))
     assert asked.shape == (2, 0)
-    assert runner.features(objective.feature_inputs(batch)).shape == (3, 2, 16)
+    assert inference.features(objective.feature_inputs(batch)).shape == (3, 2, 16)
 
 
 # Keys.

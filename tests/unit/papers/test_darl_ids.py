@@ -26,12 +26,12 @@ def run_folder(tmp_path_factory):
 
 @pytest.mark.parametrize("words", [[], ["objective.order=random", "objective.two_streams=true"]])
 def test_ids_are_predicted_from_earlier_patches(build_paper, run_folder, words):
-    objective, runner = build_paper(config(run_folder), *words)
+    objective, inference = build_paper(config(run_folder), *words)
     images = torch.randint(256, (2, 16, 16, 3), dtype=torch.uint8)
     ids = open_tokenizer(run_folder).encode(images)
     order = objective.schedule.draw(torch.arange(2)).order.expand(2, -1)
     sequence = objective.sequence(batch_of(images))
-    predictions = runner.predictions(sequence.inputs)
+    predictions = inference.predictions(sequence.inputs)
     logits = objective.outputs(predictions)
     losses = [
         F.cross_entropy(logits[image, place], ids[image, cell])
@@ -44,7 +44,7 @@ def test_ids_are_predicted_from_earlier_patches(build_paper, run_folder, words):
     tokens, *rest = sequence.inputs
     moved = tokens.clone()
     moved[:, 0] += 1.0
-    changed = (objective.outputs(runner.predictions((moved, *rest))) != logits).any(-1)
+    changed = (objective.outputs(inference.predictions((moved, *rest))) != logits).any(-1)
     assert changed.tolist() == [[False] + [True] * 15] * 2
 
 
@@ -53,12 +53,12 @@ READS_IDS = ["objective.loss=mse", "objective.inputs=ids"]
 
 def test_patches_are_predicted_from_earlier_ids(build_paper, run_folder):
     """Table 16, "dVAE input + MSE"."""
-    objective, runner = build_paper(config(run_folder), *READS_IDS)
+    objective, inference = build_paper(config(run_folder), *READS_IDS)
     images = torch.randint(256, (2, 16, 16, 3), dtype=torch.uint8)
     sequence = objective.sequence(batch_of(images))
     ids, *rest = sequence.inputs
     assert torch.equal(ids, open_tokenizer(run_folder).encode(images)[:, :-1])
-    outputs = objective.outputs(runner.predictions(sequence.inputs))
+    outputs = objective.outputs(inference.predictions(sequence.inputs))
     # Pixels standardised with timm's constants, in patches of 4² in raster order.
     mean, deviation = torch.tensor(IMAGENET_DEFAULT_MEAN), torch.tensor(IMAGENET_DEFAULT_STD)
     pixels = (images / 255 - mean) / deviation
@@ -69,11 +69,11 @@ def test_patches_are_predicted_from_earlier_ids(build_paper, run_folder):
         for column in range(4)
         for patch in [pixels[image, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4]]
     ]
-    loss = objective.loss(runner.predictions(sequence.inputs), sequence.targets)
+    loss = objective.loss(inference.predictions(sequence.inputs), sequence.targets)
     torch.testing.assert_close(loss, torch.stack(errors).mean())
     other = ids.clone()
     other[:, 3] = (other[:, 3] + 1) % 12
-    changed = (objective.outputs(runner.predictions((other, *rest))) != outputs).any(-1)
+    changed = (objective.outputs(inference.predictions((other, *rest))) != outputs).any(-1)
     assert changed.tolist() == [[False] * 4 + [True] * 12] * 2
     with pytest.raises(UserError, match="reads ids and predicts patches cannot continue"):
         generator_of(objective)

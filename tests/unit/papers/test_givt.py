@@ -49,13 +49,13 @@ def test_stacked_latents_have_the_released_layout():
 
 def test_predicted_deviations_match_the_mixture(make):
     """Figure 7: √variance by component, weighted, over the numbers of each token."""
-    objective, runner = make("objective.label_dropout=0.1")
+    objective, inference = make("objective.label_dropout=0.1")
     assert applies(objective)
     batch = batch_of(2)
     arguments = (batch.inputs, batch.sample_index)
-    found = predicted_deviations(runner, objective, *arguments, batch.labels)
+    found = predicted_deviations(inference, objective, *arguments, batch.labels)
     inputs = objective.inputs_from(arguments[0], sample_index=arguments[1], labels=batch.labels)
-    outputs = objective.outputs(runner.predictions(inputs))
+    outputs = objective.outputs(inference.predictions(inputs))
     assert found.shape == outputs.shape[:2] == (2, 16)
     for token in (0, 7, 15):
         numbers = outputs[1, token].tolist()
@@ -66,7 +66,7 @@ def test_predicted_deviations_match_the_mixture(make):
         ]
         expected = sum(o / sum(odds) * sum(s) / 4 for o, s in zip(odds, scales, strict=True))
         assert found[1, token].item() == pytest.approx(expected, rel=1e-4)
-    none = predicted_deviations(runner, objective, *arguments, torch.full((2,), -1))
+    none = predicted_deviations(inference, objective, *arguments, torch.full((2,), -1))
     assert not torch.allclose(found, none)
 
 
@@ -98,7 +98,7 @@ class FirstPixels:
 
 def test_pairs_split_into_inputs_and_targets(make):
     words = ["objective.encoder_layers=1", "objective.num_classes=0", "objective.tokenizer=vae"]
-    objective, runner = make("objective.name=givt_encoder_decoder", *words)
+    objective, inference = make("objective.name=givt_encoder_decoder", *words)
     objective.reads.__dict__["tokenizer"] = FirstPixels()
     generator = torch.Generator().manual_seed(0)
     pairs = torch.randint(256, (3, 2, 32, 32, 3), generator=generator, dtype=torch.uint8)
@@ -116,7 +116,7 @@ def test_pairs_split_into_inputs_and_targets(make):
     alone = objective.sequence(Batch(pairs[:, 0], none, index))
     assert torch.equal(alone.inputs[0], rows_of(pairs[:, 0]))
     assert torch.equal(alone.inputs[-1], seen)
-    loss = objective.loss(runner.predictions(sequence.inputs), sequence.targets)
+    loss = objective.loss(inference.predictions(sequence.inputs), sequence.targets)
     assert bool(torch.isfinite(loss))
     assert objective.likelihood.given == "the image"
 
@@ -156,13 +156,13 @@ def test_scale_of_positions_in_encoder_and_decoder(build_paper, words, std):
 
 @pytest.mark.parametrize("words", [(), ("objective.adapter_blocks=2",)])
 def test_predictions_depend_on_earlier_tokens_and_label(make, words):
-    objective, runner = make(*words)
+    objective, inference = make(*words)
     tokens = torch.randn(1, 16, 4)
-    plain = runner.predictions(objective.inputs_from(tokens, labels=torch.tensor([1])))
+    plain = inference.predictions(objective.inputs_from(tokens, labels=torch.tensor([1])))
     changed = tokens.clone()
     changed[:, 5] += 1.0
-    other = runner.predictions(objective.inputs_from(changed, labels=torch.tensor([1])))
-    label = runner.predictions(objective.inputs_from(tokens, labels=torch.tensor([2])))
+    other = inference.predictions(objective.inputs_from(changed, labels=torch.tensor([1])))
+    label = inference.predictions(objective.inputs_from(tokens, labels=torch.tensor([2])))
     first = [p if isinstance(p, torch.Tensor) else p[0] for p in (plain, other, label)]
     assert torch.equal(first[0][:, :6], first[1][:, :6])
     assert not torch.isclose(first[0][:, 6], first[1][:, 6]).all()
@@ -170,9 +170,9 @@ def test_predictions_depend_on_earlier_tokens_and_label(make, words):
 
 
 def test_loss_is_the_mixture_nll(make):
-    objective, runner = make()
+    objective, inference = make()
     sequence = objective.sequence(batch_of())
-    predictions = runner.predictions(sequence.inputs)
+    predictions = inference.predictions(sequence.inputs)
     loss = objective.loss(predictions, sequence.targets)
     (tokens,) = sequence.targets
     total = 0.0
@@ -193,15 +193,15 @@ def test_loss_is_the_mixture_nll(make):
 
 
 def test_adapter_has_a_gradient(make):
-    objective, runner = make("objective.adapter_blocks=2")
+    objective, inference = make("objective.adapter_blocks=2")
     assert objective.carries_gradient
     sequence = objective.sequence(batch_of())
     assert sequence.targets == ()
-    state = run_layers(runner.layers.modules, sequence.inputs)
+    state = run_layers(inference.layers.modules, sequence.inputs)
     # Detach the predictions, so that the adapter's gradient comes from the targets alone.
     loss = objective.loss((state[0].detach(), state[1]), ())
     loss.backward()
-    adapter = runner.layers.modules[0].transform
+    adapter = inference.layers.modules[0].transform
     assert all(float(p.grad.abs().sum()) > 0 for p in adapter.parameters())
 
 
@@ -215,13 +215,13 @@ def test_label_dropout_rate(make):
 
 
 def test_masked_tokens_are_hidden_and_scored(make):
-    objective, runner = make("objective.name=givt_maskgit")
+    objective, inference = make("objective.name=givt_maskgit")
     tokens, mask = torch.randn(2, 16, 4), torch.zeros(2, 16, dtype=torch.bool)
     mask[:, 3:9] = True
     changed = torch.where(mask[..., None], 7.0, tokens)
     labels = torch.tensor([0, 2])
     plain, other = (
-        runner.predictions(objective.inputs_from(t, labels=labels, mask=mask))
+        inference.predictions(objective.inputs_from(t, labels=labels, mask=mask))
         for t in (tokens, changed)
     )
     assert torch.equal(plain, other)
@@ -237,20 +237,20 @@ def third_step():
     return replace(batch_of(), sample_index=torch.arange(12, 18))
 
 
-def losses_by_token(objective, runner, batch):
+def losses_by_token(objective, inference, batch):
     """Return the loss of each token of a training batch, and which of them are masked."""
     sequence = objective.training_sequence(batch)
     losses = objective.density.per_token_loss(
-        runner.predictions(sequence.inputs), sequence.targets[0]
+        inference.predictions(sequence.inputs), sequence.targets[0]
     )
     return losses, objective.schedule.draw(batch.sample_index).is_predicted
 
 
 def test_all_masked_tokens_of_a_step_weigh_the_same(make):
     """ "The loss is normalized by the number of mask tokens" (appendix C.1); a loop over tokens."""
-    objective, runner = make("objective.name=givt_maskgit", STEP)
+    objective, inference = make("objective.name=givt_maskgit", STEP)
     batch = third_step()
-    losses, mask = losses_by_token(objective, runner, batch)
+    losses, mask = losses_by_token(objective, inference, batch)
     assert len(set(mask.sum(1).tolist())) > 2, "the images differ in their masked tokens"
     total, count = 0.0, 0
     for image in range(6):
@@ -258,45 +258,49 @@ def test_all_masked_tokens_of_a_step_weigh_the_same(make):
             if mask[image, token]:
                 total, count = total + float(losses[image, token]), count + 1
     sequence = objective.training_sequence(batch)
-    loss = objective.loss(runner.predictions(sequence.inputs), sequence.targets)
+    loss = objective.loss(inference.predictions(sequence.inputs), sequence.targets)
     assert float(loss) == pytest.approx(total / count, rel=1e-6)
 
 
 @pytest.mark.parametrize("parts", [[3, 3], [2, 2, 2], [1, 1, 1, 1, 1, 1]])
 def test_micro_batches_average_to_the_loss_of_their_step(make, parts):
     """The mean over micro-batches, and so over processes, is that of the step at once."""
-    objective, runner = make("objective.name=givt_maskgit", STEP)
+    objective, inference = make("objective.name=givt_maskgit", STEP)
     batch, means = third_step(), []
     for part in torch.arange(6).split(parts):
         some = Batch(batch.inputs[part], batch.labels[part], batch.sample_index[part])
         sequence = objective.training_sequence(some)
-        means.append(float(objective.loss(runner.predictions(sequence.inputs), sequence.targets)))
-    losses, mask = losses_by_token(objective, runner, batch)
+        means.append(
+            float(objective.loss(inference.predictions(sequence.inputs), sequence.targets))
+        )
+    losses, mask = losses_by_token(objective, inference, batch)
     assert sum(means) / len(means) == pytest.approx(float(losses[mask].mean()), rel=1e-6)
 
 
 def test_evaluation_weighs_tokens_alike_whatever_the_batch(make):
     """It divides by the expected number of masked tokens, which no batch changes."""
-    objective, runner = make("objective.name=givt_maskgit", STEP)
+    objective, inference = make("objective.name=givt_maskgit", STEP)
     expected = 0.0
     for k in range(16):  # E[count] = sum of P(count > k), with count = ceil(16 cos(pi u / 2)).
         expected += min(1.0, 2 / math.pi * math.acos(k / 16) / 0.7)
     counts = objective.schedule.draw(torch.arange(50_000)).is_predicted.sum(1).double()
     assert expected == pytest.approx(float(counts.mean()), rel=2e-3)
     batch = third_step()
-    losses, mask = losses_by_token(objective, runner, batch)
+    losses, mask = losses_by_token(objective, inference, batch)
     sequence = objective.sequence(batch)
-    loss = objective.loss(runner.predictions(sequence.inputs), sequence.targets)
+    loss = objective.loss(inference.predictions(sequence.inputs), sequence.targets)
     assert float(loss) == pytest.approx(float(losses[mask].sum()) / 6 / expected, rel=1e-6)
 
 
 def test_each_image_can_weigh_the_same(make):
-    objective, runner = make("objective.name=givt_maskgit", STEP, "objective.loss_average=images")
+    objective, inference = make(
+        "objective.name=givt_maskgit", STEP, "objective.loss_average=images"
+    )
     batch = third_step()
-    losses, mask = losses_by_token(objective, runner, batch)
+    losses, mask = losses_by_token(objective, inference, batch)
     means = [float(row[shown].mean()) for row, shown in zip(losses, mask, strict=True)]
     sequence = objective.training_sequence(batch)
-    loss = objective.loss(runner.predictions(sequence.inputs), sequence.targets)
+    loss = objective.loss(inference.predictions(sequence.inputs), sequence.targets)
     assert float(loss) == pytest.approx(sum(means) / 6, rel=1e-6)
 
 
@@ -343,7 +347,7 @@ def test_invalid_sizes(make, words, message):
 
 
 def test_training_recovers_a_known_density(make):
-    objective, runner = make(
+    objective, inference = make(
         *["data.image_size=8", "objective.num_classes=0", "objective.latent_channels=2"],
         *["model.num_layers=1", "objective.num_components=3"],
     )
@@ -352,7 +356,7 @@ def test_training_recovers_a_known_density(make):
     scales = torch.tensor([[0.3, 0.6], [0.5, 0.2]])
     components = torch.distributions.Independent(torch.distributions.Normal(means, scales), 1)
     truth = torch.distributions.MixtureSameFamily(weights, components)
-    modules = torch.nn.ModuleList(runner.layers.modules)
+    modules = torch.nn.ModuleList(inference.layers.modules)
     optimizer = torch.optim.Adam(modules.parameters(), lr=0.02)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
 

@@ -156,7 +156,7 @@ def test_stacked_layers_and_adapter_are_imported(tmp_path):
     # The adapter's outputs follow the density's parameters.
     expected = torch.from_numpy(adapter["y"]).flatten(1, 2)
     torch.testing.assert_close(outputs[0][..., -16:], expected, **TOLERANCE)
-    back = run.objective.undo(run.runner.layers.modules[0], outputs[0][..., -16:])
+    back = run.objective.undo(run.inference.layers.modules[0], outputs[0][..., -16:])
     torch.testing.assert_close(back, latents, **TOLERANCE)
 
 
@@ -165,7 +165,7 @@ def test_vae_matches_released_code(tmp_path):
     image = torch.from_numpy(values["image01"])
     moments = torch.from_numpy(values["moments"]).permute(0, 3, 1, 2)
     torch.testing.assert_close(run.outputs(image), moments, **TOLERANCE)
-    made = run.runner.predictions(run.objective.inputs_from(image))[1]
+    made = run.inference.predictions(run.objective.inputs_from(image))[1]
     expected = torch.from_numpy(values["decoder_output"]).permute(0, 3, 1, 2)
     torch.testing.assert_close(made, expected, **TOLERANCE)
 

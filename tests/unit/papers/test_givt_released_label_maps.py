@@ -126,7 +126,7 @@ def check(run, tokenizer, labels, maps, arrays):
     """Compare moments and logits of the trained network and of the tokenizer."""
     moments, logits = reference(labels, arrays)
     expected = torch.from_numpy(moments.T.reshape(-1, SMALL, SMALL)).float()
-    predictions = run.runner.predictions(run.objective.inputs_from(maps[None]))
+    predictions = run.inference.predictions(run.objective.inputs_from(maps[None]))
     torch.testing.assert_close(predictions[1][0], expected, rtol=0, atol=1e-4)
     torch.testing.assert_close(tokenizer.encode(maps[None])[0, 0], expected[:LATENT])
     for found in (run.objective.logits(predictions), tokenizer.logits(expected[None, :LATENT])):

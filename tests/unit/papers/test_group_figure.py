@@ -20,8 +20,8 @@ def sampler(build_gvp, tmp_path):
     """Build a GVP and its sampler."""
 
     def sampler(*words, **options):
-        objective, runner = build_gvp(*words)
-        return Sampler(runner, objective, tmp_path, options)
+        objective, inference = build_gvp(*words)
+        return Sampler(inference, objective, tmp_path, options)
 
     return sampler
 
@@ -44,7 +44,7 @@ def test_given_patches_stay_and_others_are_not_read(sampler):
 def test_groups_condition_on_predicted_groups(sampler):
     """Each group equals one pass over the whole order with the earlier predictions filled in."""
     drawing = sampler(groups=2)
-    objective, runner = drawing.paper, drawing.runner
+    objective, inference = drawing.paper, drawing.inference
     images, order = photographs(2, 12), random_orders(IMAGES, 9, seed=0)
     drawn, _ = filled(drawing, images)
     patches = objective.tokens_of(images)
@@ -53,7 +53,7 @@ def test_groups_condition_on_predicted_groups(sampler):
         inputs = list(objective.inputs_from(images, order=order, boundaries=(3, 6)))
         content = inputs[1]
         inputs[0] = patches.gather(1, content[..., None].expand(-1, -1, 48))
-        predicted = runner.predictions(tuple(inputs))
+        predicted = inference.predictions(tuple(inputs))
         places = order[:, stop - 3 : stop, None].expand(-1, -1, 48)
         patches = patches.scatter(1, places, predicted[:, stop - 3 : stop])
     assert torch.equal(drawn, drawing.to_images(patches))
@@ -62,7 +62,7 @@ def test_groups_condition_on_predicted_groups(sampler):
 def test_orders_are_averaged(sampler):
     """The result is the mean over orders of single-patch groups."""
     drawing = sampler(groups=6)
-    objective, runner, images = drawing.paper, drawing.runner, photographs(2, 12)
+    objective, inference, images = drawing.paper, drawing.inference, photographs(2, 12)
     order, sums = random_orders(IMAGES, 9, seed=0), 0.0
     for number in range(3):
         patches = objective.tokens_of(images)
@@ -73,7 +73,7 @@ def test_orders_are_averaged(sampler):
                 boundaries=tuple(range(3, 9)),
             )
             inputs = (gather_tokens(patches, order), *inputs[1:])
-            predicted = runner.predictions(inputs)[:, place]
+            predicted = inference.predictions(inputs)[:, place]
             patches = patches.clone()
             for image in range(2):
                 patches[image, order[image, place]] = predicted[image]
@@ -87,10 +87,10 @@ def test_orders_are_averaged(sampler):
 
 def test_given_latents_stay(build_composition, tmp_path, monkeypatch):
     """Latents `[b, c, h, w]` are given as the tokens of their grid."""
-    objective, runner = build_composition(LATENTS, GROUPS, QUERY, MIXTURE)
+    objective, inference = build_composition(LATENTS, GROUPS, QUERY, MIXTURE)
     monkeypatch.setattr(objective, "to_images", lambda latents, folder: latents)
     latents = torch.randn(2, 4, 4, 4, generator=torch.Generator().manual_seed(0))
-    images, given = filled(Sampler(runner, objective, tmp_path, {"groups": 3}), latents)
+    images, given = filled(Sampler(inference, objective, tmp_path, {"groups": 3}), latents)
     given = given.view(2, 1, 4, 4).expand_as(latents)
     assert torch.equal(images[given], latents[given])
     assert (images != latents)[~given].all()
@@ -137,7 +137,7 @@ def test_ids_are_sampled_group_by_group(sampler):
     expected = ids.clone()
     for stop in (5, 7, 9):
         inputs = greedy.paper.inputs_from(expected, order=order, boundaries=(3, 5, 7))
-        logits = greedy.paper.outputs(greedy.runner.predictions(inputs))
+        logits = greedy.paper.outputs(greedy.inference.predictions(inputs))
         best = logits.argmax(-1)[:, stop - 2 : stop]
         expected = expected.scatter(1, order[:, stop - 2 : stop], best)
     assert torch.equal(greedy.draw(2, originals=ids, num_given=NUM_GIVEN), expected)

@@ -68,8 +68,8 @@ def test_visibility_matches_equations(build_gvp):
     embeddings = {}
     for condition in range(4):
         words = [f"objective.num_condition_tokens={condition}", "model.positions=none"]
-        _, runner = build_gvp(*words)
-        embeddings[condition] = runner.layers.modules[0]
+        _, inference = build_gvp(*words)
+        embeddings[condition] = inference.layers.modules[0]
     source = random.Random(0)
     for _ in range(500):
         case = draw_case(source)
@@ -94,8 +94,8 @@ def test_reference_masks_match_appendix_a():
 def test_gradients_match_visibility(build_gvp, seed):
     source = random.Random(seed)
     num_tokens, condition, order, boundaries = draw_case(source)
-    objective, runner = build_gvp(f"objective.num_condition_tokens={condition}")
-    embedding, *blocks, _ = runner.layers.modules
+    objective, inference = build_gvp(f"objective.num_condition_tokens={condition}")
+    embedding, *blocks, _ = inference.layers.modules
     seen_by = by_megavis(embedding, num_tokens, condition, order, boundaries)
     z = torch.tensor([order]) - 1
     groups = groups_of(torch.tensor([boundaries]), num_tokens)

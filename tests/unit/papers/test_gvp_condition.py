@@ -25,8 +25,8 @@ def with_features(build_gvp, run_folder):
 
 
 def test_pooled_features_replace_the_class_token(with_features, run_folder):
-    objective, runner = with_features()
-    embedding, batch = runner.layers.modules[0], batch_of(photographs(2, 16))
+    objective, inference = with_features()
+    embedding, batch = inference.layers.modules[0], batch_of(photographs(2, 16))
     network = open_tokenizer(run_folder).network
     pixels = batch.inputs.permute(0, 3, 1, 2).float() / 255.0
     pooled = network.vectors(pixels).mean((2, 3))
@@ -47,7 +47,7 @@ def test_feature_size_is_checked(with_features):
 
 def test_one_stream_predicts_the_next_patch(build_gvp):
     """The prediction of patch t + 1 depends on patches up to t and no later one."""
-    objective, runner = build_gvp(*ONE_STREAM, "objective.num_condition_tokens=2")
+    objective, inference = build_gvp(*ONE_STREAM, "objective.num_condition_tokens=2")
     batch = batch_of(photographs(1, 12))
     sequence = objective.sequence(batch)
     content, *rest = sequence.inputs
@@ -55,14 +55,14 @@ def test_one_stream_predicts_the_next_patch(build_gvp):
     patches = objective.tokens_of(batch.inputs)[0, order[0]]
     torch.testing.assert_close(sequence.targets[0][0], patches)
     torch.testing.assert_close(content[0], patches[:-1])
-    outputs = objective.outputs(runner.predictions(sequence.inputs))
+    outputs = objective.outputs(inference.predictions(sequence.inputs))
     assert outputs.shape == (1, 9, 48)
-    loss = objective.loss(runner.predictions(sequence.inputs), sequence.targets)
+    loss = objective.loss(inference.predictions(sequence.inputs), sequence.targets)
     torch.testing.assert_close(loss, (outputs[0] - patches).square().mean())
     for place in range(8):
         other = content.clone()
         other[0, place] += 1.0
-        moved = objective.outputs(runner.predictions((other, *rest))) != outputs
+        moved = objective.outputs(inference.predictions((other, *rest))) != outputs
         assert moved.any(-1)[0].tolist() == [t > place for t in range(9)]
 
 

@@ -21,8 +21,8 @@ EACH_ITS_OWN = tuple(range(PATCHES))
 @pytest.fixture
 def streams(build_gvp):
     """Run both streams on random patches; return hidden states before and after the blocks."""
-    objective, runner = build_gvp("objective.num_condition_tokens=0", "model.positions=none")
-    embedding, *blocks, _ = runner.layers.modules
+    objective, inference = build_gvp("objective.num_condition_tokens=0", "model.positions=none")
+    embedding, *blocks, _ = inference.layers.modules
 
     def run(order, boundaries, seen=PATCHES, asked=slice(None)):
         z = torch.tensor([order])

@@ -18,10 +18,10 @@ def run_folder(tmp_path_factory):
 
 
 def test_d2d_loss_is_the_cross_entropy_of_predicted_ids(build_gvp):
-    objective, runner = build_gvp("objective.variant=d2d", *IDS)
+    objective, inference = build_gvp("objective.variant=d2d", *IDS)
     ids = torch.randint(12, (2, 9))
     sequence = objective.sequence(batch_of(ids))
-    predictions = runner.predictions(sequence.inputs)
+    predictions = inference.predictions(sequence.inputs)
     logits = objective.outputs(predictions)
     plan = objective.schedule.draw(torch.arange(2))
     order, groups = plan.order, plan.groups
@@ -42,14 +42,14 @@ def test_ids_out_of_range(build_gvp):
 
 def test_p2d_reads_patches_and_predicts_ids(build_gvp, run_folder):
     words = ["objective.variant=p2d", f"objective.tokenizer={run_folder}", "data.image_size=16"]
-    objective, runner = build_gvp(*words, *IDS)
+    objective, inference = build_gvp(*words, *IDS)
     images = torch.randint(256, (2, 16, 16, 3), dtype=torch.uint8)
     sequence = objective.sequence(batch_of(images))
     ids = open_tokenizer(run_folder).encode(images)
     order = objective.schedule.draw(torch.arange(2)).order
     assert torch.equal(sequence.targets[0], ids.gather(1, order))
     assert sequence.inputs[0].shape == (2, 16, 48)
-    assert runner.predictions(sequence.inputs).shape == (16, 2, 12)
+    assert inference.predictions(sequence.inputs).shape == (16, 2, 12)
 
 
 @pytest.mark.parametrize(

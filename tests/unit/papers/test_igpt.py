@@ -43,17 +43,17 @@ def test_autoregressive_loss_follows_the_chain_rule(build, tmp_path, order):
     else:
         permutation = [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]
         words = ["objective.order=nested_raster", "objective.order_block=2"]
-    objective, runner = build(tmp_path / "c.yaml", *words)
+    objective, inference = build(tmp_path / "c.yaml", *words)
     ids, _ = draw()
     total = 0.0
     for place, pixel in enumerate(permutation):
         hidden = ids.clone()
         # The factor must not depend on this pixel or later ones, so replace their colours.
         hidden[:, list(permutation[place:])] = 31 - hidden[:, list(permutation[place:])]
-        logits = objective.outputs(runner.predictions(objective.inputs_from(hidden)))
+        logits = objective.outputs(inference.predictions(objective.inputs_from(hidden)))
         total += sum(nats(logits[b, place], ids[b, pixel]) for b in range(3))
     sequence = objective.sequence(batch_of(ids))
-    loss = objective.loss(runner.predictions(sequence.inputs), sequence.targets)
+    loss = objective.loss(inference.predictions(sequence.inputs), sequence.targets)
     assert float(loss) == pytest.approx(total / 48, rel=1e-5)
     assert torch.equal(sequence.targets[0], ids[:, list(permutation)])
 

@@ -122,27 +122,27 @@ def copy_weights(layers, theirs):
             parameter.copy_(in_our_form(name, others).reshape(parameter.shape))
 
 
-def run_both(objective, runner, theirs, batch):
+def run_both(objective, inference, theirs, batch):
     """Return megavis' loss and the output of `transformers` for the same images and masks."""
     images = standardize(batch.inputs).permute(0, 3, 1, 2)
     # `transformers` takes the argsort of the noise as its order.
     noise = objective.schedule.draw(batch.sample_index).order.argsort(1).float()
     sequence = objective.training_sequence(batch)
-    predictions = run_layers(runner.layers.modules, sequence.inputs)
+    predictions = run_layers(inference.layers.modules, sequence.inputs)
     return objective.loss(predictions, sequence.targets), theirs(pixel_values=images, noise=noise)
 
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_loss_and_gradient_match_transformers(make, normalize):
-    objective, runner = make(f"objective.normalize_targets={str(normalize).lower()}")
+    objective, inference = make(f"objective.normalize_targets={str(normalize).lower()}")
     theirs = reference(normalize)
-    copy_weights(runner.layers, theirs)
-    loss, output = run_both(objective, runner, theirs, batch_of(photographs(3, 16), first=5))
+    copy_weights(inference.layers, theirs)
+    loss, output = run_both(objective, inference, theirs, batch_of(photographs(3, 16), first=5))
     assert output.mask.sum() == 3 * 12
     torch.testing.assert_close(loss, output.loss, rtol=1e-5, atol=0)
     loss.backward()
     output.loss.backward()
-    for name, (parameter, others) in paired(runner.layers, theirs).items():
+    for name, (parameter, others) in paired(inference.layers, theirs).items():
         expected = in_our_form(name, [other.grad for other in others])
         torch.testing.assert_close(
             parameter.grad, expected.reshape(parameter.shape), rtol=1e-4, atol=1e-6, msg=name
@@ -150,44 +150,44 @@ def test_loss_and_gradient_match_transformers(make, normalize):
 
 
 def test_encoder_matches_transformers(make):
-    objective, runner = make()
+    objective, inference = make()
     theirs, batch = reference(), batch_of(photographs(3, 16), first=5)
-    copy_weights(runner.layers, theirs)
+    copy_weights(inference.layers, theirs)
     seen = {}
-    bridge = runner.layers.modules[4]
+    bridge = inference.layers.modules[4]
     bridge.norm.register_forward_hook(lambda _, __, out: seen.update(ours=out))
     theirs.vit.layernorm.register_forward_hook(lambda _, __, out: seen.update(theirs=out))
-    run_both(objective, runner, theirs, batch)
+    run_both(objective, inference, theirs, batch)
     assert seen["theirs"].shape == (3, 5, WIDTH)
     torch.testing.assert_close(seen["ours"].transpose(0, 1), seen["theirs"], rtol=1e-5, atol=1e-5)
 
 
 def test_features_match_unmasked_transformers(make):
-    objective, runner = make()
+    objective, inference = make()
     theirs, batch = reference(), batch_of(photographs(3, 16))
-    copy_weights(runner.layers, theirs)
+    copy_weights(inference.layers, theirs)
     theirs.config.mask_ratio = 0.0
     with torch.no_grad():
         images = standardize(batch.inputs).permute(0, 3, 1, 2)
         expected = theirs.vit(images, noise=torch.arange(16.0).expand(3, -1)).last_hidden_state
-    for layer in runner.layers.modules[5:]:
+    for layer in inference.layers.modules[5:]:
         layer.register_forward_hook(lambda *_: pytest.fail("features must not run the decoder"))
-    features = runner.features(objective.backbone.feature_inputs(batch))
+    features = inference.features(objective.backbone.feature_inputs(batch))
     assert features.shape == (4, 3, WIDTH)
     torch.testing.assert_close(features[-1], expected.mean(1), rtol=1e-5, atol=1e-5)
 
 
 def test_fine_tuning_drops_the_decoder(make):
     words = ["finetune.num_classes=3", "finetune.layer_decay=0.5", "finetune.read_out=first"]
-    objective, runner = make(*words, "data.validation=shards", "training.validate_every=1")
+    objective, inference = make(*words, "data.validation=shards", "training.validate_every=1")
     plans = objective.layer_plans()
     names = ["embedding", "blocks.0", "blocks.1", "blocks.2", "bridge"]
     assert [plan.name for plan in plans] == names
     assert [plan.options.learning_rate_scale for plan in plans] == [0.5**4, 0.5**3, 0.5**2, 0.5, 1]
     batch = batch_of(photographs(3, 16))
-    logits = runner.predictions(objective.sequence(batch).inputs)
+    logits = inference.predictions(objective.sequence(batch).inputs)
     _, pretrained = make()
-    weights = dict(runner.layers.named_parameters())
+    weights = dict(inference.layers.named_parameters())
     with torch.no_grad():
         for name, parameter in pretrained.layers.named_parameters():
             if name in weights:
@@ -197,7 +197,7 @@ def test_fine_tuning_drops_the_decoder(make):
     bridge = pretrained.layers.modules[4]
     bridge.norm.register_forward_hook(lambda _, __, out: kept.update(out=out))
     pretrained.features(objective.backbone.feature_inputs(batch))
-    classifier = runner.layers.modules[4].classifier.linear
+    classifier = inference.layers.modules[4].classifier.linear
     torch.testing.assert_close(logits, classifier(kept["out"][0]), rtol=1e-5, atol=1e-5)
 
 
@@ -220,36 +220,36 @@ def test_learned_positions_start_as_the_fixed_ones(scale):
 def test_partial_fine_tuning_trains_the_last_blocks(make, tuned):
     """Section 4.3; 0 trains the last norm besides the classifier."""
     words = ["finetune.num_classes=3", "data.validation=shards", "training.validate_every=1"]
-    objective, runner = make(
+    objective, inference = make(
         *words, f"finetune.tuned_blocks={tuned}", "model.positions=learned_sincos"
     )
-    trained = {n for n, p in runner.layers.named_parameters() if p.requires_grad}
+    trained = {n for n, p in inference.layers.named_parameters() if p.requires_grad}
     parts = {".".join(name.split(".")[:2]) for name in trained}
     expected = {f"blocks.{number}" for number in range(3 - tuned, 3)}
     assert parts == expected | {"bridge.norm", "bridge.classifier"}
-    classifier = runner.layers.modules[-1].classifier.linear
+    classifier = inference.layers.modules[-1].classifier.linear
     torch.nn.init.normal_(classifier.weight)
     batch = batch_of(photographs(3, 16))
     sequence = objective.training_sequence(batch)
-    loss = objective.loss(run_layers(runner.layers.modules, sequence.inputs), (batch.labels,))
+    loss = objective.loss(run_layers(inference.layers.modules, sequence.inputs), (batch.labels,))
     loss.backward()
-    for name, parameter in runner.layers.named_parameters():
+    for name, parameter in inference.layers.named_parameters():
         assert (parameter.grad is not None) == (name in trained), name
 
 
 def test_fine_tuning_trains_positions_that_the_source_lacks(make):
     words = ["finetune.num_classes=3", "data.validation=shards", "training.validate_every=1"]
-    _, runner = make(*words, "model.positions=learned_sincos")
-    parameters = dict(runner.layers.named_parameters())
+    _, inference = make(*words, "model.positions=learned_sincos")
+    parameters = dict(inference.layers.named_parameters())
     assert starts_fresh(parameters["embedding.positions.weight"], is_saved=False)
     assert not starts_fresh(parameters["embedding.front"], is_saved=True)
 
 
 def test_flops_match_torch_counter(make):
-    objective, runner = make()
+    objective, inference = make()
     sequence = objective.sequence(batch_of(photographs(2, 16)))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        run_layers(runner.layers.modules, sequence.inputs)
+        run_layers(inference.layers.modules, sequence.inputs)
     # flops_per_image leaves out the patch embedding.
     embedded = 2 * 2 * 4 * 48 * WIDTH
     planned = 2 * objective.flops_per_image() / 3 + embedded
@@ -319,10 +319,12 @@ def test_fine_tuning_splits_the_tokens_of_the_encoder_alone(make):
 
 
 def test_export_keeps_scaled_positions(make, tmp_path):
-    objective, runner = make("model.position_scale=0.5")
-    weights = {name: weight.detach() for name, weight in runner.layers.named_parameters()}
+    objective, inference = make("model.position_scale=0.5")
+    weights = {name: weight.detach() for name, weight in inference.layers.named_parameters()}
     images, index = photographs(2, 16), torch.arange(2)
-    ours = objective.outputs(runner.predictions(objective.inputs_from(images, sample_index=index)))
+    ours = objective.outputs(
+        inference.predictions(objective.inputs_from(images, sample_index=index))
+    )
     settings, order = vit_mae_settings(objective.config), objective.schedule.draw(index).order
     tensors = write_table(vit_mae_table(settings), {**sines(settings, 0.5), **weights})
     (tmp_path / "config.json").write_text(json.dumps(settings))

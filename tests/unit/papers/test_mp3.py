@@ -34,54 +34,54 @@ def draw_images(count=3):
 
 @pytest.mark.parametrize("class_token", [True, False])
 def test_predictions_are_permutation_equivariant(make, class_token):
-    objective, runner = make(f"objective.class_token={str(class_token).lower()}")
+    objective, inference = make(f"objective.class_token={str(class_token).lower()}")
     interface = Places.of(objective)
     patches = interface.patches_of(draw_images())
     context = interface.context_of(torch.arange(3), 0.5)
     order = torch.randperm(PLACES, generator=torch.Generator().manual_seed(1))
-    plain = objective.outputs(runner.predictions(interface.inputs_with(patches, context)))
+    plain = objective.outputs(inference.predictions(interface.inputs_with(patches, context)))
     # Patch order[i] moves to position i, so the patch at p moves to argsort(order)[p].
     moved = interface.inputs_with(patches[:, order], order.argsort()[context])
-    permuted = objective.outputs(runner.predictions(moved))
+    permuted = objective.outputs(inference.predictions(moved))
     torch.testing.assert_close(permuted, plain[:, order], rtol=1e-5, atol=1e-5)
     assert not torch.allclose(plain[:, 0], plain[:, 1], atol=1e-2)
 
 
 def test_no_masking_equals_full_attention(make):
-    objective, runner = make("objective.mask_ratio=0.0")
+    objective, inference = make("objective.mask_ratio=0.0")
     _, full = make("objective.mask_ratio=0.0", visibility="full")
     inputs = objective.sequence(batch_of(draw_images())).inputs
     torch.testing.assert_close(
-        runner.predictions(inputs), full.predictions(inputs), rtol=1e-5, atol=1e-5
+        inference.predictions(inputs), full.predictions(inputs), rtol=1e-5, atol=1e-5
     )
     features = objective.feature_inputs(batch_of(draw_images()))
     torch.testing.assert_close(
-        runner.predictions(features), full.predictions(inputs), rtol=1e-5, atol=1e-5
+        inference.predictions(features), full.predictions(inputs), rtol=1e-5, atol=1e-5
     )
 
 
 def test_masked_patches_are_not_attended_to(make):
-    objective, runner = make()
+    objective, inference = make()
     interface = Places.of(objective)
     patches = interface.patches_of(draw_images(1))
     context = interface.context_of(torch.arange(1), 0.5)
     masked = [p for p in range(PLACES) if p not in context[0].tolist()]
     watched, seen = masked[0], context[0].tolist()
     patches.requires_grad_()
-    predictions = run_layers(runner.layers.modules, interface.inputs_with(patches, context))
+    predictions = run_layers(inference.layers.modules, interface.inputs_with(patches, context))
     objective.outputs(predictions)[0, watched].sum().backward()
     moved = (patches.grad[0].abs().sum(-1) > 0).nonzero().flatten().tolist()
     assert moved == sorted([watched, *seen])
 
 
 def test_keys_and_values_are_computed_for_context_only(make):
-    objective, runner = make("objective.mask_ratio=0.75")
+    objective, inference = make("objective.mask_ratio=0.75")
     counts = []
-    for block in runner.layers.modules[1:-1]:
+    for block in inference.layers.modules[1:-1]:
         block.self_attention.linear_qkv.register_forward_hook(
             lambda _, inputs, __: counts.append(len(inputs[1]))
         )
-    runner.predictions(objective.sequence(batch_of(draw_images())).inputs)
+    inference.predictions(objective.sequence(batch_of(draw_images())).inputs)
     assert counts == [4 + 1] * 3
 
 
@@ -139,7 +139,7 @@ SPEECH = (
 
 
 def test_speech_frames_with_given_positions(make):
-    objective, runner = make(*SPEECH)
+    objective, inference = make(*SPEECH)
     frames = torch.randn(3, 20, 6, generator=torch.Generator().manual_seed(0)).half()
     batch = batch_of(frames)
     sequence = objective.sequence(batch)
@@ -147,7 +147,7 @@ def test_speech_frames_with_given_positions(make):
     # TC-ResNet, whose preparation the paper keeps intact (section 4.1), scales nothing.
     assert torch.equal(patches, frames.float())
     assert (context.shape, given_positions.shape) == ((3, 21), (3, 2))
-    embedding = runner.layers.modules[0]
+    embedding = inference.layers.modules[0]
     hidden = embedding(sequence.inputs)[0][1:].transpose(0, 1)
     added = hidden - embedding.content(patches)
     for image in range(3):
@@ -234,16 +234,16 @@ def test_image_size_is_checked(make):
 def test_attention_weights_match_the_block(make):
     from megavis.evaluation.token_relations import attention_weights
 
-    objective, runner = make()
+    objective, inference = make()
     inputs = objective.feature_inputs(batch_of(draw_images()))
-    block = runner.layers.modules[1]
+    block = inference.layers.modules[1]
     seen = {}
     parts = {"kv": block.self_attention.linear_qkv, "out": block.self_attention.linear_proj}
     hooks = [
         parts["kv"].register_forward_hook(lambda _, __, out: seen.update(kv=out[1])),
         parts["out"].register_forward_hook(lambda _, given, __: seen.update(mixed=given[0])),
     ]
-    weights = attention_weights(runner, inputs)[0]
+    weights = attention_weights(inference, inputs)[0]
     for hook in hooks:
         hook.remove()
     value = seen["kv"].unflatten(2, (2, -1, 8))[:, :, 1].permute(1, 2, 0, 3)

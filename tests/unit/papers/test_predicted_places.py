@@ -88,13 +88,13 @@ def test_position_accuracy(monkeypatch):
 
 def test_jigsaw_and_mixture_rows():
     image = torch.zeros(2, 2, 3, dtype=torch.uint8)
-    runner, places = RunnerStub(), PositionsStub()
-    rows, accuracies = place_figures.jigsaw_rows(runner, places, image, (0.0, 0.5))
+    inference, places = RunnerStub(), PositionsStub()
+    rows, accuracies = place_figures.jigsaw_rows(inference, places, image, (0.0, 0.5))
     assert accuracies == [0.75, 0.75]
     assert [len(row) for row in rows] == [2, 2, 2]
     # No patch is placed at the last position.
     assert rows[2][0][:, :, 0].flatten().tolist() == [0, 1, 2, 127]
-    mixed = place_figures.mixture_rows(runner, places, image.expand(2, 2, 2, 3), (0.0, 0.25))
+    mixed = place_figures.mixture_rows(inference, places, image.expand(2, 2, 2, 3), (0.0, 0.25))
     assert [len(row) for row in mixed] == [6, 6]
 
 

@@ -113,7 +113,7 @@ def test_mixture_is_reconstructed_by_its_mean(build_paper, tmp_path):
     ],
 )
 def test_unsupported_papers_are_refused(build_paper, section, message, tmp_path):
-    objective, runner = build_paper(tiny(section))
+    objective, inference = build_paper(tiny(section))
     batch = objective.blank_batch(1, torch.device("cpu"))
     with pytest.raises(UserError, match=message):
-        reconstruct(runner, objective, batch, tmp_path)
+        reconstruct(inference, objective, batch, tmp_path)

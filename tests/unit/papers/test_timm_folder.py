@@ -64,15 +64,15 @@ def features(build_paper):
     """Compute features of a converted network with unmasked megavis blocks."""
 
     def features(model, images, **options):
-        objective, runner = build_paper(CONFIG, visibility="full")
+        objective, inference = build_paper(CONFIG, visibility="full")
         weights = from_timm(model, num_heads=4, **options)
-        for name, parameter in runner.layers.named_parameters():
+        for name, parameter in inference.layers.named_parameters():
             # timm has no pixel decoder.
             if not name.startswith("head.linear."):
                 parameter.data.copy_(weights.pop(name))
         assert sorted(weights) == [f"head.classifier.linear.{kind}" for kind in ("bias", "weight")]
         inputs = objective.feature_inputs(batch_of(images))
-        return runner.predictions(inputs, finish=last_norm)
+        return inference.predictions(inputs, finish=last_norm)
 
     return features
 

@@ -34,8 +34,8 @@ def test_posterior_samples_are_decoded(small, context):
     objective, _, batch = small
     plans = objective.layer_plans()
     layers = LocalLayers(plans, list(LayerStack(plans, objective.loss).layers))
-    runner = Inference(layers, context)
-    mean, draws = decoded(runner, objective, batch, draws=2)
+    inference = Inference(layers, context)
+    mean, draws = decoded(inference, objective, batch, draws=2)
     network = layers.modules[0].network.eval()
     pixels = batch.inputs.permute(0, 3, 1, 2) / 255.0
     with torch.no_grad():

@@ -157,7 +157,7 @@ def test_tokenizer_matches_the_run(trained, kind):
     mean, log_variance = moments.chunk(2, dim=1)
     assert torch.allclose(found[:, 0], mean, atol=1e-5)
     assert torch.allclose(found[:, 1], (0.5 * log_variance).exp(), atol=1e-5)
-    predictions = run.runner.predictions(run.objective.inputs_from(pairs))
+    predictions = run.inference.predictions(run.objective.inputs_from(pairs))
     expected = run.objective.logits(predictions)
     assert expected.abs().max() > 0.1, "the zero-initialised head was not trained"
     assert torch.allclose(tokenizer.logits(found[:, 0]), expected, atol=1e-4)
@@ -170,7 +170,7 @@ def test_loss_includes_the_kl_divergence(trained):
     dataset = ShardDataset(trained / "panoptic" / "train", Transform(32, crop="center"))
     pairs = torch.from_numpy(dataset.read(np.arange(3))[0])
     index = torch.tensor([5, 6, 7])
-    predictions = run.runner.predictions(run.objective.inputs_from(pairs, sample_index=index))
+    predictions = run.inference.predictions(run.objective.inputs_from(pairs, sample_index=index))
     labels = run.objective.channels.labels(pairs[:, 1])
     terms = run.objective.measures(predictions, (labels,))
     mean, log_variance = predictions[1].double().chunk(2, dim=1)

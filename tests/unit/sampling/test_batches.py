@@ -159,7 +159,7 @@ def measured(monkeypatch):
 
     def measured(memory):
         def batches(self, size=None):
-            return Batches(self.runner.context, size, halves=size is None, memory=memory)
+            return Batches(self.inference.context, size, halves=size is None, memory=memory)
 
         tokens = Sampler.tokens
 
@@ -174,8 +174,8 @@ def measured(monkeypatch):
 
 
 def test_images_do_not_depend_on_the_batch(build, measured, tmp_path):
-    objective, runner = build(None, "objective.order=random")
-    sampler = Sampler(runner, objective, tmp_path, {"temperature": 0.9}, seed=5)
+    objective, inference = build(None, "objective.order=random")
+    sampler = Sampler(inference, objective, tmp_path, {"temperature": 0.9}, seed=5)
     fixed = sampler.draw(70, batch_size=70)
     assert torch.equal(sampler.draw(70), fixed)
     memory = PretendedMemory(1_000, (100, 50))
@@ -187,9 +187,9 @@ def test_images_do_not_depend_on_the_batch(build, measured, tmp_path):
 
 
 def test_a_batch_that_did_not_fit_is_freed(build, tmp_path, monkeypatch):
-    objective, runner = build(None)
-    sampler = Sampler(runner, objective, tmp_path)
-    expected, predictions, held = sampler.draw(9), runner.predictions, []
+    objective, inference = build(None)
+    sampler = Sampler(inference, objective, tmp_path)
+    expected, predictions, held = sampler.draw(9), inference.predictions, []
 
     def short_of_memory(rows, *, cache, **options):
         assert not any(each() for each in held)
@@ -198,15 +198,15 @@ def test_a_batch_that_did_not_fit_is_freed(build, tmp_path, monkeypatch):
             raise torch.OutOfMemoryError
         return predictions(rows, cache=cache, **options)
 
-    monkeypatch.setattr(runner, "predictions", short_of_memory)
+    monkeypatch.setattr(inference, "predictions", short_of_memory)
     assert torch.equal(sampler.draw(9), expected)
     assert len(held) > 1
 
 
 def test_counts_only_the_images_that_are_returned(build_paper, measured, tmp_path):
     def counts(batch_size):
-        objective, runner = build_paper(GIVT)
-        sampler = Sampler(runner, objective, tmp_path, {"guidance": 0.3})
+        objective, inference = build_paper(GIVT)
+        sampler = Sampler(inference, objective, tmp_path, {"guidance": 0.3})
         labels = torch.arange(3)
         sampler.draw(70, conditions={"labels": labels}, batch_size=batch_size)
         return sampler.acceptance.counts.tolist()
@@ -251,8 +251,8 @@ def test_a_resumed_file_halves_batches_of_a_larger_device(batches, tmp_path):
 
 
 def test_decoding_is_halved(build_paper, monkeypatch, tmp_path):
-    objective, runner = build_paper(GIVT)
-    sampler = Sampler(runner, objective, tmp_path)
+    objective, inference = build_paper(GIVT)
+    sampler = Sampler(inference, objective, tmp_path)
     tokens = sampler.draw(5, conditions={"labels": torch.arange(3)})
     expected = sampler.to_images(tokens)
     decode, sizes = type(sampler.paper).to_images, []

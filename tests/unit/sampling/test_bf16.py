@@ -20,12 +20,14 @@ NUMBERS = {
 
 def draw_both(build_paper, tmp_path, text, **options):
     """Return the tokens of eight images from a float32 and from a bf16 network."""
-    objective, runner = build_paper(text, std=0.1)
+    objective, inference = build_paper(text, std=0.1)
     drawn = []
     for dtype in (torch.float32, torch.bfloat16):
-        for layer in runner.layers.modules:
+        for layer in inference.layers.modules:
             layer.to(dtype)
-        drawn.append(Sampler(runner, objective, tmp_path, options, seed=0).tokens(torch.arange(8)))
+        drawn.append(
+            Sampler(inference, objective, tmp_path, options, seed=0).tokens(torch.arange(8))
+        )
     return drawn
 
 

@@ -25,20 +25,20 @@ def sampler(build, tmp_path):
     """Build a sampler of an iGPT."""
 
     def sampler(*words, seed=0, **options):
-        objective, runner = build(tmp_path / "c.yaml", *words)
-        return Sampler(runner, objective, tmp_path, options, seed=seed)
+        objective, inference = build(tmp_path / "c.yaml", *words)
+        return Sampler(inference, objective, tmp_path, options, seed=seed)
 
     return sampler
 
 
-def generate_without_cache(runner, objective, prefix, choose):
+def generate_without_cache(inference, objective, prefix, choose):
     """Run a full pass for each position, with zeros after it."""
     ids = torch.zeros(len(prefix), objective.num_tokens, dtype=torch.int64)
     ids[:, : prefix.shape[1]] = prefix
     for place in range(prefix.shape[1], objective.num_tokens):
         order = objective.schedule.for_features(torch.zeros(1).long()).order
         inputs = objective.inputs_from(to_raster(ids, order))
-        logits = objective.outputs(runner.predictions(inputs))[:, place]
+        logits = objective.outputs(inference.predictions(inputs))[:, place]
         ids[:, place] = torch.tensor(
             [choose(row, image, place) for image, row in enumerate(logits.tolist())]
         )
@@ -58,7 +58,7 @@ def test_greedy_generation_matches_full_passes(sampler, words, num_given):
     got = greedy.tokens(torch.arange(3), given=prefix)
 
     expected = generate_without_cache(
-        greedy.runner, greedy.paper, prefix, lambda row, *_: row.index(max(row))
+        greedy.inference, greedy.paper, prefix, lambda row, *_: row.index(max(row))
     )
     assert torch.equal(got, expected)
 
@@ -78,13 +78,13 @@ def test_sampling_matches_full_passes(sampler, words, num_given):
 
     got = warm.tokens(torch.arange(7, 10), given=prefix)
 
-    assert torch.equal(got, generate_without_cache(warm.runner, objective, prefix, choose))
+    assert torch.equal(got, generate_without_cache(warm.inference, objective, prefix, choose))
 
 
 def test_beam_search_finds_likelier_images(sampler):
     def log_likelihood(ids, each):
         inputs = each.paper.inputs_from(ids)
-        nats = each.paper.density.per_token_loss(each.runner.predictions(inputs), ids)
+        nats = each.paper.density.per_token_loss(each.inference.predictions(inputs), ids)
         return -nats.sum(1)
 
     plain, search = sampler("data.image_size=3"), sampler("data.image_size=3", beams=4, fans=4)

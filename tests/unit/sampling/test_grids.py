@@ -82,10 +82,10 @@ def test_to_images_decodes_ids_with_the_palette(build, tmp_path):
 
 
 def test_picture_of_samples_and_completions(build, tmp_path):
-    objective, runner = build(tmp_path / "c.yaml")
+    objective, inference = build(tmp_path / "c.yaml")
     centers = np.random.default_rng(0).uniform(-1, 1, (32, 3)).astype(np.float32)
     Palette(centers).save(tmp_path / PALETTE_NAME)
-    sampler = Sampler(runner, objective, tmp_path)
+    sampler = Sampler(inference, objective, tmp_path)
     assert picture([sampler], None, num_images=9).shape == (2 * 130 + 2, 8 * 130 + 2, 3)
 
     examples = Batch(torch.randint(32, (2, 16)), torch.tensor([-1, -1]), torch.arange(2))

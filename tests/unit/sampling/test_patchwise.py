@@ -39,8 +39,8 @@ def sampler(build, tmp_path):
     """Build a sampler of that model."""
 
     def sampler(*words, seed=0, **options):
-        objective, runner = build(*words)
-        return Sampler(runner, objective, tmp_path, options, seed=seed)
+        objective, inference = build(*words)
+        return Sampler(inference, objective, tmp_path, options, seed=seed)
 
     return sampler
 
@@ -52,11 +52,11 @@ def sequence_of(objective, patches, order):
     return (*rows, *objective.density.blank_inputs(objective.asks.shape_of(rows), rows[0].device))
 
 
-def sample_by_full_passes(runner, objective, order, prefix, numbers, seed):
+def sample_by_full_passes(inference, objective, order, prefix, numbers, seed):
     """Run a full training pass for each patch and keep only that patch's output."""
     patches = torch.zeros(len(order), 16, 48)
     patches[:, : prefix.shape[1]] = prefix
-    *before, head = runner.layers.modules
+    *before, head = inference.layers.modules
     for place in range(prefix.shape[1], 16):
         with torch.no_grad():
             state = run_layers(before, sequence_of(objective, patches, order))
@@ -81,7 +81,7 @@ def test_sampling_matches_full_passes(sampler, words, num_given):
     order = objective.schedule.draw(numbers).order.expand(len(numbers), -1)
     prefix = gather_tokens(objective.reads.of(photographs(3, 16)), order)[:, :num_given]
     drawn = drawing.tokens(numbers, given=prefix)
-    expected = sample_by_full_passes(drawing.runner, objective, order, prefix, numbers, seed=2)
+    expected = sample_by_full_passes(drawing.inference, objective, order, prefix, numbers, seed=2)
     torch.testing.assert_close(drawn, expected, rtol=1e-3, atol=1e-4)
 
 
@@ -116,8 +116,8 @@ def test_given_part_covers_the_upper_rows(sampler):
 
 
 def test_gallery_draws_a_grid(build, tmp_path):
-    objective, runner = build("objective.loss=diffusion")
-    picture = Gallery(objective, tmp_path).draw(runner, None, num_images=4)
+    objective, inference = build("objective.loss=diffusion")
+    picture = Gallery(objective, tmp_path).draw(inference, None, num_images=4)
     assert picture.dtype == np.uint8
     assert picture.shape == (132, 522, 3)
 

@@ -145,7 +145,7 @@ def test_beam_search_finds_likelier_tokens(make):
     def log_likelihood(sampler):
         tokens = sampler.tokens(IMAGES, conditions={"labels": LABELS})
         paper = sampler.paper
-        predictions = sampler.runner.predictions(paper.inputs_from(tokens, labels=LABELS))
+        predictions = sampler.inference.predictions(paper.inputs_from(tokens, labels=LABELS))
         return -paper.density.per_token_loss(predictions, tokens).sum(1)
 
     found, plain = log_likelihood(make(beams=3, fans=4)), log_likelihood(make())

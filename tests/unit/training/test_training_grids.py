@@ -40,11 +40,11 @@ def test_training_continues_without_a_grid_that_takes_too_much_memory(
     drawn = []
     real = Gallery.draw
 
-    def draw(self, runner, examples, *, num_images):
-        drawn.append((num_images, runner.captures))
+    def draw(self, inference, examples, *, num_images):
+        drawn.append((num_images, inference.captures))
         if num_images > 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return real(self, runner, examples, num_images=num_images)
+        return real(self, inference, examples, num_images=num_images)
 
     monkeypatch.setattr(Gallery, "draw", draw)
     words = [f"output={tmp_path}", "training.sample_every=1", "training.sample_images=8"]
