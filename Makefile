@@ -60,7 +60,7 @@ lint: $(STAMP)
 	$(BIN)/mypy --python-version \
 		$$($(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/shellcheck --external-sources .ci/run launch/*.sh
+	$(BIN)/shellcheck --external-sources .ci/run launch/*.sh tests/check_wheel.sh
 	$(BIN)/hadolint containers/*.Dockerfile .devcontainer/Dockerfile
 
 # One thread per process, since several run at once. Tests are distributed by file, so that module
@@ -114,7 +114,7 @@ wheel:
 	$(RELEASE)/bin/python -m pip install --quiet build twine
 	rm -rf build dist
 	$(RELEASE)/bin/python -m build --outdir dist . >/dev/null
-	WHOLE=$(WHOLE) bash launch/check_wheel.sh "$(abspath $(RELEASE))/bin/python"
+	WHOLE=$(WHOLE) bash tests/check_wheel.sh "$(abspath $(RELEASE))/bin/python"
 
 # Only folders with a pyvenv.cfg are environments; another may be named by mistake.
 clean:

@@ -319,7 +319,7 @@ case " ${papers[*]} all " in
 esac
 if [ "${1:-igpt}" = all ]; then
   for paper in "${papers[@]}"; do demo "$paper"; done
-  [ -n "$tag" ] || python launch/gallery.py
+  [ -n "$tag" ] || python docs/scripts/gallery.py
 else
   demo "${1:-igpt}"
 fi

@@ -84,9 +84,8 @@ def generate_in_steps(
     step = schedule.first(
         order, num_images=len(images), num_given=num_given, options=settings.schedule
     )
-    cache = (
-        inference.cache(paper.num_tokens, static=static) if cached and paper.keeps_keys else None
-    )
+    cached = cached and paper.keeps_keys
+    cache = inference.cache(paper.num_tokens, static=static) if cached else None
     if step is None:
         yield lanes.best(), None
     with inference.evaluating():

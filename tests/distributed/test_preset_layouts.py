@@ -8,7 +8,7 @@ from latent_shards import write_latent_shards
 from layout_curves import TOLERANCE, largest_difference, make_config
 from small_configs import SMALL
 
-from launch.plans import planned
+from docs.scripts.plans import planned
 from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
 from megavis.config.section import ParallelConfig

@@ -20,7 +20,7 @@ FITTED = {"cifar10": 45_000, "cifar100": 45_000, "stl10": 4_500}
 @pytest.fixture(scope="module")
 def claims():
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "launch"))
+        patch.syspath_prepend(str(ROOT / "docs/scripts"))
         return importlib.import_module("paper_claims").read_claims()
 
 

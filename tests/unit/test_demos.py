@@ -120,7 +120,7 @@ def test_unknown_paper_is_refused(demo):
 
 @pytest.fixture
 def gallery(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "launch"))
+    monkeypatch.syspath_prepend(str(ROOT / "docs/scripts"))
     return importlib.import_module("gallery")
 
 

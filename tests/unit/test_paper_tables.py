@@ -19,7 +19,7 @@ SAMPLING = ("sampling_steps", "sampling_temperature")
 @pytest.fixture(scope="module")
 def tables():
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "launch"))
+        patch.syspath_prepend(str(ROOT / "docs/scripts"))
         yield importlib.import_module("paper_tables")
 
 
@@ -54,7 +54,7 @@ def test_pages_are_up_to_date(tables):
     assert set(texts) == {path.name for path in tables.PAGES.glob("*.md")}
     for name, text in texts.items():
         written = (tables.PAGES / name).read_text(encoding="utf-8")
-        assert text == written, "run python launch/paper_tables.py"
+        assert text == written, "run python docs/scripts/paper_tables.py"
 
 
 def test_runs_to_start_from_have_the_same_model(headers, claims, runs):

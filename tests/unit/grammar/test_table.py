@@ -18,7 +18,7 @@ PLACES = (tokens, encoded_tokens, asking, build, condition, encoded_image, adapt
 @pytest.fixture(scope="module")
 def tables():
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "launch"))
+        patch.syspath_prepend(str(ROOT / "docs/scripts"))
         yield importlib.import_module("grammar_tables")
 
 
@@ -26,7 +26,7 @@ def tables():
 def test_documents_have_the_table(tables, name):
     assert name in tables.DOCUMENTS
     text = (ROOT / name).read_text(encoding="utf-8")
-    assert text == tables.with_table(text), "run python launch/grammar_tables.py"
+    assert text == tables.with_table(text), "run python docs/scripts/grammar_tables.py"
     assert "| `asks` | `in_context` |" in text
 
 

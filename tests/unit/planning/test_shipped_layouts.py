@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.plans import command_of, planned, with_table
+from docs.scripts.plans import command_of, planned, with_table
 from megavis.cli import main
 from megavis.config.load import load_config
 
@@ -23,7 +23,7 @@ def test_shipped_layouts_are_found():
 
 def test_table_is_written_from_the_files():
     page = (ROOT / "docs/scaling.md").read_text(encoding="utf-8")
-    assert with_table(page) == page, "run python launch/plans.py"
+    assert with_table(page) == page, "run python docs/scripts/plans.py"
 
 
 def test_another_micro_batch_changes_the_table():

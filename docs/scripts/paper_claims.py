@@ -21,7 +21,7 @@ import yaml
 from megavis.config.load import exported_names, load_config
 from megavis.config.schema import RunConfig
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "yaml_configs"
 PAGES = ROOT / "docs" / "papers"
 GIVES = re.compile(

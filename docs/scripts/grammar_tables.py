@@ -1,6 +1,6 @@
 """Write the table of all words, their kinds and keys into the documents.
 
-    python launch/grammar_tables.py
+    python docs/scripts/grammar_tables.py
 
 The table stands between two comments in `docs/compose.md` and `docs/architecture.md`, and comes
 from the sections of `megavis/grammar/words`.
@@ -17,8 +17,8 @@ from megavis.config.section import Section
 from megavis.grammar.grammar import Words
 
 DOCUMENTS = ("docs/compose.md", "docs/architecture.md")
-BEGIN, END = "<!-- words: python launch/grammar_tables.py -->", "<!-- end of the words -->"
-ROOT = Path(__file__).parents[1]
+BEGIN, END = "<!-- words: python docs/scripts/grammar_tables.py -->", "<!-- end of the words -->"
+ROOT = Path(__file__).parents[2]
 
 
 def sections_of(annotation: Any) -> list[type[Section]]:

@@ -20,7 +20,7 @@ from megavis.config.schema import RunConfig
 from megavis.config.section import Section
 from megavis.config.yaml_tree import BASED_ON
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 HEAD = """# Config keys
 
 A config is a YAML file of the sections below. Each key can be given on the command line too, as

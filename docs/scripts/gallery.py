@@ -14,7 +14,7 @@ from pathlib import Path
 from megavis.commands.report import summary
 from megavis.reports.run_record import RunRecord
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PICTURES = Path("images/gallery")
 HEAD = """# Gallery

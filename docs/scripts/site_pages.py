@@ -1,7 +1,7 @@
 """Generate pages of the site; a hook of mkdocs.yml.
 
 - the documents of the checkout's root: README.md is the first page;
-- `config/`: every key of a config, by section (launch/config_reference.py);
+- `config/`: every key of a config, by section (docs/scripts/config_reference.py);
 - `presets/`: the files of `yaml_configs/`, a page per paper;
 - `notebooks/`: the notebooks of `docs/notebooks`, as text;
 - `api/`: public modules, a page per package, from their docstrings;
@@ -27,7 +27,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "yaml_configs"
 PAPERS = {
     "igpt": "iGPT",

@@ -2,8 +2,8 @@
 
 From the root of the checkout:
 
-    python launch/plans.py                 # the table, from the files' headers, in a second
-    python launch/plans.py --plan [NAME]   # plan every layout (or some) first, as its header says
+    python docs/scripts/plans.py                 # the table, from the files' headers, in a second
+    python docs/scripts/plans.py --plan [NAME]   # plan layouts first, as their headers say
 
 A shipped layout is a config whose header has the command of `megavis plan` that made it. Run it
 with `--plan` after a change of the planner; a test compares the table with the files.
@@ -24,7 +24,7 @@ from megavis.cli import main as megavis
 from megavis.config.load import load_config
 from megavis.planning.layouts import layout_name
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/scaling.md"
 _COMMAND = re.compile(r"^#   (megavis plan .*)$", re.MULTILINE)
 _FIGURES = re.compile(
