@@ -30,6 +30,7 @@ from data_tools.source_formats import add_source_arguments, open_source
 from data_tools.sources import SourceImage
 from megavis.config.errors import UserError
 from megavis.data.codecs.codec import IdsCodec, LatentsCodec
+from megavis.data.format.manifest import SUFFIXES
 
 if TYPE_CHECKING:  # torch is slow to import, and only needed for encoding
     from torch import Tensor
@@ -207,7 +208,7 @@ class LatentEncoder(NetworkEncoder):
     """Encode images as float16 latents of `shape`, `[c, h, w]`, one sample per crop."""
 
     shape: tuple[int, int, int]
-    suffix: str = LatentsCodec.suffix
+    suffix: str = SUFFIXES["latents"]
 
     def settings(self, folder: str) -> dict[str, Any]:
         """Return everything that affects the bytes."""
@@ -263,7 +264,7 @@ class IdEncoder(NetworkEncoder):
 
     num_tokens: int
     vocabulary_size: int
-    suffix: str = IdsCodec.suffix
+    suffix: str = SUFFIXES["ids"]
 
     def settings(self, folder: str) -> dict[str, Any]:
         """Return everything that affects the bytes."""

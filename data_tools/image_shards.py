@@ -47,13 +47,12 @@ from data_tools.sources import FileSource, SourceFile, SourceImage, list_images
 from megavis.config.errors import UserError
 from megavis.data.codecs.jpeg import (
     DamagedImageError,
-    JpegCodec,
-    PairsCodec,
     decode_rgb,
     join,
     split,
 )
 from megavis.data.codecs.label_maps import to_pixels
+from megavis.data.format.manifest import SUFFIXES
 
 _JPEG_START = b"\xff\xd8\xff"
 
@@ -117,7 +116,7 @@ class JpegEncoder(ShardEncoder):
     sizes: tuple[int, ...]
     quality: int | None
     library: Library
-    suffix: str = JpegCodec.suffix
+    suffix: str = SUFFIXES["jpeg"]
 
     @property
     def folders(self) -> tuple[str, ...]:
@@ -315,7 +314,7 @@ class PairEncoder(ShardEncoder):
     quality: int
     target_resize: str
     library: Library
-    suffix: str = PairsCodec.suffix
+    suffix: str = SUFFIXES["pairs"]
 
     def settings(self, folder: str) -> dict[str, Any]:
         """Return everything that affects the bytes."""
@@ -375,7 +374,7 @@ class LabelMapEncoder(ShardEncoder):
     quality: int
     target: dict[str, Any]
     read_map: ReadMap
-    suffix: str = PairsCodec.suffix
+    suffix: str = SUFFIXES["pairs"]
 
     def settings(self, folder: str) -> dict[str, Any]:
         """Return everything that affects the bytes."""

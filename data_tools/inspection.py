@@ -14,10 +14,9 @@ from data_tools.job_report import ProgressBar, say
 from megavis.config.arguments import output_file
 from megavis.config.errors import UserError, counted
 from megavis.data.codecs.label_maps import painted
-from megavis.data.codecs.registry import suffix_of
 from megavis.data.codecs.transforms import Transform
 from megavis.data.format.files import sha256_of_file
-from megavis.data.format.manifest import PALETTE_NAME, Manifest, ShardEntry
+from megavis.data.format.manifest import PALETTE_NAME, SUFFIXES, Manifest, ShardEntry
 from megavis.data.format.shards import ShardReader, index_path
 from megavis.data.loading.dataset import ShardDataset
 from megavis.tokenizers.palette import Palette
@@ -80,7 +79,7 @@ def shard_problems(directory: Path, shard: ShardEntry, manifest: Manifest) -> li
     index = ShardReader(path).index
     with tarfile.open(path) as tar:
         members = [(member.name, member.offset_data, member.size) for member in tar]
-    names = [f"{key}.{suffix_of(manifest)}" for key in index.keys]
+    names = [f"{key}.{SUFFIXES[manifest.kind]}" for key in index.keys]
     if members != list(zip(names, index.offsets, index.lengths, strict=True)):
         return [f"{index_path(path).name} does not list the members of {shard.name}"]
     if len(set(index.keys)) < len(index.keys):

@@ -39,7 +39,7 @@ from megavis.config.arguments import output_file
 from megavis.config.errors import UserError, counted
 from megavis.data.codecs.codec import PaletteCodec
 from megavis.data.format.files import write_atomically
-from megavis.data.format.manifest import PALETTE_NAME
+from megavis.data.format.manifest import PALETTE_NAME, SUFFIXES
 from megavis.tokenizers.palette import (
     MAX_COLORS,
     MAX_GREYS,
@@ -272,7 +272,7 @@ class PaletteEncoder(ShardEncoder):
     palette_path: Path
     palette_sha256: str
     num_colors: int
-    suffix: str = PaletteCodec.suffix
+    suffix: str = SUFFIXES["palette"]
 
     @property
     def folders(self) -> tuple[str, ...]:

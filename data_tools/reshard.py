@@ -21,9 +21,8 @@ from data_tools.jobs import add_job_arguments, manifest_of, run_job, write_manif
 from data_tools.shard_tasks import Encoded, ShardEncoder, UnitResult
 from data_tools.sources import ImageSource, Refuse, SourceImage, SourcePart
 from megavis.config.errors import UserError
-from megavis.data.codecs.registry import suffix_of
 from megavis.data.format.files import sha256_of_file, write_atomically
-from megavis.data.format.manifest import MANIFEST_NAME, PALETTE_NAME, Manifest, ShardEntry
+from megavis.data.format.manifest import MANIFEST_NAME, PALETTE_NAME, SUFFIXES, Manifest, ShardEntry
 from megavis.data.format.shards import ShardReader
 
 # Fields that all samples of a folder share.
@@ -212,7 +211,7 @@ class CopyEncoder(ShardEncoder):
     @property
     def suffix(self) -> str:
         """Suffix of the kind of shards."""
-        return suffix_of(self.sources[0].manifest)
+        return SUFFIXES[self.sources[0].manifest.kind]
 
     def settings(self, folder: str) -> dict[str, Any]:
         """No settings: the source determines the bytes."""

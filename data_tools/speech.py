@@ -35,9 +35,10 @@ from data_tools.sources import FileSource, SourceFile, SourceImage
 from data_tools.speech_lists import SILENCE, read_split_lists
 from data_tools.user_text import numbered_lines
 from megavis.config.errors import UserError
-from megavis.data.codecs.codec import RecordingsCodec
+from megavis.data.codecs.recordings import RecordingsCodec
 from megavis.data.codecs.sound import HOP, SAMPLE_RATE, write_noises
 from megavis.data.format.folders import walk_files
+from megavis.data.format.manifest import SUFFIXES
 
 LISTS = {"validation": "validation_list.txt", "test": "testing_list.txt"}
 NOISE, UNKNOWN = "_background_noise_", "_unknown_"
@@ -210,7 +211,7 @@ class SpeechEncoder(ShardEncoder):
         resample: convert recordings of other rates instead of rejecting them.
     """
 
-    suffix: str = RecordingsCodec.suffix
+    suffix: str = SUFFIXES["recordings"]
     batch_size: int = 64
     resample: bool = False
 

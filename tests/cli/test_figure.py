@@ -74,7 +74,7 @@ def many_classes(shard_folders, tmp_path_factory):
         write_payloads(
             root / part,
             [codec.encode(random.integers(0, len(palette), 16).astype(np.uint16)) for _ in labels],
-            suffix=codec.suffix,
+            suffix="tok",
             labels=labels,
             class_names=[f"class {number}" for number in range(30)],
             kind="palette",

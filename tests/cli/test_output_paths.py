@@ -90,7 +90,7 @@ def test_disk_that_turns_read_only_is_no_mistake_of_the_user(tiny_config, monkey
     def refused(*_, **__):
         raise OSError(errno.EROFS, "Read-only file system", "runs/a/metrics.jsonl")
 
-    monkeypatch.setattr("megavis.commands.training.run_training", refused)
+    monkeypatch.setattr("megavis.commands.train.run_training", refused)
     with pytest.raises(OSError, match="Read-only"):
         main(["train", str(tiny_config)])
 

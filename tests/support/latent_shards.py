@@ -31,7 +31,7 @@ def write_latent_shards(
     write_payloads(
         folder,
         [codec.encode(np.stack([mean, np.full(shape, scale)])) for mean in means],
-        suffix=codec.suffix,
+        suffix="lat",
         labels=labels,
         class_names=[f"class-{label}" for label in range(num_classes)],
         samples_per_shard=num_images,

@@ -20,7 +20,7 @@ def write_folder(folder, *, tokens, labels, samples_per_shard=10, vocabulary=512
     return write_payloads(
         folder,
         [codec.encode(row) for row in tokens],
-        suffix=codec.suffix,
+        suffix="tok",
         labels=labels,
         class_names=class_names,
         samples_per_shard=samples_per_shard,

@@ -40,7 +40,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--processes", type=positive, help="size of the job that --dry-run checks; default: 1"
     )
-    parser.set_defaults(run="training:train", check=_check_train)
+    parser.set_defaults(run="train:train", check=_check_train)
 
 
 def _check_train(args: argparse.Namespace) -> None:
@@ -64,7 +64,7 @@ def add_finetune(parser: argparse.ArgumentParser) -> None:
     )
     add_config(parser, text="YAML file with a finetune section")
     add_device(parser)
-    parser.set_defaults(run="training:train", check=_check_finetune, dry_run=False)
+    parser.set_defaults(run="train:train", check=_check_finetune, dry_run=False)
 
 
 def _check_finetune(args: argparse.Namespace) -> None:
@@ -190,7 +190,7 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
         "--profile", type=Path, metavar="FILE", help="also write a trace for chrome://tracing"
     )
     add_json(parser)
-    parser.set_defaults(run="training:time_step")
+    parser.set_defaults(run="bench:time_step")
 
 
 def add_parity(parser: argparse.ArgumentParser) -> None:
@@ -226,7 +226,7 @@ def add_parity(parser: argparse.ArgumentParser) -> None:
         help="default: cuda if each process has a GPU, else cpu",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")
-    parser.set_defaults(run="training:check_parity")
+    parser.set_defaults(run="parity:check_parity")
 
 
 def add_params(parser: argparse.ArgumentParser) -> None:

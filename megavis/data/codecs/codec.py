@@ -1,4 +1,4 @@
-"""Interface of a shard codec, and the codecs of arrays: ids, latents and recordings.
+"""Interface of a shard codec, and the codecs of arrays: ids and latents.
 
 A codec converts between a sample and its payload, the bytes of its tar member. Nothing else in the
 shard writer, data set or loader depends on the kind of shard: to add a kind, write a codec and add
@@ -7,10 +7,8 @@ it to `registry.py`.
 - `.tok`: palette tokens, nine bits each (`format/shards.py`). `.ids`: little-endian uint16.
 - `.lat`: the mean of a VAE's posterior, then its scale, each `[c, h, w]`, little-endian float16; if
   the flipped image is stored too, its mean and scale follow.
-- `.pcm`: the 160 n samples of a recording at 16 kHz, little-endian int16.
 
-Legend: b samples, n tokens of a sample or frames of d coefficients, c channels, h and w of the
-latent grid.
+Legend: b samples, n tokens of a sample, c channels, h and w of the latent grid.
 """
 
 from __future__ import annotations
@@ -18,11 +16,10 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from megavis.data.codecs.sound import FULL_SCALE, HOP, cepstra
 from megavis.data.codecs.transforms import Transform
 from megavis.data.format.shards import MAX_TOKENS, pack_tokens, payload_bytes, unpack_tokens
 
@@ -42,11 +39,9 @@ class Codec(ABC):
     """Decodes the payloads of one kind of shard.
 
     Attributes:
-        suffix: of the tar members, after the dot.
         num_bytes: length of every payload; None if lengths vary.
     """
 
-    suffix: ClassVar[str]
     num_bytes: int | None = None
 
     @abstractmethod
@@ -89,8 +84,6 @@ class PaletteCodec(Codec):
         transform: crops and flips to apply, if any.
     """
 
-    suffix = "tok"
-
     def __init__(
         self,
         num_tokens: int,
@@ -129,8 +122,6 @@ class IdsCodec(Codec):
     Args:
         vocabulary_size: at most 65,536.
     """
-
-    suffix = "ids"
 
     def __init__(self, num_tokens: int, *, vocabulary_size: int = MAX_IDS) -> None:
         self.num_tokens, self.vocabulary_size = num_tokens, vocabulary_size
@@ -174,8 +165,6 @@ class LatentsCodec(Codec):
         transform: chooses between image and flipped image; without it, the image is read.
     """
 
-    suffix = "lat"
-
     def __init__(
         self,
         shape: tuple[int, int, int],
@@ -212,39 +201,3 @@ class LatentsCodec(Codec):
         if self._transform is not None and self.shape[0] == 2:
             which = self._transform.flips(positions).astype(np.int64)
         return views[np.arange(len(payloads)), which], refused
-
-
-class RecordingsCodec(Codec):
-    """Recordings, read as cepstral coefficients (`sound.py`): float32 `[b, n, d]`.
-
-    Args:
-        shape: n and d.
-        transform: shifts recordings and mixes in noise, if it augments sound.
-    """
-
-    suffix = "pcm"
-
-    def __init__(self, shape: tuple[int, int], transform: Transform | None = None) -> None:
-        self.shape = shape
-        self.num_samples = HOP * shape[0]
-        self.num_bytes = 2 * self.num_samples
-        self._transform = transform
-
-    def encode(self, samples: np.ndarray) -> bytes:
-        """Encode int16 `[160 n]`. Raises ValueError for another dtype or length."""
-        if samples.dtype != np.int16 or samples.shape != (self.num_samples,):
-            raise ValueError(f"a recording must be int16 [{self.num_samples}]")
-        return samples.astype("<i2").tobytes()
-
-    def decode(self, payloads: Payloads, positions: np.ndarray) -> tuple[np.ndarray, Refusals]:
-        """Decode to float32 `[b, n, d]`; refuses nothing."""
-        frames = np.empty((len(payloads), *self.shape), np.float32)
-        augment = self._transform.sound if self._transform else None
-        draws = self._transform.sound_draws(positions) if self._transform and augment else None
-        # One at a time: sums then round the same in a batch of any size.
-        for row, payload in enumerate(payloads):
-            samples = payload.view("<i2").astype(np.float32) / np.float32(FULL_SCALE)
-            if augment is not None and draws is not None:
-                samples = augment(samples, draws[row])
-            frames[row] = cepstra(samples, self.shape[1])
-        return frames, {}

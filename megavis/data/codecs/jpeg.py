@@ -55,8 +55,6 @@ class JpegCodec(Codec):
         palette: maps each pixel to an id, if given.
     """
 
-    suffix = "jpg"
-
     def __init__(
         self, transform: Transform | None = None, *, palette: PaletteLike | None = None
     ) -> None:
@@ -166,8 +164,6 @@ class PairsCodec(Codec):
             writing only.
         target: kind of label map in the targets; None for colours.
     """
-
-    suffix = "pair"
 
     def __init__(
         self, transform: Transform | None = None, *, target: TargetKind | None = None

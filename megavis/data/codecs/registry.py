@@ -1,4 +1,7 @@
-"""The codec of each kind of shard."""
+"""The codec of each kind of shard.
+
+Those that need Pillow or SciPy are imported when a folder needs them.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,7 @@ from megavis.data.codecs.codec import (
     LatentsCodec,
     PaletteCodec,
     PaletteLike,
-    RecordingsCodec,
 )
-from megavis.data.codecs.jpeg import JpegCodec, PairsCodec
 from megavis.data.codecs.transforms import CropKind, Transform
 from megavis.data.format.manifest import Manifest, ShardKind, TargetMaps
 
@@ -41,7 +42,7 @@ def codec_of(
         was_resized = manifest.image_size == transform.image_size
         transform = replace(transform, crop="none") if was_resized else transform
     if palette is None:
-        return _CODECS[manifest.kind][1](manifest, transform)
+        return _CODECS[manifest.kind](manifest, transform)
     if manifest.kind == "jpeg":
         return _jpeg(manifest, transform, palette)
     if manifest.kind != "palette":
@@ -51,11 +52,6 @@ def codec_of(
     if manifest.identity != palette.sha256:
         raise UserError("was made with another palette than data.palette")
     return _palette(manifest, transform)
-
-
-def suffix_of(manifest: Manifest) -> str:
-    """Return the suffix of a shard folder's tar members."""
-    return _CODECS[manifest.kind][0].suffix
 
 
 def _palette(manifest: Manifest, transform: Transform | None) -> Codec:
@@ -79,6 +75,8 @@ def _latents(manifest: Manifest, transform: Transform | None) -> Codec:
 
 
 def _recordings(manifest: Manifest, transform: Transform | None) -> Codec:
+    from megavis.data.codecs.recordings import RecordingsCodec
+
     assert manifest.frame_shape is not None
     _require_as_stored(manifest, transform, may_flip=False)
     return RecordingsCodec(manifest.frame_shape, transform)
@@ -87,6 +85,8 @@ def _recordings(manifest: Manifest, transform: Transform | None) -> Codec:
 def _jpeg(
     manifest: Manifest, transform: Transform | None, palette: PaletteLike | None = None
 ) -> Codec:
+    from megavis.data.codecs.jpeg import JpegCodec
+
     stored = manifest.image_size
     if transform is None and stored is not None:
         transform = Transform(image_size=stored)
@@ -104,6 +104,8 @@ def _jpeg(
 
 
 def _pairs(manifest: Manifest, transform: Transform | None) -> Codec:
+    from megavis.data.codecs.jpeg import PairsCodec
+
     if manifest.target is not None:
         return _label_maps(manifest.target, transform)
     assert manifest.image_size is not None
@@ -122,6 +124,8 @@ def _pairs(manifest: Manifest, transform: Transform | None) -> Codec:
 
 def _label_maps(target: TargetMaps, transform: Transform | None) -> Codec:
     """Return the codec of images and label maps of any size, resized to a square if not cropped."""
+    from megavis.data.codecs.jpeg import PairsCodec
+
     wanted = (
         "set data.crop to inception or random_resized, or to center, which resizes whole images"
         " here"
@@ -172,11 +176,11 @@ def _require_as_stored(manifest: Manifest, transform: Transform | None, *, may_f
 
 
 _Build = Callable[[Manifest, Transform | None], Codec]
-_CODECS: Mapping[ShardKind, tuple[type[Codec], _Build]] = {
-    "palette": (PaletteCodec, _palette),
-    "jpeg": (JpegCodec, _jpeg),
-    "pairs": (PairsCodec, _pairs),
-    "latents": (LatentsCodec, _latents),
-    "ids": (IdsCodec, _ids),
-    "recordings": (RecordingsCodec, _recordings),
+_CODECS: Mapping[ShardKind, _Build] = {
+    "palette": _palette,
+    "jpeg": _jpeg,
+    "pairs": _pairs,
+    "latents": _latents,
+    "ids": _ids,
+    "recordings": _recordings,
 }

@@ -9,7 +9,7 @@ reads the same pixels.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -36,7 +36,9 @@ from megavis.data.codecs.crops import (
     square_window,
 )
 from megavis.data.codecs.label_maps import nearest
-from megavis.data.codecs.sound import HOP, NUM_SOUND_DRAWS, SoundAugment, sound_augment
+
+if TYPE_CHECKING:
+    from megavis.data.codecs.sound import SoundAugment
 
 CropKind = Literal[
     "random_resized",
@@ -118,9 +120,9 @@ class Transform:
             return np.zeros(len(positions), bool)
         return _uniform(positions, 1, seed=self.seed, purpose="flip")[:, 0] < 0.5
 
-    def sound_draws(self, positions: np.ndarray) -> np.ndarray:
-        """Return what `sound` needs for the sample at each position, `[b, NUM_SOUND_DRAWS]`."""
-        return _uniform(positions, NUM_SOUND_DRAWS, seed=self.seed, purpose="sound")
+    def sound_draws(self, positions: np.ndarray, count: int) -> np.ndarray:
+        """Return the random numbers of `sound` at positions, float64 `[b, count]` in [0, 1)."""
+        return _uniform(positions, count, seed=self.seed, purpose="sound")
 
     def draws(self, positions: np.ndarray) -> np.ndarray:
         """Return all random numbers of each sample, float64 `[b, d]` in [0, 1].
@@ -213,7 +215,13 @@ def training_transform(
     own: CropKind = crop or config.crop
     if crop == "center" and config.crop == "scaled":
         own = _HELD_OUT["scaled"]
-    num_frames = config.frames[0] if config.frames else 0
+    sound = None
+    if config.frames is not None:
+        # Recordings alone need SciPy.
+        from megavis.data.codecs.sound import HOP, sound_augment
+
+        num_samples = HOP * config.frames[0]
+        sound = sound_augment(config.time_shift, config.background_noise, num_samples=num_samples)
     return Transform(
         image_size=config.image_size,
         crop=own,
@@ -226,9 +234,7 @@ def training_transform(
         border=config.border,
         augment=None if config.rand_augment is None else RandAugment(*config.rand_augment),
         erase=RandomErasing(config.random_erasing) if config.random_erasing else None,
-        sound=sound_augment(
-            config.time_shift, config.background_noise, num_samples=HOP * num_frames
-        ),
+        sound=sound,
         seed=seed,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,6 +19,15 @@ PALETTE_NAME = "palette.npy"
 FORMAT_VERSION: Literal[1] = 1
 
 ShardKind = Literal["palette", "jpeg", "pairs", "latents", "ids", "recordings"]
+SUFFIXES: Mapping[ShardKind, str] = {
+    "palette": "tok",
+    "jpeg": "jpg",
+    "pairs": "pair",
+    "latents": "lat",
+    "ids": "ids",
+    "recordings": "pcm",
+}
+"""Suffixes of tar members, after the dot."""
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]

@@ -1,22 +1,17 @@
-"""`megavis train`, `finetune`, `bench` and `parity`: take training steps."""
+"""`megavis parity`: compare every layout with a single process."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
-import os
 import sys
-from collections.abc import Iterator
 
 from tqdm import tqdm
 
-from megavis.commands.terminal import quietly
 from megavis.config.errors import UserError
 from megavis.config.schema import RunConfig
 from megavis.config.section import ParallelConfig
-from megavis.data.format.files import to_json, write_json
-from megavis.parallel.launch import read_launch
+from megavis.data.format.files import write_json
 from megavis.planning.layouts import (
     layout_called,
     layout_issues,
@@ -24,80 +19,7 @@ from megavis.planning.layouts import (
     legal_layouts,
     with_layout,
 )
-from megavis.training.bench import BenchResult, bench
-from megavis.training.dry_run import DryRunCheck, dry_run
 from megavis.training.parity import Noise, ParityResult, compare_layouts, parity_config
-from megavis.training.trainer import run_training
-
-
-def train(args: argparse.Namespace) -> int:
-    """Train, or check whether training could start; return 2 if it could not."""
-    if not args.dry_run:
-        run_training(args.loaded.config, read_launch(os.environ), device=args.device)
-        return 0
-    with quietly():
-        findings = [
-            DryRunCheck("config", True, f"{args.loaded.source.path} is legal"),
-            *dry_run(args.loaded.config, args.processes or 1),
-        ]
-    for finding in findings:
-        if finding.error is not None:
-            located = args.loaded.source.located(finding.error)
-            finding = dataclasses.replace(finding, text=str(located))
-        sys.stdout.write(f"{finding}\n")
-    return 0 if all(finding.is_right for finding in findings) else 2
-
-
-def time_step(args: argparse.Namespace) -> int:
-    """Measure on every process of a job, and print on the main one."""
-    result = bench(
-        args.loaded.config,
-        read_launch(os.environ),
-        num_steps=args.steps,
-        device=args.device,
-        trace=args.profile,
-    )
-    if result is None:
-        return 0
-    lines = [to_json(result.as_json(), indent=2)] if args.json else _bench_lines(result)
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
-    return 0
-
-
-def _bench_lines(result: BenchResult) -> Iterator[str]:
-    yield (
-        f"{result.num_processes} × {result.device}, {result.layout}, {result.precision}, batch"
-        f" {result.batch_size}, micro-batch {result.micro_batch_size}"
-    )
-    yield _bench_line(
-        "step", f"{result.step_seconds:.4g} s, enqueued by the host in {result.host_seconds:.4g} s"
-    )
-    yield _bench_line(
-        "throughput",
-        f"{result.images_per_second:,.4g} images/s, {result.tokens_per_second:,.0f} tokens/s",
-    )
-    yield _bench_line("per device", _utilization(result))
-    yield _bench_line("memory", f"{result.memory_gb:.3g} GB at most")
-    shares = sorted(result.parts.items(), key=lambda part: -part[1])
-    yield _bench_line("time", ", ".join(f"{name} {share:.0%}" for name, share in shares))
-    if result.num_processes > 1:
-        lag = result.slowest_seconds / result.step_seconds - 1
-        yield _bench_line("slowest process", f"rank {result.slowest_rank}, {lag:.1%} over the mean")
-
-
-def _utilization(result: BenchResult) -> str:
-    rate = result.tflops_per_device
-    text = (
-        f"{rate:.4g} TFLOP/s, {rate / result.product_tflops:.1%} of a matrix product's"
-        f" {result.product_tflops:.4g}"
-    )
-    if result.peak_tflops is not None:
-        text += f", {rate / result.peak_tflops:.1%} (MFU) of the vendor's {result.peak_tflops:.4g}"
-    return text
-
-
-def _bench_line(name: str, text: str) -> str:
-    return f"  {name:<17}{text}"
 
 
 def check_parity(args: argparse.Namespace) -> int:
