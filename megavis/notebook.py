@@ -27,11 +27,11 @@ from megavis.config.checks import check_config
 from megavis.config.errors import UserError
 from megavis.config.load import load_run_config
 from megavis.config.schema import RunConfig
+from megavis.config.section import interpolation
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.data.loading.loader import Batch
 from megavis.model.inference import Inference
 from megavis.model.kernel_compiler import require_compiled
-from megavis.model.positions import interpolation
 from megavis.model.stack import LayerStack, LocalLayers
 from megavis.papers import build_objective
 from megavis.parallel.context import ParallelContext, current_context, open_context

@@ -8,6 +8,7 @@ belongs to its paper: `objectives` hands its classes to the loader.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny
@@ -377,6 +378,6 @@ class RunConfig(Section):
         return self.finetune is not None and not self.finetune.generative_weight
 
     @property
-    def folder(self) -> str:
+    def folder(self) -> Path:
         """The run folder."""
-        return f"{self.output}/{self.name}"
+        return Path(self.output) / self.name

@@ -34,6 +34,18 @@ SourceCrop = Literal["random_resized", "inception", "scaled", "shifted", "center
 KernelLibrary = Literal["auto", "blocks", "regions", "torch", "apex", "transformer_engine"]
 
 
+def interpolation(kind: PositionKind | None, trained_side: float, side: float) -> float:
+    """Return the factor by which positions are multiplied at another image size.
+
+    It places the last token of a grid, or for `rope_1d` of the sequence in raster order, about
+    where training had it: 224² instead of 384² gives 14/24 for each axis, and 196/576 in the
+    sequence ("Denoising Autoregressive Representation Learning", section 4.1: "we interpolate the
+    positions").
+    """
+    ratio = trained_side / side
+    return ratio**2 if kind == "rope_1d" else ratio
+
+
 class Section(BaseModel):
     """A group of keys: strict types, no unknown keys, immutable once read."""
 

@@ -168,18 +168,6 @@ def resize_table(table: Tensor, num_cells: int) -> Tensor:
     return resized[0].flatten(1).t().contiguous()
 
 
-def interpolation(kind: PositionKind | None, trained_side: float, side: float) -> float:
-    """Return the factor by which positions are multiplied at another image size.
-
-    It places the last token of a grid, or for `rope_1d` of the sequence in raster order, about
-    where training had it: 224² instead of 384² gives 14/24 for each axis, and 196/576 in the
-    sequence ("Denoising Autoregressive Representation Learning", section 4.1: "we interpolate the
-    positions").
-    """
-    ratio = trained_side / side
-    return ratio**2 if kind == "rope_1d" else ratio
-
-
 def carried_names(kind: PositionKind) -> tuple[str, ...]:
     """Return the names of the tensors in `Positions.carried` for a kind."""
     return ("coordinates",) if kind in ("rope_1d", "rope_2d", "relative_2d") else ()

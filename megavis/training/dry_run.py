@@ -10,7 +10,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -23,7 +22,7 @@ from megavis.config.schema import RunConfig
 from megavis.model.parameters import partition_dimension
 from megavis.parallel.context import close_context, open_virtual_context
 from megavis.planning.layouts import Layout, layout_name
-from megavis.training.job import check_earlier_run, check_same_data
+from megavis.training.run_folder import check_earlier_run, check_same_data
 from megavis.training.trainer import Trainer
 
 _FLOAT32 = 4
@@ -119,7 +118,7 @@ def _tokenizer(run: Trainer) -> DryRunCheck:
     if manifest.identity is None:
         return DryRunCheck("tokenizer", True, "plain images: none is needed")
     text = f"{manifest.tokenizer_name} {manifest.identity[:12]}"
-    also = "the same in validation" if run.validation_data is not None else "no validation shards"
+    also = "the same in validation" if run.task.validation is not None else "no validation shards"
     return DryRunCheck("tokenizer", True, f"{text}, {also}")
 
 
@@ -148,7 +147,7 @@ def _disk(config: RunConfig, num_parameters: int) -> DryRunCheck:
     # With rollbacks, as many regular ones as newest ones, which may be others.
     last = keep.keep_last * (2 if config.training.max_rollbacks else 1)
     count = last + 1 + steps // every + len(others)
-    folder = Path(config.folder).absolute()
+    folder = config.folder.absolute()
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
@@ -167,9 +166,10 @@ def _resume(run: Trainer, shapes: Shapes) -> DryRunCheck:
     """Report where the run would resume, and whether that checkpoint fits the model."""
     try:
         check_earlier_run(run.config)
-        checkpoint = latest_checkpoint(run.folder)
+        folder = run.config.folder
+        checkpoint = latest_checkpoint(folder)
         if checkpoint is None:
-            return DryRunCheck("resume", True, f"{run.folder} has no checkpoint: starts at step 0")
+            return DryRunCheck("resume", True, f"{folder} has no checkpoint: starts at step 0")
         manifest = read_manifest(checkpoint)
         check_same_data(run.config, manifest, run.train_data, run.tokenizer)
     except UserError as error:

@@ -7,10 +7,7 @@ the same half in every run.
 
 from __future__ import annotations
 
-import math
-import re
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,29 +16,22 @@ from megavis.checkpoint.format.folder import chosen_checkpoint, saved_steps, ste
 from megavis.checkpoint.format.manifest import read_manifest
 from megavis.checkpoint.state.restore import load_weights, start_from_weights
 from megavis.composition.classification import Classification
-from megavis.config.errors import UserError, blame, counted
+from megavis.config.errors import UserError, blame
 from megavis.config.load import load_run_config
-from megavis.config.schema import ConfigIssue, FinetuneConfig, RunConfig
-from megavis.config.section import PositionKind, Section
+from megavis.config.schema import FinetuneConfig, RunConfig
 from megavis.data.loading.blended_dataset import Samples
 from megavis.data.loading.dataset import ShardDataset, Subset, halves, shuffled
+from megavis.data.loading.labels import check_labels
 from megavis.data.loading.leakage import check_no_overlap, training_shards
+from megavis.data.loading.opening import ShardOpener
 from megavis.evaluation.classes import ClassResult, evaluate_classifier
 from megavis.evaluation.figures import draw_confusion, write_png
 from megavis.evaluation.networks import NUM_VIEWS
-from megavis.grammar.compose import in_same_words
+from megavis.grammar.same_run import source_differences
 from megavis.model.inference import Inference
-from megavis.model.positions import interpolation
 from megavis.parallel.context import ParallelContext
 from megavis.training.callbacks.validation import EarlyStopping
 from megavis.training.engine import Engine
-from megavis.training.job import open_held_out
-
-_PARTS = ("selection", "test")
-_MAY_DIFFER = re.compile(
-    "positions|position_scale|features|feature_order|drop_path|.*dropout|tokens_decay|loss_average"
-)
-"""Keys of model and objective that do not change the meaning of weights."""
 
 
 @dataclass
@@ -53,7 +43,7 @@ class Finetuning:
         folder: of the run.
         class_names: of the shards.
         num_train: images in the training shards.
-        selection: images for selecting the step.
+        validation: images for selecting the step.
         test: images for evaluating it.
         stopping: early stopping, with accuracies so far.
     """
@@ -62,7 +52,7 @@ class Finetuning:
     folder: Path
     class_names: tuple[str, ...]
     num_train: int
-    selection: Subset
+    validation: Subset
     test: Subset
     stopping: EarlyStopping
 
@@ -73,8 +63,9 @@ class Finetuning:
         objective: Classification,
         train: Samples,
         validation: ShardDataset,
+        opener: ShardOpener,
     ) -> Finetuning:
-        """Check source and labels, and split selection from test images.
+        """Check source and labels, and split images for selecting the step from test images.
 
         Raises:
             UserError: something does not fit; names the key.
@@ -84,18 +75,15 @@ class Finetuning:
             check_source(config, objective, train)
         test = None
         if settings.test is not None:
-            test = open_held_out(config.data, "finetune.test", settings.test, objective, train)
+            test = opener.held_out("finetune.test", settings.test, train)
         datasets = {"data.train": train, "data.validation": validation, "finetune.test": test}
         for key, dataset in datasets.items():
             if dataset is not None:
-                differences = list(label_issues(key, dataset, settings, train.class_names))
-                if differences:
-                    raise UserError.of(differences)
+                check_labels(key, dataset, settings.num_classes, train.class_names)
         _check_test_images(config, validation, test)
         parts = halves(validation) if test is None else (shuffled(validation), shuffled(test))
-        folder = Path(config.folder)
         stopping = EarlyStopping(settings.patience)
-        return cls(objective, folder, train.class_names, len(train), *parts, stopping)
+        return cls(objective, config.folder, train.class_names, len(train), *parts, stopping)
 
     def resume(self, step: int, context: ParallelContext) -> None:
         """Restore the state after `step` steps; if training goes on, remove earlier results."""
@@ -108,9 +96,15 @@ class Finetuning:
                 path.with_suffix(".png").unlink(missing_ok=True)
 
     @property
+    def _parts(self) -> dict[str, Subset]:
+        """The images by the name that results give them."""
+        return {"selection": self.validation, "test": self.test}
+
+    @property
     def _results(self) -> dict[str, Path]:
         """The result files by part."""
-        return {part: self.folder / "evaluation" / f"finetune_{part}.json" for part in _PARTS}
+        folder = self.folder / "evaluation"
+        return {part: folder / f"finetune_{part}.json" for part in self._parts}
 
     def start(self, engine: Engine) -> None:
         """Load the source run's weights, if there is one."""
@@ -139,7 +133,7 @@ class Finetuning:
             return
         load_weights(step_folder(self.folder, step), engine.layers, engine.context)
         for part, path in self._results.items():
-            result = self._result(engine, getattr(self, part))
+            result = self._result(engine, self._parts[part])
             if engine.context.is_main:
                 self._write(result, path, part, step)
 
@@ -154,7 +148,7 @@ class Finetuning:
         )
 
     def _write(self, result: ClassResult, path: Path, part: str, step: int) -> None:
-        data = str(getattr(self, part).directory)
+        data = str(self._parts[part].directory)
         record = {"step": step, "part": part, "data": data, **self._hyper_parameters()}
         result.write(path, class_names=self.class_names, **record)
         title = f"step {step}: {result.vote:.1%} of {result.num_images} {part} images"
@@ -215,101 +209,13 @@ def check_source(config: RunConfig, objective: Classification, train: Samples) -
     with blame("finetune.from_run"):
         checkpoint = source_checkpoint(settings)
         source = load_run_config(Path(settings.from_run or ""))
-        difference = next(_differences(source, config, objective), None)
+        paper = objective.paper
+        differences = source_differences(
+            source, config, paper.position_kind, needs_seed=paper.weights_need_their_seed
+        )
+        difference = next(differences, None)
         tokenizer = train.manifest.identity or objective.backbone.tokenizer_identity
         if difference is None and read_manifest(checkpoint).tokenizer != tokenizer:
             difference = f"was trained on other tokens than {train.directory} has"
         if difference is not None:
             raise UserError(f"{settings.from_run} {difference}")
-
-
-def _differences(source: RunConfig, config: RunConfig, objective: Classification) -> Iterator[str]:
-    """Yield differences that change the meaning of the source run's weights."""
-    source, config = in_same_words(source, config)
-    for section in ("objective", "model"):
-        yield from _other_keys(getattr(source, section), getattr(config, section), section)
-    if source.data.normalize_frames != config.data.normalize_frames:
-        yield (
-            f"was trained with data.normalize_frames {str(source.data.normalize_frames).lower()},"
-            " which its weights depend on; set it to the same"
-        )
-    yield from _other_size(source, config, objective.paper.position_kind)
-    if objective.paper.weights_need_their_seed and source.seed != config.seed:
-        yield (
-            f"was trained with seed {source.seed}, which its weights depend on; set seed to"
-            f" {source.seed}, not {config.seed}"
-        )
-
-
-def _other_keys(source: Section, config: Section, name: str) -> Iterator[str]:
-    """Compare two sections, key by key; a key that only one kind of section has counts as null."""
-    for key in {**type(source).model_fields, **type(config).model_fields}:
-        there, here = getattr(source, key, None), getattr(config, key, None)
-        if there == here or _MAY_DIFFER.fullmatch(key) or key in config.sampling_keys:
-            continue
-        if isinstance(there, Section) and isinstance(here, Section):
-            yield from _other_keys(there, here, f"{name}.{key}")
-        else:
-            yield (
-                f"was trained with {name}.{key} {there}, and this config has {here}; fine-tuning"
-                " keeps the architecture"
-            )
-
-
-def _other_size(source: RunConfig, config: RunConfig, position_kind: PositionKind) -> Iterator[str]:
-    """Check that coordinates are interpolated if the image size differs from pre-training.
-
-    Learned positions are resized on loading.
-    """
-    sizes = source.data.image_size, config.data.image_size
-    # Spectrogram frames have no side, and their number may not change.
-    if position_kind not in ("sincos", "learned_sincos", "rope_1d", "rope_2d") or not all(sizes):
-        return
-    scale = source.model.position_scale * interpolation(position_kind, *sizes)
-    if not math.isclose(config.model.position_scale, scale, rel_tol=1e-3):
-        yield (
-            f"was trained on {sizes[0]}² pixels, and this config has {sizes[1]}²; set"
-            f" model.position_scale to {scale:.6g}, which interpolates {position_kind} positions"
-        )
-
-
-_ADVICE = "write its shards with --classes-from, the folder of data.train"
-
-
-def label_issues(
-    key: str, dataset: Samples, settings: FinetuneConfig, class_names: tuple[str, ...]
-) -> Iterator[ConfigIssue]:
-    """Yield errors in the labels of a data set.
-
-    Args:
-        key: the config key of the data set.
-        class_names: class names of the training shards.
-    """
-    where, missing = dataset.directory, int((dataset.labels < 0).sum())
-    if missing:
-        found = counted(missing, "image")
-        yield key, f"{where} holds {found} without a label, of {len(dataset)} in all"
-    elif len(dataset.class_names) != settings.num_classes:
-        found = counted(len(dataset.class_names), "class", "classes")
-        text = f"{where} has {found}; finetune.num_classes is {settings.num_classes}"
-        yield key, text + _other_classes(dataset.class_names, class_names)
-    elif dataset.class_names != class_names:
-        text = f"{where} numbers its classes differently from data.train"
-        yield key, text + (_other_classes(dataset.class_names, class_names) or f": {_ADVICE}")
-
-
-def _other_classes(found: tuple[str, ...], known: tuple[str, ...]) -> str:
-    """Return how the classes of a data set differ from data.train's, and what to do.
-
-    Empty if they are the same.
-    """
-    unknown = [name for name in found if name not in known]
-    missing = [name for name in known if name not in found]
-    if unknown:
-        return (
-            f"; data.train has no class {unknown[0]!r}: remove its images, or add the class there"
-        )
-    if not missing:
-        return ""
-    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-    return f"; it lacks {missing[0]!r}{more} of data.train: {_ADVICE}"

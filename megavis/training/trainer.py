@@ -10,33 +10,30 @@ import contextlib
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megavis.checkpoint.format.folder import (
-    early_stopping_file,
-    prune,
-    saved_steps,
-)
+from megavis.checkpoint.format.folder import prune, saved_steps
 from megavis.checkpoint.format.manifest import CheckpointManifest, LossHistory
 from megavis.checkpoint.state.host_copies import HostCopies
 from megavis.checkpoint.state.restore import (
     Found,
     load_training_state,
     newest_intact_checkpoint,
-    start_encoder,
 )
 from megavis.checkpoint.state.save import Snapshot, TrainingProgress, reserve_copies
 from megavis.composition.classification import classifier_of
-from megavis.composition.trainable import StartingWeights, Trainable
+from megavis.composition.trainable import Trainable
 from megavis.config.errors import UnfinishedError, blame
 from megavis.config.schema import RunConfig
 from megavis.config.yaml_tree import leaves
 from megavis.data.loading.blended_dataset import Samples
 from megavis.data.loading.loader import BatchLoader
+from megavis.data.loading.opening import ShardOpener
 from megavis.model.kernels import compiles_blocks
 from megavis.papers import build_objective
 from megavis.parallel.context import ParallelContext
 from megavis.parallel.launch import Launch
+from megavis.tokenizers.palette import Palette
 from megavis.training.callbacks.callback import (
     Callback,
     CollectGarbage,
@@ -49,7 +46,6 @@ from megavis.training.callbacks.callback import (
 )
 from megavis.training.callbacks.compilation import ReportCompilation
 from megavis.training.callbacks.validation import (
-    EarlyStopping,
     SampleImages,
     Validate,
     evaluate_during,
@@ -69,20 +65,20 @@ from megavis.training.faults.interruption import (
     forgiving_messages,
 )
 from megavis.training.faults.watchdog import Watchdog
-from megavis.training.finetune import Finetuning
-from megavis.training.job import (
+from megavis.training.job import open_job
+from megavis.training.loop import train
+from megavis.training.metrics import MetricsWriter, check_dashboards
+from megavis.training.pretraining import Pretraining
+from megavis.training.run_folder import (
     check_earlier_run,
-    check_patience,
     check_same_data,
     hold_run,
-    open_held_out,
-    open_job,
-    open_training_data,
     permissions_needed,
     prepare_folder,
 )
-from megavis.training.loop import train
-from megavis.training.metrics import MetricsWriter, check_dashboards
+
+if TYPE_CHECKING:
+    from megavis.training.finetune import Finetuning
 
 
 @dataclass
@@ -93,27 +89,16 @@ class Trainer:
     context: ParallelContext
     objective: Trainable
     train_data: Samples
-    validation_data: Samples | None
-    """Held-out images; when fine-tuning, those for selecting the step."""
     tokenizer: str | None
     """SHA-256 of the tokenizer of the shards, or of the images."""
-    finetuning: Finetuning | None = None
-    """Set when fine-tuning."""
-    pretrained: StartingWeights | None = None
-    """Set if the encoder starts from another run."""
-    stopping: EarlyStopping | None = None
-    """Set while fine-tuning, or pre-training with `training.patience`."""
+    task: Pretraining | Finetuning
+    """What the two kinds of runs do not share: initial weights, stopping, and what follows."""
     copies: HostCopies = field(init=False)
     """Host memory of the run's snapshots."""
 
     def __post_init__(self) -> None:
         """Keep the memory where copying into it is what a save waits for."""
         self.copies = HostCopies(keeps=self.context.device.type == "cuda")
-
-    @property
-    def folder(self) -> Path:
-        """The run folder."""
-        return Path(self.config.folder)
 
     @classmethod
     def open(cls, config: RunConfig, context: ParallelContext) -> Trainer:
@@ -123,23 +108,26 @@ class Trainer:
             UserError: data and config do not match; names the key.
         """
         objective = build_objective(config, context)
-        train_data = open_training_data(config, objective)
+        with blame("data.palette"):
+            palette = Palette.load(config.data.palette) if config.data.palette else None
+        needs_labels = objective.backbone.needs_labels
+        opener = ShardOpener(config, palette, objective.check_data, needs_labels)
+        train_data = opener.training_data()
         held_out, path = None, config.data.validation
         if path is not None:
-            held_out = open_held_out(config.data, "data.validation", path, objective, train_data)
+            held_out = opener.held_out("data.validation", path, train_data)
         # Reject an unsuitable tokenizer here, not at the first batch.
         tokenizer = train_data.manifest.identity or objective.backbone.tokenizer_identity
-        network = classifier_of(objective)
-        if network is None:
-            run = cls(config, context, objective, train_data, held_out, tokenizer)
-            if objective.pretrained_key is not None:
-                with blame(objective.pretrained_key):
-                    run.pretrained = objective.pretrained()
-            check_patience(config, objective)
-            return run
-        assert held_out is not None, "required by the config's checks"
-        tuning = Finetuning.open(config, network, train_data, held_out)
-        return cls(config, context, objective, train_data, tuning.selection, tokenizer, tuning)
+        task: Pretraining | Finetuning
+        if (classifier := classifier_of(objective)) is None:
+            task = Pretraining.open(config, objective, held_out)
+        else:
+            # Brings evaluation and figures along.
+            from megavis.training.finetune import Finetuning
+
+            assert held_out is not None, "required by the config's checks"
+            task = Finetuning.open(config, classifier, train_data, held_out, opener)
+        return cls(config, context, objective, train_data, tokenizer, task)
 
     def train(self, signals: Signals, extra_callbacks: Sequence[Callback] = ()) -> None:
         """Train to the last step, from the newest checkpoint if there is one; inside `hold_run`.
@@ -155,23 +143,20 @@ class Trainer:
         config, context = self.config, self.context
         with permissions_needed():
             check_earlier_run(config)
-            found = newest_intact_checkpoint(self.folder, context)
+            found = newest_intact_checkpoint(config.folder, context)
             if found is not None:
                 check_same_data(config, found[1], self.train_data, self.tokenizer)
             first_step = found[1].step if found else 0
             if context.is_main:
                 prepare_folder(config, self.objective, self.train_data, first_step, context)
-            count_restart(self.folder, first_step, config.training.max_restarts, context)
+            count_restart(config.folder, first_step, config.training.max_restarts, context)
         interruption = StopOnSignal(signals)
         engine = Engine(config, self.objective, context)
-        while row := self._train_from(found, engine, interruption, extra_callbacks):
-            found = roll_back(self.folder, row, config.training, context)
+        while streak := self._train_from(found, engine, interruption, extra_callbacks):
+            found = roll_back(config.folder, streak, config.training, context)
         if interruption.has_stopped:
-            raise UnfinishedError(f"{self.folder} is saved; start it again to resume")
-        if self.finetuning is not None:
-            self.finetuning.finish(engine)
-        elif self.stopping is not None and context.is_main:
-            self.stopping.record(early_stopping_file(self.folder), saved_steps(self.folder))
+            raise UnfinishedError(f"{config.folder} is saved; start it again to resume")
+        self.task.finish(engine)
 
     def _train_from(
         self,
@@ -205,7 +190,7 @@ class Trainer:
             metrics = self._open_metrics(first_step, start) if context.is_main else None
         if validate is not None and first_step:
             state = StepState(first_step, config.training.steps, None, engine)
-            validate.catch_up(state, self._stopping, metrics, self.folder)
+            validate.catch_up(state, self._stopping, metrics, config.folder)
         loader = self.loader(engine, first_step + bad_steps.batches_skipped)
         watchdog = Watchdog(context, patience=config.training.hang_timeout)
         # A failed run's last metrics are shown too.
@@ -225,33 +210,15 @@ class Trainer:
 
     def _restore(self, found: Found | None, engine: Engine) -> None:
         """Load a checkpoint, or else the weights of another run that this one starts from."""
-        step, patience = found[1].step if found else 0, self.config.training.patience
-        if self.finetuning is not None:
-            self.finetuning.resume(step, self.context)
-            self.stopping = self.finetuning.stopping
-        elif patience:
-            self.stopping = EarlyStopping.resume(patience, self.folder, step, self.context)
-            if self.context.is_main:
-                early_stopping_file(self.folder).unlink(missing_ok=True)
-        if found is not None:
-            load_training_state(
-                found[0], layers=engine.layers, states=engine.states, context=self.context
-            )
-            engine.restore_loss_scale(found[1].loss_scale)
-        else:
-            self.start(engine)
-
-    def start(self, engine: Engine) -> None:
-        """Load the weights of another run that this one starts from, if any."""
-        if self.finetuning is not None:
-            self.finetuning.start(engine)
-        elif self.pretrained is not None:
-            start_encoder(
-                self.pretrained,
-                layers=engine.layers,
-                states=engine.states,
-                context=self.context,
-            )
+        self.task.resume(found[1].step if found else 0, self.context)
+        if found is None:
+            self.task.start(engine)
+            return
+        folder, manifest = found
+        load_training_state(
+            folder, layers=engine.layers, states=engine.states, context=self.context
+        )
+        engine.restore_loss_scale(manifest.loss_scale)
 
     def loader(self, engine: Engine, first_batch: int = 0) -> BatchLoader:
         """Return this process's training batches, starting at `first_batch` of the sample order."""
@@ -299,8 +266,8 @@ class Trainer:
         if settings.sample_every:
             callbacks.append(
                 SampleImages(
-                    self.folder,
-                    self.validation_data,
+                    self.config.folder,
+                    self.task.validation,
                     objective=paper,
                     every=settings.sample_every,
                     num_images=settings.sample_images,
@@ -314,14 +281,14 @@ class Trainer:
     @property
     def _stopping(self) -> list[Callback]:
         """Return early stopping, if any."""
-        return [] if self.stopping is None else [self.stopping]
+        return [] if self.task.stopping is None else [self.task.stopping]
 
     def _validate(self, interruption: StopOnSignal) -> Validate | None:
         settings = self.config.training
-        if self.validation_data is None or not settings.validate_every:
+        if self.task.validation is None or not settings.validate_every:
             return None
         return Validate(
-            self.validation_data,
+            self.task.validation,
             settings.validate_every,
             settings.validation_images,
             is_urgent=interruption.is_urgent,
@@ -341,19 +308,19 @@ class Trainer:
     def _open_metrics(self, first_step: int, start: CheckpointManifest | None) -> MetricsWriter:
         config = self.config
         metrics = MetricsWriter(
-            self.folder,
+            self.config.folder,
             first_step=first_step,
             logging=config.logging,
             config=dict(leaves(config.model_dump(mode="json"))),
         )
         if start is not None:
-            record_rollback(metrics, self.folder, start)
+            record_rollback(metrics, self.config.folder, start)
         return metrics
 
     @property
     def _is_over(self) -> bool:
         """Whether a restarted run had already stopped early."""
-        return self.stopping is not None and self.stopping.is_over
+        return self.task.stopping is not None and self.task.stopping.is_over
 
     def _snapshot(self, state: StepState, *, bad_steps: WatchBadSteps) -> Snapshot:
         engine = state.engine
@@ -368,7 +335,7 @@ class Trainer:
             losses=bad_steps.judge.history,
         )
         return Snapshot(
-            self.folder,
+            self.config.folder,
             progress,
             layers=engine.layers,
             states=engine.states,
@@ -378,10 +345,10 @@ class Trainer:
 
     def _prune(self) -> None:
         if self.context.is_main:
-            keep = self.config.checkpoint
-            best = self.stopping.best_of(saved_steps(self.folder)) if self.stopping else None
+            keep, folder, stopping = self.config.checkpoint, self.config.folder, self.task.stopping
+            best = stopping.best_of(saved_steps(folder)) if stopping else None
             prune(
-                self.folder,
+                folder,
                 keep_last=keep.keep_last,
                 keep_every=keep.keep_every,
                 keep_at=keep.keep_at if best is None else (*keep.keep_at, best),
@@ -405,5 +372,5 @@ def run_training(config: RunConfig, launch: Launch, *, device: str | None = None
     with forgiving_messages(), Signals() as signals, job as context:
         with permissions_needed():
             run = Trainer.open(config, context)
-        with hold_run(run.folder, context), evaluate_during(run.config, context):
+        with hold_run(config.folder, context), evaluate_during(config, context):
             run.train(signals)

@@ -30,7 +30,7 @@ def host_costs(launch: Launch, path: str, words: list[str], steps: int) -> HostC
     with open_job(config, launch, device="cpu") as context:
         run = Trainer.open(config, context)
         engine = Engine(config, run.objective, context)
-        run.start(engine)
+        run.task.start(engine)
         accelerator = get_accelerator()
         calls: list[None] = []
         accelerator.synchronize = lambda *_: calls.append(None)
@@ -75,7 +75,7 @@ def collectives(launch: Launch, path: str, words: list[str]) -> Collectives:
     with open_job(config, launch, device="cpu") as context:
         run = Trainer.open(config, context)
         engine = Engine(config, run.objective, context)
-        run.start(engine)
+        run.task.start(engine)
         with run.loader(engine) as loader:
             engine.train_step(loader, 0)
             with _Counting() as counting:

@@ -300,7 +300,7 @@ def evaluate_during(config: RunConfig, context: ParallelContext) -> Iterator[Non
         while not context.from_main(True):
             time.sleep(_POLL_SECONDS)
         return
-    folder = Path(config.folder)
+    folder = config.folder
     (folder / "evaluation").mkdir(parents=True, exist_ok=True)
     path = folder / "evaluation" / LOG_NAME
     with path.open("ab") as log:

@@ -13,7 +13,6 @@ import socket
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -130,7 +129,7 @@ def _remember(engine: Engine, step: int, complaint: str) -> None:
     if engine.context.is_main:
         # A full disk must not hide the fault.
         with contextlib.suppress(OSError):
-            folder = Path(engine.config.folder)
+            folder = engine.config.folder
             record_fault(folder, step, complaint, exit_code=CORRUPTION_EXIT_CODE)
     # The first process to exit may end the others.
     engine.context.barrier()

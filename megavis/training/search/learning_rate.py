@@ -25,8 +25,8 @@ from megavis.evaluation.figures import Row, markdown_table, plain_axes, write_pn
 from megavis.parallel.context import ParallelContext, end_engines
 from megavis.training.callbacks.callback import StepState
 from megavis.training.callbacks.validation import accuracy_history
-from megavis.training.job import check_earlier_run
 from megavis.training.metrics import read_metrics
+from megavis.training.run_folder import check_earlier_run
 from megavis.training.search.trial import give_up, given_up_at, is_finished, train_trial
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def search_rates(
         # The folder may appear older on another node.
         outcome = context.from_main(read_outcome(trial))
         if outcome.state == "unfinished":
-            watch = SpikeWatch(Path(trial.folder), patience)
+            watch = SpikeWatch(trial.folder, patience)
             train_trial(trial, context, [watch])
             # An engine contains reference cycles, and the next one needs its memory.
             end_engines()
@@ -178,7 +178,7 @@ def config_for(config: RunConfig, rate: float) -> RunConfig:
 
 def read_outcome(config: RunConfig) -> TrialResult:
     """Return the result from the run's folder."""
-    folder = Path(config.folder)
+    folder = config.folder
     rate = config.optimizer.learning_rate
     if (step_given_up := given_up_at(config)) is not None:
         return TrialResult(rate, str(folder), "given up", step_given_up, math.inf)

@@ -22,7 +22,7 @@ from megavis.config.load import LoadedConfig
 from megavis.config.schema import RunConfig
 from megavis.evaluation.figures import Row
 from megavis.parallel.context import ParallelContext
-from megavis.training.job import check_earlier_run
+from megavis.training.run_folder import check_earlier_run
 from megavis.training.search.trial import given_up_at, is_finished, train_trial
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def train_run(config: RunConfig, context: ParallelContext) -> bool:
     # The folder may appear older on another node.
     if context.from_main(given_up_at(config)) is not None:
         return False
-    if not context.from_main(is_finished(config, Path(config.folder))):
+    if not context.from_main(is_finished(config, config.folder)):
         train_trial(config, context)
     return context.from_main(given_up_at(config)) is None
 

@@ -14,8 +14,8 @@ from megavis.training.callbacks.callback import Callback
 from megavis.training.callbacks.validation import EarlyStopping, accuracy_history
 from megavis.training.faults.bad_steps import BadStepsError
 from megavis.training.faults.interruption import Signals
-from megavis.training.job import hold_run
 from megavis.training.metrics import read_metrics
+from megavis.training.run_folder import hold_run
 from megavis.training.trainer import Trainer
 
 _GIVEN_UP = "given_up.json"
@@ -28,7 +28,7 @@ def train_trial(
 
     Called on every process. `callbacks` run after the config's after each step.
     """
-    folder = Path(config.folder)
+    folder = config.folder
     run = Trainer.open(config, context)
     try:
         with Signals() as signals, hold_run(folder, context):
@@ -46,7 +46,7 @@ def give_up(folder: Path, *, step: int, steps: int, reason: str) -> None:
 
 def given_up_at(config: RunConfig) -> int | None:
     """Return the step at which a run was given up; None if it was not."""
-    path = Path(config.folder) / _GIVEN_UP
+    path = config.folder / _GIVEN_UP
     if not path.exists():
         return None
     record = json.loads(path.read_text(encoding="utf-8"))

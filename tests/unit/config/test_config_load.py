@@ -19,7 +19,7 @@ def test_defaults_are_filled_in(read):
     assert config.parallel.zero_stage == 1
     assert config.optimizer.betas == (0.9, 0.95)
     assert config.objective.name == "igpt"
-    assert config.folder == "runs/small"
+    assert config.folder == Path("runs/small")
 
 
 @pytest.mark.parametrize(

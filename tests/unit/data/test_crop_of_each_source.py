@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import textwrap
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,14 +15,14 @@ from megavis.config.load import dump_config, load_config
 from megavis.data.codecs.transforms import evaluation_transform
 from megavis.data.format.manifest import Preparation
 from megavis.data.loading.dataset import ShardDataset
-from megavis.training.job import open_training_data
+from megavis.data.loading.opening import ShardOpener
 
 pytestmark = pytest.mark.once
 
-# All samples are read, whatever the paper.
-ANY_PAPER = SimpleNamespace(
-    check_data=lambda manifest: (), backbone=SimpleNamespace(needs_labels=False)
-)
+
+def open_training_data(config):
+    """Open all samples, whatever the paper."""
+    return ShardOpener(config, None, lambda manifest: (), False).training_data()
 
 
 def write_images(folder, *, brightness):
@@ -77,7 +76,7 @@ SOURCES = (
 def test_web_images_are_read_as_held_out_ones(read, crop, tmp_path):
     """`crop: center` of a source is validation's crop; the others keep `data.crop`."""
     loaded = read(SOURCES % ("center", crop))
-    blend = open_training_data(loaded.config, ANY_PAPER)
+    blend = open_training_data(loaded.config)
     held_out = evaluation_transform(loaded.config.data)
     plain = ShardDataset(tmp_path / "web", held_out).read(np.arange(4))[0]
     for epoch in range(3):
@@ -91,7 +90,7 @@ def test_web_images_are_read_as_held_out_ones(read, crop, tmp_path):
 
 def test_either_source_may_be_the_random_one(read):
     loaded = read(SOURCES % ("scaled", "center"))
-    blend = open_training_data(loaded.config, ANY_PAPER)
+    blend = open_training_data(loaded.config)
     one, two = (blend.read(np.arange(8), positions=p + np.arange(8))[0] for p in (0, 100))
     assert (one[:4] == two[:4]).all()
     assert (one[4:] != two[4:]).any()
@@ -102,7 +101,7 @@ def test_sources_with_the_default_crop_are_as_before(read):
     given = read(SOURCES % ("scaled", "scaled"))
     for positions in (np.arange(8), 90 + np.arange(8)):
         one, two = (
-            open_training_data(each.config, ANY_PAPER).read(np.arange(8), positions=positions)[0]
+            open_training_data(each.config).read(np.arange(8), positions=positions)[0]
             for each in (loaded, given)
         )
         assert (one == two).all()
@@ -135,4 +134,4 @@ def test_a_crop_that_shards_cannot_have_is_refused_by_its_key(read):
     """JPEG files of many sizes cannot be read as stored."""
     loaded = read(SOURCES % ("none", "scaled"))
     with pytest.raises(UserError, match=r"data\.train\.1\.path: .*set data\.train\.1\.crop to"):
-        open_training_data(loaded.config, ANY_PAPER)
+        open_training_data(loaded.config)

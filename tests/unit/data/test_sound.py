@@ -13,12 +13,18 @@ from written_shards import write_payloads
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.section import DataConfig
-from megavis.data.codecs.codec import RecordingsCodec
-from megavis.data.codecs.sound import SoundAugment, cepstra, sound_augment, write_noises
+from megavis.data.codecs.recordings import RecordingsCodec
+from megavis.data.codecs.sound import (
+    NUM_SOUND_DRAWS,
+    SoundAugment,
+    cepstra,
+    sound_augment,
+    write_noises,
+)
 from megavis.data.codecs.transforms import Transform, evaluation_transform, training_transform
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import BatchLoader
-from megavis.training.job import open_training_data
+from megavis.data.loading.opening import ShardOpener
 
 RANDOM = np.random.default_rng(0)
 
@@ -149,7 +155,7 @@ def test_training_draws_anew_for_each_position(folder):
     dataset = ShardDataset(path / "train", transform)
     positions = np.array([0, 7, 47, 1 << 40])
     frames, _ = dataset.read(np.array([0, 7, 7, 7]), positions=positions)
-    augment, draws = SoundAugment(800, noises), transform.sound_draws(positions)
+    augment, draws = SoundAugment(800, noises), transform.sound_draws(positions, NUM_SOUND_DRAWS)
     for row, index in enumerate((0, 7, 7, 7)):
         samples = stored[index].astype(np.float32) / 32768
         assert np.array_equal(frames[row], cepstra(augment(samples, draws[row]), 5))
@@ -203,7 +209,7 @@ def test_held_out_recordings_are_unchanged(folder):
 
 
 def test_shift_and_noise_are_as_frequent_as_in_tc_resnet():
-    draws = Transform(image_size=0).sound_draws(np.arange(4000))
+    draws = Transform(image_size=0).sound_draws(np.arange(4000), NUM_SOUND_DRAWS)
     silence = np.zeros(1280, np.float32)
     loud = [SoundAugment(0, [np.full(1280, 32767, np.int16)])(silence, row)[0] for row in draws]
     volumes = np.array(loud)[np.array(loud) > 0]
@@ -236,4 +242,4 @@ def test_missing_noises_name_their_key():
     preset = Path(__file__).parents[3] / "yaml_configs" / "mp3" / "speech_commands.yaml"
     config = load_config(preset, ["data.background_noise=nowhere.npz"]).config
     with pytest.raises(UserError, match=r"data\.background_noise: nowhere\.npz is missing"):
-        open_training_data(config, None)
+        ShardOpener(config, None, lambda manifest: (), False).training_data()

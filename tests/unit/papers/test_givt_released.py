@@ -24,11 +24,11 @@ from megavis.config.load import load_config
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import Batch
+from megavis.data.loading.opening import ShardOpener
 from megavis.papers import OBJECTIVES
 from megavis.parallel.context import close_context, current_context, open_context
 from megavis.parallel.launch import read_launch
 from megavis.tokenizers.network_tokenizer import open_tokenizer, read_config
-from megavis.training.job import open_data
 
 TOLERANCE = {"rtol": 0, "atol": 1e-4}
 
@@ -277,6 +277,10 @@ def test_latent_shards_are_checked(encoding, tmp_path):
     assert "has no labels" in errors
 
 
+def opener(paper):
+    return ShardOpener(paper.config, None, paper.check_data, paper.backbone.needs_labels)
+
+
 @pytest.mark.once
 def test_unlabelled_samples_need_a_null_label(encoding, tmp_path, monkeypatch):
     objective, vae = encoding
@@ -287,12 +291,12 @@ def test_unlabelled_samples_need_a_null_label(encoding, tmp_path, monkeypatch):
     labels = found.labels
     labels[1:3] = -1
     monkeypatch.setattr(ShardDataset, "labels", labels)
-    monkeypatch.setattr("megavis.training.job.ShardDataset", lambda *_, **__: found)
+    monkeypatch.setattr("megavis.data.loading.opening.ShardDataset", lambda *_, **__: found)
     arguments = ("data.train", str(folder), None)
-    assert open_data(objective.config.data, *arguments, objective) is found
+    assert opener(objective).folder(*arguments) is found
     paper = objective.paper.model_copy(update={"label_dropout": 0.0})
     plain = OBJECTIVES["givt"](
         objective.config.model_copy(update={"objective": paper}), current_context()
     )
     with pytest.raises(UserError, match="holds 2 samples without a label, of 4 in all"):
-        open_data(objective.config.data, *arguments, plain)
+        opener(plain).folder(*arguments)

@@ -1,7 +1,6 @@
 """MP3 against its definition: predict the position of each patch from a visible subset."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +9,9 @@ from tiny import tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megavis.config.errors import UserError
+from megavis.grammar.same_run import source_differences
 from megavis.model.flops import forward_flops
 from megavis.papers.mp3.place_figures import Places
-from megavis.training.finetune import _differences
 
 CONFIG = tiny(
     "{name: mp3, patch_size: 4, mask_ratio: 0.5}",
@@ -185,9 +184,9 @@ def test_finetuning_reads_frames_like_pretraining(make):
     plain, normalized = (
         make(*SPEECH, f"data.normalize_frames={value}")[0] for value in ("false", "true")
     )
-    reader = SimpleNamespace(paper=plain)
-    assert list(_differences(plain.config, plain.config, reader)) == []
-    (text,) = _differences(normalized.config, plain.config, reader)
+    kind = plain.position_kind
+    assert not list(source_differences(plain.config, plain.config, kind, needs_seed=False))
+    (text,) = source_differences(normalized.config, plain.config, kind, needs_seed=False)
     assert "was trained with data.normalize_frames true" in text
 
 

@@ -8,7 +8,7 @@ import yaml
 from megavis.cli import main
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
-from megavis.training.job import check_same_run
+from megavis.grammar.same_run import check_same_run
 
 
 @pytest.fixture(scope="module")

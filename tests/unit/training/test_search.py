@@ -161,7 +161,7 @@ def test_interrupted_search_resumes(config):
     from megavis.training.trainer import Trainer
 
     def kill_after_publishing(self):
-        if (self.folder / "checkpoints" / "step-00000010").exists():
+        if (self.config.folder / "checkpoints" / "step-00000010").exists():
             raise KilledError
 
     with pytest.MonkeyPatch.context() as patch:

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megavis.training.finetune import label_issues
+from megavis.config.errors import UserError
+from megavis.data.loading.labels import check_labels
 
 pytestmark = pytest.mark.once
 
@@ -19,8 +20,11 @@ def issue(classes, labels, num_classes=3):
     dataset = SimpleNamespace(
         directory=Path("shards/val"), class_names=classes, labels=np.array(labels)
     )
-    settings = SimpleNamespace(num_classes=num_classes)
-    return [text for _, text in label_issues("data.validation", dataset, settings, TRAIN)]
+    try:
+        check_labels("data.validation", dataset, num_classes, TRAIN)
+    except UserError as error:
+        return [text for _, text in error.issues]
+    return []
 
 
 @pytest.mark.parametrize(

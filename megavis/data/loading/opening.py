@@ -1,0 +1,98 @@
+"""Open the shard folders that a config names, and check that the model can read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from megavis.config.errors import UserError, blame, counted
+from megavis.config.schema import RunConfig
+from megavis.data.codecs.codec import PaletteLike
+from megavis.data.codecs.transforms import Transform, evaluation_transform, training_transform
+from megavis.data.format.manifest import Manifest
+from megavis.data.loading.blended_dataset import BlendedDataset, Samples
+from megavis.data.loading.dataset import ShardDataset, subset_per_class
+
+
+@dataclass(frozen=True)
+class ShardOpener:
+    """Opens the shard folders of a config for one model.
+
+    Attributes:
+        config: names the folders.
+        palette: colours of palette shards, or those in which images are encoded; None: the shards'.
+        check: yields a reason for each way in which such shards do not fit the model.
+        needs_labels: whether every sample must have a class.
+    """
+
+    config: RunConfig
+    palette: PaletteLike | None
+    check: Callable[[Manifest], Iterable[str]]
+    needs_labels: bool
+
+    def training_data(self) -> Samples:
+        """Open the shard folder of `data.train`, or blend several.
+
+        Raises:
+            UserError: the model cannot read one; names the key.
+        """
+        data = self.config.data
+        with blame("data.background_noise"):
+            transform = training_transform(data, seed=self.config.seed)
+        if not isinstance(data.train, str):
+            parts = [self._source(place) for place in range(len(data.train))]
+            with blame("data.train"):
+                return BlendedDataset(parts, [source.weight for source in data.train])
+        dataset = self.folder("data.train", data.train, transform)
+        if data.images_per_class is None:
+            return dataset
+        with blame("data.images_per_class"):
+            return subset_per_class(dataset, data.images_per_class, seed=self.config.seed)
+
+    def held_out(self, key: str, path: str, train: Samples) -> ShardDataset:
+        """Open images for evaluation, in shards of the tokenizer of the training data.
+
+        Args:
+            key: the config key that names the folder.
+
+        Raises:
+            UserError: the model cannot read them, or their tokenizer differs; names the key.
+        """
+        dataset = self.folder(key, path, evaluation_transform(self.config.data))
+        if dataset.manifest.identity != train.manifest.identity:
+            kind = train.manifest.tokenizer_name
+            text = f"{path} was made with another {kind} than {train.directory}"
+            raise UserError(text, key=key)
+        return dataset
+
+    def folder(self, key: str, path: str, transform: Transform) -> ShardDataset:
+        """Open a shard folder that `key` names; raise UserError if the model cannot read it."""
+        with blame(key):
+            dataset = ShardDataset(
+                path, transform, cache=self.config.data.cache, palette=self.palette
+            )
+        what = f"{path}, read with data.palette," if self.palette else path
+        complaints = [(key, f"{what} {text}") for text in self.check(dataset.manifest)]
+        missing = int((dataset.labels < 0).sum()) if self.needs_labels else 0
+        if missing and not complaints:
+            found = counted(missing, "sample")
+            text = f"{path} holds {found} without a label, of {len(dataset)} in all"
+            complaints.append((key, f"{text}, and this model has no embedding for them"))
+        if complaints:
+            raise UserError.of(complaints)
+        return dataset
+
+    def _source(self, place: int) -> ShardDataset:
+        """Open one of several training folders, with its own crop if it has one."""
+        data = self.config.data
+        source, where = data.train_sources[place], f"data.train.{place}"
+        transform = training_transform(data, seed=self.config.seed, crop=source.crop)
+        try:
+            return self.folder(f"{where}.path", source.path, transform)
+        except UserError as error:
+            if source.crop is None:
+                raise
+            # Name the key that has the crop of this folder.
+            raise UserError.of(
+                (key, text.replace("data.crop", f"{where}.crop")) for key, text in error.issues
+            ) from error

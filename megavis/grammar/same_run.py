@@ -1,0 +1,137 @@
+"""What a config must share with the run that it resumes, or from whose weights it starts."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megavis.config.errors import UserError
+from megavis.config.load import load_config
+from megavis.config.schema import RunConfig
+from megavis.config.section import PositionKind, Section, interpolation
+from megavis.grammar.compose import in_same_words
+
+_MAY_DIFFER = re.compile(
+    "positions|position_scale|features|feature_order|drop_path|.*dropout|tokens_decay|loss_average"
+)
+"""Keys of model and objective that do not change the meaning of weights."""
+
+
+def check_same_run(path: Path, config: RunConfig) -> None:
+    """Compare a config with the one that a run was started with, `path`.
+
+    Raises:
+        UserError: they differ in something that affects weights, samples or draws.
+    """
+    before = load_config(path).config
+    if before.drop_path == config.drop_path:
+        # Set explicitly, or taken from the model: the same rate.
+        before, config = _without_own_drop_path(before), _without_own_drop_path(config)
+    before, config = in_same_words(before, config)
+    for key in ("seed", "objective", "model", "finetune"):
+        old, new = getattr(before, key), getattr(config, key)
+        if old != new:
+            raise UserError(
+                f"{path}: this run was started with {_first_difference(key, old, new)}; choose"
+                " another name, or restore the value"
+            )
+    new_values = _order_keys(config)
+    for key, value in _order_keys(before).items():
+        if new_values[key] != value:
+            raise UserError(
+                f"{path}: this run was started with {key} {'null' if value is None else value}, on"
+                " which its sample order depends; restore the value, or choose another name"
+            )
+
+
+def _order_keys(config: RunConfig) -> dict[str, Any]:
+    """Return what the sample order depends on, besides the seed and the size of the data."""
+    data = config.data
+    return {
+        "training.batch_size": config.training.batch_size,
+        "data.train weights": [source.weight for source in data.train_sources],
+        "data.repeats": data.repeats,
+        "data.images_per_class": data.images_per_class,
+    }
+
+
+def _without_own_drop_path(config: RunConfig) -> RunConfig:
+    if config.finetune is None:
+        return config
+    finetune = config.finetune.model_copy(update={"drop_path": None})
+    return config.model_copy(update={"finetune": finetune})
+
+
+def _first_difference(key: str, old: Any, new: Any) -> str:
+    """Describe the first key of a section that differs, with its old and new value."""
+    if not (isinstance(old, Section) and isinstance(new, Section)):
+        return f"{key} {old}, not {new}" if isinstance(old, int) else f"another {key!r}"
+    for name in type(old).model_fields:
+        if name not in type(new).model_fields:  # another kind of section
+            return f"{key}.{name} {getattr(old, name)}, not without it"
+        one, other = getattr(old, name), getattr(new, name)
+        if one != other and isinstance(one, Section) and isinstance(other, Section):
+            return _first_difference(f"{key}.{name}", one, other)
+        if one != other:
+            return f"{key}.{name} {one}, not {other}"
+    return f"another {key!r}"
+
+
+def source_differences(
+    source: RunConfig, config: RunConfig, positions: PositionKind, *, needs_seed: bool
+) -> Iterator[str]:
+    """Yield differences from a run whose weights a fine-tuning run starts from.
+
+    Args:
+        positions: kind of the source's positions.
+        needs_seed: whether its weights have a meaning with its seed alone.
+    """
+    source, config = in_same_words(source, config)
+    for section in ("objective", "model"):
+        yield from _other_keys(getattr(source, section), getattr(config, section), section)
+    if source.data.normalize_frames != config.data.normalize_frames:
+        yield (
+            f"was trained with data.normalize_frames {str(source.data.normalize_frames).lower()},"
+            " which its weights depend on; set it to the same"
+        )
+    yield from _other_size(source, config, positions)
+    if needs_seed and source.seed != config.seed:
+        yield (
+            f"was trained with seed {source.seed}, which its weights depend on; set seed to"
+            f" {source.seed}, not {config.seed}"
+        )
+
+
+def _other_keys(source: Section, config: Section, name: str) -> Iterator[str]:
+    """Compare two sections, key by key; a key that only one kind of section has counts as null."""
+    for key in {**type(source).model_fields, **type(config).model_fields}:
+        there, here = getattr(source, key, None), getattr(config, key, None)
+        if there == here or _MAY_DIFFER.fullmatch(key) or key in config.sampling_keys:
+            continue
+        if isinstance(there, Section) and isinstance(here, Section):
+            yield from _other_keys(there, here, f"{name}.{key}")
+        else:
+            yield (
+                f"was trained with {name}.{key} {there}, and this config has {here}; fine-tuning"
+                " keeps the architecture"
+            )
+
+
+def _other_size(source: RunConfig, config: RunConfig, position_kind: PositionKind) -> Iterator[str]:
+    """Check that coordinates are interpolated if the image size differs from pre-training.
+
+    Learned positions are resized on loading.
+    """
+    sizes = source.data.image_size, config.data.image_size
+    # Spectrogram frames have no side, and their number may not change.
+    if position_kind not in ("sincos", "learned_sincos", "rope_1d", "rope_2d") or not all(sizes):
+        return
+    scale = source.model.position_scale * interpolation(position_kind, *sizes)
+    if not math.isclose(config.model.position_scale, scale, rel_tol=1e-3):
+        yield (
+            f"was trained on {sizes[0]}² pixels, and this config has {sizes[1]}²; set"
+            f" model.position_scale to {scale:.6g}, which interpolates {position_kind} positions"
+        )

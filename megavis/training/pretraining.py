@@ -1,0 +1,71 @@
+"""What pre-training adds to the loop: an encoder from another run, and stopping by an accuracy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megavis.checkpoint.format.folder import early_stopping_file, saved_steps
+from megavis.checkpoint.state.restore import start_encoder
+from megavis.composition.trainable import StartingWeights, Trainable
+from megavis.config.errors import UserError, blame
+from megavis.config.schema import RunConfig
+from megavis.data.loading.dataset import ShardDataset
+from megavis.parallel.context import ParallelContext
+from megavis.training.callbacks.validation import EarlyStopping
+from megavis.training.engine import Engine
+
+
+@dataclass
+class Pretraining:
+    """The part of a run that differs from fine-tuning (`Finetuning`).
+
+    Attributes:
+        validation: held-out images, if any.
+        encoder: where the weights of an encoder come from, if it starts from another run.
+        stopping: early stopping, if `training.patience` is set.
+    """
+
+    config: RunConfig
+    validation: ShardDataset | None
+    encoder: StartingWeights | None
+    stopping: EarlyStopping | None
+
+    @classmethod
+    def open(
+        cls, config: RunConfig, objective: Trainable, validation: ShardDataset | None
+    ) -> Pretraining:
+        """Open the run that an encoder starts from, if any.
+
+        Raises:
+            UserError: it does not fit, or training is to stop by an accuracy that is not measured.
+        """
+        encoder, patience = None, config.training.patience
+        if objective.pretrained_key is not None:
+            with blame(objective.pretrained_key):
+                encoder = objective.pretrained()
+        if patience and not objective.measures_accuracy:
+            text = f"{config.objective.name} measures no accuracy in pre-training; set it to 0"
+            raise UserError(text, key="training.patience")
+        return cls(config, validation, encoder, EarlyStopping(patience) if patience else None)
+
+    def resume(self, step: int, context: ParallelContext) -> None:
+        """Restore the state after `step` steps."""
+        if self.stopping is None:
+            return
+        folder, patience = self.config.folder, self.stopping.patience
+        self.stopping = EarlyStopping.resume(patience, folder, step, context)
+        if context.is_main:
+            early_stopping_file(folder).unlink(missing_ok=True)
+
+    def start(self, engine: Engine) -> None:
+        """Load the encoder's weights, if another run has them."""
+        if self.encoder is not None:
+            start_encoder(
+                self.encoder, layers=engine.layers, states=engine.states, context=engine.context
+            )
+
+    def finish(self, engine: Engine) -> None:
+        """Record the best step, if accuracy was to stop training."""
+        folder = self.config.folder
+        if self.stopping is not None and engine.context.is_main:
+            self.stopping.record(early_stopping_file(folder), saved_steps(folder))
