@@ -55,7 +55,9 @@ def run(args: argparse.Namespace) -> int:
     """Plan and write a table or JSON, and the recommended config; return 2 if nothing fits."""
     loaded = args.loaded
     require_blocks(loaded.config)
-    cluster = _cluster(args)
+    device = open_device(args.gpu, memory=args.gpu_memory, interconnect=args.interconnect)
+    measured = None if args.measured is None else read_measured(args.measured)
+    cluster = Cluster(device, args.gpus, min(args.gpus, args.gpus_per_node), measured)
     with quietly():
         shape = measure(loaded, cluster.num_devices, args.tokenizer)
     found = recommend(loaded.config, shape, cluster)
@@ -70,12 +72,6 @@ def run(args: argparse.Namespace) -> int:
         text = _head(args, loaded, found.best, cluster) + dump_tree(tree)
         write_atomically(args.write, text.encode())
     return 0 if found.best is not None else 2
-
-
-def _cluster(args: argparse.Namespace) -> Cluster:
-    device = open_device(args.gpu, memory=args.gpu_memory, interconnect=args.interconnect)
-    measured = None if args.measured is None else read_measured(args.measured)
-    return Cluster(device, args.gpus, min(args.gpus, args.gpus_per_node), measured)
 
 
 def measure(

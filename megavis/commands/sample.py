@@ -60,18 +60,17 @@ def run(args: argparse.Namespace) -> int:
         try:
             pixels = _draw(opened, args)
         except torch.OutOfMemoryError:
-            raise UserError(_out_of_memory(args, context.device)) from None
+            batch = "a batch" if args.batch_size is None else f"a batch of {args.batch_size}"
+            raise UserError(
+                f"{batch} does not fit into the memory of {context.device}; give a smaller"
+                " --batch-size"
+            ) from None
         kind = "completions" if args.prefix else "samples"
         out = args.out or opened.folder / "samples" / f"{kind}-{opened.step:08d}.png"
         if context.is_main and pixels is not None:
             save_png(out, pixels)
             sys.stdout.write(f"{out}\n")
     return 0
-
-
-def _out_of_memory(args: argparse.Namespace, device: torch.device) -> str:
-    given = "" if args.batch_size is None else f" of {args.batch_size}"
-    return f"a batch{given} does not fit into the memory of {device}; give a smaller --batch-size"
 
 
 def _check_together(args: argparse.Namespace, *, reads_images: bool) -> None:

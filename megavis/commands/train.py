@@ -9,6 +9,7 @@ import sys
 
 from megavis.commands.terminal import quietly
 from megavis.parallel.launch import read_launch
+from megavis.training.dry_run import DryRunCheck, dry_run
 from megavis.training.trainer import run_training
 
 
@@ -17,8 +18,6 @@ def train(args: argparse.Namespace) -> int:
     if not args.dry_run:
         run_training(args.loaded.config, read_launch(os.environ), device=args.device)
         return 0
-    from megavis.training.dry_run import DryRunCheck, dry_run
-
     with quietly():
         findings = [
             DryRunCheck("config", True, f"{args.loaded.source.path} is legal"),

@@ -221,7 +221,13 @@ class Classification(Trainable):
             # Only the norm of the top layer runs, not its block or its decoder.
             top = dataclasses.replace(top, inner=None, stack=None, flops=0.0)
         plans = [*below, dataclasses.replace(top, factory=build)]
-        return [self._with_layer_decay(plan, plans[-1].depth) for plan in plans]
+        # As in MAE's recipe, γ^(last - depth) scales the rates of the embedding at depth 0, of the
+        # blocks at 1 to L and of the head at L + 1.
+        last, decay = plans[-1].depth, self.settings.layer_decay
+        return [
+            dataclasses.replace(plan, options=plan.options.scaled(decay ** (last - plan.depth)))
+            for plan in plans
+        ]
 
     def _is_frozen(self, plan: LayerPlan) -> bool:
         """Return whether a layer below the feature layer keeps its weights."""
@@ -230,14 +236,6 @@ class Classification(Trainable):
         tuned, top = self.settings.tuned_blocks, self.settings.layer
         last = self.config.model.num_layers if top is None else top
         return tuned is not None and plan.depth <= last - tuned
-
-    def _with_layer_decay(self, plan: LayerPlan, last: int) -> LayerPlan:
-        """Scale a layer's learning rate by γ^(last - depth) with γ = `layer_decay`.
-
-        As in MAE's recipe, depth is 0 for the embedding, 1 to L for the blocks, L + 1 for the head.
-        """
-        options = plan.options.scaled(self.settings.layer_decay ** (last - plan.depth))
-        return dataclasses.replace(plan, options=options)
 
     def _build_head(self, build_top: Callable[[], nn.Module], below: list[Tensor]) -> Head:
         core, top = self.paper.core, build_top()

@@ -234,12 +234,11 @@ def _model_of(model: type[BaseModel], section: str, kind: object = None) -> type
     """Return the section under a key; of several, the one of this kind."""
     annotation = model.model_fields[section].annotation if section in model.model_fields else None
     found = _models_in(annotation)
-    return next((each for each in found if _kind_of(each) == kind), found[0] if found else None)
-
-
-def _kind_of(model: type[BaseModel]) -> object:
-    field = model.model_fields.get("kind")
-    return typing.get_args(field.annotation)[0] if field else None
+    for each in found:
+        field = each.model_fields.get("kind")
+        if field is not None and typing.get_args(field.annotation)[0] == kind:
+            return each
+    return found[0] if found else None
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:

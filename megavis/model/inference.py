@@ -122,7 +122,9 @@ class Inference:
                 hook = watch_features(layer, lambda features: pooled.append(self._pool(features)))
                 hooks.enter_context(hook)
             self._walk(inputs, None, layers=self.layers.up_to_features())
-        return self._join_stages(tuple(pooled))
+        # A stage may have no feature layer.
+        here, stages = tuple(pooled), range(self.context.pipeline.size)
+        return torch.stack([each for stage in stages for each in self._from_stage(stage, here)])
 
     @torch.no_grad()
     def on_first_stage(self, job: Callable[[nn.Module], Tensor]) -> Tensor:
@@ -217,11 +219,6 @@ class Inference:
                 dist.all_reduce(total, group=axis.group)
                 count *= axis.size
         return total / count
-
-    def _join_stages(self, pooled: tuple[Tensor, ...]) -> Tensor:
-        """Stack the tensors `[b, h]` of all stages; a stage may have none."""
-        stages = range(self.context.pipeline.size)
-        return torch.stack([each for stage in stages for each in self._from_stage(stage, pooled)])
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

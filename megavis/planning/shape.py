@@ -195,12 +195,13 @@ class ModelShape:
 def shape_of(objective: Trainable, ends: Mapping[LayoutKey, BoundaryActivations]) -> ModelShape:
     """Return the shape of a model without allocating it, in a single-process context."""
     config, plans = objective.config, objective.layer_plans()
+    training = config.training
     inner, matrices = plans[-1].inner, count_parameters(objective)
     stacks = stacks_of(plans)
     is_only_stack = len(stacks) == 1 and not any(plan.own_flops for plan in plans)
 
     def shape(stack: PlannedStack) -> StackShape:
-        return StackShape.of(stack, config.training.precision, is_only_stack=is_only_stack)
+        return StackShape.of(stack, training.precision, is_only_stack=is_only_stack)
 
     return ModelShape(
         objective=config.objective.name,
@@ -208,8 +209,10 @@ def shape_of(objective: Trainable, ends: Mapping[LayoutKey, BoundaryActivations]
         parts=tuple(parts_of(matrices, plans)),
         stacks=tuple(shape(stack) for stack in stacks),
         decoder=None if inner is None else shape(inner),
-        precision=config.training.precision,
-        gradient_size=_gradient_size(config),
+        precision=training.precision,
+        gradient_size=number_size(
+            "float32" if training.reduce_precision == "float32" else training.precision
+        ),
         keeps_average=bool(config.optimizer.ema_decay),
         ends=ends,
         flops=objective.flops_per_image(),
@@ -220,11 +223,6 @@ def shape_of(objective: Trainable, ends: Mapping[LayoutKey, BoundaryActivations]
 def number_size(precision: str) -> int:
     """Return the bytes per element of a compute precision."""
     return DTYPES[precision].itemsize
-
-
-def _gradient_size(config: RunConfig) -> int:
-    training = config.training
-    return 4 if training.reduce_precision == "float32" else number_size(training.precision)
 
 
 def require_blocks(config: RunConfig) -> None:

@@ -275,14 +275,10 @@ def shares(times: Iterable[tuple[str, float]]) -> Mapping[str, float]:
     """Return the fraction of time of each part of `PARTS`, from times of operators or kernels."""
     totals: dict[str, float] = defaultdict(float)
     for name, taken in times:
-        totals[_part_of(name)] += taken
+        found = (part for part, words in PARTS.items() if re.search(words, name.lower()))
+        totals[next(found, _REST)] += taken
     whole = sum(totals.values())
     return {part: totals[part] / whole for part in (*PARTS, _REST)}
-
-
-def _part_of(name: str) -> str:
-    found = (part for part, words in PARTS.items() if re.search(words, name.lower()))
-    return next(found, _REST)
 
 
 def _product_rate(

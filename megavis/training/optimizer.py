@@ -93,7 +93,9 @@ def build_optimizer(
         "eps": config.epsilon,
     }
     if kernels == "apex":
-        return _apex_adam(groups, options)
+        fused_adam = skipping(apex_part("optimizers", "FusedAdam"))
+        # It counts steps per group, but only from its first step on; a run resumes before that.
+        return fused_adam([{**group, "step": 0} for group in groups], adam_w_mode=True, **options)
     return torch.optim.AdamW(groups, fused=True, **options)
 
 
@@ -149,13 +151,6 @@ def _largest(count: int, processes: dist.ProcessGroup) -> int:
     counts: list[Any] = [None] * processes.size()
     dist.all_gather_object(counts, count, group=processes)
     return max(counts)
-
-
-def _apex_adam(groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.optim.Optimizer:
-    fused_adam = apex_part("optimizers", "FusedAdam")
-    # It counts steps per group, but only from its first step on, and a run resumes before that.
-    counting = [{**group, "step": 0} for group in groups]
-    return skipping(fused_adam)(counting, adam_w_mode=True, **options)
 
 
 def skipping(kind: Any) -> Any:

@@ -191,6 +191,8 @@ class Trainer:
         if validate is not None and first_step:
             state = StepState(first_step, config.training.steps, None, engine)
             validate.catch_up(state, self._stopping, metrics, config.folder)
+        # A restarted run may have stopped early before.
+        is_over = self.task.stopping is not None and self.task.stopping.is_over
         loader = self.loader(engine, first_step + bad_steps.batches_skipped)
         watchdog = Watchdog(context, patience=config.training.hang_timeout)
         # A failed run's last metrics are shown too.
@@ -200,7 +202,7 @@ class Trainer:
                 engine,
                 loader,
                 first_step=first_step,
-                last_step=first_step if self._is_over else config.training.steps,
+                last_step=first_step if is_over else config.training.steps,
                 callbacks=callbacks,
                 metrics=metrics,
                 save=save,
@@ -316,11 +318,6 @@ class Trainer:
         if start is not None:
             record_rollback(metrics, self.config.folder, start)
         return metrics
-
-    @property
-    def _is_over(self) -> bool:
-        """Whether a restarted run had already stopped early."""
-        return self.task.stopping is not None and self.task.stopping.is_over
 
     def _snapshot(self, state: StepState, *, bad_steps: WatchBadSteps) -> Snapshot:
         engine = state.engine

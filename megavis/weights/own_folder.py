@@ -60,19 +60,14 @@ def write_run_folder(
     _write_checkpoint(folder, run.checkpoint, weights, extra)
     names = exported_names(run.config)
     for path, name in names.items():
-        _write_tokenizer(folder / name, Path(path))
+        # The opened tokenizer is not needed: this checks its files.
+        open_tokenizer(Path(path))
+        checkpoint = chosen_checkpoint(Path(path))
+        _write_checkpoint(folder / name, checkpoint, read_weights(checkpoint), {})
+        shutil.copyfile(Path(path) / "config.yaml", folder / name / "config.yaml")
     (folder / "config.yaml").write_text(dump_config(with_tokenizers(run.config, names)))
     if (run.folder / PALETTE_NAME).exists():
         run.palette.save(folder / PALETTE_NAME)
-
-
-def _write_tokenizer(folder: Path, run_folder: Path) -> None:
-    """Write a run folder of a tokenizer; raises UserError if there is no intact one."""
-    # The opened one is not needed: this checks the files.
-    open_tokenizer(run_folder)
-    checkpoint = chosen_checkpoint(run_folder)
-    _write_checkpoint(folder, checkpoint, read_weights(checkpoint), {})
-    shutil.copyfile(run_folder / "config.yaml", folder / "config.yaml")
 
 
 def _write_checkpoint(

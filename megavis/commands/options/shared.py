@@ -115,15 +115,13 @@ def refuse_options(args: argparse.Namespace, options: Iterable[str], to: str) ->
         options: as typed, such as `--top-k`.
         to: end of the error message, such as `to a run of igpt`.
     """
-    given = [option for option in options if _is_given(args, option)]
+    names = {option: option.removeprefix("--").replace("-", "_") for option in options}
+    given = [
+        option for option, name in names.items() if getattr(args, name) != args.default_of(name)
+    ]
     if given:
         verb = "does" if len(given) == 1 else "do"
         raise UserError(f"{', '.join(given)} {verb} not apply {to}")
-
-
-def _is_given(args: argparse.Namespace, option: str) -> bool:
-    name = option.removeprefix("--").replace("-", "_")
-    return bool(getattr(args, name) != args.default_of(name))
 
 
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:

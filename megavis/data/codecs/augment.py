@@ -193,11 +193,8 @@ class RandomErasing:
                     slice(first_row, first_row + rows),
                     slice(first_column, first_column + columns),
                 )
-                erased[place] = _noise(rows, columns, seed=int(draws[1] * _SEEDS))
+                random = np.random.default_rng(int(draws[1] * _SEEDS))
+                noise = _MEAN + _DEVIATION * random.standard_normal((rows, columns, 3))
+                erased[place] = np.rint(noise).clip(0, 255).astype(np.uint8)
                 return erased
         return image
-
-
-def _noise(height: int, width: int, *, seed: int) -> np.ndarray:
-    normal = np.random.default_rng(seed).standard_normal((height, width, 3))
-    return np.rint(_MEAN + _DEVIATION * normal).clip(0, 255).astype(np.uint8)

@@ -98,16 +98,14 @@ class WatchBadSteps:
             what = "is skipped, its gradients are not finite"
             if not was_skipped:
                 what = f"has a loss of {loss:.6g}, far above those before it"
-            tqdm.write(f"WARNING: step {step} {what}; {self._where(step)}", file=sys.stderr)
+            size = self.settings.batch_size
+            first = (step - 1 + self.batches_skipped) * size
+            where = f"positions {first} to {first + size - 1} of the sample order"
+            tqdm.write(f"WARNING: step {step} {what}; its images are at {where}", file=sys.stderr)
         # A resumed run may have a lower limit.
         if 0 < self.settings.max_bad_steps <= in_a_row:
             first = self.judge.bad_since or step
             self.streak = BadStepStreak(first, step, step + self.batches_skipped)
-
-    def _where(self, step: int) -> str:
-        size = self.settings.batch_size
-        first = (step - 1 + self.batches_skipped) * size
-        return f"its images are at positions {first} to {first + size - 1} of the sample order"
 
 
 @dataclass(frozen=True)

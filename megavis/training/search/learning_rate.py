@@ -74,7 +74,8 @@ class SpikeWatch:
         if state.loss is None or "loss" not in state.record:
             return
         if self._losses is None:
-            self._losses = _logged_losses(self._folder, before=state.step)
+            logged = [record for record in read_metrics(self._folder) if "loss" in record]
+            self._losses = [each["loss"] for each in logged if each["step"] < state.step]
         self._losses.append(state.record["loss"])
         context = state.engine.context
         # The main process decides, since sums may round differently elsewhere.
@@ -193,11 +194,6 @@ def read_outcome(config: RunConfig) -> TrialResult:
         return TrialResult(rate, str(folder), "given up", step, math.inf)
     accuracy = max((accuracy for _, accuracy in history), default=None)
     return TrialResult(rate, str(folder), "finished", step, loss, accuracy)
-
-
-def _logged_losses(folder: Path, *, before: int) -> list[float]:
-    records = read_metrics(folder)
-    return [r["loss"] for r in records if "loss" in r and r["step"] < before]
 
 
 def rows_of(outcomes: Sequence[TrialResult]) -> list[Row]:
