@@ -12,7 +12,7 @@ between them, is a block's time, without what a step takes whatever its depth.
 Blocks run eagerly, in bf16, on one process; with tensor parallelism there are more calls, which
 this does not measure.
 
-`megavis plan` reads the figures from `host_milliseconds` of the papers' configs.
+`megavis plan` has the largest figure of each kind of block in `planning/host_time.py`.
 """
 
 from __future__ import annotations

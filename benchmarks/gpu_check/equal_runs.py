@@ -79,8 +79,9 @@ def _host_time(name: str, launch: Launch, settings: Settings) -> list[Row]:
                 rounds = 2 if settings.small else 20
                 measured.append(seconds_of(trainer.enqueue, context.device, rounds=rounds))
                 planned.append(planned_time(trainer.objective, context.device).host)
-                objective = trainer.objective.config.objective.name
-        rows.append(host_row(name, objective, stage, depths, measured, planned))
+                stacks = [plan.stack for plan in trainer.objective.layer_plans() if plan.stack]
+                carries = any(stack.core.carried_names for stack in stacks)
+        rows.append(host_row(name, carries, stage, depths, measured, planned))
     return rows
 
 

@@ -15,7 +15,7 @@ _NOTE = "for megavis/planning; `megavis plan --measured FOLDER` uses host times 
 
 def host_row(
     name: str,
-    objective: str,
+    carries: bool,
     stage: int,
     depths: Sequence[int],
     measured: Sequence[float],
@@ -25,7 +25,7 @@ def host_row(
 
     Args:
         name: name of the preset.
-        objective: its objective's name.
+        carries: whether its blocks carry other tensors than hidden states.
         stage: ZeRO stage.
         depths: numbers of blocks of two models.
         measured: seconds per step of each.
@@ -40,7 +40,7 @@ def host_row(
         "ms",
         f"{expected:.4g} planned",
         note=f"and {fixed:.3g} ms a step whatever the depth",
-        detail={"objective": objective, "stage": stage, "planned_ms": expected, "fixed_ms": fixed},
+        detail={"carries": carries, "stage": stage, "planned_ms": expected, "fixed_ms": fixed},
     )
 
 

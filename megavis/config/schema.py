@@ -43,9 +43,6 @@ class ObjectiveConfig(Section):
     """Whether samples may be frames of a spectrogram instead of images."""
     has_relative_positions: ClassVar[bool] = False
     """Whether attention may have a bias for each offset (`model.positions: relative_2d`)."""
-    host_milliseconds: ClassVar[tuple[float, float] | None] = None
-    """Time in which the host launches a block's kernels, per micro-batch, forward and backward, at
-    ZeRO-1 and at ZeRO-3, as `benchmarks.host_time` has measured it (`planning/host_time.py`)."""
 
     name: str
     """The paper's short name, for example `igpt`."""

@@ -1,8 +1,11 @@
 """Time in which the host launches the kernels of a block, measured on a CPU or by `gpu_check`.
 
 A step is no faster than its host, which launches kernels one by one, and gathers and frees weights
-under ZeRO-3. `python -m benchmarks.host_time` measures it for each paper; a GPU's own machine is
-measured by `python -m benchmarks.gpu_check`, whose folder `megavis plan --measured` reads.
+under ZeRO-3: at once for a block of hidden states alone, but module by module for one that carries
+other tensors, such as coordinates, groups or noise (`Block.is_gathered_in_parts`).
+
+`python -m benchmarks.host_time` measures it for each paper; a GPU's own machine is measured by
+`python -m benchmarks.gpu_check`, whose folder `megavis plan --measured` reads.
 """
 
 from __future__ import annotations
@@ -14,18 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from megavis.config.errors import UserError
-from megavis.config.papers import PAPER_CONFIGS
 from megavis.data.format.files import from_json
 
 MACHINE = "one core of an AMD EPYC, 2026-11-26"
-"""Where the papers' `host_milliseconds` were measured, on eager blocks so narrow that their
-arithmetic counts for little."""
-
-
-def milliseconds() -> dict[str, tuple[float, float]]:
-    """Return the figures of all papers that have some, by the objective's name."""
-    found = {name: keys.host_milliseconds for name, keys in PAPER_CONFIGS.items()}
-    return {name: both for name, both in found.items() if both is not None}
+"""Where `MILLISECONDS` were measured, on eager blocks so narrow that their arithmetic counts for
+little."""
+MILLISECONDS: Mapping[tuple[bool, int], float] = {
+    (False, 1): 2.9,
+    (False, 3): 5.6,
+    (True, 1): 2.6,
+    (True, 3): 8.9,
+}
+"""Per block and micro-batch, forward and backward, by whether blocks carry tensors and by ZeRO
+stage: the largest of the papers' presets (docs/performance.md, "The host's time a block")."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +38,13 @@ class Measured:
 
     Attributes:
         device: CUDA's name of the GPU.
-        host: seconds of the host per block and micro-batch, by objective and ZeRO stage.
+        host: seconds of the host per block and micro-batch, keyed as `MILLISECONDS`.
         bf16_tflops: speed of a large product in bf16; None if it was not measured.
         memory_gb_per_s: speed of a copy in memory, reading and writing; None likewise.
     """
 
     device: str
-    host: Mapping[tuple[str, int], float] = field(default_factory=dict)
+    host: Mapping[tuple[bool, int], float] = field(default_factory=dict)
     bf16_tflops: float | None = None
     memory_gb_per_s: float | None = None
 
@@ -53,36 +57,26 @@ class HostTime:
     source: str
 
 
-def host_time(objective: str, zero_stage: int, measured: Measured | None = None) -> HostTime:
-    """Return the host's time for a block of an objective.
+def host_time(*, carries: bool, zero_stage: int, measured: Measured | None = None) -> HostTime:
+    """Return the host's time for a block; `carries`: with other tensors than hidden states.
 
-    A machine's own figure is used if there is one; for other objectives the figure of `MACHINE` is
-    scaled by the median ratio of the two. ZeRO 0 and 2 count as ZeRO-1, whose blocks run alike.
+    A machine's own figure is used if there is one; for other blocks and stages the figure of
+    `MACHINE` is scaled by the median ratio of the two. ZeRO 0 and 2 count as ZeRO-1, whose blocks
+    run alike.
     """
-    stage = 3 if zero_stage == 3 else 1
-    here = _shipped(objective, stage)
+    key = (carries, 3 if zero_stage == 3 else 1)
+    shipped = 1e-3 * MILLISECONDS[key]
     if measured is None or not measured.host:
-        return here
-    if (objective, stage) in measured.host:
-        return HostTime(measured.host[objective, stage], f"measured on this {measured.device}")
-    ratios = [
-        seconds / _shipped(name, each).seconds for (name, each), seconds in measured.host.items()
-    ]
+        return HostTime(shipped, f"measured on {MACHINE}, with no GPU")
+    if key in measured.host:
+        return HostTime(measured.host[key], f"measured on this {measured.device}")
+    ratios = [seconds / (1e-3 * MILLISECONDS[each]) for each, seconds in measured.host.items()]
     ratio = statistics.median(ratios)
     return HostTime(
-        ratio * here.seconds,
-        f"assumed, {ratio:.2g} times {here.source}, the ratio of other models"
+        ratio * shipped,
+        f"assumed, {ratio:.2g} times measured on {MACHINE}, the ratio of other blocks"
         f" on this {measured.device}",
     )
-
-
-def _shipped(objective: str, stage: int) -> HostTime:
-    all_papers = milliseconds()
-    if objective in all_papers:
-        own = all_papers[objective][stage == 3]
-        return HostTime(1e-3 * own, f"measured on {MACHINE}, with no GPU")
-    most = max(both[stage == 3] for both in all_papers.values())
-    return HostTime(1e-3 * most, "assumed, the largest of all papers")
 
 
 def read_measured(folder: Path) -> Measured:
@@ -97,7 +91,8 @@ def read_measured(folder: Path) -> Measured:
             f"--measured: {folder} holds neither stage-1.json nor stage-8.json; name the folder"
             " that python -m benchmarks.gpu_check has written, such as runs/gpu_check"
         )
-    name, host, speeds = "GPU", {}, {}
+    name, speeds = "GPU", {}
+    blocks: dict[tuple[bool, int], list[float]] = {}
     for number, stage in stages.items():
         if not stage:
             continue
@@ -110,10 +105,11 @@ def read_measured(folder: Path) -> Measured:
         name = stage["facts"].get("device", name)
         for row in (row for part in stage["parts"].values() for row in part["rows"]):
             detail = row["detail"]
-            if row["what"].startswith("host, ") and "objective" in detail:
-                host[detail["objective"], detail["stage"]] = 1e-3 * row["value"]
+            if row["what"].startswith("host, "):
+                blocks.setdefault((detail["carries"], detail["stage"]), []).append(row["value"])
             if row["what"].startswith("speed: "):
                 speeds["bf16" if "bfloat16" in row["what"] else row["unit"]] = row["value"]
+    host = {key: 1e-3 * max(found) for key, found in blocks.items()}
     return Measured(name, host, speeds.get("bf16"), speeds.get("GB/s"))
 
 

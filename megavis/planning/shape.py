@@ -43,6 +43,7 @@ class StackShape:
         number_size: bytes per element in the compute precision.
         num_passing: see `PlannedStack`.
         is_fp8: whether the blocks multiply their matrices in FP8.
+        carries: whether blocks carry other tensors than hidden states.
     """
 
     num_layers: int
@@ -61,6 +62,7 @@ class StackShape:
     number_size: int
     num_passing: int
     is_fp8: bool
+    carries: bool
 
     @classmethod
     def of(cls, stack: PlannedStack, precision: str, *, is_only_stack: bool) -> StackShape:
@@ -85,6 +87,7 @@ class StackShape:
             number_size=number_size(precision),
             num_passing=stack.num_passing,
             is_fp8=stack.core.config.training.fp8,
+            carries=bool(stack.core.carried_names),
         )
 
     @property
@@ -126,7 +129,6 @@ class ModelShape:
     """A model for planning.
 
     Attributes:
-        objective: its name in the config.
         layers: parameters by layer.
         parts: parameters by name of the part.
         stacks: stacks of blocks, from bottom to top.
@@ -141,7 +143,6 @@ class ModelShape:
         uncounted: networks that do too, but do not exist yet, so that nothing counts them.
     """
 
-    objective: str
     layers: Layers
     parts: tuple[ModelPart, ...]
     stacks: tuple[StackShape, ...]
@@ -204,7 +205,6 @@ def shape_of(objective: Trainable, ends: Mapping[LayoutKey, BoundaryActivations]
         return StackShape.of(stack, training.precision, is_only_stack=is_only_stack)
 
     return ModelShape(
-        objective=config.objective.name,
         layers=Layers.of(matrices, plans),
         parts=tuple(parts_of(matrices, plans)),
         stacks=tuple(shape(stack) for stack in stacks),

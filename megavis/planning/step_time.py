@@ -51,7 +51,7 @@ class StepTime:
         overlapped: communication that does, which the total leaves out.
         optimizer: Adam.
         host: time in which the host launches all kernels, ahead of the device.
-        host_block: its part per block and micro-batch without collectives.
+        host_block: its part per block and micro-batch without collectives, for the slowest blocks.
         host_source: how that is known.
         mfu: fraction of peak used by the model's operations, without recomputation.
     """
@@ -98,7 +98,16 @@ def step_time(
 ) -> StepTime:
     """Estimate an optimizer step of the slowest stage."""
     traffic, images = list(traffic), layout.micro_batch_size * layout.accumulation_steps
-    known = host_time(shape.objective, layout.zero_stage, cluster.measured)
+    blocks = [
+        (
+            host_time(
+                carries=stack.carries, zero_stage=layout.zero_stage, measured=cluster.measured
+            ),
+            count,
+        )
+        for stack, count in shape.busiest_blocks(layout)
+    ]
+    slowest = max((known for known, _ in blocks), key=lambda known: known.seconds)
     # Work of the busiest stage; embedding and head are spread over the blocks.
     share = shape.layers.busiest(layout.pipeline).share / layout.tensor
     own = images * share * shape.flops / layout.context
@@ -118,9 +127,9 @@ def step_time(
         communication=shown + exposed + ends,
         overlapped=hidden - exposed,
         optimizer=_optimizer(shape, layout, cluster),
-        host=_host(shape, layout, traffic, known.seconds),
-        host_block=known.seconds,
-        host_source=known.source,
+        host=_host(sum(known.seconds * count for known, count in blocks), layout, traffic),
+        host_block=slowest.seconds,
+        host_source=slowest.source,
         mfu=0.0,
     )
     whole = shape.flops * images * layout.data
@@ -128,10 +137,9 @@ def step_time(
     return replace(time, mfu=whole / time.total / peak)
 
 
-def _host(shape: ModelShape, layout: Layout, traffic: Iterable[Transfer], block: float) -> float:
-    """Return the seconds in which the host launches the kernels of a step, `block` for each."""
-    blocks = sum(count for _, count in shape.busiest_blocks(layout))
-    launched = _recomputed_passes(layout) * blocks * layout.accumulation_steps * block
+def _host(blocks: float, layout: Layout, traffic: Iterable[Transfer]) -> float:
+    """Return the seconds of the host in a step: `blocks` for each micro-batch, and collectives."""
+    launched = _recomputed_passes(layout) * layout.accumulation_steps * blocks
     split = ("tensor", "context", "pipeline")
     return launched + _HOST_CALL * sum(
         each.calls for each in traffic if each.kind.startswith(split)

@@ -42,7 +42,6 @@ class DARLConfig(PaperConfig):
         "asks.place": Renamed("two_streams", "set it to true"),
         "density.normalize": "normalize_targets",
     }
-    host_milliseconds: ClassVar[tuple[float, float] | None] = (2.6, 8.8)
 
     name: Literal["darl"] = "darl"
     patch_size: Positive = 16

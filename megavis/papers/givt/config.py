@@ -33,15 +33,11 @@ from megavis.papers.givt.latents import LatentTokensConfig
 class GIVTConfig(LatentTokensConfig):
     """GIVT-Causal."""
 
-    host_milliseconds: ClassVar[tuple[float, float] | None] = (2.9, 4.3)
-
     name: Literal["givt"] = "givt"
 
 
 class MaskGITConfig(LatentTokensConfig):
     """Config keys of GIVT-MaskGIT."""
-
-    host_milliseconds: ClassVar[tuple[float, float] | None] = (2.6, 5.1)
 
     name: Literal["givt_maskgit"] = "givt_maskgit"
     masked_input: Literal["vector", "zeros"] = "vector"

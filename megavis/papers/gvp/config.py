@@ -51,7 +51,6 @@ class GVPConfig(PaperConfig):
         "condition.count": "num_condition_tokens",
         "condition.feature_size": "condition_size",
     }
-    host_milliseconds: ClassVar[tuple[float, float] | None] = (2.3, 8.9)
 
     name: Literal["gvp"] = "gvp"
     variant: Literal["p2p", "p2d", "d2d"] = "p2p"

@@ -30,7 +30,6 @@ class IGPTConfig(PaperConfig):
     names: ClassVar[Mapping[str, str | Renamed]] = {
         "schedule.kind": Renamed("mode", "set it to autoregressive"),
     }
-    host_milliseconds: ClassVar[tuple[float, float] | None] = (2.7, 5.6)
 
     name: Literal["igpt"] = "igpt"
     mode: Literal["autoregressive", "bert"] = "autoregressive"

@@ -33,7 +33,6 @@ class MAEConfig(PaperConfig):
         "schedule.kind": Renamed("patch_size", "set it to half of data.image_size or less"),
         "condition.count": "class_token",
     }
-    host_milliseconds: ClassVar[tuple[float, float] | None] = (1.7, 8.5)
 
     name: Literal["mae"] = "mae"
     patch_size: Positive = 16

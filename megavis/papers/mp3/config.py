@@ -42,7 +42,6 @@ class MP3Config(PaperConfig):
     takes_frames: ClassVar[bool] = True
     generates: ClassVar[bool] = False
     names: ClassVar[Mapping[str, str | Renamed]] = {"condition.count": "class_token"}
-    host_milliseconds: ClassVar[tuple[float, float] | None] = (2.6, 8.9)
 
     name: Literal["mp3"] = "mp3"
     mask_ratio: Fraction = 0.75

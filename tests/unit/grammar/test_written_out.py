@@ -16,6 +16,7 @@ from megavis.config.load import dump_config, load_config
 from megavis.grammar.compose import written_out
 from megavis.model.stack import LayerStack, LocalLayers
 from megavis.papers import build_objective
+from megavis.planning.shape import shape_of
 
 PRESETS = Path(__file__).parents[3] / "yaml_configs"
 pytestmark = pytest.mark.once
@@ -117,6 +118,15 @@ def test_words_compute_the_same_bits(name, runs, tmp_path, context):
     assert list(own) == list(other)
     for key, value in own.items():
         assert torch.equal(value, other[key]), key
+
+
+@pytest.mark.parametrize("name", list(PAPERS))
+def test_words_plan_alike(name, runs, tmp_path, context):
+    config = read(name, runs, tmp_path)
+    own, other = (
+        shape_of(build_objective(each, context), {}) for each in (config, written_out(config))
+    )
+    assert own == other
 
 
 def test_autoencoders_have_no_words(tmp_path):

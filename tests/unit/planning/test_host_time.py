@@ -12,7 +12,7 @@ from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.planning import host_time as module
 from megavis.planning.devices import Cluster, open_device
-from megavis.planning.host_time import Measured, host_time, milliseconds, read_measured
+from megavis.planning.host_time import MILLISECONDS, Measured, host_time, read_measured
 from megavis.planning.layouts import Layout
 from megavis.planning.plan import plan_layout, recommend
 from megavis.planning.step_time import sources
@@ -22,32 +22,46 @@ pytestmark = pytest.mark.once
 PRESETS = Path(__file__).parents[3] / "yaml_configs"
 
 
-def test_every_paper_with_blocks_has_its_own_time():
-    named = [load_config(path).config.objective for path in PRESETS.glob("*/*.yaml")]
-    # These read the tokens of a trained tokenizer, or are of any kind.
-    others = {"compose", "givt_encoder_decoder", "vae_label_maps"}
-    assert {keys.name for keys in named if keys.has_blocks} - others == set(milliseconds())
+@pytest.mark.parametrize(("zero", "stage"), [(0, 1), (1, 1), (2, 1), (3, 3)])
+@pytest.mark.parametrize("carries", [False, True])
+def test_time_is_the_stage_s_and_the_block_s(carries, zero, stage):
+    found = host_time(carries=carries, zero_stage=zero)
+    assert found.seconds == pytest.approx(1e-3 * MILLISECONDS[carries, stage])
 
 
-def test_unknown_model_takes_the_largest_time():
-    most = max(both[0] for both in milliseconds().values())
-    found = host_time("compose", 1)
-    assert found.seconds == pytest.approx(1e-3 * most)
-    assert found.source == "assumed, the largest of all papers"
+@pytest.mark.parametrize(
+    ("preset", "carries"),
+    [
+        ("igpt/xl_64.yaml", False),
+        ("givt/causal_large.yaml", False),
+        ("givt/maskgit.yaml", False),
+        ("darl/vit_h14_diff.yaml", True),
+        ("gvp/vit_b_p2p.yaml", True),
+        ("mp3/vit_b_imagenet.yaml", True),
+    ],
+)
+def test_kind_of_a_paper_s_blocks(preset, carries):
+    """As docs/performance.md groups them: ZeRO-3 gathers those that carry nothing at once."""
+    assert measure(load_config(PRESETS / preset), 8).main_stack.carries is carries
 
 
-@pytest.mark.parametrize(("zero", "place"), [(0, 0), (1, 0), (2, 0), (3, 1)])
-def test_time_is_the_stage_s(zero, place):
-    assert host_time("darl", zero).seconds == pytest.approx(1e-3 * milliseconds()["darl"][place])
+def test_each_stack_takes_its_own_time(cluster):
+    """MAE's encoder carries the order of patches, and its decoder nothing."""
+    loaded = load_config(PRESETS / "mae/vit_b16.yaml")
+    parallel = loaded.config.parallel.model_copy(update={"zero_stage": 3})
+    plan = plan_layout(measure(loaded, 8), Layout(parallel, 8, 64, 1), cluster, steps=1)
+    blocks = 12 * MILLISECONDS[True, 3] + 8 * MILLISECONDS[False, 3]
+    assert plan.time.host == pytest.approx(1e-3 * blocks)
 
 
 def test_machine_s_own_time_comes_first_and_scales_the_others(monkeypatch):
-    figures = {"igpt": (2.0, 4.0), "mae": (3.0, 9.0)}
-    monkeypatch.setattr(module, "milliseconds", lambda: figures)
-    measured = Measured("H100", {("igpt", 1): 0.001, ("igpt", 3): 0.002})
-    assert host_time("igpt", 3, measured) == module.HostTime(0.002, "measured on this H100")
-    # Half as long for iGPT, so half as long for MAE.
-    scaled = host_time("mae", 3, measured)
+    figures = {(False, 1): 2.0, (False, 3): 4.0, (True, 1): 3.0, (True, 3): 9.0}
+    monkeypatch.setattr(module, "MILLISECONDS", figures)
+    measured = Measured("H100", {(False, 1): 0.001, (False, 3): 0.002})
+    own = host_time(carries=False, zero_stage=3, measured=measured)
+    assert own == module.HostTime(0.002, "measured on this H100")
+    # Half as long for these, so half as long for the others.
+    scaled = host_time(carries=True, zero_stage=3, measured=measured)
     assert scaled.seconds == pytest.approx(0.0045)
     assert scaled.source.startswith("assumed, 0.5 times measured")
 
@@ -69,18 +83,21 @@ def test_gpu_check_s_folder_is_read(tmp_path):
         row("speed: copy in memory", 3000.0, "GB/s"),
     ]
     stage_file(tmp_path, 1, speeds)
-    host = [row("host, GIVT-L, ZeRO-3: a block", 1.5, "ms", stage=3, objective="givt")]
+    host = [
+        row(f"host, {name}, ZeRO-3: a block", value, "ms", stage=3, carries=False)
+        for name, value in {"GIVT-L": 1.5, "XL": 1.2}.items()
+    ]
     stage_file(tmp_path, 8, [*host, row("two runs", True, "", losses=[])])
-    expected = Measured("NVIDIA H100", {("givt", 3): 0.0015}, 700.0, 3000.0)
+    expected = Measured("NVIDIA H100", {(False, 3): 0.0015}, 700.0, 3000.0)
     assert read_measured(tmp_path) == expected
 
 
 def test_gpu_check_writes_what_plan_reads():
 
-    made = host_row("GIVT-L", "givt", 3, (4, 12), (0.010, 0.018), (0.001, 0.0018))
+    made = host_row("GIVT-L", False, 3, (4, 12), (0.010, 0.018), (0.001, 0.0018))
     what = "host, GIVT-L, ZeRO-3: a block"
     assert (made.what, made.value, made.unit) == (what, pytest.approx(1.0), "ms")
-    assert {"stage": 3, "objective": "givt"}.items() <= made.detail.items()
+    assert {"stage": 3, "carries": False}.items() <= made.detail.items()
 
 
 @pytest.mark.parametrize(
@@ -124,7 +141,7 @@ def cluster():
 
 def test_host_bounds_a_step_that_is_short(shape, config, cluster):
     """48 blocks at 10 ms on two micro-batches are 0.96 s."""
-    slow = replace(cluster, measured=Measured("slow", {("givt", 1): 0.010}))
+    slow = replace(cluster, measured=Measured("slow", {(False, 1): 0.010}))
     layout = Layout(config.parallel.model_copy(update={"zero_stage": 1}), 4, 8, 2)
     time = plan_layout(shape, layout, slow, steps=1).time
     assert time.host == pytest.approx(48 * 2 * 0.010)
@@ -138,7 +155,7 @@ def test_collectives_of_a_tensor_group_take_the_host_s_time(shape, config, clust
     layout = Layout(config.parallel.model_copy(update=keys), 2, 16, 2)
     plan = plan_layout(shape, layout, cluster, steps=1)
     calls = sum(each.calls for each in plan.traffic if each.kind.startswith("tensor"))
-    alone = 48 * 2 * 1e-3 * milliseconds()["givt"][0]
+    alone = 48 * 2 * 1e-3 * MILLISECONDS[False, 1]
     assert plan.time.host == pytest.approx(alone + 20e-6 * calls)
 
 
@@ -148,7 +165,7 @@ def test_nothing_bound_by_the_host_or_experimental_is_recommended(shape, config,
     assert not found.best.layout.is_experimental
     assert any(plan.layout.is_experimental for plan in found.plans)
     # With a host a hundred times slower, every layout waits for it, and the fastest is named.
-    host = {("givt", 1): 0.25, ("givt", 3): 0.6}
+    host = {(False, 1): 0.25, (False, 3): 0.6}
     slow = recommend(config, shape, replace(cluster, measured=Measured("slow", host)))
     assert slow.best.time.waits_for_host
     assert any("bounds every layout" in reason for reason in slow.reasons)
@@ -156,7 +173,7 @@ def test_nothing_bound_by_the_host_or_experimental_is_recommended(shape, config,
 
 def test_faster_layouts_that_wait_for_the_host_are_left_out(shape, config, cluster):
     """A host with which only ZeRO-3 waits: the best has another stage, whatever is fastest."""
-    slow = replace(cluster, measured=Measured("slow", {("givt", 1): 1e-6, ("givt", 3): 1.0}))
+    slow = replace(cluster, measured=Measured("slow", {(False, 1): 1e-6, (False, 3): 1.0}))
     found = recommend(config, shape, slow)
     assert found.best.layout.zero_stage < 3
     waiting = [plan for plan in found.plans if plan.time.waits_for_host]
@@ -165,7 +182,7 @@ def test_faster_layouts_that_wait_for_the_host_are_left_out(shape, config, clust
 
 def test_zero_3_is_left_out_below_three_billion_parameters(shape, config, cluster, monkeypatch):
     """GIVT-L has 1.7 B. The host takes no time here."""
-    quick = replace(cluster, measured=Measured("quick", {("givt", 1): 1e-6, ("givt", 3): 1e-6}))
+    quick = replace(cluster, measured=Measured("quick", {(False, 1): 1e-6, (False, 3): 1e-6}))
     slow = replace(quick, device=open_device("h100", interconnect="100"), devices_per_node=1)
     training = config.training.model_copy(update={"batch_size": 256})
     config = config.model_copy(update={"training": training})
