@@ -21,6 +21,7 @@ from megavis.model.decoding import REACH
 from megavis.model.inference import Inference
 from megavis.model.stack import LocalLayers
 from megavis.parallel.context import ParallelContext
+from megavis.parallel.device import DTYPES
 from megavis.parallel.launch import Launch
 from megavis.sampling.batches import Batches
 from megavis.sampling.sampler import Sampler
@@ -33,12 +34,11 @@ _NOTES = {True: "with the capture", False: "no GPU: the same steps without a gra
 
 def parts(settings: Settings) -> Mapping[str, Measure]:
     """Return the stage's parts."""
-    dtypes = {"float32": torch.float32, "bf16": torch.bfloat16}
     ways = {"": False, ", CUDA graphs": True}
     speeds = {
-        f"{name}{way}": functools.partial(_decode, f"{name}{way}", dtype, static)
+        f"{name}{way}": functools.partial(_decode, f"{name}{way}", DTYPES[name], static)
         for way, static in ways.items()
-        for name, dtype in dtypes.items()
+        for name in ("float32", "bf16")
     }
     return {**speeds, "automatic batch": _automatic}
 

@@ -14,8 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megavis.checkpoint.format.folder import require_run_folder
 from megavis.commands.options.shared import refuse_options
 from megavis.commands.terminal import quietly
@@ -37,9 +35,9 @@ from megavis.model.inference import Inference
 from megavis.model.kernel_compiler import require_compiled
 from megavis.notebook import Run
 from megavis.parallel.context import close_context, current_context, open_context
+from megavis.parallel.device import DTYPES
 from megavis.parallel.launch import read_launch
 
-DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 """Of the network's weights and activations, by the value of `--precision`."""
 
 

@@ -10,6 +10,8 @@ import torch
 
 from megavis.config.errors import UserError
 
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Element types by the name of the precision in a config or option."""
 _CURRENT_CUDA_DEVICE = torch.cuda.current_device
 
 

@@ -26,9 +26,9 @@ from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.stack import LayerPlan, PlannedStack, Predictions, distinct_layers
 from megavis.papers import build_objective
 from megavis.parallel.context import close_context, open_virtual_context
+from megavis.parallel.device import DTYPES
 from megavis.planning.layouts import LayoutKey, layout_key
 
-DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Two images, so that a batch dimension is not mistaken for a broadcast dimension of size 1.
 _IMAGES = 2
 

@@ -15,7 +15,8 @@ from megavis.config.schema import RunConfig
 from megavis.model.flops import Workload
 from megavis.model.stack import PlannedStack, stacks_of
 from megavis.model.visibility import VisibilityKind
-from megavis.planning.boundary_activations import DTYPES, BoundaryActivations
+from megavis.parallel.device import DTYPES
+from megavis.planning.boundary_activations import BoundaryActivations
 from megavis.planning.frozen_networks import FrozenNetwork
 from megavis.planning.layouts import Layout, LayoutKey
 from megavis.planning.parameters import Layers, ModelPart, count_parameters, parts_of

@@ -36,9 +36,9 @@ from megavis.config.schema import RunConfig
 from megavis.data.loading.loader import Batch
 from megavis.model.flops import peak_flops
 from megavis.papers import build_objective
+from megavis.parallel.device import DTYPES
 from megavis.parallel.launch import Launch
 from megavis.parallel.progress_bar import shown
-from megavis.planning.boundary_activations import DTYPES
 from megavis.planning.layouts import layout_name
 from megavis.training.engine import Engine
 from megavis.training.job import open_job

@@ -37,8 +37,8 @@ from megavis.model.core import Block
 from megavis.model.layer_state import PackedState
 from megavis.model.stack import LayerPlan, LayerStack, LocalLayers, build_layers
 from megavis.parallel.context import ModelParallelUnit, ParallelContext, end_with_job
+from megavis.parallel.device import DTYPES
 from megavis.parallel.random import derive_seed
-from megavis.planning.boundary_activations import DTYPES
 from megavis.planning.parameters import stage_bounds
 from megavis.training.deepspeed_config import deepspeed_config
 from megavis.training.optimizer import GradientNorm, WeightAverage, build_optimizer, learning_rate

@@ -23,11 +23,11 @@ import torch
 from megavis.config.errors import UserError
 from megavis.config.schema import RunConfig
 from megavis.config.section import ParallelConfig
+from megavis.parallel.device import DTYPES
 from megavis.parallel.launch import Launch
 from megavis.parallel.progress_bar import shown
 from megavis.parallel.random import derive_seed
 from megavis.parallel.workers import WorkerError, WorkerPool
-from megavis.planning.boundary_activations import DTYPES
 from megavis.planning.layouts import layout_name
 from megavis.training.engine import Engine
 from megavis.training.job import open_job
