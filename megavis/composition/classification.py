@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megavis.composition.finetuned import NO_LABEL, Finetuned
 from megavis.composition.mixing import mix
-from megavis.composition.model import Model
 from megavis.composition.trainable import SequenceBatch, Trainable
 from megavis.config.schema import FinetuneConfig
 from megavis.data.format.manifest import Manifest
@@ -35,9 +35,6 @@ from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.norms import BatchNorm
 from megavis.model.parameters import Fill, normal, set_start, zeros
 from megavis.model.stack import FeatureLayer, LayerPlan, watch_features
-
-NO_LABEL = -1
-"""Label of unlabelled images."""
 
 
 class Classifier(nn.Module):
@@ -138,28 +135,11 @@ def watched(
     return build
 
 
-def frozen(factory: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """Return a factory of the same layer with frozen parameters."""
-    return lambda: factory().requires_grad_(False)
-
-
-class Classification(Trainable):
+class Classification(Finetuned):
     """A paper's model with a classifier on top.
 
     Visibility, layers, sequence and loss are derived from the paper's.
     """
-
-    def __init__(self, paper: Model) -> None:
-        """Wrap a paper whose config has a `finetune` section."""
-        super().__init__(paper.config, paper.context)
-        assert paper.config.finetune is not None
-        self.settings, self.processes = paper.config.finetune, paper.context.data.group
-        self.paper = paper.with_full_attention() if self.settings.visibility == "full" else paper
-
-    @property
-    def backbone(self) -> Model:
-        """The paper that is fine-tuned."""
-        return self.paper
 
     @property
     def is_joint(self) -> bool:
@@ -207,12 +187,7 @@ class Classification(Trainable):
         around, kept = self.settings.concatenate // 2, list[Tensor]()
         centre = len(readable) - 1 if self.settings.layer is None else self.settings.layer
         *below, top = plans[: readable[centre + around] + 1]
-        below = [
-            dataclasses.replace(plan, factory=frozen(plan.factory))
-            if self._is_frozen(plan)
-            else plan
-            for plan in below
-        ]
+        below = self.with_frozen(below)
         for place in readable[centre - around : centre + around]:
             factory = watched(below[place].factory, kept.append)
             below[place] = dataclasses.replace(below[place], factory=factory)
@@ -220,22 +195,7 @@ class Classification(Trainable):
         if not self.is_joint:
             # Only the norm of the top layer runs, not its block or its decoder.
             top = dataclasses.replace(top, inner=None, stack=None, flops=0.0)
-        plans = [*below, dataclasses.replace(top, factory=build)]
-        # As in MAE's recipe, γ^(last - depth) scales the rates of the embedding at depth 0, of the
-        # blocks at 1 to L and of the head at L + 1.
-        last, decay = plans[-1].depth, self.settings.layer_decay
-        return [
-            dataclasses.replace(plan, options=plan.options.scaled(decay ** (last - plan.depth)))
-            for plan in plans
-        ]
-
-    def _is_frozen(self, plan: LayerPlan) -> bool:
-        """Return whether a layer below the feature layer keeps its weights."""
-        if self.settings.linear_evaluation:
-            return True
-        tuned, top = self.settings.tuned_blocks, self.settings.layer
-        last = self.config.model.num_layers if top is None else top
-        return tuned is not None and plan.depth <= last - tuned
+        return self.with_layer_decay([*below, dataclasses.replace(top, factory=build)])
 
     def _build_head(self, build_top: Callable[[], nn.Module], below: list[Tensor]) -> Head:
         core, top = self.paper.core, build_top()
@@ -280,15 +240,6 @@ class Classification(Trainable):
             seed=self.config.seed,
         )
 
-    def inputs_from(
-        self, inputs: Any, *, sample_index: Tensor | None = None, **options: Any
-    ) -> tuple[Tensor, ...]:
-        """Return `SequenceBatch.inputs` for samples in the form of the shards (`Batch.inputs`)."""
-        self.check_options(options)
-        index = torch.arange(len(inputs)) if sample_index is None else sample_index
-        batch = Batch(inputs, torch.full((len(inputs),), NO_LABEL), index)
-        return self.sequence(batch.to(inputs.device)).inputs
-
     def loss(self, predictions: Any, targets: tuple[Tensor, ...]) -> Tensor:
         """Return the mean cross-entropy in nats, plus the weighted loss of the paper.
 
@@ -308,11 +259,6 @@ class Classification(Trainable):
         if self.is_joint:
             loss = loss + self.settings.generative_weight * self.paper.loss(own, tuple(own_targets))
         return loss
-
-    @property
-    def measures_accuracy(self) -> bool:
-        """True: of the classes."""
-        return True
 
     def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
         """Return top-1 and top-5 accuracy as `accuracy` and `top5`."""

@@ -43,6 +43,10 @@ def check_finetuning(config: RunConfig) -> Iterator[ConfigIssue]:
         )
     if settings.from_step is not None and settings.from_run is None:
         yield "finetune.from_step", "selects a checkpoint of finetune.from_run, which is absent"
+    yield from _check_task(settings)
+    if settings.task == "segments":
+        yield from _check_segments(config, settings)
+        return
     yield from _check_layer(config, settings)
     if settings.mixing_batch % 2:
         text = f"{settings.mixing_batch} is odd, and images are mixed in pairs; make it even"
@@ -51,6 +55,49 @@ def check_finetuning(config: RunConfig) -> Iterator[ConfigIssue]:
         yield from _check_linear_evaluation(config, settings)
     else:
         yield from _check_whole_tuning(config, settings)
+
+
+_OF_CLASSES: tuple[str, ...] = (
+    "generative_weight",
+    "read_out",
+    "layer",
+    "concatenate",
+    "classifier_std",
+    "label_smoothing",
+    "mixup",
+    "cutmix",
+    "mixing",
+    "mixing_batch",
+    "linear_evaluation",
+    "standardize",
+)
+_OF_SEGMENTS: tuple[str, ...] = ("layers", "head_width", "head_dropout", "auxiliary_weight")
+
+
+def _check_task(settings: FinetuneConfig) -> Iterator[ConfigIssue]:
+    """Check that no key belongs to the other task."""
+    keys = {"segments": _OF_SEGMENTS, "classes": _OF_CLASSES}
+    (task,) = set(keys) - {settings.task}
+    for key in keys[task]:
+        if getattr(settings, key) != type(settings).model_fields[key].default:
+            yield f"finetune.{key}", f"applies only to finetune.task {task}; remove it"
+
+
+def _check_segments(config: RunConfig, settings: FinetuneConfig) -> Iterator[ConfigIssue]:
+    """Check that the four features exist, and that one process group holds all of them."""
+    last, layers = config.model.num_layers, settings.layers
+    if layers is None and last < 4:
+        yield "model.num_layers", f"is {last}; finetune.task segments reads features of 4 blocks"
+    elif layers is not None and (
+        len(layers) != 4 or list(layers) != sorted(set(layers)) or layers[-1] > last
+    ):
+        text = f"{list(layers)} must be four different numbers from 1 to {last}, the lowest first"
+        yield "finetune.layers", text
+    yield from _check_tuned_blocks(config, settings)
+    parallel, why = config.parallel, "for finetune.task segments, whose head reads several blocks"
+    for key in ("pipeline_model_parallel_size", "context_parallel_size"):
+        if getattr(parallel, key) > 1:
+            yield f"parallel.{key}", f"must be 1 {why}"
 
 
 def _check_patience(config: RunConfig) -> Iterator[ConfigIssue]:

@@ -261,12 +261,16 @@ class TrainingConfig(Section):
 class FinetuneConfig(Section):
     """Training on labelled images: the paper's own loss, a cross-entropy of classes, or both."""
 
+    task: Literal["classes", "segments"] = "classes"
+    """What is predicted: the class of an image, or of each pixel (semantic segmentation by UPerNet,
+    on features of four blocks, as in BEiT's recipe)."""
+
     from_run: str | None = None
     """Run folder with the initial weights; default: train from scratch."""
     from_step: Positive | None = None
     """Checkpoint of that run; default: the newest."""
     num_classes: Annotated[int, Field(gt=1)]
-    """Number of classes; must match the shards."""
+    """Number of classes, without void; must match the shards."""
     generative_weight: AtLeast0 = 0.0
     """Weight of the paper's own loss, relative to 1 for the classes. At 0 images are read as for
     features."""
@@ -310,6 +314,15 @@ class FinetuneConfig(Section):
     default: everything."""
     layer_decay: Share = 1.0
     """Learning rate of each layer relative to the layer above it."""
+    layers: Annotated[tuple[Positive, ...], Field(strict=False)] | None = None
+    """With `segments`: the four numbers of blocks after which features are read, from low to high;
+    default: every quarter of the model's."""
+    head_width: Annotated[int, Field(gt=1)] = 512
+    """With `segments`: channels of UPerNet; the auxiliary head has half of them."""
+    head_dropout: Fraction = 0.1
+    """With `segments`: share of the heads' last channels that are set to 0 in training."""
+    auxiliary_weight: AtLeast0 = 0.4
+    """With `segments`: weight of the auxiliary head's loss."""
     patience: NonNegative = 0
     """Stop after this many validations without a new best accuracy; 0: never."""
     test: str | None = None

@@ -53,6 +53,7 @@ def check(grammar: Grammar, run: RunConfig) -> Faults:
     ]
     rest += [*_check_positions(grammar, run), *_check_condition(grammar)]
     rest += [*_check_memory(grammar, run), *_check_transform(grammar)]
+    rest += _check_segments(grammar, run)
     yield from rest
     if not rest:
         yield from _check_rows(grammar, run)
@@ -334,6 +335,20 @@ def _check_adapter(width: int, bottleneck: int | None) -> Faults:
         text = f"half of it must be divisible by {groups}, as half of a token's channels is"
         remedy = f"set it to {2 * groups * max(1, round(hidden / groups))}"
         yield Fault("transform.bottleneck", text, remedy)
+
+
+def _check_segments(grammar: Grammar, run: RunConfig) -> Faults:
+    """Check that a head that classifies pixels has one feature for each patch of an image."""
+    if run.finetune is None or run.finetune.task != "segments":
+        return
+    remedy = "set it to classes"
+    if grammar.reads.kind != "patches":
+        text = f"segments reads patches of an image, and {{reads}} is {grammar.reads.kind}"
+        yield Fault("finetune.task", text, remedy)
+    elif grammar.schedule.draws_features:
+        text = "segments needs a feature of each patch, and {schedule} draws what features hide"
+        changes = ("schedule.feature_order",) if grammar.schedule.kind == "groups" else ()
+        yield Fault("finetune.task", text, remedy, changes)
 
 
 # Rows, which layouts divide.

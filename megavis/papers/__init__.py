@@ -17,12 +17,13 @@ OBJECTIVES: Mapping[str, type[Trainable]] = Papers(paper_class)
 
 
 def build_objective(config: RunConfig, context: ParallelContext) -> Trainable:
-    """Build the config's paper, with a classifier on top in a fine-tuning run."""
+    """Build the config's paper, with the head of a task on top in a fine-tuning run."""
     paper = OBJECTIVES[config.objective.name](config, context)
     if config.finetune is None:
         return paper
     from megavis.composition.classification import Classification
     from megavis.composition.model import Model
+    from megavis.composition.segmentation import Segmentation
 
     assert isinstance(paper, Model), "the config's checks require one with blocks"
-    return Classification(paper)
+    return Segmentation(paper) if config.finetune.task == "segments" else Classification(paper)

@@ -16,17 +16,20 @@ from megavis.checkpoint.format.folder import chosen_checkpoint, saved_steps, ste
 from megavis.checkpoint.format.manifest import read_manifest
 from megavis.checkpoint.state.restore import load_weights, start_from_weights
 from megavis.composition.classification import Classification
+from megavis.composition.finetuned import Finetuned
+from megavis.composition.segmentation import Segmentation
 from megavis.config.errors import UserError, blame
 from megavis.config.load import load_run_config
 from megavis.config.schema import FinetuneConfig, RunConfig
 from megavis.data.loading.blended_dataset import Samples
 from megavis.data.loading.dataset import ShardDataset, Subset, halves, shuffled
-from megavis.data.loading.labels import check_labels
+from megavis.data.loading.labels import check_classes, check_labels
 from megavis.data.loading.leakage import check_no_overlap, training_shards
 from megavis.data.loading.opening import ShardOpener
 from megavis.evaluation.classes import ClassResult, evaluate_classifier
 from megavis.evaluation.figures import draw_confusion, write_png
 from megavis.evaluation.networks import NUM_VIEWS
+from megavis.evaluation.segmentation import SegmentationResult, evaluate_segmentation
 from megavis.grammar.same_run import source_differences
 from megavis.model.inference import Inference
 from megavis.parallel.context import ParallelContext
@@ -36,10 +39,10 @@ from megavis.training.engine import Engine
 
 @dataclass
 class Finetuning:
-    """The classification side of a training run.
+    """The side of a training run that fine-tuning adds.
 
     Attributes:
-        objective: the classification.
+        objective: the model with the head of a task.
         folder: of the run.
         class_names: of the shards.
         num_train: images in the training shards.
@@ -48,7 +51,7 @@ class Finetuning:
         stopping: early stopping, with accuracies so far.
     """
 
-    objective: Classification
+    objective: Finetuned
     folder: Path
     class_names: tuple[str, ...]
     num_train: int
@@ -60,7 +63,7 @@ class Finetuning:
     def open(
         cls,
         config: RunConfig,
-        objective: Classification,
+        objective: Finetuned,
         train: Samples,
         validation: ShardDataset,
         opener: ShardOpener,
@@ -77,13 +80,18 @@ class Finetuning:
         if settings.test is not None:
             test = opener.held_out("finetune.test", settings.test, train)
         datasets = {"data.train": train, "data.validation": validation, "finetune.test": test}
+        class_names = objective.classes_of(train.manifest)
         for key, dataset in datasets.items():
             if dataset is not None:
-                check_labels(key, dataset, settings.num_classes, train.class_names)
+                if settings.task == "classes":
+                    check_labels(key, dataset)
+                found = objective.classes_of(dataset.manifest)
+                where = dataset.directory
+                check_classes(key, where, found, settings.num_classes, class_names)
         _check_test_images(config, validation, test)
         parts = halves(validation) if test is None else (shuffled(validation), shuffled(test))
         stopping = EarlyStopping(settings.patience)
-        return cls(objective, config.folder, train.class_names, len(train), *parts, stopping)
+        return cls(objective, config.folder, class_names, len(train), *parts, stopping)
 
     def resume(self, step: int, context: ParallelContext) -> None:
         """Restore the state after `step` steps; if training goes on, remove earlier results."""
@@ -137,20 +145,33 @@ class Finetuning:
             if engine.context.is_main:
                 self._write(result, path, part, step)
 
-    def _result(self, engine: Engine, dataset: Subset) -> ClassResult:
-        objective = self.objective
+    def _result(self, engine: Engine, dataset: Subset) -> ClassResult | SegmentationResult:
+        objective, batch_size = self.objective, engine.micro_batch_size
+        inference = Inference(engine.layers, engine.context)
+        if isinstance(objective, Segmentation):
+            return evaluate_segmentation(inference, objective, dataset, batch_size=batch_size)
+        assert isinstance(objective, Classification)
         return evaluate_classifier(
-            Inference(engine.layers, engine.context),
+            inference,
             objective,
             dataset,
             num_views=NUM_VIEWS if objective.has_random_sequence else 1,
-            batch_size=engine.micro_batch_size,
+            batch_size=batch_size,
         )
 
-    def _write(self, result: ClassResult, path: Path, part: str, step: int) -> None:
+    def _write(
+        self, result: ClassResult | SegmentationResult, path: Path, part: str, step: int
+    ) -> None:
         data = str(self._parts[part].directory)
         record = {"step": step, "part": part, "data": data, **self._hyper_parameters()}
         result.write(path, class_names=self.class_names, **record)
+        if isinstance(result, SegmentationResult):
+            sys.stdout.write(
+                f"{part}, best step {step}: mIoU {result.mean_iou:.1%}, pixels"
+                f" {result.pixel_accuracy:.1%} of {result.num_images} images, {path}\n"
+            )
+            sys.stdout.flush()
+            return
         title = f"step {step}: {result.vote:.1%} of {result.num_images} {part} images"
         picture = draw_confusion(result.confusion, self.class_names, title=title)
         write_png(path.with_suffix(".png"), picture)
@@ -196,7 +217,7 @@ def source_checkpoint(settings: FinetuneConfig) -> Path:
     return chosen_checkpoint(Path(settings.from_run), settings.from_step)
 
 
-def check_source(config: RunConfig, objective: Classification, train: Samples) -> None:
+def check_source(config: RunConfig, objective: Finetuned, train: Samples) -> None:
     """Reject a source run with another architecture or other tokens.
 
     Args:

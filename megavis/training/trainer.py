@@ -21,7 +21,7 @@ from megavis.checkpoint.state.restore import (
     newest_intact_checkpoint,
 )
 from megavis.checkpoint.state.save import Snapshot, TrainingProgress, reserve_copies
-from megavis.composition.classification import classifier_of
+from megavis.composition.finetuned import finetuned_of
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UnfinishedError, blame
 from megavis.config.schema import RunConfig
@@ -119,14 +119,14 @@ class Trainer:
         # Reject an unsuitable tokenizer here, not at the first batch.
         tokenizer = train_data.manifest.identity or objective.backbone.tokenizer_identity
         task: Pretraining | Finetuning
-        if (classifier := classifier_of(objective)) is None:
+        if (finetuned := finetuned_of(objective)) is None:
             task = Pretraining.open(config, objective, held_out)
         else:
             # Brings evaluation and figures along.
             from megavis.training.finetune import Finetuning
 
             assert held_out is not None, "required by the config's checks"
-            task = Finetuning.open(config, classifier, train_data, held_out, opener)
+            task = Finetuning.open(config, finetuned, train_data, held_out, opener)
         return cls(config, context, objective, train_data, tokenizer, task)
 
     def train(self, signals: Signals, extra_callbacks: Sequence[Callback] = ()) -> None:

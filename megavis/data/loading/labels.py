@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megavis.config.errors import UserError, counted
 from megavis.data.loading.blended_dataset import Samples
 
 _ADVICE = "write its shards with --classes-from, the folder of data.train"
 
 
-def check_labels(
-    key: str, dataset: Samples, num_classes: int, class_names: tuple[str, ...]
+def check_labels(key: str, dataset: Samples) -> None:
+    """Raise UserError, with the data set's config key, unless every image has a class."""
+    missing = int((dataset.labels < 0).sum())
+    if missing:
+        found = counted(missing, "image")
+        text = f"{dataset.directory} holds {found} without a label, of {len(dataset)} in all"
+        raise UserError(text, key=key)
+
+
+def check_classes(
+    key: str, where: Path, found: tuple[str, ...], num_classes: int, class_names: tuple[str, ...]
 ) -> None:
-    """Check that a data set has a classifier's classes, and a class for every sample.
+    """Check that a data set distinguishes the classes that a network predicts.
 
     Args:
         key: the config key of the data set.
+        where: its folder.
+        found: its class names.
         num_classes: `finetune.num_classes`.
         class_names: class names of the training shards.
 
     Raises:
-        UserError: it has not; names the key.
+        UserError: it does not; names the key.
     """
-    where, missing = dataset.directory, int((dataset.labels < 0).sum())
-    if missing:
-        found = counted(missing, "image")
-        text = f"{where} holds {found} without a label, of {len(dataset)} in all"
+    others = _other_classes(found, class_names)
+    if len(found) != num_classes:
+        count = counted(len(found), "class", "classes")
+        text = f"{where} has {count}; finetune.num_classes is {num_classes}{others}"
         raise UserError(text, key=key)
-    others = _other_classes(dataset.class_names, class_names)
-    if len(dataset.class_names) != num_classes:
-        found = counted(len(dataset.class_names), "class", "classes")
-        text = f"{where} has {found}; finetune.num_classes is {num_classes}{others}"
-        raise UserError(text, key=key)
-    if dataset.class_names != class_names:
+    if found != class_names:
         text = f"{where} numbers its classes differently from data.train{others or f': {_ADVICE}'}"
         raise UserError(text, key=key)
 

@@ -37,6 +37,11 @@ class ScheduleWord(Section):
         return False
 
     @property
+    def draws_features(self) -> bool:
+        """Whether order or masks of the tokens are drawn for features too."""
+        return False
+
+    @property
     def hidden_share(self) -> float:
         """Share of the tokens outside of a context."""
         return 0.0
@@ -112,6 +117,11 @@ class Masked(ScheduleWord):
     mask_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """Probability that a token is hidden."""
 
+    @property
+    def draws_features(self) -> bool:
+        """True: features hide tokens as in training."""
+        return True
+
 
 class Rounds(ScheduleWord):
     """Hide a share of the tokens drawn for each image, and generate in rounds, as in MaskGIT."""
@@ -138,6 +148,11 @@ class Groups(ScheduleWord):
     feature_order: Literal["raster", "drawn"] = "raster"
     """Order and groups of the tokens for features under the causal mask: raster order with even
     groups up to their mean end in training, without random draws; or drawn as in training."""
+
+    @property
+    def draws_features(self) -> bool:
+        """Whether `feature_order` says so."""
+        return self.feature_order == "drawn"
 
     def is_one_by_one(self, count: int) -> bool:
         """Return whether `count` groups of fixed length are cut."""

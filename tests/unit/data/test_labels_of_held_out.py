@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megavis.config.errors import UserError
-from megavis.data.loading.labels import check_labels
+from megavis.data.loading.labels import check_classes, check_labels
 
 pytestmark = pytest.mark.once
 
@@ -17,11 +17,10 @@ TRAIN = ("bird", "cat", "dog")
 
 
 def issue(classes, labels, num_classes=3):
-    dataset = SimpleNamespace(
-        directory=Path("shards/val"), class_names=classes, labels=np.array(labels)
-    )
+    where, key = Path("shards/val"), "data.validation"
     try:
-        check_labels("data.validation", dataset, num_classes, TRAIN)
+        check_labels(key, SimpleNamespace(directory=where, labels=np.array(labels)))
+        check_classes(key, where, classes, num_classes, TRAIN)
     except UserError as error:
         return [text for _, text in error.issues]
     return []

@@ -1,0 +1,93 @@
+"""What fine-tuning for any task shares: a paper's model under a head of the task.
+
+`Classification` predicts the class of an image, `Segmentation` of each pixel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megavis.composition.model import Model
+from megavis.composition.trainable import Trainable
+from megavis.data.format.manifest import Manifest
+from megavis.data.loading.loader import Batch
+from megavis.model.stack import LayerPlan
+
+NO_LABEL = -1
+"""Label of unlabelled images and pixels."""
+
+
+class Finetuned(Trainable):
+    """A paper's model with the head of a task on top, as the config's `finetune` section says."""
+
+    def __init__(self, paper: Model) -> None:
+        super().__init__(paper.config, paper.context)
+        assert paper.config.finetune is not None
+        self.settings, self.processes = paper.config.finetune, paper.context.data.group
+        self.paper = paper.with_full_attention() if self.settings.visibility == "full" else paper
+
+    @property
+    def backbone(self) -> Model:
+        """The paper that is fine-tuned."""
+        return self.paper
+
+    def classes_of(self, manifest: Manifest) -> tuple[str, ...]:
+        """Return the names of the classes that shards distinguish, without void."""
+        return manifest.class_names
+
+    def with_frozen(self, plans: Iterable[LayerPlan]) -> list[LayerPlan]:
+        """Return the layers below the head, of which some keep their weights."""
+        return [
+            dataclasses.replace(plan, factory=_frozen(plan.factory))
+            if self._is_frozen(plan)
+            else plan
+            for plan in plans
+        ]
+
+    def _is_frozen(self, plan: LayerPlan) -> bool:
+        if self.settings.linear_evaluation:
+            return True
+        tuned, top = self.settings.tuned_blocks, self.settings.layer
+        last = self.config.model.num_layers if top is None else top
+        return tuned is not None and plan.depth <= last - tuned
+
+    def with_layer_decay(self, plans: Sequence[LayerPlan]) -> list[LayerPlan]:
+        """Return the layers with the learning rates of MAE's recipe.
+
+        γ^(last - depth) scales the rates of the embedding at depth 0, of the blocks at 1 to L and
+        of the head at L + 1.
+        """
+        last, decay = plans[-1].depth, self.settings.layer_decay
+        return [
+            dataclasses.replace(plan, options=plan.options.scaled(decay ** (last - plan.depth)))
+            for plan in plans
+        ]
+
+    def inputs_from(
+        self, inputs: Any, *, sample_index: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, ...]:
+        """Return `SequenceBatch.inputs` for samples in the form of the shards (`Batch.inputs`)."""
+        self.check_options(options)
+        index = torch.arange(len(inputs)) if sample_index is None else sample_index
+        batch = Batch(inputs, torch.full((len(inputs),), NO_LABEL), index)
+        return self.sequence(batch.to(inputs.device)).inputs
+
+    @property
+    def measures_accuracy(self) -> bool:
+        """True: of the classes."""
+        return True
+
+
+def finetuned_of(objective: Trainable) -> Finetuned | None:
+    """Return what a fine-tuning run trains; None for others."""
+    return objective if isinstance(objective, Finetuned) else None
+
+
+def _frozen(factory: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Return a factory of the same layer with frozen parameters."""
+    return lambda: factory().requires_grad_(False)

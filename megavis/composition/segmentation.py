@@ -1,0 +1,218 @@
+"""Fine-tuning of a paper's Vision Transformer to predict the class of each pixel.
+
+The features of four blocks are put back on their grid and read by UPerNet (`model/dense.py`), as in
+BEiT's recipe for ADE20K, which "Self-supervised Learning by Predicting Groups of Patches" follows
+("same setting of BEiT"). The features are the residual stream after a block, without a norm.
+
+Legend: b images, H and W pixels, s rows, h hidden size, g × g patches, c classes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megavis.composition.finetuned import NO_LABEL, Finetuned
+from megavis.composition.trainable import SequenceBatch
+from megavis.data.format.manifest import Manifest
+from megavis.data.loading.loader import Batch
+from megavis.model.context_parallel import all_tokens
+from megavis.model.core import Core
+from megavis.model.dense import NUM_LEVELS, FCNHead, FeaturePyramid, UPerHead
+from megavis.model.flops import Workload, forward_flops
+from megavis.model.layer_state import LayerState, PackedState
+from megavis.model.parameters import set_start
+from megavis.model.stack import FeatureLayer, LayerPlan
+from megavis.schedules.orders import gather_tokens
+
+AUXILIARY_LEVEL = 2
+"""Level of the pyramid that the auxiliary head reads: in BEiT's recipe that of the grid's size."""
+
+
+class SegmentHead(nn.Module):
+    """UPerNet on the residual stream after four blocks, and an auxiliary head.
+
+    Replicated on every process of the tensor group.
+
+    Args:
+        order: int64 `[1, n]`, the patch, in raster order, of each of the last n rows.
+        below: residual streams `[s, b, h]` after the three lower blocks, which their layers append
+            in every forward pass; the head clears it.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        order: Tensor,
+        below: list[Tensor],
+        *,
+        grid: tuple[int, int],
+        num_classes: int,
+        channels: int,
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        self.core, self.grid, self.below = core, grid, below
+        self.register_buffer("rows", order.argsort(dim=1), persistent=False)
+        width = core.megatron.hidden_size
+        self.pyramid = FeaturePyramid(width)
+        self.segments = UPerHead(width, channels, num_classes, dropout=dropout)
+        self.auxiliary = FCNHead(width, channels // 2, num_classes, dropout=dropout)
+        # The pretrained run has no head for these classes.
+        set_start(self.parameters(), "fresh")
+
+    def forward(self, state: PackedState) -> tuple[Tensor, Tensor]:
+        """Map the `PackedState` of `[s, b, h]` to logits `[b, c, 4 g, 4 g]` and `[b, c, g, g]`."""
+        hidden = LayerState.unpack(state, self.core.carried_names).hidden
+        streams = [*self.below, hidden]
+        self.below.clear()
+        levels = self.pyramid([self._on_grid(stream) for stream in streams])
+        return self.segments(levels).float(), self.auxiliary(levels[AUXILIARY_LEVEL]).float()
+
+    def _on_grid(self, stream: Tensor) -> Tensor:
+        """Return the rows of patches `[b, h, g, g]`; rows in front of them are left out."""
+        tokens = all_tokens(stream, self.core.megatron, self.core.groups).transpose(0, 1)
+        rows = cast(Tensor, self.rows)
+        patches = gather_tokens(tokens[:, -rows.shape[1] :], rows)
+        return patches.transpose(1, 2).unflatten(2, self.grid)
+
+
+class Segmentation(Finetuned):
+    """A paper's model up to its highest feature layer, and a head that classifies pixels."""
+
+    def check_data(self, manifest: Manifest) -> Iterator[str]:
+        """Check that the shards are pairs of an image and a map of segments with classes."""
+        if manifest.target is None or manifest.target.kind != "panoptic":
+            found = manifest.kind if manifest.target is None else f"{manifest.target.kind} maps"
+            yield (
+                f"holds {found}; finetune.task segments needs pairs with maps of segments, which"
+                " `data_tools maps` writes"
+            )
+
+    def classes_of(self, manifest: Manifest) -> tuple[str, ...]:
+        """Return the names of the maps' classes."""
+        return () if manifest.target is None else manifest.target.class_names
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Numbers of blocks below each feature; by default every quarter of the model's."""
+        depth = self.config.model.num_layers
+        every = tuple(depth * (level + 1) // NUM_LEVELS for level in range(NUM_LEVELS))
+        return self.settings.layers or every
+
+    def layer_plans(self) -> list[LayerPlan]:
+        """Return the paper's layers below the highest feature, and the head."""
+        plans, kept = self.paper.layer_plans(), list[Tensor]()
+        readable = [place for place, plan in enumerate(plans) if plan.gives_features]
+        *lower, highest = (readable[layer] for layer in self.layers)
+        below = self.with_frozen(plans[:highest])
+        for place in lower:
+            factory = partial(_kept, below[place].factory, kept)
+            below[place] = dataclasses.replace(below[place], factory=factory)
+        top = dataclasses.replace(
+            plans[highest],
+            name="segments",
+            factory=partial(self._build_head, kept),
+            gives_features=False,
+            inner=None,
+            stack=None,
+            flops=0.0,
+        )
+        return self.with_layer_decay([*below, top])
+
+    def _build_head(self, below: list[Tensor]) -> SegmentHead:
+        settings, first = self.settings, torch.zeros(1, dtype=torch.int64)
+        return SegmentHead(
+            self.paper.core,
+            self.paper.schedule.for_features(first).order,
+            below,
+            grid=self.paper.reads.grid,
+            num_classes=settings.num_classes,
+            channels=settings.head_width,
+            dropout=settings.head_dropout,
+        )
+
+    @property
+    def has_random_sequence(self) -> bool:
+        """False: the config's checks refuse drawn features."""
+        return False
+
+    def flops_per_image(self) -> float:
+        """Return the FLOPs of a training step for one image, without the head's."""
+        causal = self.paper.core.visibility_kind == "causal"
+        rows = self.paper.asks.num_feature_rows(self.paper.num_tokens)
+        work = Workload.of_one_stream(rows, 0, causal=causal)
+        model = self.config.model.model_copy(update={"num_layers": self.layers[-1]})
+        return 3 * forward_flops(model, work)
+
+    def sequence(self, batch: Batch) -> SequenceBatch:
+        """Return the image's sequence for features, and the class of each pixel as the target."""
+        images, maps = batch.inputs[:, 0], batch.inputs[:, 1]
+        shown = dataclasses.replace(batch, inputs=images)
+        return SequenceBatch(self.paper.feature_inputs(shown), (pixel_classes(maps),))
+
+    def training_sequence(self, batch: Batch) -> SequenceBatch:
+        """Return the same, with what training draws."""
+        return self.paper.with_samples(self.sequence(batch), batch)
+
+    def loss(self, predictions: Any, targets: tuple[Tensor, ...]) -> Tensor:
+        """Return the cross-entropy of pixels in nats, with the auxiliary head's.
+
+        Void pixels contribute 0 to an image's mean over all pixels, as in BEiT's code.
+        """
+        (classes,) = targets
+        own, auxiliary = predictions
+        loss = _pixel_loss(own, classes)
+        if self.settings.auxiliary_weight:
+            loss = loss + self.settings.auxiliary_weight * _pixel_loss(auxiliary, classes)
+        return loss
+
+    def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
+        """Return the share of an image's pixels, void ones left out, whose class is right."""
+        (classes,) = targets
+        found = resized_logits(predictions[0], classes.shape[1:]).argmax(1)
+        counted = (classes != NO_LABEL).flatten(1).sum(1).clamp(min=1)
+        right = (found == classes).flatten(1).sum(1)
+        return {"accuracy": (right / counted).mean()}
+
+    def outputs(self, predictions: Any) -> Tensor:
+        """Return logits `[b, c, 4 g, 4 g]`."""
+        logits: Tensor = predictions[0]
+        return logits
+
+
+def pixel_classes(maps: Tensor) -> Tensor:
+    """Return the classes int64 `[b, H, W]` of maps uint8 `[b, H, W, 3]`; `NO_LABEL` for void."""
+    return maps[..., 0].long() - 1
+
+
+def resized_logits(logits: Tensor, size: torch.Size) -> Tensor:
+    """Resize logits `[b, c, ...]` bilinearly to H and W pixels."""
+    return F.interpolate(logits, size=tuple(size), mode="bilinear", align_corners=False)
+
+
+def _pixel_loss(logits: Tensor, classes: Tensor) -> Tensor:
+    whole = resized_logits(logits, classes.shape[1:])
+    nats = F.cross_entropy(whole, classes, ignore_index=NO_LABEL, reduction="sum")
+    return nats / classes.numel()
+
+
+def _kept(factory: Callable[[], nn.Module], kept: list[Tensor]) -> nn.Module:
+    """Build a layer that appends the residual stream `[s, b, h]` that enters it.
+
+    Before the layer runs, not in it: a recomputation in the backward pass must not append again.
+    """
+    layer = factory()
+    names = cast(FeatureLayer, layer).core.carried_names
+
+    def keep(_: nn.Module, entering: tuple[PackedState, ...]) -> None:
+        kept.append(LayerState.unpack(entering[0], names).hidden)
+
+    layer.register_forward_pre_hook(keep)
+    return layer

@@ -1,0 +1,106 @@
+"""Semantic segmentation: accuracy of pixels and intersection over union of classes.
+
+All numbers come from one confusion matrix over the pixels of the whole set, as in ADE20K's and the
+PASCAL VOC challenge's evaluation: the IoU of a class is its right pixels divided by those that have
+or were given it. Void pixels count for nothing.
+
+Legend: b images, H and W pixels, c classes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megavis.composition.finetuned import NO_LABEL
+from megavis.composition.segmentation import Segmentation, resized_logits
+from megavis.data.format.files import write_json
+from megavis.data.loading.blended_dataset import Samples
+from megavis.data.loading.loader import evaluation_batches
+from megavis.model.inference import Inference
+
+
+@dataclass(frozen=True)
+class SegmentationResult:
+    """Quality of predicted classes of pixels; shares are in [0, 1].
+
+    Attributes:
+        pixel_accuracy: share of the pixels whose class is right.
+        mean_accuracy: share of each class's pixels, averaged over the classes that occur.
+        mean_iou: intersection over union, averaged over the classes that occur or were predicted.
+        iou: of each class; None for those that neither occur nor were predicted.
+        confusion: int64 `[c, c]`: pixels of each class (row) by predicted class (column).
+    """
+
+    num_images: int
+    pixel_accuracy: float
+    mean_accuracy: float
+    mean_iou: float
+    iou: tuple[float | None, ...]
+    confusion: np.ndarray
+
+    @classmethod
+    def of(cls, confusion: np.ndarray, num_images: int) -> SegmentationResult:
+        """Return the result of a confusion matrix, int64 `[c, c]`."""
+        right = confusion.diagonal().astype(np.float64)
+        true, given = confusion.sum(1), confusion.sum(0)
+        union = true + given - confusion.diagonal()
+        occurs, counts = true > 0, union > 0
+        iou = np.divide(right, union, out=np.full(len(right), np.nan), where=counts)
+        recall = right[occurs] / true[occurs]
+        return cls(
+            num_images=num_images,
+            pixel_accuracy=float(right.sum() / max(1, true.sum())),
+            mean_accuracy=float(recall.mean()) if occurs.any() else 0.0,
+            mean_iou=float(iou[counts].mean()) if counts.any() else 0.0,
+            iou=tuple(None if np.isnan(each) else float(each) for each in iou),
+            confusion=confusion,
+        )
+
+    def write(self, path: Path, *, class_names: Sequence[str], **record: Any) -> None:
+        """Write the result and further fields as JSON, atomically."""
+        content = {**record, **dataclasses.asdict(self), "class_names": list(class_names)}
+        write_json(path, {**content, "confusion": self.confusion.tolist()})
+
+
+@torch.no_grad()
+def evaluate_segmentation(
+    inference: Inference, objective: Segmentation, dataset: Samples, *, batch_size: int
+) -> SegmentationResult:
+    """Predict the classes of all pixels of a set; collective over all processes of the job.
+
+    Data-parallel ranks divide the images; fewer than one per rank are left out at the end.
+    """
+    context, num_classes = inference.context, objective.settings.num_classes
+    # The confusion matrix, then the number of images.
+    counts = torch.zeros(num_classes**2 + 1, dtype=torch.int64, device=context.device)
+    for batch in evaluation_batches(
+        dataset,
+        batch_size=batch_size,
+        data_parallel_rank=context.data.rank,
+        data_parallel_size=context.data.size,
+    ):
+        sequence = objective.sequence(batch.to(context.device))
+        logits = objective.outputs(inference.predictions(sequence.inputs))
+        (classes,) = sequence.targets
+        found = resized_logits(logits, classes.shape[1:]).argmax(1)
+        counts[:-1] += confusion_of(found, classes, num_classes)
+        counts[-1] += len(classes)
+    dist.all_reduce(counts, group=context.data.group)
+    confusion = counts[:-1].view(num_classes, num_classes).cpu().numpy()
+    return SegmentationResult.of(confusion, int(counts[-1]))
+
+
+def confusion_of(found: Tensor, classes: Tensor, num_classes: int) -> Tensor:
+    """Count pixels by class and predicted class, both int64 `[b, H, W]`: int64 `[c²]`."""
+    valid = classes != NO_LABEL
+    cells = classes[valid] * num_classes + found[valid]
+    return torch.bincount(cells, minlength=num_classes**2)
