@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed import distributed_c10d
@@ -182,6 +183,8 @@ def open_context(
             variables["LOCAL_RANK"] = str(place.index)
         # torch puts a hook that prefixes the rank in front of the present one.
         replaced.callback(setattr, sys, "excepthook", sys.excepthook)
+        # ZeRO-3 replaces it for good by a slower one, for weights that come and go.
+        replaced.callback(setattr, F, "linear", F.linear)
         replaced.enter_context(set_variables(variables))
         if place.type == "cpu":
             _skip_inference_collectives()

@@ -66,6 +66,7 @@ def _torch_state() -> dict[str, Any]:
     return {
         f"torch.{name}": read()
         for name, read in {
+            "nn.functional.linear": lambda: torch.nn.functional.linear,
             "get_default_dtype": torch.get_default_dtype,
             "get_default_device": torch.get_default_device,
             "get_num_threads": torch.get_num_threads,
