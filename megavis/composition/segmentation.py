@@ -10,7 +10,8 @@ Legend: b images, H and W pixels, s rows, h hidden size, g × g patches, c class
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -42,8 +43,9 @@ class SegmentHead(nn.Module):
 
     Args:
         order: int64 `[1, n]`, the patch, in raster order, of each of the last n rows.
-        below: residual streams `[s, b, h]` after the three lower blocks, which their layers append
-            in every forward pass; the head clears it.
+        below: residual streams `[s, b, h]` after the lower blocks, which their layers append in
+            every forward pass; the head clears it.
+        levels: for each level of the pyramid the number of its stream; the head's input is last.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class SegmentHead(nn.Module):
         core: Core,
         order: Tensor,
         below: list[Tensor],
+        levels: Sequence[int],
         *,
         grid: tuple[int, int],
         num_classes: int,
@@ -58,7 +61,7 @@ class SegmentHead(nn.Module):
         dropout: float,
     ) -> None:
         super().__init__()
-        self.core, self.grid, self.below = core, grid, below
+        self.core, self.grid, self.below, self.levels = core, grid, below, levels
         self.register_buffer("rows", order.argsort(dim=1), persistent=False)
         width = core.megatron.hidden_size
         self.pyramid = FeaturePyramid(width)
@@ -72,7 +75,8 @@ class SegmentHead(nn.Module):
         hidden = LayerState.unpack(state, self.core.carried_names).hidden
         streams = [*self.below, hidden]
         self.below.clear()
-        levels = self.pyramid([self._on_grid(stream) for stream in streams])
+        grids = [self._on_grid(stream) for stream in streams]
+        levels = self.pyramid([grids[level] for level in self.levels])
         return self.segments(levels).float(), self.auxiliary(levels[AUXILIARY_LEVEL]).float()
 
     def _on_grid(self, stream: Tensor) -> Tensor:
@@ -101,16 +105,17 @@ class Segmentation(Finetuned):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Numbers of blocks below each feature; by default every quarter of the model's."""
+        """Numbers of blocks below each level's features; by default every quarter of the model's."""
         depth = self.config.model.num_layers
-        every = tuple(depth * (level + 1) // NUM_LEVELS for level in range(NUM_LEVELS))
+        quarters = range(1, NUM_LEVELS + 1)
+        every = tuple(math.ceil(depth * quarter / NUM_LEVELS) for quarter in quarters)
         return self.settings.layers or every
 
     def layer_plans(self) -> list[LayerPlan]:
         """Return the paper's layers below the highest feature, and the head."""
         plans, kept = self.paper.layer_plans(), list[Tensor]()
         readable = [place for place, plan in enumerate(plans) if plan.gives_features]
-        *lower, highest = (readable[layer] for layer in self.layers)
+        *lower, highest = (readable[layer] for layer in sorted(set(self.layers)))
         below = self.with_frozen(plans[:highest])
         for place in lower:
             factory = partial(_kept, below[place].factory, kept)
@@ -128,10 +133,12 @@ class Segmentation(Finetuned):
 
     def _build_head(self, below: list[Tensor]) -> SegmentHead:
         settings, first = self.settings, torch.zeros(1, dtype=torch.int64)
+        layers = sorted(set(self.layers))
         return SegmentHead(
             self.paper.core,
             self.paper.schedule.for_features(first).order,
             below,
+            [layers.index(layer) for layer in self.layers],
             grid=self.paper.reads.grid,
             num_classes=settings.num_classes,
             channels=settings.head_width,

@@ -86,12 +86,10 @@ def _check_task(settings: FinetuneConfig) -> Iterator[ConfigIssue]:
 def _check_segments(config: RunConfig, settings: FinetuneConfig) -> Iterator[ConfigIssue]:
     """Check that the four features exist, and that one process group holds all of them."""
     last, layers = config.model.num_layers, settings.layers
-    if layers is None and last < 4:
-        yield "model.num_layers", f"is {last}; finetune.task segments reads features of 4 blocks"
-    elif layers is not None and (
-        len(layers) != 4 or list(layers) != sorted(set(layers)) or layers[-1] > last
+    if layers is not None and (
+        len(layers) != 4 or list(layers) != sorted(layers) or layers[-1] > last
     ):
-        text = f"{list(layers)} must be four different numbers from 1 to {last}, the lowest first"
+        text = f"{list(layers)} must be four numbers from 1 to {last}, the lowest first"
         yield "finetune.layers", text
     yield from _check_tuned_blocks(config, settings)
     parallel, why = config.parallel, "for finetune.task segments, whose head reads several blocks"

@@ -315,7 +315,7 @@ class FinetuneConfig(Section):
     layer_decay: Share = 1.0
     """Learning rate of each layer relative to the layer above it."""
     layers: Annotated[tuple[Positive, ...], Field(strict=False)] | None = None
-    """With `segments`: the four numbers of blocks after which features are read, from low to high;
+    """With `segments`: the four numbers of blocks after which features are read, the lowest first;
     default: every quarter of the model's."""
     head_width: Annotated[int, Field(gt=1)] = 512
     """With `segments`: channels of UPerNet; the auxiliary head has half of them."""

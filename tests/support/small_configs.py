@@ -97,6 +97,13 @@ SMALL = {
     "mae_classes": SmallConfig(
         MAE, rest="finetune: {num_classes: 10, layer_decay: 0.7, drop_path: 0.3}"
     ),
+    # Features of two blocks, each at two scales, with drop path.
+    "mae_segments": SmallConfig(
+        MAE,
+        data="label_maps",
+        rest="finetune: {task: segments, num_classes: 5, head_width: 8, head_dropout: 0,"
+        " layer_decay: 0.7, drop_path: 0.3}",
+    ),
     "vae_label_maps": SmallConfig(
         "{name: vae_label_maps, semantic_channels: 6, instance_channels: 8, patch_size: 4,"
         " downsampling: 8, latent_channels: 4, decoder_layers: 2}",
@@ -199,7 +206,8 @@ def config_writer(shards: Path, image_shards: Path, folder: Path) -> Callable[[s
         "palette": f"{{train: {shards}/train, image_size: 8}}",
         "latents": f"{{train: {latents}, image_size: 16}}",
         "encoded": f"{images}}}",
-        "label_maps": f"{{train: {scenes}/panoptic/train, image_size: 16, crop: random_resized}}",
+        "label_maps": f"{{train: {scenes}/panoptic/train, validation:"
+        f" {scenes}/panoptic/validation, image_size: 16, crop: random_resized}}",
     }
     runs = {"TOKENIZER": str(write_untrained_run(folder)), "VAE": import_golden(folder, "vae")}
 
