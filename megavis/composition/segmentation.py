@@ -105,7 +105,7 @@ class Segmentation(Finetuned):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Numbers of blocks below each level's features; by default every quarter of the model's."""
+        """Numbers of blocks below each level's features; by default every quarter of all."""
         depth = self.config.model.num_layers
         quarters = range(1, NUM_LEVELS + 1)
         every = tuple(math.ceil(depth * quarter / NUM_LEVELS) for quarter in quarters)

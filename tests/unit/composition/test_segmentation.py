@@ -154,7 +154,7 @@ def test_keys_of_segments_are_refused_for_classes(build_paper):
 def test_models_without_patches_or_with_drawn_features_are_refused(build_paper):
     text, words = config("gvp", SEGMENTS)
     with pytest.raises(UserError, match="draws what features hide"):
-        build_paper(text.replace("num_groups: 3", "num_groups: 3, feature_order: drawn"), *words)
+        build_paper(text, *words, "objective.feature_order=drawn")
     igpt = tiny("{name: igpt, vocabulary_size: 12}", model=VIT)
     with pytest.raises(UserError, match="segments reads patches of an image"):
         build_paper(f"{igpt}\n{SEGMENTS}\n", *words)
