@@ -106,6 +106,12 @@ VERBS = (
         "label_maps",
     ),
     Verb(
+        "maps semantic",
+        "write images and maps of one class a pixel, such as ADE20K's, as shards of pairs",
+        "images/training annotations/training --classes objectInfo150.txt --out shards/ade/train",
+        "semantic_maps",
+    ),
+    Verb(
         "maps depth",
         "write images and 16-bit depths as shards of pairs",
         "images/train depth/train --out shards/depth/train",
@@ -174,7 +180,7 @@ VERBS = (
 )
 GROUPS = {
     "palette": "palette tokens: fit, grey, shards",
-    "maps": "images with label maps: panoptic, depth, nyu",
+    "maps": "images with label maps: panoptic, semantic, depth, nyu",
 }
 
 
