@@ -164,6 +164,14 @@ class Segmentation(Finetuned):
         shown = dataclasses.replace(batch, inputs=images)
         return SequenceBatch(self.paper.feature_inputs(shown), (pixel_classes(maps),))
 
+    def inputs_from(
+        self, inputs: Any, *, sample_index: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, ...]:
+        """Return `SequenceBatch.inputs` for images `[b, H, W, 3]`, or pairs as in the shards."""
+        self.check_options(options)
+        images = inputs[:, 0] if inputs.ndim == 5 else inputs
+        return self.paper.inputs_for_features(images, None)
+
     def training_sequence(self, batch: Batch) -> SequenceBatch:
         """Return the same, with what training draws."""
         return self.paper.with_samples(self.sequence(batch), batch)

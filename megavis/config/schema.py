@@ -377,6 +377,13 @@ class RunConfig(Section):
     a server."""
 
     @property
+    def has_dropout(self) -> bool:
+        """Whether blocks or the head of fine-tuning drop activations."""
+        tuned = self.finetune
+        drops = tuned is not None and tuned.task == "segments" and tuned.head_dropout > 0
+        return self.model.has_dropout or drops
+
+    @property
     def drop_path(self) -> float:
         """Rate of stochastic depth: fine-tuning's if set, else the model's."""
         own = self.finetune.drop_path if self.finetune else None

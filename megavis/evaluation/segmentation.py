@@ -4,6 +4,10 @@ All numbers come from one confusion matrix over the pixels of the whole set, as 
 PASCAL VOC challenge's evaluation: the IoU of a class is its right pixels divided by those that have
 or were given it. Void pixels count for nothing.
 
+Images of any size are evaluated as in BEiT's recipe: the shorter side is resized to that of
+training, windows of that side slide over the image, the logits of pixels in several windows are
+averaged, and the mean is resized to the original before the class is chosen.
+
 Legend: b images, H and W pixels, c classes.
 """
 
@@ -21,11 +25,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megavis.composition.finetuned import NO_LABEL
-from megavis.composition.segmentation import Segmentation, resized_logits
+from megavis.composition.segmentation import Segmentation, pixel_classes, resized_logits
+from megavis.data.codecs.crops import resize
+from megavis.data.codecs.jpeg import decode_png, decode_rgb, split
 from megavis.data.format.files import write_json
 from megavis.data.loading.blended_dataset import Samples
+from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches
 from megavis.model.inference import Inference
+from megavis.parallel.progress_bar import shown
+
+_WINDOWS = 8
+"""Windows of an image that are predicted at once."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +108,74 @@ def evaluate_segmentation(
     dist.all_reduce(counts, group=context.data.group)
     confusion = counts[:-1].view(num_classes, num_classes).cpu().numpy()
     return SegmentationResult.of(confusion, int(counts[-1]))
+
+
+@torch.no_grad()
+def evaluate_originals(
+    inference: Inference,
+    objective: Segmentation,
+    dataset: ShardDataset,
+    *,
+    stride: int,
+    limit: int | None = None,
+) -> SegmentationResult:
+    """Predict the classes of all pixels of images in their own size, by sliding windows.
+
+    Collective over all processes of the job, whose data-parallel ranks divide the images.
+
+    Args:
+        stride: pixels between windows, at most the side of the training images.
+        limit: maximum number of images, from the first.
+    """
+    context, num_classes = inference.context, objective.settings.num_classes
+    counts = torch.zeros(num_classes**2 + 1, dtype=torch.int64, device=context.device)
+    whole = len(dataset) if limit is None else min(limit, len(dataset))
+    own = range(context.data.rank, whole, context.data.size)
+    for index in shown(own, "segmentation", total=len(own), size=lambda _: 1):
+        image, target = split(dataset.payload(index))
+        logits = sliding_logits(inference, objective, decode_rgb(image), stride=stride)
+        classes = pixel_classes(torch.from_numpy(decode_png(target))[None].to(context.device))
+        found = resized_logits(logits, classes.shape[1:]).argmax(1)
+        counts[:-1] += confusion_of(found, classes, num_classes)
+        counts[-1] += 1
+    dist.all_reduce(counts, group=context.data.group)
+    confusion = counts[:-1].view(num_classes, num_classes).cpu().numpy()
+    return SegmentationResult.of(confusion, int(counts[-1]))
+
+
+def sliding_logits(
+    inference: Inference, objective: Segmentation, image: np.ndarray, *, stride: int
+) -> Tensor:
+    """Return mean logits `[1, c, H, W]` of an image uint8 `[h, w, 3]`, its shorter side resized.
+
+    Windows begin every `stride` pixels; the last one of a row or column ends with the image.
+    """
+    side, (height, width) = objective.config.data.image_size, image.shape[:2]
+    scale = side / min(height, width)
+    # Rounding must leave no side shorter than a window.
+    rows, columns = (max(side, round(scale * length)) for length in (height, width))
+    pixels = torch.from_numpy(resize(image, height=rows, width=columns))
+    device, num_classes = inference.context.device, objective.settings.num_classes
+    sums = torch.zeros(1, num_classes, rows, columns, device=device)
+    counts = torch.zeros(rows, columns, device=device)
+    places = [
+        (slice(top, top + side), slice(left, left + side))
+        for top in _starts(rows, side, stride)
+        for left in _starts(columns, side, stride)
+    ]
+    for first in range(0, len(places), _WINDOWS):
+        batch = places[first : first + _WINDOWS]
+        windows = torch.stack([pixels[place] for place in batch])
+        logits = objective.outputs(inference.predictions(objective.inputs_from(windows.to(device))))
+        for place, own in zip(batch, resized_logits(logits, windows.shape[1:3]), strict=True):
+            sums[0, :, *place] += own
+            counts[place] += 1
+    return sums / counts
+
+
+def _starts(length: int, side: int, stride: int) -> list[int]:
+    """Return where windows begin along a side."""
+    return [*range(0, length - side, stride), length - side]
 
 
 def confusion_of(found: Tensor, classes: Tensor, num_classes: int) -> Tensor:

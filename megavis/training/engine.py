@@ -182,7 +182,7 @@ class Engine:
         Processes of a tensor group use the same mask on the same activations; on split ones, layers
         draw independently (`rank_local_rng`). Those of a context group hold different tokens.
         """
-        if not self.config.model.has_dropout:
+        if not self.config.has_dropout:
             return
         context = self.context
         place = [context.data.rank, context.pipeline.rank]

@@ -16,6 +16,7 @@ from megavis.commands.options.shared import (
     add_layout_argument,
     add_network_arguments,
     add_options,
+    add_precision,
     add_run,
     add_step,
     refuse_options,
@@ -140,6 +141,7 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
     _add_class_accuracy(verbs)
     _add_reconstruction(verbs)
     _add_label_maps(verbs)
+    _add_segmentation(verbs)
     _add_watch(verbs)
 
 
@@ -273,6 +275,30 @@ def _add_label_maps(verbs: Any) -> None:
         )
         add_options(parser)
         parser.set_defaults(run=f"evaluate:evaluate_{kind}")
+
+
+def _add_segmentation(verbs: Any) -> None:
+    parser = verbs.add_parser(
+        "segmentation",
+        help="mIoU of predicted classes of pixels, in the size of the originals",
+        description="Predict the class of each pixel of whole images, with a run fine-tuned with"
+        " finetune.task: segments. Windows of the training images' side slide over the image,"
+        " whose shorter side has that length; their logits are averaged and resized to the"
+        " original. Prints mean IoU, mean accuracy of classes and accuracy of pixels, and writes"
+        " RUN/evaluation/segmentation.json. Under torchrun, processes share the images.",
+        epilog="example: megavis evaluate segmentation runs/ade20k --images shards/ade/validation",
+    )
+    add_image_arguments(parser, num_images=None)
+    parser.add_argument(
+        "--stride",
+        type=positive,
+        metavar="PIXELS",
+        help="between windows; default: two thirds of their side (341 of 512)",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write the result")
+    add_precision(parser)
+    add_layout_argument(parser)
+    parser.set_defaults(run="segmentation:evaluate")
 
 
 def _add_watch(verbs: Any) -> None:
