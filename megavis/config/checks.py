@@ -54,11 +54,12 @@ def check_config(config: RunConfig) -> Iterator[ConfigIssue]:
 def _check_schedule(config: RunConfig) -> Iterator[ConfigIssue]:
     """Check the keys of the learning rate against each other."""
     if config.schedule.halve_every and config.schedule.decay != "constant":
-        yield "schedule.halve_every", "applies to schedule.decay constant, not cosine"
+        text = f"applies to schedule.decay constant, not {config.schedule.decay}"
+        yield "schedule.halve_every", text
     if config.schedule.min_rate > config.optimizer.learning_rate:
         yield "schedule.min_rate", "is above optimizer.learning_rate, where the decay starts"
-    if config.schedule.min_rate and config.schedule.decay != "cosine":
-        yield "schedule.min_rate", "applies to schedule.decay cosine, not constant"
+    if config.schedule.min_rate and config.schedule.decay == "constant":
+        yield "schedule.min_rate", "applies to schedule.decay cosine and linear, not constant"
     if config.schedule.warmup_rate is not None and not config.schedule.warmup_steps:
         yield "schedule.warmup_rate", "applies to schedule.warmup_steps, which is 0"
     if config.schedule.warmup_steps > config.training.steps:
@@ -192,12 +193,16 @@ def _check_data(data: DataConfig) -> Iterator[ConfigIssue]:
     if data.images_per_class is not None and not isinstance(data.train, str):
         text = "draws images of one folder, and data.train names several"
         yield "data.images_per_class", text
-    if data.scale[0] > data.scale[1]:
-        yield "data.scale", f"{list(data.scale)} must begin with the smaller share"
-    if data.aspect[0] > data.aspect[1]:
-        yield "data.aspect", f"{list(data.aspect)} must begin with the smaller width / height"
-    if data.short_sides[0] > data.short_sides[1]:
-        yield "data.short_sides", f"{list(data.short_sides)} must begin with the smaller length"
+    ranges = {
+        "scale": "share",
+        "aspect": "width / height",
+        "short_sides": "length",
+        "jitter": "factor",
+    }
+    for key, what in ranges.items():
+        least, most = getattr(data, key)
+        if least > most:
+            yield f"data.{key}", f"{[least, most]} must begin with the smaller {what}"
     for place, source in enumerate(data.train_sources):
         if source.crop is not None and data.crop == "window":
             text = "all folders hold images of one size, as data.crop window needs: remove it"

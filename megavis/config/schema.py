@@ -179,10 +179,10 @@ class OptimizerConfig(Section):
 class ScheduleConfig(Section):
     """Learning rate over steps."""
 
-    decay: Literal["cosine", "constant"] = "cosine"
-    """Shape after warm-up; `cosine` ends at `min_rate` after the last step."""
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape after warm-up; `cosine` and `linear` end at `min_rate` after the last step."""
     min_rate: AtLeast0 = 0.0
-    """Final learning rate of `cosine`."""
+    """Final learning rate of `cosine` and `linear`."""
     warmup_steps: NonNegative = 0
     """Steps of linear increase from 0."""
     warmup_rate: Above0 | None = None

@@ -29,8 +29,12 @@ Activation = Literal["quick_gelu", "gelu", "gelu_tanh"]
 DecoderKind = Literal["linear", "mlp", "transformer"]
 DashboardKind = Literal["tensorboard", "wandb", "mlflow", "jsonl"]
 """Where the numbers of a run are shown; `jsonl` is the record that every run writes."""
-Crop = Literal["random_resized", "inception", "scaled", "window", "shifted", "center", "none"]
-SourceCrop = Literal["random_resized", "inception", "scaled", "shifted", "center", "none"]
+Crop = Literal[
+    "random_resized", "inception", "scaled", "jittered", "window", "shifted", "center", "none"
+]
+SourceCrop = Literal[
+    "random_resized", "inception", "scaled", "jittered", "shifted", "center", "none"
+]
 KernelLibrary = Literal["auto", "blocks", "regions", "torch", "apex", "transformer_engine"]
 
 
@@ -199,9 +203,11 @@ class DataConfig(Section):
     square of `crop_size` after resizing the shorter side to a random length in `short_sides`,
     resized (iGPT, section 3.1); `center`, the centre, resized. For palette shards too: `window`, a
     random square of larger stored images, and `shifted`, which shifts training images by up to 4
-    pixels. `none`: no crop. Validation uses the centre. Pairs with label maps take `inception`,
-    `random_resized` and `center`, which resizes the whole image to the square; so does
-    validation."""
+    pixels. `jittered`: a random square after resizing the shorter side to `image_size` times a
+    random factor of `jitter`; where the image ends, the mean colour follows, and void in label
+    maps. `none`: no crop. Validation uses the centre. Pairs with label maps take `inception`,
+    `random_resized`, `jittered` and `center`, which resizes the whole image to the square; so does
+    validation, but with `jittered` it cuts the centre."""
     border: Literal["reflect", "zeros"] = "reflect"
     """With `shifted`: fill at the border, the image's reflection or zeros (black; for palette
     shards the first colour)."""
@@ -210,6 +216,8 @@ class DataConfig(Section):
     crop_size: Positive = 224
     """With `scaled`: side of the square in pixels before resizing to `image_size`; in validation
     also the length of the shorter side."""
+    jitter: Annotated[tuple[Above0, Above0], Field(strict=False)] = (0.5, 2.0)
+    """With `jittered`: minimum and maximum of the factor."""
     scale: Annotated[tuple[Share, Share], Field(strict=False)] = (0.2, 1.0)
     """Minimum and maximum share of an image's area for a `random_resized` or `inception` crop."""
     aspect: Annotated[tuple[Above0, Above0], Field(strict=False)] = (3 / 4, 4 / 3)
@@ -224,6 +232,9 @@ class DataConfig(Section):
     ) = None
     """RandAugment of training images, for JPEG shards only: magnitude out of 10, and its standard
     deviation between operations; default: none."""
+    color_distortion: bool = False
+    """Change brightness, contrast, saturation and hue of training images at random, as in
+    mmsegmentation's recipes; for JPEG shards, and images with label maps."""
     random_erasing: Fraction = 0.0
     """Probability of replacing a rectangle of a training image by noise, for JPEG shards only,
     after all other augmentation."""

@@ -184,8 +184,8 @@ def learning_rate(step: int, *, peak: float, total_steps: int, config: ScheduleC
         halvings = (step - config.warmup_steps) // config.halve_every if config.halve_every else 0
         return peak * 0.5**halvings
     done = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
-    lowest = config.min_rate
-    return lowest + (peak - lowest) * 0.5 * (1.0 + math.cos(math.pi * done))
+    left = 1.0 - done if config.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return config.min_rate + (peak - config.min_rate) * left
 
 
 class LARS(torch.optim.Optimizer):

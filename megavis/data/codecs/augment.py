@@ -28,6 +28,8 @@ import numpy as np
 from PIL import Image, ImageEnhance, ImageOps
 from PIL.Image import Image as Picture
 
+from megavis.data.codecs.crops import PADDING
+
 NUM_OPERATIONS = 2
 """Operations per image."""
 _DRAWS_AN_OPERATION = 4
@@ -36,8 +38,8 @@ NUM_AUGMENT_DRAWS = NUM_OPERATIONS * _DRAWS_AN_OPERATION
 LARGEST_MAGNITUDE = 10.0
 
 _PROBABILITY = 0.5
-_FILL = (124, 116, 104)
-"""Fill colour behind a transformed image: ImageNet's mean."""
+_FILL = PADDING
+"""Fill colour behind a transformed image."""
 _FILTER = Image.Resampling.BICUBIC
 _SMALLEST_DRAW = 2.0**-25
 """Lower bound of a draw, half the step between two: the quantile of 0 is not finite."""
@@ -48,12 +50,56 @@ Operation = Callable[[Picture, float, float], Picture]
 _ATTEMPTS, _DRAWS_AN_ATTEMPT = 10, 4
 NUM_ERASING_DRAWS = 2 + _ATTEMPTS * _DRAWS_AN_ATTEMPT
 """Uniform draws per image."""
+NUM_COLOR_DRAWS = 9
+"""Uniform draws per image."""
 _AREAS = (0.02, 1 / 3)
 _LOG_RATIOS = (math.log(0.3), math.log(1 / 0.3))
 _MEAN = 255.0 * np.array((0.485, 0.456, 0.406))
 _DEVIATION = 255.0 * np.array((0.229, 0.224, 0.225))
 _SEEDS = 1 << 24
 """Draws are multiples of 1 / 2^24."""
+
+
+@dataclass(frozen=True)
+class ColorDistortion:
+    """mmsegmentation's PhotoMetricDistortion, which SSD introduced (Liu et al., 2016).
+
+    Each with probability 0.5: add up to 32 of 255, scale by 0.5 to 1.5 (before or after the next
+    two), scale the saturation by 0.5 to 1.5, turn the hue by up to 18 of 180.
+    """
+
+    def __call__(self, image: np.ndarray, draws: np.ndarray) -> np.ndarray:
+        """Return uint8 `[h, w, 3]`.
+
+        Draws `[NUM_COLOR_DRAWS]` in [0, 1) are whether and how much, of brightness, contrast,
+        saturation and hue, and whether contrast comes last.
+        """
+        amounts = [None if draws[i] >= 0.5 else float(draws[i + 1]) for i in range(0, 8, 2)]
+        brightness, contrast, saturation, hue = amounts
+        pixels = image.astype(np.float32)
+        if brightness is not None:
+            pixels = (pixels + 64.0 * brightness - 32.0).clip(0, 255)
+        contrast_comes_last = draws[8] < 0.5
+        if contrast is not None and not contrast_comes_last:
+            pixels = (pixels * (0.5 + contrast)).clip(0, 255)
+        if saturation is not None or hue is not None:
+            pixels = _with_color(pixels, saturation, hue)
+        if contrast is not None and contrast_comes_last:
+            pixels = (pixels * (0.5 + contrast)).clip(0, 255)
+        return np.rint(pixels).astype(np.uint8)
+
+
+def _with_color(pixels: np.ndarray, saturation: float | None, hue: float | None) -> np.ndarray:
+    """Scale the saturation and turn the hue of pixels in 0 .. 255, in Pillow's HSV of bytes."""
+    picture = Image.fromarray(np.rint(pixels).astype(np.uint8)).convert("HSV")
+    changed = np.asarray(picture).astype(np.float32)
+    if saturation is not None:
+        changed[..., 1] = (changed[..., 1] * (0.5 + saturation)).clip(0, 255)
+    if hue is not None:
+        # 18 of 180 are a tenth of the circle, of 256 here.
+        changed[..., 0] = (changed[..., 0] + 25.6 * (2.0 * hue - 1.0)) % 256.0
+    turned = Image.fromarray(changed.astype(np.uint8), mode="HSV").convert("RGB")
+    return np.asarray(turned).astype(np.float32)
 
 
 @dataclass(frozen=True)

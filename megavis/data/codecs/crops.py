@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from megavis.data.codecs.label_maps import nearest
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -23,6 +25,8 @@ NUM_WINDOW_DRAWS = 40
 NUM_INCEPTION_DRAWS = 400
 """Uniform draws of `inception_window`: four for each of its hundred attempts."""
 _DRAWS_AN_ATTEMPT = 4
+PADDING = (124, 116, 104)
+"""ImageNet's mean colour, beyond the end of an image."""
 Smoothing = Literal["bicubic", "bilinear"]
 _SHIFT = 4
 """Largest shift in pixels."""
@@ -197,6 +201,48 @@ def cut_scaled(
     image = _scale(image, length)
     height, width = image.shape[:2]
     return cut(image, square_window(height, width, draws[1:], size=size))
+
+
+def cut_jittered(
+    image: np.ndarray,
+    draws: np.ndarray,
+    *,
+    factors: tuple[float, float],
+    size: int,
+    is_map: bool,
+    smoothing: Smoothing,
+) -> np.ndarray:
+    """Resize by a random factor and cut a random square, padded where the image ends.
+
+    "Simple Copy-Paste is a Strong Data Augmentation Method for Instance Segmentation" (Ghiasi et
+    al., 2021), section 3.1, calls this large-scale jittering.
+
+    Args:
+        image: uint8 `[h, w, 3]`.
+        draws: `[3]` in [0, 1): factor, vertical and horizontal position.
+        factors: smallest and largest length of the shorter side, relative to `size`.
+        is_map: resize to the nearest pixel, and pad with 0, which is void, instead of `PADDING`.
+
+    Returns:
+        uint8 `[size, size, 3]`.
+    """
+    height, width = image.shape[:2]
+    factor = factors[0] + draws[0] * (factors[1] - factors[0])
+    scale = size * factor / min(height, width)
+    height, width = max(1, round(height * scale)), max(1, round(width * scale))
+    if is_map:
+        resized = nearest(image, height=height, width=width)
+    else:
+        resized = resize(image, height=height, width=width, smoothing=smoothing)
+    top = math.floor(draws[1] * (max(0, height - size) + 1))
+    left = math.floor(draws[2] * (max(0, width - size) + 1))
+    part = resized[top : top + size, left : left + size]
+    if part.shape[:2] == (size, size):
+        return part
+    whole = np.empty((size, size, 3), np.uint8)
+    whole[:] = 0 if is_map else PADDING
+    whole[: part.shape[0], : part.shape[1]] = part
+    return whole
 
 
 def cut_center(image: np.ndarray, *, short_side: int, size: int) -> np.ndarray:

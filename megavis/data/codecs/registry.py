@@ -23,6 +23,8 @@ _WHOLE = ("none", "shifted")
 """Crops that keep the stored size."""
 _WINDOWS = ("random_resized", "inception")
 """Crops that resize a random window."""
+_PADDED = ("jittered", "fitted")
+"""Crops that resize the image and pad it."""
 _FIXED = "whose pixels cannot be changed"
 
 
@@ -93,7 +95,7 @@ def _jpeg(
     as_stored = transform is not None and transform.crop in _WHOLE
     if transform is None or (as_stored and transform.image_size != stored):
         wanted = f", not {transform.image_size}x{transform.image_size}" if transform else ""
-        crops = "set data.crop to random_resized, inception, scaled, window or center"
+        crops = "set data.crop to random_resized, inception, scaled, jittered, window or center"
         if stored is not None:
             raise UserError(f"holds images of {stored}x{stored} pixels{wanted}; {crops}")
         raise UserError(
@@ -127,22 +129,27 @@ def _label_maps(target: TargetMaps, transform: Transform | None) -> Codec:
     from megavis.data.codecs.jpeg import PairsCodec
 
     wanted = (
-        "set data.crop to inception or random_resized, or to center, which resizes whole images"
-        " here"
+        "set data.crop to inception, random_resized or jittered, or to center, which resizes whole"
+        " images here"
     )
     if transform is None:
         raise UserError(f"holds {target.kind} maps of many sizes; {wanted}")
-    _require_no_augmentation(f"{target.kind} maps, which must fit their images", transform)
-    if transform.crop not in (*_WINDOWS, "center", "whole"):
+    shown = transform if target.kind == "depth" else replace(transform, colors=None)
+    _require_no_augmentation(f"{target.kind} maps, which must fit their images", shown)
+    if transform.crop not in (*_WINDOWS, *_PADDED, "center", "whole"):
         text = f"holds {target.kind} maps of many sizes, which data.crop {transform.crop}"
         raise UserError(f"{text} does not fit; {wanted}")
-    crop: CropKind = transform.crop if transform.crop in _WINDOWS else "whole"
+    crop: CropKind = transform.crop if transform.crop in (*_WINDOWS, *_PADDED) else "whole"
     changed = replace(transform, crop=crop, smoothing="bilinear")
     return PairsCodec(changed, target=target.kind)
 
 
 def _require_no_augmentation(held: str, transform: Transform) -> None:
-    changes = {"rand_augment": transform.augment, "random_erasing": transform.erase}
+    changes: dict[str, object] = {
+        "rand_augment": transform.augment,
+        "random_erasing": transform.erase,
+        "color_distortion": transform.colors,
+    }
     for key in (key for key, change in changes.items() if change is not None):
         raise UserError(f"holds {held}: remove data.{key}")
 

@@ -16,7 +16,9 @@ import numpy as np
 from megavis.config.section import DataConfig, SourceCrop
 from megavis.data.codecs.augment import (
     NUM_AUGMENT_DRAWS,
+    NUM_COLOR_DRAWS,
     NUM_ERASING_DRAWS,
+    ColorDistortion,
     RandAugment,
     RandomErasing,
 )
@@ -27,6 +29,7 @@ from megavis.data.codecs.crops import (
     WrongSizeError,
     cut,
     cut_center,
+    cut_jittered,
     cut_scaled,
     inception_window,
     mirror,
@@ -44,6 +47,8 @@ CropKind = Literal[
     "random_resized",
     "inception",
     "scaled",
+    "jittered",
+    "fitted",
     "window",
     "shifted",
     "center",
@@ -57,6 +62,7 @@ _CROP_DRAWS = {
     "random_resized": NUM_WINDOW_DRAWS,
     "inception": NUM_INCEPTION_DRAWS,
     "scaled": 3,
+    "jittered": 3,
     "window": 2,
     "shifted": 2,
 }
@@ -66,6 +72,7 @@ _HELD_OUT: dict[CropKind, CropKind] = {
     "shifted": "none",
     "window": "middle",
     "scaled": "scaled_center",
+    "jittered": "fitted",
 }
 """Crops of held-out images instead of training's; `center` for all others."""
 
@@ -81,12 +88,15 @@ class Transform:
             random square without a resize; `shifted`: the stored image, shifted by up to 4 pixels
             in each direction; `center`: resize, crop the center; `scaled_center`: resize the
             shorter side to `crop_size`, crop the center, resize; `middle`: the center square
-            without a resize; `whole`: the whole image, resized without regard to its aspect ratio;
-            `none`: the stored image. `shifted` and `none` need images of `image_size`, `window` and
-            `middle` images that are no smaller.
+            without a resize; `jittered`: resize by a random factor of `jitter` and cut a random
+            square, padded where the image ends; `fitted`: the same by 1, at the center; `whole`:
+            the whole image, resized without regard to its aspect ratio; `none`: the stored image.
+            `shifted` and `none` need images of `image_size`, `window` and `middle` images that are
+            no smaller.
         scale: smallest and largest fraction of the area that a random window covers.
         ratio: smallest and largest width / height of a random window.
         short_sides: smallest and largest length of the shorter side for `scaled`.
+        jitter: smallest and largest length of the shorter side for `jittered`, in `image_size`.
         crop_size: side of the squares of `scaled` and `scaled_center` before the last resize.
         short_side: length of the shorter side from which `center` crops; defaults to
             `image_size`.
@@ -95,6 +105,7 @@ class Transform:
             `bilinear`, not antialiased.
         flip: flip horizontally with probability 0.5.
         augment: applied after crop and flip, if given.
+        colors: applied after these to images, not to label maps, if given.
         erase: applied last, if given.
         sound: augments recordings, if given.
     """
@@ -104,12 +115,14 @@ class Transform:
     scale: tuple[float, float] = (0.2, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     short_sides: tuple[int, int] = (256, 384)
+    jitter: tuple[float, float] = (0.5, 2.0)
     crop_size: int = 224
     short_side: int | None = None
     border: Literal["reflect", "zeros"] = "reflect"
     smoothing: Smoothing = "bicubic"
     flip: bool = False
     augment: RandAugment | None = None
+    colors: ColorDistortion | None = None
     erase: RandomErasing | None = None
     sound: SoundAugment | None = None
     seed: int = 0
@@ -143,6 +156,7 @@ class Transform:
             "crop": _CROP_DRAWS.get(self.crop, 0),
             "augment": 0 if self.augment is None else NUM_AUGMENT_DRAWS,
             "erase": 0 if self.erase is None else NUM_ERASING_DRAWS,
+            "colors": 0 if self.colors is None else NUM_COLOR_DRAWS,
         }
 
     def __call__(self, image: np.ndarray, draws: np.ndarray, *, is_map: bool = False) -> np.ndarray:
@@ -160,12 +174,34 @@ class Transform:
             WrongSizeError: the crop does not resize, and the image has the wrong size.
         """
         ends = np.cumsum([1, *self._num_draws.values()])
-        crop_draws, augment_draws, erase_draws = np.split(draws, ends)[1:4]
-        part = self._part_to_resize(image, crop_draws)
-        image = self._crop_stored(image, crop_draws) if part is None else self._resize(part, is_map)
+        crop_draws, augment_draws, erase_draws, color_draws = np.split(draws, ends)[1:5]
+        if self.crop in ("jittered", "fitted"):
+            image = self._jittered(image, crop_draws, is_map)
+        else:
+            part = self._part_to_resize(image, crop_draws)
+            if part is None:
+                image = self._crop_stored(image, crop_draws)
+            else:
+                image = self._resize(part, is_map)
         image = mirror(image) if draws[0] else image
         image = image if self.augment is None else self.augment(image, augment_draws)
+        if self.colors is not None and not is_map:
+            image = self.colors(image, color_draws)
         return image if self.erase is None else self.erase(image, erase_draws)
+
+    def _jittered(self, image: np.ndarray, draws: np.ndarray, is_map: bool) -> np.ndarray:
+        factors = self.jitter
+        if self.crop == "fitted":
+            # The middle of the places that the square may have.
+            draws, factors = np.array([0.0, 0.5, 0.5]), (1.0, 1.0)
+        return cut_jittered(
+            image,
+            draws,
+            factors=factors,
+            size=self.image_size,
+            is_map=is_map,
+            smoothing=self.smoothing,
+        )
 
     def _part_to_resize(self, image: np.ndarray, draws: np.ndarray) -> np.ndarray | None:
         """Return the part that is resized to the square; None if the crop does not resize."""
@@ -228,11 +264,13 @@ def training_transform(
         scale=config.scale,
         ratio=config.aspect,
         short_sides=config.short_sides,
+        jitter=config.jitter,
         crop_size=config.crop_size,
         short_side=config.short_side,
         flip=config.flip,
         border=config.border,
         augment=None if config.rand_augment is None else RandAugment(*config.rand_augment),
+        colors=ColorDistortion() if config.color_distortion else None,
         erase=RandomErasing(config.random_erasing) if config.random_erasing else None,
         sound=sound,
         seed=seed,

@@ -107,7 +107,7 @@ def test_evaluation_resizes_whole_images(folder):
 
 def test_unsupported_transforms(folder):
     path = folder / "panoptic" / "train"
-    with pytest.raises(UserError, match="set data.crop to inception or random_resized"):
+    with pytest.raises(UserError, match="set data.crop to inception, random_resized or jittered"):
         ShardDataset(path, Transform(image_size=48, crop="none"))
     with pytest.raises(UserError, match="many sizes; set data.crop"):
         ShardDataset(path)

@@ -30,6 +30,13 @@ def test_cosine_schedule_with_warmup():
     assert rates[110] == pytest.approx(0.0)
 
 
+def test_linear_decay_ends_at_the_lowest_rate():
+    schedule = ScheduleConfig(decay="linear", warmup_steps=2, min_rate=0.1)
+    rates = [learning_rate(t, peak=0.9, total_steps=10, config=schedule) for t in range(11)]
+    assert rates[:3] == pytest.approx([0.45, 0.9, 0.9])
+    assert rates[2:] == pytest.approx([0.9 - 0.1 * t for t in range(9)])
+
+
 def test_halving_starts_after_warmup():
     schedule = ScheduleConfig(decay="constant", warmup_steps=2, halve_every=3)
     rates = [learning_rate(s, peak=8.0, total_steps=11, config=schedule) for s in range(11)]
