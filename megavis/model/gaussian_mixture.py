@@ -144,9 +144,11 @@ class FullGaussian:
         wide = outputs.float()
         size = math.isqrt(wide.shape[-1])
         raw, mean = wide[..., : size * size], wide[..., size * size :]
+        # The floor is for the diagonal alone; this one only keeps the logarithm finite.
         unbounded = ScaleForm(form.activation, floor=1e-38)
         entries = unbounded.log_scale(raw).exp().unflatten(-1, (size, size)).tril()
         floor = form.floor * torch.eye(size, device=wide.device)
+        # All entries are positive, so the zeros off the diagonal of `floor` change none.
         return cls(mean, torch.maximum(entries, floor))
 
     @property
