@@ -226,9 +226,12 @@ class BetaNoise:
     """
 
     def __init__(self, a: float, b: float, device: torch.device) -> None:
+        # Imported here, so that a run without diffusion does not load SciPy.
         from scipy.special import betaincinv, expit
 
         logits = np.linspace(-_LARGEST_LOGIT, _LARGEST_LOGIT, _NUM_POINTS)
+        # By NumPy: the table needs no copy back from a device, and torch has no inverse of the
+        # incomplete beta function.
         table = betaincinv(a, b, expit(logits))
         self._table = torch.tensor(table, dtype=torch.float32, device=device)
         self._schedules: dict[int, Tensor] = {}
@@ -242,6 +245,7 @@ class BetaNoise:
 
     def from_uniform(self, draws: Tensor) -> Tensor:
         """Return γ for uniform draws in [0, 1) that are multiples of 2^-24."""
+        # The middle of a draw's cell, which is neither 0 nor 1.
         return self.quantile(draws + 2.0**-25)
 
     def schedule(self, num_steps: int) -> Tensor:
@@ -319,6 +323,7 @@ def reverse_process(
         gamma, gamma_before = gammas[step], gammas[step + 1]
         clean = denoise(noisy, gamma.expand(*noisy.shape[:-1], 1))
         noisy, variance = posterior(noisy, clean, gamma, gamma_before)
+        # The variance of the last step is 0.
         if step + 2 < len(gammas):
             noisy = noisy + temperature * variance.sqrt() * noise_of(step + 1)
     return noisy
