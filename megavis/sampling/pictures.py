@@ -281,6 +281,8 @@ def write_npz(
     folder, context = path.with_name(f"{path.name}.parts"), batches.context
     kept = folder / "settings.json"
     if batches.size is None:
+        # Parts are named by their first image, so a job that resumes needs the size of the
+        # interrupted one.
         batches.size = context.on_main(lambda: _batch_size(kept))
     batch_size = batches.choose(draw, num_images)
     wanted = json.dumps({**settings, "num_images": num_images, "batch_size": batch_size})
