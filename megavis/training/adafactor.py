@@ -170,9 +170,11 @@ class Adafactor(torch.optim.Optimizer):
         # take every step where nobody sets `found_inf`.
         taken = ~getattr(self, "found_inf", torch.zeros((), device=parameter.device)).bool()
         steps = state["step"] + taken
+        # At 0 the power is infinite: no step is counted while only skipped ones came.
         decay = (1.0 - steps.clamp(min=1.0).pow(-_EXPONENT)).clamp(max=bound)
         squares = torch.lerp(gradient.square() + _EPSILON, state["exp_avg_sq"], decay)
         squares = self._factored(squares, slices)
+        # The product of a row's and a column's mean may underflow to 0.
         direction = gradient * squares.clamp(min=_EPSILON).rsqrt()
         mean = torch.lerp(direction, state["exp_avg"], momentum)
         rate = group["lr"]
