@@ -10,6 +10,7 @@ import torch
 
 from megavis.config.errors import UserError
 
+# torch's own, put back for a job on a GPU that follows one on the CPU.
 _CURRENT_CUDA_DEVICE = torch.cuda.current_device
 
 
