@@ -80,6 +80,7 @@ class LabelChannels:
             losses = F.cross_entropy(group, wanted.where(known, 0), reduction="none") * known
             if self.kind == "depth":
                 counts = (wanted != 0).float()
+                # A crop may have no known depth.
                 total = total + (losses * counts).sum(1) / counts.sum(1).clamp(min=1.0)
             else:
                 total = total + losses.mean(1)

@@ -316,6 +316,7 @@ class Codebook(nn.Module):
     def __init__(self, size: int, code_size: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(size, code_size)
+        # The initialization of taming-transformers.
         nn.init.uniform_(self.embedding.weight, -1.0 / size, 1.0 / size)
 
     def forward(self, vectors: Tensor) -> Quantized:
