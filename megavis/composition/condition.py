@@ -285,6 +285,7 @@ class PooledFeatures(Condition):
     def tokenizer(self) -> IdTokenizer:
         """The frozen tokenizer; raise UserError if it does not fit the image or feature size."""
         opened = open_ids_tokenizer(self.run_folder, self.key("tokenizer"))
+        # For its error alone.
         opened.num_tokens(self.image_size)
         if opened.feature_size != self.size:
             raise UserError(
