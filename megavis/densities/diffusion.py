@@ -259,6 +259,8 @@ class BetaNoise:
         if num_steps not in self._schedules:
             steps = torch.arange(1, num_steps, device=self._table.device)
             gammas = self.quantile(steps / num_steps)
+            # Kept, they would be 0 / 0 in `posterior`: two γ of 0 in α, two of 1 in the divisor 1 -
+            # γ.
             inside = gammas[(gammas > _NOTHING) & (gammas < 1.0 - _NOTHING)]
             ends = inside.new_zeros(1), inside.new_ones(1)
             self._schedules[num_steps] = torch.cat([ends[0], inside, ends[1]])

@@ -258,6 +258,8 @@ class Guided:
         # If the parabola opens upward, the vertex is irrelevant and the maximum is at an end.
         shift = other * (self.mean - self.other_mean) / (sharpness - other)
         step = 2.0 * _REACH / (_NUM_POINTS - 1)
+        # A straight line has its vertex at infinity, which is clamped to an end below; a level one
+        # has none, and every point is highest.
         nearest = torch.floor(shift.nan_to_num(nan=0.0) / step)
         offsets = [nearest * step, (nearest + 1.0) * step]
         offsets += [torch.full_like(shift, -_REACH), torch.full_like(shift, _REACH)]
