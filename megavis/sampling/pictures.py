@@ -116,6 +116,8 @@ class Gallery:
 
     def __init__(self, objective: Trainable, folder: Path) -> None:
         self.objective, self.folder = objective, folder
+        # Checked here and not in `draw`: a run must fail before its first step, not at its first
+        # grid.
         if not objective.reconstructs:
             paper = generator_of(objective)
             paper.check_images(folder)
