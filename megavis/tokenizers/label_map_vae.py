@@ -76,6 +76,7 @@ class LabelChannels:
         groups = logits.float().flatten(2).split(self.sizes, dim=1)
         for number, group in enumerate(groups):
             wanted = labels[:, number].flatten(1)
+            # `ignore_index` is one label; here every label from the group's size on has no channel.
             known = wanted < group.shape[1]
             losses = F.cross_entropy(group, wanted.where(known, 0), reduction="none") * known
             if self.kind == "depth":

@@ -200,6 +200,7 @@ class Halve(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[b, width, h, w]` to `[b, width, h / 2, w / 2]`."""
+        # `nn.Conv2d` pads both sides alike, and the released weights were trained with one.
         return self.conv(F.pad(x, (0, 1, 0, 1)))
 
 
