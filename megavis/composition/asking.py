@@ -394,6 +394,7 @@ class Visible(Asking):
 
     def rows(self, tokens: Tensor, wanted: PredictionTargets, since: int = 0) -> AskedRows:
         """Return the known tokens, and the places of all positions."""
+        # Carried to the bridge: a pipeline sends contiguous tensors alone.
         order = wanted.plan.order.expand(len(tokens), -1).contiguous()
         return tokens[:, : wanted.known], order
 
