@@ -214,4 +214,5 @@ class _Lanes:
     def best(self) -> Tensor:
         """Return the most likely sequence of each image, which is its first beam."""
         beams = self.settings.beams
+        # `topk` has sorted the beams of an image.
         return self.tokens if beams == 1 else self.tokens[::beams]
