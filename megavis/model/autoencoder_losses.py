@@ -167,6 +167,7 @@ BACKBONES = (
         stride=1,
         pool=2,
         pooled=(1, 2, 3, 4),
+        # Four poolings leave one cell.
         smallest=16,
     ),
     # "One weird trick for parallelizing convolutional neural networks".
@@ -178,6 +179,7 @@ BACKBONES = (
         stride=4,
         pool=3,
         pooled=(1, 2),
+        # Of fewer pixels, the second pooling would get less than its window of 3 × 3.
         smallest=31,
     ),
 )

@@ -166,6 +166,7 @@ def resize_table(table: Tensor, num_cells: int) -> Tensor:
     if sides[0] == sides[1]:
         return table
     planes = table.t().unflatten(1, (sides[0], sides[0]))[None]
+    # Without aligned corners, as in MAE's `interpolate_pos_embed`.
     resized = nn.functional.interpolate(planes, size=(sides[1], sides[1]), mode="bicubic")
     return resized[0].flatten(1).t().contiguous()
 
