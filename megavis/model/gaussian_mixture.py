@@ -102,6 +102,7 @@ class Mixture:
 
     def choose(self, uniforms: Tensor) -> Tensor:
         """Sample components with uniform draws `[...]` in [0, 1): int64 `[...]`."""
+        # In float64, so that the sum loses no component to rounding.
         cumulative = self.logits.double().softmax(-1).cumsum(-1)
         # Scale by the computed sum, so that a component is always found.
         threshold = uniforms.double()[..., None] * cumulative[..., -1:]
@@ -163,6 +164,7 @@ class FullGaussian:
         """
         difference = _difference(tokens, self.mean).double()[..., None]
         solved = torch.linalg.solve_triangular(self.factor.double(), difference, upper=False)
+        # NaN is ∞ - ∞, where the solve has overflowed.
         distance = solved.squeeze(-1).nan_to_num(nan=_MOST_SCALES_AWAY)
         distance = distance.clamp(-_MOST_SCALES_AWAY, _MOST_SCALES_AWAY)
         log_determinant = self.factor.diagonal(dim1=-2, dim2=-1).double().log()
