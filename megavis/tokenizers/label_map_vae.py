@@ -59,6 +59,8 @@ class LabelChannels:
         parts = maps.long().unbind(-1)
         if self.kind == "panoptic":
             return torch.stack(parts[:2], dim=1)
+        # In float64: float32 puts some depths at the edge of a bin, such as 5.0005 m, into its
+        # neighbour.
         metres = (parts[0] + 256 * parts[1] + 65536 * parts[2]).double() / UNITS_A_METRE
         share = (metres - self.min_depth) / (self.max_depth - self.min_depth)
         bins = (share * self.sizes[0]).floor().long().clamp(0, self.sizes[0] - 1)
