@@ -75,6 +75,8 @@ class ParameterStates:
         if self._zero_stage == 0 or not parameter.requires_grad:
             return held_elements(parameter)
         if self._zero_stage == 3:
+            # Below DeepSpeed's threshold: every process keeps it whole, so its copy needs all
+            # elements.
             if kind == "weight" and parameter.ds_persist:  # type: ignore[attr-defined]
                 return held_elements(parameter)
             return _partition(parameter)
