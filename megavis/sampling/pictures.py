@@ -298,6 +298,7 @@ def write_npz(
         if context.tensor.rank == context.context.rank == 0:
             with atomic_writer(_part(folder, start)) as file:
                 np.save(file, images.cpu().numpy())
+    # All parts must be there before the first process reads them.
     context.barrier()
     if context.is_main:
         joined = np.concatenate([np.load(_part(folder, start)) for start in starts])
