@@ -79,8 +79,7 @@ def generate_in_steps(
     token_sampler, schedule = settings.token_sampler, paper.schedule
     num_given = 0 if given is None else given.shape[1]
     lanes = _Lanes.start(paper.reads.blank(images), images, given, settings)
-    # Before beams and guidance repeat it: an encoder runs once for an image.
-    known = paper.prepare(known, inference.once)
+    known = paper.prepare(known, inference.once)  # before it is repeated: once for an image
     known = lanes.spread_known(known, paper)
     step = schedule.first(
         order, num_images=len(images), num_given=num_given, options=settings.schedule
