@@ -96,8 +96,7 @@ def build_optimizer(
         fused_adam = skipping(apex_part("optimizers", "FusedAdam"))
         # It counts steps per group, but only from its first step on; a run resumes before that.
         return fused_adam([{**group, "step": 0} for group in groups], adam_w_mode=True, **options)
-    # Fused: only these kernels heed `found_inf` on the device, without a synchronization.
-    return torch.optim.AdamW(groups, fused=True, **options)
+    return torch.optim.AdamW(groups, fused=True, **options)  # only these heed `found_inf`
 
 
 def parameter_groups(
