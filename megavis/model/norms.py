@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megavis.model.kernels import layer_norm, rms_norm
 from megavis.model.parameters import set_partial_gradient
 
-# As `main_linprobe.py` of MAE's code: ε of 1e-6, and torch's default momentum.
+# As in the linear probe of MAE's code: ε of 1e-6, and torch's default momentum.
 _EPSILON, _MOMENTUM = 1e-6, 0.1
 """Of batch norm; the momentum is the weight of the current batch in the running statistics."""
 

@@ -68,7 +68,7 @@ class Positions(nn.Module):
         if kind in ("learned", "learned_sincos"):
             start = fill if kind == "learned" else self._fill_sincos
             self.weight = filled(height * width, hidden_size, fill=start)
-            # A run without positions may be fine-tuned with some, as in MP3.
+            # A run without positions may be fine-tuned with some.
             set_start([self.weight], "saved or fresh")
 
     def _fill_sincos(self, table: Tensor) -> None:
