@@ -61,6 +61,7 @@ _BATCH_SIZE = 64
 
 def watch(args: argparse.Namespace) -> int:
     """Evaluate until the run is finished or a signal arrives."""
+    # By default the signal would end the process without leaving `job_closed`.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with job_closed():

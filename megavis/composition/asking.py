@@ -149,6 +149,8 @@ class Shift(Asking):
     def _between(self, tokens: Tensor, plan: Arrangement, start: int, stop: int) -> AskedRows:
         """Return the rows [start, stop)."""
         before = slice(max(start - 1, 0), stop - 1)
+        # Row t holds token t - 1. With a cache only rows from `start` on are wanted, and the start
+        # token has been embedded.
         tokens, places = tokens[:, before], plan.order[:, before]
         if self.place != "content":
             return tokens, places, plan.order[:, start:stop]
@@ -165,6 +167,7 @@ class Shift(Asking):
         """See `Asking`."""
         tokens, places, own = rows
         carried, tokens = parts.transformed(tokens)
+        # A transform gives all tokens of its grid, and the last one predicts nothing.
         hidden = parts.embed_content(tokens[:, : places.shape[1]])
         if self.place != "asked":
             hidden = parts.add_positions(hidden, places, "positions")
@@ -172,6 +175,7 @@ class Shift(Asking):
         if starts:
             hidden = parts.prepend_start(hidden, known)
         if self.by_groups:
+            # Two streams without queries are attention by groups.
             carried |= {"content_groups": own, "query_groups": own[:, :0]}
             own = F.pad(places, (1, 0), value=START) if starts else places
         elif self.place != "content":
@@ -229,6 +233,7 @@ class Mask(Asking):
             hidden = parts.embed_content(tokens.masked_fill(is_hidden, 0.0))
         else:
             hidden = parts.embed_content(tokens)
+            # Hidden tokens were embedded too: so shapes do not depend on the mask.
             hidden = torch.where(is_hidden, parts.vector("mask", hidden), hidden)
         if self.marks:
             for_hidden, for_shown = parts.part("marks").to(hidden.dtype)
@@ -291,6 +296,7 @@ class Query(Asking):
         content, places, own = tokens[:, :known], order[:, :known], groups[:, :known]
         if self.starts:
             own = F.pad(own, (1, 0))
+        # A query of group 0 would attend to nothing.
         return content, places, own, order[:, asked], groups[:, asked].clamp(min=1)
 
     def feature_rows(self, tokens: Tensor, plan: Arrangement) -> AskedRows:
@@ -353,6 +359,7 @@ class InContext(Asking):
         """Return the rows of tokens `[b, n, ...]` with the context int64 `[b, c]`."""
         placed, front = context[:, :num_placed], self.num_front
         own = torch.arange(front, device=context.device).expand(len(context), -1)
+        # Rows in front are attended to by all, and shift the indices of the others.
         context = torch.cat([own, context + front], dim=1)
         return tokens, context.contiguous(), placed.contiguous()
 
@@ -363,6 +370,8 @@ class InContext(Asking):
         places = torch.arange(hidden.shape[1], device=hidden.device)[None]
         shows = torch.zeros(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
         shows = shows.scatter(1, placed, True)[..., None]
+        # Selected by mask, not indexed: a row keeps its place and shapes stay the same whatever was
+        # drawn.
         placed_hidden = parts.add_positions(hidden, places, "positions")
         hidden = torch.where(shows, placed_hidden, hidden)
         front = parts.front_rows(hidden, known)
@@ -385,6 +394,7 @@ class Visible(Asking):
 
     def rows(self, tokens: Tensor, wanted: PredictionTargets, since: int = 0) -> AskedRows:
         """Return the known tokens, and the places of all positions."""
+        # Carried to the bridge: a pipeline sends contiguous tensors alone.
         order = wanted.plan.order.expand(len(tokens), -1).contiguous()
         return tokens[:, : wanted.known], order
 

@@ -65,6 +65,8 @@ class Classifier(nn.Module):
             self.standardize = BatchNorm(width, processes)
         deviation = settings.classifier_std
         if deviation is None:
+            # MAE's linear probe starts at 0.01 (its released code), iGPT's fine-tuning at zero
+            # (appendix A.1).
             deviation = 0.01 if evaluates else 0.0
         fill: Fill = normal(deviation) if deviation else zeros
         self.linear = ReplicatedLinear(width, settings.num_classes, fill)
@@ -118,6 +120,8 @@ def add_classifier(head: Head, classifier: Classifier) -> Head:
 
     watch_features(head, features.append)
     head.register_forward_hook(join)
+    # An attribute of the head, so that its parameters are found, named and trained with the
+    # layer's.
     head.classifier = classifier
     return head
 
@@ -255,6 +259,8 @@ class Classification(Finetuned):
             label_smoothing=self.settings.label_smoothing,
             reduction="sum",
         )
+        # Not the mean of the labelled images, of which each micro-batch has another number: the
+        # loss would depend on the layout.
         loss = nats / len(labels)
         if self.is_joint:
             loss = loss + self.settings.generative_weight * self.paper.loss(own, tuple(own_targets))

@@ -194,6 +194,8 @@ class Labels(Condition):
         if labels is None and self.has_null_label:
             return torch.full((count,), self.null_row, device=device)
         labels = torch.full((count,), -1) if labels is None else labels
+        # Reading the extremes waits for the device. Training does not come here: it checks its
+        # shards once.
         lowest = -1 if self.has_null_label else 0
         if int(labels.min()) < lowest or int(labels.max()) >= self.num_classes:
             null = " or -1 for no class" if lowest else ", without a null label"
@@ -283,6 +285,7 @@ class PooledFeatures(Condition):
     def tokenizer(self) -> IdTokenizer:
         """The frozen tokenizer; raise UserError if it does not fit the image or feature size."""
         opened = open_ids_tokenizer(self.run_folder, self.key("tokenizer"))
+        # For its error alone.
         opened.num_tokens(self.image_size)
         if opened.feature_size != self.size:
             raise UserError(

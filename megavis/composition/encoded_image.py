@@ -110,6 +110,7 @@ class EncodedImage(Condition):
             text = f"holds {manifest.kind} shards without images, which the encoder of {name} reads"
             yield f"{text}; give pairs or jpeg shards"
             return
+        # Tokens are made from the target, which is an image: they check it as such.
         images = manifest.model_copy(update={"kind": "jpeg"})
         yield from self.others.check(images, tokens, name)
 

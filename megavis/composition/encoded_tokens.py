@@ -260,6 +260,8 @@ class Latents(Vectors):
         mean, scale = samples.float().unbind(1)
         if index is None:
             return mean
+        # A position of the sample stream is new in each epoch, so every reading draws anew and a
+        # resumed run draws the same.
         noise = normal(index, mean[0].numel(), seed=self.seed, purpose="posterior")
         return mean + scale * noise.view_as(mean)
 

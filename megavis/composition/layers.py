@@ -219,6 +219,8 @@ class Layers(Backbone):
             return conditional
         front, decays = self.asks.num_front, self.grammar.asks.learned_tokens_decay
         built = build_part(role, self.grammar, self.core, self.reads, num_front=front)
+        # MAE's code decays the class token in pre-training; for fine-tuning, its `no_weight_decay`
+        # names it.
         if role == "front" and decays and self.config.finetune is None:
             assert isinstance(built, nn.Parameter)
             with_decay(built)
@@ -241,6 +243,7 @@ class Layers(Backbone):
 
     def workload(self) -> Workload:
         """Return the workload of the blocks for one training image."""
+        # Of any sample: the bounds of an arrangement, and so the work, are the same for all.
         plan, upper = self.schedule.draw(torch.zeros(1, dtype=torch.int64)), self.second_stack
         width = self.density.num_outputs if upper is None else upper.core.model.hidden_size
         work = self.asks.workload(plan, width)
@@ -270,6 +273,8 @@ class Layers(Backbone):
             flops=decoder.flops * num_read,
             gives_features=not upper,
         )
+        # Inserted last: depths for layer decay are counted without the encoder, which has the
+        # embedding's.
         return [embedding, *encoder, *plans[1:], head]
 
     def upper_layers(self) -> list[LayerPlan]:

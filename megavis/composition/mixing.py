@@ -57,6 +57,7 @@ def mix(
     own = torch.where(cuts[:, None, None], outside, sums)[..., None]
     # Rounded, since tokens are made from uint8 images, as without mixing.
     mixed = own * images + (1.0 - own) * _swapped(images)
+    # Of the rectangle as clipped at the border, as CutMix corrects λ.
     share = own.mean(dim=(1, 2))
     classes = F.one_hot(labels, num_classes).float()
     return mixed.round().to(torch.uint8), share * classes + (1.0 - share) * _swapped(classes)

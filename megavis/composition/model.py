@@ -107,6 +107,7 @@ class Model(Layers):
     def check_data(self, manifest: Manifest) -> Iterator[str]:
         """Check that the shards suit tokens and condition."""
         yield from self.condition.check(manifest, self.reads, self.config.objective.name)
+        # Shards of ids hold no images to make other tokens of.
         if self.predicts is not self.reads and manifest.kind == "ids":
             yield f"holds ids; {self.paper.key('predicts')} is made of images: name jpeg shards"
 
@@ -232,6 +233,8 @@ class Model(Layers):
         if not self.has_transform or read.ndim == 3:
             return ask(self._at(tokens, plan, 0, stop))
         grid = to_grid(tokens, height=self.reads.grid[0]).contiguous()
+        # The first layer cuts the rows itself, after the transform; here only their places are
+        # needed.
         return grid, *ask(tokens[:, :0])[1:]
 
     def _at(self, tokens: Tensor, plan: Arrangement, start: int, stop: int | None = None) -> Tensor:
@@ -293,6 +296,7 @@ class Model(Layers):
         if not weights:
             return losses.mean()
         counted, *counts = weights
+        # BERT's masks may hide no token of an image.
         count = counts[0] if counts else counted.sum(1).clamp(min=1.0)
         return ((losses * counted).sum(1) / count).mean()
 

@@ -60,6 +60,8 @@ class Parts(nn.Module):
         super().__init__()
         self.roles = tuple(role for role in PARTS if role in parts)
         for role in self.roles:
+            # Under the seed of the whole layer, each part would depend on those that were built
+            # before it.
             with seeded(seed, "weights", f"embedding.{role}"):
                 setattr(self, role, parts[role]())
 

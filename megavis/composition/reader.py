@@ -62,6 +62,7 @@ class Reader(Parts):
         """
         rows, inputs = inputs[: self.asking.num_inputs], inputs[self.asking.num_inputs :]
         known = dict(zip(self.conditions, inputs[: len(self.conditions)], strict=True))
+        # Data, such as noise, have no gradient, and DeepSpeed's pipeline asks each float for one.
         extras = map(as_bits, inputs[len(self.conditions) :])
         embedded = self.asking.embed(self, rows, known)
         carried = {
@@ -72,6 +73,7 @@ class Reader(Parts):
         memory = known.get("encoder")
         if memory is not None and memory.ndim == 3:
             carried[MEMORY] = memory.transpose(0, 1).contiguous()
+        # Not all are here yet: `carries_samples` appends the sample indices, an encoder the memory.
         ordered = {name: carried[name] for name in self.core.carried_names if name in carried}
         stream = LayerState(to_stream(embedded.hidden, self.core), ordered)
         if memory is None or memory.ndim == 3:
@@ -98,6 +100,7 @@ class SecondStack:
         positions: PositionKind,
         tokens_decay: bool = False,
     ) -> None:
+        # None: the MLP's size follows from the decoder's width, not from the encoder's.
         model = below.model.model_copy(update={**sizes, "ffn_hidden_size": None})
         self.core = below.with_stack(name="decoder", model=model, carried_names=(), drop_path=0.0)
         self.below, self.num_front, self.grid = below, num_front, grid

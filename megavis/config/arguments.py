@@ -105,6 +105,7 @@ def close_output(error: BrokenPipeError) -> int:
 
     Raises the error if it is about another pipe or connection.
     """
+    # poll(2) reports POLLERR for the write end of a pipe whose read end is closed.
     poll = select.poll()
     poll.register(sys.stdout, select.POLLOUT)
     if not any(event & select.POLLERR for _, event in poll.poll(0)):
@@ -112,6 +113,7 @@ def close_output(error: BrokenPipeError) -> int:
     # Python would fail again when it writes the rest at its end.
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
+    # What a shell reports for a program that this signal ended; Python itself ignores the signal.
     return 128 + signal.SIGPIPE
 
 

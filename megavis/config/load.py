@@ -91,6 +91,7 @@ def _validate(
         tree["objective"] = names.objective.model_validate(tree["objective"])
     except ValidationError as error:
         complaints += names.explain(error.errors(), ["objective"])
+        # A stand-in, so that mistakes in the other sections are found in the same reading.
         tree["objective"] = ObjectiveConfig(name="")
     try:
         config = RunConfig.model_validate(tree)
@@ -265,6 +266,7 @@ def tokenizers_inside(config: RunConfig, run_folder: Path) -> list[str]:
 
 def exported_names(config: RunConfig) -> dict[str, str]:
     """Return the folder of each tokenizer inside an export, by run folder."""
+    # Two sections may name one tokenizer, which is then exported once.
     found = dict.fromkeys(_named(config.objective))
     return {path: f"{_KEY}_{i}" if i else _KEY for i, path in enumerate(found)}
 

@@ -106,6 +106,7 @@ def _configs(name: str) -> dict[str, type[ObjectiveConfig]]:
 
     module = importlib.import_module(name)
     classes = [each for each in vars(module).values() if isinstance(each, type)]
+    # A module also has the classes that it imports, which may be another paper's.
     own = [each for each in classes if each.__module__ == module.__name__]
     papers = [each for each in own if issubclass(each, ObjectiveConfig)]
     names = {each: each.model_fields["name"].default for each in papers}

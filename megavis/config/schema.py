@@ -357,6 +357,8 @@ class RunConfig(Section):
     """Parent of the run folders."""
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
     """Seed of initial weights, sample order and every random draw."""
+    # pydantic writes a field by its declared class, and would leave out the keys of the paper's
+    # own.
     objective: SerializeAsAny[ObjectiveConfig]
     """The paper's own keys; `name` selects the paper."""
     model: ModelConfig = NO_BLOCKS

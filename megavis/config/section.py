@@ -53,6 +53,8 @@ def interpolation(kind: PositionKind | None, trained_side: float, side: float) -
 class Section(BaseModel):
     """A group of keys: strict types, no unknown keys, immutable once read."""
 
+    # Strict types accept no list for a tuple, and YAML has only lists: hence `strict=False` at
+    # tuples.
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )

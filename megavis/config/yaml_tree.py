@@ -51,6 +51,8 @@ class _Loader(yaml.SafeLoader):
     2024-01-02 a date, while 1e-3 is text.
     """
 
+    # Empty, since `add_implicit_resolver` otherwise starts from a copy of the parent's words, YAML
+    # 1.1's.
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's own declaration
 
 
@@ -222,6 +224,7 @@ def _parse(text: str, source: ConfigSource) -> dict[str, Any] | None:
     """Return the tree, or None if the text is not a mapping; record the line of each key."""
     loader = _Loader(text)
     try:
+        # Nodes, unlike the values that `yaml.load` returns, know their lines.
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
             return None
@@ -240,6 +243,7 @@ def _note_lines(node: yaml.MappingNode, prefix: str, source: ConfigSource) -> No
     for key_node, value_node in node.value:
         key = f"{prefix}{key_node.value}"
         line = key_node.start_mark.line + 1
+        # PyYAML would take the last of two equal keys without a word.
         if key in source.lines:
             raise source.error([(key, f"is given twice, also on line {line}; keep one")])
         source.lines[key] = (source.path, line)

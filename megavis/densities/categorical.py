@@ -76,6 +76,8 @@ class CategoricalOptions:
         top_k = 1 if self.temperature == 0 else self.top_k
         if top_k is not None:
             kept[:, top_k:] = 0.0
+            # Renormalised before top-p, which then counts the probability that top-k has left, as
+            # `transformers` does.
             kept /= kept.sum(dim=1, keepdim=True)
         if self.top_p is not None:
             # Keep an id if those before it sum to less than p, so the first is always kept.
@@ -127,6 +129,7 @@ class _CategoricalSampling(TokenSampler):
 
     def __call__(self, head: nn.Module, state: PackedState, draws: SamplingKeys) -> Samples:
         shape = draws.keys.shape
+        # The last rows: without a cache a step computes all of them.
         logits = self.density.outputs(head(state))[:, -shape[1] :]
         logits = for_each_key(logits, draws).flatten(0, 1)
         ids = self.choice.draw(logits, draws.uniform_of_position())
@@ -160,6 +163,7 @@ class Place(Density):
 
     def per_token_loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
         """Return the cross-entropy of each token in nats, `[b, n]`, for int64 `[b, n]`."""
+        # Classes last, not `[b, classes, n]`: that layout has no deterministic kernel on a GPU.
         return cross_entropy(self.outputs(predictions), targets)
 
     @property

@@ -226,9 +226,12 @@ class BetaNoise:
     """
 
     def __init__(self, a: float, b: float, device: torch.device) -> None:
+        # Imported here, so that a run without diffusion does not load SciPy.
         from scipy.special import betaincinv, expit
 
         logits = np.linspace(-_LARGEST_LOGIT, _LARGEST_LOGIT, _NUM_POINTS)
+        # By NumPy: the table needs no copy back from a device, and torch has no inverse of the
+        # incomplete beta function.
         table = betaincinv(a, b, expit(logits))
         self._table = torch.tensor(table, dtype=torch.float32, device=device)
         self._schedules: dict[int, Tensor] = {}
@@ -242,6 +245,7 @@ class BetaNoise:
 
     def from_uniform(self, draws: Tensor) -> Tensor:
         """Return γ for uniform draws in [0, 1) that are multiples of 2^-24."""
+        # The middle of a draw's cell, which is neither 0 nor 1.
         return self.quantile(draws + 2.0**-25)
 
     def schedule(self, num_steps: int) -> Tensor:
@@ -255,6 +259,8 @@ class BetaNoise:
         if num_steps not in self._schedules:
             steps = torch.arange(1, num_steps, device=self._table.device)
             gammas = self.quantile(steps / num_steps)
+            # Kept, they would be 0 / 0 in `posterior`: two γ of 0 in α, two of 1 in the divisor 1 -
+            # γ.
             inside = gammas[(gammas > _NOTHING) & (gammas < 1.0 - _NOTHING)]
             ends = inside.new_zeros(1), inside.new_ones(1)
             self._schedules[num_steps] = torch.cat([ends[0], inside, ends[1]])
@@ -319,6 +325,7 @@ def reverse_process(
         gamma, gamma_before = gammas[step], gammas[step + 1]
         clean = denoise(noisy, gamma.expand(*noisy.shape[:-1], 1))
         noisy, variance = posterior(noisy, clean, gamma, gamma_before)
+        # The variance of the last step is 0.
         if step + 2 < len(gammas):
             noisy = noisy + temperature * variance.sqrt() * noise_of(step + 1)
     return noisy

@@ -138,6 +138,8 @@ class GaussianMixture(Gaussians):
     def token_sampler(self, options: MixtureOptions, *, scored: bool) -> TokenSampler:
         """Return a sampler of tokens, with or without guidance."""
         if options.guidance:
+            # Always scored: it has the densities anyway, though unnormalised ones, which beams
+            # cannot compare.
             return _GuidedSampling(self, options)
         return _GaussianSampling(self, options.temperature, options.probability, scored)
 
@@ -256,6 +258,8 @@ class Guided:
         # If the parabola opens upward, the vertex is irrelevant and the maximum is at an end.
         shift = other * (self.mean - self.other_mean) / (sharpness - other)
         step = 2.0 * _REACH / (_NUM_POINTS - 1)
+        # A straight line has its vertex at infinity, which is clamped to an end below; a level one
+        # has none, and every point is highest.
         nearest = torch.floor(shift.nan_to_num(nan=0.0) / step)
         offsets = [nearest * step, (nearest + 1.0) * step]
         offsets += [torch.full_like(shift, -_REACH), torch.full_like(shift, _REACH)]
@@ -284,6 +288,7 @@ def draw_guided(guided: Guided, keys: Tensor, *, seed: int, purpose: str) -> tup
         Values float32 `[m]`, and counts of the rejection sampling, int64 `[3]`: values requested,
         values for which a proposal was accepted, and proposals.
     """
+    # Drawn for all values: which of them need it would have to be read from the device.
     fallback = normal(keys, 1, seed=seed, purpose=f"{purpose}/fallback")[:, 0]
     values = guided.mean + guided.log_scale.exp() * fallback
     log_bound, is_found = guided.log_bound(), torch.zeros_like(keys, dtype=torch.bool)
@@ -291,6 +296,7 @@ def draw_guided(guided: Guided, keys: Tensor, *, seed: int, purpose: str) -> tup
     counts[0] = len(keys)
     for rows in torch.arange(len(keys), device=keys.device).split(_VALUES_AT_ONCE):
         for tries in _ROUNDS:
+            # All rounds differ in their tries, which name their draws.
             name, waiting = f"{purpose}/{tries}", ~is_found[rows]
             if not keys.is_cuda:
                 rows, waiting = rows[waiting], waiting[waiting]
@@ -298,6 +304,7 @@ def draw_guided(guided: Guided, keys: Tensor, *, seed: int, purpose: str) -> tup
             heights = uniform(keys[rows], tries, seed=seed, purpose=f"{name}/height")
             part = guided.map(itemgetter(rows))
             accepted, proposals = _try(part, log_bound[rows], noise.t(), heights.t())
+            # `max` returns the first of equal values: the first proposal that is accepted.
             hit, place = accepted.max(dim=0)
             drawn = proposals.gather(0, place[None])[0]
             values[rows] = torch.where(hit & waiting, drawn, values[rows])

@@ -52,6 +52,7 @@ class _QuickGelu(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
+        # SiLU's derivative alone: the inner derivative, 1.702, cancels the factor 1 / 1.702.
         return torch.ops.aten.silu_backward(gradient, QUICK_GELU_FACTOR * x)
 
 
@@ -95,6 +96,8 @@ class _RecomputedOutput(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None]:
         x, again = ctx.repeated
         ctx.repeated = None
+        # Not `autograd.grad`: gains of a norm accumulate their gradients here, which runs ZeRO's
+        # hooks on them.
         torch.autograd.backward(again, gradient)
         return None, x.grad
 
@@ -115,5 +118,7 @@ def _free(middle: Tensor, *, until: Tensor) -> None:
         storage.resize_(size)
         storage.copy_(again.untyped_storage())
 
+    # `use` has saved this tensor for its own backward pass. Freed under it, the storage is filled
+    # again by the hook before that pass reads it.
     storage.resize_(0)
     until.register_hook(restore)

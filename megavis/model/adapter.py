@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megavis.model.parameters import truncated_normal
 
+# The default of Flax's GroupNorm.
 _EPSILON = 1e-6
 _KERNEL = 3
 

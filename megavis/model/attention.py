@@ -95,7 +95,10 @@ class Attention(nn.Module):
         Returns:
             `[q, b, h]` (q split likewise) and the output bias `[h]`, which the caller adds.
         """
+        # Megatron's layer passes its mask on untouched, so the context travels under that name.
         attention_context, visible = attention_mask, attention_mask.visibility.visible_tokens
+        # Coordinates are whole on every process, also where hidden states are split: queries and
+        # keys have been traded for all tokens before they are rotated.
         query, key, value = self._projected(hidden_states, attention_context)
         bias, places = None, attention_context.coordinates
         if places is not None and self.relative_bias is not None:
@@ -122,6 +125,8 @@ class Attention(nn.Module):
             turns = self._turns(context, context.coordinates)
         if context.visibility.kind == "two_stream":
             num_queries = context.visibility.num_tokens - context.query_start
+            # For the number of queries of a whole sequence: `hidden` may hold this process's tokens
+            # alone.
             mask = self._two_stream_mask(context, num_queries, hidden)
         return replace(context, turns=turns, mask=mask)
 
@@ -180,6 +185,8 @@ class Attention(nn.Module):
 
     def _own_heads(self, count: int) -> slice:
         """Return which of the tensor rank's heads this process attends with, `count` of them."""
+        # The bias table is split by heads over the tensor group alone; the context group divides
+        # these again.
         first = count * self.context_group.rank() if splits_context(self.config) else 0
         return slice(first, first + count)
 
@@ -195,6 +202,8 @@ class Attention(nn.Module):
                 of_keys = turns(seen, self.head_size, scale=self.rotary_scale)
             return (cos[:, :, start:], sin[:, :, start:]), of_keys
 
+        # With a context, keys turn by the places of the chosen tokens, so another choice must not
+        # find these.
         tensors = [places] if visibility.context is None else [places, visibility.context]
         return context.once(f"turns from {start}", make, *tensors)
 
@@ -233,6 +242,9 @@ class Attention(nn.Module):
         sees_all = kind in ("full", "context")
         if sees_all and num_keys <= FEW and context.cache is None and not dropout:
             return attend_to_few(query, key, value)
+        # SDPA's `is_causal` aligns its mask at the top left, right only where queries and keys are
+        # the same tokens. A single query is the last token and sees all keys; given tokens after a
+        # cache need a mask that is aligned at the bottom right.
         if sees_all or (kind == "causal" and num_queries == 1):
             return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
         if kind == "causal" and num_queries == num_keys:
@@ -340,6 +352,8 @@ def _joined_fill(initialization: Initialization, num_heads: int) -> Fill:
 
     def fill(matrix: Tensor) -> None:
         heads = matrix.unflatten(0, (num_heads, 3, -1))
+        # Drawn as matrices of their own, since fills read fan-in and fan-out from the shape, and
+        # copied, since in `matrix` the parts alternate by head.
         for part, draw in (
             (heads[:, :1], initialization.query),
             (heads[:, 1:], initialization.key_value),

@@ -53,6 +53,8 @@ class PerceptualDistance:
     ) -> None:
         self.backbone = _backbone_of(weights)
         self._weights = {name: weights[name].float() for name in self.backbone.names}
+        # In [0, 1], ImageNet's statistics are the shift and scale of lpips, which it applies in
+        # [-1, 1].
         self._mean, self._deviation = (
             torch.tensor(values)[:, None, None] for values in (CHANNEL_MEAN, CHANNEL_DEVIATION)
         )
@@ -95,6 +97,8 @@ class PerceptualDistance:
         pair = [(images.float() - self._mean) / self._deviation for images in (first, second)]
         for number in range(len(self.backbone.levels)):
             pair = [self._level(number, x) for x in pair]
+            # lpips adds its 1e-10 to the norm, where torch takes the maximum: equal but for blank
+            # features.
             ours, theirs = (F.normalize(x, dim=1, eps=1e-10) for x in pair)
             squares = (ours - theirs).square()
             if self._linear is not None:
@@ -163,6 +167,7 @@ BACKBONES = (
         stride=1,
         pool=2,
         pooled=(1, 2, 3, 4),
+        # Four poolings leave one cell.
         smallest=16,
     ),
     # "One weird trick for parallelizing convolutional neural networks".
@@ -174,6 +179,7 @@ BACKBONES = (
         stride=4,
         pool=3,
         pooled=(1, 2),
+        # Of fewer pixels, the second pooling would get less than its window of 3 × 3.
         smallest=31,
     ),
 )
@@ -252,6 +258,7 @@ class Discriminator(nn.Module):
 
 def frozen(network: nn.Module, pixels: Tensor) -> Tensor:
     """Score images with a gradient with respect to the images only, not to the weights."""
+    # Not `requires_grad_(False)`: the same weights learn from other scores of this step.
     weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
     return functional_call(network, weights, (pixels,))
 
@@ -262,6 +269,7 @@ def squared_slope(network: nn.Module, pixels: Tensor) -> Tensor:
     The result is differentiable, unless gradients are disabled, as in validation.
     """
     learns = torch.is_grad_enabled()
+    # The slope is a gradient itself, in validation too.
     with torch.enable_grad():
         leaf = pixels.detach().requires_grad_()
         scores = network(leaf).float()

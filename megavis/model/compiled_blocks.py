@@ -91,6 +91,8 @@ class CompiledBlocks:
             _Process.compilation.failure = _summary(error)
             choose_kernels("regions")
             return plain(hidden, *inputs)
+        # What Dynamo guards on: each combination is another graph, also the first pass of a
+        # checkpoint, which has no gradients.
         kind = (key, hidden.shape, hidden.requires_grad, torch.is_grad_enabled())
         if kind not in self._known:
             self._known.add(kind)

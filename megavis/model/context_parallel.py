@@ -75,6 +75,7 @@ def tokens_to_heads(tokens: Tensor, group: dist.ProcessGroup) -> Tensor:
     Returns:
         `[s, b, n / p · d]`.
     """
+    # An all-to-all cuts the first dimension, so parts for each process come first.
     by_process = tokens.unflatten(2, (group.size(), -1)).permute(2, 0, 1, 3).contiguous()
     received: Tensor = all_to_all(group, by_process)
     return received.flatten(0, 1)
@@ -116,6 +117,8 @@ class _Average(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        # The gradients that arrive here are p times what each process's tokens contribute (see
+        # above), so that their sum is p times too large.
         gradient = gradient / ctx.group.size()
         dist.all_reduce(gradient, group=ctx.group)
         return gradient, None

@@ -153,8 +153,12 @@ def megatron_config(
         add_bias_linear=model.add_bias,
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
+        # The pipeline's size is not set: stages are DeepSpeed's, and no layer knows of them.
         tensor_model_parallel_size=tensor_size,
+        # Only `splits_context` reads it: Megatron's attention, which would exchange keys and
+        # values, is replaced by one that trades tokens for heads.
         context_parallel_size=groups.cp.size() if stack.may_split_tokens else 1,
+        # Megatron refuses it without a tensor group, and a run may be evaluated on one process.
         sequence_parallel=splits_tokens and tensor_size > 1,
         # Used by Megatron's MLP; other layers take their initialization as an argument.
         init_method=stack.initialization.mlp_input,
@@ -204,6 +208,7 @@ class FeedForward(MLP):
         inner, bias = self.linear_fc1(hidden_states)
         if bias is not None:
             inner = inner + bias
+        # A compiler decides itself what is cheaper to recompute than to keep.
         if self.recomputes and self.training and not torch.compiler.is_compiling():
             return with_recomputed(self.activation_func, inner, self.linear_fc2)
         return self.linear_fc2(self.activation_func(inner))
@@ -237,6 +242,8 @@ class Block(TransformerLayer):
             "relative_grid": core.stack.relative_grid,
         }
         tokens = core.megatron, core.groups.tp
+        # Megatron has one probability for all residual branches; GIVT drops attention's output, and
+        # of the MLP only the inner features.
         add_attended = add_to_residual(model.residual_dropout, *tokens)
         cross: dict[str, Any] = {}
         if core.has_memory:
@@ -301,6 +308,7 @@ class Block(TransformerLayer):
         attend: Callable[..., Tensor] = self.attend
         stays_plain = self.draws_alike or self.is_gathered_in_parts
         if self.training and compiles_blocks(hidden.device) and not stays_plain:
+            # Outside the graph: each block's graph would compute masks and rotations anew.
             attention_context = self.self_attention.prepared(attention_context, hidden)
             attend = functools.partial(
                 self.core.compiled, self.attend, attention_context.query_start
@@ -355,6 +363,8 @@ class Block(TransformerLayer):
 
         Each branch is computed separately from the residual stream, so that it can be dropped.
         """
+        # Parts are numbered by their draws: cross-attention is 2, though it comes second, so that
+        # attention and MLP are dropped alike with and without a memory.
         seen: dict[str, Any] = {"attention_mask": attention_context}
         residual = self._from(attention_context.query_start, hidden)
         mixed = self._branch(self.input_layernorm, self.self_attention, hidden, **seen)
@@ -387,6 +397,7 @@ class Block(TransformerLayer):
 
     def _added(self, add: Callable[..., Any], mixed: Branch) -> Tensor:
         """Return the output of a branch, with its bias added and dropout applied."""
+        # Megatron's function adds to a residual; a scalar zero in its place gives the branch alone.
         added: Tensor = add(self.training, False)(
             mixed, mixed[0].new_zeros(()), self.hidden_dropout
         )
@@ -397,6 +408,8 @@ class Block(TransformerLayer):
         if first == 0:
             return hidden
         groups, config = self.core.groups, self.config
+        # The tokens from `first` on are those of the last processes: gather and split them anew, so
+        # that each process has equally many.
         return own_tokens(all_tokens(hidden, config, groups)[first:], config, groups)
 
     def _draw_kept(self, samples: Tensor) -> Tensor:
@@ -407,6 +420,7 @@ class Block(TransformerLayer):
             num_parts=2 + core.has_memory,
             rate=drop_path_of(number, core.model.num_layers, core.stack.drop_path),
             seed=core.config.seed,
+            # Blocks of two stacks have the same numbers and must not drop the same images.
             block=number if core.stack.name == BLOCKS else f"{core.stack.name}-{number}",
         )
 

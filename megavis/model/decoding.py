@@ -83,6 +83,7 @@ class IncrementalDecoder(KeyValueCache):
     def step(self, state: PackedState) -> PackedState:
         """Run all blocks on the next token, a state of `[1, b, h]`."""
         stream = LayerState.unpack(state, self._carried_names)
+        # A copy, since blocks add to it in place.
         hidden, coordinates = stream.hidden[0].clone(), stream.carried.get("coordinates")
         turn = None if coordinates is None else self._blocks[0].turn(coordinates[:, 0])
         if self.is_static:
@@ -148,6 +149,8 @@ class _Projection:
         factor: float = 1.0,
     ) -> _Projection:
         """Build from a projection times `factor`, with `gain` times its norm folded in."""
+        # In float32 and rounded once: gain, factor and weight would otherwise be rounded one after
+        # the other.
         wide = weight.float() * factor
         bias = None if bias is None else bias.float() * factor
         if norm.bias is not None:
@@ -239,6 +242,7 @@ class _Block:
         heads = self.query_key_value(self.normalise[0](hidden)).view(batch, 3, -1, size)
         if turn is not None:
             _rotate_(heads[:, :2], turn)
+        # Before attention, since a token attends to itself too.
         write(heads.narrow(1, 1, 2).transpose(0, 1))
         mixed = _mix(heads.select(1, 0), keys, values, added).view(batch, -1)
         self.attention_output.add_to_(hidden, mixed, self.group)

@@ -67,6 +67,8 @@ class ReplicatedLinear(nn.Linear):
 
     def __init__(self, num_inputs: int, num_outputs: int, fill: Fill = xavier_uniform) -> None:
         super().__init__(num_inputs, num_outputs)
+        # Drawn after torch's own initialization, which advances the generator: without that, every
+        # initial weight would be another.
         fill(self.weight)
         nn.init.zeros_(self.bias)
 
@@ -144,6 +146,8 @@ class TokenHead(Head):
         With `also_return`, return a pair of this and the carried tensor.
         """
         stream = LayerState.unpack(state, self.core.carried_names)
+        # Mapped before they are gathered: each process of a context group computes its own tokens
+        # alone.
         predictions = self.norm.gather(self.linear(self.norm.own(stream.hidden)))
         predictions = predictions[:, self.num_skipped :]
         if self.also_return is None:

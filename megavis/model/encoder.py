@@ -145,6 +145,7 @@ class EncoderInput(nn.Module):
         self.side = core.config.data.image_size // patch_size
         # Flax's default initialization of a convolution.
         self.linear_patches = ReplicatedLinear(numbers, width, truncated_normal(numbers**-0.5))
+        # 1 / √width is the learned position embedding of big_vision's ViT.
         fill = normal(width**-0.5 if std is None else std)
         self.positions = grid_positions(core, "learned", (self.side, self.side), fill=fill)
 
@@ -157,6 +158,8 @@ class EncoderInput(nn.Module):
         hidden = self.positions(self.linear_patches(patchify(images, self.patch_size)), places)
         stream = to_stream(hidden, self.core)
         if rows is None:
+            # In generation the encoder runs once, before there are rows; its blocks expect all
+            # names.
             nothing = stream.new_zeros(0, len(images), 1)
             return LayerState(stream, dict.fromkeys(self.core.carried_names, nothing))
         carried = {_passing(name): tensor for name, tensor in rows.carried.items()}

@@ -109,6 +109,7 @@ def peak_flops(device_name: str, fp8_share: float = 0.0) -> float | None:
     matches = [name for name in PEAKS if name in device_name]
     if not matches:
         return None
+    # The longest name: "H100" is also a part of "H100 PCIe".
     peak = PEAKS[max(matches, key=len)]
     plain = 1e12 * peak.bf16
     if not fp8_share:

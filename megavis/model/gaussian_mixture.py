@@ -102,6 +102,7 @@ class Mixture:
 
     def choose(self, uniforms: Tensor) -> Tensor:
         """Sample components with uniform draws `[...]` in [0, 1): int64 `[...]`."""
+        # In float64, so that the sum loses no component to rounding.
         cumulative = self.logits.double().softmax(-1).cumsum(-1)
         # Scale by the computed sum, so that a component is always found.
         threshold = uniforms.double()[..., None] * cumulative[..., -1:]
@@ -144,9 +145,11 @@ class FullGaussian:
         wide = outputs.float()
         size = math.isqrt(wide.shape[-1])
         raw, mean = wide[..., : size * size], wide[..., size * size :]
+        # The floor is for the diagonal alone; this one only keeps the logarithm finite.
         unbounded = ScaleForm(form.activation, floor=1e-38)
         entries = unbounded.log_scale(raw).exp().unflatten(-1, (size, size)).tril()
         floor = form.floor * torch.eye(size, device=wide.device)
+        # All entries are positive, so the zeros off the diagonal of `floor` change none.
         return cls(mean, torch.maximum(entries, floor))
 
     @property
@@ -161,6 +164,7 @@ class FullGaussian:
         """
         difference = _difference(tokens, self.mean).double()[..., None]
         solved = torch.linalg.solve_triangular(self.factor.double(), difference, upper=False)
+        # NaN is ∞ - ∞, where the solve has overflowed.
         distance = solved.squeeze(-1).nan_to_num(nan=_MOST_SCALES_AWAY)
         distance = distance.clamp(-_MOST_SCALES_AWAY, _MOST_SCALES_AWAY)
         log_determinant = self.factor.diagonal(dim1=-2, dim2=-1).double().log()

@@ -91,6 +91,8 @@ def split_cross_entropy(logits: Tensor, targets: Tensor, core: Core) -> Tensor:
         # In place: its softmax, and then the gradient, take the place of the logits.
         losses = vocab_parallel_cross_entropy(logits, targets)
     else:
+        # Megatron's function would make a float32 copy of half-precision logits. Two numbers per
+        # token and process are enough, and their gather is the only collective.
         terms = vocabulary_terms(logits, targets - group.rank() * logits.shape[2])
         # The backward pass selects this process's terms.
         every = gather_from_tensor_model_parallel_region(terms, group).unflatten(2, (-1, 2))

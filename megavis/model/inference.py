@@ -194,11 +194,13 @@ class Inference:
             sent = [t.contiguous() for t in ([state] if isinstance(state, Tensor) else state)]
             form = [(isinstance(state, Tensor), [(t.shape, t.dtype) for t in sent])]
         device = self.context.device
+        # Shapes differ between stages and steps: receivers learn them before they allocate.
         dist.broadcast_object_list(form, src=source, group=pipeline.group, device=device)
         alone, shapes = form[0]
         if stage != pipeline.rank:
             sent = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
         for tensor in sent:
+            # Parts that are absent from `Samples` are empty tensors.
             if tensor.numel():
                 dist.broadcast(tensor, src=source, group=pipeline.group)
         return sent[0] if alone else tuple(sent)

@@ -36,11 +36,14 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from megavis.config.errors import UserError
 from megavis.config.section import KernelLibrary
 
+# torch's own default.
 BLOCK = 128
 """Block size of FlexAttention, in queries and in keys."""
 FEW = 4
 """Most keys of `attend_to_few`."""
+# Inductor's template of FlexAttention refuses smaller heads.
 _SMALLEST_HEAD = 16
+# The float32 temporaries of an eighth take 1.5 bytes a logit, less than a gradient in bf16.
 NUM_PIECES = 8
 """Pieces in which the plain form computes functions of `in_pieces`."""
 
@@ -157,6 +160,8 @@ def apply_rotary(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Returns:
         A tensor with the shape and dtype of `heads`.
     """
+    # Splitting pairs costs nothing: on an H100 a step of DARL takes as long with adjacent channels
+    # swapped in place (docs/performance.md).
     real, imaginary = heads.float().unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack([real * cos - imaginary * sin, real * sin + imaginary * cos], dim=-1)
     return turned.flatten(-2).to(heads.dtype)
@@ -207,6 +212,7 @@ def vocabulary_terms(logits: Tensor, ids: Tensor) -> Tensor:
         log Σ exp(logits), and the logit of the id or 0, float32 `[s, b, 2]`.
     """
     wide = logits.float()
+    # Compared, not gathered: ids of other parts of the vocabulary are out of range here.
     is_target = ids.unsqueeze(-1) == torch.arange(wide.shape[-1], device=wide.device)
     return torch.stack([wide.logsumexp(-1), torch.where(is_target, wide, 0.0).sum(-1)], dim=-1)
 
@@ -220,6 +226,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     if is_fused(x) and x.dtype == weight.dtype:
         if _Setting.library == "apex":
             normalise = _apex_norms().fused_layer_norm_affine
+            # Apex has no affine layer norm without bias.
             added = torch.zeros_like(weight) if bias is None else bias
             normalised: Tensor = normalise(x, weight, added, weight.shape, eps)
             return normalised
@@ -239,6 +246,7 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
             normalised: Tensor = _apex_norms().fused_rms_norm_affine(x, gain, gain.shape, eps)
             return normalised
         return F.rms_norm(x, gain.shape, gain, eps)
+    # Not `float()`: float64 must stay float64 for numerical gradients.
     dtype = torch.promote_types(x.dtype, torch.float32)
     wide, gain = x.to(dtype), gain.to(dtype)
     if x.is_cuda:
@@ -256,6 +264,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float) -> Tensor:
+        # One pass over x, without its squares as a tensor: on a CPU memory traffic decides.
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         inverse = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, gain, inverse)
@@ -354,6 +363,7 @@ def _extremes(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the smallest and largest group of each block `[b, blocks]`, and which are complete."""
     count = groups.shape[1]
     missing, most = -count % BLOCK, torch.iinfo(torch.int32).max
+    # Each padding is the neutral element of its extreme.
     low = F.pad(groups, (0, missing), value=most).unflatten(1, (-1, BLOCK)).amin(-1)
     high = F.pad(groups, (0, missing), value=-1).unflatten(1, (-1, BLOCK)).amax(-1)
     is_filled = torch.arange(low.shape[1], device=low.device) < count // BLOCK

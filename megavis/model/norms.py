@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megavis.model.kernels import layer_norm, rms_norm
 from megavis.model.parameters import set_partial_gradient
 
+# As in the linear probe of MAE's code: ε of 1e-6, and torch's default momentum.
 _EPSILON, _MOMENTUM = 1e-6, 0.1
 """Of batch norm; the momentum is the weight of the current batch in the running statistics."""
 
@@ -86,8 +87,10 @@ class BatchNorm(nn.Module):
         # Every process has the same number of images.
         total = len(features) * self.processes.size()
         mean = self._sum(features.sum(0)) / total
+        # A second pass, since E[x²] - E[x]² cancels where a feature's mean is large.
         squares = self._sum((features - mean).square().sum(0))
         self._remember("mean", mean)
+        # Like torch's: the running variance is unbiased, the one that normalises the batch is not.
         self._remember("variance", squares / max(1, total - 1))
         return (features - mean) / (squares / total + _EPSILON).sqrt()
 

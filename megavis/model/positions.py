@@ -62,11 +62,13 @@ class Positions(nn.Module):
     ) -> None:
         super().__init__()
         self.kind, self.width, self.hidden_size, self.scale = kind, width, hidden_size, scale
+        # Frames of a spectrogram.
         self.is_row = height == 1
         self.weight: nn.Parameter | None = None
         if kind in ("learned", "learned_sincos"):
             start = fill if kind == "learned" else self._fill_sincos
             self.weight = filled(height * width, hidden_size, fill=start)
+            # A run without positions may be fine-tuned with some.
             set_start([self.weight], "saved or fresh")
 
     def _fill_sincos(self, table: Tensor) -> None:
@@ -164,6 +166,7 @@ def resize_table(table: Tensor, num_cells: int) -> Tensor:
     if sides[0] == sides[1]:
         return table
     planes = table.t().unflatten(1, (sides[0], sides[0]))[None]
+    # Without aligned corners, as in MAE's `interpolate_pos_embed`.
     resized = nn.functional.interpolate(planes, size=(sides[1], sides[1]), mode="bicubic")
     return resized[0].flatten(1).t().contiguous()
 
@@ -182,6 +185,7 @@ def sincos(coordinates: Tensor, hidden_size: int) -> Tensor:
     axes = coordinates.shape[-1]
     if hidden_size % (2 * axes):
         raise ValueError(f"sin-cos positions of {axes} axes need a width divisible by {2 * axes}")
+    # In float64, in which NumPy computes MAE's table.
     places = coordinates.flip(-1)[..., None].double()
     angles = places * _frequencies(hidden_size // axes, coordinates, torch.float64)
     waves = torch.cat([angles.sin(), angles.cos()], dim=-1)

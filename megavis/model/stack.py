@@ -59,6 +59,8 @@ Phase = Literal["once", "step"]
 """When a layer runs in generation: once per image, or in every step."""
 
 
+# Compared by identity: two stacks of equal sizes are still two, and `distinct_layers` groups by
+# them.
 @dataclass(frozen=True, eq=False)
 class PlannedStack:
     """A stack of equal blocks.
@@ -109,6 +111,8 @@ class LayerPlan:
 
     def build(self) -> nn.Module:
         """Build the layer, with initial weights determined by its name and the seed."""
+        # By name, not by place: a model with a second stack or on several stages starts from the
+        # same weights.
         with seeded(self.seed, "weights", self.name):
             layer = self.factory()
         add_options(layer.parameters(), self.options)
@@ -178,6 +182,8 @@ class LocalLayers:
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield persistent buffers under their layout-independent names."""
         for plan, module in zip(self.plans, self.modules, strict=True):
+            # `named_buffers` lists buffers that are not persistent too; only `state_dict` tells
+            # them apart.
             kept = module.state_dict(keep_vars=True)
             for name, buffer in module.named_buffers():
                 if name in kept:
@@ -303,6 +309,7 @@ class StackSize:
             hidden_size=model.hidden_size,
             num_heads=model.num_attention_heads,
             num_tokens=stack.work.num_tokens,
+            # A backward pass counts as two forward passes, as in `flops.py`.
             flops=3 * stack.flops,
             phase=phase,
         )

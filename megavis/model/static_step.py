@@ -65,11 +65,13 @@ class StaticStep:
         self._position.fill_(position)
         if self._turn is not None and turn is not None:
             self._turn.copy_(turn)
+        # The first call runs the step itself; its result is what the graph must reproduce.
         if self._replay is None:
             self._run()
             self._replay = self._as_graph()
         else:
             self._replay()
+        # The next call overwrites it.
         return self._result.clone()
 
     def _run(self) -> None:
@@ -100,6 +102,7 @@ class StaticStep:
             # A graph that holds nothing would leave the result of the step.
             self._result.zero_()
             replay()
+        # A RuntimeError too, but no reason to go on without a graph: the caller halves the batch.
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -112,6 +115,7 @@ class StaticStep:
         if self._strict:
             raise RuntimeError(f"a CUDA graph of a step {reason}")
         logger.warning("generating without CUDA graphs, which is slower: a graph %s", reason)
+        # The replay has overwritten the result of this call.
         self._result.copy_(wanted)
         return self._run
 

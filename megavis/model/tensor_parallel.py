@@ -179,6 +179,8 @@ class _Parts(torch.autograd.Function):
         size, needed = ctx.size, ctx.needs_input_grad
         slopes = [
             gradient @ part if needs else None
+            # `needed` has an entry for each argument of `forward`, of which the first two are
+            # inputs.
             for gradient, part, needs in zip(gradients, _parts(weight, size), needed, strict=False)
         ]
         rows = [gradient.flatten(0, 1) for gradient in gradients]

@@ -136,6 +136,8 @@ class OncePerStep:
 
         The name must include all that it depends on besides the tensors.
         """
+        # Objects are compared, not addresses, which the allocator reuses; weak references keep no
+        # tensor of an earlier step alive.
         known, made = self._made.get(name, ([], None))
         if len(known) == len(tensors) and all(
             seen() is tensor and version == tensor._version
@@ -173,6 +175,7 @@ class AttentionContext:
 
     def keep(self, added: Tensor, *, part: int) -> Tensor:
         """Apply drop path to the output `[s, b, h]` of a branch."""
+        # In the branch's dtype: a float32 factor would promote the residual stream.
         return added if self.kept is None else self.kept[part].to(added.dtype) * added
 
 
@@ -226,6 +229,8 @@ class KeyValueCache:
     def select(self, order: Tensor) -> None:
         """Reorder the sequences: new sequence i continues the old sequence `order[i]`."""
         for stored in (*self._stored.values(), *self._fixed.values()):
+            # In place, since views and CUDA graphs refer to this memory; indexing makes a copy
+            # first, so an old sequence may be continued twice.
             stored.copy_(stored[:, order])
 
     def advance(self) -> None:

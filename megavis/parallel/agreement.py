@@ -29,6 +29,7 @@ class AsyncFlag:
 
         Returns None if there was no previous exchange.
         """
+        # The last exchange is waited for first: its tensor is about to be replaced.
         before = self._answer()
         self._flag = torch.tensor(int(raised), dtype=torch.uint8)
         self._work = dist.all_reduce(
@@ -72,6 +73,7 @@ class DelayedMean:
         """Submit values `[n]` under a key; return the keys and means that are complete."""
         known = self._receive()
         self._send()
+        # Read two calls later, after the event; before that the copy may not have arrived.
         copied = values.detach().double().to("cpu", non_blocking=True)
         event = None
         if values.is_cuda:
@@ -90,6 +92,7 @@ class DelayedMean:
         while self._copied:
             key, values, event = self._copied.popleft()
             if event is not None:
+                # Of a copy that was started a step ago, so this hardly waits.
                 event.synchronize()
             work = dist.all_reduce(values, group=self._group, async_op=True)
             self._sent.append((key, values, work))

@@ -197,10 +197,12 @@ def open_context(
             tensor_model_parallel_size=tensor_model_parallel_size,
             context_parallel_size=context_parallel_size,
             pipeline_model_parallel_size=pipeline_model_parallel_size,
+            # Megatron would use them for its own checkpoints and optimizers, which do not run here.
             create_gloo_process_groups=False,
             distributed_timeout_minutes=timeout_seconds / 60,
         )
         context = _context_on(place)
+        # Only here: an error before this line restores everything at once.
         _on_close.push(replaced.pop_all())
     return context
 
@@ -243,6 +245,7 @@ def _store_of_this_machine(launch: Launch, timeout: timedelta) -> dist.Store | N
     torch's default store listens on all network interfaces without authentication.
     """
     if launch.world_size == 1:
+        # One process needs no port.
         return dist.HashStore()
     kept_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if launch.master_address != "127.0.0.1" or kept_by_torchrun:
@@ -327,6 +330,7 @@ def close_context() -> None:
     from deepspeed.runtime.zero.partition_parameters import Init
     from deepspeed.utils import groups
 
+    # Engines of a job that has failed: ending one would wait for its device.
     _end_of_engine.clear()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

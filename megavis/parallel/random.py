@@ -39,8 +39,11 @@ def uniform(sample_index: Tensor, count: int, *, seed: int, purpose: str, first:
         float32 `[b, count]`, multiples of 2^-24.
     """
     counter = torch.arange(first, first + count, device=sample_index.device, dtype=torch.int64)
+    # Mixed twice: keys of consecutive samples would otherwise begin at neighbouring places of one
+    # sequence.
     key = _mix(sample_index.to(torch.int64) * _GAMMA + derive_seed(seed, purpose))
     bits = _mix(key[:, None] + counter * _GAMMA)
+    # 24 bits, which float32 holds exactly: more could round up to 1.
     return _shift(bits, 40).to(torch.float32) * 2.0**-24
 
 
@@ -61,6 +64,7 @@ def normal(sample_index: Tensor, count: int, *, seed: int, purpose: str) -> Tens
 def derive_seed(seed: int, *names: object) -> int:
     """Derive a signed 64-bit seed from the run's seed and a name."""
     text = "/".join(str(part) for part in (seed, *names))
+    # Not `hash`, which Python seeds anew in each process.
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
@@ -73,6 +77,7 @@ def seeded(seed: int, *names: object) -> Iterator[None]:
     so CUDA generators are not seeded.
     """
     with torch.random.fork_rng(devices=[]):
+        # Not `torch.manual_seed`, which seeds CUDA's generators too and restores none of them.
         torch.default_generator.manual_seed(derive_seed(seed, *names) & (2**63 - 1))
         yield
 

@@ -167,6 +167,8 @@ def _serve(pipe: Connection, quiet: bool) -> None:
             return
         try:
             pipe.send((True, job(launch, *args)))
+        # Also `SystemExit`: a worker that ends silently would be reported as dead, without a
+        # reason.
         except BaseException:
             pipe.send((False, traceback.format_exc()))
         # An engine contains reference cycles, and its process groups have threads.

@@ -222,6 +222,7 @@ def num_bytes(storages: Storages) -> int:
 
 
 def _place(tensor: Tensor) -> int:
+    # On the meta device every address is 0; this is the address of the storage object itself.
     place: int = storage_of(tensor)._cdata
     return place
 

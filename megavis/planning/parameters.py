@@ -286,6 +286,7 @@ def stage_bounds(plans: Sequence[LayerPlan], num_stages: int) -> list[int]:
     return [0, *(places[block] for block in inner), len(plans)]
 
 
+# Asked for again by each of the hundreds of layouts that `megavis plan` compares.
 @functools.cache
 def balanced_bounds(weights: tuple[float, ...], num_parts: int) -> tuple[int, ...]:
     """Divide weights into consecutive non-empty parts with the least possible largest sum.

@@ -210,6 +210,7 @@ def _communication(traffic: Iterable[Transfer], cluster: Cluster) -> tuple[float
 
 def _optimizer(shape: ModelShape, layout: Layout, cluster: Cluster) -> float:
     """Return the seconds of Adam, which reads and writes all states including the EMA."""
+    # Master weight and two moments in float32; a float32 gradient is added below.
     states = 12 + 4 * shape.keeps_average
     own = parameters_held(shape.layers, layout) / (layout.replicas if layout.zero_stage else 1)
     if layout.parallel.offload_optimizer == "none":

@@ -126,6 +126,7 @@ class Batches:
             if not self.halves:
                 raise
             return tried // 2
+        # What has just run fits, whatever the share says.
         return max(tried, int(_SHARE_TO_FILL * free * tried / max(1, peak)))
 
     def run(self, job: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
@@ -143,6 +144,7 @@ class Batches:
             except torch.OutOfMemoryError:
                 if not self.halves:
                     raise
+                # Kept for all later batches: what did not fit once is not tried again.
                 self.size = min(self.size, len(rest)) // 2
                 if self.size == 0:
                     raise UserError(self._nothing_fits) from None

@@ -79,7 +79,7 @@ def generate_in_steps(
     token_sampler, schedule = settings.token_sampler, paper.schedule
     num_given = 0 if given is None else given.shape[1]
     lanes = _Lanes.start(paper.reads.blank(images), images, given, settings)
-    known = paper.prepare(known, inference.once)
+    known = paper.prepare(known, inference.once)  # before it is repeated: once for an image
     known = lanes.spread_known(known, paper)
     step = schedule.first(
         order, num_images=len(images), num_given=num_given, options=settings.schedule
@@ -182,6 +182,7 @@ class _Lanes:
     def _keys(self, step: Step, count: int) -> Tensor:
         """Return the keys of `count` candidates per image, the same at all single positions."""
         candidates = torch.arange(count, device=self.images.device)
+        # By image, not by row of this batch: samples do not depend on the batch.
         keys = (self.images[:, None] * count + candidates).flatten()[:, None]
         if step.num_asked == 1:
             return keys
@@ -203,6 +204,7 @@ class _Lanes:
         total = total + drawn.score.view(len(self.images), -1)
         self.log_prob, kept = total.topk(beams, dim=1)
         first = torch.arange(len(self.images), device=kept.device)[:, None]
+        # Candidates of a beam are adjacent, beams of an image too (`_keys`, `for_each_key`).
         order = (first * beams + kept // fans).flatten()
         self.tokens = self.tokens[order]
         self.tokens[:, step.asked] = drawn.tokens[(first * beams * fans + kept).flatten()]
@@ -211,4 +213,5 @@ class _Lanes:
     def best(self) -> Tensor:
         """Return the most likely sequence of each image, which is its first beam."""
         beams = self.settings.beams
+        # `topk` has sorted the beams of an image.
         return self.tokens if beams == 1 else self.tokens[::beams]

@@ -116,6 +116,8 @@ class Gallery:
 
     def __init__(self, objective: Trainable, folder: Path) -> None:
         self.objective, self.folder = objective, folder
+        # Checked here and not in `draw`: a run must fail before its first step, not at its first
+        # grid.
         if not objective.reconstructs:
             paper = generator_of(objective)
             paper.check_images(folder)
@@ -281,6 +283,8 @@ def write_npz(
     folder, context = path.with_name(f"{path.name}.parts"), batches.context
     kept = folder / "settings.json"
     if batches.size is None:
+        # Parts are named by their first image, so a job that resumes needs the size of the
+        # interrupted one.
         batches.size = context.on_main(lambda: _batch_size(kept))
     batch_size = batches.choose(draw, num_images)
     wanted = json.dumps({**settings, "num_images": num_images, "batch_size": batch_size})
@@ -294,6 +298,7 @@ def write_npz(
         if context.tensor.rank == context.context.rank == 0:
             with atomic_writer(_part(folder, start)) as file:
                 np.save(file, images.cpu().numpy())
+    # All parts must be there before the first process reads them.
     context.barrier()
     if context.is_main:
         joined = np.concatenate([np.load(_part(folder, start)) for start in starts])

@@ -153,12 +153,14 @@ class Rounds(Hiding):
     def draw_hidden(self, index: Tensor) -> Tensor:
         """See `Hiding`."""
         order = random_orders(index, self.orders.num_positions, seed=self.seed, purpose="mask")
+        # The inverse of a random permutation: the rank of each token.
         return order.argsort(dim=1) < self.num_predicted(index)[:, None]
 
     def num_predicted(self, index: Tensor) -> Tensor:
         """Return the number of masked tokens of samples `[b]`: float32 `[b]`."""
         draw = uniform(index, 1, seed=self.seed, purpose="masked-share")[:, 0]
         share = torch.cos(math.pi / 2 * (1.0 - self.least_masking) * draw)
+        # Rounded up as the share is above 0: some token is always masked.
         return (share * self.orders.num_positions).ceil()
 
     @cached_property
@@ -193,6 +195,7 @@ class Rounds(Hiding):
         heat = options.choice_temperature * (1.0 - (number + 1) / options.rounds)
         draws = uniform(progress.images, count, seed=progress.seed, purpose=f"choice/{number}")
         confidence = progress.score.float() + heat * _gumbel(draws)
+        # Tokens that an earlier round has fixed stay.
         confidence = confidence.masked_fill(~step.hidden, float("inf"))
         hidden = lowest(confidence, left)
         plan = replace(step.plan, groups=hidden.long())
@@ -201,6 +204,7 @@ class Rounds(Hiding):
 
 def lowest(confidence: Tensor, count: int) -> Tensor:
     """Return bool `[b, n]`, true at the `count` lowest values of each row of `[b, n]`."""
+    # Stable, and by rank: a threshold would hide a varying number where values tie.
     places = confidence.argsort(dim=1, stable=True)[:, :count]
     return torch.zeros_like(confidence, dtype=torch.bool).scatter_(1, places, True)
 
@@ -269,10 +273,12 @@ class Context(Schedule):
     def for_features(self, index: Tensor) -> Arrangement:
         """Make all tokens context, each with its position."""
         order = torch.arange(self.num_positions, device=index.device).expand(len(index), -1)
+        # All tokens are placed, so none counts as predicted.
         return self._arranged(order, self.num_positions, self.num_positions)
 
     def _arranged(self, order: Tensor, num_context: int, num_placed: int) -> Arrangement:
         positions = torch.arange(self.num_positions, device=order.device)
+        # Tokens whose position is given are group 0, which the loss ignores.
         asked = (positions >= num_placed).long()[None]
         return Arrangement(
             order,

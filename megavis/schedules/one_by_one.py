@@ -87,4 +87,6 @@ class OneByOne(Schedule):
         if position == plan.num_positions:
             return None
         asked = slice(position, position + 1)
+        # One name for all steps: the position distinguishes their draws (`SamplingKeys`), which are
+        # then made for many positions at once.
         return Step(plan, position, asked, number, "token")

@@ -58,6 +58,7 @@ def order_of_run(
     if not isinstance(order, str):
         return torch.tensor(order)
     if order == "random":
+        # On the CPU, whose generator gives every device the same order.
         generator = torch.Generator().manual_seed(derive_seed(seed, "order") >> 1)
         return torch.randperm(height * width, generator=generator)
     return fixed_order(cast(OrderKind, order), height=height, width=width, block=block)
@@ -134,5 +135,6 @@ class DeviceConstant:
     def on(self, device: torch.device) -> Tensor:
         """Return the tensor on this device."""
         if device not in self._copies:
+            # A copy from pageable memory waits for the device, so only the first step does.
             self._copies[device] = self._value.to(device)
         return self._copies[device]

@@ -59,6 +59,8 @@ class LabelChannels:
         parts = maps.long().unbind(-1)
         if self.kind == "panoptic":
             return torch.stack(parts[:2], dim=1)
+        # In float64: float32 puts some depths at the edge of a bin, such as 5.0005 m, into its
+        # neighbour.
         metres = (parts[0] + 256 * parts[1] + 65536 * parts[2]).double() / UNITS_A_METRE
         share = (metres - self.min_depth) / (self.max_depth - self.min_depth)
         bins = (share * self.sizes[0]).floor().long().clamp(0, self.sizes[0] - 1)
@@ -76,10 +78,12 @@ class LabelChannels:
         groups = logits.float().flatten(2).split(self.sizes, dim=1)
         for number, group in enumerate(groups):
             wanted = labels[:, number].flatten(1)
+            # `ignore_index` is one label; here every label from the group's size on has no channel.
             known = wanted < group.shape[1]
             losses = F.cross_entropy(group, wanted.where(known, 0), reduction="none") * known
             if self.kind == "depth":
                 counts = (wanted != 0).float()
+                # A crop may have no known depth.
                 total = total + (losses * counts).sum(1) / counts.sum(1).clamp(min=1.0)
             else:
                 total = total + losses.mean(1)

@@ -65,6 +65,7 @@ class NetworkTokenizer(nn.Module, ABC):
         digest = hashlib.sha256(json.dumps([self.kind, self.settings], sort_keys=True).encode())
         for name, tensor in sorted(self.state_dict().items()):
             digest.update(f"\0{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
+            # As bytes, since NumPy has no bfloat16.
             content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
             digest.update(content.numpy().data)
         return digest.hexdigest()

@@ -59,6 +59,7 @@ def for_other_pixels(
         (torch.tensor(numbers, dtype=torch.float64) for numbers in each)
         for each in (trained, given)
     )
+    # In float64, so that the embedding is rounded once.
     by_channel = weight.double().unflatten(1, (-1, 3))
     # A pixel as in training is (given pixel · its deviation + its mean - mean) / deviation.
     matrix = by_channel * (given_deviation / deviation)

@@ -28,6 +28,7 @@ from megavis.tokenizers.network_tokenizer import (
 )
 from megavis.tokenizers.shapes import VAEShape
 
+# Bounds of GIVT's released code.
 _LOWEST_LOG_VARIANCE, _HIGHEST_LOG_VARIANCE = -30.0, 20.0
 
 

@@ -200,6 +200,7 @@ class Halve(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[b, width, h, w]` to `[b, width, h / 2, w / 2]`."""
+        # `nn.Conv2d` pads both sides alike, and the released weights were trained with one.
         return self.conv(F.pad(x, (0, 1, 0, 1)))
 
 
@@ -316,6 +317,7 @@ class Codebook(nn.Module):
     def __init__(self, size: int, code_size: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(size, code_size)
+        # The initialization of taming-transformers.
         nn.init.uniform_(self.embedding.weight, -1.0 / size, 1.0 / size)
 
     def forward(self, vectors: Tensor) -> Quantized:

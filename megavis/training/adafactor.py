@@ -26,6 +26,7 @@ from megavis.model.parameters import partition_dimension
 _EPSILON = 1e-30
 """Added to squared gradients (ε1 of the paper)."""
 _EXPONENT = 0.8
+# `min_dim_size_to_factor` of big_vision's `scale_by_adafactor`; optax's own default is 128.
 _LEAST_SIDE = 32
 """Matrices with a shorter side, and tensors that are not matrices, are not factored."""
 
@@ -170,10 +171,15 @@ class Adafactor(torch.optim.Optimizer):
         # take every step where nobody sets `found_inf`.
         taken = ~getattr(self, "found_inf", torch.zeros((), device=parameter.device)).bool()
         steps = state["step"] + taken
+        # At 0 the power is infinite: no step is counted while only skipped ones came.
         decay = (1.0 - steps.clamp(min=1.0).pow(-_EXPONENT)).clamp(max=bound)
+        # Averaged before it is factored again: means are linear, so those of rows and columns
+        # become the averages that the paper keeps.
         squares = torch.lerp(gradient.square() + _EPSILON, state["exp_avg_sq"], decay)
         squares = self._factored(squares, slices)
+        # The product of a row's and a column's mean may underflow to 0.
         direction = gradient * squares.clamp(min=_EPSILON).rsqrt()
+        # No correction of its bias towards 0: big_vision's `optax.ema` has `debias=False`.
         mean = torch.lerp(direction, state["exp_avg"], momentum)
         rate = group["lr"]
         decayed = rate / group["learning_rate_scale"] * group["weight_decay"]

@@ -53,6 +53,7 @@ _REST = "the rest: norms, activations, losses, Python"
 
 PARTS: Mapping[str, str] = {
     "communication": r"nccl|gloo|c10d|all_?reduce|all_?gather|reduce_?scatter|broadcast_",
+    # Ahead of matrix products, whose pattern matches attention's kernels too (`fmha_cutlassF_...`).
     "attention": r"flash|fmha|sdpa|attention|efficient_attn",
     "matrix products": r"gemm|gemv|nvjet|cutlass|xmma|(^|::)(add|b|ba)*mm(_|$)|linear|conv",
     "optimizer": r"adam|lamb|lars|muon|multi_tensor|foreach",
@@ -134,6 +135,7 @@ def bench(
         _repeat(step, WARM_UP)
         clock.start()
         taken = clock.seconds(lambda: _repeat(step, num_steps)) / num_steps
+        # Ahead of the profiler and of the timed product, whose memory is not training's.
         memory = clock.peak_memory()
         host = median(clock.host_seconds(step) for _ in range(3))
         parts = _parts(step, context.device, trace if context.is_main else None)
@@ -204,6 +206,7 @@ class _Clock:
         """Return the peak in bytes."""
         if self._is_cuda:
             return float(torch.cuda.max_memory_allocated())
+        # Linux counts it in KiB.
         return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
@@ -267,6 +270,7 @@ def _parts(
     if trace is not None:
         trace.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(trace))
+    # An operator's total time includes the operators that it calls; its own time does not.
     own = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
     return shares((event.key, getattr(event, own)) for event in profiler.key_averages())
 

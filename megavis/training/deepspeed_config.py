@@ -51,6 +51,7 @@ def deepspeed_config(
         "communication_data_type": "fp32" if training.reduce_precision == "float32" else None,
         "zero_optimization": _zero(config, on_gpu=on_gpu),
         "pipeline": {"pipe_partitioned": cuts_stages, "grad_partitioned": cuts_stages},
+        # DeepSpeed's list of tested optimizers lacks Adafactor and LARS.
         "zero_allow_untested_optimizer": True,
         # torch's fused Adam runs on CPU tensors too and needs no compiler.
         "zero_force_ds_cpu_optimizer": False,

@@ -110,6 +110,8 @@ class Engine:
             model=module,
             optimizer=optimizer,
             config=settings,
+            # With a pipeline DeepSpeed refuses one: the module makes groups of its own from the
+            # topology.
             mpu=None if self._pipelined else ModelParallelUnit(self.context),
             dist_init_required=False,
         )
@@ -126,6 +128,8 @@ class Engine:
         topology = PipeModelDataParallelTopology(
             num_pp=self.context.pipeline.size,
             num_mp=self.context.tensor.size,
+            # DeepSpeed knows no context axis; it varies faster than the data axis, so both are one
+            # to it.
             num_dp=self.context.replicas.size,
         )
         built, bounds = _partitioner(self.config, self.context), self._bounds(plans)
@@ -172,7 +176,11 @@ class Engine:
                 inputs, targets = next(self._pairs(batches))
                 loss = self.deepspeed(inputs, targets)
             self.deepspeed.backward(loss)
+            # Called after each micro-batch: DeepSpeed counts them, and takes the step after the
+            # last.
             self.deepspeed.step()
+            # Losses are averaged here, gradients by `backward`, which divides each loss by the
+            # number of micro-batches.
             total += loss.detach()
         return total / self.accumulation_steps
 
@@ -202,6 +210,7 @@ class Engine:
     def mean_over_data(self, value: Tensor) -> float:
         """Average a scalar over the data-parallel ranks and read it."""
         value = value.detach().float().clone()
+        # With stages DeepSpeed has averaged the loss already, and sent it to all of them.
         if not self._pipelined:
             dist.all_reduce(value, group=self.context.data.group)
             value /= self.context.data.size
@@ -291,6 +300,7 @@ class _ZeroPartition:
             # besides hidden states: DeepSpeed frees those too early.
             set_z3_leaf_module(layer, True)
         for parameter in layer.parameters():
+            # Parameters alone: buffers, such as a batch norm's statistics, stay float32.
             parameter.data = parameter.data.to(self._dtype)
         split = deepspeed.zero.Init(
             module=layer,
@@ -332,6 +342,7 @@ def with_one_backward(outputs: PackedState) -> PackedState:
     floats = [] if isinstance(outputs, Tensor) else [t for t in outputs if t.is_floating_point()]
     if len(floats) < 2 or not torch.is_grad_enabled():
         return outputs
+    # DeepSpeed calls `backward` of each float that it sent, in order; on a leaf that only adds up.
     leaves = [tensor.detach().requires_grad_() for tensor in floats[:-1]]
     sent = iter((*leaves, _Last.apply(leaves, *floats)))
     return tuple(next(sent) if tensor.is_floating_point() else tensor for tensor in outputs)
@@ -362,6 +373,7 @@ class ForwardClock:
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
+        # Bounded, as nobody reads the clock of a run that logs nothing.
         self._spans: deque[tuple[Any, Any]] = deque(maxlen=_KEPT)
 
     @contextmanager
@@ -386,5 +398,6 @@ class ForwardClock:
             return 0.0
         if not self._is_cuda:
             return fmean(end - began for began, end in spans)
+        # The events of a stream complete in order.
         spans[-1][1].synchronize()
         return 1e-3 * fmean(began.elapsed_time(end) for began, end in spans)

@@ -106,6 +106,7 @@ class Finetuning:
     @property
     def _parts(self) -> dict[str, Subset]:
         """The images by the name that results give them."""
+        # The test's result is written last: `is_finished` and `finetuned_step` take it for the end.
         return {"selection": self.validation, "test": self.test}
 
     @property

@@ -43,11 +43,13 @@ def open_job(
     _order_launches(config.parallel)
     place = choose_device(device, local_rank=launch.local_rank)
     select_device(place)
+    # DeepSpeed's accelerator answers, which `select_device` has set.
     _require_precision(config.training)
     _require_engine(config.training, place)
     parallel, training = config.parallel, config.training
     with contextlib.ExitStack() as closing:
         closing.callback(choose_kernels, chosen_kernels())
+        # Before any layer is built: blocks ask for their library then.
         choose_kernels(training.kernels)
         context = open_context(
             launch,

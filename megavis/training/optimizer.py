@@ -96,7 +96,7 @@ def build_optimizer(
         fused_adam = skipping(apex_part("optimizers", "FusedAdam"))
         # It counts steps per group, but only from its first step on; a run resumes before that.
         return fused_adam([{**group, "step": 0} for group in groups], adam_w_mode=True, **options)
-    return torch.optim.AdamW(groups, fused=True, **options)
+    return torch.optim.AdamW(groups, fused=True, **options)  # only these heed `found_inf`
 
 
 def parameter_groups(
@@ -246,6 +246,7 @@ class LARS(torch.optim.Optimizer):
     def _norms(self, parameter: Tensor, gradient: Tensor) -> Tensor:
         """Return the norms of a full matrix and of its gradient, `[2]`."""
         squares = torch.stack([t.float().square().sum() for t in (parameter, gradient)])
+        # Not over the tensor group, in which a classifier, all that LARS trains, is replicated.
         if self.processes is not None:
             dist.all_reduce(squares, group=self.processes)
         return squares.sqrt()
@@ -277,11 +278,13 @@ class GradientNorm:
         total = torch.zeros((), device=device)
         if counted:
             total = torch.stack([g.float().pow(2).sum() for g in counted]).sum()
+        # Not over the replicas, whose gradients are equal by now.
         dist.all_reduce(total, group=self._group)
         self.value = total.sqrt()
         # Optimizers read this attribute, which their type does not declare.
         optimizer.found_inf = (~self.value.isfinite()).float()  # type: ignore[attr-defined]
         if self._clip:
+            # The 1e-6 is that of torch's `clip_grad_norm_`.
             scale = (self._clip / (self.value + 1e-6)).clamp(max=1.0)
             for parameter in parameters:
                 if parameter.grad is not None:

@@ -66,6 +66,7 @@ def sum_partial_gradients(
         add_up(partial, group)
         return plain(*args, **options)
 
+    # Replaced: DeepSpeed's optimizers have no hooks, and compute the norm inside of `step`.
     optimizer.step = step
 
 

@@ -90,6 +90,7 @@ def prepare_folder(
     # A finished run keeps the config that it was trained with; fine-tuning may evaluate anew.
     if first_step < steps or config.finetune is not None:
         write_atomically(folder / "config.yaml", dump_config(config).encode())
+    # Sampling finds the palette in the run folder alone; the shards may be gone by then.
     palette = Path(config.data.palette or train.directory / PALETTE_NAME)
     if palette.exists():
         write_atomically(folder / PALETTE_NAME, palette.read_bytes())

@@ -152,6 +152,8 @@ class Trainer:
             count_restart(config.folder, first_step, config.training.max_restarts, context)
         interruption = StopOnSignal(signals)
         engine = Engine(config, self.objective, context)
+        # The engine outlives a rollback: its process groups and compiled blocks stay, and a
+        # checkpoint replaces all that training has changed.
         while streak := self._train_from(found, engine, interruption, extra_callbacks):
             found = roll_back(config.folder, streak, config.training, context)
         if interruption.has_stopped:
@@ -171,6 +173,7 @@ class Trainer:
         first_step = start.step if start else 0
         with permissions_needed():
             self._restore(found, engine)
+        # Some of these make process groups, so all processes build them in the same order.
         bad_steps = WatchBadSteps(
             config.training,
             config.checkpoint,
@@ -259,6 +262,8 @@ class Trainer:
         )
         replaced = ReportReplacedSamples(settings.log_every, self.train_data, self.context)
         hardware = WatchHardware(settings.log_every)
+        # Hardware first: it measures the wait for the device, which `log` would take by reading the
+        # loss.
         callbacks: list[Callback] = [hardware, log, save.record_stall, replaced]
         if compiles_blocks(self.context.device):
             callbacks.insert(0, ReportCompilation(self.context))
@@ -366,6 +371,8 @@ def run_training(config: RunConfig, launch: Launch, *, device: str | None = None
     """
     check_dashboards(config.logging)
     job = open_job(config, launch, device=device)
+    # Signals before the job: one that ended this process while it joins would leave the others
+    # waiting.
     with forgiving_messages(), Signals() as signals, job as context:
         with permissions_needed():
             run = Trainer.open(config, context)

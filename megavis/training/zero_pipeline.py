@@ -88,6 +88,7 @@ class _ZeroPipelineEngine(PipelineEngine, _BuiltEngine):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        # Only the constructor is to see 1: whatever reduces gradients asks for the stage again.
         self._is_hidden = False
         # Backward passes reduce their gradients themselves, as without stages.
         self.enable_backward_allreduce = True

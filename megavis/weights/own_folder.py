@@ -122,6 +122,8 @@ class PlainForm:
         reader.eval()
         rows, carried = _embedded(reader, inputs, fill=0.0)
         marked, _ = _embedded(reader, inputs, fill=1.0)
+        # Rows that do not depend on the content are of start and class tokens, and precede all
+        # others.
         changed = (marked != rows).any(-1).nonzero()[:, 0]
         order = plan.order[0] if paper.asks.permutes else torch.arange(self.tokens.shape[1])
         self.tensors = {f"{_PREFIX}rows": rows, f"{_PREFIX}order": order.clone()}

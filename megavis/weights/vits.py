@@ -311,6 +311,7 @@ def vit_model(settings: Mapping[str, Any], positions: Any) -> ModelConfig:
         num_attention_heads=settings["num_attention_heads"],
         ffn_hidden_size=settings["intermediate_size"],
         normalization="layer_norm",
+        # 1e-12 is the default of transformers' `ViTConfig`.
         norm_epsilon=settings.get("layer_norm_eps", 1e-12),
         activation="gelu",
         add_bias=True,
@@ -354,6 +355,7 @@ def timm_settings(sizes: Mapping[str, Any], num_classes: int) -> dict[str, Any]:
     if epsilon != EPSILON:
         raise UserError(f"timm's ViTs have model.norm_epsilon {EPSILON}, not {epsilon}")
     return {
+        # One name for all sizes: timm lets `model_args` override those of the architecture.
         "architecture": "vit_base_patch16_224",
         "num_classes": num_classes,
         "num_features": width,

@@ -52,6 +52,7 @@ def read_released(path: Path) -> ReleasedTensors:
     kept = {n: t.float().contiguous() for n, t in tensors.items() if n.startswith(_PARTS)}
     if "quantize.embedding.weight" not in kept:
         raise UserError(f"{path} has no quantize.embedding.weight: it is not a released VQGAN")
+    # MaskGIT's layers: no attention, and no convolutions around the codebook.
     if "quant_conv.weight" not in kept and "encoder.mid.attn_1.norm.weight" not in kept:
         last = count(kept, "decoder.up.") - 1
         kept = {_maskgit_name(name, last): tensor for name, tensor in kept.items()}

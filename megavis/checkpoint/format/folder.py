@@ -132,6 +132,7 @@ def checkpoints_by_age(run_folder: Path, *, up_to: int | None = None) -> list[Pa
 
 def set_aside(run_folder: Path, folders: Sequence[Path], *, newest: Path) -> None:
     """Rename damaged checkpoints and make `newest` the latest."""
+    # First: a kill in between must not leave `latest` with the name of a folder that is gone.
     write_atomically(run_folder / "checkpoints" / "latest", f"{newest.name}\n".encode())
     for folder in folders:
         target = folder.with_name(folder.name + _ASIDE)
@@ -159,6 +160,7 @@ def publish(run_folder: Path, step: int) -> Path:
         # Left by a run that was killed before it updated `latest`, and was restarted.
         shutil.rmtree(target)
     os.rename(partial_folder(run_folder, step), target)
+    # The new name must be on the disk before `latest` points to it.
     flush_folder(target.parent)
     write_atomically(target.parent / "latest", f"{target.name}\n".encode())
     return target

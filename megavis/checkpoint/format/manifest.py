@@ -138,6 +138,8 @@ class CheckpointManifest(_Part):
     def _seal(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Add a checksum of the content, to detect changes."""
         tree = plain(self)
+        # SHA-256 of the files lie in the manifest, and nothing else would notice a flipped bit in
+        # the manifest itself.
         return {**tree, _CHECKSUM: _checksum(tree)}
 
     @model_validator(mode="before")
@@ -219,6 +221,7 @@ def _damaged_tensors(path: Path, stored: StoredFile) -> list[str]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         try:
+            # A damaged length could ask for more memory than there is.
             if length > stored.size:
                 raise ValueError
             header = json.loads(file.read(length))

@@ -75,6 +75,8 @@ class ParameterStates:
         if self._zero_stage == 0 or not parameter.requires_grad:
             return held_elements(parameter)
         if self._zero_stage == 3:
+            # Below DeepSpeed's threshold: every process keeps it whole, so its copy needs all
+            # elements.
             if kind == "weight" and parameter.ds_persist:  # type: ignore[attr-defined]
                 return held_elements(parameter)
             return _partition(parameter)
@@ -105,6 +107,9 @@ class ParameterStates:
                 fragment = mapping.get_hp_fragment(None if kind == "weight" else kind)
                 fragment.data.copy_(values)
             if kind == "weight":
+                # The copy in the compute precision is whole on every process: it is put together
+                # over the network, which is faster than N processes that read the whole tensor from
+                # a disk.
                 parameter.data.copy_(self.get(parameter, kind))
 
     @torch.no_grad()
@@ -195,6 +200,7 @@ class ParameterStates:
     def _masters(self) -> Iterable[Tensor]:
         """Return the tensors that the inner optimizer updates: flat partitions under ZeRO."""
         if self._zero_stage == 3:
+            # DeepSpeed empties the groups of the inner optimizer between steps.
             return list(self._engine.optimizer.fp32_partitioned_groups_flat)
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 

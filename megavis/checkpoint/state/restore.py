@@ -41,6 +41,7 @@ def load_training_state(
     """
     with CheckpointReader(folder) as reader:
         averages = states.averages and reader.evaluated == AVERAGE
+        # torch creates states in its first step, too late to be set.
         states.create_states(reader.manifest.optimizer_step, with_average=averages)
         for name, parameter in layers.named_parameters():
             for kind in states.kinds(parameter):
@@ -123,6 +124,8 @@ def check_files(folder: Path, context: ParallelContext) -> CheckpointManifest:
         complaint = error
     complaints: list[Any] = [None] * context.world.size
     dist.all_gather_object(complaints, complaint, group=context.world.group)
+    # Errors of reading first: a file that one process cannot read is not known to be damaged, and
+    # must not be set aside.
     for each in sorted(filter(None, complaints), key=lambda each: not isinstance(each, OSError)):
         raise each if isinstance(each, OSError) else UserError(each)
     return manifest

@@ -99,8 +99,10 @@ class Snapshot:
             if self._tensors:
                 self._stored = write_tensors(path, self._tensors)
             self._failure = ""
+        # Any: an exception in a thread reaches nobody else.
         except Exception as error:
             self._failure = f"{path}: {error}"
+        # The copies are as large as this process's share of weights and states.
         self._tensors.clear()
 
     def publish(self) -> None:
@@ -150,6 +152,7 @@ def _collect(
         tensors[key] = copies.copy(key, value)
 
     for key, parameter, kind, is_mine in _states_of(layers, states, context):
+        # On every process, whoever writes it: gathering is collective.
         value = states.get(parameter, kind)
         if is_mine:
             add(key, value, partition_dimension(parameter))
@@ -256,6 +259,7 @@ def convert(source: Path, run_folder: Path, *, tensor_size: int, data_size: int)
     partial = partial_folder(run_folder, manifest.step)
     if target.exists():
         raise UserError(f"{target}: exists; choose another folder")
+    # Before the folder is made: where a tensor does not divide, nothing is left behind.
     entries = _cut(manifest.tensors, tensor_size, data_size)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -231,6 +231,7 @@ class RandomErasing:
             target = height * width * (_AREAS[0] + area * (_AREAS[1] - _AREAS[0]))
             shape = math.exp(_LOG_RATIOS[0] + ratio * (_LOG_RATIOS[1] - _LOG_RATIOS[0]))
             rows, columns = round(math.sqrt(target * shape)), round(math.sqrt(target / shape))
+            # Strictly smaller, as in timm.
             if rows < height and columns < width:
                 first_row = math.floor(top * (height - rows + 1))
                 first_column = math.floor(left * (width - columns + 1))
@@ -239,6 +240,7 @@ class RandomErasing:
                     slice(first_row, first_row + rows),
                     slice(first_column, first_column + columns),
                 )
+                # How many values are needed depends on the rectangle, so one draw seeds them all.
                 random = np.random.default_rng(int(draws[1] * _SEEDS))
                 noise = _MEAN + _DEVIATION * random.standard_normal((rows, columns, 3))
                 erased[place] = np.rint(noise).clip(0, 255).astype(np.uint8)

@@ -144,6 +144,7 @@ def _inception_attempt(
 ) -> Window | None:
     """Return a window of width / height `shape`; None if it misses the areas or the image."""
     lowest, highest = (round(math.sqrt(area / shape)) for area in areas)
+    # The op's own correction, with its epsilon: the largest height whose rounded width still fits.
     if round(highest * shape) > width:
         highest = int((width + 0.5 - 1e-7) / shape)
         highest -= round(highest * shape) > width

@@ -124,6 +124,7 @@ def _decode_strictly(
         height, width, _, _ = simplejpeg.decode_jpeg_header(content)
     except ValueError as error:
         raise UnsupportedJpegError(str(error)) from None
+    # By the header, before decoding: a small file may claim gigabytes of pixels.
     if max_pixels is not None and height * width > max_pixels:
         raise TooManyPixelsError(f"{height} x {width} pixels")
     try:

@@ -90,4 +90,5 @@ def painted(pixels: np.ndarray, kind: TargetKind) -> np.ndarray:
         for shade in range(8):
             color = colorsys.hsv_to_rgb(hue, 0.45 + 0.05 * (shade % 4), 1.0 - 0.07 * shade)
             table[number, shade] = [round(255 * part) for part in color]
+    # 3 has no factor in common with 8: consecutive segments get shades that are far apart.
     return table[pixels[..., 0], pixels[..., 1] * 3 % 8]

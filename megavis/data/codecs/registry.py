@@ -40,6 +40,8 @@ def codec_of(
     Raises:
         UserError: the kind of shard does not support the transform or the palette.
     """
+    # Images stored at the final size would be enlarged to `crop_size` and reduced again, which
+    # blurs.
     if transform is not None and transform.crop == "scaled_center":
         was_resized = manifest.image_size == transform.image_size
         transform = replace(transform, crop="none") if was_resized else transform

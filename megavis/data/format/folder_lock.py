@@ -84,6 +84,7 @@ class FolderLock:
     def _take(self, deadline: float) -> None:
         """Become the holder with the highest number, once all others are dead."""
         while not self._try(deadline):
+            # Of random length: two processes that gave way to each other would collide again.
             time.sleep(secrets.SystemRandom().uniform(0.0, _LOOK_SECONDS))
 
     def _try(self, deadline: float) -> bool:
@@ -100,6 +101,7 @@ class FolderLock:
             return False
         others = _locks(self._folder, self._prefix)
         others = {path: holder for path, holder in others.items() if path != self._path}
+        # Somebody came between the two listings: whoever sees that gives way and tries again.
         if any(path not in dead or dead[path] != holder for path, holder in others.items()):
             self._path.unlink(missing_ok=True)
             return False
@@ -129,6 +131,7 @@ class FolderLock:
             f" {holders or 'nobody (was it deleted?)'}; this job ends without saving\n"
         )
         sys.stderr.flush()
+        # `sys.exit` would end this thread alone.
         os._exit(TAKEN_OVER_EXIT_CODE)
 
 

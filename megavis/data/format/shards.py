@@ -183,6 +183,7 @@ def write_index(shard: Path, index: ShardIndex) -> None:
 
 
 def _member(name: str, payload: bytes) -> bytes:
+    # In ustar every member has one header block, on which the offsets in `add` rely.
     info = tarfile.TarInfo(name)
     info.size = len(payload)
     padding = bytes(-len(payload) % _BLOCK)

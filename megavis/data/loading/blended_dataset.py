@@ -96,6 +96,7 @@ class BlendedDataset:
             )
             samples.append(part_samples)
             labels.append(self._label_tables[number][part_labels])
+        # Read source by source, then brought back into the order that was asked for.
         inverse = np.argsort(np.concatenate(rows))
         return np.concatenate(samples)[inverse], np.concatenate(labels)[inverse]
 

@@ -97,6 +97,8 @@ class ShardDataset:
         return int(self._first[-1])
 
     def __getstate__(self) -> dict[str, Any]:
+        # Maps would be pickled as their content, and a lock cannot be; the receiver maps the files
+        # again.
         return {**self.__dict__, "_maps": OrderedDict(), "_lock": None, "_index": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

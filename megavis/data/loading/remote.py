@@ -90,6 +90,8 @@ class RemoteFolder:
         if not (folder.directory / MANIFEST_NAME).exists():
             write_atomically(folder.directory / MANIFEST_NAME, buffer.getvalue())
         manifest = Manifest.read(folder.directory)
+        # Before training: shards are fetched as they are needed, and the disk could fill up days
+        # later.
         folder._check_room(manifest)
         if manifest.kind == "palette":
             folder.fetch(PALETTE_NAME)  # checked by the data set

@@ -234,6 +234,7 @@ class Bottleneck(nn.Module):
         super().__init__()
         self.below, self.above, self.shape = below, above, shape
         width, grid = shape.hidden_size, (shape.grid, shape.grid)
+        # LeCun's initialization, Flax's default for dense layers.
         lecun = truncated_normal(width**-0.5)
         self.norm = LastNorm(below)
         self.moments = ReplicatedLinear(width, 2 * shape.latent_channels, lecun)

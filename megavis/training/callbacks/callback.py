@@ -96,6 +96,7 @@ class LogMetrics:
             return
         engine = state.engine
         state.record["loss"] = engine.mean_over_data(state.loss)
+        # The rate of the step that was taken; rates count from 0.
         state.record["lr"] = engine.rate(state.step - 1)
         # Infinite if an fp16 step overflowed and was skipped.
         state.record["grad_norm"] = engine.gradient_norm()
@@ -274,6 +275,7 @@ class SaveCheckpoint:
         """Save if due, and publish checkpoints that all processes have written."""
         began = time.perf_counter()
         due = state.needs_checkpoint(self._saving) and not state.rolls_back
+        # The snapshot before is published first: the next one is copied into the same memory.
         if due or state.is_last or self._all_have_written():
             self._publish(required=state.is_last and not due and not state.rolls_back)
         if due:
@@ -282,6 +284,7 @@ class SaveCheckpoint:
             self._writer.start()
             if state.is_last:
                 self._publish(required=True)
+        # After the first step, when the optimizer has the states whose sizes are needed.
         if not self._is_prepared:
             self._is_prepared = True
             self._prepare()
@@ -304,6 +307,7 @@ class SaveCheckpoint:
         if snapshot is None or self._writer is None:
             return
         self._writer.join()
+        # A pending answer is about this snapshot, and would be taken for the next one's.
         self._agreement.forget()
         try:
             snapshot.publish()

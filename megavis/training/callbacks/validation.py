@@ -116,6 +116,8 @@ class Validate:
                 measured = engine.objective.measures(predictions, sequence.targets)
             one = torch.ones((), device=loss.device)
             for name, value in {"loss": loss, **measured, _COUNT: one}.items():
+                # In float64: in float32 the mean over many batches would depend on how they are
+                # split.
                 sums[name] = sums.get(name, 0.0) + value.double() * len(batch)
         total = torch.stack(list(sums.values()))
         torch.distributed.all_reduce(total, group=engine.context.data.group)
@@ -177,6 +179,7 @@ class SampleImages:
 
     def _drawn(self, engine: Engine) -> np.ndarray | None:
         """Return the grid; None if this process has too little memory for it."""
+        # CUDA graphs would keep their memory, which the next training step needs.
         inference = Inference(engine.layers, engine.context, captures=False)
         examples = self.examples and self.examples.to(engine.context.device)
         try:

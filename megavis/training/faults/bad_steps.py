@@ -73,6 +73,7 @@ class WatchBadSteps:
         skipped = state.engine.last_step_was_skipped()
         values = torch.stack([state.loss.detach().float(), skipped])
         known = self._means.exchange(state.step, values)
+        # A checkpoint holds the losses of all steps before it, so that a resumed run decides alike.
         due = state.is_due(self.settings.log_every) or state.needs_checkpoint(self.saving)
         if due or state.is_last:
             known += self._means.settle()
@@ -154,6 +155,7 @@ class SpikeDetector:
             return True
         if not self.threshold or len(self._recent) < self.window:
             return False
+        # Medians: a mean and a deviation would be moved by the spikes that they are to find.
         median = statistics.median(self._recent)
         distance = statistics.median(abs(one - median) for one in self._recent)
         deviation = max(_DEVIATION * distance, _LEAST_SHARE * abs(median))

@@ -34,6 +34,7 @@ Fingerprints = dict[str, int]
 """Checksums by key: processes with the same key must have the same number."""
 
 
+# Elements at a time: as int64 they take 32 MB.
 _PIECE = 1 << 22
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -183,11 +184,14 @@ def checksum(tensor: Tensor) -> Tensor:
     Each element's bits are multiplied by an odd number from its index, and summed modulo 2^64.
     """
     flat = tensor.detach().reshape(-1)
+    # Bits, not numbers: 0 equals -0, and NaN differs from itself.
     bits = flat.view(_INTEGERS[flat.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start in range(0, len(bits), _PIECE):
         piece = bits[start : start + _PIECE].long()
         places = torch.arange(start, start + len(piece), device=flat.device)
+        # Odd numbers have an inverse modulo 2^64, so no change of a single element is multiplied
+        # away.
         total += (piece * (2 * places + 1)).sum()
     return total
 

@@ -34,6 +34,7 @@ class Signals:
         self.received = False
         self._before: dict[signal.Signals, Any] = {}
         self._handlers: dict[signal.Signals, Any] = dict.fromkeys(SIGNALS, self._receive)
+        # Ignored, a write over the limit fails with an error, which is handled like a full disk.
         self._handlers[signal.SIGXFSZ] = signal.SIG_IGN
 
     def __enter__(self) -> Signals:
@@ -81,6 +82,8 @@ class StopOnSignal:
         self._signals.take_back()
         if not self._agreed:
             self._agreed = bool(self._agreement.exchange(self._signals.received))
+        # Not at the last step, which is saved anyway: a run that has ended is finished, not
+        # interrupted.
         if self._agreed and state.loss is not None and not state.is_last:
             state.wants_checkpoint = True
             state.stop = "stopped by a signal"

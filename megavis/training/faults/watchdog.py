@@ -49,9 +49,12 @@ class Watchdog:
         self._thread = _background(self._watch)
 
     def __enter__(self) -> Watchdog:
+        # Here, when DeepSpeed and the callbacks have made groups of their own, which have torch's
+        # timeout.
         set_timeouts(collective_timeout(self._patience))
         if self._patience:
             self._store = _join_store()
+            # A thread for each: a process that waits in a collective, or for the store, is alive.
             _background(self._beat).start()
             self._thread.start()
         return self
@@ -97,6 +100,7 @@ class Watchdog:
         faulthandler.dump_traceback(all_threads=True)
         self._report_silent_ranks()
         sys.stderr.flush()
+        # `sys.exit` would end this thread alone, and an orderly exit waits for the ones that hang.
         os._exit(HUNG_EXIT_CODE)
 
     def _report_silent_ranks(self) -> None:

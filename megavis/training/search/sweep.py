@@ -48,7 +48,7 @@ class Point:
     @property
     def folder(self) -> Path:
         """Folder of the last run."""
-        return Path(self.runs[-1].config.folder)
+        return self.runs[-1].config.folder
 
     @property
     def step(self) -> int:
