@@ -105,7 +105,7 @@ def test_supervised_baseline_matches_table_10(load):
 @pytest.mark.parametrize("loss", ["mse", "diff"])
 def test_transfer_matches_table_12(load, loss):
     config = load(f"vit_l16_{loss}_vtab")
-    assert config.finetune.from_run == load(f"vit_l16_{loss}").folder
+    assert config.finetune.from_run == str(load(f"vit_l16_{loss}").folder)
     assert config.objective == load(f"vit_l16_{loss}").objective
     has(config.optimizer, {"betas": (0.9, 0.95)})
     assert config.optimizer.learning_rate in (1e-3, 1e-2, 1e-1)

@@ -113,7 +113,7 @@ def test_cifar_finetuning_matches_sections_3_1_and_3_4(load, name):
     assert optimizer.learning_rate == pytest.approx(source.optimizer.learning_rate / 10)
     tuning = config.finetune
     assert (tuning.generative_weight, tuning.read_out, tuning.visibility) == (1.0, "mean", "kept")
-    assert (tuning.from_run, tuning.num_classes) == (source.folder, classes)
+    assert (tuning.from_run, tuning.num_classes) == (str(source.folder), classes)
     assert tuning.patience > 0
     assert not config.model.has_dropout
 
