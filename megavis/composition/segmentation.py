@@ -35,6 +35,9 @@ from megavis.schedules.orders import gather_tokens
 AUXILIARY_LEVEL = 2
 """Level of the pyramid that the auxiliary head reads: in BEiT's recipe that of the grid's size."""
 
+_AUXILIARY = 256
+"""Channels of the auxiliary head in that recipe, at most UPerNet's."""
+
 
 class SegmentHead(nn.Module):
     """UPerNet on the residual stream after four blocks, and an auxiliary head.
@@ -66,7 +69,7 @@ class SegmentHead(nn.Module):
         width = core.megatron.hidden_size
         self.pyramid = FeaturePyramid(width)
         self.segments = UPerHead(width, channels, num_classes, dropout=dropout)
-        self.auxiliary = FCNHead(width, channels // 2, num_classes, dropout=dropout)
+        self.auxiliary = FCNHead(width, min(channels, _AUXILIARY), num_classes, dropout=dropout)
         # The pretrained run has no head for these classes.
         set_start(self.parameters(), "fresh")
 

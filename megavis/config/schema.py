@@ -318,7 +318,7 @@ class FinetuneConfig(Section):
     """With `segments`: the four numbers of blocks after which features are read, the lowest first;
     default: every quarter of the model's."""
     head_width: Annotated[int, Field(gt=1)] = 512
-    """With `segments`: channels of UPerNet; the auxiliary head has half of them."""
+    """With `segments`: channels of UPerNet; the auxiliary head has as many, but at most 256."""
     head_dropout: Fraction = 0.1
     """With `segments`: share of the heads' last channels that are set to 0 in training."""
     auxiliary_weight: AtLeast0 = 0.4

@@ -30,6 +30,27 @@ IMAGENET_LABELS = {
     "finetune.test": "shards/imagenet_jpeg/validation",
     "finetune.num_classes": 1000,
 }
+# ADE20K: BEiT's UPerNet of 512² for 160,000 steps of 16 images, from
+# 1,500 steps of warm-up to 0 linearly; scales of 0.5 to 2, flips and colour distortion.
+ADE20K = {
+    "data.train": "shards/ade20k/training",
+    "data.validation": "shards/ade20k/validation",
+    "data.image_size": 512,
+    "data.crop": "jittered",
+    "data.jitter": (0.5, 2.0),
+    "data.flip": True,
+    "data.color_distortion": True,
+    "training.steps": 160_000,
+    "training.batch_size": 16,
+    "schedule.decay": "linear",
+    "schedule.warmup_steps": 1500,
+    "optimizer.weight_decay": 0.05,
+    "finetune.task": "segments",
+    "finetune.num_classes": 150,
+    "finetune.head_dropout": 0.1,
+    "finetune.auxiliary_weight": 0.4,
+    "finetune.layer_decay": 0.65,
+}
 DURATIONS = {"epochs": "training.steps", "warmup_epochs": "schedule.warmup_steps"}
 
 

@@ -49,7 +49,7 @@ SOURCES = {
 # Shard kinds by folder name; all others hold JPEG files.
 KINDS = [
     (r"latents", "latents"),
-    (r"pairs|coarse|panoptic|_depth", "pairs"),
+    (r"pairs|coarse|panoptic|_depth|ade20k", "pairs"),
     (r"ids", "ids"),
     (r"speech|digits", "recordings"),
     (r"cifar\d+_(16|32)|mnist|demo/(train|selection|validation)$", "palette"),
@@ -173,9 +173,10 @@ def shards_of(config, folder):
         name = TokenizerIdentity(kind="palette", sha256=name, num_tokens=vocabulary)
         fields |= {"num_tokens": size**2, "tokenizer": name}
         return "tok", payload_bytes(size**2), fields
-    if "panoptic" in folder:
-        classes = tuple(map(str, range(5)))
-        target = TargetMaps(kind="panoptic", class_names=classes, things=(True,) * 5)
+    if "panoptic" in folder or "ade20k" in folder:
+        count = classes_of(config) if "ade20k" in folder else 5
+        classes = tuple(map(str, range(count)))
+        target = TargetMaps(kind="panoptic", class_names=classes, things=(True,) * count)
         fields |= {"target": target, "image_size": None}
     if "_depth" in folder:
         fields |= {"target": TargetMaps(kind="depth"), "image_size": None}

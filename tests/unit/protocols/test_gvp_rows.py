@@ -3,7 +3,7 @@ Enhanced Visual Representation Learning".
 """
 
 import pytest
-from protocols import IMAGENET, IMAGENET_LABELS, contradictions
+from protocols import ADE20K, IMAGENET, IMAGENET_LABELS, contradictions
 
 from megavis.commands.probe import read_data_sets
 
@@ -105,6 +105,16 @@ for row, (kind, number) in enumerate(PAIRS, start=1):
 # Table 5, appendix C: 800 epochs, 40 of warm-up.
 add("Table 5, 5", epochs=800)
 add("Table 5, 6", [VQGAN], epochs=800, **P2D)
+# Table 6: "the same setting of BEiT", whose ViT-B has rate 7e-4.
+SEGMENT = {
+    **ADE20K,
+    **SHAPE,
+    "optimizer.learning_rate": 7e-4,
+    "finetune.layers": (4, 6, 8, 12),
+    "drop_path": 0.1,
+}
+ROWS["Table 6, 4"] = [{**PRE, **GVP}, {**SEGMENT, **GVP}]
+ROWS["Table 6, 5"] = [VQGAN, {**PRE, **GVP, **P2D}, {**SEGMENT, **GVP, **P2D}]
 # Table 10: +causal masks, +two streams, +mixed lengths; row 1 cites SimMIM, two models serve it.
 GROUPS = {"objective.segmentation": "fixed", "objective.num_groups": 196}
 add("Table 10, 2", **GROUPS, **{"objective.streams": "one"})

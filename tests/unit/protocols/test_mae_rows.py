@@ -1,7 +1,7 @@
 """What MAE's presets train on, row by row: "Masked Autoencoders Are Scalable Vision Learners"."""
 
 import pytest
-from protocols import IMAGENET, IMAGENET_LABELS, ROOT, contradictions
+from protocols import ADE20K, IMAGENET, IMAGENET_LABELS, ROOT, contradictions
 
 from megavis.config.load import load_config
 from megavis.papers import build_objective
@@ -174,6 +174,18 @@ for model, stem in STEMS.items():
     ROWS[f"Table 12, {4 + list(STEMS).index(model)}"] = runs(model, 1600, {}, "lin")
 ROWS["Table 9: mae_vit_l16_pixels_finetune"] = runs("ViT-L", 800, PIXELS, "ft")
 ROWS["Table 10: mae_vit_l16_pixels_linear"] = runs("ViT-L", 800, PIXELS, "lin")
+# Tables 5 and 7 on ADE20K: rate, layers and drop path of mmsegmentation's and BEiT's configs.
+for model, layers, drop_path in (("ViT-B", (4, 6, 8, 12), 0.1), ("ViT-L", (8, 12, 16, 24), 0.2)):
+    segment = {
+        **ADE20K,
+        **SIZES[model],
+        "optimizer.learning_rate": 1e-4,
+        "finetune.layers": layers,
+        "drop_path": drop_path,
+    }
+    for row, keys in (("Table 5, 4", {}), ("Table 7, 2 ADE20K", {}), ("Table 7, 1 ADE20K", PIXELS)):
+        before = runs(model, 1600, keys, "ft")[0]
+        ROWS[f"{row} {model}"] = [before, {**segment, **keys}]
 # Fine-tuned at 448², from 224².
 for row in ("Table 3, 5", "Table 13, 4"):
     first, tuned = runs("ViT-H", 1600, {}, "ft")
