@@ -1,8 +1,7 @@
 """Heads that predict a class for each pixel from features of several blocks.
 
 "Unified Perceptual Parsing for Scene Understanding" (Xiao et al., 2018), on a plain Vision
-Transformer as BEiT's code has it ("BEiT: BERT Pre-Training of Image Transformers", Bao et al.,
-2021, appendix C): features of four blocks become a pyramid of strides 4, 8, 16 and 32 for patches
+Transformer as the code of "BEiT: BERT Pre-Training of Image Transformers" has it: features of four blocks become a pyramid of strides 4, 8, 16 and 32 for patches
 of 16 pixels. All norms normalise the channels of each cell, where BEiT synchronises batch norms: an
 image's loss then depends neither on the other images nor on how they are divided over processes.
 

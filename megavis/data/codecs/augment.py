@@ -62,7 +62,7 @@ _SEEDS = 1 << 24
 
 @dataclass(frozen=True)
 class ColorDistortion:
-    """mmsegmentation's PhotoMetricDistortion, which SSD introduced (Liu et al., 2016).
+    """mmsegmentation's PhotoMetricDistortion, from the code of SSD (Liu et al., 2016).
 
     Each with probability 0.5: add up to 32 of 255, scale by 0.5 to 1.5 (before or after the next
     two), scale the saturation by 0.5 to 1.5, turn the hue by up to 18 of 180.

@@ -216,7 +216,7 @@ def cut_jittered(
     """Resize by a random factor and cut a random square, padded where the image ends.
 
     "Simple Copy-Paste is a Strong Data Augmentation Method for Instance Segmentation" (Ghiasi et
-    al., 2021), section 3.1, calls this large-scale jittering.
+    al., 2021) calls this large-scale jittering.
 
     Args:
         image: uint8 `[h, w, 3]`.
