@@ -159,15 +159,15 @@ class Classification(Finetuned):
     def has_random_sequence(self) -> bool:
         """True if the classifier's inputs depend on random draws."""
         if self.is_joint:
-            return self.paper.has_random_sequence
-        return self.paper.has_random_features
+            return self.backbone.has_random_sequence
+        return self.backbone.has_random_features
 
     def flops_per_image(self) -> float:
         """Return the FLOPs of a training step for one image, without the classifier's."""
         if self.is_joint:
-            return self.paper.flops_per_image()
-        causal = self.paper.core.visibility_kind == "causal"
-        rows = self.paper.asks.num_feature_rows(self.paper.num_tokens)
+            return self.backbone.flops_per_image()
+        causal = self.backbone.core.visibility_kind == "causal"
+        rows = self.backbone.asks.num_feature_rows(self.backbone.num_tokens)
         work = Workload.of_one_stream(rows, 0, causal=causal)
         model, layer = self.config.model, self.settings.layer
         if layer is not None:
@@ -177,7 +177,7 @@ class Classification(Finetuned):
 
     def check_data(self, manifest: Manifest) -> Iterator[str]:
         """Check the shards for the paper and for mixing; labels are checked later."""
-        yield from self.paper.check_data(manifest)
+        yield from self.backbone.check_data(manifest)
         if self.mixes and manifest.kind != "jpeg":
             yield f"holds {manifest.kind} shards; finetune.mixup and cutmix need jpeg shards"
 
@@ -186,7 +186,7 @@ class Classification(Finetuned):
 
         Layers above, such as MAE's decoder, are dropped.
         """
-        plans = self.paper.layer_plans()
+        plans = self.backbone.layer_plans()
         readable = [place for place, plan in enumerate(plans) if plan.gives_features]
         around, kept = self.settings.concatenate // 2, list[Tensor]()
         centre = len(readable) - 1 if self.settings.layer is None else self.settings.layer
@@ -202,7 +202,7 @@ class Classification(Finetuned):
         return self.with_layer_decay([*below, dataclasses.replace(top, factory=build)])
 
     def _build_head(self, build_top: Callable[[], nn.Module], below: list[Tensor]) -> Head:
-        core, top = self.paper.core, build_top()
+        core, top = self.backbone.core, build_top()
         if self.settings.linear_evaluation:
             top.requires_grad_(False)
         classifier = Classifier(core, self.settings, self.processes, below)
@@ -217,19 +217,19 @@ class Classification(Finetuned):
         Without the paper's own loss, the inputs are those for features. They never contain labels.
         """
         if not self.is_joint:
-            return SequenceBatch(self.paper.feature_inputs(batch), (batch.labels,))
-        self.paper.check_unlabelled()
-        return _with_labels(self.paper.sequence(batch.unlabelled()), batch.labels)
+            return SequenceBatch(self.backbone.feature_inputs(batch), (batch.labels,))
+        self.backbone.check_unlabelled()
+        return _with_labels(self.backbone.sequence(batch.unlabelled()), batch.labels)
 
     def training_sequence(self, batch: Batch) -> SequenceBatch:
         """Return the sequence for training; mixed images have class probabilities as labels."""
         images, classes = self._mixed(batch) if self.mixes else (batch.inputs, batch.labels)
         shown = dataclasses.replace(batch, inputs=images)
         if not self.is_joint:
-            inputs = self.paper.feature_inputs(shown)
-            return self.paper.with_samples(SequenceBatch(inputs, (classes,)), batch)
-        self.paper.check_unlabelled()
-        return _with_labels(self.paper.training_sequence(shown.unlabelled()), classes)
+            inputs = self.backbone.feature_inputs(shown)
+            return self.backbone.with_samples(SequenceBatch(inputs, (classes,)), batch)
+        self.backbone.check_unlabelled()
+        return _with_labels(self.backbone.training_sequence(shown.unlabelled()), classes)
 
     def _mixed(self, batch: Batch) -> tuple[Tensor, Tensor]:
         settings = self.settings
@@ -263,7 +263,9 @@ class Classification(Finetuned):
         # loss would depend on the layout.
         loss = nats / len(labels)
         if self.is_joint:
-            loss = loss + self.settings.generative_weight * self.paper.loss(own, tuple(own_targets))
+            loss = loss + self.settings.generative_weight * self.backbone.loss(
+                own, tuple(own_targets)
+            )
         return loss
 
     def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:

@@ -29,12 +29,13 @@ class Finetuned(Trainable):
         super().__init__(paper.config, paper.context)
         assert paper.config.finetune is not None
         self.settings, self.processes = paper.config.finetune, paper.context.data.group
-        self.paper = paper.with_full_attention() if self.settings.visibility == "full" else paper
+        tuned = paper.with_full_attention() if self.settings.visibility == "full" else paper
+        self._backbone = tuned
 
     @property
     def backbone(self) -> Model:
         """The paper that is fine-tuned."""
-        return self.paper
+        return self._backbone
 
     def classes_of(self, manifest: Manifest) -> tuple[str, ...]:
         """Return the names of the classes that shards distinguish, without void."""

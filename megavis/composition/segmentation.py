@@ -117,7 +117,7 @@ class Segmentation(Finetuned):
 
     def layer_plans(self) -> list[LayerPlan]:
         """Return the paper's layers below the highest feature, and the head."""
-        plans, kept = self.paper.layer_plans(), list[Tensor]()
+        plans, kept = self.backbone.layer_plans(), list[Tensor]()
         readable = [place for place, plan in enumerate(plans) if plan.gives_features]
         *lower, highest = (readable[layer] for layer in sorted(set(self.layers)))
         below = self.with_frozen(plans[:highest])
@@ -139,11 +139,11 @@ class Segmentation(Finetuned):
         settings, first = self.settings, torch.zeros(1, dtype=torch.int64)
         layers = sorted(set(self.layers))
         return SegmentHead(
-            self.paper.core,
-            self.paper.schedule.for_features(first).order,
+            self.backbone.core,
+            self.backbone.schedule.for_features(first).order,
             below,
             [layers.index(layer) for layer in self.layers],
-            grid=self.paper.reads.grid,
+            grid=self.backbone.reads.grid,
             num_classes=settings.num_classes,
             channels=settings.head_width,
             dropout=settings.head_dropout,
@@ -156,8 +156,8 @@ class Segmentation(Finetuned):
 
     def flops_per_image(self) -> float:
         """Return the FLOPs of a training step for one image, without the head's."""
-        causal = self.paper.core.visibility_kind == "causal"
-        rows = self.paper.asks.num_feature_rows(self.paper.num_tokens)
+        causal = self.backbone.core.visibility_kind == "causal"
+        rows = self.backbone.asks.num_feature_rows(self.backbone.num_tokens)
         work = Workload.of_one_stream(rows, 0, causal=causal)
         model = self.config.model.model_copy(update={"num_layers": self.layers[-1]})
         return 3 * forward_flops(model, work)
@@ -166,7 +166,7 @@ class Segmentation(Finetuned):
         """Return the image's sequence for features, and the class of each pixel as the target."""
         images, maps = batch.inputs[:, 0], batch.inputs[:, 1]
         shown = dataclasses.replace(batch, inputs=images)
-        return SequenceBatch(self.paper.feature_inputs(shown), (pixel_classes(maps),))
+        return SequenceBatch(self.backbone.feature_inputs(shown), (pixel_classes(maps),))
 
     def inputs_from(
         self, inputs: Any, *, sample_index: Tensor | None = None, **options: Any
@@ -174,11 +174,11 @@ class Segmentation(Finetuned):
         """Return `SequenceBatch.inputs` for images `[b, H, W, 3]`, or pairs as in the shards."""
         self.check_options(options)
         images = inputs[:, 0] if inputs.ndim == 5 else inputs
-        return self.paper.inputs_for_features(images, None)
+        return self.backbone.inputs_for_features(images, None)
 
     def training_sequence(self, batch: Batch) -> SequenceBatch:
         """Return the same, with what training draws."""
-        return self.paper.with_samples(self.sequence(batch), batch)
+        return self.backbone.with_samples(self.sequence(batch), batch)
 
     def loss(self, predictions: Any, targets: tuple[Tensor, ...]) -> Tensor:
         """Return the cross-entropy of pixels in nats, with the auxiliary head's.

@@ -1,9 +1,10 @@
 """Heads that predict a class for each pixel from features of several blocks.
 
 "Unified Perceptual Parsing for Scene Understanding" (Xiao et al., 2018), on a plain Vision
-Transformer as the code of "BEiT: BERT Pre-Training of Image Transformers" has it: features of four blocks become a pyramid of strides 4, 8, 16 and 32 for patches
-of 16 pixels. All norms normalise the channels of each cell, where BEiT synchronises batch norms: an
-image's loss then depends neither on the other images nor on how they are divided over processes.
+Transformer as the code of "BEiT: BERT Pre-Training of Image Transformers" has it: features of four
+blocks become a pyramid of strides 4, 8, 16 and 32 for patches of 16 pixels. All norms normalise the
+channels of each cell, where BEiT synchronises batch norms: an image's loss then depends neither on
+the other images nor on how they are divided over processes.
 
 Legend: b images, h channels of the features, g × g cells of their grid, w channels of the head,
 c classes.

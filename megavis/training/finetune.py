@@ -231,7 +231,7 @@ def check_source(config: RunConfig, objective: Finetuned, train: Samples) -> Non
     with blame("finetune.from_run"):
         checkpoint = source_checkpoint(settings)
         source = load_run_config(Path(settings.from_run or ""))
-        paper = objective.paper
+        paper = objective.backbone
         differences = source_differences(
             source, config, paper.position_kind, needs_seed=paper.weights_need_their_seed
         )

@@ -175,9 +175,9 @@ def test_layer_decay_scales_learning_rates(build, tmp_path):
 
 def test_layer_decay_is_independent_of_layer_names(build, tmp_path):
     objective, _ = build(tmp_path / "c.yaml", *WORDS, "finetune.layer_decay=0.5")
-    plans = objective.paper.layer_plans()
+    plans = objective.backbone.layer_plans()
     renamed = [dataclasses.replace(plan, name=f"part{i}") for i, plan in enumerate(plans)]
-    objective.paper.layer_plans = lambda: renamed
+    objective.backbone.layer_plans = lambda: renamed
     scales = [plan.options.learning_rate_scale for plan in objective.layer_plans()]
     assert scales == [0.125, 0.25, 0.5, 1.0]
 

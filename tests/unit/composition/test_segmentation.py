@@ -51,22 +51,24 @@ def test_every_patch_is_at_its_place(name, build_paper):
         .repeat_interleave(4, 1)[None, ..., None]
         .expand(-1, -1, -1, 3)
     )
-    sequence = objective.paper.inputs_for_features((images * 10).to(torch.uint8), None)
+    sequence = objective.backbone.inputs_for_features((images * 10).to(torch.uint8), None)
     head = inference.layers.modules[-1]
     assert isinstance(head, SegmentHead)
     tokens = sequence[0]
-    held = objective.paper.asks.num_feature_rows(16) - objective.paper.asks.num_front
+    held = objective.backbone.asks.num_feature_rows(16) - objective.backbone.asks.num_front
     # Rows that hold a token, in the order of the rows: those of a start token hold none.
     values = tokens.float().mean(-1)[0]
     rows = torch.zeros(held, 1, 32)
     rows[held - len(values) :, 0] = values[:, None]
     grid = head._on_grid(rows)[0, 0]
-    expected = objective.paper.reads.of((images * 10).to(torch.uint8)).float().mean(-1).view(4, 4)
+    expected = (
+        objective.backbone.reads.of((images * 10).to(torch.uint8)).float().mean(-1).view(4, 4)
+    )
     if len(values) == 16:
         torch.testing.assert_close(grid, expected)
     else:
         # A row that predicts a patch holds the one before it; the last is never read.
-        order = objective.paper.schedule.for_features(torch.zeros(1, dtype=torch.int64)).order[0]
+        order = objective.backbone.schedule.for_features(torch.zeros(1, dtype=torch.int64)).order[0]
         flat = expected.flatten()
         for row, place in enumerate(order.tolist()[1:], 1):
             assert grid.flatten()[place] == pytest.approx(float(flat[order[row - 1]]))
@@ -118,7 +120,7 @@ def test_features_are_the_stream_after_each_block(build_paper, monkeypatch):
     streams = []
     for layer in below:
         state = layer(state)
-        streams.append(LayerState.unpack(state, objective.paper.core.carried_names).hidden)
+        streams.append(LayerState.unpack(state, objective.backbone.core.carried_names).hidden)
     head(state)
     assert head.below == []
     for grid, stream in zip(seen, (streams[1], streams[1], streams[2], streams[2]), strict=True):

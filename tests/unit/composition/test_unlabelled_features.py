@@ -5,7 +5,6 @@ import torch
 from sklearn.linear_model import LogisticRegression
 from tiny import tiny
 
-from megavis.composition.classification import Classification
 from megavis.config.errors import UserError
 from megavis.config.papers import PAPER_CONFIGS
 from megavis.data.loading.loader import Batch
@@ -45,7 +44,7 @@ def make(build_paper):
             OBJECTIVES[name], model={"normalization": "layer_norm"}, data={"image_size": 32}
         )
         objective, inference = build_paper(text, *words, std=0.3)
-        paper = objective.paper if isinstance(objective, Classification) else objective
+        paper = objective.backbone
         paper.reads.__dict__["tokenizer"] = FirstPixels()
         return objective, inference
 

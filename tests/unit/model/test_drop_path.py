@@ -5,7 +5,6 @@ import torch
 from small_batches import batch_of, photographs, run_layers
 from tiny import tiny
 
-from megavis.composition.classification import Classification
 from megavis.config.errors import UserError
 from megavis.model.dropout import drop_path_of
 from megavis.model.layer_state import LayerState
@@ -58,7 +57,7 @@ def samples_of(objective, name, count=COUNT):
         return batch_of(torch.zeros(count, PIXELS**2, dtype=torch.int64))
     if name == "givt":
         return batch_of(torch.zeros(count, 2, 4, 3, 3).half())
-    paper = objective.paper if isinstance(objective, Classification) else objective
+    paper = objective.backbone
     paper.reads.__dict__["tokenizer"] = Latents()
     return batch_of(photographs(1, 12).expand(count, -1, -1, -1))
 
