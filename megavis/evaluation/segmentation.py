@@ -17,7 +17,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,12 +28,16 @@ from megavis.composition.finetuned import NO_LABEL
 from megavis.composition.segmentation import Segmentation, pixel_classes, resized_logits
 from megavis.data.codecs.crops import resize
 from megavis.data.codecs.jpeg import decode_png, decode_rgb, split
+from megavis.data.codecs.label_maps import painted as paint
 from megavis.data.format.files import write_json
 from megavis.data.loading.blended_dataset import Samples
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches
 from megavis.model.inference import Inference
 from megavis.parallel.progress_bar import shown
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _WINDOWS = 8
 """Windows of an image that are predicted at once."""
@@ -108,6 +112,36 @@ def evaluate_segmentation(
     dist.all_reduce(counts, group=context.data.group)
     confusion = counts[:-1].view(num_classes, num_classes).cpu().numpy()
     return SegmentationResult.of(confusion, int(counts[-1]))
+
+
+@torch.no_grad()
+def draw_examples(
+    inference: Inference, objective: Segmentation, dataset: Samples, *, title: str, count: int = 4
+) -> Figure:
+    """Draw images, their maps and the predicted ones; called on every process of the job.
+
+    Classes have a colour each, and void is black.
+    """
+    from matplotlib.figure import Figure
+
+    (batch, *_) = evaluation_batches(dataset, batch_size=count, limit=count)
+    sequence = objective.sequence(batch.to(inference.context.device))
+    logits = objective.outputs(inference.predictions(sequence.inputs))
+    (classes,) = sequence.targets
+    found = resized_logits(logits, classes.shape[1:]).argmax(1)
+    maps = [torch.stack([each + 1] + 2 * [torch.zeros_like(each)], -1) for each in (classes, found)]
+    painted = [paint(each.to(torch.uint8).cpu().numpy(), "panoptic") for each in maps]
+    columns = {"image": batch.inputs[:, 0].cpu().numpy(), "classes": painted[0]}
+    columns["predicted"] = painted[1]
+    figure = Figure(figsize=(6.0, 2.0 * len(batch) + 0.6), dpi=120, layout="constrained")
+    axes = figure.subplots(len(batch), len(columns), squeeze=False)
+    for place, (name, pictures) in enumerate(columns.items()):
+        axes[0, place].set_title(name, fontsize="small")
+        for row, pixels in enumerate(pictures):
+            axes[row, place].imshow(pixels, interpolation="nearest")
+            axes[row, place].axis("off")
+    figure.suptitle(title, fontsize="medium")
+    return figure
 
 
 @torch.no_grad()
