@@ -181,10 +181,9 @@ def open_context(
         if place.type == "cuda":
             # DeepSpeed uses it as the index of the GPU.
             variables["LOCAL_RANK"] = str(place.index)
-        # torch puts a hook that prefixes the rank in front of the present one.
-        replaced.callback(setattr, sys, "excepthook", sys.excepthook)
-        # ZeRO-3 replaces it for good by a slower one, for weights that come and go.
-        replaced.callback(setattr, F, "linear", F.linear)
+        # torch's hook, which prefixes the rank, and ZeRO-3's slower `linear` would stay.
+        for owner, name in ((sys, "excepthook"), (F, "linear")):
+            replaced.callback(setattr, owner, name, getattr(owner, name))
         replaced.enter_context(set_variables(variables))
         if place.type == "cpu":
             _skip_inference_collectives()

@@ -145,7 +145,7 @@ def test_converted_run_is_a_run_of_its_own(tmp_path, capsys):
     (run / "palette.npy").write_bytes(b"palette")
     assert main(["checkpoint", "convert", str(run), str(target)]) == 0
     first, copy = (load_config(each / "config.yaml").config for each in (run, target))
-    assert copy.folder == str(target)
+    assert copy.folder == target
     names = {"name": "split", "output": str(target.parent)}
     assert copy == first.model_copy(update=names)
     assert (target / "palette.npy").read_bytes() == b"palette"

@@ -133,7 +133,7 @@ VAES = [
 def test_presets_use_the_vae_of_table_5(name, beta, vae, size):
     config = read(name)
     assert config.objective.tokenizer_beta == beta == read(vae).objective.beta
-    assert config.objective.tokenizer == read(vae).folder
+    assert config.objective.tokenizer == str(read(vae).folder)
     assert config.data.image_size == size
 
 
@@ -179,7 +179,7 @@ def test_encoder_decoder_matches_section_4_2():
     targets = read("vae_targets")
     assert targets.objective.beta == 2.5e-4
     assert 2 ** (len(targets.objective.multipliers) - 1) == paper.downsampling
-    assert targets.folder == paper.tokenizer
+    assert str(targets.folder) == paper.tokenizer
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_dense_prediction_matches_the_released_code(name, steps, warmup):
     assert optimizer.weight_decay * optimizer.learning_rate == pytest.approx(1e-6)
     assert (paper.encoder_learning_rate_scale, paper.encoder_layers) == (0.1, 24)
     assert (paper.num_components, paper.grammar(config).reads.grid(config.data)) == (1, (16, 16))
-    assert paper.tokenizer == vae.folder
+    assert paper.tokenizer == str(vae.folder)
     assert (vae.objective.latent_channels, vae.objective.downsampling) == (16, 32)
 
 
