@@ -191,7 +191,7 @@ def test_networks_and_images_are_equal():
             networks.add((model.num_layers, model.hidden_size, model.num_attention_heads))
         if method.pretrain:
             before = config_of(method.finetune).finetune.from_run
-            assert before == config_of(method.pretrain).folder
+            assert before == str(config_of(method.pretrain).folder)
             assert config_of(method.finetune).objective == config_of(method.pretrain).objective
         trained = [task for task in made.trainings(method) if task.steps]
         images[method.name] = [
