@@ -1,8 +1,7 @@
 """Fine-tuning of a paper's Vision Transformer to predict the class of each pixel.
 
 The features of four blocks are put back on their grid and read by UPerNet (`model/dense.py`), as in
-BEiT's recipe for ADE20K, which "Bridging Autoregressive and Masked Modeling for Enhanced Visual
-Representation Learning" follows ("the same setting of BEiT", Table 6). The features are the
+the code of "BEiT: BERT Pre-Training of Image Transformers" for ADE20K. The features are the
 residual stream after a block, without a norm.
 
 Legend: b images, H and W pixels, s rows, h hidden size, g × g patches, c classes.

@@ -101,7 +101,8 @@ def test_defaults_are_filled_in(read):
             "  image_size: 8\n",
             "  image_size: 8\n  crop: Centre\n",
             "config.yaml:11: data.crop: input should be 'random_resized', 'inception', 'scaled',"
-            " 'window', 'shifted', 'center' or 'none', not 'Centre'; did you mean 'center'?",
+            " 'jittered', 'window', 'shifted', 'center' or 'none', not 'Centre'; did you mean"
+            " 'center'?",
         ),
         (
             "  name: igpt\n",

@@ -11,6 +11,7 @@ from small_configs import SMALL
 from small_vqgan import write_untrained_run
 from tiny import VIT, tiny
 
+from megavis.composition.segmentation import Segmentation
 from megavis.config.errors import UserError
 from megavis.config.load import dump_config, load_config
 from megavis.grammar.compose import written_out
@@ -74,6 +75,8 @@ def read(name, runs, folder):
 
 def batch_for(objective):
     tokens = objective.backbone.reads
+    if isinstance(objective, Segmentation):
+        return batch_of(torch.stack([photographs(4, 16), photographs(4, 16) % 6], dim=1))
     if objective.backbone.condition.reads_images:
         return batch_of(photographs(4, 16))
     shape, kind = (4, *tokens.sample_shape), tokens.sample_type
@@ -101,7 +104,8 @@ def measured(config, context):
     found["loss"] = objective.loss(state, sequence.targets)
     found["loss"].backward()
     found |= {f"d {name}": p.grad for name, p in layers.named_parameters() if p.grad is not None}
-    features = objective.backbone.feature_inputs(batch)
+    tuned = isinstance(objective, Segmentation)
+    features = sequence.inputs if tuned else objective.backbone.feature_inputs(batch)
     found |= {f"feature input {i}": each for i, each in enumerate(features)}
     found["flops"] = torch.tensor(objective.flops_per_image())
     return found
