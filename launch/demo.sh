@@ -296,7 +296,37 @@ mae() {
   finish "$run" "runs/mae_finetune_demo$tag" "runs/mae_scratch_demo$tag"
 }
 
-papers=(igpt igpt-bert darl mp3 givt givt-dense gvp mae)
+dense() {
+  local run=runs/mae_demo_scenes$tag tune=yaml_configs/mae/segments_demo.yaml part
+  step "draw 6,000 scenes of 64² pixels without labels, and 400 to evaluate on" \
+    python -m data_tools scenes demo/scenes_hard --images 6000 --validation-images 400 --objects 3
+  step "draw 100 scenes with labels" \
+    python -m data_tools scenes demo/scenes_few --images 100 --validation-images 2 --objects 3 --seed 7
+  step "write the images without labels" \
+    python -m data_tools jpeg demo/scenes_hard/images/train --out demo/scenes_unlabelled
+  step "write those with labels" \
+    python -m data_tools maps panoptic demo/scenes_few/images/train demo/scenes_few/panoptic/train \
+    demo/scenes_few/panoptic_train.json --out demo/scenes_labelled
+  step "write those to evaluate on" \
+    python -m data_tools maps panoptic demo/scenes_hard/images/validation \
+    demo/scenes_hard/panoptic/validation demo/scenes_hard/panoptic_validation.json \
+    --out demo/scenes_held_out
+  step "train MAE on scenes, 6 layers 96 wide, for 2,000 steps of 64 images" \
+    megavis train yaml_configs/mae/demo_scenes.yaml $(seeded mae_demo_scenes)
+  background "fine-tune it to predict classes of pixels from 100 scenes" \
+    megavis finetune "$tune" $(seeded mae_segments_demo mae_demo_scenes)
+  step "the same from scratch" \
+    megavis finetune "$tune" finetune.from_run=null finetune.layer_decay=1.0 \
+    "name=mae_segments_scratch_demo$tag" "seed=$seed"
+  join_background
+  for part in segments segments_scratch; do
+    step "evaluate whole scenes by sliding windows" \
+      megavis evaluate segmentation "runs/mae_${part}_demo$tag"
+  done
+  finish "runs/mae_segments_demo$tag" "runs/mae_segments_scratch_demo$tag" "$run"
+}
+
+papers=(igpt igpt-bert darl mp3 givt givt-dense gvp mae dense)
 
 demo() {
   local began=$SECONDS

@@ -165,6 +165,17 @@ DEMOS = (
             ),
         ),
     ),
+    Demo(
+        paper="dense",
+        title="MAE: classes of pixels from a hundred labelled scenes",
+        runs=("mae_segments_demo", "mae_segments_scratch_demo"),
+        pictures=(
+            (
+                "mae_segments_demo/evaluation/finetune_test.png",
+                "Unseen scenes, the classes of their pixels, and the predicted ones",
+            ),
+        ),
+    ),
 )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megavis.checkpoint.format.folder import chosen_checkpoint, saved_steps, step_folder
 from megavis.checkpoint.format.manifest import read_manifest
@@ -29,12 +29,15 @@ from megavis.data.loading.opening import ShardOpener
 from megavis.evaluation.classes import ClassResult, evaluate_classifier
 from megavis.evaluation.figures import draw_confusion, write_png
 from megavis.evaluation.networks import NUM_VIEWS
-from megavis.evaluation.segmentation import SegmentationResult, evaluate_segmentation
+from megavis.evaluation.segmentation import SegmentationResult, draw_examples, evaluate_segmentation
 from megavis.grammar.same_run import source_differences
 from megavis.model.inference import Inference
 from megavis.parallel.context import ParallelContext
 from megavis.training.callbacks.validation import EarlyStopping
 from megavis.training.engine import Engine
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass
@@ -143,8 +146,10 @@ class Finetuning:
         load_weights(step_folder(self.folder, step), engine.layers, engine.context)
         for part, path in self._results.items():
             result = self._result(engine, self._parts[part])
+            picture = self._picture(engine, result, part, step)
             if engine.context.is_main:
                 self._write(result, path, part, step)
+                write_png(path.with_suffix(".png"), picture)
 
     def _result(self, engine: Engine, dataset: Subset) -> ClassResult | SegmentationResult:
         objective, batch_size = self.objective, engine.micro_batch_size
@@ -160,6 +165,18 @@ class Finetuning:
             batch_size=batch_size,
         )
 
+    def _picture(
+        self, engine: Engine, result: ClassResult | SegmentationResult, part: str, step: int
+    ) -> Figure:
+        """Draw the confusion of classes, or some images with their maps; on every process."""
+        if isinstance(result, ClassResult):
+            title = f"step {step}: {result.vote:.1%} of {result.num_images} {part} images"
+            return draw_confusion(result.confusion, self.class_names, title=title)
+        assert isinstance(self.objective, Segmentation)
+        title = f"step {step}: mIoU {result.mean_iou:.1%} of {result.num_images} {part} images"
+        inference = Inference(engine.layers, engine.context)
+        return draw_examples(inference, self.objective, self._parts[part], title=title)
+
     def _write(
         self, result: ClassResult | SegmentationResult, path: Path, part: str, step: int
     ) -> None:
@@ -173,9 +190,6 @@ class Finetuning:
             )
             sys.stdout.flush()
             return
-        title = f"step {step}: {result.vote:.1%} of {result.num_images} {part} images"
-        picture = draw_confusion(result.confusion, self.class_names, title=title)
-        write_png(path.with_suffix(".png"), picture)
         views = result.num_views
         vote = f", {result.vote:.1%} by the vote of {views} draws" if views > 1 else ""
         sys.stdout.write(
