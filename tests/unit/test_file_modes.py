@@ -18,6 +18,8 @@ pytestmark = pytest.mark.once
 
 RUN = """
 import sys
+from pathlib import Path
+from PIL import Image
 from data_tools.__main__ import VERBS, main as data_tools
 from megavis.cli import main
 from megavis.tokenizers import network_tokenizer
@@ -52,6 +54,11 @@ make("scenes", "scenes --size 16 --images 2 --validation-images 1")
 make("maps panoptic", "scenes/images/train scenes/panoptic/train scenes/panoptic_train.json"
     " --out panoptic")
 make("maps depth", "scenes/images/train scenes/depth/train --out depths")
+Path("semantic").mkdir()
+Path("names.txt").write_text("all\\n")
+for path in Path("scenes/images/train").iterdir():
+    Image.new("L", (16, 16), 1).save(Path("semantic", path.name).with_suffix(".png"))
+make("maps semantic", "scenes/images/train semantic --classes names.txt --out classes")
 for verb in ("latents", "ids"):
     make(verb, f"crops/train --out {verb} --size 16 --batch-size 4"
         f" --tokenizer {tokenizers}/{verb}")
