@@ -152,7 +152,7 @@ def known_runs() -> dict[str, Run]:
     runs = [Run(path) for path in sorted(CONFIGS.glob("*/*.yaml"))]
     for page in sorted(PAGES.glob("*.yaml")):
         runs += row_runs(page.stem)
-    return {run.config.folder: run for run in runs}
+    return {str(run.config.folder): run for run in runs}
 
 
 def runs_before(config: RunConfig) -> Iterator[str]:

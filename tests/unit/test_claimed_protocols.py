@@ -124,7 +124,7 @@ def test_mp3_table_4_cites_maes_figure_of_plain_pixels(claims, row, epochs):
     assert not before.objective.normalize_targets
     assert (before.model.num_layers, before.model.hidden_size) == (24, 1024)
     assert before.training.steps == -(-epochs * 1_281_167 // before.training.batch_size)
-    assert tuned.finetune.from_run == before.folder
+    assert tuned.finetune.from_run == str(before.folder)
     assert not tuned.objective.normalize_targets
     # Released code: 0.2 with normalised targets; the paper's Table 9: 0.1.
     assert (tuned.finetune.drop_path, tuned.finetune.layer_decay) == (0.1, 0.75)
@@ -150,7 +150,7 @@ def test_mp3_table_3_trains_mae_on_the_same_images(claims):
             assert getattr(mae.model, key) == getattr(mp3.model, key) == getattr(tuned.model, key)
         assert tuned.finetune.test == mp3_tuned.finetune.test
         assert tuned.finetune.num_classes == mp3_tuned.finetune.num_classes
-        assert tuned.finetune.from_run == mae.folder
+        assert tuned.finetune.from_run == str(mae.folder)
 
 
 def test_mp3_section_4_2_3_averages_the_two_runs_of_table_4(claims):

@@ -374,7 +374,7 @@ def test_runs_of_a_seed_belong_together():
     for seed, method in enumerate(methods):
         before, after = config_of(method.pretrain), config_of(method.finetune)
         assert before.seed == after.seed == seed
-        assert after.finetune.from_run == before.folder
+        assert after.finetune.from_run == str(before.folder)
     assert len({method.pretrained for method in methods}) == len(methods) == 3
 
 

@@ -86,7 +86,7 @@ def test_transfer_starts_from_150_epoch_pretraining(name, classes, images):
     config = load_run("mp3", f"vit_b_imagenet_finetune_{name}")
     before = load_run("mp3", "vit_b_imagenet_150")
     assert (config.objective, config.data.image_size) == (before.objective, 224)
-    assert config.finetune.from_run == before.folder
+    assert config.finetune.from_run == str(before.folder)
     assert config.finetune.num_classes == classes
     # A tenth of the training images is held out for model selection.
     epochs = config.training.steps * config.training.batch_size / images

@@ -65,7 +65,7 @@ def loaded():
 @functools.cache
 def runs():
     """Return all configs by run folder."""
-    return {each.config.folder: each.config for each in loaded().values()}
+    return {str(each.config.folder): each.config for each in loaded().values()}
 
 
 def folders_of(config):
