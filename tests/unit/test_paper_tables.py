@@ -45,7 +45,9 @@ def runs(headers, claims):
     for claim in claims:
         if claim.words:
             config = claim.config
-            assert found.setdefault(str(config.folder), config) == config, f"{claim}: give it a name"
+            assert found.setdefault(str(config.folder), config) == config, (
+                f"{claim}: give it a name"
+            )
     return found
 
 
