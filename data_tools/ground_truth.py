@@ -10,7 +10,7 @@ import io
 import os
 import re
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -84,17 +84,24 @@ class GroundTruth:
 
     def _by_name(self, names: Sequence[str], root: Path) -> dict[str, str]:
         stems = {name: _stem(name) for name in names}
-        first = self.header
-        if (
-            first
-            and _stem(first) not in set(stems.values())
-            and not set(first) & set(".0123456789")
-        ):
+        if self._first_is_header(set(stems.values())):
             raise UserError(
-                f"{self.path} line 1: {first!r} is no image of {root}; if the line is a header,"
-                " remove it"
+                f"{self.path} line 1: {self.header!r} is no image of {root}; if the line is a"
+                " header, remove it"
             )
         return {name: self.by_stem[stem] for name, stem in stems.items() if stem in self.by_stem}
+
+    def _first_is_header(self, stems: Collection[str]) -> bool:
+        """Return whether the first line of names and labels is probably a header.
+
+        It names no image here, though a list of the whole set may do so; but then the name has a
+        digit or a suffix, and other images have the same class.
+        """
+        first = _stem(self.header)
+        if not first or first in stems:
+            return False
+        alone = list(self.by_stem.values()).count(self.by_stem[first]) == 1
+        return alone or not set(self.header) & set(".0123456789")
 
 
 def _stem(name: str) -> str:

@@ -24,12 +24,12 @@ from megavis.data.codecs.crops import cut_center
 from megavis.data.codecs.jpeg import DamagedImageError, decode_rgb
 from megavis.data.codecs.transforms import Transform
 from megavis.data.format.files import sha256_of_file
-from megavis.data.format.folders import walk_files
+from megavis.data.format.folders import has_image_suffix, walk_files
 from megavis.data.format.manifest import MANIFEST_NAME, PALETTE_NAME
 from megavis.data.loading.dataset import ShardDataset
 from megavis.tokenizers.palette import Palette
 
-_SUFFIXES = (".png", ".jpg", ".jpeg")
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".jpe", ".jfif")
 _MEMBER = "arr_0.npy"
 
 
@@ -86,13 +86,19 @@ class FolderImages:
             images have the same size already.
 
     Raises:
-        UserError: there are none, or a folder cannot be listed.
+        UserError: there are none, a folder cannot be listed, or there are images of other formats.
     """
 
     def __init__(self, path: Path, image_size: int | None = None) -> None:
         self.path, self._size = path, image_size
-        files = (path / name for name in walk_files(path))
+        files = [path / name for name in walk_files(path)]
         self._files = sorted(file for file in files if file.suffix.lower() in _SUFFIXES)
+        others = sorted(file for file in {*files} - {*self._files} if has_image_suffix(file.name))
+        if others:
+            are = f"and {len(others) - 1} more are images" if others[1:] else "is an image"
+            raise UserError(
+                f"{others[0]} {are}, and only PNG and JPEG files are read: convert them"
+            )
         if not self._files:
             raise UserError(f"{path} has no PNG or JPEG files, no shards and no run")
         digest = hashlib.sha256()

@@ -73,6 +73,8 @@ def test_finetuning_matches_deit(name):
     assert (tuning.num_classes, tuning.read_out, tuning.layer_decay) == (classes, "first", 1.0)
     # DeiT's defaults: --mixup 0.8 --cutmix 1.0 --smoothing 0.1 --reprob 0.25 --repeated-aug
     assert (tuning.mixup, tuning.cutmix, tuning.label_smoothing) == (0.8, 1.0, 0.1)
+    # "--batch-size 64" a process, which shares the draws of both; timm's ViT: trunc_normal_(0.02).
+    assert (tuning.mixing, tuning.mixing_batch, tuning.classifier_std) == ("batch", 64, 0.02)
     assert (data.random_erasing, data.repeats, data.rand_augment) == (0.25, 3, (9, 0.5))
     assert (data.crop, data.short_side) == (base.data.crop, base.data.short_side)
     assert (config.drop_path, config.optimizer.weight_decay) == (0.1, 0.05)

@@ -164,3 +164,6 @@ def test_table_2_transfers_to_the_nine_data_sets(commands):
     for row in (2, 4):
         (args,) = commands[f"Table 2, {row}"]
         assert list(read_data_sets(args.data_sets)) == [*names, "pets"]
+        # Features of the last layer, and the mean accuracy of the classes for four data sets.
+        assert args.layers == "12"
+        assert args.per_class == ("aircraft", "caltech101", "flowers", "pets")

@@ -109,3 +109,18 @@ def test_invalid_boundaries_are_reported(boundaries):
 def test_order_that_is_not_a_permutation_raises(order):
     with pytest.raises(UserError, match="permutation of the 3 tokens"):
         check_order(torch.tensor(order), 3)
+
+
+@pytest.mark.parametrize("cut", ["random", "mixed"])
+def test_orders_and_groups_of_features(cut):
+    """Raster order and even groups, or with `draws_features` what training draws for the sample."""
+    index, options = torch.arange(6), {"num_tokens": 16, "num_groups": 4, "seed": 3}
+    even = segmented.Groups(cut, shuffled=True, **options)
+    drawn = segmented.Groups(cut, shuffled=True, draws_features=True, **options)
+    assert (even.has_random_features, drawn.has_random_features) == (False, True)
+    plain, trained, found = even.for_features(index), even.draw(index), drawn.for_features(index)
+    assert plain.order.tolist() == [list(range(16))] * 6
+    assert (plain.groups == plain.groups[0]).all()
+    assert torch.equal(found.order, trained.order)
+    assert torch.equal(found.groups, trained.groups)
+    assert not torch.equal(found.order, plain.order)

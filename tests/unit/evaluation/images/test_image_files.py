@@ -44,6 +44,23 @@ def test_folder_is_read_in_name_order_and_resized(tmp_path):
     assert all_of(open_images(tmp_path, image_size=10)).shape == (3, 10, 10, 3)
 
 
+def test_no_image_of_a_folder_is_passed_over(tmp_path):
+    """Metrics of some of the images would look like those of all."""
+    for number, name in enumerate(("a.png", "b.jfif", "c.JPE")):
+        form = "PNG" if number == 0 else "JPEG"
+        Image.fromarray(IMAGES[number]).save(tmp_path / name, form, quality=100)
+    (tmp_path / "notes.txt").write_text("no image")
+    assert len(open_images(tmp_path)) == 3
+    Image.fromarray(IMAGES[3]).save(tmp_path / "d.webp")
+    with pytest.raises(
+        UserError, match=r"d\.webp is an image, and only PNG and JPEG files are read"
+    ):
+        open_images(tmp_path)
+    Image.fromarray(IMAGES[4]).save(tmp_path / "e.bmp")
+    with pytest.raises(UserError, match=r"d\.webp and 1 more are images, and only PNG and JPEG"):
+        open_images(tmp_path)
+
+
 def test_read_jpeg_and_palette_shards(shards, image_shards):
     folder = image_shards / "validation"
     assert all_of(open_images(folder, image_size=8)).shape[1:] == (8, 8, 3)
