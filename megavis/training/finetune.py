@@ -13,7 +13,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from megavis.checkpoint.format.folder import chosen_checkpoint, saved_steps, step_folder
 from megavis.checkpoint.format.manifest import read_manifest
@@ -26,9 +27,10 @@ from megavis.config.section import PositionKind, Section
 from megavis.data.loading.blended_dataset import Samples
 from megavis.data.loading.dataset import ShardDataset, Subset, halves, shuffled
 from megavis.data.loading.leakage import check_no_overlap, training_shards
-from megavis.evaluation.classes import ClassResult, evaluate_classifier
+from megavis.evaluation.classes import evaluate_classifier
 from megavis.evaluation.figures import draw_confusion, write_png
 from megavis.evaluation.networks import NUM_VIEWS
+from megavis.evaluation.results import ClassAccuracy, FinetuneResult, Part
 from megavis.grammar.compose import in_same_words
 from megavis.model.inference import Inference
 from megavis.model.positions import interpolation
@@ -37,7 +39,7 @@ from megavis.training.callbacks.validation import EarlyStopping
 from megavis.training.engine import Engine
 from megavis.training.job import open_held_out
 
-_PARTS = ("selection", "test")
+_PARTS: tuple[Part, ...] = ("selection", "test")
 _MAY_DIFFER = re.compile(
     "positions|position_scale|features|feature_order|drop_path|.*dropout|tokens_decay|loss_average"
 )
@@ -108,7 +110,7 @@ class Finetuning:
                 path.with_suffix(".png").unlink(missing_ok=True)
 
     @property
-    def _results(self) -> dict[str, Path]:
+    def _results(self) -> dict[Part, Path]:
         """The result files by part."""
         return {part: self.folder / "evaluation" / f"finetune_{part}.json" for part in _PARTS}
 
@@ -143,7 +145,7 @@ class Finetuning:
             if engine.context.is_main:
                 self._write(result, path, part, step)
 
-    def _result(self, engine: Engine, dataset: Subset) -> ClassResult:
+    def _result(self, engine: Engine, dataset: Subset) -> ClassAccuracy:
         objective = self.objective
         return evaluate_classifier(
             Inference(engine.layers, engine.context),
@@ -153,32 +155,31 @@ class Finetuning:
             batch_size=engine.micro_batch_size,
         )
 
-    def _write(self, result: ClassResult, path: Path, part: str, step: int) -> None:
-        data = str(getattr(self, part).directory)
-        record = {"step": step, "part": part, "data": data, **self._hyper_parameters()}
-        result.write(path, class_names=self.class_names, **record)
-        title = f"step {step}: {result.vote:.1%} of {result.num_images} {part} images"
-        picture = draw_confusion(result.confusion, self.class_names, title=title)
+    def _write(self, accuracy: ClassAccuracy, path: Path, part: Part, step: int) -> None:
+        config = self.objective.config
+        FinetuneResult(
+            step=step,
+            part=part,
+            data=str(getattr(self, part).directory),
+            seed=config.seed,
+            train=tuple(source.path for source in config.data.train_sources),
+            num_train=self.num_train,
+            batch_size=config.training.batch_size,
+            optimizer=config.optimizer.model_dump(mode="json"),
+            finetune=self.objective.settings.model_dump(mode="json"),
+            accuracy=accuracy,
+            class_names=tuple(self.class_names),
+        ).write(path)
+        title = f"step {step}: {accuracy.vote:.1%} of {accuracy.num_images} {part} images"
+        picture = draw_confusion(np.array(accuracy.confusion), self.class_names, title=title)
         write_png(path.with_suffix(".png"), picture)
-        views = result.num_views
-        vote = f", {result.vote:.1%} by the vote of {views} draws" if views > 1 else ""
+        views = accuracy.num_views
+        vote = f", {accuracy.vote:.1%} by the vote of {views} draws" if views > 1 else ""
         sys.stdout.write(
-            f"{part}, best step {step}: top-1 {result.top1:.1%}{vote}, top-5 {result.top5:.1%}"
-            f" of {result.num_images} images, {path}\n"
+            f"{part}, best step {step}: top-1 {accuracy.top1:.1%}{vote}, top-5 {accuracy.top5:.1%}"
+            f" of {accuracy.num_images} images, {path}\n"
         )
         sys.stdout.flush()
-
-    def _hyper_parameters(self) -> dict[str, Any]:
-        """Return the hyperparameters that an accuracy depends on, besides the initial weights."""
-        config = self.objective.config
-        return {
-            "seed": config.seed,
-            "train": [source.path for source in config.data.train_sources],
-            "num_train": self.num_train,
-            "batch_size": config.training.batch_size,
-            "optimizer": config.optimizer.model_dump(mode="json"),
-            "finetune": self.objective.settings.model_dump(mode="json"),
-        }
 
 
 def _check_test_images(
