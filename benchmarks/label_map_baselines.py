@@ -14,16 +14,15 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from megavis.data.codecs.jpeg import decode_png, split
 from megavis.data.codecs.label_maps import nearest, to_numbers, to_pixels
 from megavis.data.codecs.transforms import Transform
-from megavis.data.format.files import to_json, write_atomically
 from megavis.data.loading.dataset import ShardDataset
 from megavis.evaluation.images.pair_metrics import DepthErrors, PanopticQuality
+from megavis.evaluation.images.results import BaselineAnswer, DepthScores, Quality
 
 _SIDE, _LOOK = 64, 8
 """Sides of the maps that are answered, and of the blocks over which images are compared."""
@@ -59,17 +58,15 @@ def main() -> None:
     }
     found = []
     for name, answer in answers.items():
-        found.append({"answer": name, **_score(held_out, answer, is_depth=is_depth)})
-        sys.stdout.write(json.dumps(found[-1]) + "\n")
+        found.append(BaselineAnswer(name, _score(held_out, answer, is_depth=is_depth)))
+        sys.stdout.write(json.dumps(found[-1].record()) + "\n")
     if arguments.run is not None:
-        path = arguments.run / "evaluation" / "label_map_baselines.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, (to_json(found, indent=2) + "\n").encode())
+        BaselineAnswer.write(arguments.run / "evaluation" / "label_map_baselines.json", found)
 
 
 def _score(
     held_out: ShardDataset, answer: Callable[[np.ndarray], np.ndarray], *, is_depth: bool
-) -> dict[str, Any]:
+) -> Quality | DepthScores:
     assert held_out.manifest.target is not None
     errors, quality = DepthErrors(), PanopticQuality(len(held_out.manifest.target.class_names))
     for number in range(len(held_out)):
@@ -77,7 +74,7 @@ def _score(
         truth = decode_png(split(held_out.payload(number))[1])
         guess = nearest(answer(image), height=truth.shape[0], width=truth.shape[1])
         (errors if is_depth else quality).add(truth, guess)
-    return errors.record() if is_depth else quality.quality().record()
+    return errors.scores() if is_depth else quality.quality()
 
 
 def _one_segment(maps: np.ndarray) -> np.ndarray:

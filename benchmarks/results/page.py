@@ -11,15 +11,26 @@ import shutil
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from benchmarks.results.driver import TIMES
 from benchmarks.results.tasks import HELD_OUT, TEST, DataSet, Method, Study
 from megavis.config.errors import UserError
-from megavis.data.format.files import from_json
+from megavis.evaluation.result_files import Result
+from megavis.evaluation.results import (
+    ClassAccuracy,
+    EnsembleResult,
+    FinetuneResult,
+    LikelihoodResult,
+    ProbeResult,
+)
 from megavis.reports.run_record import RunRecord
 from megavis.training.metrics import read_json_lines
 
+_Kind = TypeVar("_Kind", bound=Result)
+_TUNED, _LIKELIHOOD = (
+    Path("evaluation") / name for name in ("finetune_test.json", "likelihood.json")
+)
 _PICTURES = Path("images/results")
 _SMALL = ("A small study: every command ran, and no number means anything.",)
 _HEAD = (
@@ -118,12 +129,13 @@ def _filled(rows: Sequence[Sequence[str]]) -> list[list[str]]:
 
 def _row(methods: Sequence[Method], folder: Path, study: Study) -> list[str] | None:
     """Return the cells of a method, over the seeds that have a result; None without any."""
-    probes, tests, tuned, tested, minutes = [], [], [], [], []
+    probes, tests = list[ProbeResult](), list[ProbeResult]()
+    tuned, tested, minutes = list[FinetuneResult](), list[EnsembleResult](), []
     for method in methods:
-        probes += _found(folder, method, method.pretrain, HELD_OUT)
-        tests += _found(folder, method, method.pretrain, TEST)
-        tuned += _found(folder, method, method.finetune, Path("evaluation/finetune_test.json"))
-        tested += _found(folder, method, method.finetune, TEST)
+        probes += _found(ProbeResult, folder, method, HELD_OUT)
+        tests += _found(ProbeResult, folder, method, TEST)
+        tuned += _found(FinetuneResult, folder, method, _TUNED)
+        tested += _found(EnsembleResult, folder, method, TEST)
         minutes.append([_minutes(folder, run) for run in _runs(method)])
     if not probes and not tuned:
         return None
@@ -133,29 +145,38 @@ def _row(methods: Sequence[Method], folder: Path, study: Study) -> list[str] | N
         methods[0].name,
         " + ".join(f"{number:,}" for number in seen),
         " + ".join(f"{number:.0f}" for number in times),
-        _percent([probe["untrained_accuracy"] for probe in probes], len(methods)),
+        _percent([probe.untrained_accuracy for probe in probes], len(methods)),
         _best(probes, len(methods)),
-        _percent([result["top1"] for result in tuned], len(methods)),
+        _percent([_top1(result) for result in tuned], len(methods)),
         _best(tests, len(methods)),
-        _percent([result["rows"][0]["top1"] for result in tested], len(methods)),
+        _percent([result.rows[0].top1 for result in tested], len(methods)),
     ]
 
 
-def _found(folder: Path, method: Method, words: Sequence[str], name: Path) -> list[Any]:
-    """Return the content of a file in the run of a method's config, if both are there."""
-    if not words:
+def _top1(result: FinetuneResult) -> float:
+    """Return the accuracy of images' classes, which all runs of the study predict."""
+    assert isinstance(result.accuracy, ClassAccuracy)
+    return result.accuracy.top1
+
+
+def _found(form: type[_Kind], folder: Path, method: Method, name: Path) -> list[_Kind]:
+    """Return the result in the run of a method's config, if both are there.
+
+    Raises:
+        UserError: the file has another form.
+    """
+    is_tuned = form in (FinetuneResult, EnsembleResult)
+    if not (method.finetune if is_tuned else method.pretrain):
         return []
-    run = method.pretrained if words == method.pretrain else method.finetuned
-    path = folder / run / name
-    return [from_json(path.read_text(encoding="utf-8"))] if path.exists() else []
+    path = folder / (method.finetuned if is_tuned else method.pretrained) / name
+    return [form.read(path)] if path.exists() else []
 
 
-def _best(probes: Sequence[Any], seeds: int) -> str:
+def _best(probes: Sequence[ProbeResult], seeds: int) -> str:
     if not probes:
         return ""
-    best = [probe["best_layer"] for probe in probes]
-    layers = ", ".join(str(each["layer"]) for each in best)
-    return f"{_percent([each['accuracy'] for each in best], seeds)} (layer {layers})"
+    layers = ", ".join(str(probe.best_layer.layer) for probe in probes)
+    return f"{_percent([probe.best_layer.accuracy for probe in probes], seeds)} (layer {layers})"
 
 
 def _pixels(methods: Sequence[Method], folder: Path) -> list[str]:
@@ -164,9 +185,9 @@ def _pixels(methods: Sequence[Method], folder: Path) -> list[str]:
     return [
         _percent(
             [
-                probe["pixels"]["accuracy"]
+                probe.pixels.accuracy
                 for method in patches
-                for probe in _found(folder, method, method.pretrain, name)
+                for probe in _found(ProbeResult, folder, method, name)
             ][:1]
         )
         for name in (HELD_OUT, TEST)
@@ -232,16 +253,16 @@ def _draw_depth(methods: Sequence[Method], folder: Path, path: Path) -> bool:
     found = [
         (method, probe)
         for method in methods
-        for probe in _found(folder, method, method.pretrain, HELD_OUT)
+        for probe in _found(ProbeResult, folder, method, HELD_OUT)
     ]
     if not found:
         return False
     figure = Figure(figsize=(7, 4))
     axes = figure.subplots()
     for (method, probe), color in zip(found, _COLORS, strict=False):
-        layers = [score["layer"] for score in probe["trained"]]
-        trained = [100 * score["accuracy"] for score in probe["trained"]]
-        untrained = [100 * score["accuracy"] for score in probe["untrained"][0]]
+        layers = [score.layer for score in probe.trained]
+        trained = [100 * score.accuracy for score in probe.trained]
+        untrained = [100 * score.accuracy for score in probe.untrained[0]]
         axes.plot(layers, trained, color=color, marker="o", markersize=3, label=method.name)
         axes.plot(layers, untrained, color=color, linestyle="--", linewidth=0.8)
     axes.set(xlabel="layer", ylabel="accuracy, %")
@@ -275,10 +296,10 @@ def _curve(method: Method, folder: Path) -> Iterator[list[str]]:
     for step, loss in zip(*record.series("validation_loss"), strict=True):
         bits = loss / per_loss / math.log(2)
         yield [method.name, f"{step * batch:,}", "", f"{bits:.3f}", f"{count:,}"]
-    for final in _found(folder, method, method.pretrain, Path("evaluation/likelihood.json")):
+    for final in _found(LikelihoodResult, folder, method, _LIKELIHOOD):
         minutes = f"{_minutes(folder, method.pretrained):.0f}"
-        bits, seen = final["bits_per_dimension"], f"{record.last_step * batch:,}"
-        yield [method.name, seen, minutes, f"**{bits:.3f}**", f"{final['num_images']:,}"]
+        bits, seen = final.bits_per_dimension, f"{record.last_step * batch:,}"
+        yield [method.name, seen, minutes, f"**{bits:.3f}**", f"{final.num_images:,}"]
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

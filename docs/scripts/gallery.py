@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megavis.commands.report import summary
+from megavis.config.errors import UserError
 from megavis.reports.run_record import RunRecord
 
 ROOT = Path(__file__).parents[2]
@@ -214,7 +215,13 @@ def section(demo: Demo, runs: Path, docs: Path) -> Iterator[str]:
 
 
 def numbers(run: RunRecord) -> Iterator[str]:
-    """Yield the lines of a run's summary that contain numbers, not paths."""
+    """Yield the lines of a run's summary that contain numbers, not paths.
+
+    Raises:
+        UserError: a file of the run has another form than its command writes.
+    """
+    for reason in run.results[1].values():
+        raise UserError(reason)
     path = str(run.folder)
     first, *lines = summary(run)
     yield first.replace(path, run.name)

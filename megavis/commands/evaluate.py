@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from megavis.config.load import exported_names
 from megavis.config.schema import RunConfig
 from megavis.data.codecs.jpeg import decode_png, split
 from megavis.data.codecs.label_maps import TargetKind, nearest
-from megavis.data.format.files import write_atomically, write_json
+from megavis.data.format.files import write_atomically
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches
 from megavis.evaluation.classes import class_accuracies, fit_classifier
@@ -53,17 +53,18 @@ from megavis.evaluation.images.pair_metrics import (
     PanopticQuality,
     reconstructions,
 )
+from megavis.evaluation.images.results import (
+    ClassesResult,
+    DepthResult,
+    PanopticResult,
+    ReconstructionResult,
+    SamplingOptions,
+)
 from megavis.model.autoencoder_losses import open_perceptual
 from megavis.notebook import Run
 from megavis.parallel.device import choose_device, set_arithmetic
 from megavis.parallel.progress_bar import shown
-from megavis.reports.published import (
-    METRICS,
-    STAGES,
-    dense_table,
-    markdown_of,
-    reconstruction_of,
-)
+from megavis.reports.published import STAGES, dense_table, markdown_of, reconstruction_of
 from megavis.tokenizers.network_tokenizer import LatentTokenizer, open_tokenizer
 
 _BATCH_SIZE = 64
@@ -121,7 +122,7 @@ def evaluate_samples(args: argparse.Namespace) -> int:
     result = compare(samples, reference, device=device)
     say(result.line, result.caution)
     out = args.out or default_output(args.samples, file, "samples")
-    write_json(out, result.record())
+    result.write(out)
     sys.stdout.write(f"{out}\n")
     return 0
 
@@ -188,18 +189,23 @@ def evaluate_classes(args: argparse.Namespace) -> int:
     classifier = fit_classifier(
         images, labels, num_classes=len(names), epochs=args.epochs, seed=args.seed
     )
-    result = {
+    parts = {
         part: class_accuracies(classifier, images, labels, names)
         for part, (images, labels) in _to_classify(args, real, samples, len(names), device).items()
     }
-    words = (
-        f"{100 * share['all']:.1f} % of {share['images']} {part}" for part, share in result.items()
-    )
+    words = (f"{100 * p.overall:.1f} % of {p.images} {part}" for part, p in parts.items())
     sys.stdout.write(f"classified correctly: {', '.join(words)}\n")
-    options = {"train": str(args.train), "real": str(args.images), "drawn": str(file)}
-    fitting = {"epochs": args.epochs, "seed": args.seed}
     out = default_output(args.samples, file, "classes")
-    write_json(out, {**result, **options, **fitting})
+    ClassesResult(
+        real_images=parts["real images"],
+        reconstructions=parts.get("reconstructions"),
+        samples=parts["samples"],
+        train=str(args.train),
+        real=str(args.images),
+        drawn=str(file),
+        epochs=args.epochs,
+        seed=args.seed,
+    ).write(out)
     sys.stdout.write(f"{out}\n")
     return 0
 
@@ -270,15 +276,20 @@ def evaluate_reconstruction(args: argparse.Namespace) -> int:
             scores.add(*pair)
             if distances is not None:
                 distances.add(*pair)
-    result = {"step": opened.step, "images": count, "of": str(dataset.directory), **scores.means()}
+    compared = None
     words = ", ".join(f"{name} {value:.4g}" for name, value in scores.means().items())
     sys.stdout.write(f"{words} | N {count} of {dataset.directory}, step {opened.step}\n")
     if distances is not None:
         compared = distances.result(run=args.run_folder, originals=dataset.directory)
         say(compared.line, compared.caution)
-        result["distance"] = compared.record()
     path = args.run_folder / "evaluation" / "reconstruction.json"
-    write_json(path, result)
+    ReconstructionResult(
+        step=opened.step,
+        images=count,
+        of=str(dataset.directory),
+        **scores.means(),
+        distance=compared,
+    ).write(path)
     sys.stdout.write(f"{path}\n")
     return 0
 
@@ -294,10 +305,10 @@ def evaluate_panoptic(args: argparse.Namespace) -> int:
             quality.add(truth, predicted)
         things = [number for number, is_thing in enumerate(target.things, start=1) if is_thing]
         stuff = [number for number, is_thing in enumerate(target.things, start=1) if not is_thing]
-        parts = {"all": None, "things": things, "stuff": stuff}
-        return {name: quality.quality(part).record() for name, part in parts.items()}
+        parts = {"overall": None, "things": things, "stuff": stuff}
+        return {name: quality.quality(part) for name, part in parts.items()}
 
-    return _evaluate_maps(args, "panoptic", score, name="panoptic")
+    return _evaluate_maps(args, "panoptic", score, PanopticResult, name="panoptic")
 
 
 def evaluate_depth(args: argparse.Namespace) -> int:
@@ -307,13 +318,20 @@ def evaluate_depth(args: argparse.Namespace) -> int:
         errors = DepthErrors()
         for truth, predicted in pairs:
             errors.add(truth, predicted)
-        return {"all": errors.record()}
+        return {"overall": errors.scores()}
 
     # `megavis figure depth` writes depth.json.
-    return _evaluate_maps(args, "depth", score, name="depth_errors")
+    return _evaluate_maps(args, "depth", score, DepthResult, name="depth_errors")
 
 
-def _evaluate_maps(args: argparse.Namespace, kind: TargetKind, score: Any, *, name: str) -> int:
+def _evaluate_maps(
+    args: argparse.Namespace,
+    kind: TargetKind,
+    score: Any,
+    form: type[PanopticResult] | type[DepthResult],
+    *,
+    name: str,
+) -> int:
     with job_closed():
         opened = open_run(args.run_folder, step=args.step, device=args.device)
         dataset = open_held_out(opened, args.images, option="--images")
@@ -322,36 +340,33 @@ def _evaluate_maps(args: argparse.Namespace, kind: TargetKind, score: Any, *, na
             raise UserError(f"{dataset.directory} holds no {kind} maps")
         count = min(args.num_images or len(dataset), len(dataset))
         scores = score(_pairs(opened, dataset, count, args), dataset)
-        options = {"seed": args.seed, **chosen_options(args)}
-        reconstructs = opened.objective.reconstructs
-    result = {"step": opened.step, "images": count, "of": str(dataset.directory), **options}
-    for part, values in scores.items():
-        words = ", ".join(f"{key} {value:.4g}" for key, value in values.items())
-        sys.stdout.write(f"{part}: {words}\n")
+        stage = STAGES[0] if opened.objective.reconstructs else STAGES[1]
+    options = SamplingOptions(**chosen_options(args))
+    result = form(opened.step, count, str(dataset.directory), args.seed, options, **scores)
+    for part, values in result.record().items():
+        if isinstance(values, dict):
+            words = ", ".join(f"{key} {value:.4g}" for key, value in values.items())
+            sys.stdout.write(f"{part}: {words}\n")
     sys.stdout.write(f"N {count} of {dataset.directory}, step {opened.step}\n")
     path: Path = args.run_folder / "evaluation" / f"{name}.json"
-    write_json(path, {**result, **scores})
+    result.write(path)
     sys.stdout.write(f"{path}\n")
-    stage = STAGES[0] if reconstructs else STAGES[1]
-    _write_table(path, opened.config, METRICS[kind], {stage: scores["all"]}, result)
+    _write_table(path, opened.config, result, stage=stage)
     return 0
 
 
 def _write_table(
-    path: Path,
-    config: RunConfig,
-    metric: str,
-    of_stages: dict[str, Mapping[str, Any]],
-    result: Mapping[str, Any],
+    path: Path, config: RunConfig, result: PanopticResult | DepthResult, *, stage: str
 ) -> None:
     """Write this run's errors next to its paper's, if that has a table of them."""
     if (table := dense_table(config.objective.name)) is None:
         return
     # None for a tokenizer's own run, which reconstructs maps.
+    values = {f"{result.metric}, {stage}": result.value}
     for tokenizer in exported_names(config):
-        of_stages[STAGES[0]] = reconstruction_of(Path(tokenizer), path.name, result)
-    values = {f"{metric}, {s}": found[metric] for s, found in of_stages.items() if metric in found}
-    images = f"{result['images']} images of {result['of']}"
+        if (found := reconstruction_of(Path(tokenizer), path.name, result)) is not None:
+            values[f"{result.metric}, {STAGES[0]}"] = found.value
+    images = f"{result.images} images of {result.of}"
     text = markdown_of(table, path.parents[1].name, values, images=images)
     written = path.with_name("dense_prediction.md")
     write_atomically(written, text.encode())

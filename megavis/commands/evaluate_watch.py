@@ -31,7 +31,6 @@ from megavis.commands.opening import (
 from megavis.commands.options.images import DISTANCE
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
-from megavis.data.format.files import to_json
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import read_round_robin
 from megavis.evaluation.classes import accuracy_by_layer
@@ -39,21 +38,19 @@ from megavis.evaluation.event_files import EventFile
 from megavis.evaluation.images.feature_networks import open_network
 from megavis.evaluation.images.generation import (
     FeatureCollector,
-    ImageSetComparison,
     compare,
     read_statistics,
 )
+from megavis.evaluation.images.results import SamplesResult
 from megavis.evaluation.likelihood import mean_loss
-from megavis.evaluation.linear import HeldOutSplit, best_layer, score_layers
+from megavis.evaluation.linear import HeldOutSplit, score_layers
 from megavis.evaluation.probe import Pair, ProbeData, ProbeSettings
+from megavis.evaluation.results import WatchedCheckpoint, best_layer
 from megavis.notebook import Run
 from megavis.sampling.pictures import Gallery, save_png
-from megavis.training.metrics import read_json_lines
 from megavis.training.search.trial import is_finished
 
 RESULTS_NAME = "watch.jsonl"
-_SETTINGS = ("train_images", "validation_images", "seed")
-"""Options recorded with each result; numbers of images are maxima."""
 _NEIGHBORS = 20
 _PICTURES = 8
 _BATCH_SIZE = 64
@@ -93,8 +90,9 @@ def _watch(args: argparse.Namespace) -> None:
 def _waiting_steps(args: argparse.Namespace, pruned: set[int]) -> Iterator[int]:
     """Yield the steps of checkpoints to evaluate, polling after each."""
     while True:
-        records = read_json_lines(args.run_folder / "evaluation" / RESULTS_NAME)
-        done = {record["step"] for record in records} | pruned
+        path = args.run_folder / "evaluation" / RESULTS_NAME
+        records = WatchedCheckpoint.read(path) if path.exists() else []
+        done = {record.step for record in records} | pruned
         newest, last = _newest_step(args.run_folder), _last_step(args.run_folder)
         waiting = [
             step
@@ -138,13 +136,13 @@ def _wait(args: argparse.Namespace) -> bool:
 
 def _measured(
     args: argparse.Namespace, step: int, distance: SampleFID | None
-) -> dict[str, Any] | None:
+) -> WatchedCheckpoint | None:
     """Evaluate a checkpoint; None if it was pruned meanwhile."""
     began = time.perf_counter()
     try:
         opened = open_run(args.run_folder, step=step, device=args.device, precision=args.precision)
         measures = CheckpointMeasures(opened, args, distance)
-        numbers: dict[str, float | str] = {}
+        numbers: dict[str, Any] = {}
         for name in args.what:
             if name == "samples":
                 _show(args.run_folder, step, measures.picture())
@@ -154,29 +152,28 @@ def _measured(
         if step_folder(args.run_folder, step).is_dir():
             raise
         return None
-    return {
-        "step": step,
+    return WatchedCheckpoint(
+        step=step,
         **numbers,
-        "seconds": time.perf_counter() - began,
-        **{name: getattr(args, name) for name in _SETTINGS},
-    }
+        seconds=time.perf_counter() - began,
+        train_images=args.train_images,
+        validation_images=args.validation_images,
+        seed=args.seed,
+    )
 
 
-def _keep(run_folder: Path, record: Mapping[str, Any]) -> None:
+def _keep(run_folder: Path, record: WatchedCheckpoint) -> None:
     """Append a record, add it to TensorBoard and print it."""
     folder = run_folder / "evaluation"
     folder.mkdir(exist_ok=True)
-    with (folder / RESULTS_NAME).open("a", encoding="utf-8") as file:
-        file.write(to_json(record) + "\n")
-    shown = {name: record[name] for name in record if name not in ("step", *_SETTINGS)}
-    conditions = shown.pop("distance_of", None)
+    record.append(folder / RESULTS_NAME)
     events = _events(run_folder)
-    for name, value in shown.items():
-        events.add_scalar(record["step"], f"evaluation/{name}", value)
+    for name, value in record.numbers.items():
+        events.add_scalar(record.step, f"evaluation/{name}", value)
     events.write()
-    words = ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
-    words += f" | {conditions}" if conditions else ""
-    sys.stdout.write(f"step {record['step']}: {words}\n")
+    words = ", ".join(f"{name} {value:.4g}" for name, value in record.numbers.items())
+    words += f" | {record.distance_of}" if record.distance_of else ""
+    sys.stdout.write(f"step {record.step}: {words}\n")
     sys.stdout.flush()
 
 
@@ -277,7 +274,7 @@ class SampleFID:
         self._network = open_network(args.inception, args.network, self._device)
         self._reference = read_statistics(args.reference)
 
-    def measure(self, opened: Run) -> ImageSetComparison:
+    def measure(self, opened: Run) -> SamplesResult:
         """Generate images with the defaults of `megavis sample RUN` and compare them."""
         sampler = opened.sampler(seed=self._seed)
         # Precision and recall would need tens of thousands.

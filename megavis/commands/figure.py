@@ -44,11 +44,11 @@ from megavis.evaluation.images.pair_metrics import score_completions
 from megavis.evaluation.linear import RECIPES
 from megavis.evaluation.probe import (
     CheckpointScore,
-    ProbeResult,
     ProbeSettings,
     score_checkpoint,
     score_pixels,
 )
+from megavis.evaluation.results import ProbeResult
 from megavis.evaluation.token_relations import has_blocks
 from megavis.notebook import Run
 from megavis.sampling.pictures import completion_grid, pixels_of, save_png
@@ -157,7 +157,7 @@ def _complete(opened: Run, args: argparse.Namespace) -> int:
     first, *columns = (images[:8] for images in shown)
     folder = args.run_folder / "evaluation"
     save_png(folder / "completions.png", completion_grid(first, given[:8], columns))
-    table = write_table(folder / "completions.csv", scores.rows)
+    table = write_table(folder / "completions.csv", [row.record() for row in scores.rows])
     sys.stdout.write(
         f"PSNR of the lower halves of {count} images: completed {scores.completed:.2f} dB,"
         f" mean of {args.draws} completions {scores.mean:.2f} dB,"

@@ -10,11 +10,11 @@ from megavis.checkpoint.format.folder import finetuned_step
 from megavis.commands.opening import job_closed, open_held_out, open_run, open_shards
 from megavis.composition.classification import classifier_of
 from megavis.config.errors import UserError
-from megavis.data.format.files import write_json
 from megavis.data.loading.dataset import Subset, halves, shuffled
 from megavis.data.loading.leakage import check_no_overlap, training_shards
 from megavis.evaluation.classes import ClassProbabilities, average, predict_classes
-from megavis.evaluation.likelihood import LikelihoodResult, measure_likelihood
+from megavis.evaluation.likelihood import measure_likelihood
+from megavis.evaluation.results import EnsembleResult, EnsembleRow, LikelihoodResult
 from megavis.notebook import Run
 
 
@@ -111,14 +111,12 @@ def _test_images(opened: Run, images: str | None) -> Subset:
 
 def _report_classes(members: dict[str, ClassProbabilities], path: Path | None) -> None:
     rows = [
-        {"run": name, "top1": found.top_k_accuracy(1), "top5": found.top_k_accuracy(5)}
+        EnsembleRow(name, found.top_k_accuracy(1), found.top_k_accuracy(5))
         for name, found in members.items()
     ]
     width = max(len(name) for name in members)
     for row in rows:
-        sys.stdout.write(
-            f"{row['run']:<{width}}  top-1 {row['top1']:.1%}  top-5 {row['top5']:.1%}\n"
-        )
+        sys.stdout.write(f"{row.run:<{width}}  top-1 {row.top1:.1%}  top-5 {row.top5:.1%}\n")
     if path is not None:
         count = len(next(iter(members.values())).labels)
-        write_json(path, {"num_images": count, "rows": rows})
+        EnsembleResult(count, tuple(rows)).write(path)

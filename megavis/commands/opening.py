@@ -30,7 +30,8 @@ from megavis.evaluation.features import (
     identity_of_network,
 )
 from megavis.evaluation.networks import Network
-from megavis.evaluation.probe import Pair, ProbeData, ProbeResult, ProbeSettings, probe
+from megavis.evaluation.probe import Pair, ProbeData, ProbeSettings, probe
+from megavis.evaluation.results import ProbeResult
 from megavis.model.inference import Inference
 from megavis.model.kernel_compiler import require_compiled
 from megavis.notebook import Run

@@ -36,14 +36,14 @@ from megavis.config.section import Section
 from megavis.config.yaml_tree import ConfigSource, read_tree
 from megavis.data.loading.leakage import Shards, training_shards
 from megavis.evaluation.features import FeatureCache
-from megavis.evaluation.linear import RECIPES, ConcatenatedScore, LayerScore
+from megavis.evaluation.linear import RECIPES
 from megavis.evaluation.networks import Network
-from megavis.evaluation.probe import Pair, ProbeData, ProbeResult, ProbeSettings
+from megavis.evaluation.probe import Pair, ProbeData, ProbeSettings
+from megavis.evaluation.results import ConcatenatedScore, LayerScore, ProbeResult, TransferRow
 from megavis.evaluation.transfer import (
     PIXELS,
     TRAINED,
     Task,
-    TransferResult,
     first_examples,
     markdown_of,
     num_fitted,
@@ -85,7 +85,7 @@ def table(result: ProbeResult) -> str:
         f"{'layer':>9}{'trained':>10}{'untrained':>11}" + "   vote" * (result.num_views > 1),
     ]
     for trained, *untrained in zip(result.trained, *result.untrained, strict=True):
-        mark = "  <- best on held-out training images" if trained == result.best else ""
+        mark = "  <- best on held-out training images" if trained == result.best_layer else ""
         mean = sum(score.accuracy for score in untrained) / networks
         lines.append(
             f"{trained.layer:>9}{trained.accuracy:>10.1%}{mean:>11.1%}{_vote(trained)}{mark}"
@@ -99,7 +99,7 @@ def _vote(score: LayerScore | ConcatenatedScore) -> str:
 
 
 def _summary(result: ProbeResult) -> str:
-    best = result.best
+    best = result.best_layer
     vote = (
         ""
         if best.vote_accuracy is None
@@ -151,9 +151,7 @@ def probe_data_sets(args: argparse.Namespace) -> int:
     title = _title(opened, args)
     out = args.out or opened.folder / "evaluation"
     per_class = args.per_class
-    written = write_transfer(
-        out, results, title=title, step=opened.step, seed=args.seed, per_class=per_class
-    )
+    written = write_transfer(out, results, title=title, per_class=per_class)
     text = markdown_of(results, title=title, per_class=per_class)
     sys.stdout.write(text + "".join(f"{path}\n" for path in written))
     return 0
@@ -161,8 +159,8 @@ def probe_data_sets(args: argparse.Namespace) -> int:
 
 def _results(
     opened: Run, data_sets: Mapping[str, LabelledFolders], args: argparse.Namespace
-) -> list[TransferResult]:
-    """Return one result per data set and kind of features; none on other processes."""
+) -> list[TransferRow]:
+    """Return the scores of each data set and kind of features; none on other processes."""
     settings = _settings(opened, args)
     cache = feature_cache(opened, args)
     # Open all before evaluating the first, so mistakes are reported immediately.
@@ -177,10 +175,10 @@ def _results(
         seen = iter([each for each in seen if opened.context.is_main])
         if not opened.context.is_main:
             return []
-    results = [
-        transfer(_task(name, data[name], features, pair, args), settings, layer=args.layer)
-        for name, features, pair in seen
-    ]
+    results: list[TransferRow] = []
+    for name, features, pair in seen:
+        task = _task(name, data[name], features, pair, args)
+        results += transfer(task, settings, step=opened.step, layer=args.layer)
     report_cache(cache)
     order = list(data)
     return sorted(results, key=lambda result: order.index(result.data_set))

@@ -20,7 +20,7 @@ from megavis.config.errors import UserError
 from megavis.data.format.files import to_json, write_atomically
 from megavis.data.format.folder_lock import holder_of
 from megavis.reports.page import render
-from megavis.reports.run_record import RunRecord, eval_metrics
+from megavis.reports.run_record import RunRecord, metrics_of
 from megavis.training.metrics import read_metrics
 
 _LABEL_WIDTH = 18
@@ -45,7 +45,7 @@ def summary(run: RunRecord) -> list[str]:
     """Return the lines of one run for a terminal."""
     folder = run.folder
     lines = [f"{folder}, step {run.last_step}"]
-    lines += [*_losses(run), *_measures(folder)]
+    lines += [*_losses(run), *_measures(run)]
     lines += _pictures(run.pictures())
     lines.append(_row("TensorBoard", f"tensorboard --logdir {folder / 'tensorboard'}"))
     return lines
@@ -66,14 +66,17 @@ def _losses(run: RunRecord) -> Iterator[str]:
             return
 
 
-def _measures(folder: Path) -> Iterator[str]:
-    """Yield a row per evaluation result; the measurement is named once."""
+def _measures(run: RunRecord) -> Iterator[str]:
+    """Yield a row per evaluation result, named once, and per file that cannot be read."""
+    found, refused = run.results
     before = ""
-    for measure in eval_metrics(folder):
+    for measure in metrics_of(found):
         note = f"  {measure.note}" if measure.note else ""
         label = "" if measure.group == before else measure.group
         yield _row(label, f"{measure.name:16}{measure.formatted:>8}{note}")
         before = measure.group
+    for reason in refused.values():
+        yield _row("cannot be read", reason)
 
 
 def _pictures(pictures: Mapping[str, Path]) -> Iterator[str]:

@@ -27,9 +27,9 @@ from megavis.commands.options.shared import chosen_options, refuse_options, spel
 from megavis.commands.terminal import quietly
 from megavis.composition.model import generator_of
 from megavis.config.errors import UserError
-from megavis.data.format.files import write_json
 from megavis.data.format.manifest import MANIFEST_NAME, PALETTE_NAME
 from megavis.data.loading.loader import Batch, read_batch, read_round_robin
+from megavis.evaluation.images.results import MomentsResult
 from megavis.evaluation.images.set_metrics import compare, largest_differences
 from megavis.model.kernel_compiler import require_compiled
 from megavis.notebook import Run
@@ -229,16 +229,16 @@ def compare_moments(opened: Run, args: argparse.Namespace, sampler: Sampler) -> 
         raise UserError("the run has no data.validation; name latents shards with --images")
     held_out, labels = _stored_latents(opened, folder, args.num_images)
     drawn = sampler.draw(len(labels), conditions={"labels": labels}, batch_size=args.batch_size)
-    result = {**chosen_options(args), **compare(drawn.cpu(), held_out)}
-    differences = {"drawn": result["largest_difference"]}
+    found = {**chosen_options(args), **compare(drawn.cpu(), held_out)}
+    differences = {"drawn": found["largest_difference"]}
     trained_on = opened.config.data.train
     if isinstance(trained_on, str) and Path(trained_on, MANIFEST_NAME).exists():
         seen, _ = _stored_latents(opened, trained_on, args.num_images)
-        result["training_difference"] = largest_differences(seen, held_out)
-        differences["of training"] = result["training_difference"]
+        found["training_difference"] = largest_differences(seen, held_out)
+        differences["of training"] = found["training_difference"]
     if opened.context.is_main:
         path = opened.folder / "evaluation" / f"moments-{opened.step:08d}.json"
-        write_json(path, result)
+        MomentsResult.parse(found).write(path)
         sys.stdout.write(f"{path}\nlargest difference from held-out latents over the channels\n")
         for name, moments in differences.items():
             words = ", ".join(f"{moment} {value:.3f}" for moment, value in moments.items())

@@ -17,8 +17,8 @@ from megavis.commands.figure import save_figure
 from megavis.commands.opening import feature_cache, job_closed, network_of, open_run, open_shards
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
-from megavis.data.format.files import from_json, to_json, write_atomically
 from megavis.evaluation.probe import ProbeData, ProbeSettings, score_best_layer
+from megavis.evaluation.results import SweepScore
 from megavis.notebook import Run
 from megavis.parallel.launch import read_launch
 from megavis.training.job import open_job
@@ -136,16 +136,14 @@ def _score(point: Point, args: argparse.Namespace) -> float:
         logged = [record[key] for record in read_metrics(point.folder) if key in record]
         return logged[-1] if logged else math.nan
     kept = point.folder / "evaluation" / "sweep.json"
-    asked = {"step": point.step, "train_images": args.train_images}
     if kept.exists():
-        record = from_json(kept.read_text(encoding="utf-8"))
-        if {key: record[key] for key in asked} == asked:
-            return float(record["accuracy"])
+        known = SweepScore.read(kept)
+        if (known.step, known.train_images) == (point.step, args.train_images):
+            return known.accuracy
     with job_closed():
         opened = open_run(point.folder, step=point.step, device=args.device)
         accuracy = _probe(opened, args)
-    kept.parent.mkdir(exist_ok=True)
-    write_atomically(kept, to_json({**asked, "accuracy": accuracy}).encode())
+    SweepScore(point.step, args.train_images, accuracy).write(kept)
     return accuracy
 
 

@@ -10,6 +10,7 @@ from megavis.composition.segmentation import Segmentation
 from megavis.config.errors import UserError
 from megavis.data.loading.labels import check_classes
 from megavis.data.loading.leakage import check_no_overlap, training_shards
+from megavis.evaluation.results import SegmentationResult
 from megavis.evaluation.segmentation import evaluate_originals
 
 
@@ -38,8 +39,8 @@ def evaluate(args: argparse.Namespace) -> int:
         is_main, step = opened.context.is_main, opened.step
     if is_main:
         path = args.out or args.run_folder / "evaluation" / "segmentation.json"
-        record = {"step": step, "data": str(images.directory), "stride": stride}
-        result.write(path, class_names=found, **record)
+        data = str(images.directory)
+        SegmentationResult(step, data, stride, result, class_names=found).write(path)
         sys.stdout.write(
             f"mIoU {result.mean_iou:.1%}, mean accuracy {result.mean_accuracy:.1%}, pixels"
             f" {result.pixel_accuracy:.1%} | N {result.num_images} of {images.directory}, windows"

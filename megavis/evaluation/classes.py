@@ -13,11 +13,9 @@ h hidden size, H and W pixels.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -27,12 +25,13 @@ from torch import Tensor, nn
 
 from megavis.composition.classification import Classification, is_among_likeliest
 from megavis.config.errors import UserError
-from megavis.data.format.files import write_json
 from megavis.data.loading.blended_dataset import Samples
 from megavis.data.loading.loader import Batch, evaluation_batches
 from megavis.evaluation.features import LabelledFeatures, view_of
 from megavis.evaluation.figures import plain_axes
+from megavis.evaluation.images.results import NamedRight
 from megavis.evaluation.linear import majority_vote
+from megavis.evaluation.results import ClassAccuracy
 from megavis.model.inference import Inference
 from megavis.parallel.random import derive_seed, seeded
 
@@ -44,31 +43,6 @@ _WIDTHS, _GRID, _LEARNING_RATE = (24, 48, 96), 4, 3e-3
 """Of the classifier of generated images: channels, side of the last grid, and rate."""
 
 
-@dataclass(frozen=True)
-class ClassResult:
-    """Accuracy on a set of labelled images.
-
-    Attributes:
-        top1: fraction of images whose most likely class is correct, in [0, 1].
-        top5: fraction whose class is among the five most likely (or all, if there are fewer).
-        num_views: random draws of each image's inputs, such as BERT's masks.
-        vote: fraction of images whose majority vote over views is correct; top1 for one view.
-        confusion: int64 `[c, c]`: images of each class (row) by predicted class (column).
-    """
-
-    num_images: int
-    top1: float
-    top5: float
-    num_views: int
-    vote: float
-    confusion: np.ndarray
-
-    def write(self, path: Path, *, class_names: Sequence[str], **record: Any) -> None:
-        """Write the result and further fields as JSON, atomically."""
-        content = {**record, **dataclasses.asdict(self), "class_names": list(class_names)}
-        write_json(path, {**content, "confusion": self.confusion.tolist()})
-
-
 @torch.no_grad()
 def evaluate_classifier(
     inference: Inference,
@@ -77,7 +51,7 @@ def evaluate_classifier(
     *,
     num_views: int = 1,
     batch_size: int = 64,
-) -> ClassResult:
+) -> ClassAccuracy:
     """Classify labelled images with a fine-tuned network.
 
     Collective over all processes of the job. Data-parallel ranks divide the images; fewer than one
@@ -102,15 +76,15 @@ def evaluate_classifier(
         counts[2:] += torch.bincount(cells, minlength=num_classes**2)
     dist.all_reduce(counts, group=context.data.group)
     top1, top5 = counts[:2].tolist()
-    confusion = counts[2:].view(num_classes, num_classes).cpu().numpy()
+    confusion = counts[2:].view(num_classes, num_classes)
     num_images = int(confusion.sum())
-    return ClassResult(
+    return ClassAccuracy(
         num_images=num_images,
         top1=top1 / num_images,
         top5=top5 / num_images,
         num_views=num_views,
-        vote=float(confusion.trace() / num_images),
-        confusion=confusion,
+        vote=int(confusion.trace()) / num_images,
+        confusion=tuple(map(tuple, confusion.tolist())),
     )
 
 
@@ -260,17 +234,12 @@ def classify_images(classifier: ImageClassifier, images: Tensor) -> Tensor:
 
 def class_accuracies(
     classifier: ImageClassifier, images: Tensor, labels: Tensor, class_names: Sequence[str]
-) -> dict[str, Any]:
-    """Return the classifier's accuracy on images uint8 `[N, H, W, 3]` with labels int64 `[N]`.
-
-    Returns:
-        `images`, their number; `all`, the accuracy on all images; and `classes`, the accuracy on
-        each class that occurs, by name.
-    """
+) -> NamedRight:
+    """Return the classifier's accuracy on images uint8 `[N, H, W, 3]` with labels int64 `[N]`."""
     right = classify_images(classifier, images) == labels
     shares = {
         name: right[labels == label].float().mean().item()
         for label, name in enumerate(class_names)
         if (labels == label).any()
     }
-    return {"images": len(images), "all": right.float().mean().item(), "classes": shares}
+    return NamedRight(len(images), right.float().mean().item(), shares)

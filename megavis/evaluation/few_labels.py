@@ -8,7 +8,6 @@ influence only the choice of the layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from megavis.config.errors import UserError
@@ -21,27 +20,10 @@ from megavis.evaluation.linear import (
     choose_penalty,
     fit_classifier,
 )
+from megavis.evaluation.results import LowDataScore
 
 MAXIMUM_FOLDS = 5
 """Most folds of the cross-validation; at most the number of images per class."""
-
-
-@dataclass(frozen=True)
-class LowDataScore:
-    """Accuracy with few labels.
-
-    Attributes:
-        features: `trained`, `untrained` or `pixels`.
-        accuracies: accuracy on the validation set for each draw, in [0, 1].
-        deviation: sample standard deviation of the accuracies (divided by draws - 1).
-    """
-
-    features: str
-    layer: int
-    images_per_class: int
-    accuracies: tuple[float, ...]
-    mean: float
-    deviation: float
 
 
 def score_low_data(

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from megavis.composition.trainable import Trainable
     from megavis.data.loading.dataset import ShardDataset
-    from megavis.evaluation.probe import CheckpointScore, ProbeResult
+    from megavis.evaluation.probe import CheckpointScore
+    from megavis.evaluation.results import ProbeResult
     from megavis.model.inference import Inference
 
 Row = Mapping[str, Any]
@@ -100,7 +101,7 @@ def draw_depth(result: ProbeResult, *, name: str) -> Figure:
     networks = f"untrained, mean and range of {len(result.untrained)}"
     _line(axes, layers, columns["untrained_mean"], _UNTRAINED, networks)
     axes.axhline(100 * result.pixels.accuracy, color=_PIXELS, linestyle="--", label="raw pixels")
-    best = result.best
+    best = result.best_layer
     axes.plot(
         [best.layer], [100 * best.accuracy], "o", markersize=12, fillstyle="none", color=_TRAINED
     )

@@ -3,46 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
-from megavis.data.format.files import write_json
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches
+from megavis.evaluation.results import LikelihoodResult
 from megavis.model.inference import Inference
-
-
-@dataclass(frozen=True)
-class LikelihoodResult:
-    """Likelihood of held-out images under a network.
-
-    Attributes:
-        given: condition of the network, if any.
-        nats_per_dimension: mean of -log p; may be negative for densities.
-        bits_per_dimension: the same with logarithms to base 2.
-        nats_per_image: sum over all dimensions.
-    """
-
-    run: str
-    step: int
-    data: str
-    num_images: int
-    dimension: str
-    dimensions_per_image: int
-    given: str | None
-    nats_per_dimension: float
-    bits_per_dimension: float
-    nats_per_image: float
-    loss: float
-    precision: str
-
-    def write(self, path: Path) -> None:
-        """Write the result as JSON atomically. Raises OSError."""
-        write_json(path, asdict(self))
 
 
 def measure_likelihood(

@@ -27,6 +27,7 @@ from threadpoolctl import threadpool_limits
 
 from megavis.config.errors import UserError
 from megavis.evaluation.features import LabelledFeatures
+from megavis.evaluation.results import ConcatenatedScore, LayerScore
 from megavis.parallel.progress_bar import shown
 
 PENALTIES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
@@ -101,28 +102,6 @@ class HeldOutScore:
         return -self.negative_penalty
 
 
-@dataclass(frozen=True)
-class LayerScore:
-    """The score of one layer's classifier.
-
-    Attributes:
-        layer: l, from 0.
-        selection_accuracy: accuracy on the held-out training features, in [0, 1].
-        selection_loss: cross-entropy on them, in nats.
-        accuracy: accuracy on the validation set, in [0, 1], after fitting on all training
-            features.
-        vote_accuracy: accuracy of the majority vote over all views of each image; None for a
-            single view.
-    """
-
-    layer: int
-    penalty: float
-    selection_accuracy: float
-    selection_loss: float
-    accuracy: float
-    vote_accuracy: float | None = None
-
-
 def divide(labels: np.ndarray, *, share: float, seed: int) -> HeldOutSplit:
     """Hold out a `share`, in (0, 1), of the training features, with labels int64 `[b]`.
 
@@ -174,11 +153,6 @@ def score_layers(
     with _settings_of_fits(x), ThreadPoolExecutor(workers) as pool:
         scores = pool.map(lambda i: _score(i, train, validation, selection, recipe), chosen)
         return [*shown(scores, "classifiers", total=len(chosen), unit="layer")]
-
-
-def best_layer(scores: Sequence[LayerScore]) -> LayerScore:
-    """Return the best score on the held-out training features; the first of equal ones."""
-    return max(scores, key=lambda score: (score.selection_accuracy, -score.selection_loss))
 
 
 def _score(
@@ -284,24 +258,6 @@ def _settings_of_fits(x: np.ndarray) -> Iterator[None]:
         # A few images of each of many classes are no regression.
         warnings.filterwarnings("ignore", "The number of unique classes", UserWarning)
         yield
-
-
-@dataclass(frozen=True)
-class ConcatenatedScore:
-    """The score of a classifier on several layers' features; for the other fields see `LayerScore`.
-
-    Attributes:
-        features: `trained` or `untrained`.
-    """
-
-    features: str
-    layers: tuple[int, ...]
-    num_features: int
-    penalty: float
-    selection_accuracy: float
-    selection_loss: float
-    accuracy: float
-    vote_accuracy: float | None
 
 
 def adjacent_layers(centre: int, *, count: int, num_features: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Linear probe of a run, with raw pixels and untrained networks as baselines, and its JSON file.
+"""Linear probe of a run, with raw pixels and untrained networks as baselines.
 
 All use the same images, the same split of the training images and the same procedure; only the
 features differ.
@@ -6,111 +6,39 @@ features differ.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
-from pydantic import TypeAdapter
 
 from megavis.config.errors import UserError
-from megavis.data.format.files import from_json, write_json
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.leakage import Shards, check_no_overlap
 from megavis.evaluation.features import LabelledFeatures, pixel_features
-from megavis.evaluation.few_labels import LowDataScore, score_low_data
+from megavis.evaluation.few_labels import score_low_data
 from megavis.evaluation.likelihood import mean_loss
 from megavis.evaluation.linear import (
     STANDARDIZED,
-    ConcatenatedScore,
     FitRecipe,
     HeldOutSplit,
-    LayerScore,
-    best_layer,
     divide,
     score_concatenated,
     score_layers,
 )
 from megavis.evaluation.networks import Network
+from megavis.evaluation.results import (
+    ConcatenatedScore,
+    LayerScore,
+    LowDataScore,
+    ProbeResult,
+    best_layer,
+)
 from megavis.tokenizers.palette import Palette
 
 Pair = tuple[LabelledFeatures, LabelledFeatures]
 """Features of the training and of the validation images."""
-
-
-@dataclass(frozen=True)
-class ProbeResult:
-    """Result of a probe.
-
-    Attributes:
-        trained: scores of the run's network by layer.
-        untrained: the same for networks with the same config and fresh weights.
-        num_fitted: training images on which candidates were fitted.
-        num_held_out: training images on which layer and penalty were selected.
-        num_validation: images for the accuracies.
-        num_views: random draws of each validation image's inputs.
-        classifier: name of the recipe by which classifiers were fitted.
-        splits: shard folders: `train`, `validation` and, if given, `selection`.
-        num_equal: validation images that are also in the other shards; None if these were too
-            large to compare.
-        concatenated: concatenated adjacent layers, the trained network first; may be empty.
-        low_data: with few labels, for the trained network, the first untrained one and raw pixels;
-            may be empty.
-    """
-
-    step: int
-    trained: tuple[LayerScore, ...]
-    untrained: tuple[tuple[LayerScore, ...], ...]
-    pixels: LayerScore
-    num_fitted: int
-    num_held_out: int
-    num_validation: int
-    num_classes: int
-    num_views: int
-    seed: int
-    classifier: str
-    splits: Mapping[str, str] = field(default_factory=dict)
-    num_equal: int | None = None
-    concatenated: tuple[ConcatenatedScore, ...] = ()
-    low_data: tuple[LowDataScore, ...] = ()
-
-    @property
-    def best(self) -> LayerScore:
-        """Best layer of the trained network on the held-out training images."""
-        return best_layer(self.trained)
-
-    @property
-    def untrained_accuracy(self) -> float:
-        """Mean over the untrained networks of their best layers' accuracies.
-
-        This depends on their random initialization; hence several networks.
-        """
-        return statistics.mean(best_layer(scores).accuracy for scores in self.untrained)
-
-    def write(self, path: Path) -> None:
-        """Write the result as JSON atomically. Raises OSError."""
-        content = {
-            "best_layer": dataclasses.asdict(self.best),
-            "untrained_accuracy": self.untrained_accuracy,
-            **dataclasses.asdict(self),
-        }
-        write_json(path, content)
-
-    @classmethod
-    def read(cls, path: Path) -> ProbeResult:
-        """Read a result. Raises UserError: the file is missing, or has another format."""
-        try:
-            content = from_json(path.read_text(encoding="utf-8"))
-            names = {each.name for each in dataclasses.fields(cls)}
-            return _RESULT.validate_python({k: v for k, v in content.items() if k in names})
-        except (OSError, ValueError, AttributeError):
-            raise UserError(f"{path} is not a result of `megavis probe`") from None
-
-
-_RESULT = TypeAdapter(ProbeResult)
 
 
 @dataclass(frozen=True)
@@ -263,6 +191,8 @@ def probe(
         if number < 2:
             low_data += _low_data(name, features, best, settings)
     return ProbeResult(
+        best_layer=best_layer(scores[0]),
+        untrained_accuracy=statistics.mean(best_layer(each).accuracy for each in scores[1:]),
         step=step,
         trained=scores[0],
         untrained=tuple(scores[1:]),

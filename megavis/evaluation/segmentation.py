@@ -13,11 +13,7 @@ Legend: b images, H and W pixels, c classes.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,10 +25,10 @@ from megavis.composition.segmentation import Segmentation, pixel_classes, resize
 from megavis.data.codecs.crops import resize
 from megavis.data.codecs.jpeg import decode_png, decode_rgb, split
 from megavis.data.codecs.label_maps import painted as paint
-from megavis.data.format.files import write_json
 from megavis.data.loading.blended_dataset import Samples
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches
+from megavis.evaluation.results import PixelAccuracy
 from megavis.model.inference import Inference
 from megavis.parallel.progress_bar import shown
 
@@ -43,53 +39,28 @@ _WINDOWS = 8
 """Windows of an image that are predicted at once."""
 
 
-@dataclass(frozen=True)
-class SegmentationResult:
-    """Quality of predicted classes of pixels; shares are in [0, 1].
-
-    Attributes:
-        pixel_accuracy: share of the pixels whose class is right.
-        mean_accuracy: share of each class's pixels, averaged over the classes that occur.
-        mean_iou: intersection over union, averaged over the classes that occur or were predicted.
-        iou: of each class; None for those that neither occur nor were predicted.
-        confusion: int64 `[c, c]`: pixels of each class (row) by predicted class (column).
-    """
-
-    num_images: int
-    pixel_accuracy: float
-    mean_accuracy: float
-    mean_iou: float
-    iou: tuple[float | None, ...]
-    confusion: np.ndarray
-
-    @classmethod
-    def of(cls, confusion: np.ndarray, num_images: int) -> SegmentationResult:
-        """Return the result of a confusion matrix, int64 `[c, c]`."""
-        right = confusion.diagonal().astype(np.float64)
-        true, given = confusion.sum(1), confusion.sum(0)
-        union = true + given - confusion.diagonal()
-        occurs, counts = true > 0, union > 0
-        iou = np.divide(right, union, out=np.full(len(right), np.nan), where=counts)
-        recall = right[occurs] / true[occurs]
-        return cls(
-            num_images=num_images,
-            pixel_accuracy=float(right.sum() / max(1, true.sum())),
-            mean_accuracy=float(recall.mean()) if occurs.any() else 0.0,
-            mean_iou=float(iou[counts].mean()) if counts.any() else 0.0,
-            iou=tuple(None if np.isnan(each) else float(each) for each in iou),
-            confusion=confusion,
-        )
-
-    def write(self, path: Path, *, class_names: Sequence[str], **record: Any) -> None:
-        """Write the result and further fields as JSON, atomically."""
-        content = {**record, **dataclasses.asdict(self), "class_names": list(class_names)}
-        write_json(path, {**content, "confusion": self.confusion.tolist()})
+def accuracy_of(confusion: np.ndarray, num_images: int) -> PixelAccuracy:
+    """Return the numbers of a confusion matrix, int64 `[c, c]`."""
+    right = confusion.diagonal().astype(np.float64)
+    true, given = confusion.sum(1), confusion.sum(0)
+    union = true + given - confusion.diagonal()
+    occurs, counts = true > 0, union > 0
+    iou = np.divide(right, union, out=np.full(len(right), np.nan), where=counts)
+    recall = right[occurs] / true[occurs]
+    return PixelAccuracy(
+        num_images=num_images,
+        pixel_accuracy=float(right.sum() / max(1, true.sum())),
+        mean_accuracy=float(recall.mean()) if occurs.any() else 0.0,
+        mean_iou=float(iou[counts].mean()) if counts.any() else 0.0,
+        iou=tuple(None if np.isnan(each) else float(each) for each in iou),
+        confusion=tuple(map(tuple, confusion.tolist())),
+    )
 
 
 @torch.no_grad()
 def evaluate_segmentation(
     inference: Inference, objective: Segmentation, dataset: Samples, *, batch_size: int
-) -> SegmentationResult:
+) -> PixelAccuracy:
     """Predict the classes of all pixels of a set; collective over all processes of the job.
 
     Data-parallel ranks divide the images; fewer than one per rank are left out at the end.
@@ -111,7 +82,7 @@ def evaluate_segmentation(
         counts[-1] += len(classes)
     dist.all_reduce(counts, group=context.data.group)
     confusion = counts[:-1].view(num_classes, num_classes).cpu().numpy()
-    return SegmentationResult.of(confusion, int(counts[-1]))
+    return accuracy_of(confusion, int(counts[-1]))
 
 
 @torch.no_grad()
@@ -152,7 +123,7 @@ def evaluate_originals(
     *,
     stride: int,
     limit: int | None = None,
-) -> SegmentationResult:
+) -> PixelAccuracy:
     """Predict the classes of all pixels of images in their own size, by sliding windows.
 
     Collective over all processes of the job, whose data-parallel ranks divide the images.
@@ -174,7 +145,7 @@ def evaluate_originals(
         counts[-1] += 1
     dist.all_reduce(counts, group=context.data.group)
     confusion = counts[:-1].view(num_classes, num_classes).cpu().numpy()
-    return SegmentationResult.of(confusion, int(counts[-1]))
+    return accuracy_of(confusion, int(counts[-1]))
 
 
 def sliding_logits(

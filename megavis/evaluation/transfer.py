@@ -20,7 +20,7 @@ from megavis.config.errors import UserError
 from megavis.data.format.files import write_atomically
 from megavis.evaluation.features import LabelledFeatures
 from megavis.evaluation.few_labels import score_low_data
-from megavis.evaluation.figures import Row, markdown_table, write_table
+from megavis.evaluation.figures import markdown_table, write_table
 from megavis.evaluation.linear import (
     FitRecipe,
     HeldOutScore,
@@ -29,6 +29,7 @@ from megavis.evaluation.linear import (
     fit_classifier,
 )
 from megavis.evaluation.probe import ProbeSettings
+from megavis.evaluation.results import TransferRow, TransferScore
 
 FITTED_SHARE = 0.8
 """Fraction of `--examples` on which candidates are fitted: 800 of VTAB's 1000."""
@@ -54,54 +55,6 @@ class Task:
     selection: HeldOutSplit
     splits: Mapping[str, str]
     num_equal: int | None = None
-
-
-@dataclass(frozen=True)
-class TransferScore:
-    """The score of one layer's classifier.
-
-    Attributes:
-        layer_from: how it was selected, `held-out images` or `--layer`.
-        labels: training data: `all` training images, or `25 a class`.
-        penalty: weight of ½‖w‖² relative to the mean cross-entropy; None with few labels, where
-            each draw selects its own.
-        selection_accuracy: accuracy on the held-out images, in [0, 1]; None with few labels.
-        accuracy: accuracy on the test images; with few labels, the mean over draws.
-        class_accuracy: mean of the accuracies per class; None with few labels.
-        deviation: standard deviation of `accuracy` over draws of few labels, else None.
-    """
-
-    layer: int
-    layer_from: str
-    labels: str
-    penalty: float | None
-    selection_accuracy: float | None
-    accuracy: float
-    class_accuracy: float | None = None
-    deviation: float | None = None
-
-
-@dataclass(frozen=True)
-class TransferResult:
-    """Scores of features on one data set.
-
-    Attributes:
-        num_held_out: training images on which layer and penalty were selected.
-        num_equal: test images that were also trained on; None if unknown.
-        classifier: name of the recipe by which classifiers were fitted.
-        scores: the best layer first.
-    """
-
-    data_set: str
-    features: str
-    splits: Mapping[str, str]
-    num_train: int
-    num_held_out: int
-    num_test: int
-    num_equal: int | None
-    num_classes: int
-    classifier: str
-    scores: tuple[TransferScore, ...]
 
 
 def num_fitted(examples: int) -> int:
@@ -130,8 +83,12 @@ def first_examples(
     return train.subset(np.arange(examples)), HeldOutSplit(fitted, held_out)
 
 
-def transfer(task: Task, settings: ProbeSettings, *, layer: int | None = None) -> TransferResult:
+def transfer(
+    task: Task, settings: ProbeSettings, *, step: int, layer: int | None = None
+) -> list[TransferRow]:
     """Score the best layer on a data set, with few labels too, and in addition `layer`.
+
+    The best layer comes first. `step` is the checkpoint's, for the record.
 
     `settings` has the candidates, the recipe of the fits, and sizes, number and seed of the subsets
     with few labels. Pixels have a single layer, whatever is asked for.
@@ -151,18 +108,25 @@ def transfer(task: Task, settings: ProbeSettings, *, layer: int | None = None) -
     if layer is not None:
         choice = choices.get(layer) or _choose(task, layer, recipe)
         scores.append(_score(task, layer, choice, OPTION, recipe))
-    return TransferResult(
-        data_set=task.name,
-        features=task.features,
-        splits=task.splits,
-        num_train=len(train.labels),
-        num_held_out=len(task.selection.held_out),
-        num_test=len(task.test.labels),
-        num_equal=task.num_equal,
-        num_classes=len(np.unique(train.labels)),
-        classifier=recipe.name,
-        scores=(*scores, *_few_labels(task, best, settings)),
-    )
+    return [
+        TransferRow(
+            data_set=task.name,
+            features=task.features,
+            step=step,
+            seed=settings.seed,
+            classifier=recipe.name,
+            score=score,
+            num_train=len(train.labels),
+            num_held_out=len(task.selection.held_out),
+            num_test=len(task.test.labels),
+            num_equal=task.num_equal,
+            num_classes=len(np.unique(train.labels)),
+            train=task.splits["train"],
+            selection=task.splits.get("selection"),
+            test=task.splits["test"],
+        )
+        for score in (*scores, *_few_labels(task, best, settings))
+    ]
 
 
 def _choose(task: Task, layer: int, recipe: FitRecipe) -> HeldOutScore:
@@ -190,6 +154,7 @@ def _score(
         selection_accuracy=choice.accuracy,
         accuracy=float(accuracy_score(test.labels, answers)),
         class_accuracy=float(balanced_accuracy_score(test.labels, answers)),
+        deviation=None,
     )
 
 
@@ -212,6 +177,7 @@ def _few_labels(task: Task, layer: int, settings: ProbeSettings) -> list[Transfe
             penalty=None,
             selection_accuracy=None,
             accuracy=score.mean,
+            class_accuracy=None,
             deviation=score.deviation,
         )
         for score in scores
@@ -233,64 +199,32 @@ _HEADER = (
 )
 
 
-def rows_of(results: Sequence[TransferResult], *, step: int, seed: int) -> list[Row]:
-    """Return one row per classifier, with fractions in [0, 1]; cells may be empty."""
-    return [
-        {
-            "data_set": result.data_set,
-            "features": result.features,
-            "step": step,
-            "seed": seed,
-            "classifier": result.classifier,
-            **{key: "" if value is None else value for key, value in vars(score).items()},
-            "num_train": result.num_train,
-            "num_held_out": result.num_held_out,
-            "num_test": result.num_test,
-            "num_equal": "" if result.num_equal is None else result.num_equal,
-            "num_classes": result.num_classes,
-            "train": result.splits["train"],
-            "selection": result.splits.get("selection", ""),
-            "test": result.splits["test"],
-        }
-        for result in results
-        for score in result.scores
-    ]
-
-
-def markdown_of(
-    results: Sequence[TransferResult], *, title: str, per_class: Collection[str] = ()
-) -> str:
+def markdown_of(rows: Sequence[TransferRow], *, title: str, per_class: Collection[str] = ()) -> str:
     """Return the table as Markdown, with title, means over data sets, and notes on the images.
 
     The mean over data sets takes those in `per_class` with the mean accuracy of their classes
     ("How Well Do Self-Supervised Models Transfer?" (Ericsson et al.) does so for some).
     """
-    rows = [_row(result, score) for result in results for score in result.scores]
-    lines = markdown_table(_HEADER, [*rows, *_means(results, per_class)])
-    return "\n".join([title, "", *lines, "", *_footnotes(results)]) + "\n"
+    lines = markdown_table(_HEADER, [*map(_cells, rows), *_means(rows, per_class)])
+    return "\n".join([title, "", *lines, "", *_footnotes(rows)]) + "\n"
 
 
 def write_transfer(
-    folder: Path,
-    results: Sequence[TransferResult],
-    *,
-    title: str,
-    step: int,
-    seed: int,
-    per_class: Collection[str] = (),
+    folder: Path, rows: Sequence[TransferRow], *, title: str, per_class: Collection[str] = ()
 ) -> list[Path]:
     """Write `transfer.md` and `transfer.csv` and return both paths. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     readable = folder / "transfer.md"
-    write_atomically(readable, markdown_of(results, title=title, per_class=per_class).encode())
-    return [readable, write_table(folder / "transfer.csv", rows_of(results, step=step, seed=seed))]
+    write_atomically(readable, markdown_of(rows, title=title, per_class=per_class).encode())
+    return [readable, write_table(folder / "transfer.csv", [row.record() for row in rows])]
 
 
-def _means(results: Sequence[TransferResult], per_class: Collection[str]) -> Iterator[list[str]]:
+def _means(rows: Sequence[TransferRow], per_class: Collection[str]) -> Iterator[list[str]]:
     """Yield rows with means over data sets, for features evaluated on all of them."""
-    data_sets = dict.fromkeys(result.data_set for result in results)
-    for features in dict.fromkeys(result.features for result in results):
-        own = [_measured(result, per_class) for result in results if result.features == features]
+    data_sets = dict.fromkeys(row.data_set for row in rows)
+    best = {(row.features, row.data_set): row for row in reversed(rows)}
+    for features in dict.fromkeys(row.features for row in rows):
+        own = [_measured(row, per_class) for key, row in best.items() if key[0] == features]
         if len(own) == len(data_sets) > 1:
             among = [name for name in data_sets if name in per_class]
             what = f", by class for {', '.join(among)}" if among else ""
@@ -298,30 +232,30 @@ def _means(results: Sequence[TransferResult], per_class: Collection[str]) -> Ite
             yield [*cells, *[""] * (len(_HEADER) - len(cells))]
 
 
-def _measured(result: TransferResult, per_class: Collection[str]) -> float:
-    best = result.scores[0]
-    if result.data_set not in per_class:
-        return best.accuracy
-    assert best.class_accuracy is not None
-    return best.class_accuracy
+def _measured(best: TransferRow, per_class: Collection[str]) -> float:
+    if best.data_set not in per_class:
+        return best.score.accuracy
+    assert best.score.class_accuracy is not None
+    return best.score.class_accuracy
 
 
-def _row(result: TransferResult, score: TransferScore) -> list[str]:
+def _cells(row: TransferRow) -> list[str]:
+    score = row.score
     few = score.deviation is not None
     spread = f" ± {100 * score.deviation:.1f}" if score.deviation is not None else ""
-    fitted = result.num_train - result.num_held_out
+    fitted = row.num_train - row.num_held_out
     return [
-        result.data_set,
-        result.features,
+        row.data_set,
+        row.features,
         f"{100 * score.accuracy:.1f}{spread}",
         _percent(score.class_accuracy),
         score.labels,
         f"{score.layer}" + (" (given)" if score.layer_from == OPTION else ""),
         "by draw" if score.penalty is None else f"{score.penalty:g}",
         _percent(score.selection_accuracy),
-        "" if few else f"{fitted} + {result.num_held_out}",
-        str(result.num_test),
-        str(result.num_classes),
+        "" if few else f"{fitted} + {row.num_held_out}",
+        str(row.num_test),
+        str(row.num_classes),
     ]
 
 
@@ -329,7 +263,7 @@ def _percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.1f}"
 
 
-def _footnotes(results: Sequence[TransferResult]) -> Iterator[str]:
-    for name, splits in {result.data_set: result.splits for result in results}.items():
-        images = "; ".join(f"{part}: {what}" for part, what in splits.items())
-        yield f"- {name}: {images}"
+def _footnotes(rows: Sequence[TransferRow]) -> Iterator[str]:
+    for name, row in {row.data_set: row for row in rows}.items():
+        splits = {"train": row.train, "selection": row.selection, "test": row.test}
+        yield f"- {name}: " + "; ".join(f"{part}: {what}" for part, what in splits.items() if what)

@@ -17,12 +17,18 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter
 
-from megavis.data.codecs.label_maps import TargetKind
-from megavis.data.format.files import from_json
 from megavis.evaluation.figures import markdown_table
+from megavis.evaluation.images.results import DepthResult, PanopticResult, SamplesResult
+from megavis.evaluation.results import (
+    ClassAccuracy,
+    FinetuneResult,
+    LikelihoodResult,
+    ProbeResult,
+    SegmentationResult,
+    TransferRow,
+)
 from megavis.reports.blocks import Table, number, percent
-from megavis.reports.results import probed_shards
-from megavis.reports.run_record import RunRecord, read_result
+from megavis.reports.run_record import RunRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +84,8 @@ def published_papers() -> dict[str, PublishedPaper]:
     return papers
 
 
-METRICS: Mapping[TargetKind, str] = {"panoptic": "PQ", "depth": "RMSE"}
-"""Metric of the table by kind of the maps, as a column names it before the stage."""
 STAGES = ("recon.", "inference")
+"""What a column of dense prediction names after the metric."""
 
 
 def dense_table(objective: str) -> PublishedTable | None:
@@ -90,20 +95,24 @@ def dense_table(objective: str) -> PublishedTable | None:
     return next((table for table in tables if table.measure == "dense_prediction"), None)
 
 
-def reconstruction_of(tokenizer: Path, file: str, result: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the errors of a run's tokenizer, if it was evaluated on the same images; else none.
+def reconstruction_of(
+    tokenizer: Path, file: str, result: PanopticResult | DepthResult
+) -> PanopticResult | DepthResult | None:
+    """Return the errors of a run's tokenizer, if it was evaluated on the same images.
 
     Args:
         tokenizer: run folder of the autoencoder.
         file: name of its evaluation's file.
         result: of the run that has this tokenizer.
+
+    Raises:
+        UserError: the file has another form.
     """
     path = tokenizer / "evaluation" / file
     if not path.exists():
-        return {}
-    found: dict[str, Any] = from_json(path.read_text(encoding="utf-8"))
-    is_same = all(found.get(key) == result[key] for key in ("of", "images"))
-    return found.get("all", {}) if is_same else {}
+        return None
+    found = type(result).read(path)
+    return found if (found.of, found.images) == (result.of, result.images) else None
 
 
 def markdown_of(
@@ -158,6 +167,7 @@ _SAME_MEASURE = {
     "linear_probe": {"linear_probe", "classification"},
     "low_data": {"low_data"},
     "finetune": {"finetune", "classification"},
+    "segmentation": {"segmentation"},
     "generation": {"generation"},
     "transfer": {"transfer", "linear_probe"},
     "likelihood": {"likelihood"},
@@ -209,72 +219,70 @@ def _table(table: PublishedTable, paper: PublishedPaper) -> Table:
 
 def run_results(run: RunRecord) -> Iterator[RunResult]:
     """Yield what a run's evaluation has found, as far as papers have a table of it."""
-    for path in run.results():
-        find = _FINDERS.get(path.name)
-        if find is None:
-            continue
-        try:
-            yield from list(find(run, read_result(path)))
-        except (KeyError, TypeError, ValueError):
-            continue  # the file's own section shows its content
+    for name, result in run.results[0].items():
+        if find := _FINDERS.get(name):
+            yield from find(run, result)
 
 
-def _probe(run: RunRecord, result: dict[str, Any]) -> Iterator[RunResult]:
-    images = f"{result['num_validation']} of {probed_shards(run, result) or 'validation'}"
-    best = result["best_layer"]
-    what = f"linear probe, layer {best['layer']}, step {result['step']}"
-    yield RunResult("linear_probe", run.name, what, images, percent(best["accuracy"]))
-    for score in result.get("low_data") or ():
-        if score["features"] == "trained":
-            what = f"{score['images_per_class']} labels per class, {len(score['accuracies'])} draws"
-            error = f"{100 * (1 - score['mean']):.1f} ± {100 * score['deviation']:.1f} % error"
+def _probe(run: RunRecord, result: ProbeResult) -> Iterator[RunResult]:
+    images = f"{result.num_validation} of {result.splits['validation']}"
+    what = f"linear probe, layer {result.best_layer.layer}, step {result.step}"
+    yield RunResult("linear_probe", run.name, what, images, percent(result.best_layer.accuracy))
+    for score in result.low_data:
+        if score.features == "trained":
+            what = f"{score.images_per_class} labels per class, {len(score.accuracies)} draws"
+            error = f"{100 * (1 - score.mean):.1f} ± {100 * score.deviation:.1f} % error"
             yield RunResult("low_data", run.name, what, images, error)
 
 
-def _finetune(run: RunRecord, result: dict[str, Any]) -> Iterator[RunResult]:
-    images = f"{result['num_images']} of {result['data']} (test)"
-    what = f"fine-tuned, step {result['step']}"
-    yield RunResult("finetune", run.name, what, images, percent(result["vote"]))
+def _finetune(run: RunRecord, result: FinetuneResult) -> Iterator[RunResult]:
+    images = f"{result.accuracy.num_images} of {result.data} (test)"
+    what = f"fine-tuned, step {result.step}"
+    if isinstance(result.accuracy, ClassAccuracy):
+        yield RunResult("finetune", run.name, what, images, percent(result.accuracy.vote))
 
 
-def _samples(run: RunRecord, result: dict[str, Any]) -> Iterator[RunResult]:
-    reference = result["reference"]["source"]
-    images = f"{result['samples']['num_images']} against {reference}"
-    for key, name in (("fid", "FID"), ("frechet_distance", result["title"])):
-        if key in result:
-            yield RunResult("generation", run.name, name, images, number(result[key]))
+def _segmentation(run: RunRecord, result: SegmentationResult) -> Iterator[RunResult]:
+    images = f"{result.accuracy.num_images} of {result.data}"
+    what = f"fine-tuned, step {result.step}, mIoU"
+    yield RunResult("segmentation", run.name, what, images, percent(result.accuracy.mean_iou))
 
 
-def _transfer(run: RunRecord, rows: list[dict[str, str]]) -> Iterator[RunResult]:
+def _samples(run: RunRecord, result: SamplesResult) -> Iterator[RunResult]:
+    images = f"{result.samples.num_images} against {result.reference.source}"
+    yield RunResult("generation", run.name, result.title, images, number(result.distance))
+
+
+def _transfer(run: RunRecord, rows: Sequence[TransferRow]) -> Iterator[RunResult]:
     for row in rows:
-        # Older tables do not have the column.
-        if row["labels"] == "all" and row.get("features", "trained") == "trained":
-            what = f"linear probe on {row['data_set']}, layer {row['layer']}"
-            images = f"{row['num_test']} of {row['test']}"
-            yield RunResult("transfer", run.name, what, images, percent(float(row["accuracy"])))
+        if row.score.labels == "all" and row.features == "trained":
+            what = f"linear probe on {row.data_set}, layer {row.score.layer}"
+            images = f"{row.num_test} of {row.test}"
+            yield RunResult("transfer", run.name, what, images, percent(row.score.accuracy))
 
 
-def _likelihood(run: RunRecord, result: dict[str, Any]) -> Iterator[RunResult]:
-    images = f"{result['num_images']} of {result['data']}"
-    value = f"{result['nats_per_dimension']:.4f} nats per dimension ({result['dimension']})"
-    yield RunResult("likelihood", run.name, f"likelihood, step {result['step']}", images, value)
+def _likelihood(run: RunRecord, result: LikelihoodResult) -> Iterator[RunResult]:
+    images = f"{result.num_images} of {result.data}"
+    value = f"{result.nats_per_dimension:.4f} nats per dimension ({result.dimension})"
+    yield RunResult("likelihood", run.name, f"likelihood, step {result.step}", images, value)
 
 
-def _panoptic(run: RunRecord, result: dict[str, Any]) -> Iterator[RunResult]:
-    images, quality = f"{result['images']} of {result['of']}", f"{result['all']['PQ']:.1f} PQ"
-    what = f"panoptic quality, step {result['step']}"
+def _panoptic(run: RunRecord, result: PanopticResult) -> Iterator[RunResult]:
+    images, quality = f"{result.images} of {result.of}", f"{result.value:.1f} PQ"
+    what = f"panoptic quality, step {result.step}"
     yield RunResult("dense_prediction", run.name, what, images, quality)
 
 
-def _depth(run: RunRecord, result: dict[str, Any]) -> Iterator[RunResult]:
-    images, error = f"{result['images']} of {result['of']}", f"{result['all']['RMSE']:.3f} m RMSE"
-    yield RunResult("dense_prediction", run.name, f"depth, step {result['step']}", images, error)
+def _depth(run: RunRecord, result: DepthResult) -> Iterator[RunResult]:
+    images, error = f"{result.images} of {result.of}", f"{result.value:.3f} m RMSE"
+    yield RunResult("dense_prediction", run.name, f"depth, step {result.step}", images, error)
 
 
 _FINDERS: dict[str, Callable[[RunRecord, Any], Iterator[RunResult]]] = {
     "probe.json": _probe,
     "transfer.csv": _transfer,
     "finetune_test.json": _finetune,
+    "segmentation.json": _segmentation,
     "samples.json": _samples,
     "likelihood.json": _likelihood,
     "panoptic.json": _panoptic,

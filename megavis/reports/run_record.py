@@ -5,12 +5,11 @@ The results in `RUN/evaluation/` are also read as single metrics, each with its 
 
 from __future__ import annotations
 
-import csv
 import functools
 import math
 import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,28 @@ import yaml
 from megavis.checkpoint.format.folder import latest_checkpoint
 from megavis.checkpoint.format.manifest import CheckpointManifest, read_manifest
 from megavis.config.errors import UserError
-from megavis.data.format.files import from_json
+from megavis.evaluation.images.results import (
+    BaselineAnswer,
+    ClassesResult,
+    CompletedImage,
+    DepthResult,
+    FilledHidden,
+    FilledInGroups,
+    PanopticResult,
+    Quality,
+    ReconstructionResult,
+)
+from megavis.evaluation.results import (
+    FORMS,
+    FinetuneResult,
+    LikelihoodResult,
+    PixelAccuracy,
+    PositionAccuracy,
+    ProbeResult,
+    SegmentationResult,
+)
 from megavis.training.metrics import read_metrics
 from megavis.training.provenance import read_commands, read_faults, read_starts
-
-
-def read_result(path: Path) -> Any:
-    """Return the content of a JSON or CSV file, the latter as a list of rows by column."""
-    text = path.read_text(encoding="utf-8")
-    return from_json(text) if path.suffix == ".json" else [*csv.DictReader(text.splitlines())]
 
 
 @dataclass(frozen=True)
@@ -145,9 +157,15 @@ class RunRecord:
         values = self.series(key)[1]
         return statistics.median(values) if values else None
 
-    def results(self) -> Iterator[Path]:
-        """Yield the files of `evaluation/` in order of name."""
-        yield from sorted(path for path in self.folder.glob("evaluation/*") if path.is_file())
+    @property
+    def files(self) -> list[Path]:
+        """The files of `evaluation/` in order of name."""
+        return sorted(path for path in self.folder.glob("evaluation/*") if path.is_file())
+
+    @functools.cached_property
+    def results(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """See `read_results`."""
+        return read_results(self.folder)
 
     def pictures(self) -> dict[str, Path]:
         """Return the newest picture of each kind in `samples/`, as `samples`, `completions`."""
@@ -185,114 +203,149 @@ def format_value(value: float, unit: str) -> str:
     return f"{value:.1f}%" if unit == "%" else f"{value:.2f} {unit}".strip()
 
 
-def eval_metrics(folder: Path) -> Iterator[EvalMetric]:
-    """Yield the metrics in the evaluation files of a run folder, by command.
+def read_results(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Read the evaluation files of a run folder that have a known form.
 
-    A file that is not in the format that its command writes is skipped; the page shows it in a
-    section of its own.
+    Returns:
+        A `Result` or a list of `Row` by file name, and by file name why another cannot be read.
     """
-    for name, read in _READERS.items():
+    found, refused = dict[str, Any](), dict[str, str]()
+    for name, form in FORMS.items():
         path = folder / "evaluation" / name
         if path.exists():
             try:
-                content = read_result(path)
-                step = content.get("step") if isinstance(content, dict) else None
-                found = [replace(measure, step=step) for measure in read(content)]
-            except (LookupError, TypeError, ValueError, csv.Error):
-                continue
-            yield from found
+                found[name] = form.read(path)
+            except UserError as error:
+                refused[name] = str(error)
+    return found, refused
 
 
-def _probe(result: dict[str, Any]) -> Iterator[EvalMetric]:
+def eval_metrics(folder: Path) -> Iterator[EvalMetric]:
+    """Yield the metrics in the evaluation files of a run folder, by command.
+
+    Raises UserError if a file does not have the form that its command writes.
+    """
+    found, refused = read_results(folder)
+    for reason in refused.values():
+        raise UserError(reason)
+    yield from metrics_of(found)
+
+
+def metrics_of(found: Mapping[str, Any]) -> Iterator[EvalMetric]:
+    """Yield the metrics of the results of `read_results`."""
+    for name, measures in _MEASURES.items():
+        if name in found:
+            yield from measures(found[name])
+
+
+def _probe(result: ProbeResult) -> Iterator[EvalMetric]:
     """Accuracy of the best layer, of an untrained network and of raw pixels."""
-    group, best = "linear probe", result["best_layer"]
-    yield _share(group, "trained", best["accuracy"], f"layer {best['layer']}")
-    if best.get("vote_accuracy") is not None:
-        yield _share(group, "vote of masks", best["vote_accuracy"])
-    yield _share(group, "untrained", result["untrained_accuracy"])
-    yield _share(group, "raw pixels", result["pixels"]["accuracy"])
+    share = functools.partial(_share, "linear probe", step=result.step)
+    yield share("trained", result.best_layer.accuracy, f"layer {result.best_layer.layer}")
+    if result.best_layer.vote_accuracy is not None:
+        yield share("vote of masks", result.best_layer.vote_accuracy)
+    yield share("untrained", result.untrained_accuracy)
+    yield share("raw pixels", result.pixels.accuracy)
 
 
-def _classes(result: dict[str, Any]) -> Iterator[EvalMetric]:
+def _classes(result: FinetuneResult) -> Iterator[EvalMetric]:
     """Accuracy of fine-tuning on the test images."""
-    yield _share("classes", "test images", result["top1"], f"of {result['num_images']}")
+    found = result.accuracy
+    note = f"of {found.num_images}"
+    if isinstance(found, PixelAccuracy):
+        yield _share("segments", "mIoU of crops", found.mean_iou, note, step=result.step)
+    else:
+        yield _share("classes", "test images", found.top1, note, step=result.step)
 
 
-def _positions(rows: list[dict[str, str]]) -> Iterator[EvalMetric]:
+def _segments(result: SegmentationResult) -> Iterator[EvalMetric]:
+    """Segmentation of whole images."""
+    found = result.accuracy
+    note = f"of {found.num_images}"
+    yield _share("segments", "mIoU", found.mean_iou, note, step=result.step)
+    yield _share("segments", "pixels", found.pixel_accuracy, note, step=result.step)
+
+
+def _positions(rows: Sequence[PositionAccuracy]) -> Iterator[EvalMetric]:
     """Accuracy of positions: without a mask, with half masked, and by chance."""
-    accuracy = {float(row["mask_ratio"]): float(row["accuracy"]) for row in rows}
-    group = "in their place"
-    yield _share(group, "none masked", accuracy[0.0])
-    yield _share(group, "half masked", accuracy[0.5])
-    yield _share(group, "chance", float(rows[0]["chance"]))
+    for row in rows:
+        if row.mask_ratio in (0.0, 0.5):
+            name = "half masked" if row.mask_ratio else "none masked"
+            yield _share("in their place", name, row.accuracy)
+    yield _share("in their place", "chance", rows[0].chance)
 
 
-def _completions(rows: list[dict[str, str]]) -> Iterator[EvalMetric]:
+def _completions(rows: Sequence[CompletedImage]) -> Iterator[EvalMetric]:
     """PSNR over the pixels of all images, from the rows of single images."""
-    names = {
-        "completed": "one completion",
-        "mean_of_completions": "mean of several",
-        "last_row_repeated": "row repeated",
+    values = {
+        "one completion": [row.psnr_completed for row in rows],
+        "mean of several": [row.psnr_mean_of_completions for row in rows],
+        "row repeated": [row.psnr_last_row_repeated for row in rows],
     }
-    for key, name in names.items():
-        errors = [10 ** (-float(row[f"psnr_{key}"]) / 10) for row in rows]
+    for name, decibels in values.items():
+        errors = [10 ** (-value / 10) for value in decibels]
         yield EvalMetric("lower halves", name, -10 * math.log10(statistics.fmean(errors)), "dB")
 
 
-def _groups(rows: list[dict[str, str]]) -> Iterator[EvalMetric]:
+def _groups(rows: Sequence[FilledInGroups]) -> Iterator[EvalMetric]:
     for row in rows:
-        name = "all at once" if row["groups"] == "1" else f"{row['groups']} groups"
-        yield EvalMetric("what was hidden", name, float(row["psnr"]), "dB")
+        name = "all at once" if row.groups == 1 else f"{row.groups} groups"
+        yield EvalMetric("what was hidden", name, row.scores.psnr, "dB")
 
 
-def _hidden(rows: list[dict[str, str]]) -> Iterator[EvalMetric]:
+def _hidden(rows: Sequence[FilledHidden]) -> Iterator[EvalMetric]:
     for row in rows:
-        yield EvalMetric("hidden patches", row["hidden"], float(row["psnr"]), "dB")
+        yield EvalMetric("hidden patches", row.hidden, row.scores.psnr, "dB")
 
 
-def _reconstruction(result: dict[str, Any]) -> Iterator[EvalMetric]:
-    yield EvalMetric("reconstruction", "PSNR", result["psnr"], "dB")
-    yield EvalMetric("reconstruction", "SSIM", result["ssim"], "")
+def _reconstruction(result: ReconstructionResult) -> Iterator[EvalMetric]:
+    yield EvalMetric("reconstruction", "PSNR", result.psnr, "dB", step=result.step)
+    yield EvalMetric("reconstruction", "SSIM", result.ssim, "", step=result.step)
 
 
-def _named(result: dict[str, Any]) -> Iterator[EvalMetric]:
+def _named(result: ClassesResult) -> Iterator[EvalMetric]:
     """Accuracy of a classifier on samples, reconstructions and real images."""
-    for name in ("samples", "reconstructions", "real images"):
-        if name in result:
-            part = result[name]
-            yield _share("named right", name, part["all"], f"of {part['images']}")
+    parts = {"samples": result.samples, "reconstructions": result.reconstructions}
+    for name, part in {**parts, "real images": result.real_images}.items():
+        if part is not None:
+            yield _share("named right", name, part.overall, f"of {part.images}")
 
 
-def _likelihood(result: dict[str, Any]) -> Iterator[EvalMetric]:
-    yield EvalMetric("likelihood", "per dimension", result["nats_per_dimension"], "nats")
+def _likelihood(result: LikelihoodResult) -> Iterator[EvalMetric]:
+    value = result.nats_per_dimension
+    yield EvalMetric("likelihood", "per dimension", value, "nats", step=result.step)
 
 
-def _panoptic(result: dict[str, Any]) -> Iterator[EvalMetric]:
-    group, note = "panoptic quality", f"of {result['images']} images"
-    for name, part in (("all classes", "all"), ("things", "things"), ("stuff", "stuff")):
-        yield EvalMetric(group, name, result[part]["PQ"], "", note)
+def _panoptic(result: PanopticResult) -> Iterator[EvalMetric]:
+    note = f"of {result.images} images"
+    parts = {"all classes": result.overall, "things": result.things, "stuff": result.stuff}
+    for name, part in parts.items():
+        yield EvalMetric("panoptic quality", name, part.pq, "", note, result.step)
 
 
-def _depth(result: dict[str, Any]) -> Iterator[EvalMetric]:
-    note = f"of {result['images']} images"
-    yield EvalMetric("depth", "RMSE", result["all"]["RMSE"], "m", note)
+def _depth(result: DepthResult) -> Iterator[EvalMetric]:
+    note = f"of {result.images} images"
+    yield EvalMetric("depth", "RMSE", result.overall.rmse, "m", note, result.step)
 
 
-def _baselines(answers: list[dict[str, Any]]) -> Iterator[EvalMetric]:
+def _baselines(answers: Sequence[BaselineAnswer]) -> Iterator[EvalMetric]:
     """Scores of what can be said of label maps without a model."""
-    for answer in answers:
-        is_depth = "RMSE" in answer
-        value = answer["RMSE" if is_depth else "PQ"]
-        yield EvalMetric("without a model", answer["answer"], value, "m" if is_depth else "")
+    for each in answers:
+        scores = each.scores
+        value, unit = (scores.pq, "") if isinstance(scores, Quality) else (scores.rmse, "m")
+        yield EvalMetric("without a model", each.answer, value, unit)
 
 
-def _share(group: str, name: str, share: float, note: str = "") -> EvalMetric:
-    return EvalMetric(group, name, 100 * share, "%", note)
+def _share(
+    group: str, name: str, share: float, note: str = "", *, step: int | None = None
+) -> EvalMetric:
+    return EvalMetric(group, name, 100 * share, "%", note, step)
 
 
-_READERS: dict[str, Callable[[Any], Iterator[EvalMetric]]] = {
+_MEASURES: dict[str, Callable[[Any], Iterator[EvalMetric]]] = {
     "probe.json": _probe,
     "finetune_test.json": _classes,
+    "segmentation.json": _segments,
     "positions.csv": _positions,
     "completions.csv": _completions,
     "groups.csv": _groups,

@@ -10,7 +10,9 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from megavis.checkpoint.format.folder import chosen_checkpoint, saved_steps, step_folder
 from megavis.checkpoint.format.manifest import read_manifest
@@ -26,10 +28,11 @@ from megavis.data.loading.dataset import ShardDataset, Subset, halves, shuffled
 from megavis.data.loading.labels import check_classes, check_labels
 from megavis.data.loading.leakage import check_no_overlap, training_shards
 from megavis.data.loading.opening import ShardOpener
-from megavis.evaluation.classes import ClassResult, evaluate_classifier
+from megavis.evaluation.classes import evaluate_classifier
 from megavis.evaluation.figures import draw_confusion, write_png
 from megavis.evaluation.networks import NUM_VIEWS
-from megavis.evaluation.segmentation import SegmentationResult, draw_examples, evaluate_segmentation
+from megavis.evaluation.results import ClassAccuracy, FinetuneResult, Part, PixelAccuracy
+from megavis.evaluation.segmentation import draw_examples, evaluate_segmentation
 from megavis.grammar.same_run import source_differences
 from megavis.model.inference import Inference
 from megavis.parallel.context import ParallelContext
@@ -107,13 +110,13 @@ class Finetuning:
                 path.with_suffix(".png").unlink(missing_ok=True)
 
     @property
-    def _parts(self) -> dict[str, Subset]:
+    def _parts(self) -> dict[Part, Subset]:
         """The images by the name that results give them."""
         # The test's result is written last: `is_finished` and `finetuned_step` take it for the end.
         return {"selection": self.validation, "test": self.test}
 
     @property
-    def _results(self) -> dict[str, Path]:
+    def _results(self) -> dict[Part, Path]:
         """The result files by part."""
         folder = self.folder / "evaluation"
         return {part: folder / f"finetune_{part}.json" for part in self._parts}
@@ -151,7 +154,7 @@ class Finetuning:
                 self._write(result, path, part, step)
                 write_png(path.with_suffix(".png"), picture)
 
-    def _result(self, engine: Engine, dataset: Subset) -> ClassResult | SegmentationResult:
+    def _result(self, engine: Engine, dataset: Subset) -> ClassAccuracy | PixelAccuracy:
         objective, batch_size = self.objective, engine.micro_batch_size
         inference = Inference(engine.layers, engine.context)
         if isinstance(objective, Segmentation):
@@ -166,49 +169,45 @@ class Finetuning:
         )
 
     def _picture(
-        self, engine: Engine, result: ClassResult | SegmentationResult, part: str, step: int
+        self, engine: Engine, accuracy: ClassAccuracy | PixelAccuracy, part: Part, step: int
     ) -> Figure:
         """Draw the confusion of classes, or some images with their maps; on every process."""
-        if isinstance(result, ClassResult):
-            title = f"step {step}: {result.vote:.1%} of {result.num_images} {part} images"
-            return draw_confusion(result.confusion, self.class_names, title=title)
+        where = f"of {accuracy.num_images} {part} images"
+        if isinstance(accuracy, ClassAccuracy):
+            title = f"step {step}: {accuracy.vote:.1%} {where}"
+            return draw_confusion(np.array(accuracy.confusion), self.class_names, title=title)
         assert isinstance(self.objective, Segmentation)
-        title = f"step {step}: mIoU {result.mean_iou:.1%} of {result.num_images} {part} images"
+        title = f"step {step}: mIoU {accuracy.mean_iou:.1%} {where}"
         inference = Inference(engine.layers, engine.context)
         return draw_examples(inference, self.objective, self._parts[part], title=title)
 
     def _write(
-        self, result: ClassResult | SegmentationResult, path: Path, part: str, step: int
+        self, accuracy: ClassAccuracy | PixelAccuracy, path: Path, part: Part, step: int
     ) -> None:
-        data = str(self._parts[part].directory)
-        record = {"step": step, "part": part, "data": data, **self._hyper_parameters()}
-        result.write(path, class_names=self.class_names, **record)
-        if isinstance(result, SegmentationResult):
-            sys.stdout.write(
-                f"{part}, best step {step}: mIoU {result.mean_iou:.1%}, pixels"
-                f" {result.pixel_accuracy:.1%} of {result.num_images} images, {path}\n"
-            )
-            sys.stdout.flush()
-            return
-        views = result.num_views
-        vote = f", {result.vote:.1%} by the vote of {views} draws" if views > 1 else ""
+        config = self.objective.config
+        FinetuneResult(
+            step=step,
+            part=part,
+            data=str(self._parts[part].directory),
+            seed=config.seed,
+            train=tuple(source.path for source in config.data.train_sources),
+            num_train=self.num_train,
+            batch_size=config.training.batch_size,
+            optimizer=config.optimizer.model_dump(mode="json"),
+            finetune=self.objective.settings.model_dump(mode="json"),
+            accuracy=accuracy,
+            class_names=tuple(self.class_names),
+        ).write(path)
+        if isinstance(accuracy, PixelAccuracy):
+            found = f"mIoU {accuracy.mean_iou:.1%}, pixels {accuracy.pixel_accuracy:.1%}"
+        else:
+            views = accuracy.num_views
+            vote = f", {accuracy.vote:.1%} by the vote of {views} draws" if views > 1 else ""
+            found = f"top-1 {accuracy.top1:.1%}{vote}, top-5 {accuracy.top5:.1%}"
         sys.stdout.write(
-            f"{part}, best step {step}: top-1 {result.top1:.1%}{vote}, top-5 {result.top5:.1%}"
-            f" of {result.num_images} images, {path}\n"
+            f"{part}, best step {step}: {found} of {accuracy.num_images} images, {path}\n"
         )
         sys.stdout.flush()
-
-    def _hyper_parameters(self) -> dict[str, Any]:
-        """Return the hyperparameters that an accuracy depends on, besides the initial weights."""
-        config = self.objective.config
-        return {
-            "seed": config.seed,
-            "train": [source.path for source in config.data.train_sources],
-            "num_train": self.num_train,
-            "batch_size": config.training.batch_size,
-            "optimizer": config.optimizer.model_dump(mode="json"),
-            "finetune": self.objective.settings.model_dump(mode="json"),
-        }
 
 
 def _check_test_images(

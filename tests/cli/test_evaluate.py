@@ -15,11 +15,9 @@ from small_vqgan import write_untrained_run
 from megavis.cli import main
 from megavis.commands import evaluate
 from megavis.data.format.files import sha256_of_file
-from megavis.evaluation.images.feature_networks import (
-    EfficientNetFeatures,
-    NetworkName,
-)
+from megavis.evaluation.images.feature_networks import EfficientNetFeatures
 from megavis.evaluation.images.image_files import open_images
+from megavis.evaluation.images.results import NetworkName
 from megavis.evaluation.images.set_metrics import precision_and_recall
 from megavis.tokenizers.network_tokenizer import open_tokenizer
 

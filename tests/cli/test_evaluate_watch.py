@@ -15,6 +15,7 @@ from megavis.commands import evaluate, evaluate_watch
 from megavis.config.load import load_config
 from megavis.config.section import EvaluationConfig
 from megavis.evaluation.features import cached_features
+from megavis.evaluation.results import WatchedCheckpoint
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import read_launch
 from megavis.training.callbacks import validation
@@ -223,11 +224,11 @@ def test_report_shows_watched_metrics(copied):
     from megavis.reports.run_record import RunRecord
 
     (copied / "evaluation").mkdir(exist_ok=True)
-    settings = {"train_images": 100, "validation_images": None, "seed": 3}
+    settings = {"seconds": 1.5, "train_images": 100, "validation_images": None, "seed": 3}
     settings |= {"frechet_distance": 7.5, "distance_of": "N 5 of watched"}
-    lines = [{"step": step, "probe_accuracy": step / 20, **settings} for step in (4, 8)]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (copied / "evaluation" / "watch.jsonl").write_text(text)
+    for step in (4, 8):
+        line = WatchedCheckpoint(step=step, probe_accuracy=step / 20, **settings)
+        line.append(copied / "evaluation" / "watch.jsonl")
     page = render([RunRecord.read(copied)])
     assert "Checkpoints during training" in page
     assert "<h4>Accuracy by step</h4>" in page

@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 import yaml
+from made_results import made, write_results
 
 import megavis
 from megavis.checkpoint.format.folder import latest_checkpoint, saved_steps, step_folder
@@ -121,7 +122,8 @@ def test_chosen_step_is_opened_exported_and_kept(config, capsys, tmp_path):
     evaluation = folder / "evaluation"
     result = json.loads((evaluation / "finetune_test.json").read_text())
     (evaluation / "finetune_test.json").write_text(json.dumps({**result, "step": 1}))
-    (evaluation / "likelihood.json").write_text('{"nats_per_dimension": 2.5, "step": 4}')
+    likelihood = made("likelihood.json", nats_per_dimension=2.5, step=4)
+    write_results(folder, likelihood=likelihood)
 
     with job_closed():
         assert megavis.load(folder, device="cpu").step == 1
@@ -131,6 +133,11 @@ def test_chosen_step_is_opened_exported_and_kept(config, capsys, tmp_path):
     assert "parameters after step 1.\n" in card
     assert f"| classes, test images | {result['top1']:.1%} (of 18) |" in card
     assert "| likelihood, per dimension | 2.50 nats (step 4) |" in card
+    path = evaluation / "likelihood.json"
+    path.write_text(path.read_text().replace('"run"', '"of"'))
+    assert main(["export", str(folder), "--to", "huggingface", str(tmp_path / "no")]) == 2
+    assert f"{path} is not a result of `megavis likelihood`: `run`" in capsys.readouterr().err
+    write_results(folder, likelihood=likelihood)
     with job_closed():
         assert megavis.load(tmp_path / "out", device="cpu").step == 1
 

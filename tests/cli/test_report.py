@@ -1,11 +1,15 @@
 """The summary of a run by `megavis report`."""
 
+import dataclasses
+import html
 import json
 import math
 
 import pytest
+from made_results import made, made_classes, made_probe, write_results
 
 from megavis.cli import main
+from megavis.evaluation.images.results import BaselineAnswer, NamedRight
 
 
 @pytest.fixture
@@ -28,15 +32,8 @@ def write_start(run, likelihood):
 
 
 def test_summary_of_losses_probe_and_images(folder, capsys):
-    (folder / "evaluation").mkdir()
-    probe = {
-        "best_layer": {"layer": 3, "accuracy": 0.75},
-        "untrained_accuracy": 0.5,
-        "pixels": {"layer": 0, "accuracy": 0.25},
-    }
-    (folder / "evaluation" / "probe.json").write_text(json.dumps(probe))
-    classes = json.dumps({"top1": 0.625, "num_images": 40})
-    (folder / "evaluation" / "finetune_test.json").write_text(classes)
+    probe = made_probe(0.75, 0.5, 0.25, layer=3)
+    write_results(folder, probe=probe, finetune_test=made_classes(0.625))
     names = ("samples-00000010", "samples-00000020", "completions-00000020", "step-00000020")
     for name in names:
         (folder / "samples" / f"{name}.png").touch()
@@ -60,11 +57,10 @@ def test_summary_of_losses_probe_and_images(folder, capsys):
 
 
 def test_summary_of_reconstructions_and_classes(folder, capsys):
-    (folder / "evaluation").mkdir()
-    lost = json.dumps({"psnr": 18.25, "ssim": 0.625})
-    (folder / "evaluation" / "reconstruction.json").write_text(lost)
-    named = {"real images": {"images": 8, "all": 1.0}, "samples": {"images": 40, "all": 0.625}}
-    (folder / "evaluation" / "classes.json").write_text(json.dumps(named))
+    lost = made("reconstruction.json", psnr=18.25, ssim=0.625)
+    real, drawn = NamedRight(8, 1.0, {}), NamedRight(40, 0.625, {})
+    named = made("classes.json", real_images=real, samples=drawn, reconstructions=None)
+    write_results(folder, reconstruction=lost, classes=named)
     assert main(["report", str(folder)]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     start = lines.index(["reconstruction", "PSNR", "18.25", "dB"])
@@ -77,23 +73,21 @@ def test_summary_of_reconstructions_and_classes(folder, capsys):
 
 
 def test_summary_of_label_maps(folder, capsys):
-    (folder / "evaluation").mkdir()
-    parts = {"all": {"PQ": 62.5}, "things": {"PQ": 50.0}, "stuff": {"PQ": 81.25}}
-    answers = [{"answer": "one segment", "PQ": 3.0}, {"answer": "mean map", "RMSE": 1.25}]
-    files = {
-        "panoptic": {"images": 8, **parts},
-        "depth_errors": {"images": 8, "all": {"RMSE": 0.25, "absRel": 0.125}},
-        "label_map_baselines": answers,
-    }
-    for name, content in files.items():
-        (folder / "evaluation" / f"{name}.json").write_text(json.dumps(content))
+    depth = made("depth_errors.json", images=8)
+    write_results(folder, panoptic=made("panoptic.json", images=8), depth_errors=depth)
+    quality, errors = made("panoptic.json").overall, dataclasses.replace(depth.overall, rmse=1.25)
+    answers = [
+        BaselineAnswer("one segment", dataclasses.replace(quality, pq=3.0)),
+        BaselineAnswer("mean map", errors),
+    ]
+    BaselineAnswer.write(folder / "evaluation" / "label_map_baselines.json", answers)
     assert main(["report", str(folder)]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     start = lines.index("panoptic quality all classes 62.50 of 8 images")
     assert lines[start + 1 : start + 6] == [
         "things 50.00 of 8 images",
         "stuff 81.25 of 8 images",
-        "depth RMSE 0.25 m of 8 images",
+        "depth RMSE 0.44 m of 8 images",
         "without a model one segment 3.00",
         "mean map 1.25 m",
     ]
@@ -112,7 +106,7 @@ def test_bits_only_where_the_loss_is_a_likelihood(folder, capsys):
     assert "bits per dimension" not in printed
 
 
-def test_files_of_another_format_are_skipped(folder, capsys):
+def test_files_of_another_form_are_named(folder, capsys):
     (folder / "evaluation").mkdir()
     files = {
         "probe.json": '{"step": 20}',
@@ -120,15 +114,26 @@ def test_files_of_another_format_are_skipped(folder, capsys):
         # With the content of probe.json, as `megavis figure depth` writes it.
         "depth.json": '{"best_layer": {"layer": 3, "accuracy": 0.75}}',
         "positions.csv": "mask_ratio,accuracy\n",
-        "likelihood.json": '{"nats_per_dimension": 2.5}',
+        "reconstruction.json": '{"psnr": 1',
     }
     for name, content in files.items():
         (folder / "evaluation" / name).write_text(content)
+    write_results(folder, likelihood=made("likelihood.json", nats_per_dimension=2.5))
     assert main(["report", str(folder)]) == 0
     printed = capsys.readouterr().out
     assert "per dimension   2.50 nats" in printed
-    assert "probe" not in printed
-    page = (folder / "report.html").read_text()
+    refused = [line.split(maxsplit=3)[3] for line in printed.splitlines() if "cannot be" in line]
+    evaluation = folder / "evaluation"
+    assert refused == [
+        f"{evaluation}/probe.json is not a result of `megavis probe`: `best_layer` is missing",
+        f"{evaluation}/positions.csv is not a result of `megavis figure positions`: it has no rows",
+        f"{evaluation}/reconstruction.json is not a result of `megavis evaluate reconstruction`:"
+        " it is not JSON (Expecting ',' delimiter: line 1 column 11 (char 10))",
+        f"{evaluation}/panoptic.json is not a result of `megavis evaluate panoptic`: it should"
+        " hold JSON objects, not '[]'",
+    ]
+    page = html.unescape((folder / "report.html").read_text())
+    assert all(reason in page for reason in refused)
     assert "likelihood, per dimension" in page
     assert "Linear probe by layer" in page
 
@@ -142,7 +147,7 @@ def test_summary_of_paper_figures(folder, capsys):
         "completions": "image,psnr_completed,psnr_mean_of_completions,psnr_last_row_repeated\n"
         "0,10.0,20.0,5.0\n1,30.0,20.0,5.0\n",
         "groups": "groups,psnr,psnr_of_images\n1,17.5,18.0\n12,16.25,18.0\n",
-        "reconstructions": "hidden,psnr\npredicted,14.5\nmean colours,9.25\n",
+        "reconstructions": "hidden,psnr,psnr_of_images\npredicted,14.5,15\nmean colours,9.25,9\n",
     }
     for name, table in tables.items():
         (folder / "evaluation" / f"{name}.csv").write_text(table)

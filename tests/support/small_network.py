@@ -1,6 +1,7 @@
 """A trivial feature network for Fréchet distances."""
 
-from megavis.evaluation.images.feature_networks import Activations, NetworkName
+from megavis.evaluation.images.feature_networks import Activations
+from megavis.evaluation.images.results import NetworkName
 
 
 class Small:

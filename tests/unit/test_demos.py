@@ -10,9 +10,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from made_results import made_probe, write_results
 
 from data_tools.__main__ import build_parser
 from megavis.cli import read_arguments
+from megavis.config.errors import UserError
 
 pytestmark = pytest.mark.once
 
@@ -137,12 +139,7 @@ def write_probed(runs, seed, trained, steps=7):
     (runs / name / "config.yaml").write_text(f"name: {name}\nseed: {seed}\n{training}\n")
     record = {"step": 7, "validation_loss": 1.25}
     (runs / name / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-    probe = {
-        "best_layer": {"layer": 2, "accuracy": trained},
-        "untrained_accuracy": 0.125,
-        "pixels": {"accuracy": 0.25},
-    }
-    (runs / name / "evaluation" / "probe.json").write_text(json.dumps(probe))
+    write_results(runs / name, probe=made_probe(trained, 0.125, 0.25))
 
 
 def test_gallery_shows_existing_runs(gallery, tmp_path, capsys):
@@ -186,6 +183,18 @@ def test_seed_table_shows_mean_and_deviation(seeds, tmp_path, capsys):
     apart = ["5.0%", "9.0%", "10.0%"]
     assert ["linear probe, trained − raw pixels", "8.0 ± 2.6%", *apart] in rows
     assert ["validation loss", "1.25 ± 0.00", "1.25", "1.25", "1.25"] in rows
+
+
+def test_results_of_another_form_are_refused(seeds, gallery, tmp_path, capsys):
+    runs, page = tmp_path / "runs", tmp_path / "seeds.md"
+    write_probed(runs, 0, 0.3)
+    path = runs / "igpt_demo" / "evaluation" / "probe.json"
+    path.write_text(path.read_text().replace('"pixels"', '"colours"'))
+    message = f"{path} is not a result of `megavis probe`: `pixels` is missing"
+    assert seeds.main(["--runs", str(runs), "--out", str(page)]) == 2
+    assert message in capsys.readouterr().err
+    with pytest.raises(UserError, match="`pixels` is missing"):
+        gallery.main(runs, tmp_path)
 
 
 def test_seeds_of_different_recipes_are_refused(seeds, tmp_path, capsys):

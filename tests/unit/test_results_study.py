@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from made_results import made, made_classes, made_probe, write_results
 
 from benchmarks.results import driver, page
 from benchmarks.results.__main__ import main, parser
@@ -20,6 +21,7 @@ from benchmarks.results.tasks import HELD_OUT, TEST, Study, Task, config_of
 from data_tools.__main__ import build_parser
 from megavis.cli import read_arguments
 from megavis.config.errors import UserError
+from megavis.evaluation.results import EnsembleResult, EnsembleRow
 
 pytestmark = pytest.mark.once
 
@@ -126,7 +128,7 @@ def test_tables_are_written_without_running(tmp_path):
     class_folders(tmp_path / "data")
     out = tmp_path / "out"
     out.mkdir()
-    write_run(out, "results_mae", held_out=probe(0.4, 0.3, 0.35))
+    write_run(out, "results_mae", held_out=made_probe(0.4, 0.3, 0.35))
     assert main([str(tmp_path / "data"), "--out", str(out), "--tables"]) == 0
     assert "40.0 % (layer 1)" in (out / "results.md").read_text()
     assert not (out / "study.log").exists()
@@ -287,17 +289,6 @@ def test_a_signal_ends_the_command_and_the_study(stub, number):
     assert not (stub / "x").exists()
 
 
-def probe(best, untrained, pixels):
-    """Return the content of a probe's file, of two layers."""
-    return {
-        "best_layer": {"layer": 1, "accuracy": best},
-        "untrained_accuracy": untrained,
-        "pixels": {"accuracy": pixels},
-        "trained": [{"layer": 0, "accuracy": 0.2}, {"layer": 1, "accuracy": best}],
-        "untrained": [[{"layer": 0, "accuracy": 0.1}, {"layer": 1, "accuracy": untrained}]],
-    }
-
-
 def write(path, content):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content))
@@ -310,8 +301,7 @@ def write_run(folder, name, **evaluation):
     write(run / "starts.jsonl", start)
     write(run / "metrics.jsonl", {"step": 4, "validation_loss": 2.0})
     (run / "config.yaml").write_text("training: {batch_size: 16, validation_images: 500}\n")
-    for file, content in evaluation.items():
-        write(run / "evaluation" / f"{file}.json", content)
+    write_results(run, **evaluation)
     line = {"done": f"runs/{name}", "processor_seconds": 90, "began": "2026-11-26 07:00"}
     with (folder / "times.jsonl").open("a") as times:
         times.write(json.dumps({**line, "commit": "abc"}) + "\n")
@@ -325,10 +315,14 @@ def rows_of(text):
 def test_tables_have_the_numbers_of_the_runs(tmp_path):
     assert HELD_OUT.stem == "held_out"
     assert TEST.stem == "test"
-    write_run(tmp_path, "results_mae", held_out=probe(0.4, 0.3, 0.35))
-    write_run(tmp_path, "results_mae_finetune", finetune_test={"top1": 0.61})
-    write_run(tmp_path, "results_scratch", finetune_test={"top1": 0.52})
-    write_run(tmp_path, "results_mnist", likelihood={"bits_per_dimension": 0.9, "num_images": 9})
+    write_run(tmp_path, "results_mae", held_out=made_probe(0.4, 0.3, 0.35))
+    write_run(tmp_path, "results_mae_finetune", finetune_test=made_classes(0.61))
+    write_run(tmp_path, "results_scratch", finetune_test=made_classes(0.52))
+    write_run(
+        tmp_path,
+        "results_mnist",
+        likelihood=made("likelihood.json", bits_per_dimension=0.9, num_images=9),
+    )
     (written,) = page.write_page(study(pretraining=1280, finetuning=640), tmp_path, None)
     text = written.read_text()
     rows = rows_of(text)
@@ -345,19 +339,34 @@ def test_tables_have_the_numbers_of_the_runs(tmp_path):
 
 
 def test_test_images_have_columns_of_their_own(tmp_path):
-    write_run(tmp_path, "results_mae", held_out=probe(0.4, 0.3, 0.35), test=probe(0.41, 0.3, 0.36))
-    tested = {"num_images": 10000, "rows": [{"run": "x", "top1": 0.62, "top5": 0.9}]}
-    write_run(tmp_path, "results_mae_finetune", finetune_test={"top1": 0.61}, test=tested)
+    write_run(
+        tmp_path,
+        "results_mae",
+        held_out=made_probe(0.4, 0.3, 0.35),
+        test=made_probe(0.41, 0.3, 0.36),
+    )
+    tested = EnsembleResult(10000, (EnsembleRow("x", 0.62, 0.9),))
+    write_run(tmp_path, "results_mae_finetune", finetune_test=made_classes(0.61), test=tested)
     (written,) = page.write_page(study(), tmp_path, None)
     assert rows_of(written.read_text())["MAE"][-2:] == ["41.0 % (layer 1)", "62.0 %"]
     assert rows_of(written.read_text())["raw pixels"][5] == "36.0 %"
+
+
+def test_results_of_another_form_are_refused(tmp_path):
+    write_run(tmp_path, "results_mae", held_out=made_probe(0.4, 0.3, 0.35))
+    path = tmp_path / "runs/results_mae/evaluation/held_out.json"
+    path.write_text(path.read_text().replace('"num_views"', '"views"'))
+    with pytest.raises(UserError, match=f"{path} is not a result of .*: `num_views` is missing"):
+        page.write_page(study(), tmp_path, None)
 
 
 def test_seeds_are_a_mean_and_a_deviation(tmp_path):
     for seed, accuracy in enumerate((0.3, 0.34, 0.35)):
         tag = f"_{seed}" if seed else ""
         write_run(tmp_path, f"results_mp3_digits{tag}")
-        write_run(tmp_path, f"results_mp3_digits_finetune{tag}", finetune_test={"top1": accuracy})
+        write_run(
+            tmp_path, f"results_mp3_digits_finetune{tag}", finetune_test=made_classes(accuracy)
+        )
     (written,) = page.write_page(study(), tmp_path, None)
     part = written.read_text().partition("<!-- digits -->")[2]
     # ((0.3 - 0.33)² + (0.34 - 0.33)² + (0.35 - 0.33)²) / 2 = 0.0007, whose root is 0.0265.
@@ -386,7 +395,7 @@ def test_parts_of_a_page_are_replaced(tmp_path):
         page.write_page(study(), tmp_path, own)
     marks = [f"<!-- {name} --><!-- end of {name} -->\n" for name in ("mnist", "digits")]
     own.write_text(own.read_text() + "".join(marks))
-    write_run(tmp_path, "results_mae", held_out=probe(0.4, 0.3, 0.35))
+    write_run(tmp_path, "results_mae", held_out=made_probe(0.4, 0.3, 0.35))
     page.write_page(study(), tmp_path, own)
     text = own.read_text()
     assert text.startswith("before\n<!-- cifar10 -->\nLinux")

@@ -80,7 +80,10 @@ def chosen_checkpoint(run_folder: Path, step: int | None = None) -> Path:
 
 
 def finetuned_step(run_folder: Path) -> int | None:
-    """Return the step that a finished fine-tuning has chosen; None if there is no such result."""
+    """Return the step that a finished fine-tuning has chosen; None if there is no such result.
+
+    Raises UserError if the result does not name one.
+    """
     return _step_in(run_folder / "evaluation" / "finetune_test.json")
 
 
@@ -90,15 +93,24 @@ def early_stopping_file(run_folder: Path) -> Path:
 
 
 def early_stopped_step(run_folder: Path) -> int | None:
-    """Return the best step of pre-training that has ended; None without `training.patience`."""
+    """Return the best step of pre-training that has ended; None without `training.patience`.
+
+    Raises UserError as `finetuned_step`.
+    """
     return _step_in(early_stopping_file(run_folder))
 
 
 def _step_in(path: Path) -> int | None:
-    try:
-        return int(json.loads(path.read_text(encoding="utf-8"))["step"])
-    except (OSError, ValueError, TypeError, KeyError):
+    # The whole form is evaluation's (`results.py`); a checkpoint only needs to know the step.
+    if not path.exists():
         return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict) or not isinstance(content.get("step"), int):
+        raise UserError(f"{path} does not name the chosen step: `step` should be a whole number")
+    return int(content["step"])
 
 
 def checkpoint_to_open(run_folder: Path, step: int | None = None) -> Path:

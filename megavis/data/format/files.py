@@ -95,7 +95,14 @@ def _without_infinities(value: Any, name: str, found: dict[str, str]) -> Any:
 
 
 def _with_infinities(value: dict[str, Any]) -> dict[str, Any]:
-    for name, number in value.pop(_NOT_FINITE, {}).items():
+    try:
+        return _restored(value, value.pop(_NOT_FINITE, {}))
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"`{_NOT_FINITE}` names no number next to it ({error})") from None
+
+
+def _restored(value: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    for name, number in names.items():
         node: Any = value
         key, places = name, list[int]()
         while key not in value:

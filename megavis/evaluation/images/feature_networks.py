@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from megavis.config.errors import UserError
 from megavis.data.format.files import sha256_of_file
+from megavis.evaluation.images.results import NetworkName
 from megavis.parallel.device import full_float32
 from megavis.tokenizers.network_tokenizer import read_weights_file
 from megavis.tokenizers.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
@@ -48,23 +49,6 @@ class Activations:
     features: Tensor
     logits: Tensor
     spatial: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class NetworkName:
-    """Description of a network, shown with each result.
-
-    Attributes:
-        is_published: whether it gives the published metrics.
-    """
-
-    name: str
-    sha256: str
-    resize: str
-    is_published: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.sha256[:8]}"
 
 
 class FeatureNetwork(Protocol):

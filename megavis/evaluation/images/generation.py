@@ -18,7 +18,6 @@ import json
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +25,8 @@ from torch import Tensor
 
 from megavis.config.errors import UserError
 from megavis.data.format.files import sha256_of_file, write_atomically
-from megavis.evaluation.images.feature_networks import FeatureNetwork, NetworkName
+from megavis.evaluation.images.feature_networks import FeatureNetwork
+from megavis.evaluation.images.results import ImageSet, NetworkName, SamplesResult
 from megavis.evaluation.images.set_metrics import (
     NEIGHBORS,
     Gaussian,
@@ -114,98 +114,9 @@ class FeatureCollector:
         )
 
 
-@dataclass(frozen=True)
-class ImageSetComparison:
-    """Metrics of two sets of images, with their conditions.
-
-    Attributes:
-        numbers: metrics by name: `fid` and `sfid` with the published network, else
-            `frechet_distance`; `inception_score` or `class_score`; `precision` and `recall`.
-    """
-
-    network: NetworkName
-    samples: FeatureSummary
-    reference: FeatureSummary
-    numbers: dict[str, float]
-
-    @property
-    def title(self) -> str:
-        """Name of the distance."""
-        if self.network.is_published:
-            return "FID"
-        return f"Fréchet distance (features of {self.network.name}), not FID"
-
-    @property
-    def line(self) -> str:
-        """Metrics, N, network, reference and resize in one line."""
-        numbers = self.numbers
-        words = [f"{self.title}: {self.distance:.4g}"]
-        labels = {
-            "sfid": "sFID",
-            "spatial_frechet_distance": "spatial",
-            "inception_score": f"inception score (mean of {self.splits} splits)",
-            "class_score": f"exp KL of its classes (mean of {self.splits} splits)",
-            "precision": "precision",
-            "recall": "recall",
-        }
-        words += [f"{label} {numbers[k]:.4g}" for k, label in labels.items() if k in numbers]
-        return f"{', '.join(words)} | {self.conditions}"
-
-    @property
-    def distance(self) -> float:
-        """The Fréchet distance."""
-        return self.numbers[self.distance_key]
-
-    @property
-    def distance_key(self) -> str:
-        """Key of the distance: `fid`, or `frechet_distance`."""
-        return _key("distance", self.network)
-
-    @property
-    def conditions(self) -> str:
-        """Conditions of the metrics: N, network, reference and resize."""
-        known = self.reference.num_images
-        count = "of another tool, N unknown" if known is None else f"N {known}"
-        return (
-            f"N {self.samples.num_images} of {self.samples.source}, network {self.network},"
-            f" reference {self.reference.source} {self.reference.sha256[:8]} ({count}), resize"
-            f" {self.network.resize}"
-        )
-
-    @property
-    def splits(self) -> int:
-        """Number of splits of the class score."""
-        return RunningClassScore(self.samples.num_images or 0).num_splits
-
-    @property
-    def caution(self) -> str | None:
-        """Why the metrics are not comparable with published ones; None if they are."""
-        num_images, size = self.samples.num_images or 0, len(self.samples.gaussian.mean)
-        if num_images >= PUBLISHED_COUNT:
-            return None
-        fewer = f", fewer than the {size} features, so that the covariance is singular"
-        return (
-            f"the distance falls with N; published results use {PUBLISHED_COUNT:,} samples, these"
-            f" are {num_images:,}{fewer if num_images < size else ''}: compare only with equal N"
-        )
-
-    def record(self) -> dict[str, Any]:
-        """Return the comparison as JSON values."""
-        sets = {"samples": self.samples, "reference": self.reference}
-        return {
-            "title": self.title,
-            **self.numbers,
-            "network": vars(self.network),
-            **{name: _record(one) for name, one in sets.items()},
-            "neighbors": NEIGHBORS,
-            "class_score_splits": self.splits,
-            "caution": self.caution,
-        }
-
-
 def compare(
     samples: FeatureSummary, reference: FeatureSummary, *, device: torch.device
-) -> ImageSetComparison:
+) -> SamplesResult:
     """Compare samples with a reference; raise UserError if features are of different networks."""
     network = samples.network
     assert network is not None
@@ -220,7 +131,33 @@ def compare(
     if all(part is not None and len(part) > NEIGHBORS for part in parts):
         found = precision_and_recall(*(part.to(device) for part in parts if part is not None))
         numbers |= dict(zip(("precision", "recall"), found, strict=True))
-    return ImageSetComparison(network, samples, reference, numbers)
+    title = f"Fréchet distance (features of {network.name}), not FID"
+    return SamplesResult(
+        title="FID" if network.is_published else title,
+        **numbers,
+        network=network,
+        samples=_image_set(samples),
+        reference=_image_set(reference),
+        neighbors=NEIGHBORS,
+        class_score_splits=RunningClassScore(samples.num_images or 0).num_splits,
+        caution=_caution(samples),
+    )
+
+
+def _image_set(summary: FeatureSummary) -> ImageSet:
+    num_manifold = 0 if summary.features is None else len(summary.features)
+    return ImageSet(summary.source, summary.sha256, summary.num_images, num_manifold)
+
+
+def _caution(samples: FeatureSummary) -> str | None:
+    num_images, size = samples.num_images or 0, len(samples.gaussian.mean)
+    if num_images >= PUBLISHED_COUNT:
+        return None
+    fewer = f", fewer than the {size} features, so that the covariance is singular"
+    return (
+        f"the distance falls with N; published results use {PUBLISHED_COUNT:,} samples, these"
+        f" are {num_images:,}{fewer if num_images < size else ''}: compare only with equal N"
+    )
 
 
 def _key(number: str, network: NetworkName) -> str:
@@ -245,15 +182,6 @@ def _check_networks(
     ours, given = len(samples.gaussian.mean), len(reference.gaussian.mean)
     if ours != given:
         raise UserError(f"{reference.source} has {given} features, {network} has {ours}")
-
-
-def _record(summary: FeatureSummary) -> dict[str, Any]:
-    return {
-        "source": summary.source,
-        "sha256": summary.sha256,
-        "num_images": summary.num_images,
-        "num_manifold": 0 if summary.features is None else len(summary.features),
-    }
 
 
 def write_statistics(path: Path, summary: FeatureSummary) -> None:

@@ -21,7 +21,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,9 +34,9 @@ from megavis.data.format.files import sha256_of_file
 from megavis.data.format.manifest import MANIFEST_NAME
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches
-from megavis.evaluation.figures import Row
 from megavis.evaluation.images.feature_networks import FeatureNetwork
-from megavis.evaluation.images.generation import FeatureCollector, ImageSetComparison, compare
+from megavis.evaluation.images.generation import FeatureCollector, compare
+from megavis.evaluation.images.results import CompletedImage, DepthScores, Quality, SamplesResult
 from megavis.model.autoencoder_losses import PerceptualDistance
 from megavis.model.inference import Inference
 
@@ -74,7 +73,7 @@ class Completions:
     mean: float
     """PSNR of the mean of an image's completions."""
     repeated: float
-    rows: Sequence[Row]
+    rows: Sequence[CompletedImage]
 
 
 def score_completions(originals: Tensor, completed: Tensor, given: Tensor) -> Completions:
@@ -101,7 +100,7 @@ def score_completions(originals: Tensor, completed: Tensor, given: Tensor) -> Co
         float(signal_to_noise(part[None], true[None, :, None])) for part in made.values()
     )
     table = [
-        {"image": i, **{f"psnr_{name}": score[i] for name, score in scores.items()}}
+        CompletedImage(i, **{f"psnr_{name}": score[i] for name, score in scores.items()})
         for i in range(len(originals))
     ]
     return Completions(completed_db, mean_db, repeated_db, table)
@@ -195,7 +194,7 @@ class Distances:
         self._originals.add(originals)
         self._made.add(made)
 
-    def result(self, *, run: Path, originals: Path) -> ImageSetComparison:
+    def result(self, *, run: Path, originals: Path) -> SamplesResult:
         """Return the comparison; `originals` is the shard folder of the originals."""
         digest = sha256_of_file(originals / MANIFEST_NAME)
         return compare(
@@ -305,23 +304,8 @@ class PanopticQuality:
                 rows.append((overlap / weight, overlap / hits if hits else 0.0, hits / weight))
         if not rows:
             return Quality(0.0, 0.0, 0.0, 0)
-        pq, sq, rq = np.mean(rows, axis=0).tolist()
+        pq, sq, rq = (100.0 * part for part in np.mean(rows, axis=0).tolist())
         return Quality(pq, sq, rq, len(rows))
-
-
-@dataclass(frozen=True)
-class Quality:
-    """Panoptic, segmentation and recognition quality: means over the classes that occur."""
-
-    pq: float
-    sq: float
-    rq: float
-    num_classes: int
-
-    def record(self) -> dict[str, Any]:
-        """Return the qualities in percent, and the number of classes."""
-        parts = {"PQ": self.pq, "SQ": self.sq, "RQ": self.rq}
-        return {**{name: 100.0 * part for name, part in parts.items()}, "classes": self.num_classes}
 
 
 def _segments(pixels: np.ndarray) -> np.ndarray:
@@ -358,15 +342,19 @@ class DepthErrors:
         true, guess = true[counts], np.maximum(guess[counts], 1.0 / UNITS_A_METRE)
         ratio = np.maximum(true / guess, guess / true)
         row = {
-            "RMSE": np.sqrt(np.square(true - guess).mean()),
-            "absRel": (np.abs(true - guess) / true).mean(),
+            "rmse": np.sqrt(np.square(true - guess).mean()),
+            "abs_rel": (np.abs(true - guess) / true).mean(),
             "log10": np.abs(np.log10(true) - np.log10(guess)).mean(),
         }
         row |= {f"delta{power}": (ratio < _RATIO**power).mean() for power in (1, 2, 3)}
         self._rows.append({name: float(value) for name, value in row.items()})
 
-    def record(self) -> dict[str, float]:
-        """Return the means over images; empty if there are none."""
+    def scores(self) -> DepthScores:
+        """Return the means over images. Raises UserError if there are none."""
         if not self._rows:
-            return {}
-        return {name: float(np.mean([row[name] for row in self._rows])) for name in self._rows[0]}
+            raise UserError(
+                f"no image has a depth between {_MIN_DEPTH} and {_MAX_DEPTH:g} m, so there is"
+                " nothing to compare"
+            )
+        first = self._rows[0]
+        return DepthScores(**{key: float(np.mean([r[key] for r in self._rows])) for key in first})

@@ -21,6 +21,7 @@ from megavis.config.errors import UserError
 from megavis.data.loading.loader import read_round_robin
 from megavis.evaluation.figures import FigureInput, RenderedFigure
 from megavis.evaluation.images.pair_metrics import score_filling
+from megavis.evaluation.images.results import FilledInGroups, FillingScores
 from megavis.model.autoencoder_losses import open_perceptual
 from megavis.parallel.random import derive_seed
 from megavis.sampling.pictures import completion_grid, pixels_of
@@ -98,7 +99,7 @@ def draw_groups(subject: FigureInput, options: argparse.Namespace) -> RenderedFi
         given = pixels_of(shown, paper.predicts.grid, originals.cpu().numpy())
         hidden = ~torch.from_numpy(given).to(originals.device)
         scores = score_filling(originals, images, hidden, perceptual=perceptual)
-        rows.append({"groups": count, **scores})
+        rows.append(FilledInGroups(count, FillingScores(**scores)).record())
         columns.append(images[:8].cpu().numpy())
     assert given is not None
     return RenderedFigure(

@@ -19,6 +19,7 @@ from megavis.config.errors import UserError
 from megavis.data.loading.loader import Batch, read_round_robin
 from megavis.evaluation.figures import FigureInput, RenderedFigure
 from megavis.evaluation.images.pair_metrics import score_filling
+from megavis.evaluation.images.results import FilledHidden, FillingScores
 from megavis.model.inference import Inference
 from megavis.sampling.pictures import hide, image_grid, pixels_of
 
@@ -105,14 +106,15 @@ def draw_reconstructions(subject: FigureInput, options: argparse.Namespace) -> R
     found = reconstruct(subject.inference, paper, batch, subject.folder)
     originals, made = (each.cpu().numpy() for each in (found.originals, found.made))
     hidden = pixels_of(found.hidden, paper.predicts.grid, originals)
+    is_hidden = torch.from_numpy(hidden)
     rows = [
-        {"hidden": name, **score_filling(found.originals, images, torch.from_numpy(hidden))}
+        FilledHidden(name, FillingScores(**score_filling(found.originals, images, is_hidden)))
         for name, images in (("predicted", found.made), ("mean colours", found.flat))
     ]
-    words = ", ".join(f"{row['hidden']} {row['psnr']:.2f} dB" for row in rows)
+    words = ", ".join(f"{row.hidden} {row.scores.psnr:.2f} dB" for row in rows)
     columns = (hide(originals, ~hidden), made, originals)
     return RenderedFigure(
         image_grid([*zip(*columns, strict=True)][:8]),
-        rows,
+        [row.record() for row in rows],
         [f"PSNR of the hidden patches of {len(batch)} images: {words}"],
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches, read_round_robin
 from megavis.densities.categorical import Place
 from megavis.evaluation.figures import FigureInput, RenderedFigure, plain_axes
+from megavis.evaluation.results import PositionAccuracy
 from megavis.model.inference import Inference
 from megavis.sampling.pictures import hide, image_grid, pixels_of
 from megavis.schedules.masked import Context
@@ -91,25 +92,6 @@ class Places:
     def outputs(self, predictions: Any) -> Tensor:
         """Return the position logits of each patch, `[b, n, n]`."""
         return self.density.outputs(predictions)
-
-
-@dataclass(frozen=True)
-class PositionAccuracy:
-    """Top-1 accuracies in [0, 1].
-
-    Attributes:
-        mask_ratio: η in evaluation.
-        accuracy: over all patches.
-        of_context: over context patches.
-        of_masked: over all others; NaN if there are none.
-        chance: 1 / n.
-    """
-
-    mask_ratio: float
-    accuracy: float
-    of_context: float
-    of_masked: float
-    chance: float
 
 
 def predicted_places(
@@ -204,7 +186,7 @@ def draw_positions(subject: FigureInput, options: argparse.Namespace) -> Rendere
     words = ", ".join(f"{score.mask_ratio:.1f}: {score.accuracy:.1%}" for score in scores[::2])
     return RenderedFigure(
         draw_accuracy(scores, name=subject.name, trained_at=objective.mask_ratio),
-        [asdict(score) for score in scores],
+        [score.record() for score in scores],
         [f"accuracy by mask ratio (chance {scores[0].chance:.1%}): {words}"],
     )
 

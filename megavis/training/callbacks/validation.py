@@ -28,9 +28,9 @@ from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.config.schema import RunConfig
 from megavis.config.section import EvaluationConfig
-from megavis.data.format.files import write_json
 from megavis.data.loading.blended_dataset import Samples
 from megavis.data.loading.loader import evaluation_batches, read_batch
+from megavis.evaluation.results import EarlyStoppingResult
 from megavis.model.inference import Inference
 from megavis.parallel.context import ParallelContext
 from megavis.sampling.pictures import Gallery, save_png
@@ -260,7 +260,7 @@ class EarlyStopping:
         best = self.best_of(saved)
         if best is not None:
             accuracy = dict(self.history)[best]
-            write_json(path, {"step": best, ACCURACY: accuracy})
+            EarlyStoppingResult(best, accuracy).write(path)
             sys.stdout.write(f"best step {best}: validation accuracy {accuracy:.1%}, {path}\n")
 
     @property

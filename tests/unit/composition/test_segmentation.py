@@ -9,7 +9,7 @@ from tiny import VIT, tiny
 
 from megavis.composition.segmentation import SegmentHead
 from megavis.config.errors import UserError
-from megavis.evaluation.segmentation import SegmentationResult, confusion_of
+from megavis.evaluation.segmentation import accuracy_of, confusion_of
 from megavis.model.layer_state import LayerState
 
 pytestmark = pytest.mark.once
@@ -168,7 +168,7 @@ def test_confusion_matrix_gives_the_three_numbers():
     found = torch.tensor([[[0, 1, 1], [1, 0, 2]]])
     confusion = confusion_of(found, classes, 3).view(3, 3).numpy()
     assert confusion.tolist() == [[1, 1, 0], [1, 2, 0], [0, 0, 0]]
-    result = SegmentationResult.of(confusion, 1)
+    result = accuracy_of(confusion, 1)
     assert result.pixel_accuracy == pytest.approx(3 / 5)
     assert result.mean_accuracy == pytest.approx((1 / 2 + 2 / 3) / 2)
     assert result.iou == (pytest.approx(1 / 3), pytest.approx(2 / 4), None)
@@ -183,5 +183,5 @@ def test_mean_iou_equals_torchmetrics():
     found = torch.from_numpy(random.integers(0, 5, (3, 20, 20)))
     metric = MulticlassJaccardIndex(5, average="macro", ignore_index=-1)
     counted = confusion_of(found, classes, 5).view(5, 5).numpy()
-    result = SegmentationResult.of(counted, 3)
+    result = accuracy_of(counted, 3)
     assert result.mean_iou == pytest.approx(float(metric(found, classes)), rel=1e-5)

@@ -8,8 +8,8 @@ from megavis.cli import main
 from megavis.data.loading.dataset import ShardDataset
 from megavis.evaluation.figures import depth_rows, draw_depth, draw_likelihood
 from megavis.evaluation.likelihood import mean_loss
-from megavis.evaluation.linear import LayerScore
-from megavis.evaluation.probe import CheckpointScore, ProbeResult
+from megavis.evaluation.probe import CheckpointScore
+from megavis.evaluation.results import LayerScore, ProbeResult
 
 pytestmark = pytest.mark.once
 
@@ -18,13 +18,17 @@ def make_result(**changes):
     """Return a probe result of three layers and two untrained networks."""
     untrained = ([0.5, 0.4, 0.3], [0.3, 0.4, 0.6])
     content = {
+        "best_layer": LayerScore(1, 0.1, 0.25, 0.9, 0.7, None),
+        "untrained_accuracy": 0.4,
         "step": 12,
-        "trained": tuple(LayerScore(i, 0.1, i * (2 - i) / 4, 0.9, 0.6 + i / 10) for i in range(3)),
+        "trained": tuple(
+            LayerScore(i, 0.1, i * (2 - i) / 4, 0.9, 0.6 + i / 10, None) for i in range(3)
+        ),
         "untrained": tuple(
-            tuple(LayerScore(i, 0.1, 0.5, 1.0, share) for i, share in enumerate(shares))
+            tuple(LayerScore(i, 0.1, 0.5, 1.0, share, None) for i, share in enumerate(shares))
             for shares in untrained
         ),
-        "pixels": LayerScore(0, 0.1, 0.4, 1.1, 0.35),
+        "pixels": LayerScore(0, 0.1, 0.4, 1.1, 0.35, None),
         "num_fitted": 80,
         "num_held_out": 20,
         "num_validation": 40,
@@ -32,6 +36,10 @@ def make_result(**changes):
         "num_views": 1,
         "seed": 0,
         "classifier": "standardized",
+        "splits": {"train": "train", "validation": "validation"},
+        "num_equal": None,
+        "concatenated": (),
+        "low_data": (),
     }
     return ProbeResult(**{**content, **changes})
 

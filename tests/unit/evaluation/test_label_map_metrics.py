@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from megavis.config.errors import UserError
 from megavis.data.codecs.label_maps import to_pixels
 from megavis.evaluation.images.pair_metrics import DepthErrors, PanopticQuality
 
@@ -101,9 +102,9 @@ def test_panoptic_quality_matches_panopticapi(crowds):
         found = (quality.matched[label], quality.spurious[label], quality.missed[label])
         assert found == (matched, spurious, missed)
         rows.append(overlap / (matched + 0.5 * spurious + 0.5 * missed))
-    assert quality.quality().pq == pytest.approx(sum(rows) / NUM_CLASSES)
+    assert quality.quality().pq == pytest.approx(100 * sum(rows) / NUM_CLASSES)
     some = quality.quality([2, 4])
-    assert some.pq == pytest.approx((rows[1] + rows[3]) / 2)
+    assert some.pq == pytest.approx(100 * (rows[1] + rows[3]) / 2)
     assert some.pq <= min(some.sq, some.rq)
 
 
@@ -138,18 +139,19 @@ def test_panoptic_quality_matches_torchmetrics():
     pq, sq, rq = theirs.compute().tolist()
     found = ours.quality()
     assert 0.2 < pq < 0.95
-    assert (found.pq, found.sq, found.rq) == pytest.approx((pq, sq, rq), rel=1e-5)
+    expected = [100 * part for part in (pq, sq, rq)]
+    assert [found.pq, found.sq, found.rq] == pytest.approx(expected, rel=1e-5)
 
 
 def test_panoptic_quality_of_perfect_and_empty_predictions():
     truth = to_pixels(random_truth(np.random.default_rng(2), crowds=False))
     quality = PanopticQuality(NUM_CLASSES)
     quality.add(truth, truth)
-    assert (quality.quality().pq, quality.quality().rq) == (1.0, 1.0)
+    assert (quality.quality().pq, quality.quality().rq) == (100.0, 100.0)
     nothing = PanopticQuality(NUM_CLASSES)
     nothing.add(truth, np.zeros_like(truth))
     assert nothing.quality().pq == 0.0
-    assert PanopticQuality(NUM_CLASSES).quality().num_classes == 0
+    assert PanopticQuality(NUM_CLASSES).quality().classes == 0
 
 
 def test_depth_errors_match_plain_arithmetic():
@@ -177,6 +179,13 @@ def test_depth_errors_match_plain_arithmetic():
         )
     errors.add(to_pixels(np.zeros((2, 2), np.int64)), to_pixels(np.ones((2, 2), np.int64)))
     expected = [sum(column) / 4 for column in zip(*rows, strict=True)]
-    found = errors.record()
+    found = errors.scores().record()
     assert list(found) == ["RMSE", "absRel", "log10", "delta1", "delta2", "delta3"]
     assert list(found.values()) == pytest.approx(expected)
+
+
+def test_depths_out_of_range_are_nothing_to_compare():
+    errors = DepthErrors()
+    errors.add(to_pixels(np.zeros((2, 2), np.int64)), to_pixels(np.ones((2, 2), np.int64)))
+    with pytest.raises(UserError, match="no image has a depth between 0.001 and 10 m"):
+        errors.scores()

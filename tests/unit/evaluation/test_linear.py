@@ -12,13 +12,12 @@ from megavis.evaluation.features import LabelledFeatures
 from megavis.evaluation.linear import (
     PENALTIES,
     PLAIN,
-    LayerScore,
-    best_layer,
     divide,
     fit_classifier,
     majority_vote,
     score_layers,
 )
+from megavis.evaluation.results import LayerScore, best_layer
 
 pytestmark = pytest.mark.once
 
@@ -201,9 +200,9 @@ def test_fit_is_independent_of_the_number_of_threads():
 
 
 def test_best_layer_breaks_ties_by_first():
-    scores = [LayerScore(layer, 0.1, 0.9, 0.8, layer / 10) for layer in range(3)]
-    scores.append(LayerScore(3, 0.1, 0.9, 0.9, 1.0))
-    scores.append(LayerScore(4, 0.1, 0.8, 0.1, 1.0))
+    scores = [LayerScore(layer, 0.1, 0.9, 0.8, layer / 10, None) for layer in range(3)]
+    scores.append(LayerScore(3, 0.1, 0.9, 0.9, 1.0, None))
+    scores.append(LayerScore(4, 0.1, 0.8, 0.1, 1.0, None))
     assert best_layer(scores).layer == 0
 
 

@@ -80,19 +80,19 @@ def test_probe_classifies_by_colour(build, tmp_path, data):
     assert result.num_classes == 3
     assert result.pixels.accuracy == 1.0
     assert [score.layer for score in result.trained] == [0, 1, 2]
-    assert result.best.accuracy > 0.8
+    assert result.best_layer.accuracy > 0.8
     # The baselines have the same weights, so they must score the same.
     assert result.untrained == (result.trained, result.trained)
-    assert result.untrained_accuracy == result.best.accuracy
+    assert result.untrained_accuracy == result.best_layer.accuracy
 
     result.write(tmp_path / "evaluation" / "probe.json")
     written = json.loads((tmp_path / "evaluation" / "probe.json").read_text())
     assert written["trained"][2]["accuracy"] == result.trained[2].accuracy
-    assert written["best_layer"]["layer"] == result.best.layer
+    assert written["best_layer"]["layer"] == result.best_layer.layer
     assert (written["step"], written["seed"]) == (3, 1)
 
     lines = table(result).splitlines()
-    assert "<- best" in lines[2 + result.best.layer]
+    assert "<- best" in lines[2 + result.best_layer.layer]
     assert "raw pixels 100.0%" in lines[-1]
 
 
@@ -158,7 +158,7 @@ def test_bert_probe_votes_over_five_masks(build, tmp_path, data):
     result = probe_networks(data, network, num_views=network.num_views)
     assert result.num_views == 5
     assert all(0 <= score.vote_accuracy <= 1 for score in result.trained)
-    assert f"({result.best.vote_accuracy:.1%} by the vote of 5 masks)" in table(result)
+    assert f"({result.best_layer.vote_accuracy:.1%} by the vote of 5 masks)" in table(result)
 
     single = probe_networks(data, network)
     assert [score.vote_accuracy for score in single.trained] == [None] * 3
@@ -177,7 +177,7 @@ def test_probe_scores_concatenated_layers_and_low_data(build, tmp_path, data):
     places = [(score.features, score.images_per_class) for score in result.low_data]
     names = ("pixels", "trained", "untrained")
     assert places == [(name, count) for name in names for count in (2, 10)]
-    assert result.low_data[3].layer == result.best.layer
+    assert result.low_data[3].layer == result.best_layer.layer
     lines = table(result).splitlines()
     assert any(
         line.startswith("      0-2") and "48 features concatenated" in line for line in lines

@@ -73,20 +73,20 @@ def expected(task):
 
 
 def test_transfer_matches_scikit_learn(task):
-    result = transfer(task, ProbeSettings())
-    [score] = result.scores
+    [row] = transfer(task, ProbeSettings(), step=7)
+    score = row.score
     layer, penalty, held_out, accuracy, class_accuracy = expected(task)
     assert (score.layer, score.penalty) == (layer, penalty)
     assert layer == 1
     assert score.selection_accuracy == pytest.approx(held_out)
     assert score.accuracy == pytest.approx(accuracy)
     assert score.class_accuracy == pytest.approx(class_accuracy)
-    assert (result.num_train, result.num_held_out, result.num_test) == (120, 24, 80)
+    assert (row.num_train, row.num_held_out, row.num_test) == (120, 24, 80)
 
 
 def test_given_layer_and_low_data_are_scored_too(task):
     settings = ProbeSettings(images_per_class=(5,), draws=3, seed=4)
-    best, given, few = transfer(task, settings, layer=0).scores
+    best, given, few = (row.score for row in transfer(task, settings, step=7, layer=0))
     assert (best.layer, best.layer_from) == (1, "held-out images")
     assert (given.layer, given.layer_from) == (0, "--layer")
     assert given.accuracy < best.accuracy
@@ -103,9 +103,9 @@ def test_plain_classifier_is_scikit_learns_default(task):
 
     train, test = task.train, task.test
     settings = ProbeSettings(images_per_class=(5,), draws=3, seed=4, recipe=PLAIN)
-    result = transfer(task, settings, layer=0)
-    best, given, few = result.scores
-    assert result.classifier == "plain"
+    rows = transfer(task, settings, step=7, layer=0)
+    best, given, few = (row.score for row in rows)
+    assert {row.classifier for row in rows} == {"plain"}
     for score in (best, given):
         x = train.layers[score.layer]
         model = LogisticRegression(max_iter=300).fit(x, train.labels)
@@ -152,11 +152,12 @@ def test_held_out_class_missing_from_fit_counts_as_wrong(hidden):
 
 def test_tables_list_all_scores_and_split_sizes(task, tmp_path):
     settings = ProbeSettings(images_per_class=(5,), draws=3)
-    results = [transfer(each, settings, layer=0) for each in (task, replace(task, name="other"))]
-    readable, table = write_transfer(tmp_path, results, title="# Title", step=7, seed=0)
+    results = transfer(task, settings, step=7, layer=0)
+    results += transfer(replace(task, name="other"), settings, step=7, layer=0)
+    readable, table = write_transfer(tmp_path, results, title="# Title")
     rows = list(csv.DictReader(table.open()))
     assert [row["data_set"] for row in rows] == ["toy"] * 3 + ["other"] * 3
-    best = results[0].scores[0]
+    best = results[0].score
     assert float(rows[0]["accuracy"]) == best.accuracy
     assert rows[0]["train"] == "toy, training set"
     assert {row["classifier"] for row in rows} == {"standardized"}

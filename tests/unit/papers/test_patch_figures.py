@@ -82,7 +82,7 @@ def test_completions_and_their_mean_are_scored_separately():
     assert scores.completed == decibels((20**2 + 10**2) / 2)
     assert scores.mean == decibels(5**2)
     assert scores.repeated == decibels(10**2)
-    assert scores.rows[1]["psnr_mean_of_completions"] == decibels(5**2)
+    assert scores.rows[1].psnr_mean_of_completions == decibels(5**2)
 
 
 def test_errors_by_patch(run_folder, capsys):

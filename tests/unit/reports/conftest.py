@@ -1,10 +1,17 @@
 """Handwritten run folders with everything that a report can show."""
 
+import dataclasses
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
+from made_results import DATA, made, made_classes, write_results
+
+from megavis.evaluation.figures import write_table
+from megavis.evaluation.images.results import NetworkName
+from megavis.evaluation.results import TransferRow
 
 CONFIG = """\
 name: {name}
@@ -17,68 +24,25 @@ training: {{steps: 40, batch_size: 8, precision: float32, validation_images: 64,
 """
 
 
-def score(layer, accuracy):
-    return {"layer": layer, "penalty": 1e-3, "accuracy": accuracy, "vote_accuracy": None}
-
-
-PROBE = {
-    "best_layer": score(1, 0.757),
-    "untrained_accuracy": 0.5,
-    "step": 40,
-    "trained": [score(0, 0.6), score(1, 0.757)],
-    "untrained": [[score(0, 0.5), score(1, 0.4)], [score(0, 0.5), score(1, 0.3)]],
-    "pixels": score(0, 0.25),
-    "num_fitted": 200,
-    "num_held_out": 50,
-    "num_validation": 100,
-    "num_classes": 3,
-    "num_views": 1,
-    "seed": 0,
-    "low_data": [
-        {
-            "features": "trained",
-            "images_per_class": 4,
-            "accuracies": [0.5, 0.6],
-            "mean": 0.55,
-            "deviation": 0.07,
-        }
-    ],
-}
-CLASSES = {
-    "step": 20,
-    "part": "test",
-    "data": "demo/validation",
-    "num_images": 30,
-    "top1": 0.904,
-    "top5": 1.0,
-    "num_views": 1,
-    "vote": 0.904,
-    "class_names": ["astronaut", "brick", "coffee"],
-    "confusion": [[9, 1, 0], [0, 10, 0], [2, 0, 8]],
-}
-GENERATED = {
-    "title": "FID",
-    "fid": 12.3456,
-    "precision": 0.5,
-    "network": {"name": "Inception", "sha256": "0123456789", "resize": "bilinear"},
-    "samples": {"source": "a.npz", "sha256": "ab", "num_images": 64},
-    "reference": {"source": "b.npz", "sha256": "fedcba9876", "num_images": 50000},
-    "caution": "compare only with the same N",
-}
-
-
-LIKELIHOOD = {
-    "step": 40,
-    "data": "demo/validation",
-    "num_images": 64,
-    "dimension": "a token",
-    "dimensions_per_image": 256,
-    "given": None,
-    "nats_per_dimension": 2.0895,
-    "bits_per_dimension": 3.0145,
-    "nats_per_image": 534.912,
-    "precision": "float32",
-}
+def results():
+    """Return a result of each kind that is compared with papers."""
+    probe = made("probe.json", num_views=1)
+    few = dataclasses.replace(probe.low_data[0], deviation=0.07)
+    drawn = made("samples.json")
+    yield "probe", dataclasses.replace(probe, low_data=(few,))
+    yield "finetune_test", made_classes(0.904, num_images=30)
+    yield "likelihood", made("likelihood.json")
+    others = dict.fromkeys(("sfid", "inception_score", "inception_score_std", "recall"))
+    yield (
+        "samples",
+        dataclasses.replace(
+            drawn,
+            **others,
+            network=NetworkName("Inception", "0123456789", "bilinear", is_published=True),
+            reference=dataclasses.replace(drawn.reference, num_images=50_000),
+            caution="compare only with the same N",
+        ),
+    )
 
 
 def write_json(path, content):
@@ -116,19 +80,18 @@ def write_run(folder, name):
     what = "blocks.1.mlp.weight differs between rank 0 on left, rank 1 on right"
     (folder / "faults.jsonl").write_text(json.dumps({**fault, "what": what}) + "\n")
     evaluation = folder / "evaluation"
-    write_json(evaluation / "probe.json", PROBE)
-    write_json(evaluation / "finetune_test.json", CLASSES)
-    write_json(evaluation / "samples.json", GENERATED)
-    write_json(evaluation / "likelihood.json", LIKELIHOOD)
+    write_results(folder, **dict(results()))
     (evaluation / "watch.log").write_text("step 20")
     (evaluation / "transfer.md").write_text(
         "Linear probes\n\n|set|top-1, %|\n|---|---|\n|cifar10|62.5|\n"
     )
-    (evaluation / "transfer.csv").write_text(
-        "data_set,labels,layer,accuracy,num_test,test\ncifar10,all,1,0.625,80,test_batch.bin\n"
-    )
+    (row, *_) = TransferRow.read(DATA / "transfer.csv")
+    best = dataclasses.replace(row.score, layer=1, accuracy=0.625)
+    data = {"data_set": "cifar10", "num_test": 80, "test": "test_batch.bin"}
+    row = dataclasses.replace(row, score=best, **data)
+    write_table(evaluation / "transfer.csv", [row.record()])
     write_json(evaluation / "new_thing.json", {"num_images": 12345, "scores": [{"a": 0.12345}]})
-    (evaluation / "groups.csv").write_text("groups,psnr\n1,17.412345\n")
+    shutil.copy(DATA / "groups.csv", evaluation)
     write_png(evaluation / "groups.png")
     write_png(folder / "samples" / "samples-00000040.png")
     return folder

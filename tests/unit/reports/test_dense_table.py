@@ -1,9 +1,9 @@
 """The table of dense prediction: the paper's row, and the run's in the columns of its maps."""
 
-import json
-
 import pytest
+from made_results import made, write_results
 
+from megavis.config.errors import UserError
 from megavis.reports.published import dense_table, markdown_of, reconstruction_of
 
 pytestmark = pytest.mark.once
@@ -34,11 +34,12 @@ def test_papers_without_such_a_table_have_none():
 
 
 def test_reconstruction_counts_on_the_same_images(tmp_path):
-    folder = tmp_path / "evaluation"
-    result = {"of": "shards", "images": 200, "step": 9}
-    assert reconstruction_of(tmp_path, "panoptic.json", result) == {}
-    folder.mkdir()
-    written = {"of": "shards", "images": 200, "step": 5, "all": {"PQ": 84.2}}
-    (folder / "panoptic.json").write_text(json.dumps(written))
-    assert reconstruction_of(tmp_path, "panoptic.json", result) == {"PQ": 84.2}
-    assert reconstruction_of(tmp_path, "panoptic.json", {**result, "images": 6}) == {}
+    result, other = made("panoptic.json"), made("panoptic.json", images=6)
+    assert reconstruction_of(tmp_path, "panoptic.json", result) is None
+    written = made("panoptic.json", step=5)
+    write_results(tmp_path, panoptic=written)
+    assert reconstruction_of(tmp_path, "panoptic.json", result) == written
+    assert reconstruction_of(tmp_path, "panoptic.json", other) is None
+    (tmp_path / "evaluation" / "panoptic.json").write_text('{"of": "shards", "images": 200}')
+    with pytest.raises(UserError, match=r"panoptic.json is not a result .*: `step` is missing"):
+        reconstruction_of(tmp_path, "panoptic.json", result)

@@ -143,6 +143,7 @@ def test_unknown_results_are_shown_as_tables(run_folder, tmp_path):
     (folder / "evaluation" / "torn.png").write_text("no picture")
     text = words_of(render([RunRecord.read(folder)]))
     assert "Torn cannot be read" in text
+    assert "probe.json is not a result of `megavis probe`: `best_layer.layer` is" in text
     assert "best layer value accuracy 0.25" in text
     assert "1.5000 → 1.5000" in text
 

@@ -55,19 +55,19 @@ def test_class_accuracies_match_plain_loop(classifier):
     labels[torch.arange(0, 60, 6)] = 1
     named = [int(classifier(image[None]).argmax()) for image in images]
     found = class_accuracies(classifier, images, labels, CLASSES)
-    assert found["images"] == 60
+    assert found.images == 60
     right = [a == b for a, b in zip(named, labels.tolist(), strict=True)]
-    assert found["all"] == pytest.approx(sum(right) / 60)
+    assert found.overall == pytest.approx(sum(right) / 60)
     for label, name in enumerate(CLASSES):
         of_class = [r for r, each in zip(right, labels.tolist(), strict=True) if each == label]
-        assert found["classes"][name] == pytest.approx(sum(of_class) / len(of_class))
-    assert found["classes"] == pytest.approx({"across": 1, "down": 2 / 3, "flat": 1})
+        assert found.classes[name] == pytest.approx(sum(of_class) / len(of_class))
+    assert found.classes == pytest.approx({"across": 1, "down": 2 / 3, "flat": 1})
 
 
 def test_class_without_images_is_omitted(classifier):
     images, labels = striped(60, seed=1)
     found = class_accuracies(classifier, images[labels < 2], labels[labels < 2], CLASSES)
-    assert list(found["classes"]) == ["across", "down"]
+    assert list(found.classes) == ["across", "down"]
 
 
 def test_fit_depends_only_on_the_seed(classifier):
@@ -133,7 +133,7 @@ def test_command_scores_samples_real_images_and_reconstructions(folders, capsys)
     tokenizer = open_tokenizer(vqgan)
     made = tokenizer.decode(tokenizer.encode(torch.from_numpy(real.read(np.arange(60)))))
     labels = torch.from_numpy(real.labels).long()
-    assert record["reconstructions"] == class_accuracies(fitted, made, labels, CLASSES)
+    assert record["reconstructions"] == class_accuracies(fitted, made, labels, CLASSES).record()
 
 
 def test_mismatched_classes_are_refused(folders, tmp_path, capsys):

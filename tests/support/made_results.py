@@ -1,0 +1,49 @@
+"""Results of evaluations with chosen numbers, for run folders that a test writes by hand."""
+
+import dataclasses
+from pathlib import Path
+
+from megavis.evaluation.results import FORMS, LayerScore
+
+DATA = Path(__file__).parents[1] / "data" / "results"
+
+
+def made(name, **changes):
+    """Return the result in tests/data/results with other values of some fields."""
+    return dataclasses.replace(FORMS[name].read(DATA / name), **changes)
+
+
+def score(layer, accuracy):
+    """Return the score of a layer; a higher accuracy is higher on held-out images too."""
+    return LayerScore(layer, 1e-3, accuracy, 1.0 - accuracy, accuracy, None)
+
+
+def made_probe(best, untrained, pixels, *, layer=1, **changes):
+    """Return a probe of layers 0 to `layer`, the last one best, and one untrained network."""
+    networks = [
+        (*(score(each, 0.1) for each in range(layer)), score(layer, accuracy))
+        for accuracy in (best, untrained)
+    ]
+    changes = {"num_views": 1, "concatenated": (), "low_data": (), **changes}
+    return made(
+        "probe.json",
+        best_layer=networks[0][-1],
+        untrained_accuracy=untrained,
+        trained=networks[0],
+        untrained=(networks[1],),
+        pixels=score(0, pixels),
+        **changes,
+    )
+
+
+def made_classes(top1, num_images=40):
+    """Return the result of fine-tuning on test images."""
+    found = made("finetune_test.json")
+    accuracy = dataclasses.replace(found.accuracy, top1=top1, num_images=num_images)
+    return dataclasses.replace(found, accuracy=accuracy)
+
+
+def write_results(folder, **results):
+    """Write results to `evaluation/` of a run folder, each under its name without `.json`."""
+    for name, result in results.items():
+        result.write(folder / "evaluation" / f"{name}.json")
