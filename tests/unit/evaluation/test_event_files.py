@@ -10,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megavis.commands import evaluate_watch
 from megavis.evaluation.figures import show_in_tensorboard
+from megavis.evaluation.results import WatchedCheckpoint
 
 pytestmark = pytest.mark.once
 
@@ -32,8 +33,15 @@ def events_in(folder):
 
 def test_watch_shows_numbers_of_each_step(tmp_path, capsys):
     for step in (4, 8):
-        record = {"step": step, "validation_loss": step / 2, "train_images": 100}
-        evaluate_watch._keep(tmp_path, record)
+        measured = WatchedCheckpoint(
+            step=step,
+            validation_loss=step / 2,
+            seconds=1.5,
+            train_images=100,
+            validation_images=50,
+            seed=0,
+        )
+        evaluate_watch._keep(tmp_path, measured)
     events = events_in(tmp_path / "tensorboard" / "evaluation")
     found = {event.step: event.value for event in events.Scalars("evaluation/validation_loss")}
     assert found == {4: 2.0, 8: 4.0}
