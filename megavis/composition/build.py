@@ -118,7 +118,7 @@ def _(word: words.OneByOne, asks: words.AskWord, run: RunConfig, grid: Grid) -> 
         orders = Orders(torch.arange(grid[0] * grid[1]), seed=run.seed)
     else:
         orders = Orders(order_of_run(word.order, *grid, block=word.order_block, seed=run.seed))
-    return OneByOne(orders, prefix=word.prefix)
+    return OneByOne(orders, prefix=word.prefix, first_asked=asks.first_asked, seed=run.seed)
 
 
 @build_schedule.register
@@ -171,7 +171,10 @@ def build_asking(word: words.AskWord, grammar: Grammar) -> asking.Asking:
 
 @build_asking.register
 def _(word: words.Shift, grammar: Grammar) -> asking.Asking:
-    return asking.Shift(word.place, by_groups=grammar.schedule.num_given > 0)
+    schedule = grammar.schedule
+    # A prefix of the first row alone is causal.
+    by_groups = schedule.draws_given or schedule.num_given > word.first_asked
+    return asking.Shift(word.place, starts=word.start, by_groups=by_groups)
 
 
 @build_asking.register

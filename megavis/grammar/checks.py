@@ -244,6 +244,9 @@ def _check_condition(grammar: Grammar) -> Faults:
         if grammar.schedule.is_sequential and not grammar.schedule.num_given:
             remedy += ", or {asks.kind} to query"
         yield Fault("condition.kind", text, remedy)
+    if condition.kind == "labels" and not (asks.has_front or asks.has_start):
+        text = "labels stands in place of the start token, which asks.start false leaves out"
+        yield Fault("condition.kind", text, f"{_WITHOUT_CONDITION}, or {{asks.start}} to true")
     if condition.kind == "pooled_features":
         if reads != "patches":
             text = f"features are computed from images, which {reads} shards lack"

@@ -116,6 +116,13 @@ SMALL = {
         " schedule: {kind: one_by_one, prefix: 4}, asks: {kind: shift, place: content},"
         " density: {kind: diffusion, noise_a: 1, decoder: mlp}}"
     ),
+    # A prefix that is drawn for each image, and no start token.
+    "compose_drawn_prefix": SmallConfig(
+        "{name: compose, reads: {kind: patches, patch_size: 4},"
+        " schedule: {kind: one_by_one, prefix: drawn},"
+        " asks: {kind: shift, place: content, start: false},"
+        " density: {kind: squared_error, decoder: mlp}}"
+    ),
     "compose_codes": SmallConfig(
         "{name: compose, reads: {kind: ids, patch_size: 4, vocabulary_size: 12,"
         " tokenizer: TOKENIZER}, schedule: {kind: rounds}, asks: {kind: mask},"

@@ -35,7 +35,7 @@ CHOICES = {
         *(
             {"kind": "one_by_one", "order": order, "prefix": prefix}
             for order in ("raster", "random")
-            for prefix in (0, 3, 300)
+            for prefix in (0, 3, 300, "drawn")
         ),
         {"kind": "one_by_one", "order": "round_robin", "order_block": 3},
         {"kind": "masked"},
@@ -51,6 +51,7 @@ CHOICES = {
     ),
     "asks": (
         *({"kind": "shift", "place": place} for place in ("asked", "content", "both")),
+        *({"kind": "shift", "place": place, "start": False} for place in ("asked", "content")),
         {"kind": "mask"},
         {"kind": "mask", "filler": "zero_token"},
         {"kind": "mask", "marks": True},

@@ -85,6 +85,40 @@ from megavis.config.errors import UserError
             "16 leaves nothing to predict of 16 tokens",
         ),
         (
+            [PATCHES, "schedule: {kind: one_by_one, prefix: drawn}", SHIFT, ERROR],
+            [],
+            "schedule.prefix",
+            "needs asks of kind shift with place content",
+        ),
+        (
+            [PATCHES.replace("4", "16"), "schedule: {kind: one_by_one, prefix: drawn}"]
+            + [CONTENT, ERROR],
+            [],
+            "schedule.prefix",
+            "a drawn prefix leaves nothing to predict of one token",
+        ),
+        (
+            [PATCHES, ONE_BY_ONE, "asks: {kind: shift, start: false}", ERROR],
+            [],
+            "asks.start",
+            "false leaves no row that predicts the first token, which must be given then; set it"
+            " to true, or objective.schedule.prefix to 1 and objective.asks.place to content",
+        ),
+        (
+            [PATCHES, RANDOM, "asks: {kind: shift, place: both, start: false}", ERROR],
+            [],
+            "asks.start",
+            "which must be given then; set it to true",
+        ),
+        (
+            [PATCHES, "schedule: {kind: one_by_one, prefix: 1}"]
+            + ["asks: {kind: shift, place: content, start: false}", ERROR, CLASSES],
+            [],
+            "condition.kind",
+            "labels stands in place of the start token, which asks.start false leaves out; set"
+            " objective.condition to null, or objective.asks.start to true",
+        ),
+        (
             [PATCHES, "schedule: {kind: one_by_one, order: round_robin, order_block: 3}"]
             + [SHIFT, ERROR],
             [],
