@@ -343,7 +343,14 @@ def _(word: words.Place, head: HeadPlan) -> Density:
 def _(word: words.SquaredError, head: HeadPlan) -> Density:
     factory, work = head.linear(head.width), NO_DECODER
     if word.decoder != "linear":
-        spec = DecoderSpec(word.decoder, head.width, word.decoder_layers, denoises=False)
+        spec = DecoderSpec(
+            word.decoder,
+            head.width,
+            word.decoder_layers,
+            denoises=False,
+            hidden_size=word.decoder_width,
+            grid=head.predicts.grid if word.decoder_positions else None,
+        )
         factory, work = head.decoder(spec)
     return SquaredError(
         head.width,

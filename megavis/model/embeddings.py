@@ -65,10 +65,18 @@ class ReplicatedLinear(nn.Linear):
     It initialises its own weight, since ZeRO-3 partitions weights as soon as their module is built.
     """
 
-    def __init__(self, num_inputs: int, num_outputs: int, fill: Fill = xavier_uniform) -> None:
-        super().__init__(num_inputs, num_outputs)
+    def __init__(
+        self,
+        num_inputs: int,
+        num_outputs: int,
+        fill: Fill = xavier_uniform,
+        *,
+        has_bias: bool = True,
+    ) -> None:
+        super().__init__(num_inputs, num_outputs, bias=has_bias)
         fill(self.weight)
-        nn.init.zeros_(self.bias)
+        if has_bias:
+            nn.init.zeros_(self.bias)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Map `[..., num_inputs]` to `[..., num_outputs]`."""

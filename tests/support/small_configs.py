@@ -121,7 +121,8 @@ SMALL = {
         "{name: compose, reads: {kind: patches, patch_size: 4},"
         " schedule: {kind: one_by_one, prefix: drawn},"
         " asks: {kind: shift, place: content, start: false},"
-        " density: {kind: squared_error, decoder: mlp}}"
+        " density: {kind: squared_error, decoder: mlp, decoder_layers: 2, decoder_width: 24,"
+        " decoder_positions: true}}"
     ),
     "compose_codes": SmallConfig(
         "{name: compose, reads: {kind: ids, patch_size: 4, vocabulary_size: 12,"

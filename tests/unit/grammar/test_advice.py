@@ -72,6 +72,13 @@ CHOICES = {
         {"kind": "squared_error"},
         {"kind": "squared_error", "normalize": True},
         {"kind": "squared_error", "decoder": "mlp"},
+        {"kind": "squared_error", "decoder_width": 8, "decoder_positions": True},
+        *(
+            {"kind": "squared_error", "decoder": "mlp", "decoder_width": width}
+            | {"decoder_positions": places}
+            for width in (5, 8)
+            for places in (False, True)
+        ),
         {"kind": "gaussian_mixture"},
         {"kind": "correlated_gaussian"},
         {"kind": "diffusion"},

@@ -126,6 +126,30 @@ from megavis.config.errors import UserError
             "3 does not divide a grid of 4 × 4",
         ),
         (
+            [PATCHES, ONE_BY_ONE, SHIFT, "density: {kind: squared_error, decoder_width: 8}"],
+            [],
+            "density.decoder_width",
+            "8 is the width of an mlp decoder, not of a linear one; set it to null, or"
+            " objective.density.decoder to mlp",
+        ),
+        (
+            [PATCHES, ONE_BY_ONE, SHIFT]
+            + ["density: {kind: squared_error, decoder_positions: true}"],
+            [],
+            "density.decoder_positions",
+            "true adds positions before an mlp decoder, not before a linear one",
+        ),
+        (
+            [PATCHES, ONE_BY_ONE, SHIFT]
+            + [
+                "density: {kind: squared_error, decoder: mlp, decoder_positions: true,"
+                " decoder_width: 6}"
+            ],
+            [],
+            "density.decoder_positions",
+            "the width 6 of the decoder is not divisible by 4; set it to false",
+        ),
+        (
             [PATCHES, "schedule: {kind: groups, num_groups: 16}", QUERY, ERROR],
             [],
             "schedule.num_groups",
