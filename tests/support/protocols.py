@@ -37,7 +37,7 @@ DURATIONS = {"epochs": "training.steps", "warmup_epochs": "schedule.warmup_steps
 def row_words():
     """Return path and words, by run name, of all rows of docs/papers that override keys."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "launch"))
+        patch.syspath_prepend(str(ROOT / "docs" / "scripts"))
         headers = importlib.import_module("paper_claims")
     papers = [path.stem for path in sorted(headers.PAGES.glob("*.yaml"))]
     runs = [run for paper in papers for run in headers.row_runs(paper)]
@@ -61,7 +61,7 @@ class Protocols:
     """The runs that the headers of a paper's presets claim for its rows."""
 
     def __init__(self, monkeypatch, paper):
-        monkeypatch.syspath_prepend(str(ROOT / "launch"))
+        monkeypatch.syspath_prepend(str(ROOT / "docs" / "scripts"))
         self.headers = importlib.import_module("paper_claims")
         claims = self.headers.read_claims()
         self.runs = {folder: run.config for folder, run in self.headers.known_runs().items()}
