@@ -310,7 +310,7 @@ def as_vit(run: Run, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def classifies(run: Run) -> bool:
     """Return True if the run computes class logits from the class token, like a ViT."""
     tuned = run.config.finetune
-    if tuned is None or tuned.read_out != "first" or tuned.concatenate > 1:
+    if tuned is None or tuned.read_out != "first" or max(tuned.concatenate, tuned.average) > 1:
         return False
     return not (tuned.linear_evaluation and tuned.standardize)
 

@@ -124,6 +124,12 @@ SMALL = {
         " density: {kind: squared_error, decoder: mlp, decoder_layers: 2, decoder_width: 24,"
         " decoder_positions: true}}"
     ),
+    "compose_attended": SmallConfig(
+        "{name: compose, reads: {kind: patches, patch_size: 4},"
+        " schedule: {kind: one_by_one, prefix: drawn}, asks: {kind: shift, place: content},"
+        " density: {kind: squared_error}}",
+        rest="finetune: {num_classes: 10, read_out: attention}",
+    ),
     "compose_codes": SmallConfig(
         "{name: compose, reads: {kind: ids, patch_size: 4, vocabulary_size: 12,"
         " tokenizer: TOKENIZER}, schedule: {kind: rounds}, asks: {kind: mask},"
