@@ -67,7 +67,11 @@ def _(word: words.Colors, run: RunConfig, key: Key) -> tokens.Tokens:
 
 @build_tokens.register
 def _(word: words.Patches, run: RunConfig, key: Key) -> tokens.Tokens:
-    return tokens.Patches(image_size=run.data.image_size, patch_size=word.patch_size)
+    return tokens.Patches(
+        image_size=run.data.image_size,
+        patch_size=word.patch_size,
+        embedding_norm=word.embedding_norm,
+    )
 
 
 @build_tokens.register

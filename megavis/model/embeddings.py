@@ -123,6 +123,18 @@ class WholeNorm(Norm):
         return False
 
 
+class NormedLinear(ReplicatedLinear):
+    """A linear map of tokens that every process has whole, and a norm of its output."""
+
+    def __init__(self, core: Core, num_inputs: int, fill: Fill = xavier_uniform) -> None:
+        super().__init__(num_inputs, core.megatron.hidden_size, fill)
+        self.norm = WholeNorm(core)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map `[..., num_inputs]` to `[..., h]`."""
+        return self.norm(super().forward(inputs))
+
+
 class TokenHead(Head):
     """The final norm and a linear map of each token, for example to pixels or positions.
 

@@ -320,6 +320,8 @@ def _paper(run: Run) -> Model:
     paper, model = composition_of(run), run.config.model
     if not isinstance(paper.reads, Patches):
         raise UserError("a ViT reads patches of pixels, which this run does not")
+    if paper.reads.embedding_norm:
+        raise UserError("a ViT does not normalise embedded patches, which this run does")
     for wanted, key in _WORDS.items():
         if getattr(model, key) != wanted:
             raise UserError(f"a ViT has model.{key} {wanted}, not {getattr(model, key)}")

@@ -335,3 +335,17 @@ def test_decay_is_for_learned_tokens_alone(build_composition):
     objective, inference = build_composition(PATCHES, CONTEXT, decays, ERROR, CLASSES)
     assert dict(inference.layers.named_parameters())["embedding.front.weight"].shape == (4, 16)
     assert objective.check_unlabelled() is None
+
+
+def test_embedded_patches_can_be_normalised(build_composition):
+    """Before positions are added, against torch's own layer norm."""
+    words = [PATCHES.replace("}", ", embedding_norm: true}"), ONE_BY_ONE, SHIFT, ERROR]
+    _, inference = build_composition(*words)
+    reader, patches = inference.layers.modules[0], torch.rand(2, 16, 48)
+    weights = dict(reader.content.named_parameters())
+    assert set(weights) == {"weight", "bias", "norm.weight", "norm.bias"}
+    embedded = torch.nn.functional.linear(patches, weights["weight"], weights["bias"])
+    expected = torch.nn.functional.layer_norm(
+        embedded, (16,), weights["norm.weight"], weights["norm.bias"], 1e-5
+    )
+    torch.testing.assert_close(reader.embed_content(patches), expected)
