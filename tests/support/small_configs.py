@@ -92,6 +92,9 @@ SMALL = {
         "{name: gvp, variant: d2d, patch_size: 4, num_groups: 4, vocabulary_size: 12,"
         " num_condition_tokens: 2, tokenizer: TOKENIZER}"
     ),
+    "aim": SmallConfig(
+        "{name: aim, patch_size: 4, head: {num_layers: 2, hidden_size: 24}}", in_every_pair=True
+    ),
     "mae": SmallConfig(MAE, in_every_pair=True),
     # The encoder with drop path and layer-wise learning rates.
     "mae_classes": SmallConfig(
