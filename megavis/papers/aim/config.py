@@ -53,7 +53,7 @@ class AIMConfig(PaperConfig):
 
     name: Literal["aim"] = "aim"
     patch_size: Positive = 14
-    """Side of a patch in pixels (appendix D)."""
+    """Side of a patch in pixels, 14 in all models."""
     attention: Literal["prefix", "causal"] = "prefix"
     """Attention in pre-training (table 3d). `prefix`: of a prefix to all of it; its length is
     drawn for each image, uniformly from 1 to all patches but one."""
