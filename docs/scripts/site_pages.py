@@ -36,6 +36,7 @@ PAPERS = {
     "gvp": "GVP",
     "mp3": "MP3",
     "mae": "MAE",
+    "aim": "AIM",
     "compose": "Compositions",
     "results": "Study",
 }

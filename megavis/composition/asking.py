@@ -116,6 +116,8 @@ class Shift(Asking):
     Args:
         place: position added to a row: of the token that it predicts (`asked`),
             of the token that it holds (`content`), or both, from separate tables.
+        starts: begin with a start token; without one, row t holds the token at position t, so that
+            no row predicts the first token, and the last row predicts nothing.
         by_groups: a row attends to all rows of its token's group and of earlier groups, rather
             than to the rows before it; a prefix in group 0 then attends to itself fully.
     """
@@ -123,11 +125,16 @@ class Shift(Asking):
     num_inputs = 3
 
     def __init__(
-        self, place: Literal["asked", "content", "both"], *, by_groups: bool = False
+        self,
+        place: Literal["asked", "content", "both"],
+        *,
+        starts: bool = True,
+        by_groups: bool = False,
     ) -> None:
         super().__init__()
-        self.place, self.by_groups = place, by_groups
-        self.fillers = ("asked_positions", "start") if place == "both" else ("start",)
+        self.place, self.starts, self.by_groups = place, starts, by_groups
+        places: tuple[Role, ...] = ("asked_positions",) if place == "both" else ()
+        self.fillers = (*places, "start") if starts else places
         self.visibility: VisibilityKind = "two_stream" if by_groups else "causal"
         self.extra_tensors = ("content_groups", "query_groups") if by_groups else ()
 
@@ -136,18 +143,19 @@ class Shift(Asking):
 
         With a start token in front there is one row more than tokens.
         """
-        return self._between(tokens, wanted.plan, since, wanted.asked.stop)
+        return self._between(tokens, wanted.plan, since + (not self.starts), wanted.asked.stop)
 
     def feature_rows(self, tokens: Tensor, plan: Arrangement) -> AskedRows:
         """Return start token and all tokens; rows as in training if `place` is not `content`."""
-        return self._between(tokens, plan, 0, self.num_feature_rows(plan.num_positions))
+        stop = plan.num_positions + (self.place == "content")
+        return self._between(tokens, plan, int(not self.starts), stop)
 
     def num_feature_rows(self, count: int) -> int:
         """Return the number of tokens, and with `content` the start token."""
-        return count + (self.place == "content")
+        return count + (self.place == "content") - (not self.starts)
 
     def _between(self, tokens: Tensor, plan: Arrangement, start: int, stop: int) -> AskedRows:
-        """Return the rows [start, stop)."""
+        """Return the rows before positions [start, stop)."""
         before = slice(max(start - 1, 0), stop - 1)
         # Row t holds token t - 1. With a cache only rows from `start` on are wanted, and the start
         # token has been embedded.

@@ -67,7 +67,11 @@ def _(word: words.Colors, run: RunConfig, key: Key) -> tokens.Tokens:
 
 @build_tokens.register
 def _(word: words.Patches, run: RunConfig, key: Key) -> tokens.Tokens:
-    return tokens.Patches(image_size=run.data.image_size, patch_size=word.patch_size)
+    return tokens.Patches(
+        image_size=run.data.image_size,
+        patch_size=word.patch_size,
+        embedding_norm=word.embedding_norm,
+    )
 
 
 @build_tokens.register
@@ -118,7 +122,7 @@ def _(word: words.OneByOne, asks: words.AskWord, run: RunConfig, grid: Grid) -> 
         orders = Orders(torch.arange(grid[0] * grid[1]), seed=run.seed)
     else:
         orders = Orders(order_of_run(word.order, *grid, block=word.order_block, seed=run.seed))
-    return OneByOne(orders, prefix=word.prefix)
+    return OneByOne(orders, prefix=word.prefix, first_asked=asks.first_asked, seed=run.seed)
 
 
 @build_schedule.register
@@ -171,7 +175,10 @@ def build_asking(word: words.AskWord, grammar: Grammar) -> asking.Asking:
 
 @build_asking.register
 def _(word: words.Shift, grammar: Grammar) -> asking.Asking:
-    return asking.Shift(word.place, by_groups=grammar.schedule.num_given > 0)
+    schedule = grammar.schedule
+    # A prefix of the first row alone is causal.
+    by_groups = schedule.draws_given or schedule.num_given > word.first_asked
+    return asking.Shift(word.place, starts=word.start, by_groups=by_groups)
 
 
 @build_asking.register
@@ -340,7 +347,14 @@ def _(word: words.Place, head: HeadPlan) -> Density:
 def _(word: words.SquaredError, head: HeadPlan) -> Density:
     factory, work = head.linear(head.width), NO_DECODER
     if word.decoder != "linear":
-        spec = DecoderSpec(word.decoder, head.width, word.decoder_layers, denoises=False)
+        spec = DecoderSpec(
+            word.decoder,
+            head.width,
+            word.decoder_layers,
+            denoises=False,
+            hidden_size=word.decoder_width,
+            grid=head.predicts.grid if word.decoder_positions else None,
+        )
         factory, work = head.decoder(spec)
     return SquaredError(
         head.width,

@@ -2,8 +2,8 @@
 
 "Generative Pretraining from Pixels", section 2.3: the final norm's output is averaged over the
 sequence and projected to class logits, and L_GEN + L_CLF is minimised. The projection is
-initialised to zero (appendix A.1). Other papers omit L_GEN, use full attention, or read the last
-token; the config's `finetune` section selects these.
+initialised to zero (appendix A.1). Other papers omit L_GEN, use full attention, read the last
+token, or pool tokens by attention; the config's `finetune` section selects these.
 
 Legend: b images, s tokens, h hidden size, c classes.
 """
@@ -33,12 +33,42 @@ from megavis.model.flops import Workload, forward_flops
 from megavis.model.heads import Head
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.norms import BatchNorm
-from megavis.model.parameters import Fill, normal, set_start, zeros
+from megavis.model.parameters import Fill, filled, normal, set_start, zeros
 from megavis.model.stack import FeatureLayer, LayerPlan, watch_features
 
 
+class AttentivePooling(nn.Module):
+    """Attention of one learned query to all tokens, with keys and values by linear maps.
+
+    "Scalable Pre-training of Large Autoregressive Image Models", section 4.2, equation 4. Scores
+    are divided by the root of a head's width, and weights start as torch's linear layers do, as in
+    the released code; the paper states neither.
+
+    Args:
+        width: of the features, h, a multiple of the heads.
+    """
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads, bound = num_heads, width**-0.5
+        self.query = filled(width, fill=normal(0.02))
+        fill: Fill = partial(nn.init.uniform_, a=-bound, b=bound)
+        self.key = ReplicatedLinear(width, width, fill, has_bias=False)
+        self.value = ReplicatedLinear(width, width, fill, has_bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Pool tokens `[s, b, h]` to `[b, h]`."""
+        key, value = self.key(tokens), self.value(tokens)
+        # To [b, heads, s, h / heads].
+        key, value = (
+            each.unflatten(2, (self.num_heads, -1)).permute(1, 2, 0, 3) for each in (key, value)
+        )
+        query = self.query.to(key.dtype).view(1, self.num_heads, 1, -1).expand(len(key), -1, -1, -1)
+        return F.scaled_dot_product_attention(query, key, value).flatten(1)
+
+
 class Classifier(nn.Module):
-    """Class logits from the features of one layer, or of several concatenated layers.
+    """Class logits from the features of one layer, or of several, concatenated or averaged.
 
     Replicated on every process of the tensor group: c is small and need not divide.
 
@@ -57,12 +87,15 @@ class Classifier(nn.Module):
     ) -> None:
         super().__init__()
         self.core, self.read_out = core, settings.read_out
-        self.below = below
+        self.below, self.averages = below, settings.average > 1
         width = core.megatron.hidden_size * settings.concatenate
         evaluates = settings.linear_evaluation
         self.standardize: nn.Module | None = None
         if evaluates and settings.standardize:
             self.standardize = BatchNorm(width, processes)
+        self.pool: AttentivePooling | None = None
+        if settings.read_out == "attention":
+            self.pool = AttentivePooling(width, core.megatron.num_attention_heads)
         deviation = settings.classifier_std
         if deviation is None:
             # MAE's linear probe starts at 0.01 (its released code), iGPT's fine-tuning at zero
@@ -80,11 +113,23 @@ class Classifier(nn.Module):
             return tokens.float().mean(0)
         return tokens[0 if self.read_out == "first" else -1]
 
+    def attended(self, features: Tensor) -> Tensor:
+        """Pool this process's tokens `[s, b, h]` by attention, standardised if configured."""
+        assert self.pool is not None
+        tokens = all_tokens(features, self.core.megatron, self.core.groups)
+        if self.standardize is not None:
+            tokens = self.standardize(tokens.flatten(0, 1)).unflatten(0, tokens.shape[:2])
+        return self.pool(tokens)
+
     def forward(self, features: Tensor) -> Tensor:
         """Map this process's tokens `[s, b, h]` to float32 logits `[b, c]`."""
-        layers = [self.pooled(each) for each in (*self.below, features)]
+        layers = [*self.below, features]
         self.below.clear()
-        pooled = torch.cat(layers, dim=1)
+        if self.averages:
+            layers = [torch.stack([each.float() for each in layers]).mean(0)]
+        if self.pool is not None:
+            return self.linear(self.attended(torch.cat(layers, dim=2))).float()
+        pooled = torch.cat([self.pooled(each) for each in layers], dim=1)
         if self.standardize is not None:
             pooled = self.standardize(pooled)
         return self.linear(pooled).float()
@@ -192,7 +237,8 @@ class Classification(Finetuned):
         centre = len(readable) - 1 if self.settings.layer is None else self.settings.layer
         *below, top = plans[: readable[centre + around] + 1]
         below = self.with_frozen(below)
-        for place in readable[centre - around : centre + around]:
+        first = centre - max(around, self.settings.average - 1)
+        for place in readable[first : centre + around]:
             factory = watched(below[place].factory, kept.append)
             below[place] = dataclasses.replace(below[place], factory=factory)
         build = partial(self._build_head, top.factory, kept)

@@ -291,6 +291,8 @@ def _differences(
     grammar, patches = found
     if grammar.positions not in ("learned", "sincos", "learned_sincos"):
         yield f"has model.positions {grammar.positions}, and the encoder adds learned positions"
+    if patches.embedding_norm:
+        yield "normalises embedded patches, which the encoder does not"
     if patches.patch_size != sizes.patch_size:
         yield (
             f"has patches of {patches.patch_size} pixels, and the encoder of {sizes.patch_size}"

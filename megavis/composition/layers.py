@@ -42,7 +42,7 @@ from megavis.model.dropout import SAMPLES, carries_samples
 from megavis.model.flops import Workload
 from megavis.model.heads import Head
 from megavis.model.parameters import with_decay
-from megavis.model.positions import carried_names
+from megavis.model.positions import PLACES, carried_names
 from megavis.model.stack import LayerPlan, block_plans, model_flops, stacks_of
 from megavis.model.visibility import VisibilityKind
 from megavis.parallel.context import ParallelContext
@@ -197,6 +197,7 @@ class Layers(Backbone):
             *self.asks.extra_tensors,
             *((TRANSFORMED,) if self.has_transform else ()),
             *carried_names(self.position_kind),
+            *((PLACES,) if self.grammar.density.reads_places else ()),
             *self.extra_tensors,
             *((MEMORY,) if "encoder" in self.condition.roles else ()),
         )

@@ -180,11 +180,12 @@ class Model(Layers):
                 avoided where possible: latents are their mean, and only what features hide is
                 hidden. Orders, groups and noise are then drawn for samples 0 to b - 1.
             **options: those in `option_names`; None means absent. `order`: int64 `[b or 1, n]`,
-                indices of tokens in raster order. `boundaries`: ends of groups. `mask`: bool
-                `[b, n]` in raster order, true where a token is hidden. `mask_ratio`: share of
-                tokens outside the context. `gamma`: noise level, a scalar or `[b, n, 1]` in the
-                given order. `labels`: int64 `[b]`, -1 for no class. `image`: the image to
-                condition on, by default the inputs'.
+                indices of tokens in raster order. `prefix`: number of given tokens, where that is
+                drawn for each image. `boundaries`: ends of groups. `mask`: bool `[b, n]` in raster
+                order, true where a token is hidden. `mask_ratio`: share of tokens outside the
+                context. `gamma`: noise level, a scalar or `[b, n, 1]` in the given order.
+                `labels`: int64 `[b]`, -1 for no class. `image`: the image to condition on, by
+                default the inputs'.
 
         Raises:
             UserError: an option does not apply, or a value does not fit.
@@ -210,7 +211,11 @@ class Model(Layers):
         """Return the tokens that a plan predicts, made from the samples if they are not read."""
         is_read = self.predicts is self.reads
         tokens = read if is_read else self.predicts.of(samples, index)
-        return self._at(self.predicts.sequence(tokens), plan, plan.first_asked)
+        asked = self._at(self.predicts.sequence(tokens), plan, plan.first_asked)
+        if not plan.num_idle:
+            return asked
+        # Idle rows have blank targets, which have no weight.
+        return torch.cat([asked, torch.zeros_like(asked[:, : plan.num_idle])], dim=1)
 
     def training_rows(self, read: Tensor, plan: Arrangement) -> AskedRows:
         """Return the rows that predict all asked positions of an arrangement.

@@ -22,6 +22,7 @@ from megavis.model.embeddings import grid_positions, to_stream
 from megavis.model.flops import Workload
 from megavis.model.layer_state import LayerState, PackedState, as_bits
 from megavis.model.parameters import filled, normal, with_decay
+from megavis.model.positions import PLACES
 from megavis.model.stack import Bridge, LayerPlan, block_plans
 
 
@@ -70,6 +71,8 @@ class Reader(Parts):
             **self.carried(embedded.places),
             **dict(zip(self.extras, extras, strict=True)),
         }
+        if PLACES in self.core.carried_names:
+            carried[PLACES] = embedded.places.contiguous()
         memory = known.get("encoder")
         if memory is not None and memory.ndim == 3:
             carried[MEMORY] = memory.transpose(0, 1).contiguous()

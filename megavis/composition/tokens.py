@@ -23,7 +23,7 @@ from megavis.config.errors import UserError
 from megavis.data.format.manifest import PALETTE_NAME, Manifest
 from megavis.data.loading.loader import Batch
 from megavis.model.core import Core
-from megavis.model.embeddings import ReplicatedLinear, token_embedding
+from megavis.model.embeddings import NormedLinear, ReplicatedLinear, token_embedding
 from megavis.model.parameters import Fill, normal, xavier_uniform
 from megavis.tokenizers.network_tokenizer import FrozenEncoder
 from megavis.tokenizers.palette import Palette
@@ -242,15 +242,25 @@ class Colors(Vocabulary):
 
 
 class Patches(Vectors):
-    """Patches of standardised pixels."""
+    """Patches of standardised pixels.
+
+    Args:
+        embedding_norm: normalise their embedding.
+    """
 
     channels = 3
     value_range = pixel_range()
 
-    def __init__(self, *, image_size: int, patch_size: int) -> None:
-        side = image_size // patch_size
+    def __init__(self, *, image_size: int, patch_size: int, embedding_norm: bool = False) -> None:
+        side, self.embedding_norm = image_size // patch_size, embedding_norm
         self.image_size, self.patch_size, self.grid = image_size, patch_size, (side, side)
         self.width, self.sample_shape = 3 * patch_size**2, (image_size, image_size, 3)
+
+    def embedding(self, core: Core, fill: Fill | None = None) -> nn.Module:
+        """Build a linear map, with a norm after it if configured."""
+        if not self.embedding_norm:
+            return super().embedding(core, fill)
+        return NormedLinear(core, self.width, fill or xavier_uniform)
 
     def of(self, samples: Any, index: Tensor | None = None) -> Tensor:
         """Return patches float32 `[b, n, d]` of uint8 `[b, H, W, 3]`, or raise UserError."""

@@ -115,7 +115,7 @@ def _check_whole_tuning(config: RunConfig, settings: FinetuneConfig) -> Iterator
         text = "blocks leaves the last norm out, which would learn nothing; fine-tune on norms"
         yield "model.features", f"{text}, or set finetune.linear_evaluation"
     yield from _check_tuned_blocks(config, settings)
-    for key in ("concatenate", "standardize"):
+    for key in ("concatenate", "average", "standardize"):
         if getattr(settings, key) != type(settings).model_fields[key].default:
             yield f"finetune.{key}", "applies only to finetune.linear_evaluation; remove it"
 
@@ -161,6 +161,12 @@ def _check_layer(config: RunConfig, settings: FinetuneConfig) -> Iterator[Config
     elif not around <= layer <= last - around:
         text = f"{settings.concatenate} layers around layer {layer} are not within 0 to {last}"
         yield "finetune.concatenate", f"{text}; change finetune.layer"
+    if settings.average > layer + 1:
+        text = f"{settings.average} layers up to layer {layer} are not within 0 to {last}"
+        yield "finetune.average", f"{text}; use at most {layer + 1}, or change finetune.layer"
+    elif settings.average > 1 and settings.concatenate > 1:
+        text = "averages layers that finetune.concatenate puts side by side; set one of them to 1"
+        yield "finetune.average", text
     if layer < last and settings.generative_weight:
         text = "drops blocks that the paper's own loss needs; set finetune.generative_weight to 0"
         yield "finetune.layer", text

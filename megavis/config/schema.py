@@ -276,15 +276,19 @@ class FinetuneConfig(Section):
     features."""
     visibility: Literal["kept", "full"] = "kept"
     """Attention masks: as in pre-training, or none."""
-    read_out: Literal["mean", "first", "last"] = "mean"
+    read_out: Literal["mean", "first", "last", "attention"] = "mean"
     """Where class logits are read from the last norm's output: the mean over tokens, the first
-    token (a class token), or the last one."""
+    token (a class token), the last one, or `attention`: a learned query attends to all tokens
+    (AIM, section 4.2)."""
     layer: NonNegative | None = None
     """Layer l whose features are read, from 0, before the first block, to `model.num_layers`, the
     default. Blocks above it are dropped (iGPT, sections 2.4, 4.5)."""
     concatenate: Positive = 1
     """With `linear_evaluation`: odd number of adjacent layers around `layer` whose features are
     concatenated (iGPT, section 4.4)."""
+    average: Positive = 1
+    """With `linear_evaluation`: number of layers, the last of them `layer`, whose features are
+    averaged, as in AIM's released code."""
     classifier_std: AtLeast0 | None = None
     """Standard deviation of the classifier's initial weights; default: 0 (iGPT, appendix A.1), and
     0.01 with `linear_evaluation`, as in the code of MAE and MoCo. MAE's code fine-tunes from 2e-5,

@@ -5,7 +5,9 @@
 - `linear`: one linear layer. With a noisy patch, it is applied to the sum of the output and the
   patch's embedding.
 - `mlp`: residual layers before the linear one, each a norm and an MLP of the backbone's width, i.e.
-  a Transformer block without attention. The paper only says "residual MLP".
+  a Transformer block without attention. The paper only says "residual MLP". A linear map may lead
+  to another width, and sin-cos positions of the rows may be added ("Scalable Pre-training of Large
+  Autoregressive Image Models", section 4.2).
 - `transformer`: blocks in which the two tokens of each position, output and noisy patch, attend
   only to each other. The paper does not say which of the two is decoded; here it is the noisy
   patch, so the last block computes only keys and values for the output.
@@ -28,6 +30,7 @@ from megavis.model.embeddings import LastNorm, ReplicatedLinear, WholeNorm
 from megavis.model.flops import Workload
 from megavis.model.heads import Head
 from megavis.model.layer_state import LayerState, PackedState, from_bits
+from megavis.model.positions import PLACES, place_coordinates, sincos
 from megavis.model.sequence_regions import own_rows
 from megavis.model.stack import PlannedStack
 from megavis.model.visibility import AttentionContext, Visibility
@@ -41,6 +44,10 @@ class DecoderSpec:
         denoises: whether the decoder takes noisy patches.
         appends_gamma: whether γ is appended to each pixel as an extra channel.
         channels: values of a patch per pixel.
+        hidden_size: width of its layers, to which a linear map leads; None: the backbone's. For
+            `mlp`.
+        grid: rows and columns of the tokens whose sin-cos positions are added before the first
+            layer; None: none are.
     """
 
     kind: DecoderKind
@@ -49,6 +56,8 @@ class DecoderSpec:
     denoises: bool
     appends_gamma: bool = False
     channels: int = 3
+    hidden_size: int | None = None
+    grid: tuple[int, int] | None = None
 
     @property
     def num_layers(self) -> int:
@@ -66,7 +75,12 @@ class DecoderSpec:
         embedding = 2.0 * self.noisy_width * width
         if self.kind == "transformer":
             return DecoderWork(embedding, core_of_decoder(core, self.num_layers))
-        return DecoderWork(embedding + self.num_layers * 4.0 * width * core.model.mlp_size)
+        inner = core_of_decoder(core, self.num_layers, self.hidden_size).model
+        layers = self.num_layers * 4.0 * inner.hidden_size * inner.mlp_size
+        entry = 0.0 if self.hidden_size is None else 2.0 * width * inner.hidden_size
+        # Of the final linear layer, whose inputs are counted as those of the backbone.
+        wider = 2.0 * (inner.hidden_size - width) * self.width
+        return DecoderWork(embedding + layers + entry + wider)
 
 
 @dataclass(frozen=True)
@@ -106,7 +120,11 @@ class PatchHead(Head):
     def __init__(self, core: Core, decoder: DecoderSpec, *, num_skipped: int = 0) -> None:
         super().__init__(core, LastNorm(core))
         self.num_skipped = num_skipped
-        inner = core_of_decoder(core, decoder.num_layers)
+        inner = core_of_decoder(core, decoder.num_layers, decoder.hidden_size)
+        self.grid, self.entry = decoder.grid, None
+        if decoder.hidden_size is not None:
+            widths = core.megatron.hidden_size, decoder.hidden_size
+            self.entry = ReplicatedLinear(*widths, has_bias=core.model.add_bias)
         self.noisy: NoisyEmbedding | None = None
         if decoder.denoises:
             self.noisy = NoisyEmbedding(decoder, core.megatron.hidden_size)
@@ -124,8 +142,28 @@ class PatchHead(Head):
         return self.norm.gather(self.decode(self.outputs(state), noisy))[:, self.num_skipped :]
 
     def outputs(self, state: PackedState) -> Tensor:
-        """Return the backbone's output `[b, s, h]`: with context parallelism, of its own tokens."""
-        return self.norm.own(LayerState.unpack(state, self.core.carried_names).hidden)
+        """Return the decoder's input `[b, s, h]`: with context parallelism, of its own tokens.
+
+        It is the backbone's output, mapped to the width of the decoder, with positions.
+        """
+        stream = LayerState.unpack(state, self.core.carried_names)
+        output = self.norm.own(stream.hidden)
+        if self.entry is not None:
+            output = self.entry(output)
+        return output if self.grid is None else self._placed(output, stream.carried[PLACES])
+
+    def _placed(self, output: Tensor, places: Tensor) -> Tensor:
+        """Add positions of the rows, whose places are int64 `[b or 1, m]`; the last s are read."""
+        assert self.grid is not None
+        splits, group = splits_context(self.core.megatron), self.core.groups.cp
+        places = places[:, -output.shape[1] * (group.size() if splits else 1) :]
+        if splits:
+            places = own_rows(places.t(), group).t()
+        coordinates = place_coordinates(places, self.grid[1])
+        # A single row has one axis, as in `Positions`.
+        coordinates = coordinates[..., self.grid[0] == 1 :]
+        scaled = self.core.model.position_scale * coordinates
+        return output + sincos(scaled, output.shape[-1]).to(output.dtype)
 
     def decode(self, output: Tensor, noisy: Tensor | None) -> Tensor:
         """Decode `[b, s, h]`.
@@ -207,11 +245,17 @@ class ResidualLayer(nn.Module):
         return hidden + mixed if bias is None else hidden + mixed + bias
 
 
-def core_of_decoder(core: Core, num_layers: int) -> Core:
-    """Return a core for decoder blocks: full attention over unsplit sequences."""
+def core_of_decoder(core: Core, num_layers: int, hidden_size: int | None = None) -> Core:
+    """Return a core for decoder blocks: full attention over unsplit sequences.
+
+    With a `hidden_size` of its own, MLPs are four times as wide.
+    """
+    sizes: dict[str, int | None] = {"num_layers": num_layers}
+    if hidden_size is not None:
+        sizes |= {"hidden_size": hidden_size, "ffn_hidden_size": None}
     return core.with_stack(
         name="decoder",
-        model=core.model.model_copy(update={"num_layers": num_layers}),
+        model=core.model.model_copy(update=sizes),
         visibility_kind="full",
         carried_names=(),
         drop_path=0.0,

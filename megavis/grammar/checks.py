@@ -23,6 +23,7 @@ from megavis.grammar.words import (
     Mask,
     Query,
     Shift,
+    SquaredError,
     SquareTokens,
     TokenWord,
     Visible,
@@ -51,6 +52,7 @@ def check(grammar: Grammar, run: RunConfig) -> Faults:
         *check_schedule(grammar.schedule, grammar, run),
         *check_asking(grammar.asks, grammar, run),
     ]
+    rest += [*_check_decoder(grammar, run)]
     rest += [*_check_positions(grammar, run), *_check_condition(grammar)]
     rest += [*_check_memory(grammar, run), *_check_transform(grammar)]
     rest += _check_segments(grammar, run)
@@ -214,6 +216,29 @@ def _check_density(grammar: Grammar) -> Faults:
     yield Fault("density.kind", text, remedy)
 
 
+def _check_decoder(grammar: Grammar, run: RunConfig) -> Faults:
+    """Check the width and the positions of a decoder in the head."""
+    density, tensor = grammar.density, run.parallel.tensor_model_parallel_size
+    if not isinstance(density, SquaredError):
+        return
+    width, unit = density.decoder_width, 2 if grammar.predicted.grid(run.data)[0] == 1 else 4
+    if not density.has_decoder:
+        mlp = "" if grammar.asks.kind == "visible" else ", or {density.decoder} to mlp"
+        if width is not None:
+            text = f"{width} is the width of an mlp decoder, not of a linear one"
+            yield Fault("density.decoder_width", text, f"set it to null{mlp}")
+        if density.decoder_positions:
+            text = "true adds positions before an mlp decoder, not before a linear one"
+            yield Fault("density.decoder_positions", text, f"set it to false{mlp}")
+        return
+    if width is not None and 4 * width % tensor:
+        text = f"4 · {width} is not divisible by tensor_model_parallel_size {tensor}"
+        yield Fault("density.decoder_width", text, f"set it to {width + -width % tensor}")
+    elif density.decoder_positions and (width or run.model.hidden_size) % unit:
+        text = f"the width {width or run.model.hidden_size} of the decoder is not divisible by"
+        yield Fault("density.decoder_positions", f"{text} {unit}", "set it to false")
+
+
 def _check_positions(grammar: Grammar, run: RunConfig) -> Faults:
     """Check that the width fits the paper's own positions, and who can use relative ones."""
     kind, model = grammar.positions, run.model
@@ -245,6 +270,9 @@ def _check_condition(grammar: Grammar) -> Faults:
         if grammar.schedule.is_sequential and not grammar.schedule.num_given:
             remedy += ", or {asks.kind} to query"
         yield Fault("condition.kind", text, remedy)
+    if condition.kind == "labels" and not (asks.has_front or asks.has_start):
+        text = "labels stands in place of the start token, which asks.start false leaves out"
+        yield Fault("condition.kind", text, f"{_WITHOUT_CONDITION}, or {{asks.start}} to true")
     if condition.kind == "pooled_features":
         if reads != "patches":
             text = f"features are computed from images, which {reads} shards lack"

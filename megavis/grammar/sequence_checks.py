@@ -70,7 +70,7 @@ def _(schedule: OneByOne, grammar: Grammar, run: RunConfig) -> Faults:
         text = f"{schedule.order_block} does not divide a grid of {rows} × {columns} tokens"
         sizes = nearest_divisors(schedule.order_block, rows)
         yield Fault("schedule.order_block", text, f"set it to {sizes}")
-    if schedule.prefix:
+    if schedule.num_given:
         yield from _check_prefix(schedule, grammar, rows * columns)
 
 
@@ -87,8 +87,10 @@ def _check_prefix(schedule: OneByOne, grammar: Grammar, count: int) -> Faults:
         yield Fault(key, text, remedy)
     elif not asks.holds_place:
         yield Fault(key, text, "set it to 0, or {asks.place} to content")
-    elif schedule.prefix >= count:
+    elif schedule.num_given >= count:
         text = f"{schedule.prefix} leaves nothing to predict of {count} tokens"
+        if schedule.draws_given:
+            text = "a drawn prefix leaves nothing to predict of one token"
         yield Fault(key, text, f"set it to {count - 1} or less")
 
 
@@ -117,6 +119,18 @@ def _(asks: Shift, grammar: Grammar, run: RunConfig) -> Faults:
         yield Fault(
             "model.positions", f"{grammar.positions} cannot add two places to a row", remedy
         )
+    if not asks.start and not grammar.schedule.num_given:
+        text = "false leaves no row that predicts the first token, which must be given then"
+        yield Fault("asks.start", text, _remedy_without_start(asks, grammar, run))
+
+
+def _remedy_without_start(asks: Shift, grammar: Grammar, run: RunConfig) -> str:
+    """Return how the first token is predicted, or given where it can be."""
+    remedy, schedule = "set it to true", grammar.schedule
+    if schedule.differs_by_image or grammar.num_tokens(run) == 1 or grammar.transform is not None:
+        return remedy
+    place = "" if asks.holds_place else " and {asks.place} to content"
+    return f"{remedy}, or {{schedule.prefix}} to 1{place}"
 
 
 @check_asking.register

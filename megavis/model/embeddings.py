@@ -65,12 +65,20 @@ class ReplicatedLinear(nn.Linear):
     It initialises its own weight, since ZeRO-3 partitions weights as soon as their module is built.
     """
 
-    def __init__(self, num_inputs: int, num_outputs: int, fill: Fill = xavier_uniform) -> None:
-        super().__init__(num_inputs, num_outputs)
+    def __init__(
+        self,
+        num_inputs: int,
+        num_outputs: int,
+        fill: Fill = xavier_uniform,
+        *,
+        has_bias: bool = True,
+    ) -> None:
+        super().__init__(num_inputs, num_outputs, bias=has_bias)
         # Drawn after torch's own initialization, which advances the generator: without that, every
         # initial weight would be another.
         fill(self.weight)
-        nn.init.zeros_(self.bias)
+        if has_bias:
+            nn.init.zeros_(self.bias)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Map `[..., num_inputs]` to `[..., num_outputs]`."""
@@ -115,6 +123,18 @@ class WholeNorm(Norm):
     def is_split(config: TransformerConfig) -> bool:
         """Return False."""
         return False
+
+
+class NormedLinear(ReplicatedLinear):
+    """A linear map of tokens that every process has whole, and a norm of its output."""
+
+    def __init__(self, core: Core, num_inputs: int, fill: Fill = xavier_uniform) -> None:
+        super().__init__(num_inputs, core.megatron.hidden_size, fill)
+        self.norm = WholeNorm(core)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map `[..., num_inputs]` to `[..., h]`."""
+        return self.norm(super().forward(inputs))
 
 
 class TokenHead(Head):

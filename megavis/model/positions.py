@@ -33,6 +33,9 @@ START = -1
 NOWHERE = -2
 """Place of a token off the grid, such as a class token."""
 
+PLACES = "places"
+"""Name under which the places of all rows, int64 `[b or 1, m]`, are carried to a head."""
+
 OFF_GRID = -1
 """Row and column of a token off the grid, such as a class token."""
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from megavis.config.errors import UserError
+from megavis.parallel.random import uniform
 from megavis.schedules.orders import Orders, check_order
 from megavis.schedules.schedule import Arrangement, GenerationProgress, Schedule, Step
 
@@ -16,15 +17,35 @@ from megavis.schedules.schedule import Arrangement, GenerationProgress, Schedule
 class OneByOne(Schedule):
     """Predict one token per step: every position is a group of its own.
 
+    "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", section
+    3.2.1, for the prefix, whose tokens attend to each other.
+
     Args:
-        prefix: number of tokens at the start that are given, not predicted.
+        prefix: number of tokens at the start that are given, not predicted; or `drawn` for each
+            image, uniformly from 1 to n - 1.
+        first_asked: first position that some row predicts, at most the shortest prefix; as many
+            rows at the end are idle.
+        seed: draws prefixes.
     """
 
     is_sequential = True
-    names = ("order",)
 
-    def __init__(self, orders: Orders, *, prefix: int = 0) -> None:
-        self.orders, self.prefix = orders, prefix
+    def __init__(
+        self,
+        orders: Orders,
+        *,
+        prefix: int | Literal["drawn"] = 0,
+        first_asked: int = 0,
+        seed: int = 0,
+    ) -> None:
+        self.orders, self.draws_prefix, self.seed = orders, prefix == "drawn", seed
+        self.prefix = 1 if prefix == "drawn" else prefix
+        self.first_asked = first_asked
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The order, and a prefix if it is drawn."""
+        return ("order", "prefix") if self.draws_prefix else ("order",)
 
     @property
     def needs_given(self) -> bool:
@@ -33,37 +54,72 @@ class OneByOne(Schedule):
 
     @property
     def is_random(self) -> bool:
-        """True if each image has its own order."""
-        return self.orders.is_random
+        """True if each image has its own order or prefix."""
+        return self.orders.is_random or self.draws_prefix
 
     def draw(self, index: Tensor) -> Arrangement:
-        """Return the orders of samples `[b]`."""
-        return self.along(self.orders.of(index), self.prefix)
+        """Return the orders and prefixes of samples `[b]`."""
+        return self._arranged(self.orders.of(index), self._prefix_of(index))
+
+    def _prefix_of(self, index: Tensor) -> int | Tensor:
+        """Return the prefix of all samples `[b]`, or the one of each: int64 `[b, 1]`."""
+        if not self.draws_prefix:
+            return self.prefix
+        longest = self.orders.num_positions - 1
+        draws = uniform(index, 1, seed=self.seed, purpose="prefix")
+        return (draws * longest).long().clamp(max=longest - 1) + 1
+
+    def _arranged(self, order: Tensor, prefix: int | Tensor) -> Arrangement:
+        return self.along(order, prefix, num_given=self.prefix, first_asked=self.first_asked)
 
     def chosen(self, index: Tensor, choices: Mapping[str, Any], *, is_named: bool) -> Arrangement:
-        """Return the arrangement of `order`, int64 `[b or 1, n]`; by default the training order."""
+        """Return the arrangement of a user's order and prefix; by default those of training.
+
+        The choices are `order`, int64 `[b or 1, n]`, and, if prefixes are drawn, `prefix`, the
+        number of given tokens of all images.
+
+        Raises:
+            UserError: the order is not a permutation, or the prefix leaves nothing to predict.
+        """
         order: Tensor | None = choices.get("order")
+        prefix: int | Tensor = choices.get("prefix", self._prefix_of(index))
+        count = self.orders.num_positions
+        if isinstance(prefix, int) and "prefix" in choices and not 0 < prefix < count:
+            raise UserError(f"prefix must be from 1 to {count - 1}, not {prefix}")
         if order is None:
-            return self.draw(index)
-        check_order(order, self.orders.num_positions)
-        return self.along(order.to(index.device), self.prefix)
+            order = self.orders.of(index)
+        else:
+            check_order(order, count)
+        return self._arranged(order.to(index.device), prefix)
 
     def for_features(self, index: Tensor) -> Arrangement:
-        """Return the order that all images share."""
-        return self.along(self.orders.shared(index.device), self.prefix)
+        """Return the order that all images share; if prefixes are drawn, all of it is one."""
+        order = self.orders.shared(index.device)
+        return self._arranged(order, order.shape[1] if self.draws_prefix else self.prefix)
 
     @staticmethod
-    def along(order: Tensor, prefix: int = 0) -> Arrangement:
-        """Return the arrangement that predicts along `order`, int64 `[b or 1, n]`."""
+    def along(
+        order: Tensor, prefix: int | Tensor = 0, *, num_given: int = 0, first_asked: int = 0
+    ) -> Arrangement:
+        """Return the arrangement that predicts along `order`, int64 `[b or 1, n]`.
+
+        Args:
+            prefix: given tokens of all images, or of each, int64 `[b, 1]`.
+            num_given: the smallest of them.
+            first_asked: see `OneByOne`.
+        """
         count = order.shape[1]
-        groups = torch.arange(1 - prefix, count + 1 - prefix, device=order.device)[None]
-        # No token is predicted from the last one.
+        groups = torch.arange(1, count + 1, device=order.device)[None] - prefix
+        # No token is predicted from the last one. Without a start token an idle row holds it, since
+        # a layout divides n rows more often than n - 1.
         return Arrangement(
             order,
             groups.clamp(min=0),
-            num_content=count - 1,
-            num_given=prefix,
-            predicts_all=prefix == 0,
+            num_content=count - 1 + first_asked,
+            first_asked=first_asked,
+            num_given=num_given,
+            num_idle=first_asked,
+            predicts_all=isinstance(prefix, int) and prefix == first_asked == 0,
         )
 
     def order_of(self, images: Tensor, options: Any, *, seed: int) -> Tensor:
@@ -71,13 +127,19 @@ class OneByOne(Schedule):
         return self.orders.of(images)
 
     def first(self, order: Tensor, *, num_images: int, num_given: int, options: Any) -> Step | None:
-        """Predict the first position that is not given; raise UserError if it is in the prefix."""
+        """Predict the first position that is not given; raise UserError if it is in the prefix.
+
+        Where prefixes are drawn, all given tokens are the prefix.
+        """
+        if num_given < self.prefix and self.draws_prefix:
+            raise UserError("this model was trained with a prefix: give at least one token, not 0")
         if num_given < self.prefix:
             raise UserError(
                 f"this model was trained with a prefix of {self.prefix} tokens: give as many, not"
                 f" {num_given}"
             )
-        return self._step(self.along(order, self.prefix), num_given, 0)
+        prefix = num_given if self.draws_prefix else self.prefix
+        return self._step(self._arranged(order, prefix), num_given, 0)
 
     def after(self, step: Step, progress: GenerationProgress, options: Any) -> Step | None:
         """Predict the next position."""

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from megavis.config.errors import UserError
@@ -129,7 +130,8 @@ class Arrangement:
         first_asked: positions `[first_asked, n)` are predicted in some image.
         num_given: positions `[0, num_given)` are given in generation.
         num_placed: positions `[0, num_placed)` get their position in the image.
-        predicts_all: every position is predicted in every image.
+        num_idle: trailing rows of training that predict nothing, since they hold the last tokens.
+        predicts_all: every position is predicted in every image, and no row is idle.
     """
 
     order: Tensor
@@ -138,6 +140,7 @@ class Arrangement:
     first_asked: int = 0
     num_given: int = 0
     num_placed: int = 0
+    num_idle: int = 0
     predicts_all: bool = False
 
     @property
@@ -147,15 +150,14 @@ class Arrangement:
 
     @property
     def prediction_targets(self) -> PredictionTargets:
-        """All predicted positions at once, as in training."""
-        return PredictionTargets(
-            self, self.num_content, slice(self.first_asked, self.num_positions)
-        )
+        """All predicted positions at once, as in training, and those of idle rows after the end."""
+        stop = self.num_positions + self.num_idle
+        return PredictionTargets(self, self.num_content, slice(self.first_asked, stop))
 
     @property
     def is_predicted(self) -> Tensor:
-        """Mask bool `[b or 1, n - first_asked]`, true where the loss counts."""
-        return self.groups[:, self.first_asked :] > 0
+        """Mask bool `[b or 1, q]`, true where the loss counts; q includes idle rows."""
+        return F.pad(self.groups[:, self.first_asked :] > 0, (0, self.num_idle))
 
 
 @dataclass(frozen=True)

@@ -310,7 +310,7 @@ def as_vit(run: Run, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def classifies(run: Run) -> bool:
     """Return True if the run computes class logits from the class token, like a ViT."""
     tuned = run.config.finetune
-    if tuned is None or tuned.read_out != "first" or tuned.concatenate > 1:
+    if tuned is None or tuned.read_out != "first" or max(tuned.concatenate, tuned.average) > 1:
         return False
     return not (tuned.linear_evaluation and tuned.standardize)
 
@@ -320,6 +320,8 @@ def _paper(run: Run) -> Model:
     paper, model = composition_of(run), run.config.model
     if not isinstance(paper.reads, Patches):
         raise UserError("a ViT reads patches of pixels, which this run does not")
+    if paper.reads.embedding_norm:
+        raise UserError("a ViT does not normalise embedded patches, which this run does")
     for wanted, key in _WORDS.items():
         if getattr(model, key) != wanted:
             raise UserError(f"a ViT has model.{key} {wanted}, not {getattr(model, key)}")

@@ -34,6 +34,8 @@ def features(folder: str, tokens: torch.Tensor) -> torch.Tensor:
     rows, first, heads = w["plain.rows"], c["first"], c["heads"]
     tokens = tokens[:, w["plain.order"]][:, : len(rows) - first]
     x = w[f"{c['content']}.weight"][tokens] if tokens.ndim == 2 else linear(tokens, c["content"])
+    if f"{c['content']}.norm.weight" in w:
+        x = norm(x, f"{c['content']}.norm")
     x, mask = F.pad(x, (0, 0, first, 0)) + rows, w.get("plain.mask")
     for i in range(c["layers"]):
         y = norm(x, f"blocks.{i}.input_layernorm")

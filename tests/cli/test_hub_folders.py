@@ -56,6 +56,10 @@ CASES = {
     ),
     "rotary_own": tiny("{name: darl, patch_size: 4, decoder: linear}", model=VIT),
     "givt_own": tiny("{name: givt}", data={"image_size": 32}),
+    "aim_own": tiny(
+        "{name: aim, patch_size: 4, head: {num_layers: 1, hidden_size: 8}}",
+        model={**VIT, "add_bias": False},
+    ),
     "order_own": tiny("{name: igpt, vocabulary_size: 32, order: random}", data={"image_size": 4}),
     "groups_own": tiny(
         "{name: gvp, patch_size: 4, num_groups: 3}", model={**VIT, "positions": "rope_2d"}

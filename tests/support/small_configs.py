@@ -92,6 +92,9 @@ SMALL = {
         "{name: gvp, variant: d2d, patch_size: 4, num_groups: 4, vocabulary_size: 12,"
         " num_condition_tokens: 2, tokenizer: TOKENIZER}"
     ),
+    "aim": SmallConfig(
+        "{name: aim, patch_size: 4, head: {num_layers: 2, hidden_size: 24}}", in_every_pair=True
+    ),
     "mae": SmallConfig(MAE, in_every_pair=True),
     # The encoder with drop path and layer-wise learning rates.
     "mae_classes": SmallConfig(
@@ -122,6 +125,21 @@ SMALL = {
         "{name: compose, reads: {kind: patches, patch_size: 4},"
         " schedule: {kind: one_by_one, prefix: 4}, asks: {kind: shift, place: content},"
         " density: {kind: diffusion, noise_a: 1, decoder: mlp}}"
+    ),
+    # A prefix that is drawn for each image, and no start token.
+    "compose_drawn_prefix": SmallConfig(
+        "{name: compose, reads: {kind: patches, patch_size: 4},"
+        " schedule: {kind: one_by_one, prefix: drawn},"
+        " asks: {kind: shift, place: content, start: false},"
+        " density: {kind: squared_error, decoder: mlp, decoder_layers: 2, decoder_width: 24,"
+        " decoder_positions: true}}"
+    ),
+    "compose_attended": SmallConfig(
+        "{name: compose, reads: {kind: patches, patch_size: 4},"
+        " schedule: {kind: one_by_one, prefix: drawn},"
+        " asks: {kind: shift, place: content, start: false},"
+        " density: {kind: squared_error}}",
+        rest="finetune: {num_classes: 10, read_out: attention}",
     ),
     "compose_codes": SmallConfig(
         "{name: compose, reads: {kind: ids, patch_size: 4, vocabulary_size: 12,"

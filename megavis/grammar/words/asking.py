@@ -52,6 +52,16 @@ class AskWord(Section):
         return False
 
     @property
+    def has_start(self) -> bool:
+        """Whether rows begin with a start token, in whose place a class can stand."""
+        return False
+
+    @property
+    def first_asked(self) -> int:
+        """First position that a row can predict."""
+        return 0
+
+    @property
     def learned_tokens_decay(self) -> bool:
         """Whether weight decay is applied to learned tokens in pre-training."""
         return False
@@ -84,6 +94,19 @@ class Shift(AskWord):
     place: Literal["asked", "content", "both"] = "asked"
     """Position added to a row: of the token that it predicts (`asked`), of the token
     that it holds (`content`), or both, from separate tables."""
+    start: bool = True
+    """Begin with a learned start token. Without one, no row predicts the first token, which must be
+    given (`schedule.prefix`)."""
+
+    @property
+    def has_start(self) -> bool:
+        """As configured."""
+        return self.start
+
+    @property
+    def first_asked(self) -> int:
+        """The second position without a start token."""
+        return 0 if self.start else 1
 
     @property
     def holds_place(self) -> bool:
@@ -97,11 +120,11 @@ class Shift(AskWord):
 
     def feature_rows(self, front: int, count: int) -> Rows:
         """Return the tokens, after the start token where it has a row of its own."""
-        rows = count + (self.place == "content")
+        rows = count + (self.place == "content") - self.first_asked
         return Rows(rows, rows)
 
     def rows(self, schedule: ScheduleWord, front: int, count: int) -> Rows:
-        """Return one row per predicted token."""
+        """Return one row per predicted token; without a start token, one per token."""
         return Rows(count, count)
 
 

@@ -27,6 +27,11 @@ class DensityWord(Section):
         """Whether the head has layers before its last matrix."""
         return False
 
+    @property
+    def reads_places(self) -> bool:
+        """Whether the head reads the places of its rows."""
+        return False
+
 
 class Categorical(DensityWord):
     """Logits over the vocabulary."""
@@ -48,11 +53,21 @@ class SquaredError(DensityWord):
     """Decoder of the backbone's output."""
     decoder_layers: Positive = 1
     """Layers of the decoder; ignored by `linear`."""
+    decoder_width: Positive | None = None
+    """Width of an `mlp` decoder, to which a linear map leads; default: the model's, without one.
+    Its layers are four times as wide inside."""
+    decoder_positions: bool = False
+    """Add the sin-cos position of each row before an `mlp` decoder."""
 
     @property
     def loses_statistics(self) -> bool:
         """Whether targets are standardised."""
         return self.normalize
+
+    @property
+    def reads_places(self) -> bool:
+        """As configured."""
+        return self.decoder_positions
 
     @property
     def has_decoder(self) -> bool:

@@ -23,8 +23,13 @@ class ScheduleWord(Section):
 
     @property
     def num_given(self) -> int:
-        """Tokens that are given in training, and never predicted."""
+        """Tokens that are given in every image in training, and never predicted."""
         return 0
+
+    @property
+    def draws_given(self) -> bool:
+        """Whether the number of given tokens is drawn for each image."""
+        return False
 
     @property
     def differs_by_image(self) -> bool:
@@ -79,14 +84,20 @@ class OneByOne(ScheduleWord):
     """Draw a `random` order for each image, or one for the run."""
     order_block: Positive = 2
     """Side of a block in tokens, for `nested_raster` and `round_robin`."""
-    prefix: NonNegative = 0
+    prefix: NonNegative | Literal["drawn"] = 0
     """Number of tokens, the first in the order, that are given: they attend to each other, and none
-    is predicted."""
+    is predicted. `drawn`: for each image, uniformly from 1 to all but one; for features all tokens
+    are the prefix."""
 
     @property
     def num_given(self) -> int:
-        """The prefix."""
-        return self.prefix
+        """The prefix, or the shortest one."""
+        return 1 if self.prefix == "drawn" else self.prefix
+
+    @property
+    def draws_given(self) -> bool:
+        """Whether the prefix is drawn."""
+        return self.prefix == "drawn"
 
     @property
     def differs_by_image(self) -> bool:

@@ -59,6 +59,8 @@ class Patches(SquareTokens):
     """Square patches of standardised pixels."""
 
     kind: Literal["patches"] = "patches"
+    embedding_norm: bool = False
+    """Normalise embedded patches before positions are added."""
 
 
 class Ids(SquareTokens):

@@ -72,8 +72,9 @@ def measure_patches(
 
 
 def applies(objective: Trainable) -> bool:
-    """Return whether tokens are predicted one at a time."""
-    return model_of(objective).schedule.is_sequential
+    """Return whether all tokens are predicted one at a time: without a start token one is not."""
+    model = model_of(objective)
+    return model.schedule.is_sequential and not model.grammar.asks.first_asked
 
 
 def draw_patches(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:

@@ -58,13 +58,14 @@ def reconstruct(inference: Inference, paper: Model, batch: Batch, folder: Path) 
             " ones reveal the hidden ones"
         )
     plan = paper.schedule.draw(batch.sample_index)
-    predicted = plan.is_predicted.expand(len(batch.inputs), -1)
+    count = plan.num_positions - plan.first_asked  # Without idle rows.
+    predicted = plan.is_predicted[:, :count].expand(len(batch.inputs), -1)
     if plan.first_asked == 0 and bool(predicted.all()):
         name = paper.config.objective.name
         raise UserError(f"runs of {name} predict every token, so no token is visible")
     sequence = paper.sequence(batch)
     predictions = inference.predictions(sequence.inputs)
-    restored = paper.density.restored(predictions, sequence.targets[0])
+    restored = paper.density.restored(predictions, sequence.targets[0])[:, :count]
     tokens = paper.predicts.sequence(paper.predicts.of(batch.inputs, batch.sample_index))
     places = plan.order[:, plan.first_asked :].expand(len(tokens), -1)
     hidden = torch.zeros_like(tokens[..., 0], dtype=torch.bool).scatter(1, places, predicted)

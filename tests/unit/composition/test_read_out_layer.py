@@ -177,3 +177,99 @@ def test_block_features_are_means_of_block_outputs(build, tmp_path, images, name
 def test_incompatible_keys_raise(build, tmp_path, words, message):
     with pytest.raises(UserError, match=message):
         build(tmp_path / "c.yaml", *WORDS, *LAYERS, *words)
+
+
+def attended(pool, tokens):
+    """Return a learned query's attention to tokens `[s, h]` of an image, head by head."""
+    query, count = pool.query.detach(), pool.num_heads
+    keys, values = (tokens @ each.weight.detach().T for each in (pool.key, pool.value))
+    size, pooled = len(query) // count, []
+    for head in range(count):
+        own = slice(head * size, (head + 1) * size)
+        scores = [float(query[own] @ key[own]) / size**0.5 for key in keys]
+        shares = [np.exp(score) for score in scores]
+        values_of_head = zip(shares, values[:, own], strict=True)
+        pooled.append(sum(share * value for share, value in values_of_head) / sum(shares))
+    return torch.cat(pooled)
+
+
+def token_features(inference, inputs, layers):
+    """Return the mean of the tokens' features of some layers, `[b, s, h]`, without the head."""
+    embedding, *blocks, head = inference.layers.modules
+    with torch.no_grad():
+        state, found = embedding(inputs), []
+        for layer in (*blocks, head):
+            hidden = state[0] if isinstance(state, tuple) else state
+            by_norm = head.core.model.features == "norms"
+            found.append(layer.feature_norm(hidden) if by_norm else hidden)
+            state = state if layer is head else layer(state)
+    head.classifier.below.clear()  # what the hooks have kept
+    return (sum(found[layer] for layer in layers) / len(layers)).transpose(0, 1)
+
+
+@pytest.mark.parametrize("name", ["igpt", "gvp"])
+@pytest.mark.parametrize(
+    ("words", "layers"),
+    [
+        (("finetune.read_out=attention",), (3,)),
+        ((*LINEAR, "finetune.read_out=attention", "model.features=blocks"), (3,)),
+        ((*LINEAR, "finetune.read_out=attention", "finetune.average=3"), (1, 2, 3)),
+        ((*LINEAR, "finetune.average=2", "finetune.layer=2"), (1, 2)),
+    ],
+)
+def test_attention_and_averages_against_loops(build, tmp_path, images, name, words, layers):
+    objective, inference = build(tmp_path / "c.yaml", *WORDS, *LAYERS, *PAPERS[name], *words)
+    inputs = objective.inputs_from(images(name))
+    classifier = inference.layers.modules[-1].classifier
+    for _ in range(2):  # the second pass must not reuse state of the first
+        logits = inference.predictions(inputs)
+        pooled = [
+            tokens.mean(0) if classifier.pool is None else attended(classifier.pool, tokens)
+            for tokens in token_features(inference, inputs, layers)
+        ]
+        expected = classifier.linear(torch.stack(pooled))
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_attentive_probe_standardises_all_tokens_of_the_batch(build, tmp_path, images):
+    """Batch norm without gain and bias over tokens and images; running values in evaluation."""
+    words = ("finetune.linear_evaluation=true", "finetune.read_out=attention")
+    objective, inference = build(tmp_path / "c.yaml", *WORDS, *LAYERS, *words)
+    inputs, classifier = objective.inputs_from(images("igpt")), inference.layers.modules[-1]
+    tokens, pool = token_features(inference, inputs, (3,)), classifier.classifier.pool
+    rows = tokens.flatten(0, 1)
+    state = inputs
+    for layer in inference.layers.modules:
+        state = layer.train()(state)
+    normed = (tokens - rows.mean(0)) / (rows.var(0, unbiased=False) + 1e-6).sqrt()
+    pooled = torch.stack([attended(pool, each) for each in normed])
+    expected = classifier.classifier.linear(pooled)
+    torch.testing.assert_close(state, expected, rtol=1e-4, atol=1e-4)
+    learned = {name for name, p in inference.layers.named_parameters() if p.requires_grad}
+    assert learned == {
+        f"head.classifier.{name}"
+        for name in ("pool.query", "pool.key.weight", "pool.value.weight")
+        + ("linear.weight", "linear.bias")
+    }
+    mean, variance = 0.1 * rows.mean(0), 0.9 + 0.1 * rows.var(0)
+    normed = (tokens - mean) / (variance + 1e-6).sqrt()
+    pooled = torch.stack([attended(pool, each) for each in normed])
+    torch.testing.assert_close(
+        inference.predictions(inputs), classifier.classifier.linear(pooled), rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("finetune.average=2",), "applies only to finetune.linear_evaluation"),
+        ((*LINEAR, "finetune.average=5"), "5 layers up to layer 3 are not within 0 to 3; use at"),
+        (
+            (*LINEAR, "finetune.average=2", "finetune.concatenate=3", "finetune.layer=1"),
+            "averages layers that finetune.concatenate puts side by side",
+        ),
+    ],
+)
+def test_averages_are_checked(build, tmp_path, words, message):
+    with pytest.raises(UserError, match=message):
+        build(tmp_path / "c.yaml", *WORDS, *LAYERS, *words)

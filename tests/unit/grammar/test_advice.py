@@ -35,7 +35,7 @@ CHOICES = {
         *(
             {"kind": "one_by_one", "order": order, "prefix": prefix}
             for order in ("raster", "random")
-            for prefix in (0, 3, 300)
+            for prefix in (0, 3, 300, "drawn")
         ),
         {"kind": "one_by_one", "order": "round_robin", "order_block": 3},
         {"kind": "masked"},
@@ -51,6 +51,7 @@ CHOICES = {
     ),
     "asks": (
         *({"kind": "shift", "place": place} for place in ("asked", "content", "both")),
+        *({"kind": "shift", "place": place, "start": False} for place in ("asked", "content")),
         {"kind": "mask"},
         {"kind": "mask", "filler": "zero_token"},
         {"kind": "mask", "marks": True},
@@ -71,6 +72,13 @@ CHOICES = {
         {"kind": "squared_error"},
         {"kind": "squared_error", "normalize": True},
         {"kind": "squared_error", "decoder": "mlp"},
+        {"kind": "squared_error", "decoder_width": 8, "decoder_positions": True},
+        *(
+            {"kind": "squared_error", "decoder": "mlp", "decoder_width": width}
+            | {"decoder_positions": places}
+            for width in (5, 8)
+            for places in (False, True)
+        ),
         {"kind": "gaussian_mixture"},
         {"kind": "correlated_gaussian"},
         {"kind": "diffusion"},

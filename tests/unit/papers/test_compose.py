@@ -82,9 +82,72 @@ def test_prefix_is_bidirectional_and_not_scored(build_composition):
     torch.testing.assert_close(objective.loss(predictions, sequence.targets), errors.mean())
 
 
+OWN = "asks: {kind: shift, place: content, start: false}"
+
+
+def test_drawn_prefix_is_bidirectional_and_not_scored(build_composition):
+    words = [PATCHES, "schedule: {kind: one_by_one, prefix: drawn}", CONTENT, ERROR]
+    objective, inference = build_composition(*words)
+    lengths = (objective.schedule.draw(torch.arange(2)).groups == 0).sum(1).tolist()
+    assert len(set(lengths)) == 2
+    moved = dependencies(objective, inference)
+    for found, length in zip(moved, lengths, strict=True):
+        expected = torch.ones(16, 16, dtype=torch.bool).tril(-1)
+        expected[1 : length + 1, :length] = True
+        assert torch.equal(found[1:], expected[1:])
+    sequence = objective.sequence(batch_of(photographs(2, 16)))
+    predictions = inference.predictions(sequence.inputs)
+    patches = objective.reads.of(photographs(2, 16))
+    errors = [(predictions[i, n:] - patches[i, n:]).square().mean() for i, n in enumerate(lengths)]
+    torch.testing.assert_close(objective.loss(predictions, sequence.targets), sum(errors) / 2)
+
+
+@pytest.mark.parametrize("prefix", [1, 4, "drawn"])
+def test_rows_without_a_start_token_predict_the_next_patch(build_composition, prefix):
+    """Row t holds patch t, sees the prefix and the patches before it, and predicts patch t + 1."""
+    words = [PATCHES, f"schedule: {{kind: one_by_one, prefix: {prefix}}}", OWN, ERROR]
+    objective, inference = build_composition(*words)
+    assert objective.asks.visibility == ("causal" if prefix == 1 else "two_stream")
+    names = [name for name, _ in inference.layers.named_parameters()]
+    assert "embedding.start" not in names
+    lengths = (objective.schedule.draw(torch.arange(2)).groups == 0).sum(1).tolist()
+    moved = dependencies(objective, inference)
+    for found, length in zip(moved, lengths * 2, strict=False):
+        expected = torch.ones(16, 16, dtype=torch.bool).tril()
+        expected[:length, :length] = True
+        assert torch.equal(found, expected)
+    sequence = objective.sequence(batch_of(photographs(2, 16)))
+    predictions = inference.predictions(sequence.inputs)
+    patches = objective.reads.of(photographs(2, 16))
+    errors = [
+        (predictions[i, n - 1 : -1] - patches[i, n:]).square().mean()
+        for i, n in enumerate(lengths * 2)
+        if i < 2
+    ]
+    torch.testing.assert_close(objective.loss(predictions, sequence.targets), sum(errors) / 2)
+
+
+def test_features_of_a_drawn_prefix_see_all_patches(build_composition):
+    words = [PATCHES, "schedule: {kind: one_by_one, prefix: drawn}", OWN, ERROR]
+    objective, inference = build_composition(*words)
+    rows = objective.inputs_for_features(photographs(2, 16), None)
+    hidden = inference.predictions(rows)
+    assert hidden.shape[1] == 16
+    full, everything = build_composition(*words), photographs(2, 16)
+    tokens = objective.reads.of(everything)
+    tokens[:, -1] += 1.0
+    other = full[1].predictions(
+        objective.feature_rows(tokens, objective.schedule.for_features(torch.arange(2)))
+    )
+    assert ((hidden - other).abs().amax(-1) > 0).all()
+
+
 # Generation.
 
 GENERATIVE = {
+    "no start": [LATENTS, "schedule: {kind: one_by_one, prefix: 1}", OWN, DIFFUSION],
+    "no start and prefix": [LATENTS, "schedule: {kind: one_by_one, prefix: 3}", OWN, DIFFUSION],
+    "drawn prefix": [PATCHES, "schedule: {kind: one_by_one, prefix: drawn}", OWN, MIXTURE],
     "random mixture": [PATCHES, RANDOM, BOTH, MIXTURE],
     "queries": [PATCHES, RANDOM, QUERY, MIXTURE],
     "diffusion on latents": [LATENTS, ONE_BY_ONE, CONTENT, DIFFUSION],
@@ -108,14 +171,18 @@ def test_cached_sampling_equals_full_passes(build_composition, tmp_path, name):
     blank = objective.reads.blank(images)
     given = None
     if prefix:
-        given = torch.randint(32, (2, prefix), generator=torch.Generator().manual_seed(0))
+        generator = torch.Generator().manual_seed(0)
+        given = torch.randn(2, prefix, *blank.shape[2:], generator=generator)
+        if not blank.is_floating_point():
+            given = torch.randint(32, (2, prefix), generator=generator)
     tokens = sampler.tokens(images, order=order, given=given)
     assert tokens.shape == blank.shape
     whole = sampler.tokens(images, order=order, given=given, cached=False)
     torch.testing.assert_close(tokens, whole, rtol=1e-4, atol=1e-4)
     if prefix:
         assert torch.equal(tokens[:, :prefix], given)
-        with pytest.raises(UserError, match="prefix of 8 tokens: give as many"):
+        few = f"prefix of {prefix} tokens: give as many|prefix: give at least one token"
+        with pytest.raises(UserError, match=few):
             sampler.tokens(images, order=order)
 
 
@@ -268,3 +335,17 @@ def test_decay_is_for_learned_tokens_alone(build_composition):
     objective, inference = build_composition(PATCHES, CONTEXT, decays, ERROR, CLASSES)
     assert dict(inference.layers.named_parameters())["embedding.front.weight"].shape == (4, 16)
     assert objective.check_unlabelled() is None
+
+
+def test_embedded_patches_can_be_normalised(build_composition):
+    """Before positions are added, against torch's own layer norm."""
+    words = [PATCHES.replace("}", ", embedding_norm: true}"), ONE_BY_ONE, SHIFT, ERROR]
+    _, inference = build_composition(*words)
+    reader, patches = inference.layers.modules[0], torch.rand(2, 16, 48)
+    weights = dict(reader.content.named_parameters())
+    assert set(weights) == {"weight", "bias", "norm.weight", "norm.bias"}
+    embedded = torch.nn.functional.linear(patches, weights["weight"], weights["bias"])
+    expected = torch.nn.functional.layer_norm(
+        embedded, (16,), weights["norm.weight"], weights["norm.bias"], 1e-5
+    )
+    torch.testing.assert_close(reader.embed_content(patches), expected)

@@ -85,11 +85,69 @@ from megavis.config.errors import UserError
             "16 leaves nothing to predict of 16 tokens",
         ),
         (
+            [PATCHES, "schedule: {kind: one_by_one, prefix: drawn}", SHIFT, ERROR],
+            [],
+            "schedule.prefix",
+            "needs asks of kind shift with place content",
+        ),
+        (
+            [PATCHES.replace("4", "16"), "schedule: {kind: one_by_one, prefix: drawn}"]
+            + [CONTENT, ERROR],
+            [],
+            "schedule.prefix",
+            "a drawn prefix leaves nothing to predict of one token",
+        ),
+        (
+            [PATCHES, ONE_BY_ONE, "asks: {kind: shift, start: false}", ERROR],
+            [],
+            "asks.start",
+            "false leaves no row that predicts the first token, which must be given then; set it"
+            " to true, or objective.schedule.prefix to 1 and objective.asks.place to content",
+        ),
+        (
+            [PATCHES, RANDOM, "asks: {kind: shift, place: both, start: false}", ERROR],
+            [],
+            "asks.start",
+            "which must be given then; set it to true",
+        ),
+        (
+            [PATCHES, "schedule: {kind: one_by_one, prefix: 1}"]
+            + ["asks: {kind: shift, place: content, start: false}", ERROR, CLASSES],
+            [],
+            "condition.kind",
+            "labels stands in place of the start token, which asks.start false leaves out; set"
+            " objective.condition to null, or objective.asks.start to true",
+        ),
+        (
             [PATCHES, "schedule: {kind: one_by_one, order: round_robin, order_block: 3}"]
             + [SHIFT, ERROR],
             [],
             "schedule.order_block",
             "3 does not divide a grid of 4 × 4",
+        ),
+        (
+            [PATCHES, ONE_BY_ONE, SHIFT, "density: {kind: squared_error, decoder_width: 8}"],
+            [],
+            "density.decoder_width",
+            "8 is the width of an mlp decoder, not of a linear one; set it to null, or"
+            " objective.density.decoder to mlp",
+        ),
+        (
+            [PATCHES, ONE_BY_ONE, SHIFT]
+            + ["density: {kind: squared_error, decoder_positions: true}"],
+            [],
+            "density.decoder_positions",
+            "true adds positions before an mlp decoder, not before a linear one",
+        ),
+        (
+            [PATCHES, ONE_BY_ONE, SHIFT]
+            + [
+                "density: {kind: squared_error, decoder: mlp, decoder_positions: true,"
+                " decoder_width: 6}"
+            ],
+            [],
+            "density.decoder_positions",
+            "the width 6 of the decoder is not divisible by 4; set it to false",
         ),
         (
             [PATCHES, "schedule: {kind: groups, num_groups: 16}", QUERY, ERROR],

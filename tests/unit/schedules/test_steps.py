@@ -45,6 +45,62 @@ def test_orders_are_shared_or_drawn_per_image():
     assert shared.draw(index).groups.tolist() == [[1, 2, 3, 4, 5, 6]]
 
 
+def test_drawn_prefixes_are_uniform_and_depend_on_seed_and_sample():
+    """Against a loop over the draws; each length from 1 to n - 1 is as likely."""
+    schedule, index = OneByOne(Orders(torch.arange(7)), prefix="drawn", seed=5), torch.arange(6000)
+    assert schedule.is_random
+    assert schedule.needs_given
+    plan = schedule.draw(index)
+    lengths = (plan.groups == 0).sum(1)
+    draws = uniform(index, 1, seed=5, purpose="prefix")[:, 0].tolist()
+    assert lengths.tolist() == [1 + int(6 * draw) for draw in draws]
+    counts = torch.bincount(lengths, minlength=7)
+    assert counts[0] == 0
+    assert ((counts[1:] - 1000).abs() < 150).all()
+    for row, length in zip(plan.groups[:20].tolist(), lengths.tolist(), strict=False):
+        assert row == [max(0, place - length + 1) for place in range(7)]
+    assert torch.equal(schedule.draw(index.flip(0)).groups, plan.groups.flip(0))
+    other = OneByOne(Orders(torch.arange(7)), prefix="drawn", seed=6).draw(index)
+    assert not torch.equal(other.groups, plan.groups)
+
+
+def test_for_features_all_tokens_are_the_drawn_prefix():
+    schedule = OneByOne(Orders(torch.arange(5)), prefix="drawn", seed=5)
+    assert not schedule.has_random_features
+    assert schedule.for_features(torch.arange(2)).groups.tolist() == [[0] * 5]
+
+
+def test_prefix_can_be_chosen_where_it_is_drawn():
+    schedule, index = OneByOne(Orders(torch.arange(5)), prefix="drawn", seed=5), torch.arange(2)
+    chosen = schedule.chosen(index, {"prefix": 3}, is_named=True)
+    assert chosen.groups.tolist() == [[0, 0, 0, 1, 2]]
+    assert torch.equal(
+        schedule.chosen(index, {}, is_named=True).groups, schedule.draw(index).groups
+    )
+    for wrong in (0, 5):
+        with pytest.raises(UserError, match=f"prefix must be from 1 to 4, not {wrong}"):
+            schedule.chosen(index, {"prefix": wrong}, is_named=True)
+    assert OneByOne(Orders(torch.arange(5)), prefix=2).names == ("order",)
+
+
+def test_all_given_tokens_are_the_drawn_prefix_in_generation():
+    schedule = OneByOne(Orders(torch.arange(5)), prefix="drawn", seed=5)
+    order = schedule.order_of(torch.arange(2), NoOptions(), seed=7)
+    steps = list(steps_of(schedule, order, 3, NoOptions()))
+    assert [(step.known, step.asked) for step in steps] == [(3, slice(3, 4)), (4, slice(4, 5))]
+    assert steps[0].plan.groups.tolist() == [[0, 0, 0, 1, 2]]
+    with pytest.raises(UserError, match="give at least one token, not 0"):
+        list(steps_of(schedule, order, 0, NoOptions()))
+
+
+def test_without_a_start_token_the_last_row_is_idle():
+    schedule = OneByOne(Orders(torch.arange(4)), prefix=1, first_asked=1)
+    plan = schedule.draw(torch.arange(2))
+    assert plan.is_predicted.tolist() == [[True, True, True, False]]
+    assert plan.prediction_targets.asked == slice(1, 5)
+    assert (plan.num_content, plan.predicts_all) == (4, False)
+
+
 @pytest.mark.parametrize(("num_given", "groups"), [(3, 3), (2, 1), (1, 8), (4, 2)])
 def test_each_group_sees_all_earlier_groups(num_given, groups):
     schedule = Groups("random", num_tokens=9, num_groups=2, shuffled=True, seed=0)

@@ -1,0 +1,14 @@
+"""AIM: "Scalable Pre-training of Large Autoregressive Image Models"."""
+
+from __future__ import annotations
+
+from megavis.config.papers import ImportSpec
+
+IMPORTS = (
+    ImportSpec(
+        "aim",
+        help="a folder of AIM on the Hub (model.safetensors and config.json), or a file of its"
+        " trunk's weights; the run has an attentive probe, which can be evaluated and trained",
+        read="megavis.weights.aim:read_aim",
+    ),
+)
