@@ -170,7 +170,7 @@ def open_data(
         dataset = ShardDataset(path, transform, cache=data.cache, palette=palette)
     what = f"{path}, read with data.palette," if palette else path
     complaints = [(key, f"{what} {text}") for text in objective.check_data(dataset.manifest)]
-    missing = int((dataset.labels < 0).sum()) if objective.backbone.needs_labels else 0
+    missing = dataset.num_unlabelled if objective.backbone.needs_labels else 0
     if missing and not complaints:
         found = counted(missing, "sample")
         text = f"{path} holds {found} without a label, of {len(dataset)} in all"

@@ -1,6 +1,6 @@
 """A shard folder as a map-style data set, and subsets of it.
 
-Opening reads only the manifest and the index, and runs cheap checks (sizes, the hash of the index);
+Opening reads only the manifest and the head of the index, and runs cheap checks (sizes, hashes);
 `verify` reads every byte. The index is memory-mapped, tars on first use: the processes of a node
 share both, and a process keeps nothing per sample.
 """
@@ -26,7 +26,6 @@ from megavis.data.loading.order import SampleOrder
 from megavis.data.loading.remote import RemoteFolder, is_remote
 from megavis.parallel.limits import allow_open_files, most_open_maps
 
-_CHUNK = 1 << 16
 _WRONG_LENGTH = "wrong length"
 
 
@@ -83,18 +82,17 @@ class ShardDataset:
             size = (transform or self.manifest).image_size or 0
             self.manifest = self.manifest.as_palette(palette.sha256, len(palette), image_size=size)
         self._check_sizes()
-        self._first = np.cumsum([0] + [shard.num_samples for shard in self.manifest.shards])
         self._index = SampleIndex(self.directory, self.manifest)
         self._num_bytes = np.array([shard.num_bytes for shard in self.manifest.shards])
         self._wrong, self._in_their_place = self._find_replacements()
         for index in self._wrong.tolist():
             self._name_skipped(index, _WRONG_LENGTH)
-        labels = self._index.labels
-        if labels.min() < -1 or labels.max() >= len(self.class_names):
+        bounds = self._index.summaries
+        if bounds["least_label"].min() < -1 or bounds["most_label"].max() >= len(self.class_names):
             raise UserError(f"{self.directory} holds labels outside its list of classes")
 
     def __len__(self) -> int:
-        return int(self._first[-1])
+        return int(self._index.first[-1])
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_maps": OrderedDict(), "_lock": None, "_index": None}
@@ -109,9 +107,18 @@ class ShardDataset:
 
         A replaced sample has the label of its replacement.
         """
-        labels = self._index.labels.astype(np.int64)
+        labels = self._index.labels()
         labels[self._wrong] = labels[self._in_their_place]
         return labels
+
+    @property
+    def num_unlabelled(self) -> int:
+        """Number of samples without a label, counted without listing all labels."""
+        wrong, right = (
+            self._index.take(each)[0]["label"] for each in (self._wrong, self._in_their_place)
+        )
+        of_all = int(self._index.summaries["num_unlabelled"].sum())
+        return of_all + int((right < 0).sum()) - int((wrong < 0).sum())
 
     @property
     def skipped(self) -> Counter[str]:
@@ -154,7 +161,7 @@ class ShardDataset:
         samples, refused = self._decode(indices, positions)
         for _ in range(len(self)):
             if not refused:
-                return samples, self._index.labels[indices].astype(np.int64)
+                return samples, self._index.take(indices)[0]["label"].astype(np.int64)
             for row, reason in refused.items():
                 self._name_skipped(int(indices[row]), reason)
             rows = np.array(sorted(refused))
@@ -166,7 +173,7 @@ class ShardDataset:
 
     def name_of(self, index: int) -> str:
         """Return `shard:key` of one sample."""
-        shard = int(np.searchsorted(self._first, index, side="right")) - 1
+        shard = self._index.shard_of(index)
         return f"{self.manifest.shards[shard].name}:{self._index.key(index)}"
 
     @property
@@ -192,13 +199,13 @@ class ShardDataset:
 
     def _payloads(self, indices: np.ndarray) -> list[np.ndarray]:
         """Return views of the bytes of samples, uint8 `[length]` each."""
-        shards = np.searchsorted(self._first, indices, side="right") - 1
+        records, shards = self._index.take(indices)
         maps = {shard: self._map(shard) for shard in np.unique(shards).tolist()}
-        starts = self._index.offsets[indices]
+        starts = records["offset"]
         places = zip(
             shards.tolist(),
             starts.tolist(),
-            (starts + self._index.lengths[indices]).tolist(),
+            (starts + records["length"]).tolist(),
             strict=True,
         )
         return [maps[shard][start:stop] for shard, start, stop in places]
@@ -235,12 +242,13 @@ class ShardDataset:
 
     def _find_replacements(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the samples of invalid length, sorted, and the samples to read in their place."""
-        # In chunks: arrays over all samples would be most of a process's memory.
-        chunks = (
-            start + np.flatnonzero(~self._has_valid_length(start, start + _CHUNK))
-            for start in range(0, len(self), _CHUNK)
-        )
-        wrong = np.concatenate([*chunks])
+        bounds = self._index.summaries
+        # Lengths between two valid ones are valid, so most shards need not be looked through.
+        all_valid = self.codec.valid_lengths(bounds["least_length"])
+        all_valid &= self.codec.valid_lengths(bounds["most_length"])
+        all_valid &= (bounds["least_offset"] >= 0) & (bounds["end"] <= self._num_bytes)
+        of_shards = map(self._wrong_of_shard, np.flatnonzero(~all_valid).tolist())
+        wrong = np.concatenate([np.empty(0, np.int64), *of_shards])
         if len(wrong) == len(self):
             raise UserError(f"{self.directory} holds no sample of the right length")
         # The first valid one after a run of wrong ones, each of which is one further than the last.
@@ -251,14 +259,12 @@ class ShardDataset:
             after[after == len(self)] = first
         return wrong, after
 
-    def _has_valid_length(self, start: int, stop: int) -> np.ndarray:
-        offsets, lengths = self._index.offsets[start:stop], self._index.lengths[start:stop]
-        places = np.arange(start, start + len(offsets))
-        shards = np.searchsorted(self._first, places, side="right") - 1
-        ends = self._num_bytes[shards]
-        inside = (offsets >= 0) & (offsets + lengths <= ends)
-        valid: np.ndarray = self.codec.valid_lengths(lengths) & inside
-        return valid
+    def _wrong_of_shard(self, shard: int) -> np.ndarray:
+        records = self._index.of_shard(shard)
+        offsets, lengths = records["offset"], records["length"]
+        inside = (offsets >= 0) & (offsets + lengths <= self._num_bytes[shard])
+        wrong = np.flatnonzero(~(self.codec.valid_lengths(lengths) & inside))
+        return self._index.first[shard] + wrong
 
     def _name_skipped(self, index: int, reason: str) -> None:
         name = f"{self.name_of(index)}: {reason}"

@@ -117,7 +117,7 @@ def test_selection_set_replaces_the_held_out_split(build, tmp_path, data, shard_
     both = fit_classifier(x, y, penalty=score.penalty)
     assert score.accuracy == pytest.approx(both.score(judged, data.validation.labels))
 
-    further._index.labels = np.full(36, -1)
+    further._index.labels = lambda: np.full(36, -1)
     with pytest.raises(UserError, match="need labels"):
         chosen_by.divide(np.arange(60), ProbeSettings())
 
