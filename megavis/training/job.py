@@ -167,7 +167,13 @@ def open_data(
     with blame("data.palette"):
         palette = Palette.load(data.palette) if data.palette else None
     with blame(key):
-        dataset = ShardDataset(path, transform, cache=data.cache, palette=palette)
+        dataset = ShardDataset(
+            path,
+            transform,
+            cache=data.cache,
+            palette=palette,
+            window_shards=data.window_shards,
+        )
     what = f"{path}, read with data.palette," if palette else path
     complaints = [(key, f"{what} {text}") for text in objective.check_data(dataset.manifest)]
     missing = dataset.num_unlabelled if objective.backbone.needs_labels else 0
@@ -342,6 +348,7 @@ def _order_keys(config: RunConfig) -> dict[str, Any]:
         "data.train weights": [source.weight for source in data.train_sources],
         "data.repeats": data.repeats,
         "data.images_per_class": data.images_per_class,
+        "data.window_shards": data.window_shards,
     }
 
 

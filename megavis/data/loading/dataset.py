@@ -8,7 +8,7 @@ share both, and a process keeps nothing per sample.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, OrderedDict
+from collections import Counter
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -22,10 +22,12 @@ from megavis.data.codecs.transforms import Transform
 from megavis.data.format.files import sha256_of_file
 from megavis.data.format.manifest import PALETTE_NAME, Manifest, ShardEntry
 from megavis.data.format.sample_index import SampleIndex
-from megavis.data.loading.order import SampleOrder
+from megavis.data.loading.order import Order, SampleOrder, WindowedOrder
 from megavis.data.loading.remote import RemoteFolder, is_remote
+from megavis.data.loading.shard_maps import ShardMaps
 from megavis.parallel.limits import allow_open_files, most_open_maps
 
+_NOTHING = np.empty(0, np.uint8)
 _WRONG_LENGTH = "wrong length"
 
 
@@ -41,6 +43,7 @@ class ShardDataset:
         transform: crop and augmentation; if None, images are read as stored.
         cache: local folder for files fetched from a URL.
         palette: maps the pixels of JPEG shards to ids; palette shards must have been made with it.
+        window_shards: shards whose samples are mixed in the training order; default: all.
 
     Attributes:
         directory: the shard folder; its cache for a URL.
@@ -59,12 +62,13 @@ class ShardDataset:
         *,
         cache: Path | str | None = None,
         palette: PaletteLike | None = None,
+        window_shards: int | None = None,
     ) -> None:
         remote = is_remote(directory)
         self._remote = RemoteFolder.open(str(directory), cache) if remote else None
         self.directory = self._remote.directory if self._remote else Path(directory)
         self.manifest = Manifest.read(self.directory)
-        self.transform, self.num_parts = transform, 1
+        self.transform, self.num_parts, self._window_shards = transform, 1, window_shards
         try:
             self.codec = codec_of(self.manifest, transform, palette=palette)
         except UserError as error:
@@ -72,7 +76,6 @@ class ShardDataset:
         self.class_names = self.manifest.class_names
         self._skipped: Counter[str] = Counter()
         self._skipped_names: dict[str, None] = {}
-        self._maps: OrderedDict[int, np.ndarray] = OrderedDict()
         self._lock = Lock()
         if not self.manifest.num_samples:
             raise UserError(f"{self.directory} holds no sample: every source file was rejected")
@@ -82,7 +85,7 @@ class ShardDataset:
             size = (transform or self.manifest).image_size or 0
             self.manifest = self.manifest.as_palette(palette.sha256, len(palette), image_size=size)
         self._check_sizes()
-        self._index = SampleIndex(self.directory, self.manifest)
+        self._open_index()
         self._num_bytes = np.array([shard.num_bytes for shard in self.manifest.shards])
         self._wrong, self._in_their_place = self._find_replacements()
         for index in self._wrong.tolist():
@@ -95,11 +98,15 @@ class ShardDataset:
         return int(self._index.first[-1])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_maps": OrderedDict(), "_lock": None, "_index": None}
+        return {**self.__dict__, "_maps": None, "_lock": None, "_index": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=Lock())
+        self._open_index()
+
+    def _open_index(self) -> None:
         self._index = SampleIndex(self.directory, self.manifest)
+        self._maps = ShardMaps(self._map, self._index.release)
 
     @property
     def labels(self) -> np.ndarray:
@@ -132,9 +139,25 @@ class ShardDataset:
         with self._lock:
             return list(self._skipped_names)
 
-    def order(self, seed: int) -> SampleOrder:
+    def order(self, seed: int) -> Order:
         """Return the training order."""
-        return SampleOrder(len(self), seed)
+        if self.num_windows == 1:
+            return SampleOrder(len(self), seed)
+        sizes = [shard.num_samples for shard in self.manifest.shards]
+        return WindowedOrder(sizes, self._window_shards or len(sizes), seed)
+
+    @property
+    def num_windows(self) -> int:
+        """Number of windows of shards in an epoch of the training order."""
+        num_shards = len(self.manifest.shards)
+        return -(-num_shards // (self._window_shards or num_shards))
+
+    @property
+    def most_open_shards(self) -> int:
+        """How many shards this process keeps open: of two windows, if the system allows it."""
+        most = most_open_maps(self.num_parts)
+        # A batch may lie on the border of two windows.
+        return most if self.num_windows == 1 else min(most, 2 * (self._window_shards or 1))
 
     def read(
         self, indices: np.ndarray, *, positions: np.ndarray | None = None
@@ -198,31 +221,28 @@ class ShardDataset:
         return self.codec.decode(self._payloads(indices), positions)
 
     def _payloads(self, indices: np.ndarray) -> list[np.ndarray]:
-        """Return views of the bytes of samples, uint8 `[length]` each."""
+        """Return the bytes of samples, uint8 `[length]` each."""
         records, shards = self._index.take(indices)
-        maps = {shard: self._map(shard) for shard in np.unique(shards).tolist()}
         starts = records["offset"]
-        places = zip(
-            shards.tolist(),
-            starts.tolist(),
-            (starts + records["length"]).tolist(),
-            strict=True,
-        )
-        return [maps[shard][start:stop] for shard, start, stop in places]
+        stops = (starts + records["length"]).tolist()
+        starts = starts.tolist()
+        rows: dict[int, list[int]] = {}  # in the order of the batch, so that threads open others
+        for row, shard in enumerate(shards.tolist()):
+            rows.setdefault(shard, []).append(row)
+        payloads: list[np.ndarray] = [_NOTHING] * len(indices)
+        most = self.most_open_shards
+        for shard, own in rows.items():
+            content = self._maps.get(shard, most=most)
+            for row in own:
+                # Copied: a batch would hold as many open files as shards.
+                payloads[row] = content[starts[row] : stops[row]].copy()
+        return payloads
 
     def _map(self, shard: int) -> np.ndarray:
-        # Fetch without the lock, so that other threads can read cached shards meanwhile.
-        path = None if shard in self._maps else self._tar(self.manifest.shards[shard])
-        with self._lock:
-            if shard not in self._maps:
-                path = path or self._tar(self.manifest.shards[shard])
-                allow_open_files()
-                # Wrap in a plain array: slicing np.memmap is four times slower.
-                self._maps[shard] = np.asarray(np.memmap(path, np.uint8, mode="r"))
-                if len(self._maps) > most_open_maps(self.num_parts):
-                    self._maps.popitem(last=False)
-            self._maps.move_to_end(shard)
-            return self._maps[shard]
+        path = self._tar(self.manifest.shards[shard])
+        allow_open_files()
+        # Wrap in a plain array: slicing np.memmap is four times slower.
+        return np.asarray(np.memmap(path, np.uint8, mode="r"))
 
     def _tar(self, shard: ShardEntry) -> Path:
         return self._remote.shard(shard) if self._remote else self.directory / shard.name

@@ -158,4 +158,4 @@ def test_shards_stay_mapped(million, monkeypatch):
 def test_number_of_maps_follows_the_limit_of_open_files(monkeypatch, limit, wanted):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     assert dataset_module.most_open_maps() == wanted
-    assert dataset_module.most_open_maps(4) == max(wanted // 4, 256)
+    assert dataset_module.most_open_maps(4) == wanted // 4
