@@ -106,7 +106,7 @@ class ShardDataset:
 
     def _open_index(self) -> None:
         self._index = SampleIndex(self.directory, self.manifest)
-        self._maps = ShardMaps(self._map, self._index.release)
+        self._maps = ShardMaps(self._index.release)
 
     @property
     def labels(self) -> np.ndarray:
@@ -231,11 +231,13 @@ class ShardDataset:
             rows.setdefault(shard, []).append(row)
         payloads: list[np.ndarray] = [_NOTHING] * len(indices)
         most = self.most_open_shards
+        stay_open = len(self.manifest.shards) <= most
         for shard, own in rows.items():
-            content = self._maps.get(shard, most=most)
+            content = self._maps.get(shard, self._map, most=most)
             for row in own:
-                # Copied: a batch would hold as many open files as shards.
-                payloads[row] = content[starts[row] : stops[row]].copy()
+                view = content[starts[row] : stops[row]]
+                # A view holds its file open, of which a batch may have as many as samples.
+                payloads[row] = view if stay_open else view.copy()
         return payloads
 
     def _map(self, shard: int) -> np.ndarray:

@@ -18,19 +18,19 @@ class ShardMaps:
     a thread that drops each map before it asks for the next holds one at most.
 
     Args:
-        open_map: opens shard number s; what it raises, `get` raises.
         release: called with a shard whose map is no longer kept.
     """
 
-    def __init__(
-        self, open_map: Callable[[int], np.ndarray], release: Callable[[int], None]
-    ) -> None:
-        self._open_map, self._release = open_map, release
+    def __init__(self, release: Callable[[int], None]) -> None:
+        self._release = release
         self._maps: OrderedDict[int, Future[np.ndarray]] = OrderedDict()
         self._lock = Lock()
 
-    def get(self, shard: int, *, most: int) -> np.ndarray:
-        """Return a shard as uint8 `[num_bytes]`, with at most `most` of them kept open."""
+    def get(self, shard: int, open_map: Callable[[int], np.ndarray], *, most: int) -> np.ndarray:
+        """Return a shard as uint8 `[num_bytes]`, and keep at most `most` of them open.
+
+        Raises what `open_map` raises, which is called if it is not open.
+        """
         passed_over: list[int] = []
         with self._lock:
             found = self._maps.get(shard)
@@ -43,12 +43,14 @@ class ShardMaps:
         for other in passed_over:
             self._release(other)
         if is_new:
-            self._open(shard, found)
+            self._open(shard, open_map, found)
         return found.result()
 
-    def _open(self, shard: int, found: Future[np.ndarray]) -> None:
+    def _open(
+        self, shard: int, open_map: Callable[[int], np.ndarray], found: Future[np.ndarray]
+    ) -> None:
         try:
-            found.set_result(self._open_map(shard))
+            found.set_result(open_map(shard))
         except BaseException as error:
             found.set_exception(error)
             with self._lock:
