@@ -63,7 +63,8 @@ def open_and_read(folder: Path, batches: int) -> dict[str, float]:
 
 def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, object]]:
     """Return a row for the processes of each round: medians over them."""
-    context, rows = multiprocessing.get_context("spawn"), []
+    context = multiprocessing.get_context("spawn")
+    rows: list[dict[str, object]] = []
     for number in range(options.rounds + 1):  # the first warms the page cache
         with context.Pool(options.processes) as pool:
             asked = [(folder, options.batches)] * options.processes

@@ -22,9 +22,9 @@ from megavis.data.codecs.transforms import Transform
 from megavis.data.format.files import sha256_of_file
 from megavis.data.format.manifest import PALETTE_NAME, Manifest, ShardEntry
 from megavis.data.format.sample_index import SampleIndex
+from megavis.data.loading.open_shards import Content, OpenShards, ShardFile
 from megavis.data.loading.order import Order, SampleOrder, WindowedOrder
 from megavis.data.loading.remote import RemoteFolder, is_remote
-from megavis.data.loading.shard_maps import ShardMaps
 from megavis.parallel.limits import allow_open_files, most_open_maps
 
 _NOTHING = np.empty(0, np.uint8)
@@ -98,7 +98,7 @@ class ShardDataset:
         return int(self._index.first[-1])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_maps": None, "_lock": None, "_index": None}
+        return {**self.__dict__, "_open": None, "_lock": None, "_index": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=Lock())
@@ -106,7 +106,7 @@ class ShardDataset:
 
     def _open_index(self) -> None:
         self._index = SampleIndex(self.directory, self.manifest)
-        self._maps = ShardMaps(self._index.release)
+        self._open = OpenShards(self._index.release)
 
     @property
     def labels(self) -> np.ndarray:
@@ -231,18 +231,18 @@ class ShardDataset:
             rows.setdefault(shard, []).append(row)
         payloads: list[np.ndarray] = [_NOTHING] * len(indices)
         most = self.most_open_shards
-        stay_open = len(self.manifest.shards) <= most
         for shard, own in rows.items():
-            content = self._maps.get(shard, self._map, most=most)
+            content = self._open.get(shard, self._open_shard, most=most)
             for row in own:
-                view = content[starts[row] : stops[row]]
-                # A view holds its file open, of which a batch may have as many as samples.
-                payloads[row] = view if stay_open else view.copy()
+                payloads[row] = content[starts[row] : stops[row]]
         return payloads
 
-    def _map(self, shard: int) -> np.ndarray:
+    def _open_shard(self, shard: int) -> Content:
         path = self._tar(self.manifest.shards[shard])
         allow_open_files()
+        # A view of a map holds it open, of which a batch may have as many as samples.
+        if len(self.manifest.shards) > self.most_open_shards:
+            return ShardFile(path)
         # Wrap in a plain array: slicing np.memmap is four times slower.
         return np.asarray(np.memmap(path, np.uint8, mode="r"))
 
