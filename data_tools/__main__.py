@@ -166,6 +166,12 @@ VERBS = (
         "reshard",
     ),
     Verb(
+        "index",
+        "build the index of finished shards again, from their JSON indexes",
+        "shards/train --workers 8",
+        "indexing",
+    ),
+    Verb(
         "verify",
         "read every byte of a shard folder and report errors",
         "demo/train",

@@ -13,16 +13,19 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from data_tools.shard_tasks import Unit, UnitResult, do_unit
 from megavis.config.errors import UserError, describe_os_error
+from megavis.data.format.sample_index import Each
 
 ENGINES = ("local", "ray")
 # Enough to keep workers busy; few, since units in flight are reported after a kill.
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108 - only named
 _IN_FLIGHT_PER_WORKER = 2
+_KILLED = "a worker process was killed (out of memory?)"
 _RAY_RETRIES = 2
 
 
@@ -87,9 +90,27 @@ def _in_processes(units: Sequence[Unit], *, workers: int) -> Iterator[UnitResult
                     yield result
         except BrokenProcessPool:
             shards = tuple(sorted(unit.shard for unit in flying.values()))
-            yield Failure(shards, "a worker process was killed (out of memory?)")
+            yield Failure(shards, _KILLED)
         except OSError as error:
             yield Failure((flying[future].shard,), describe_os_error(error))
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def over_shards(workers: int) -> Iterator[Each]:
+    """Yield a `map` over worker processes, or, for 0 of them, the one of this process.
+
+    Raises UserError if processes cannot be started, and OSError if one was killed.
+    """
+    if workers == 0:
+        yield map
+        return
+    with _open_pool(workers) as pool:
+        try:
+            yield pool.map
+        except BrokenProcessPool:
+            raise OSError(_KILLED) from None
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 

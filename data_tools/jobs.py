@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_tools import __version__
-from data_tools.engines import ENGINES, Failure, run_units
+from data_tools.engines import ENGINES, Failure, over_shards, run_units
 from data_tools.job_report import JobOutcome, ProgressBar, say, write_memory_figure, write_report
 from data_tools.out_lock import hold_out
 from data_tools.shard_tasks import ShardEncoder, Unit, UnitResult, plan_units, refuse_other_jobs
@@ -28,6 +28,8 @@ from megavis.data.format.shards import index_path
 REPORT_NAME = "report.json"
 MEMORY_NAME = "memory.png"
 Finish = Callable[[ImageSource, ShardEncoder, list[UnitResult], argparse.Namespace], None]
+# The index of a few shards is written before worker processes have started.
+_FEW_SHARDS = 100
 _PARTIAL = re.compile(r"^\.(.+)\.partial-")
 _AGAIN = "Finished shards are kept: run the same command again, perhaps with fewer --workers"
 
@@ -257,12 +259,13 @@ def _write_manifests(
 ) -> None:
     for number, folder in enumerate(encoder.folders):
         manifest = manifest_of(source, encoder, results, number=number, seed=arguments.seed)
-        write_manifest(manifest, arguments.out / folder)
+        write_manifest(manifest, arguments.out / folder, workers=arguments.workers)
 
 
-def write_manifest(manifest: Manifest, directory: Path) -> None:
-    """Write the manifest, which finishes a shard folder. Raises OSError."""
-    manifest = finish_folder(directory, manifest)
+def write_manifest(manifest: Manifest, directory: Path, *, workers: int) -> None:
+    """Write index and manifest, which finishes a shard folder. Raises OSError."""
+    with over_shards(workers if len(manifest.shards) > _FEW_SHARDS else 0) as each:
+        finish_folder(directory, manifest, each)
     shards = counted(len(manifest.shards), "shard")
     say(f"{directory}: {counted(manifest.num_samples, 'sample')} in {shards}")
 

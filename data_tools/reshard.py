@@ -259,4 +259,5 @@ def _finish(
     num_files = sum(manifest.source.num_files for manifest in manifests)
     record = merged.source.model_copy(update={"num_files": num_files})
     update = {"source": record, "skipped": dict(sorted(skipped.items()))}
-    write_manifest(merged.model_copy(update=update), arguments.out)
+    merged = merged.model_copy(update=update)
+    write_manifest(merged, arguments.out, workers=arguments.workers)

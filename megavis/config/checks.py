@@ -187,12 +187,19 @@ def _check_positions(config: RunConfig) -> Iterator[ConfigIssue]:
         yield "model.positions", text
 
 
+def _check_few(data: DataConfig) -> Iterator[ConfigIssue]:
+    if not isinstance(data.train, str):
+        text = "draws images of one folder, and data.train names several"
+        yield "data.images_per_class", text
+    if data.window_shards is not None:
+        yield "data.window_shards", "mixes all images of shards; remove it with images_per_class"
+
+
 def _check_data(data: DataConfig) -> Iterator[ConfigIssue]:
     if not data.train:
         yield "data.train", "names no folder: give one, or a list with `path` and `weight`"
-    if data.images_per_class is not None and not isinstance(data.train, str):
-        text = "draws images of one folder, and data.train names several"
-        yield "data.images_per_class", text
+    if data.images_per_class is not None:
+        yield from _check_few(data)
     ranges = {
         "scale": "share",
         "aspect": "width / height",

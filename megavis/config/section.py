@@ -246,6 +246,9 @@ class DataConfig(Section):
     images_per_class: Positive | None = None
     """Train on N images of each class alone, drawn by `seed`; on all when absent (iGPT,
     section 4.7)."""
+    window_shards: Positive | None = None
+    """For training data of more shards than files may be open: each epoch reads its shards in a
+    random order, and mixes the samples of at most so many shards at a time; default: of all."""
     may_change: bool = False
     """Resume a run on other training data than it was started with, which is refused otherwise: the
     sample order depends on it."""

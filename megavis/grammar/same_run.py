@@ -55,6 +55,7 @@ def _order_keys(config: RunConfig) -> dict[str, Any]:
         "data.train weights": [source.weight for source in data.train_sources],
         "data.repeats": data.repeats,
         "data.images_per_class": data.images_per_class,
+        "data.window_shards": data.window_shards,
     }
 
 

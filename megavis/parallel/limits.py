@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 
 _MOST_OPEN_FILES = 1 << 16
-_LEAST_MAPS, _SHARE_OF_MAPS = 256, 4
+_SHARE_OF_MAPS = 4
 
 
 def allow_open_files() -> None:
@@ -22,12 +22,12 @@ def allow_open_files() -> None:
 def most_open_maps(num_parts: int = 1) -> int:
     """Return how many shards of a data set stay mapped: a share of the limit of open files.
 
-    Each map holds a file descriptor, and batches that are being decoded hold further maps. A random
-    order over more shards than maps would reopen a file for nearly each sample.
+    Each map holds a file descriptor, and each thread that reads may hold one more. A random order
+    over more shards than maps would reopen a file for nearly each sample.
 
     Args:
         num_parts: data sets that are read together, in a blend.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = _MOST_OPEN_FILES if soft == resource.RLIM_INFINITY else min(soft, _MOST_OPEN_FILES)
-    return max(_LEAST_MAPS, allowed // _SHARE_OF_MAPS // num_parts)
+    return max(1, allowed // _SHARE_OF_MAPS // num_parts)

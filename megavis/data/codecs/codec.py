@@ -24,7 +24,7 @@ from megavis.data.codecs.transforms import Transform
 from megavis.data.format.shards import MAX_TOKENS, pack_tokens, payload_bytes, unpack_tokens
 
 Payloads = Sequence[np.ndarray]
-"""One uint8 `[length]` per sample: a view of a memory-mapped tar."""
+"""One uint8 `[length]` per sample."""
 Refusals = dict[int, str]
 """Rows of a batch that could not be decoded, with the reason."""
 

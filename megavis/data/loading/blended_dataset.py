@@ -78,7 +78,7 @@ class BlendedDataset:
 
     def order(self, seed: int) -> BlendedOrder:
         """Return the training order."""
-        return BlendedOrder([len(part) for part in self.parts], self._weights, seed=seed)
+        return BlendedOrder([part.order for part in self.parts], self._weights, seed=seed)
 
     def read(
         self, indices: np.ndarray, *, positions: np.ndarray | None = None

@@ -1,6 +1,6 @@
 """A shard folder as a map-style data set, and subsets of it.
 
-Opening reads only the manifest and the index, and runs cheap checks (sizes, the hash of the index);
+Opening reads only the manifest and the head of the index, and runs cheap checks (sizes, hashes);
 `verify` reads every byte. The index is memory-mapped, tars on first use: the processes of a node
 share both, and a process keeps nothing per sample.
 """
@@ -8,7 +8,7 @@ share both, and a process keeps nothing per sample.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, OrderedDict
+from collections import Counter
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -22,11 +22,12 @@ from megavis.data.codecs.transforms import Transform
 from megavis.data.format.files import sha256_of_file
 from megavis.data.format.manifest import PALETTE_NAME, Manifest, ShardEntry
 from megavis.data.format.sample_index import SampleIndex
-from megavis.data.loading.order import SampleOrder
+from megavis.data.loading.open_shards import Content, OpenShards, ShardFile
+from megavis.data.loading.order import Order, SampleOrder, WindowedOrder
 from megavis.data.loading.remote import RemoteFolder, is_remote
 from megavis.parallel.limits import allow_open_files, most_open_maps
 
-_CHUNK = 1 << 16
+_NOTHING = np.empty(0, np.uint8)
 _WRONG_LENGTH = "wrong length"
 
 
@@ -42,6 +43,7 @@ class ShardDataset:
         transform: crop and augmentation; if None, images are read as stored.
         cache: local folder for files fetched from a URL.
         palette: maps the pixels of JPEG shards to ids; palette shards must have been made with it.
+        window_shards: shards whose samples are mixed in the training order; default: all.
 
     Attributes:
         directory: the shard folder; its cache for a URL.
@@ -60,12 +62,13 @@ class ShardDataset:
         *,
         cache: Path | str | None = None,
         palette: PaletteLike | None = None,
+        window_shards: int | None = None,
     ) -> None:
         remote = is_remote(directory)
         self._remote = RemoteFolder.open(str(directory), cache) if remote else None
         self.directory = self._remote.directory if self._remote else Path(directory)
         self.manifest = Manifest.read(self.directory)
-        self.transform, self.num_parts = transform, 1
+        self.transform, self.num_parts, self._window_shards = transform, 1, window_shards
         try:
             self.codec = codec_of(self.manifest, transform, palette=palette)
         except UserError as error:
@@ -73,7 +76,6 @@ class ShardDataset:
         self.class_names = self.manifest.class_names
         self._skipped: Counter[str] = Counter()
         self._skipped_names: dict[str, None] = {}
-        self._maps: OrderedDict[int, np.ndarray] = OrderedDict()
         self._lock = Lock()
         if not self.manifest.num_samples:
             raise UserError(f"{self.directory} holds no sample: every source file was rejected")
@@ -83,27 +85,30 @@ class ShardDataset:
             size = (transform or self.manifest).image_size or 0
             self.manifest = self.manifest.as_palette(palette.sha256, len(palette), image_size=size)
         self._check_sizes()
-        self._first = np.cumsum([0] + [shard.num_samples for shard in self.manifest.shards])
-        self._index = SampleIndex(self.directory, self.manifest)
+        self._open_index()
         self._num_bytes = np.array([shard.num_bytes for shard in self.manifest.shards])
         self._wrong, self._in_their_place = self._find_replacements()
         for index in self._wrong.tolist():
             self._name_skipped(index, _WRONG_LENGTH)
-        labels = self._index.labels
-        if labels.min() < -1 or labels.max() >= len(self.class_names):
+        bounds = self._index.summaries
+        if bounds["least_label"].min() < -1 or bounds["most_label"].max() >= len(self.class_names):
             raise UserError(f"{self.directory} holds labels outside its list of classes")
 
     def __len__(self) -> int:
-        return int(self._first[-1])
+        return int(self._index.first[-1])
 
     def __getstate__(self) -> dict[str, Any]:
-        # Maps would be pickled as their content, and a lock cannot be; the receiver maps the files
+        # Maps would be pickled as their content, and a lock cannot be; the receiver opens the files
         # again.
-        return {**self.__dict__, "_maps": OrderedDict(), "_lock": None, "_index": None}
+        return {**self.__dict__, "_open": None, "_lock": None, "_index": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=Lock())
+        self._open_index()
+
+    def _open_index(self) -> None:
         self._index = SampleIndex(self.directory, self.manifest)
+        self._open = OpenShards(self._index.release)
 
     @property
     def labels(self) -> np.ndarray:
@@ -111,9 +116,18 @@ class ShardDataset:
 
         A replaced sample has the label of its replacement.
         """
-        labels = self._index.labels.astype(np.int64)
+        labels = self._index.labels()
         labels[self._wrong] = labels[self._in_their_place]
         return labels
+
+    @property
+    def num_unlabelled(self) -> int:
+        """Number of samples without a label, counted without listing all labels."""
+        wrong, right = (
+            self._index.take(each)[0]["label"] for each in (self._wrong, self._in_their_place)
+        )
+        of_all = int(self._index.summaries["num_unlabelled"].sum())
+        return of_all + int((right < 0).sum()) - int((wrong < 0).sum())
 
     @property
     def skipped(self) -> Counter[str]:
@@ -127,9 +141,25 @@ class ShardDataset:
         with self._lock:
             return list(self._skipped_names)
 
-    def order(self, seed: int) -> SampleOrder:
+    def order(self, seed: int) -> Order:
         """Return the training order."""
-        return SampleOrder(len(self), seed)
+        if self.num_windows == 1:
+            return SampleOrder(len(self), seed)
+        sizes = [shard.num_samples for shard in self.manifest.shards]
+        return WindowedOrder(sizes, self._window_shards or len(sizes), seed)
+
+    @property
+    def num_windows(self) -> int:
+        """Number of windows of shards in an epoch of the training order."""
+        num_shards = len(self.manifest.shards)
+        return -(-num_shards // (self._window_shards or num_shards))
+
+    @property
+    def most_open_shards(self) -> int:
+        """How many shards this process keeps open: of two windows, if the system allows it."""
+        most = most_open_maps(self.num_parts)
+        # A batch may lie on the border of two windows.
+        return most if self.num_windows == 1 else min(most, 2 * (self._window_shards or 1))
 
     def read(
         self, indices: np.ndarray, *, positions: np.ndarray | None = None
@@ -156,7 +186,7 @@ class ShardDataset:
         samples, refused = self._decode(indices, positions)
         for _ in range(len(self)):
             if not refused:
-                return samples, self._index.labels[indices].astype(np.int64)
+                return samples, self._index.take(indices)[0]["label"].astype(np.int64)
             for row, reason in refused.items():
                 self._name_skipped(int(indices[row]), reason)
             rows = np.array(sorted(refused))
@@ -168,7 +198,7 @@ class ShardDataset:
 
     def name_of(self, index: int) -> str:
         """Return `shard:key` of one sample."""
-        shard = int(np.searchsorted(self._first, index, side="right")) - 1
+        shard = self._index.shard_of(index)
         return f"{self.manifest.shards[shard].name}:{self._index.key(index)}"
 
     @property
@@ -193,31 +223,30 @@ class ShardDataset:
         return self.codec.decode(self._payloads(indices), positions)
 
     def _payloads(self, indices: np.ndarray) -> list[np.ndarray]:
-        """Return views of the bytes of samples, uint8 `[length]` each."""
-        shards = np.searchsorted(self._first, indices, side="right") - 1
-        maps = {shard: self._map(shard) for shard in np.unique(shards).tolist()}
-        starts = self._index.offsets[indices]
-        places = zip(
-            shards.tolist(),
-            starts.tolist(),
-            (starts + self._index.lengths[indices]).tolist(),
-            strict=True,
-        )
-        return [maps[shard][start:stop] for shard, start, stop in places]
+        """Return the bytes of samples, uint8 `[length]` each."""
+        records, shards = self._index.take(indices)
+        starts = records["offset"]
+        stops = (starts + records["length"]).tolist()
+        starts = starts.tolist()
+        rows: dict[int, list[int]] = {}  # in the order of the batch, so that threads open others
+        for row, shard in enumerate(shards.tolist()):
+            rows.setdefault(shard, []).append(row)
+        payloads: list[np.ndarray] = [_NOTHING] * len(indices)
+        most = self.most_open_shards
+        for shard, own in rows.items():
+            content = self._open.get(shard, self._open_shard, most=most)
+            for row in own:
+                payloads[row] = content[starts[row] : stops[row]]
+        return payloads
 
-    def _map(self, shard: int) -> np.ndarray:
-        # Fetch without the lock, so that other threads can read cached shards meanwhile.
-        path = None if shard in self._maps else self._tar(self.manifest.shards[shard])
-        with self._lock:
-            if shard not in self._maps:
-                path = path or self._tar(self.manifest.shards[shard])
-                allow_open_files()
-                # Wrap in a plain array: slicing np.memmap is four times slower.
-                self._maps[shard] = np.asarray(np.memmap(path, np.uint8, mode="r"))
-                if len(self._maps) > most_open_maps(self.num_parts):
-                    self._maps.popitem(last=False)
-            self._maps.move_to_end(shard)
-            return self._maps[shard]
+    def _open_shard(self, shard: int) -> Content:
+        path = self._tar(self.manifest.shards[shard])
+        allow_open_files()
+        # A view of a map holds it open, of which a batch may have as many as samples.
+        if len(self.manifest.shards) > self.most_open_shards:
+            return ShardFile(path)
+        # Wrap in a plain array: slicing np.memmap is four times slower.
+        return np.asarray(np.memmap(path, np.uint8, mode="r"))
 
     def _tar(self, shard: ShardEntry) -> Path:
         return self._remote.shard(shard) if self._remote else self.directory / shard.name
@@ -237,12 +266,13 @@ class ShardDataset:
 
     def _find_replacements(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the samples of invalid length, sorted, and the samples to read in their place."""
-        # In chunks: arrays over all samples would be most of a process's memory.
-        chunks = (
-            start + np.flatnonzero(~self._has_valid_length(start, start + _CHUNK))
-            for start in range(0, len(self), _CHUNK)
-        )
-        wrong = np.concatenate([*chunks])
+        bounds = self._index.summaries
+        # Lengths between two valid ones are valid, so most shards need not be looked through.
+        all_valid = self.codec.valid_lengths(bounds["least_length"])
+        all_valid &= self.codec.valid_lengths(bounds["most_length"])
+        all_valid &= (bounds["least_offset"] >= 0) & (bounds["end"] <= self._num_bytes)
+        of_shards = map(self._wrong_of_shard, np.flatnonzero(~all_valid).tolist())
+        wrong = np.concatenate([np.empty(0, np.int64), *of_shards])
         if len(wrong) == len(self):
             raise UserError(f"{self.directory} holds no sample of the right length")
         # The first valid one after a run of wrong ones, each of which is one further than the last.
@@ -253,14 +283,12 @@ class ShardDataset:
             after[after == len(self)] = first
         return wrong, after
 
-    def _has_valid_length(self, start: int, stop: int) -> np.ndarray:
-        offsets, lengths = self._index.offsets[start:stop], self._index.lengths[start:stop]
-        places = np.arange(start, start + len(offsets))
-        shards = np.searchsorted(self._first, places, side="right") - 1
-        ends = self._num_bytes[shards]
-        inside = (offsets >= 0) & (offsets + lengths <= ends)
-        valid: np.ndarray = self.codec.valid_lengths(lengths) & inside
-        return valid
+    def _wrong_of_shard(self, shard: int) -> np.ndarray:
+        records = self._index.of_shard(shard)
+        offsets, lengths = records["offset"], records["length"]
+        inside = (offsets >= 0) & (offsets + lengths <= self._num_bytes[shard])
+        wrong = np.flatnonzero(~(self.codec.valid_lengths(lengths) & inside))
+        return self._index.first[shard] + wrong
 
     def _name_skipped(self, index: int, reason: str) -> None:
         name = f"{self.name_of(index)}: {reason}"

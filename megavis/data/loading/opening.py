@@ -69,11 +69,15 @@ class ShardOpener:
         """Open a shard folder that `key` names; raise UserError if the model cannot read it."""
         with blame(key):
             dataset = ShardDataset(
-                path, transform, cache=self.config.data.cache, palette=self.palette
+                path,
+                transform,
+                cache=self.config.data.cache,
+                palette=self.palette,
+                window_shards=self.config.data.window_shards,
             )
         what = f"{path}, read with data.palette," if self.palette else path
         complaints = [(key, f"{what} {text}") for text in self.check(dataset.manifest)]
-        missing = int((dataset.labels < 0).sum()) if self.needs_labels else 0
+        missing = dataset.num_unlabelled if self.needs_labels else 0
         if missing and not complaints:
             found = counted(missing, "sample")
             text = f"{path} holds {found} without a label, of {len(dataset)} in all"

@@ -10,6 +10,10 @@ hash of one half to the other, modulo its size. Each round is invertible, so the
 bijection of the grid. Cells at or beyond N are permuted again until they fall below N (cycle
 walking), which is rare, since the grid exceeds N by less than `rows`.
 
+A random order over many shards needs all of them open at once. With windows, the shards of an epoch
+are permuted, cut into windows, and the samples of each window permuted by a network of their own;
+a table of shards, never of samples, says where windows begin.
+
 Several data sets are blended in blocks of T positions, of which source k gets exactly c_k. A
 permutation of the same kind maps a position to one of the T slots of its block; slots
 [start_k, start_k + c_k) belong to source k, and slot start_k + j of block B is position B c_k + j
@@ -19,7 +23,7 @@ of that source's own endless stream.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Protocol
 
@@ -33,7 +37,14 @@ _MAX_BLOCK = 1 << 16
 
 
 class Order(Protocol):
-    """Maps positions of the endless stream to samples."""
+    """Maps positions of the endless stream to samples.
+
+    Attributes:
+        num_samples: size N of the data set; an epoch is as long.
+    """
+
+    @property
+    def num_samples(self) -> int: ...  # noqa: D102 - see above
 
     def dataset_index(self, positions: np.ndarray) -> np.ndarray:
         """Map positions, int64 `[...]`, to data set indices, int64 `[...]`."""
@@ -94,6 +105,75 @@ class SampleOrder:
         return left * self._columns + right
 
 
+class WindowedOrder:
+    """Permutes the shards of each epoch, and the samples within each window of shards.
+
+    A window has at most `window_shards` shards, as many as the others or one fewer. Its samples
+    are permuted as an epoch of their own, and no other sample is read meanwhile.
+
+    Args:
+        shard_sizes: number of samples of each shard, positive.
+        window_shards: 1 or more.
+        seed: any non-negative integer below 2^64.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(self, shard_sizes: Sequence[int], window_shards: int, seed: int) -> None:
+        if window_shards < 1 or min(shard_sizes) < 1:
+            raise ValueError("window_shards and sizes of shards must be at least 1")
+        self._first = np.cumsum([0, *shard_sizes])
+        self.num_samples = int(self._first[-1])
+        num_shards = len(shard_sizes)
+        self._num_windows = -(-num_shards // window_shards)
+        self._bounds = np.arange(self._num_windows + 1) * num_shards // self._num_windows
+        self._shards = SampleOrder(num_shards, seed)
+        self._seed = _derived(seed)
+        self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def dataset_index(self, positions: np.ndarray) -> np.ndarray:
+        """Return the data set index in [0, N) of each position; each occurs once per epoch.
+
+        Raises:
+            ValueError: a position is negative.
+        """
+        positions = np.asarray(positions, dtype=np.int64)
+        if positions.size and positions.min() < 0:
+            raise ValueError("positions must not be negative")
+        epochs, places = np.divmod(positions.reshape(-1), self.num_samples)
+        index = np.empty_like(places)
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            index[here] = self._in_epoch(epoch, places[here])
+        return index.reshape(positions.shape)
+
+    def _in_epoch(self, epoch: int, places: np.ndarray) -> np.ndarray:
+        shards, starts = self._shards_of_epoch(epoch)
+        bounds = starts[self._bounds]
+        windows = np.searchsorted(bounds, places, side="right") - 1
+        permuted = np.empty_like(places)
+        for window in np.unique(windows).tolist():
+            here, begin = windows == window, int(bounds[window])
+            own = SampleOrder(int(bounds[window + 1]) - begin, self._seed)
+            turn = epoch * self._num_windows + window
+            place = turn * own.num_samples + places[here] - begin
+            permuted[here] = begin + own.dataset_index(place)
+        slots = np.searchsorted(starts, permuted, side="right") - 1
+        return self._first[shards[slots]] + permuted - starts[slots]
+
+    def _shards_of_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the shards in their order, and the place in the epoch at which each starts."""
+        found = self._epochs.get(epoch)
+        if found is None:
+            num_shards = self._shards.num_samples
+            shards = self._shards.dataset_index(np.arange(num_shards) + epoch * num_shards)
+            found = shards, np.cumsum([0, *np.diff(self._first)[shards]])
+            # Threads may still read the epoch before. Replaced as a whole, it needs no lock.
+            self._epochs = dict([*self._epochs.items()][-1:]) | {epoch: found}
+        return found
+
+
 class RepeatedOrder:
     """Repeated Augmentation: each sample occurs several times in a batch, with different draws.
 
@@ -107,6 +187,7 @@ class RepeatedOrder:
 
     def __init__(self, order: Order, repeats: int) -> None:
         self._order, self._repeats = order, repeats
+        self.num_samples = order.num_samples * repeats
 
     def dataset_index(self, positions: np.ndarray) -> np.ndarray:
         """See `Order`."""
@@ -117,33 +198,36 @@ class RepeatedOrder:
 class BlendedOrder:
     """Blends several data sets, whose samples are indexed one data set after another.
 
-    Each source has its own epochs, in its own `SampleOrder`. In the positions [B T, (B + 1) T) of a
+    Each source has its own epochs, in its own order. In the positions [B T, (B + 1) T) of a
     block, source k occurs exactly c_k times; a block is as short as the weights allow (10 for 0.7
     and 0.3).
 
     Args:
-        sizes: number of samples of each source.
+        orders: the order of each source, by its seed.
         weights: relative weights of the sources, positive.
         seed: any non-negative integer below 2^64.
 
     Attributes:
         counts: c_k, samples of each source in one block; their sum is T.
+        num_samples: of all sources together.
 
     Raises:
-        ValueError: a size, a weight or the seed is out of range, or there are not as many weights
-            as sizes.
+        ValueError: a weight or the seed is out of range, or there are not as many weights as
+            orders.
     """
 
-    def __init__(self, sizes: Sequence[int], weights: Sequence[float], *, seed: int) -> None:
-        if len(sizes) != len(weights):
-            raise ValueError(f"there are {len(sizes)} sizes but {len(weights)} weights")
+    def __init__(
+        self, orders: Sequence[Callable[[int], Order]], weights: Sequence[float], *, seed: int
+    ) -> None:
+        if len(orders) != len(weights):
+            raise ValueError(f"there are {len(orders)} orders but {len(weights)} weights")
         self.counts = block_counts(weights)
         # Each source has its own seed: sources of equal size must not be permuted alike.
-        seeds = [int(_mix(np.array([seed], np.uint64) + _GOLDEN)[0]) ^ k for k in range(len(sizes))]
-        self._orders = [SampleOrder(size, own) for size, own in zip(sizes, seeds, strict=True)]
+        self._orders = [order(_derived(seed) ^ k) for k, order in enumerate(orders)]
         self._slots = SampleOrder(sum(self.counts), seed)
         self._starts = np.cumsum([0, *self.counts])
-        self._firsts = np.cumsum([0, *sizes])
+        self._firsts = np.cumsum([0, *(order.num_samples for order in self._orders)])
+        self.num_samples = int(self._firsts[-1])
 
     def dataset_index(self, positions: np.ndarray) -> np.ndarray:
         """Return the index of each position in the concatenated sources, in [0, sum of sizes).
@@ -186,6 +270,10 @@ def block_counts(weights: Sequence[float]) -> list[int]:
     if min(counts) == 0:
         raise ValueError(f"weights must lie within a factor of {_MAX_BLOCK}, not {list(weights)}")
     return counts
+
+
+def _derived(seed: int) -> int:
+    return int(_mix(np.array([seed], np.uint64) + _GOLDEN)[0])
 
 
 def _mix(values: np.ndarray) -> np.ndarray:

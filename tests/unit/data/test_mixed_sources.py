@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+from functools import partial
 
 import numpy as np
 import pytest
@@ -24,6 +25,10 @@ MIXTURES = [
     ([9], [3.5], [1]),
     ([100, 20], [2, 0.5], [4, 1]),
 ]
+
+
+def orders(sizes):
+    return [partial(SampleOrder, size) for size in sizes]
 
 
 def plain_order(order, sizes, num_blocks):
@@ -47,7 +52,7 @@ def plain_order(order, sizes, num_blocks):
 
 @pytest.mark.parametrize(("sizes", "weights", "counts"), MIXTURES)
 def test_shares_and_order_match_a_loop(sizes, weights, counts):
-    order = BlendedOrder(sizes, weights, seed=11)
+    order = BlendedOrder(orders(sizes), weights, seed=11)
     assert order.counts == counts
     block = sum(counts)
     stream = order.dataset_index(np.arange(60 * block))
@@ -58,17 +63,17 @@ def test_shares_and_order_match_a_loop(sizes, weights, counts):
 
 
 def test_sources_have_their_own_epochs():
-    order = BlendedOrder([6, 4], [3, 2], seed=0)  # both end an epoch after two blocks
+    order = BlendedOrder(orders([6, 4]), [3, 2], seed=0)  # both end an epoch after two blocks
     stream = order.dataset_index(np.arange(100)).reshape(10, 10)
     assert (np.sort(stream, axis=1) == np.arange(10)).all()
     assert len({tuple(epoch) for epoch in stream.tolist()}) == 10
 
 
 def test_order_is_random_access():
-    order = BlendedOrder([1_281_167, 100_000_000], [0.3, 0.7], seed=3)
+    order = BlendedOrder(orders([1_281_167, 100_000_000]), [0.3, 0.7], seed=3)
     far = 10**12 + np.arange(50)
     assert order.dataset_index(far)[17] == order.dataset_index(far[17:18])[0]
-    near = BlendedOrder([10, 7], [0.6, 0.4], seed=1).dataset_index(np.arange(15))
+    near = BlendedOrder(orders([10, 7]), [0.6, 0.4], seed=1).dataset_index(np.arange(15))
     assert near.tolist() == GOLDEN
 
 
@@ -82,7 +87,7 @@ def test_weights_without_a_short_block_are_approximated():
 @pytest.mark.parametrize("weights", [[1, 0], [1, -1], [], [1, 1e-9], [1]])
 def test_invalid_weights(weights):
     with pytest.raises(ValueError, match="weights"):
-        BlendedOrder([5, 5], weights, seed=0)
+        BlendedOrder(orders([5, 5]), weights, seed=0)
 
 
 @pytest.fixture

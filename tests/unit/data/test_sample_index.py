@@ -1,16 +1,22 @@
 """The index of a shard folder: its content, and what opening a large folder takes of memory."""
 
-import hashlib
 import json
 import pickle
 import resource
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megavis.data.format.manifest import Manifest, Preparation, ShardEntry, SourceIdentity
-from megavis.data.format.sample_index import SAMPLE_INDEX_NAME, SampleIndex
+from megavis.data.format.sample_index import (
+    RECORD,
+    SAMPLE_INDEX_NAME,
+    SampleIndex,
+    write_sample_index,
+)
+from megavis.data.format.shards import ShardIndex, write_index
 from megavis.data.loading import dataset as dataset_module
 from megavis.data.loading.dataset import ShardDataset
 
@@ -22,12 +28,21 @@ def test_index_has_what_the_shards_list(folder):
     path, _, labels = folder
     index = SampleIndex(path, Manifest.read(path))
     listed = [json.loads(file.read_text()) for file in sorted(path.glob("shard-*.index.json"))]
-    for column in ("offsets", "lengths", "labels"):
+    records, shards = index.take(np.arange(37))
+    for column, name in (("offsets", "offset"), ("lengths", "length"), ("labels", "label")):
         whole = [value for shard in listed for value in shard[column]]
-        assert getattr(index, column).tolist() == whole
-    assert index.labels.tolist() == labels.tolist()
+        assert records[name].tolist() == whole
+    assert shards.tolist() == [place // 10 for place in range(37)]
+    assert index.labels().tolist() == labels.tolist()
     keys = [key for shard in listed for key in shard["keys"]]
     assert [index.key(place) for place in range(37)] == keys
+
+
+def test_size_on_disk(folder, million):
+    for path, num_shards, num_samples in ((folder[0], 4, 37), (million, NUM_SHARDS, 10**6)):
+        size = (path / SAMPLE_INDEX_NAME).stat().st_size
+        assert size == 96 + 80 * num_shards + 16 * num_samples
+    assert size / num_samples < 17
 
 
 def test_copy_in_another_process_maps_the_file_itself(folder):
@@ -42,22 +57,21 @@ def test_copy_in_another_process_maps_the_file_itself(folder):
 def million(tmp_path_factory):
     """A folder of 10^6 samples in sparse tars, whose index is written column by column here."""
     path, count = tmp_path_factory.mktemp("million"), NUM_SHARDS * IN_SHARD
-    shards = []
+    shards, blocks = [], []
     for number in range(NUM_SHARDS):
         name = f"shard-{number:06d}.tar"
         with (path / name).open("wb") as file:
             file.truncate(IN_SHARD * STRIDE)
         sizes = {"num_samples": IN_SHARD, "num_bytes": IN_SHARD * STRIDE}
         shards.append(ShardEntry(name=name, **sizes, sha256="0" * 64, index_sha256="0" * 64))
-    columns = [
-        np.tile(np.arange(IN_SHARD, dtype="<i8") * STRIDE + 512, NUM_SHARDS),
-        np.full(count, 1_000, "<i8"),
-        np.arange(9, 9 * count + 1, 9, dtype="<i8"),
-        np.arange(count, dtype="<i4") % 1_000,
-        np.frombuffer("".join(f"{place:09d}" for place in range(count)).encode(), np.uint8),
-    ]
-    content = b"".join(column.tobytes() for column in columns)
-    (path / SAMPLE_INDEX_NAME).write_bytes(content)
+        places = np.arange(IN_SHARD) + number * IN_SHARD
+        records = np.zeros(IN_SHARD, RECORD)
+        records["offset"] = np.arange(IN_SHARD) * STRIDE + 512
+        records["length"], records["label"] = 1_000, places % 1_000
+        blocks.append(records)
+        keys = [f"{place:09d}" for place in places.tolist()]
+        columns = dict.fromkeys(("offsets", "lengths", "labels", "sources"), [0] * IN_SHARD)
+        write_index(path / name, ShardIndex(shard=name, job="", keys=keys, **columns))
     Manifest(
         format_version=1,
         kind="jpeg",
@@ -65,7 +79,7 @@ def million(tmp_path_factory):
         preparation=Preparation(resize="bicubic", crop="centre", decoders={}),
         class_names=tuple(map(str, range(1_000))),
         shards=tuple(shards),
-        index_sha256=hashlib.sha256(content).hexdigest(),
+        index_sha256=write_sample_index(path, shards, blocks),
         skipped={},
         seed=0,
         source=SourceIdentity(description="zeros", num_files=count, sha256="0" * 64),
@@ -85,7 +99,28 @@ def test_opening_keeps_and_takes_next_to_nothing_per_sample(million):
     assert len(dataset) == 10**6
     assert order.dataset_index(np.arange(3)).shape == (3,)
     assert kept / len(dataset) < 1, "it was 99 bytes a sample"
-    assert peak / len(dataset) < 8, "it was 318 bytes a sample"
+    assert peak / len(dataset) < 3, "it was 318 bytes a sample"
+    assert resident(million) == 0, "no record is looked at"
+
+
+def test_records_of_passed_shards_leave_memory(million):
+    dataset = ShardDataset(million)
+    for shard in range(NUM_SHARDS):
+        dataset._index.of_shard(shard)
+    assert resident(million) >= 16 * 10**6 // 1024
+    for shard in range(NUM_SHARDS):
+        dataset._index.release(shard)
+    assert resident(million) <= 32, "KiB: the head, which the first shard brought in"
+    assert (dataset._index.take(np.array([999_999]))[0]["label"] == 999).all()
+
+
+def resident(folder):
+    """Return the KiB of a folder's index that are mapped in this process's memory."""
+    smaps, found = Path("/proc/self/smaps").read_text().splitlines(), 0
+    for place, line in enumerate(smaps):
+        if line.endswith(str(folder / SAMPLE_INDEX_NAME)):
+            found += next(int(each.split()[1]) for each in smaps[place:] if each.startswith("Rss:"))
+    return found
 
 
 def test_samples_of_a_large_folder(million):
@@ -123,4 +158,4 @@ def test_shards_stay_mapped(million, monkeypatch):
 def test_number_of_maps_follows_the_limit_of_open_files(monkeypatch, limit, wanted):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     assert dataset_module.most_open_maps() == wanted
-    assert dataset_module.most_open_maps(4) == max(wanted // 4, 256)
+    assert dataset_module.most_open_maps(4) == wanted // 4

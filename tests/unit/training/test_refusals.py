@@ -120,6 +120,7 @@ def test_mixture_resumes_only_with_the_same_weights(config, capsys, shard_folder
         ("training.batch_size=16", "started with training.batch_size 8, on which its sample order"),
         ("data.repeats=2", "started with data.repeats 1, on which its sample order"),
         ("data.images_per_class=4", "started with data.images_per_class null, on which its sample"),
+        ("data.window_shards=4", "started with data.window_shards null, on which its sample"),
     ],
 )
 def test_changed_keys_are_refused_on_resume(config, capsys, word, expected):

@@ -1,0 +1,90 @@
+"""The open shards of a data set, of which a bounded number is open at once."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from threading import Lock
+from typing import Protocol
+
+import numpy as np
+
+
+class Content(Protocol):
+    """The bytes of an open shard: a memory map, or a file."""
+
+    def __getitem__(self, span: slice) -> np.ndarray:
+        """Return the bytes `[start, stop)`, uint8 `[stop - start]`."""
+
+
+class ShardFile:
+    """A shard that is read without a map: what was read holds neither it nor its pages.
+
+    Closed when it is dropped. Raises OSError.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file = path, -1
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __getitem__(self, span: slice) -> np.ndarray:
+        """Read bytes `[start, stop)`. Raises OSError, also if the file has become shorter."""
+        count = span.stop - span.start
+        content = os.pread(self._file, count, span.start)
+        if len(content) < count:
+            raise OSError(errno.EIO, "File is shorter than when it was opened", str(self._path))
+        return np.frombuffer(content, np.uint8)
+
+    def __del__(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+
+
+class OpenShards:
+    """Opens shards when they are read first, and keeps those that were read last; thread-safe.
+
+    Threads that read different shards open them at the same time, and those that read the same one
+    wait for the first of them. A shard that was passed over is closed when its last user drops it,
+    so a thread that drops each before it asks for the next holds one at most.
+
+    Args:
+        release: called with a shard that is no longer kept.
+    """
+
+    def __init__(self, release: Callable[[int], None]) -> None:
+        self._release = release
+        self._kept: OrderedDict[int, Future[Content]] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, shard: int, open_one: Callable[[int], Content], *, most: int) -> Content:
+        """Return a shard, and keep at most `most` of them open.
+
+        Raises what `open_one` raises, which is called if it is not open.
+        """
+        passed_over: list[int] = []
+        with self._lock:
+            found = self._kept.get(shard)
+            is_new = found is None
+            if found is None:
+                found = self._kept[shard] = Future()
+            self._kept.move_to_end(shard)
+            while len(self._kept) > most:
+                passed_over.append(self._kept.popitem(last=False)[0])
+        for other in passed_over:
+            self._release(other)
+        if is_new:
+            self._open(shard, open_one, found)
+        return found.result()
+
+    def _open(self, shard: int, open_one: Callable[[int], Content], found: Future[Content]) -> None:
+        try:
+            found.set_result(open_one(shard))
+        except BaseException as error:
+            found.set_exception(error)
+            with self._lock:
+                if self._kept.get(shard) is found:  # the next reader tries again
+                    del self._kept[shard]
