@@ -129,7 +129,8 @@ SMALL = {
     ),
     "compose_attended": SmallConfig(
         "{name: compose, reads: {kind: patches, patch_size: 4},"
-        " schedule: {kind: one_by_one, prefix: drawn}, asks: {kind: shift, place: content},"
+        " schedule: {kind: one_by_one, prefix: drawn},"
+        " asks: {kind: shift, place: content, start: false},"
         " density: {kind: squared_error}}",
         rest="finetune: {num_classes: 10, read_out: attention}",
     ),
