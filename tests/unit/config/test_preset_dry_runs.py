@@ -46,10 +46,12 @@ SOURCES = {
     **{f"{path.parent.name}_{path.stem}": (path, ()) for path in sorted(ROOT.glob("*/*.yaml"))},
     **row_words(),
 }
+# Folders of maps with the classes that a config has.
+OF_SEGMENTS = r"ade20k|scenes_(labelled|held_out)"
 # Shard kinds by folder name; all others hold JPEG files.
 KINDS = [
     (r"latents", "latents"),
-    (r"pairs|coarse|panoptic|_depth|ade20k", "pairs"),
+    (rf"pairs|coarse|panoptic|_depth|{OF_SEGMENTS}", "pairs"),
     (r"ids", "ids"),
     (r"speech|digits", "recordings"),
     (r"cifar\d+_(16|32)|mnist|demo/(train|selection|validation)$", "palette"),
@@ -173,8 +175,8 @@ def shards_of(config, folder):
         name = TokenizerIdentity(kind="palette", sha256=name, num_tokens=vocabulary)
         fields |= {"num_tokens": size**2, "tokenizer": name}
         return "tok", payload_bytes(size**2), fields
-    if "panoptic" in folder or "ade20k" in folder:
-        count = classes_of(config) if "ade20k" in folder else 5
+    if re.search(rf"panoptic|{OF_SEGMENTS}", folder):
+        count = 5 if "panoptic" in folder else classes_of(config)
         classes = tuple(map(str, range(count)))
         target = TargetMaps(kind="panoptic", class_names=classes, things=(True,) * count)
         fields |= {"target": target, "image_size": None}
