@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -192,3 +193,9 @@ def test_no_conflict_markers():
         if path.suffix in kinds and any(m in path.read_text("utf-8") for m in marks)
     ]
     assert not unfinished
+
+
+def test_no_two_test_files_have_one_name():
+    # pytest imports them by it, and refuses the second one in folders that are no packages.
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
