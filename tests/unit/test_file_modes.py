@@ -46,6 +46,7 @@ for part in ("train", "validation"):
 make("jpeg", "crops/train --out jpeg_shards --workers 0")
 make("inspect", "jpeg_shards --out sheets/sheet.png")
 make("verify", "jpeg_shards")
+make("index", "jpeg_shards")
 make("reshard", "jpeg_shards --out resharded --samples-per-shard 5")
 make("merge", "jpeg_shards resharded --out merged")
 make("filter", "crops/train --out filtered --min-side 1 --keep-duplicates")

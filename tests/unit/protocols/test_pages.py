@@ -8,7 +8,7 @@ from protocols import ROOT
 
 pytestmark = pytest.mark.once
 
-# Counted in the papers, appendices included.
+# Counted in the papers, appendices included; of AIM without appendices B to D.
 TABLES = {
     "igpt": range(1, 6),
     "givt": range(1, 9),
@@ -17,8 +17,10 @@ TABLES = {
     "mp3": range(1, 8),
     # Table 1 has six parts.
     "mae": ["1a", "1b", "1c", "1d", "1e", "1f", *range(2, 14)],
+    # Table 3 has six parts and Table 4 two.
+    "aim": [1, 2, *(f"3{part}" for part in "abcdef"), "4a", "4b", *range(5, 9)],
 }
-FIGURES = {"igpt": 4, "givt": 21, "darl": 15, "gvp": 2, "mp3": 15, "mae": 11}
+FIGURES = {"igpt": 4, "givt": 21, "darl": 15, "gvp": 2, "mp3": 15, "mae": 11, "aim": 7}
 
 
 @pytest.mark.parametrize("paper", TABLES)

@@ -30,7 +30,7 @@ def test_rows_match_the_paper(objective, number, row):
 def test_every_row_has_one_entry_per_column():
     papers = published_papers()
     givt = {"givt", "givt_maskgit", "givt_encoder_decoder", "vae_label_maps"}
-    assert set(papers) == {"igpt", "darl", "gvp", "mp3", "mae"} | givt
+    assert set(papers) == {"igpt", "darl", "gvp", "mp3", "mae", "aim"} | givt
     for paper in papers.values():
         assert len({table.table for table in paper.tables}) == len(paper.tables)
         for table in paper.tables:
