@@ -288,9 +288,7 @@ def test_unlabelled_samples_need_a_null_label(encoding, tmp_path, monkeypatch):
         tmp_path / "some", shape=(8, 8, 8), num_classes=2, num_images=4, identity=vae.identity()
     )
     found = ShardDataset(folder)
-    labels = found.labels
-    labels[1:3] = -1
-    monkeypatch.setattr(ShardDataset, "labels", labels)
+    monkeypatch.setattr(ShardDataset, "num_unlabelled", 2)
     monkeypatch.setattr("megavis.data.loading.opening.ShardDataset", lambda *_, **__: found)
     arguments = ("data.train", str(folder), None)
     assert opener(objective).folder(*arguments) is found
