@@ -3,7 +3,7 @@
 #
 #   n=$(megavis sweep CONFIG --grid KEY=… --grid KEY=… --count)
 #   sbatch --array 0-$((n - 1)) launch/sweep.sh CONFIG --grid KEY=… --grid KEY=… [key=value ...]
-#   megavis sweep CONFIG --grid KEY=… --grid KEY=… --draw
+#   megavis sweep CONFIG --grid KEY=… --grid KEY=… --plot
 #
 # Give partition, account and time to sbatch, or add them here. For more GPUs per run set both
 # --ntasks-per-node and --gpus-per-node. `--array 0-24%5` runs five at a time.

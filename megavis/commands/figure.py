@@ -54,12 +54,12 @@ from megavis.notebook import Run
 from megavis.sampling.pictures import completion_grid, pixels_of, save_png
 
 
-def draw_depth(args: argparse.Namespace) -> int:
+def plot_depth(args: argparse.Namespace) -> int:
     """Probe every layer, or read a probe, and plot."""
     result = _depth_result(args)
     if result is None:
         return 0
-    picture = figures.draw_depth(result, name=args.run_folder.name)
+    picture = figures.plot_depth(result, name=args.run_folder.name)
     folder = args.run_folder / "evaluation"
     save_figure(folder, args.name, picture, figures.depth_rows(result))
     if args.probe is None:
@@ -82,13 +82,13 @@ def _probe_settings(args: argparse.Namespace) -> ProbeSettings:
     return ProbeSettings(seed=args.seed, recipe=RECIPES[args.classifier])
 
 
-def draw_likelihood(args: argparse.Namespace) -> int:
+def plot_likelihood(args: argparse.Namespace) -> int:
     """Score every checkpoint of every run and plot."""
     with feature_job(args, alone=True):
         scores = [score for folder in args.run_folders for score in _scores(folder, args)]
         data = probe_data(open_run(args.run_folders[0], step=None), args)
         pixels = score_pixels(data, _probe_settings(args))
-    picture = figures.draw_likelihood(scores, pixels=pixels.accuracy)
+    picture = figures.plot_likelihood(scores, pixels=pixels.accuracy)
     folder = args.run_folders[0] / "evaluation"
     save_figure(folder, args.name, picture, [vars(score) for score in scores])
     return 0
@@ -133,7 +133,7 @@ def _loss_images(opened: Run, args: argparse.Namespace) -> ShardDataset:
     return images
 
 
-def draw_completions(args: argparse.Namespace) -> int:
+def plot_completions(args: argparse.Namespace) -> int:
     """Complete lower halves, compare and plot."""
     with job_closed():
         opened = open_run(args.run_folder, step=args.step, device=args.device)
@@ -166,7 +166,7 @@ def _complete(opened: Run, args: argparse.Namespace) -> int:
     return 0
 
 
-def draw_neighbors(args: argparse.Namespace) -> int:
+def plot_neighbors(args: argparse.Namespace) -> int:
     """Classify by the nearest neighbors in each layer and plot."""
     with feature_job(args, alone=True):
         opened = open_run(args.run_folder, step=args.step, precision=args.precision)
@@ -178,7 +178,7 @@ def draw_neighbors(args: argparse.Namespace) -> int:
         f" {args.neighbors} nearest vote: highest at layer {best.layer}, {best.trained:.1%},"
         f" untrained there {best.untrained:.1%}, last layer {scores[-1].trained:.1%}"
     )
-    picture = classes.draw_neighbors(scores, name=args.run_folder.name, k=args.neighbors)
+    picture = classes.plot_neighbors(scores, name=args.run_folder.name, k=args.neighbors)
     rows = [{**asdict(score), **record} for score in scores]
     sys.stdout.write(f"{line}\n")
     save_figure(args.run_folder / "evaluation", "neighbors", picture, rows)
@@ -216,7 +216,7 @@ def _neighbor_scores(
     return [NeighborAccuracy(layer, *pair) for layer, pair in layers], record
 
 
-def draw_declared(args: argparse.Namespace) -> int:
+def plot_declared(args: argparse.Namespace) -> int:
     """Plot a figure declared by a paper or `GENERAL_FIGURES`."""
     spec: FigureSpec = args.spec
     with job_closed():
@@ -224,8 +224,8 @@ def draw_declared(args: argparse.Namespace) -> int:
         check_applies(spec.name, opened)
         images = open_held_out(opened, args.images, option="--images")
         subject = FigureInput(opened.folder, opened.objective, opened.inference, images)
-        draw = _function(spec, spec.draw.partition(":")[2])
-        drawing: RenderedFigure = draw(subject, args)
+        plot = _function(spec, spec.plot.partition(":")[2])
+        drawing: RenderedFigure = plot(subject, args)
     sys.stdout.writelines(f"{line}\n" for line in drawing.lines)
     save_figure(args.run_folder / "evaluation", spec.name, drawing.picture, drawing.rows)
     return 0
@@ -247,7 +247,7 @@ def check_applies(name: str, opened: Run) -> None:
 
 
 def _function(spec: FigureSpec, name: str) -> Callable[..., Any]:
-    module = spec.draw.partition(":")[0]
+    module = spec.plot.partition(":")[0]
     found: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return found
 

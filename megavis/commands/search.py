@@ -31,7 +31,7 @@ from megavis.training.search.learning_rate import (
     search_rates,
     write_search,
 )
-from megavis.training.search.sweep import Point, draw_sweep, points_of, rows_of, train_run
+from megavis.training.search.sweep import Point, plot_sweep, points_of, rows_of, train_run
 
 
 def search_rate(args: argparse.Namespace) -> int:
@@ -74,14 +74,14 @@ def sweep(args: argparse.Namespace) -> int:
     if any(run.config.data.validation is None for run in points[0].runs):
         raise UserError("a sweep compares runs on held-out images: set data.validation")
     launch = read_launch(os.environ)
-    if not args.draw:
+    if not args.plot:
         for point in _chosen(points, args.index):
             _train(point, launch, args)
-    if launch.world_size > 1 or (args.index is not None and not args.draw):
+    if launch.world_size > 1 or (args.index is not None and not args.plot):
         if launch.rank == 0:
-            sys.stdout.write("trained; plot with --draw, on one process\n")
+            sys.stdout.write("trained; plot with --plot, on one process\n")
         return 0
-    return _draw(points, args)
+    return _plot(points, args)
 
 
 def _load(path: str, overrides: Sequence[str], words: Sequence[str]) -> LoadedConfig:
@@ -113,7 +113,7 @@ def _train(point: Point, launch: Any, args: argparse.Namespace) -> None:
             return
 
 
-def _draw(points: Sequence[Point], args: argparse.Namespace) -> int:
+def _plot(points: Sequence[Point], args: argparse.Namespace) -> int:
     scores = [_score(point, args) if point.is_finished else math.nan for point in points]
     if all(map(math.isnan, scores)):
         raise UserError("no run of the grid is finished yet, so there is nothing to plot")
@@ -123,7 +123,7 @@ def _draw(points: Sequence[Point], args: argparse.Namespace) -> int:
         "".join(f"-{a.short}-{v}" for a, v in zip(args.grid, points[0].values, strict=True))
     )
     what = "accuracy of a linear probe" if args.measure == "probe" else f"validation {args.measure}"
-    figure = draw_sweep(args.grid, scores, name=name, what=what)
+    figure = plot_sweep(args.grid, scores, name=name, what=what)
     folder = Path(config.output) / f"{name}-sweep"
     save_figure(folder, "sweep", figure, rows_of(args.grid, points, scores))
     return 0

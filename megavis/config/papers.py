@@ -122,7 +122,7 @@ class FigureSpec:
         help: one line on what it shows.
         description: what is computed and plotted.
         num_images: default of `--num-images`.
-        draw: plotting function as "module:function"; takes `FigureInput` and the options, returns
+        plot: plotting function as "module:function"; takes `FigureInput` and the options, returns
             a `RenderedFigure` (`megavis.evaluation.figures`).
         applies: function of the same module that takes the run's objective; returns whether it has
             such a figure.
@@ -134,7 +134,7 @@ class FigureSpec:
     help: str
     description: str
     num_images: int
-    draw: str
+    plot: str
     applies: str = "applies"
     example: str = "runs/demo"
     add_options: Callable[[argparse.ArgumentParser], None] = lambda _: None

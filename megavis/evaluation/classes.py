@@ -171,7 +171,7 @@ def accuracy_by_layer(
     ]
 
 
-def draw_neighbors(scores: Sequence[NeighborAccuracy], *, name: str, k: int) -> Figure:
+def plot_neighbors(scores: Sequence[NeighborAccuracy], *, name: str, k: int) -> Figure:
     """Draw accuracy by layer."""
     figure, axes = plain_axes("layer", f"accuracy of {k} nearest neighbours (%)")
     axes.locator_params("x", integer=True)

@@ -84,7 +84,7 @@ def depth_rows(result: ProbeResult) -> list[Row]:
     return rows
 
 
-def draw_depth(result: ProbeResult, *, name: str) -> Figure:
+def plot_depth(result: ProbeResult, *, name: str) -> Figure:
     """Draw accuracy by depth, of a probe of several layers (iGPT, Figure 2)."""
     from matplotlib.ticker import MaxNLocator
 
@@ -114,7 +114,7 @@ def draw_depth(result: ProbeResult, *, name: str) -> Figure:
     return figure
 
 
-def draw_likelihood(scores: Sequence[CheckpointScore], *, pixels: float) -> Figure:
+def plot_likelihood(scores: Sequence[CheckpointScore], *, pixels: float) -> Figure:
     """Draw accuracy over validation loss, one line per run (iGPT, Figure 3).
 
     Scores are in order of steps; `pixels` is the accuracy of raw pixels, in [0, 1].
@@ -142,7 +142,7 @@ def draw_likelihood(scores: Sequence[CheckpointScore], *, pixels: float) -> Figu
     return figure
 
 
-def draw_confusion(confusion: np.ndarray, class_names: Sequence[str], *, title: str) -> Figure:
+def plot_confusion(confusion: np.ndarray, class_names: Sequence[str], *, title: str) -> Figure:
     """Draw a confusion matrix of classes (rows) and predictions (columns)."""
     import numpy as np
     from matplotlib.figure import Figure

@@ -86,7 +86,7 @@ def evaluate_segmentation(
 
 
 @torch.no_grad()
-def draw_examples(
+def plot_examples(
     inference: Inference, objective: Segmentation, dataset: Samples, *, title: str, count: int = 4
 ) -> Figure:
     """Draw images, their maps and the predicted ones; called on every process of the job.

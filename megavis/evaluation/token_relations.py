@@ -155,7 +155,7 @@ def attention_figure(subject: FigureInput, options: argparse.Namespace) -> Rende
         f" nats; lowest in layer {low['layer']}, head {low['head']}, with a mean distance of"
         f" {low['mean_distance']:.1f} cells"
     )
-    return RenderedFigure(draw_attention(maps, name=subject.name), rows, [line])
+    return RenderedFigure(plot_attention(maps, name=subject.name), rows, [line])
 
 
 def attention_rows(maps: AttentionMaps) -> list[Row]:
@@ -177,7 +177,7 @@ def attention_rows(maps: AttentionMaps) -> list[Row]:
     ]
 
 
-def draw_attention(maps: AttentionMaps, *, name: str) -> Figure:
+def plot_attention(maps: AttentionMaps, *, name: str) -> Figure:
     """Draw every head with its entropy; one row per layer."""
     from matplotlib.figure import Figure
 
@@ -266,7 +266,7 @@ def correlation_figure(subject: FigureInput, options: argparse.Namespace) -> Ren
     )
     within, between = found.means()
     line = f"mean correlation of two positions: same image {within:.3f}, two images {between:.3f}"
-    picture = draw_correlations(found, name=subject.name)
+    picture = plot_correlations(found, name=subject.name)
     return RenderedFigure(picture, correlation_rows(found), [line])
 
 
@@ -287,7 +287,7 @@ def correlation_rows(found: Correlations) -> list[Row]:
     ]
 
 
-def draw_correlations(found: Correlations, *, name: str) -> Figure:
+def plot_correlations(found: Correlations, *, name: str) -> Figure:
     """Draw a grid of grids: for each position its correlation with all positions."""
     from matplotlib.figure import Figure
 

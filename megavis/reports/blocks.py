@@ -113,7 +113,7 @@ def line_chart(title: str, lines: Sequence[Line], *, x: str, y: str, caption: st
         figure = Figure(figsize=(_WIDTH / 72, _HEIGHT / 72), layout="constrained")
         axes = figure.add_subplot(xlabel=x, ylabel=y)
         for line in lines:
-            _draw(axes, line)
+            _plot(axes, line)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=_TICKS))
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=_TICKS))
@@ -126,7 +126,7 @@ def line_chart(title: str, lines: Sequence[Line], *, x: str, y: str, caption: st
     return Chart(title, _inline(file.getvalue(), title), tuple(legend.items()), caption)
 
 
-def _draw(axes: Axes, line: Line) -> None:
+def _plot(axes: Axes, line: Line) -> None:
     color, (x, y) = _color(line), _thinned(line)
     if line.band is not None:
         axes.fill_between(line.x, *line.band, color=color, alpha=0.15, linewidth=0)

@@ -29,10 +29,10 @@ from megavis.data.loading.labels import check_classes, check_labels
 from megavis.data.loading.leakage import check_no_overlap, training_shards
 from megavis.data.loading.opening import ShardOpener
 from megavis.evaluation.classes import evaluate_classifier
-from megavis.evaluation.figures import draw_confusion, write_png
+from megavis.evaluation.figures import plot_confusion, write_png
 from megavis.evaluation.networks import NUM_VIEWS
 from megavis.evaluation.results import ClassAccuracy, FinetuneResult, Part, PixelAccuracy
-from megavis.evaluation.segmentation import draw_examples, evaluate_segmentation
+from megavis.evaluation.segmentation import evaluate_segmentation, plot_examples
 from megavis.grammar.same_run import source_differences
 from megavis.model.inference import Inference
 from megavis.parallel.context import ParallelContext
@@ -175,11 +175,11 @@ class Finetuning:
         where = f"of {accuracy.num_images} {part} images"
         if isinstance(accuracy, ClassAccuracy):
             title = f"step {step}: {accuracy.vote:.1%} {where}"
-            return draw_confusion(np.array(accuracy.confusion), self.class_names, title=title)
+            return plot_confusion(np.array(accuracy.confusion), self.class_names, title=title)
         assert isinstance(self.objective, Segmentation)
         title = f"step {step}: mIoU {accuracy.mean_iou:.1%} {where}"
         inference = Inference(engine.layers, engine.context)
-        return draw_examples(inference, self.objective, self._parts[part], title=title)
+        return plot_examples(inference, self.objective, self._parts[part], title=title)
 
     def _write(
         self, accuracy: ClassAccuracy | PixelAccuracy, path: Path, part: Part, step: int

@@ -164,6 +164,6 @@ def test_declared_figures_resolve():
     names |= {"posterior", "deviations"}
     assert set(declared) == names
     for spec in declared.values():
-        module, _, function = spec.draw.partition(":")
+        module, _, function = spec.plot.partition(":")
         for name in (function, spec.applies):
             assert callable(getattr(importlib.import_module(module), name))

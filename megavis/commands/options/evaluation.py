@@ -202,7 +202,7 @@ def _add_declared(figures: Any, spec: FigureSpec) -> None:
     )
     add_image_arguments(parser, num_images=spec.num_images)
     spec.add_options(parser)
-    parser.set_defaults(run="figure:draw_declared", spec=spec)
+    parser.set_defaults(run="figure:plot_declared", spec=spec)
 
 
 def _add_depth(figures: Any) -> None:
@@ -225,7 +225,7 @@ def _add_depth(figures: Any) -> None:
     add_data_arguments(parser)
     add_layout_argument(parser)
     add_probe_arguments(parser)
-    parser.set_defaults(run="figure:draw_depth", check=_check_depth)
+    parser.set_defaults(run="figure:plot_depth", check=_check_depth)
 
 
 def _add_name(parser: argparse.ArgumentParser, name: str) -> None:
@@ -267,7 +267,7 @@ def _add_likelihood(figures: Any) -> None:
     _add_name(parser, "likelihood")
     add_classifier_argument(parser)
     add_data_arguments(parser)
-    parser.set_defaults(run="figure:draw_likelihood")
+    parser.set_defaults(run="figure:plot_likelihood")
 
 
 def _add_completions(figures: Any) -> None:
@@ -294,7 +294,7 @@ def _add_completions(figures: Any) -> None:
     completions.add_argument(
         "--draws", type=positive, default=8, help="completions per image for the mean"
     )
-    completions.set_defaults(run="figure:draw_completions")
+    completions.set_defaults(run="figure:plot_completions")
 
 
 def _add_neighbors(figures: Any) -> None:
@@ -313,7 +313,7 @@ def _add_neighbors(figures: Any) -> None:
         "--neighbors", type=positive, default=20, help="number of neighbours that vote"
     )
     add_feature_arguments(neighbors)
-    neighbors.set_defaults(run="figure:draw_neighbors")
+    neighbors.set_defaults(run="figure:plot_neighbors")
 
 
 GENERAL_FIGURES = (
@@ -323,7 +323,7 @@ GENERAL_FIGURES = (
         description="Average the attention of every head over held-out images by the offset between"
         " query and key, and print its entropy.",
         num_images=256,
-        draw="megavis.evaluation.token_relations:attention_figure",
+        plot="megavis.evaluation.token_relations:attention_figure",
         applies="sees_both_ways",
     ),
     FigureSpec(
@@ -332,7 +332,7 @@ GENERAL_FIGURES = (
         description="Correlate the last layer's tokens at every two positions, within an image and"
         " between two.",
         num_images=512,
-        draw="megavis.evaluation.token_relations:correlation_figure",
+        plot="megavis.evaluation.token_relations:correlation_figure",
         applies="has_blocks",
     ),
 )

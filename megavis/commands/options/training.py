@@ -111,7 +111,7 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
         "Train the config with every combination of values of some keys, each in its own run"
         " folder, and plot heat maps. Finished runs are kept, others resume. Runs alone, or under"
         " deepspeed, torchrun or srun, whose processes share each run; or as a SLURM array with one"
-        " combination per task (launch/sweep.sh), followed by a call with --draw."
+        " combination per task (launch/sweep.sh), followed by a call with --plot."
     )
     parser.epilog = (
         "example: megavis sweep yaml_configs/darl/demo.yaml --grid"
@@ -140,7 +140,7 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
         help="train only the N-th combination, counted from 0; default: all",
     )
     parser.add_argument("--count", action="store_true", help="print the number of combinations")
-    parser.add_argument("--draw", action="store_true", help="only plot the existing runs")
+    parser.add_argument("--plot", action="store_true", help="only plot the existing runs")
     parser.add_argument(
         "--measure",
         choices=("probe", "loss", "accuracy"),

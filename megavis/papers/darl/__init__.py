@@ -11,7 +11,7 @@ FIGURES = (
         description="Predict every patch of held-out images from those before it, and plot the"
         " mean error by position in the run's order and in the image.",
         num_images=512,
-        draw="megavis.papers.darl.patch_errors:draw_patches",
+        plot="megavis.papers.darl.patch_errors:plot_patches",
         example="runs/darl_demo",
     ),
 )

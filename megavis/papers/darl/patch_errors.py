@@ -77,7 +77,7 @@ def applies(objective: Trainable) -> bool:
     return model.schedule.is_sequential and not model.grammar.asks.first_asked
 
 
-def draw_patches(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
+def plot_patches(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
     """Measure and plot; raise UserError if the run's objective does not support it."""
     errors = measure_patches(
         subject.inference,
@@ -85,7 +85,7 @@ def draw_patches(subject: FigureInput, options: argparse.Namespace) -> RenderedF
         subject.images,
         num_images=options.num_images,
     )
-    return RenderedFigure(draw_patch_errors(errors, name=subject.name), patch_rows(errors))
+    return RenderedFigure(plot_patch_errors(errors, name=subject.name), patch_rows(errors))
 
 
 def patch_rows(errors: PatchErrors) -> list[Row]:
@@ -103,7 +103,7 @@ def patch_rows(errors: PatchErrors) -> list[Row]:
     ]
 
 
-def draw_patch_errors(errors: PatchErrors, *, name: str) -> Figure:
+def plot_patch_errors(errors: PatchErrors, *, name: str) -> Figure:
     """Plot the order, and the error by position (figure 10) and by cell (figures 12 and 14)."""
     figure = Figure(figsize=(11.0, 3.6), dpi=150, layout="constrained")
     line, order, cells = figure.subplots(1, 3, width_ratios=(1.6, 1, 1))
@@ -112,13 +112,13 @@ def draw_patch_errors(errors: PatchErrors, *, name: str) -> Figure:
     line.set_ylabel("mean squared error")
     line.grid(alpha=0.25)
     line.spines[["top", "right"]].set_visible(False)
-    _draw_cells(figure, order, errors.places, errors.columns, "position of each patch")
-    _draw_cells(figure, cells, errors.by_cell, errors.columns, "error of each patch")
+    _plot_cells(figure, order, errors.places, errors.columns, "position of each patch")
+    _plot_cells(figure, cells, errors.by_cell, errors.columns, "error of each patch")
     figure.suptitle(name, fontsize="medium")
     return figure
 
 
-def _draw_cells(
+def _plot_cells(
     figure: Figure, axes: Axes, values: Sequence[float], columns: int, title: str
 ) -> None:
     shown = torch.tensor(values).view(-1, columns).numpy()

@@ -23,7 +23,7 @@ FIGURES = (
         " without the image's class, and plot the standard deviation of the mixture, averaged over"
         " components by their weights, over the channels of a token and over images.",
         num_images=128,
-        draw="megavis.papers.givt.deviation_figure:draw_deviations",
+        plot="megavis.papers.givt.deviation_figure:plot_deviations",
         example="runs/givt_causal_default --label 130",
         add_options=_add_options,
     ),

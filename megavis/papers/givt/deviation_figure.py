@@ -61,7 +61,7 @@ def predicted_deviations(
     return (weights * mixture.log_scales.exp()).sum(-2).mean(-1)
 
 
-def draw_deviations(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
+def plot_deviations(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
     """Predict with and without class, and plot both by token.
 
     Raises:

@@ -40,7 +40,7 @@ FIGURES = (
         " hidden patches for each number of groups. The figure shows the first eight images:"
         " original, given patches, one column per number of groups.",
         num_images=256,
-        draw="megavis.papers.gvp.group_figure:draw_groups",
+        plot="megavis.papers.gvp.group_figure:plot_groups",
         example="runs/patches --groups 1,4,12",
         add_options=_add_options,
     ),

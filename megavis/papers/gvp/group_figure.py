@@ -86,7 +86,7 @@ def applies(objective: Trainable) -> bool:
     return "groups" in {field.name for field in fields(schedule.options_type)}
 
 
-def draw_groups(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
+def plot_groups(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
     """Complete images in each number of groups, score them, and draw the first eight."""
     perceptual = open_perceptual(options.perceptual_weights, options.lpips_weights)
     inputs = read_round_robin(subject.images, options.num_images).inputs

@@ -12,7 +12,7 @@ FIGURES = (
         " PSNR of the hidden patches, and as a baseline that of their true mean colours. The figure"
         " shows the first eight images: visible patches, prediction, original.",
         num_images=256,
-        draw="megavis.papers.mae.reconstructions:draw_reconstructions",
+        plot="megavis.papers.mae.reconstructions:plot_reconstructions",
         example="runs/mae_demo",
     ),
 )

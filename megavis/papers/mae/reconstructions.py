@@ -98,7 +98,7 @@ def applies(objective: Trainable) -> bool:
     return plan.first_asked > 0 or not bool(plan.is_predicted.all())
 
 
-def draw_reconstructions(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
+def plot_reconstructions(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
     """Predict hidden tokens, compute their PSNR, and draw the first eight images."""
     batch = read_round_robin(subject.images, options.num_images).to(
         subject.inference.context.device

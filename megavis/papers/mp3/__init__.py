@@ -6,7 +6,7 @@ import argparse
 
 from megavis.config.papers import FigureSpec
 
-_DRAW = "megavis.papers.mp3.place_figures:draw_"
+_PLOT = "megavis.papers.mp3.place_figures:plot_"
 
 
 def _add_seed(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +20,7 @@ def _of_images(name: str, text: str) -> FigureSpec:
         description=f"Draw {text} at mask ratios 0, 0.25, 0.5 and 0.75. Context patches are"
         " outlined in green; patches predicted at the same position are averaged.",
         num_images=4,
-        draw=_DRAW + name,
+        plot=_PLOT + name,
         example="runs/demo --num-images 4",
         add_options=_add_seed,
     )
@@ -33,7 +33,7 @@ FIGURES = (
         description="Predict the position of every patch of held-out images at several mask ratios,"
         " and plot the accuracy.",
         num_images=1000,
-        draw=_DRAW + "positions",
+        plot=_PLOT + "positions",
     ),
     _of_images("jigsaw", "images reassembled from predicted positions"),
     _of_images("mixture", "patches of two images, mixed and reassembled"),

@@ -141,7 +141,7 @@ def position_accuracy(
     return PositionAccuracy(mask_ratio, overall, of_context, of_masked, 1.0 / places)
 
 
-def draw_accuracy(scores: Sequence[PositionAccuracy], *, name: str, trained_at: float) -> Figure:
+def plot_accuracy(scores: Sequence[PositionAccuracy], *, name: str, trained_at: float) -> Figure:
     """Draw accuracy over η.
 
     Args:
@@ -170,7 +170,7 @@ def applies(objective: Trainable) -> bool:
     return True
 
 
-def draw_positions(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
+def plot_positions(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
     """Measure accuracy at mask ratios from 0 to 0.9, and plot it."""
     objective = Places.of(subject.objective)
     scores = [
@@ -185,13 +185,13 @@ def draw_positions(subject: FigureInput, options: argparse.Namespace) -> Rendere
     ]
     words = ", ".join(f"{score.mask_ratio:.1f}: {score.accuracy:.1%}" for score in scores[::2])
     return RenderedFigure(
-        draw_accuracy(scores, name=subject.name, trained_at=objective.mask_ratio),
+        plot_accuracy(scores, name=subject.name, trained_at=objective.mask_ratio),
         [score.record() for score in scores],
         [f"accuracy by mask ratio (chance {scores[0].chance:.1%}): {words}"],
     )
 
 
-def draw_jigsaw(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
+def plot_jigsaw(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
     """Shuffle the patches of held-out images and reassemble them."""
     objective = Places.of(subject.objective)
     rows: list[Any] = []
@@ -206,7 +206,7 @@ def draw_jigsaw(subject: FigureInput, options: argparse.Namespace) -> RenderedFi
     return RenderedFigure(image_grid(rows), lines=[f"accuracy by mask ratio: {words}"])
 
 
-def draw_mixture(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
+def plot_mixture(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
     """Mix the patches of pairs of held-out images and reassemble them.
 
     Raises:

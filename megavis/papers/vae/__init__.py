@@ -20,7 +20,7 @@ FIGURES = (
         " of the decoded means and samples. The figure shows the first eight images: original,"
         " decoded mean, one column per sample.",
         num_images=64,
-        draw="megavis.papers.vae.posterior_figure:draw_posterior",
+        plot="megavis.papers.vae.posterior_figure:plot_posterior",
         example="runs/givt_vae --draws 5",
         add_options=_add_options,
     ),

@@ -46,7 +46,7 @@ def decoded(
     return decode(None), [decode(first + draw * count) for draw in range(draws)]
 
 
-def draw_posterior(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
+def plot_posterior(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
     """Decode means and samples, compute their PSNR, and draw the first eight images."""
     batch = read_round_robin(subject.images, options.num_images).to(
         subject.inference.context.device

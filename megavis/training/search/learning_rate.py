@@ -223,7 +223,7 @@ def markdown_of(outcomes: Sequence[TrialResult]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def draw_search(outcomes: Sequence[TrialResult], *, name: str) -> Figure:
+def plot_search(outcomes: Sequence[TrialResult], *, name: str) -> Figure:
     """Plot the final validation loss over the rate; given-up runs are at the top."""
     figure, axes = plain_axes("learning rate", "final validation loss")
     axes.set_xscale("log")
@@ -246,7 +246,7 @@ def draw_search(outcomes: Sequence[TrialResult], *, name: str) -> Figure:
 def write_search(folder: Path, outcomes: Sequence[TrialResult], *, name: str) -> list[Path]:
     """Write `search.png`, `search.csv` and `search.md`; returns them. Raises OSError."""
     picture, text = folder / "search.png", folder / "search.md"
-    write_png(picture, draw_search(outcomes, name=name))
+    write_png(picture, plot_search(outcomes, name=name))
     table = write_table(folder / "search.csv", rows_of(outcomes))
     write_atomically(text, markdown_of(outcomes).encode())
     return [picture, table, text]

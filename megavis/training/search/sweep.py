@@ -123,7 +123,7 @@ def rows_of(
     ]
 
 
-def draw_sweep(
+def plot_sweep(
     axes: Sequence[SweepAxis], scores: Sequence[float], *, name: str, what: str
 ) -> Figure:
     """Draw a heat map of the last two keys for each combination of the others, as in figure 3.
@@ -150,13 +150,13 @@ def draw_sweep(
     for cells in grid[len(titles) :]:
         cells.set_axis_off()
     for cells, table, title in zip(grid, tables, titles, strict=False):
-        picture = _draw_cells(cells, table.T, right, up, limits)
+        picture = _plot_cells(cells, table.T, right, up, limits)
         cells.set_title(f"{name} {title}".strip(), fontsize="medium")
     figure.colorbar(picture, ax=list(grid), label=what)
     return figure
 
 
-def _draw_cells(
+def _plot_cells(
     cells: Axes, table: np.ndarray, right: SweepAxis, up: SweepAxis, limits: tuple[float, float]
 ) -> AxesImage:
     """Draw scores `[up, right]`; `limits` bound the color map."""

@@ -7,7 +7,7 @@ from sklearn.metrics import confusion_matrix, top_k_accuracy_score
 
 from megavis.data.loading.dataset import ShardDataset, Subset
 from megavis.evaluation.classes import evaluate_classifier
-from megavis.evaluation.figures import draw_confusion
+from megavis.evaluation.figures import plot_confusion
 
 pytestmark = pytest.mark.once
 
@@ -61,9 +61,9 @@ def test_bert_prediction_is_the_vote_of_five_masks(build, tmp_path, shard_folder
 
 def test_confusion_figure_shows_counts_and_shares():
     counts = np.array([[5, 0], [1, 3]])
-    (axes,) = draw_confusion(counts, ["cat", "dog"], title="t").axes
+    (axes,) = plot_confusion(counts, ["cat", "dog"], title="t").axes
     assert sorted(text.get_text() for text in axes.texts) == ["1", "3", "5"]
     shares = axes.images[0].get_array()
     np.testing.assert_allclose(shares, [[1, 0], [0.25, 0.75]])
-    (axes,) = draw_confusion(np.eye(30, dtype=int), ["x"] * 30, title="t").axes
+    (axes,) = plot_confusion(np.eye(30, dtype=int), ["x"] * 30, title="t").axes
     assert not axes.texts

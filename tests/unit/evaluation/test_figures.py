@@ -6,7 +6,7 @@ import torch
 
 from megavis.cli import main
 from megavis.data.loading.dataset import ShardDataset
-from megavis.evaluation.figures import depth_rows, draw_depth, draw_likelihood
+from megavis.evaluation.figures import depth_rows, plot_depth, plot_likelihood
 from megavis.evaluation.likelihood import mean_loss
 from megavis.evaluation.probe import CheckpointScore
 from megavis.evaluation.results import LayerScore, ProbeResult
@@ -52,7 +52,7 @@ def curves(figure):
 
 def test_depth_figure_shows_trained_untrained_and_pixels():
     result = make_result()
-    drawn = curves(draw_depth(result, name="run"))
+    drawn = curves(plot_depth(result, name="run"))
     assert drawn["step 12"] == [[0, 1, 2], pytest.approx([60, 70, 80])]
     assert drawn["untrained, mean and range of 2"] == [[0, 1, 2], pytest.approx([40, 40, 45])]
     assert drawn["raw pixels"][1] == pytest.approx([35, 35])
@@ -62,7 +62,7 @@ def test_depth_figure_shows_trained_untrained_and_pixels():
 
 def test_depth_figure_shows_vote_accuracy():
     trained = tuple(LayerScore(i, 0.1, 0.9, 0.5, 0.6, 0.7) for i in range(3))
-    drawn = curves(draw_depth(make_result(trained=trained, num_views=5), name="run"))
+    drawn = curves(plot_depth(make_result(trained=trained, num_views=5), name="run"))
     assert drawn["step 12, vote of 5 masks"][1] == pytest.approx([70, 70, 70])
 
 
@@ -74,7 +74,7 @@ def test_likelihood_figure_has_one_line_per_run_and_reversed_axis():
         CheckpointScore(run=run, step=step, validation_loss=loss, accuracy=share, **probe)
         for run, step, loss, share in points
     ]
-    figure = draw_likelihood(scores, pixels=0.4)
+    figure = plot_likelihood(scores, pixels=0.4)
     drawn = curves(figure)
     assert drawn["small"] == [[3.0, 2.5], pytest.approx([50, 60])]
     assert drawn["large"] == [[2.0], pytest.approx([80])]

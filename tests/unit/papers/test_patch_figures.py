@@ -15,7 +15,7 @@ from megavis.evaluation.images.pair_metrics import (
     score_completions,
     signal_to_noise,
 )
-from megavis.papers.darl.patch_errors import PatchErrors, draw_patch_errors, patch_rows
+from megavis.papers.darl.patch_errors import PatchErrors, patch_rows, plot_patch_errors
 
 pytestmark = pytest.mark.once
 
@@ -113,7 +113,7 @@ def test_errors_on_a_grid_that_is_not_square():
     errors = PatchErrors([*range(8)], [*range(8)], [*range(8)], columns=2)
     cells = [(row["cell_row"], row["cell_column"]) for row in patch_rows(errors)]
     assert cells == [(i // 2, i % 2) for i in range(8)]
-    _, order, shown, *_ = draw_patch_errors(errors, name="stacked").axes
+    _, order, shown, *_ = plot_patch_errors(errors, name="stacked").axes
     for axes in (order, shown):
         assert axes.images[0].get_array().tolist() == [[2 * i, 2 * i + 1] for i in range(4)]
 

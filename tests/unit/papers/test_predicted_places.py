@@ -109,9 +109,9 @@ def test_images_without_a_partner_are_not_mixed(monkeypatch, count):
     options = argparse.Namespace(num_images=2, seed=0)
     if count == 1:
         with pytest.raises(UserError, match="shards has one image"):
-            place_figures.draw_mixture(subject, options)
+            place_figures.plot_mixture(subject, options)
         return
-    drawn = place_figures.draw_mixture(subject, options)
+    drawn = place_figures.plot_mixture(subject, options)
     assert drawn.lines[0].startswith("1 pairs")
 
 

@@ -13,7 +13,7 @@ from megavis.cli import main
 from megavis.config.arguments import SweepAxis
 from megavis.evaluation.features import cached_features
 from megavis.training.engine import Engine
-from megavis.training.search.sweep import draw_sweep, points_of
+from megavis.training.search.sweep import plot_sweep, points_of
 
 pytestmark = pytest.mark.once
 
@@ -64,7 +64,7 @@ def test_sweep_resumes_finished_points(config, capsys):
     command = ["sweep", str(config), *GRID, "--device", "cpu"]
     assert main([*command, "--count"]) == 0
     assert capsys.readouterr().out == "4\n"
-    assert main([*command, "--draw"]) == 2
+    assert main([*command, "--plot"]) == 2
     assert "no run of the grid is finished" in capsys.readouterr().err
     assert main([*command, "--index", "1"]) == 0
     runs = [path.name for path in config.parent.glob("tiny-*")]
@@ -79,7 +79,7 @@ def test_sweep_resumes_finished_points(config, capsys):
     pairs = [(row["objective.noise_a"], row["objective.noise_b"]) for row in rows]
     assert pairs == [("0.1", "1"), ("0.1", "10"), ("1", "1"), ("1", "10")]
     assert all(float(row["score"]) > 0 for row in rows)
-    assert main([*command, "--draw", "--train-images", "100"]) == 0
+    assert main([*command, "--plot", "--train-images", "100"]) == 0
     with (folder / "sweep.csv").open() as file:
         assert all(0 <= float(row["score"]) <= 1 for row in csv.DictReader(file))
     assert len(cached_features(config.parent / runs[0])) == 2
@@ -171,7 +171,7 @@ def test_one_heat_map_per_value_of_the_leading_axes(sizes, panels):
     ]
     scores = np.arange(math.prod(sizes)) / 10
     scores[0] = math.nan
-    figure = draw_sweep(axes, scores.tolist(), name="n", what="w")
+    figure = plot_sweep(axes, scores.tolist(), name="n", what="w")
     pictures = [axis.images[0].get_array() for axis in figure.axes if axis.images]
     assert len(pictures) == panels
     # The last axis runs upwards, the one before it to the right.
@@ -208,7 +208,7 @@ def test_sweep_of_chained_runs(config, capsys):
     (fine / "metrics.jsonl").write_text("".join(lines))
     for path in (fine / "evaluation").iterdir():
         path.unlink()
-    assert main([*command, "--then", str(second), "--draw"]) == 2
+    assert main([*command, "--then", str(second), "--plot"]) == 2
     assert "no run of the grid is finished" in capsys.readouterr().err
     assert main([*command, "--then", str(second)]) == 0
     with (config.parent / "second-sweep/sweep.csv").open() as file:
@@ -216,5 +216,5 @@ def test_sweep_of_chained_runs(config, capsys):
     # A longer run is not finished, although it has the results of the shorter one.
     second.write_text(f"{second.read_text()}training: {{steps: 2}}\n")
     capsys.readouterr()
-    assert main([*command, "--then", str(second), "--draw"]) == 2
+    assert main([*command, "--then", str(second), "--plot"]) == 2
     assert "no run of the grid is finished yet" in capsys.readouterr().err
