@@ -39,6 +39,7 @@ class Reading:
         self.dataset = ShardDataset(folder, window_shards=options.window if windows else None)
         self.opened = self.taken = 0
         self._delay, self._open_shard = delay, self.dataset._open_shard
+        # Counts what is opened, and waits as a slow disk would.
         self.dataset._open_shard = self._open  # type: ignore[method-assign]
         self._order, self._threads = self.dataset.order(0), options.threads
         self.count = options.window * options.in_shard // (1 if windows else options.fewer)
