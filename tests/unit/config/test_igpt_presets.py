@@ -1,13 +1,10 @@
 """iGPT presets against sections 3.1 to 4.7, appendix A.1, Figure 3 and Table 5 of the paper."""
 
 import functools
-import re
 from pathlib import Path
 
 import pytest
 from protocols import load_run
-
-from megavis.config.load import load_config
 
 pytestmark = pytest.mark.once
 
