@@ -61,6 +61,7 @@ CASES = {
     "images to evaluate": ("open_images images", "images/bird", "images/bird"),
     "all images to evaluate": ("open_images images", "images", "images"),
     "runs": ("megavis runs runs", "runs", "runs"),
+    "what is no shard folder": ("read_manifest images", "images", "images"),
 }
 CHILD = """
 import contextlib, io, json, sys
@@ -68,17 +69,26 @@ from pathlib import Path
 from data_tools.__main__ import main as data_tools
 from megavis.cli import main as megavis
 from megavis.config.errors import UserError
+from megavis.data.format.manifest import Manifest
 from megavis.evaluation.images.image_files import open_images
 
-def evaluate(words):
-    try:
-        open_images(Path(words[0]))
-    except (UserError, PermissionError) as error:
-        sys.stderr.write(f"error: {error}\\n")
-        return 2
-    return 0
+def command(function):
+    def run(words):
+        try:
+            function(Path(words[0]))
+        except (UserError, PermissionError) as error:
+            sys.stderr.write(f"error: {error}\\n")
+            return 2
+        return 0
 
-programs = {"data_tools": data_tools, "megavis": megavis, "open_images": evaluate}
+    return run
+
+programs = {
+    "data_tools": data_tools,
+    "megavis": megavis,
+    "open_images": command(open_images),
+    "read_manifest": command(Manifest.read),
+}
 found = {}
 for number, (name, command, folder, mode) in enumerate(json.loads(sys.argv[1])):
     program, *words = command.replace("OUT", f"out/{number}").split()
@@ -153,6 +163,7 @@ def answers(tmp_path_factory):
     ]
     asked.append(("a listed image", "data_tools jpeg dtd --out OUT", "dtd/images/banded", 0))
     asked.append(("one run", "megavis runs runs", "runs/a", 0))
+    asked.append(("a folder beside shards", "read_manifest .", "runs", 0))
     words = unprivileged([sys.executable, "-c", CHILD, json.dumps(asked)])
     done = subprocess.run(words, cwd=root, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
@@ -183,3 +194,9 @@ def test_the_other_runs_are_listed(answers):
     code, said = answers["one run 0"]
     assert code == 0
     assert said == "WARNING: runs/a cannot be listed: Permission denied\n"
+
+
+def test_a_folder_of_shards_may_hold_another_that_is_forbidden(answers):
+    code, said = answers["a folder beside shards 0"]
+    assert code == 2
+    assert "holds the shard folders shards: give one of them" in said
