@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from megavis.config.arguments import ArgumentParser, accept_all_text, close_output
-from megavis.config.errors import UserError, describe_os_error
+from megavis.config.errors import NOT_ALLOWED, UserError, describe_os_error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
-    Returns 0 on success, 1 if `verify` finds an error or writing fails, 2 for a user's mistake, 130
-    if interrupted.
+    Returns 0 on success, 1 if `verify` finds an error or writing fails, 2 for a user's mistake or
+    where permission is denied, 130 if interrupted.
     """
     accept_all_text()
     try:
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError as error:
         return close_output(error)
     except OSError as error:
-        return _fail(describe_os_error(error), code=1)
+        return _fail(describe_os_error(error), code=2 if error.errno in NOT_ALLOWED else 1)
     except KeyboardInterrupt:
         return _fail("interrupted; finished work is kept", code=130)
 

@@ -16,6 +16,7 @@ from megavis.config.errors import UserError, counted
 from megavis.data.codecs.label_maps import painted
 from megavis.data.codecs.transforms import Transform
 from megavis.data.format.files import sha256_of_file
+from megavis.data.format.folders import find_files
 from megavis.data.format.manifest import PALETTE_NAME, SUFFIXES, Manifest, ShardEntry
 from megavis.data.format.shards import ShardReader, index_path
 from megavis.data.loading.dataset import ShardDataset
@@ -62,7 +63,7 @@ def find_problems(directory: Path) -> list[str]:
 def _strays(directory: Path, manifest: Manifest) -> list[str]:
     """Return tars that are not in the manifest, which other readers would read too."""
     known = {shard.name for shard in manifest.shards}
-    return sorted(path.name for path in directory.glob("*.tar") if path.name not in known)
+    return [path.name for path in find_files(directory, "*.tar") if path.name not in known]
 
 
 def shard_problems(directory: Path, shard: ShardEntry, manifest: Manifest) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 from data_tools.sources import FileSource, SourceFile
 from megavis.config.errors import UserError
+from megavis.data.format.folders import find_files
 
 Split = Literal["all", "train", "validation"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -50,11 +51,14 @@ class ImageSelection:
         return in_validation == (self.split == "validation")
 
     def dropped(self, number: int | None = None) -> dict[str, str]:
-        """Return the reasons of the images that `filter` dropped, of one tar or of all, by name."""
+        """Return the reasons of the images that `filter` dropped, of one tar or of all, by name.
+
+        Raises UserError if the folder of the lists cannot be listed.
+        """
         if self.filtered is None:
             return {}
         paths = (
-            sorted(self.filtered.glob("dropped-*.jsonl"))
+            find_files(self.filtered, "dropped-*.jsonl")
             if number is None
             else [self.filtered / dropped_name(number)]
         )
@@ -113,8 +117,10 @@ def open_selection(split: Split, share: float, filtered: Path | None) -> ImageSe
     path = filtered / DECISION_NAME
     try:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError:
+    except FileNotFoundError:
         raise UserError(f"{path} is missing: finish `python -m data_tools filter` first") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
     return ImageSelection(split, share, filtered.resolve(), digest)
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
+from unicodedata import category
 
 import numpy as np
 
@@ -33,6 +34,8 @@ CUT_OFF = "cut off by the end of its tar"
 TOO_LARGE = "too large"
 _DUPLICATE = "duplicate name: the last one counts"
 _NOT_REGULAR = "not a regular file"
+# Unicode's categories of control characters, and of separators of lines and paragraphs.
+_CONTROLS = ("Cc", "Zl", "Zp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +219,14 @@ class FileSource:
 
 
 def printable(name: str) -> str:
-    """Convert a file name of any bytes to text that JSON and terminals accept."""
-    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    """Convert a file name of any bytes to text of one line that JSON and terminals accept."""
+    text = name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    if text.isprintable():
+        return text
+    return "".join(
+        each.encode("unicode_escape").decode() if category(each) in _CONTROLS else each
+        for each in text
+    )
 
 
 def list_images(root: Path | str, *, class_names: Sequence[str] | None = None) -> FileSource:

@@ -37,7 +37,7 @@ from data_tools.user_text import numbered_lines
 from megavis.config.errors import UserError
 from megavis.data.codecs.recordings import RecordingsCodec
 from megavis.data.codecs.sound import HOP, SAMPLE_RATE, write_noises
-from megavis.data.format.folders import walk_files
+from megavis.data.format.folders import find_files, walk_files
 from megavis.data.format.manifest import SUFFIXES
 
 LISTS = {"validation": "validation_list.txt", "test": "testing_list.txt"}
@@ -247,9 +247,14 @@ def _payload(recording: SourceImage, *, resample: bool) -> bytes:
 
 
 def read_noises(folder: Path, *, resample: bool = False) -> list[np.ndarray]:
-    """Read the recordings of a folder that last a second or more, int16 `[t]`, sorted by name."""
-    noises = []
-    for path in sorted(folder.glob("*.wav")):
+    """Read the recordings of a folder that last a second or more, int16 `[t]`, sorted by name.
+
+    A folder that does not exist has none. Raises UserError if it cannot be listed or read.
+    """
+    noises: list[np.ndarray] = []
+    if not folder.exists():
+        return noises
+    for path in find_files(folder, "*.wav"):
         try:
             noises.append(read_wav(path.read_bytes(), resample=resample))
         except RefusedImageError as refusal:

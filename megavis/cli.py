@@ -25,6 +25,7 @@ from megavis.config.errors import (
     CorruptionError,
     UnfinishedError,
     UserError,
+    permissions_needed,
 )
 from megavis.parallel.launch import read_launch
 
@@ -112,7 +113,8 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     is_recorded = COMMANDS[parsed.command].is_recorded
     try:
         if parsed.check is not None:
-            parsed.check(parsed)
+            with permissions_needed():
+                parsed.check(parsed)
         if is_recorded:
             _require_writable_run(parsed)
         code = _import_work(parsed.run)(parsed)

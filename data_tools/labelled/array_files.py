@@ -124,6 +124,8 @@ def _matrix(path: Path) -> tuple[int, np.ndarray]:
         kind, count = _NORB_TYPES[int(head[0])], int(head[1])
         start = 8 + 4 * max(3, count)
         return start, np.memmap(path, kind, "r", start, tuple(head[2 : 2 + count].tolist()))
+    except PermissionError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except (OSError, KeyError, IndexError, ValueError):
         raise UserError(f"{path} is missing, truncated, or no unpacked smallNORB file") from None
 

@@ -124,11 +124,13 @@ def _check_labels(
 
 
 def image_file(root: Path, name: str, label: int, *, listed_in: str) -> SourceFile:
-    """Return a listed image by its path below `root`; raises UserError if it does not exist."""
+    """Return a listed image by its path below `root`; raises UserError if there is none to read."""
     try:
         size = (root / name).stat().st_size
-    except OSError:
+    except FileNotFoundError:
         raise UserError(f"{root / name} is missing, but listed in {listed_in}") from None
+    except OSError as error:
+        raise UserError(f"{root / name} cannot be read: {error.strerror}") from None
     return SourceFile(name, label, size)
 
 
@@ -141,6 +143,8 @@ def hdf5_array(path: Path, name: str, *, wanted: str) -> Any:
         raise UserError(f"{path} needs h5py: pip install 'megavis[hdf5]'") from None
     try:
         return h5py.File(path, "r")[name]
+    except PermissionError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except (OSError, KeyError):
         raise UserError(f"{path} is missing, or not {wanted}") from None
 

@@ -17,6 +17,7 @@ import numpy as np
 from data_tools.labelled.data_set import TEST, TRAIN, Listing, ppm
 from data_tools.sources import SourceFile
 from megavis.config.errors import UserError
+from megavis.data.format.folders import find_files
 
 _PARTS = {TRAIN: "train", TEST: "t10k"}
 _DIMENSIONS = {"images": 3, "labels": 1}
@@ -50,7 +51,7 @@ def list_mnist(root: Path, split: str) -> Listing:
 def _find(root: Path, part: str, kind: str) -> Path:
     """Return the file of a part, unpacked if it is there in both forms, under any prefix."""
     name = f"{part}-{kind}-idx{_DIMENSIONS[kind]}-ubyte"
-    found = [*sorted(root.glob(f"*{name}")), *sorted(root.glob(f"*{name}.gz"))]
+    found = [*find_files(root, f"*{name}"), *find_files(root, f"*{name}.gz")]
     if not found:
         raise UserError(f"{root / name} is missing, and so is {name}.gz")
     if len({path.name.removesuffix(".gz") for path in found}) > 1:

@@ -42,6 +42,7 @@ from data_tools.labelled.data_set import (
 from data_tools.sources import SourceFile
 from data_tools.user_text import read_columns, read_lines, read_table, read_text
 from megavis.config.errors import UserError
+from megavis.data.format.folders import find_files
 
 _CLEVR_FOLDERS = {TRAIN: "train", TEST: "val"}
 _CLEVR_COUNTS = range(3, 11)
@@ -156,7 +157,7 @@ def list_dmlab(root: Path, split: str) -> Listing:
 
     Classes have numbers and no names: {close, far, very far} × {positive, negative reward}.
     """
-    paths = sorted(root.glob(f"dmlab-{split}.tfrecord*"))
+    paths = find_files(root, f"dmlab-{split}.tfrecord*")
     if not paths:
         raise UserError(f"{root} has no dmlab-{split}.tfrecord: give the unpacked folder of DMLab")
     files = [file for path in paths for file in _read_records(path)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
@@ -98,7 +99,7 @@ def list_runs(args: argparse.Namespace) -> int:
     """Write a line for each run."""
     if not args.folder.is_dir():
         raise UserError(f"{args.folder}: no such folder")
-    found = sorted(path.parent for path in args.folder.rglob("config.yaml"))
+    found = sorted(_runs_in(args.folder))
     rows = sorted(
         (_run_row(folder, args.folder) for folder in found), key=lambda row: row["changed"]
     )
@@ -109,6 +110,23 @@ def list_runs(args: argparse.Namespace) -> int:
     else:
         sys.stdout.write(table([_COLUMNS, *(_written(row) for row in rows)]))
     return 0
+
+
+def _runs_in(above: Path) -> Iterator[Path]:
+    """Yield the run folders below a folder; say which of its folders cannot be listed.
+
+    Raises UserError if that is the folder itself.
+    """
+
+    def complain(error: OSError) -> None:
+        text = f"{error.filename} cannot be listed: {error.strerror}"
+        if error.filename == str(above):
+            raise UserError(text)
+        sys.stderr.write(f"WARNING: {text}\n")
+
+    for folder, _, names in os.walk(above, onerror=complain):
+        if "config.yaml" in names and Path(folder, "config.yaml").is_file():
+            yield Path(folder)
 
 
 def _run_row(folder: Path, above: Path) -> dict[str, Any]:

@@ -42,6 +42,21 @@ def blame(key: str) -> Iterator[None]:
         raise UserError.of((found or key, text) for found, text in error.issues) from error
 
 
+@contextlib.contextmanager
+def permissions_needed(what: str | None = None) -> Iterator[None]:
+    """Raise UserError where the block may not read or write: no launcher should try it again.
+
+    For what comes before the first step. A disk that turns read-only later is not a user's mistake.
+    The message names `what` instead of the file.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NOT_ALLOWED:
+            raise
+        raise UserError(f"{what or error.filename}: {error.strerror}") from error
+
+
 class CorruptionError(RuntimeError):
     """Replicas disagree: exit code 71."""
 

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from megavis.config.arguments import RUN_NAME_RULE
 from megavis.config.checks import check_config
+from megavis.config.errors import UserError
 from megavis.config.papers import PAPER_CONFIGS
 from megavis.config.schema import ConfigIssue, ObjectiveConfig, RunConfig
 from megavis.config.section import UNION_LABELS
@@ -83,6 +84,8 @@ def _validate(
         complaints += write_out_epochs(tree, shorthand, count_images)
     except ValidationError as error:
         complaints += names.explain(error.errors())
+    except UserError as error:
+        raise source.located(error) from None
     if complaints:
         # Otherwise the keys that they expand to would be reported as missing.
         raise source.error(complaints)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
+from megavis.config.errors import blame
 from megavis.config.section import Above0, ConfigIssue, Positive, Section
 
 CountImages = Callable[[str], int | None]
@@ -139,7 +140,8 @@ def write_out_epochs(
     """
     lengths = dict(_lengths(shorthand))
     folder = tree.get("data", {}).get("train") if isinstance(tree.get("data"), dict) else None
-    counted = count_images(folder) if count_images and isinstance(folder, str) else None
+    with blame("data.train"):
+        counted = count_images(folder) if count_images and isinstance(folder, str) else None
     images = shorthand.data.num_images if counted is None else counted
     if lengths and images is None:
         key = ".".join(next(iter(lengths)))

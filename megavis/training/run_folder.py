@@ -17,7 +17,7 @@ import torch
 from megavis.checkpoint.format.folder import checkpoints_by_age, remove_partial
 from megavis.checkpoint.format.manifest import CheckpointManifest
 from megavis.composition.trainable import Trainable
-from megavis.config.errors import NOT_ALLOWED, UserError, counted
+from megavis.config.errors import UserError, counted, permissions_needed
 from megavis.config.load import dump_config
 from megavis.config.schema import RunConfig
 from megavis.data.format.files import write_atomically
@@ -47,21 +47,6 @@ def hold_run(run_folder: Path, context: ParallelContext) -> Iterator[None]:
 
         context.on_main(lock)
         yield
-
-
-@contextlib.contextmanager
-def permissions_needed(what: str | None = None) -> Iterator[None]:
-    """Raise UserError where the block may not read or write: no launcher should try it again.
-
-    For what comes before the first step. A disk that turns read-only later is not a user's mistake.
-    The message names `what` instead of the file.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in NOT_ALLOWED:
-            raise
-        raise UserError(f"{what or error.filename}: {error.strerror}") from error
 
 
 def prepare_folder(

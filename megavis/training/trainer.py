@@ -23,7 +23,7 @@ from megavis.checkpoint.state.restore import (
 from megavis.checkpoint.state.save import Snapshot, TrainingProgress, reserve_copies
 from megavis.composition.finetuned import finetuned_of
 from megavis.composition.trainable import Trainable
-from megavis.config.errors import UnfinishedError, blame
+from megavis.config.errors import UnfinishedError, blame, permissions_needed
 from megavis.config.schema import RunConfig
 from megavis.config.yaml_tree import leaves
 from megavis.data.loading.blended_dataset import Samples
@@ -73,7 +73,6 @@ from megavis.training.run_folder import (
     check_earlier_run,
     check_same_data,
     hold_run,
-    permissions_needed,
     prepare_folder,
 )
 

@@ -6,6 +6,7 @@ an error: the number of a class is its place among all of them.
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -52,11 +53,27 @@ def counts(name: str) -> bool:
 def list_folder(folder: Path) -> list[os.DirEntry[str]]:
     """Return the entries of a folder that count, by name. Raises UserError if it has no list."""
     try:
-        with os.scandir(folder) as entries:
-            found = [entry for entry in entries if counts(entry.name)]
+        return _entries(folder)
     except OSError as error:
         raise _cannot_list(error) from None
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        found = [entry for entry in entries if counts(entry.name)]
     return sorted(found, key=lambda entry: entry.name)
+
+
+def find_files(folder: Path, pattern: str) -> list[Path]:
+    """Return the paths in a folder whose names match, sorted.
+
+    Raises UserError if the folder cannot be listed, where `Path.glob` finds none.
+    """
+    try:
+        names = [entry.name for entry in _entries(folder)]
+    except OSError as error:
+        raise UserError(f"{folder} cannot be listed: {error.strerror}") from None
+    return [folder / name for name in names if fnmatch.fnmatch(name, pattern)]
 
 
 def walk_files(root: Path) -> Iterator[str]:

@@ -224,7 +224,13 @@ def _explain(path: Path, error: ValidationError) -> str:
 
 
 def num_images(folder: str) -> int | None:
-    """Return the number of samples in a local shard folder, or None if it is not finished."""
-    if not (Path(folder) / MANIFEST_NAME).is_file():
-        return None
-    return Manifest.read(folder).num_samples
+    """Return the number of samples in a local shard folder, or None if it is not finished.
+
+    Raises UserError if its manifest cannot be read or is invalid.
+    """
+    path = Path(folder) / MANIFEST_NAME
+    try:
+        is_finished = path.is_file()
+    except PermissionError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    return Manifest.read(folder).num_samples if is_finished else None

@@ -51,7 +51,7 @@ def _not_there(path: Path) -> str:
     if path.is_absolute():
         return f"{path} does not exist: give a shard folder, which `python -m data_tools` makes"
     here = Path.cwd()
-    elsewhere = next((above / path for above in here.parents if (above / path).exists()), None)
+    elsewhere = next((above / path for above in here.parents if os.path.exists(above / path)), None)
     return f"{path} does not exist in {here}, where relative paths start" + (
         f"; there is {elsewhere}" if elsewhere else ""
     )
@@ -79,8 +79,12 @@ def _is_tar(path: Path) -> bool:
 
 
 def _folder(path: Path) -> str:
-    names = _names(path)
-    finished = [name for name in names if (path / name / MANIFEST_NAME).exists()]
+    try:
+        names = _names(path)
+    except OSError as error:
+        return f"{path} cannot be listed: {error.strerror}, and {MANIFEST_NAME} is not in it"
+    # os.path, since a path in a forbidden folder does not exist for it, and raises for pathlib.
+    finished = [name for name in names if os.path.exists(path / name / MANIFEST_NAME)]
     if finished:
         return f"{path} holds the shard folders {_listed(finished)}: give one of them"
     if any(map(_is_of_job, names)):
@@ -114,19 +118,19 @@ def _is_of_job(name: str) -> bool:
 
 
 def _has_images(folder: Path, depth: int = 2) -> bool:
-    names = [name for name in _names(folder) if counts(name)]
+    try:
+        names = [name for name in _names(folder) if counts(name)]
+    except OSError:
+        return False
     if any(map(has_image_suffix, names)):
         return True
     return depth > 0 and any(_has_images(folder / name, depth - 1) for name in names[:_NAMED])
 
 
 def _names(folder: Path) -> list[str]:
-    """Return the names of the first entries of a folder; none if it cannot be listed."""
-    try:
-        with os.scandir(folder) as entries:
-            return sorted(entry.name for entry in itertools.islice(entries, _MOST_ENTRIES))
-    except OSError:
-        return []
+    """Return the names of the first entries of a folder. Raises OSError."""
+    with os.scandir(folder) as entries:
+        return sorted(entry.name for entry in itertools.islice(entries, _MOST_ENTRIES))
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,13 +1,10 @@
 """iGPT presets against sections 3.1 to 4.7, appendix A.1, Figure 3 and Table 5 of the paper."""
 
 import functools
-import re
 from pathlib import Path
 
 import pytest
 from protocols import load_run
-
-from megavis.config.load import load_config
 
 pytestmark = pytest.mark.once
 
@@ -158,41 +155,6 @@ def test_forty_labels_match_sections_3_4_and_4_7(load):
     assert (data.images_per_class, data.crop, data.flip) == (4, "none", False)
     assert (config.training.batch_size, config.finetune.num_classes) == (128, 10)
     assert config.finetune.test == load("l_32_finetune_cifar10").finetune.test
-
-
-def _retraining_words(text):
-    """Return the overrides that a header names for the last training on all images."""
-    sentence = " ".join(text.split("\n# ")).partition("retrains on all training images")[2]
-    words = re.findall(r"[\w.]+=[^\s,;]+", sentence.partition(" Gives:")[0])
-    return [word.rstrip(".") for word in words]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("s_32", "m_32", "l_32", "l_48", "s_32_bert", "m_32_bert", "l_32_bert"),
-        *FINE_TUNED,
-        "l_48_scratch_imagenet",
-        *(f"{name}_linear" for name in ("s_32", "m_32", "l_32", "l_48", "l_32_bert")),
-    ],
-)
-def test_headers_say_how_to_retrain_on_all_of_imagenet(name):
-    """ "We fold our experimental validation set back into the training set, retrain the model, and
-    report numbers on the respective test set" (section 3.1)."""
-    path = FOLDER / f"{name}.yaml"
-    words, before = _retraining_words(path.read_text()), load_config(path).config
-    steps = [f"training.{key}=5000" for key in ("steps", "validate_every")]
-    config = load_config(path, [*words, *(steps if "finetune.patience=0" in words else [])]).config
-    assert config.data.train == "shards/imagenet_jpeg/train"
-    assert config.name == f"{before.name}_all"
-    if before.schedule.warmup_steps:
-        assert config.schedule.warmup_steps == -(-1_281_167 // config.training.batch_size)
-    if config.finetune is None:
-        return
-    assert config.training.validate_every == config.training.steps
-    assert (config.finetune.patience, config.finetune.test) == (0, before.finetune.test)
-    if before.finetune.from_run:
-        assert config.finetune.from_run == f"{before.finetune.from_run}_all"
 
 
 @pytest.mark.parametrize("name", ["xl_64", "xl_64_4x8_h100"])

@@ -1,10 +1,8 @@
-"""What a folder is taken for: hidden and empty folders, splits, tars, and what cannot be listed."""
+"""What a folder is taken for: hidden and empty folders, splits and tars."""
 
 from __future__ import annotations
 
-import errno
 import io
-import os
 
 import pytest
 from image_files import encoded, real_picture
@@ -21,27 +19,10 @@ from image_sources import (
 from data_tools.__main__ import main
 from data_tools.labelled.lists import list_dtd
 from data_tools.source_formats import find_layout
-from data_tools.sources import list_images
-from data_tools.speech import sources as speech_sources
-from megavis.config.errors import UserError
 from megavis.data.format.manifest import Manifest
 from megavis.evaluation.images.image_files import open_images
 
 pytestmark = pytest.mark.once
-
-
-@pytest.fixture
-def unlistable(monkeypatch):
-    """Return a function that makes a folder one that cannot be listed, also for root."""
-    whole, locked = os.scandir, set()
-
-    def scandir(path="."):
-        if os.path.realpath(os.fspath(path)) in locked:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
-        return whole(path)
-
-    monkeypatch.setattr(os, "scandir", scandir)
-    return lambda folder: locked.add(os.path.realpath(folder))
 
 
 def two_classes(root):
@@ -52,37 +33,10 @@ def jpeg(root, out, *options):
     return main(["jpeg", str(root), "--out", str(out), *map(str, options)])
 
 
-def test_a_class_folder_that_cannot_be_listed(tmp_path, unlistable, capsys):
-    root = two_classes(tmp_path / "images")
-    unlistable(root / "bird")
-    assert jpeg(root, tmp_path / "out") == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert f"{root / 'bird'} cannot be listed: Permission denied" in error
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_folder_below_a_class_that_cannot_be_listed(tmp_path, unlistable):
-    root = write_folder(tmp_path, {"bird/a.jpg": b"x", "bird/more/deep/b.jpg": b"x"})
-    unlistable(root / "bird" / "more" / "deep")
-    with pytest.raises(UserError, match="bird/more/deep cannot be listed"):
-        list_images(root)
-
-
-def test_images_to_evaluate_in_a_folder_that_cannot_be_listed(tmp_path, unlistable):
+def test_hidden_files_are_no_images_to_evaluate(tmp_path):
     root = two_classes(tmp_path)
     write_folder(root, {"bird/._a.jpg": b"resource fork", ".cache/c.jpg": b"x"})
     assert len(open_images(root)) == 2
-    unlistable(root / "cat")
-    with pytest.raises(UserError, match="cat cannot be listed"):
-        open_images(root)
-
-
-def test_tars_in_a_folder_that_cannot_be_listed(tmp_path, unlistable):
-    write_tar(tmp_path / "web" / "0.tar", web_members(range(2)))
-    unlistable(tmp_path / "web")
-    with pytest.raises(UserError, match="web cannot be listed"):
-        opened(tmp_path / "web", "--layout", "webdataset")
 
 
 @pytest.mark.parametrize("name", [".cache", "_tmp", "@eaDir", "__MACOSX"])
@@ -270,17 +224,6 @@ def test_folders_without_images(files, message, tmp_path, capsys):
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert message in error
-
-
-def test_a_word_folder_that_cannot_be_listed(tmp_path, unlistable):
-    names = [f"{word}/{number}.wav" for word in ("no", "yes") for number in range(3)]
-    write_folder(tmp_path, dict.fromkeys(names, b"RIFF"))
-    (tmp_path / "validation_list.txt").write_text("no/0.wav\nyes/0.wav\n")
-    (tmp_path / "testing_list.txt").write_text("no/1.wav\nyes/1.wav\n")
-    assert speech_sources(tmp_path)["train"].class_names == ("no", "yes")
-    unlistable(tmp_path / "no")
-    with pytest.raises(UserError, match="no cannot be listed"):
-        speech_sources(tmp_path)
 
 
 def test_hidden_folders_are_no_classes_of_a_labelled_set(tmp_path):

@@ -48,6 +48,26 @@ def test_tensorboard_replaces_steps_after_a_resume(train_twice):
     assert {scalar.step: scalar.value for scalar in events.Scalars("loss")} == {1: 1, 2: 12, 3: 13}
 
 
+def test_tensorboard_after_a_kill(tmp_path):
+    """A process that is killed closes nothing, and may be in the middle of a record."""
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    killed = MetricsWriter(tmp_path, first_step=0, logging=("tensorboard",), config=CONFIG)
+    for step in (1, 2, 3):
+        killed.write(step, {"loss": float(step)})
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    for path in (events, tmp_path / "metrics.jsonl"):
+        path.write_bytes(path.read_bytes()[:-9])
+    resumed = MetricsWriter(tmp_path, first_step=2, logging=("tensorboard",), config=CONFIG)
+    for step in (3, 4):
+        resumed.write(step, {"loss": 10.0 * step})
+    resumed.close()
+    events = reader.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    expected = {1: 1, 2: 2, 3: 30, 4: 40}
+    assert {scalar.step: scalar.value for scalar in events.Scalars("loss")} == expected
+    assert {line["step"]: line["loss"] for line in read_metrics(tmp_path)} == expected
+
+
 def test_wandb_resumes_the_same_run(train_twice):
     pytest.importorskip("wandb", reason="pip install 'megavis[wandb]'")
     folder = train_twice("wandb")

@@ -62,6 +62,20 @@ def test_restart_from_scratch_writes_each_step_once(trained, tmp_path):
     assert losses(tmp_path / "small") == losses(run)
 
 
+def test_copied_run_with_a_cut_line_and_a_deleted_checkpoint_goes_on(trained, tmp_path):
+    """`latest` names the deleted checkpoint; a kill has cut the last line of the metrics."""
+    config, run = trained
+    copy = tmp_path / "small"
+    shutil.copytree(run, copy)
+    assert (copy / "checkpoints" / "latest").read_text().strip() == "step-00000004"
+    shutil.rmtree(copy / "checkpoints" / "step-00000004")
+    lines = (run / "metrics.jsonl").read_bytes()
+    (copy / "metrics.jsonl").write_bytes(lines[:-20])
+    assert main(["train", str(config), "--device", "cpu", f"output={tmp_path}"]) == 0
+    assert losses(copy) == losses(run)
+    assert [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
+
+
 @contextlib.contextmanager
 def largest_file(num_bytes):
     """Simulate a full disk in a child process: no file grows beyond a size."""
