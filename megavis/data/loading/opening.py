@@ -72,6 +72,7 @@ class ShardOpener:
                 path,
                 transform,
                 cache=self.config.data.cache,
+                cache_limit=self.config.data.cache_limit,
                 palette=self.palette,
                 window_shards=self.config.data.window_shards,
             )
