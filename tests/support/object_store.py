@@ -6,19 +6,17 @@ import http.client
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Lock, Thread
 
 HOST = "127.0.0.1"
-BUSY = (
-    b"<?xml version='1.0'?><Error><Code>ServiceUnavailable</Code><Message>busy</Message></Error>"
-)
+BUSY = b"<?xml version='1.0'?><Error><Code>ServiceUnavailable</Code><Message>busy</Message></Error>"
 DENIED = b"<?xml version='1.0'?><Error><Code>AccessDenied</Code><Message>no</Message></Error>"
 
 Fault = Callable[["Request"], None]
@@ -96,58 +94,66 @@ def _wait_for(moto: subprocess.Popen[bytes], port: int, log: Path) -> None:
     raise TimeoutError(log.read_text())
 
 
+class _Handler(BaseHTTPRequestHandler):
+    """Passes requests on; the server that it belongs to has the store."""
+
+    protocol_version = "HTTP/1.1"
+    server: _Proxy
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        store, is_get = self.server.store, self.command == "GET"
+        answer, body = self._answer()
+        name = self.path.partition("?")[0].rpartition("/")[2]
+        with self.server.guard:
+            request = Request(name, store.asked[name], answer.status, body)
+            store.asked[name] += is_get
+        if store.fault is not None:
+            store.fault(request)
+        self.send_response(request.status)
+        for key in ("ETag", "Last-Modified", "Content-Range", "Content-Type"):
+            if answer.getheader(key):
+                self.send_header(key, answer.getheader(key))
+        length = str(len(request.body)) if is_get else answer.getheader("Content-Length", "0")
+        self.send_header("Content-Length", length)
+        self.end_headers()
+        if is_get:
+            self.wfile.write(request.body[: request.send])
+        self.close_connection = True
+
+    def _answer(self) -> tuple[http.client.HTTPResponse, bytes]:
+        connection = http.client.HTTPConnection(*self.server.store.server, timeout=30)
+        connection.request(self.command, self.path, headers=dict(self.headers))
+        answer = connection.getresponse()
+        body = answer.read()
+        connection.close()
+        return answer, body
+
+    def handle(self) -> None:
+        with suppress(ConnectionError):  # the client has gone, as it should after a slow answer
+            super().handle()
+
+
+class _Proxy(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, server: tuple[str, int]) -> None:
+        super().__init__((HOST, 0), _Handler)
+        self.store, self.guard = Store(f"http://{HOST}:{self.server_port}", server), Lock()
+
+
 @contextmanager
 def _proxy(server: tuple[str, int]) -> Iterator[Store]:
-    store = Store("", server)
-    guard = threading.Lock()
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-        def do_HEAD(self) -> None:
-            self.do_GET()
-
-        def do_GET(self) -> None:
-            name = self.path.partition("?")[0].rpartition("/")[2]
-            connection = http.client.HTTPConnection(*server, timeout=30)
-            connection.request(self.command, self.path, headers=dict(self.headers))
-            answer = connection.getresponse()
-            body = answer.read()
-            connection.close()
-            with guard:
-                request = Request(name, store.asked[name], answer.status, body)
-                store.asked[name] += self.command == "GET"
-            if store.fault is not None:
-                store.fault(request)
-            self.send_response(request.status)
-            for key in ("ETag", "Last-Modified", "Content-Range", "Content-Type"):
-                if answer.getheader(key):
-                    self.send_header(key, answer.getheader(key))
-            length = len(request.body)
-            if self.command == "HEAD":
-                length = int(answer.getheader("Content-Length", "0"))
-            self.send_header("Content-Length", str(length))
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(request.body[: request.send])
-            self.close_connection = True
-
-        def handle(self) -> None:
-            try:
-                super().handle()
-            except ConnectionError:  # the client has gone, as it should after a slow answer
-                pass
-
-    with ThreadingHTTPServer((HOST, 0), Handler) as proxy:
-        proxy.daemon_threads = True
-        store.url = f"http://{HOST}:{proxy.server_port}"
-        thread = threading.Thread(target=proxy.serve_forever, args=(0.02,))
+    with _Proxy(server) as proxy:
+        thread = Thread(target=proxy.serve_forever, args=(0.02,))
         thread.start()
         try:
-            yield store
+            yield proxy.store
         finally:
             proxy.shutdown()
             thread.join()

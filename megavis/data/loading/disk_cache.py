@@ -94,9 +94,7 @@ class DiskCache:
                 when_full()
                 time.sleep(_POLL_SECONDS)
 
-    def fetch(
-        self, wanted: Wanted, *, spare: Collection[str] = (), wait: bool = True
-    ) -> None:
+    def fetch(self, wanted: Wanted, *, spare: Collection[str] = (), wait: bool = True) -> None:
         """Fill a file that is absent, or wait until another process or thread has tried.
 
         Args:
@@ -174,7 +172,8 @@ class DiskCache:
                 return
             if path.suffix == _EVICTED and path.name not in spare and _evict(path):
                 excess -= stat.st_size
-        if excess > 0:
+        # What is never evicted must be there in any case, and whoever sets the bound counts it.
+        if excess > 0 and wanted.path.suffix == _EVICTED:
             raise FullCacheError(
                 f"{self.folder} is full: data.cache_gib allows {self.limit / 2**30:.3g} GiB, and"
                 f" {wanted.path.name} takes {excess / 2**30:.3g} more than what is not in use"
@@ -184,7 +183,10 @@ class DiskCache:
         """Yield all files, also unfinished ones, with their sizes and times."""
         for folder in self.folder.iterdir():
             # Others delete folders without asking.
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as each:
+            with (
+                contextlib.suppress(FileNotFoundError, NotADirectoryError),
+                os.scandir(folder) as each,
+            ):
                 for entry in each:
                     yield Path(entry.path), entry.stat()
 

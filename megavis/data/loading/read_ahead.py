@@ -48,7 +48,8 @@ class ReadAhead:
         """Note that this thread is about to read the samples at these positions."""
         if np.size(positions):
             oldest, newest = (
-                self._windows.window_at(int(each)) for each in (np.min(positions), np.max(positions))
+                self._windows.window_at(int(each))
+                for each in (np.min(positions), np.max(positions))
             )
             with self._changed:
                 self._reading[get_ident()] = oldest

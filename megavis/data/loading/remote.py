@@ -34,11 +34,12 @@ def is_remote(path: Path | str) -> bool:
     return _URL.match(str(path)) is not None
 
 
-def stored_manifest(store: Store) -> bytes:
-    """Return the content of a folder's manifest. Raises OSError, and UserError if it has none."""
+def stored_manifest(store: Store) -> tuple[Manifest, bytes]:
+    """Return a folder's manifest, and its bytes. Raises OSError, and UserError if it has none."""
     buffer = io.BytesIO()
     store.copy(MANIFEST_NAME, buffer)
-    return buffer.getvalue()
+    content = buffer.getvalue()
+    return Manifest.parse(content, store.url_of(MANIFEST_NAME)), content
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class RemoteFolder:
                 fetched.
         """
         if cache is None:
-            raise UserError(f"{url} is a URL: set data.cache to a local folder")
+            raise UserError(f"{url} is a URL: set it to a local folder", key="data.cache")
         try:
             return cls._open(url, Path(cache), limit)
         except OSError as error:
@@ -78,13 +79,12 @@ class RemoteFolder:
     @classmethod
     def _open(cls, url: str, cache: Path, limit: int | None) -> RemoteFolder:
         store = Store(url)
-        content = stored_manifest(store)
+        manifest, content = stored_manifest(store)
         directory = cache / hashlib.sha256(content).hexdigest()[:16]
         folder = cls(store, directory, DiskCache(cache, limit))
         directory.mkdir(parents=True, exist_ok=True)
         if not (directory / MANIFEST_NAME).exists():
             write_atomically(directory / MANIFEST_NAME, content)
-        manifest = Manifest.read(directory)
         # Before training: shards are fetched as they are needed, and the disk could fill up days
         # later.
         folder._check_room(manifest)
@@ -151,5 +151,6 @@ class RemoteFolder:
             raise UserError(
                 f"{self.directory} has {free / 1e9:.1f} GB free, but {self.store.url} needs"
                 f" {missing / 1e9:.1f} GB more: set data.cache to a folder on a larger disk, or"
-                " data.cache_gib to a smaller size"
+                " data.cache_gib to a smaller size",
+                key="data.cache",
             )

@@ -1,4 +1,4 @@
-"""Read files of a folder at a URL: `s3://`, `gs://`, `https://` and others by fsspec, `pipe:` by gopen.
+"""Read files of a folder at a URL: `s3://`, `gs://`, `https://` by fsspec, `pipe:` by gopen.
 
 fsspec's libraries find credentials and endpoints where the user's other tools do. What they repeat
 differs: s3fs some errors and not a 500, gcsfs most, HTTP none, and none knows what a file's hash
@@ -18,7 +18,6 @@ from typing import Any, BinaryIO
 from megavis.config.errors import UserError
 
 ATTEMPTS = 6
-"""How often a block is asked for before a file is given up."""
 PAUSE_SECONDS, MOST_SECONDS = 0.5, 30.0
 """The longest first pause, doubled after each failure, and the longest of all."""
 
@@ -35,7 +34,8 @@ _LOGIN = {
     "https": "whether the URL needs a login or a fresh signature",
 }
 _NO_LOGIN = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
-_TIMEOUT, _TOO_EARLY, _TOO_MANY = 408, 425, 429
+_PASSING = {408, 425, 429}
+"""Statuses below 500 of what another try may get: timeout, too early, too many requests."""
 
 
 class DamagedDownloadError(OSError):
@@ -48,10 +48,11 @@ class Store:
     Args:
         url: `{file}` in it is replaced by a file's name; otherwise a slash and the name are
             appended.
+        attempts: how often a block is asked for before a file is given up.
     """
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    def __init__(self, url: str, *, attempts: int = ATTEMPTS) -> None:
+        self.url, self._attempts = url, attempts
         self._lock = Lock()
         self._system: Any = None
 
@@ -79,7 +80,7 @@ class Store:
 
         Raises:
             UserError: the file does not exist, or may not be read.
-            OSError: it cannot be fetched after `ATTEMPTS` attempts, or not be written.
+            OSError: it cannot be fetched after all attempts, or not be written.
         """
         url = self.url_of(name)
         digest, done, furthest, failures = hashlib.sha256(), 0, 0, 0
@@ -93,7 +94,7 @@ class Store:
                     return
             except Exception as error:
                 failures += 1
-                _give_up_or_wait(url, error, failures)
+                _give_up_or_wait(url, error, failures, self._attempts)
                 if isinstance(error, DamagedDownloadError) or url.startswith(_PIPE):
                     digest, done = hashlib.sha256(), 0
                     file.seek(0)
@@ -179,10 +180,10 @@ def _check(digest: str, done: int, size: int | None, sha256: str | None) -> None
         raise DamagedDownloadError("its SHA-256 differs from the manifest: truncated or changed")
 
 
-def _give_up_or_wait(url: str, error: Exception, failures: int) -> None:
+def _give_up_or_wait(url: str, error: Exception, failures: int, attempts: int) -> None:
     """Pause after a failure; raise UserError at once where another try cannot help.
 
-    Raises OSError after `ATTEMPTS` failures, and errors that are not of the way as they are.
+    Raises OSError after as many failures as attempts, and other errors than the way's as they are.
     """
     if isinstance(error, UserError):
         raise error
@@ -191,7 +192,7 @@ def _give_up_or_wait(url: str, error: Exception, failures: int) -> None:
         raise UserError(refusal) from None
     if not _is_of_the_way(error):
         raise error
-    if failures >= ATTEMPTS:
+    if failures >= attempts:
         reason = _short_reason(error)
         raise OSError(f"{url} cannot be fetched after {failures} attempts: {reason}") from error
     pause = min(MOST_SECONDS, PAUSE_SECONDS * 2 ** (failures - 1))
@@ -211,9 +212,8 @@ def _refusal(url: str, error: Exception) -> str | None:
         return f"{url} may not be read, or does not exist ({_short_reason(error)}): check {login}"
     if type(error).__name__ in _NO_LOGIN:
         return f"{url} needs credentials ({_short_reason(error)}): check {login}"
-    if status is not None and 400 <= status < 500:
-        if status not in (_TIMEOUT, _TOO_EARLY, _TOO_MANY):
-            return f"{url} is refused with status {status}: {_short_reason(error)}"
+    if status is not None and 400 <= status < 500 and status not in _PASSING:
+        return f"{url} is refused with status {status}: {_short_reason(error)}"
     return None
 
 

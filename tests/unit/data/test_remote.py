@@ -12,7 +12,7 @@ from megavis.config.errors import UserError
 from megavis.data.loading import stores
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.remote import is_remote
-from megavis.data.loading.stores import ATTEMPTS, Store
+from megavis.data.loading.stores import Store
 
 
 @pytest.fixture(autouse=True)
