@@ -70,7 +70,7 @@ class ShardDataset:
         window_shards: int | None = None,
     ) -> None:
         self._remote: RemoteFolder | None = None
-        self._ahead: ReadAhead | None = None
+        self._ahead: dict[int, ReadAhead] = {}  # by seed
         if is_remote(directory):
             self._remote = RemoteFolder.open(str(directory), cache, limit=cache_limit)
         self.directory = self._remote.directory if self._remote else Path(directory)
@@ -107,7 +107,7 @@ class ShardDataset:
     def __getstate__(self) -> dict[str, Any]:
         # Maps would be pickled as their content, and a lock cannot be; the receiver opens the files
         # again.
-        return {**self.__dict__, "_open": None, "_lock": None, "_index": None, "_ahead": None}
+        return {**self.__dict__, "_open": None, "_lock": None, "_index": None, "_ahead": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=Lock())
@@ -156,12 +156,13 @@ class ShardDataset:
         order = SampleOrder(len(self), seed) if self.num_windows == 1 else windows
         if self._remote is None:
             return order
-        if self._ahead is not None:
-            self._ahead.close()
-        fetch = _fetcher(self._remote, self.manifest.shards)
-        self._ahead = ReadAhead(windows, fetch, self._open.keep_only)
-        weakref.finalize(self, self._ahead.close)
-        return AnnouncedOrder(order, self._ahead)
+        ahead = self._ahead.get(seed)
+        if ahead is None:
+            fetch = _fetcher(self._remote, self.manifest.shards)
+            ahead = self._ahead[seed] = ReadAhead(windows, fetch, self._open.keep_only)
+            weakref.finalize(self, ahead.close)
+        ahead.restart()
+        return AnnouncedOrder(order, ahead)
 
     @property
     def num_windows(self) -> int:
@@ -200,8 +201,8 @@ class ShardDataset:
         try:
             return self._read(self._valid(indices), positions)
         finally:
-            if self._ahead is not None:
-                self._ahead.end()
+            for ahead in self._ahead.values():
+                ahead.end()
 
     def _read(self, indices: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         samples, refused = self._decode(indices, positions)

@@ -44,6 +44,11 @@ class ReadAhead:
         self._is_closed = False
         self._threads: list[Thread] = []
 
+    def restart(self) -> None:
+        """Expect any positions next: a run may go back to a checkpoint."""
+        with self._changed:
+            self._newest = self._current = -1
+
     def begin(self, positions: np.ndarray) -> None:
         """Note that this thread is about to read the samples at these positions."""
         if np.size(positions):

@@ -21,6 +21,7 @@ from megavis.config.errors import UserError
 from megavis.data.loading import stores
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.order import WindowedOrder
+from megavis.training.metrics import read_metrics
 
 pytestmark = pytest.mark.once
 SHARDS, SAMPLES = 8, 6
@@ -108,6 +109,21 @@ def test_training_reads_what_the_folder_has_and_each_shard_once(store, shards, t
     assert not any("index.json" in name for name in store.asked)
 
 
+def test_a_training_run_is_the_local_one(store, shard_folders, train_small, tmp_path):
+    store.upload(shard_folders / "train", "train")
+    local, remote = (
+        read_metrics(train_small(tmp_path / name, *words))
+        for name, words in (
+            ("local", []),
+            ("remote", ["data.train=s3://train", f"data.cache={tmp_path}/cache"]),
+        )
+    )
+    assert store.asked["shard-000000.tar"] == 1
+    losses = [row["loss"] for row in local if "loss" in row]
+    assert losses
+    assert losses == [row["loss"] for row in remote if "loss" in row]
+
+
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_bounded_cache_stays_within_its_size(store, shards, tmp_path, count):
     """Also a cache of one window alone, on the border of two."""
@@ -141,6 +157,20 @@ def test_the_next_window_is_fetched_while_this_one_is_read(store, tmp_path):
     assert cached(tmp_path) == windows[0] | windows[1]
     order.dataset_index(np.array([2 * SAMPLES]))
     wait_for(lambda: cached(tmp_path) == windows[0] | windows[1] | windows[2])
+
+
+def test_a_run_that_goes_back_is_read_ahead_too(store, tmp_path):
+    """As after a rollback; another reader of the same order does not stop it."""
+    remote = ShardDataset("s3://bucket", cache=tmp_path, window_shards=2)
+    windows = WindowedOrder([SAMPLES] * SHARDS, 2, 5)
+    orders = remote.order(5), remote.order(5)
+    first = np.array([2 * 2 * SAMPLES])
+    for order, positions in ((orders[0], first), (orders[1], first - 1), (orders[0], first)):
+        remote.read(order.dataset_index(positions))
+    ahead = {f"shard-{shard:06d}.tar" for at in (2, 3) for shard in windows.shards_in(at)}
+    wait_for(lambda: ahead <= cached(tmp_path))
+    remote.read(remote.order(5).dataset_index(np.array([0])))
+    wait_for(lambda: len(cached(tmp_path)) == SHARDS)
 
 
 def busy(request):

@@ -66,9 +66,9 @@ def test_needs_of_the_data_that_cannot_be_met_are_one_line(lines, tiny_config, t
     code, found = lines(tiny_config, *remote)
     assert code == 0
     assert "; data.cache on each node: one window " in found[3]
-    code, found = lines(tiny_config, *remote, "data.cache_gib=0.000001")
+    code, found = lines(tiny_config, *remote, "data.cache_gib=0.0001")
     assert code == 2
-    assert "data.cache_gib: 1e-06 GiB are too small: all shards are read at once" in found[-1]
+    assert "data.cache_gib: 0.0001 GiB are too small: all shards are read at once" in found[-1]
     assert found[-1].startswith("NO  data: command line: ")
 
 
