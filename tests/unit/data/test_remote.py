@@ -94,7 +94,9 @@ def test_permanent_failure(ending, reason, folder, tmp_path):
 
 def test_open_errors(folder, tmp_path, monkeypatch):
     path, _, _ = folder
-    with pytest.raises(UserError, match=r"data\.cache: file://.* is a URL: set it to a local folder"):
+    with pytest.raises(
+        UserError, match=r"data\.cache: file://.* is a URL: set it to a local folder"
+    ):
         ShardDataset(f"file://{path}")
     with pytest.raises(UserError, match=r"nowhere/manifest\.json does not exist"):
         ShardDataset("file:///nowhere", cache=tmp_path)
