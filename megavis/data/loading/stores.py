@@ -111,13 +111,13 @@ class Store:
         if url.startswith(_PIPE):
             yield from _piped(url)
             return
-        system, path = self._located(url)
+        system = self._opened(url)
         if size is None:
-            yield system.cat_file(path, start=0)  # without it, s3fs asks for the size first
+            yield system.cat_file(url, start=0)  # without it, s3fs asks for the size first
             return
         while start < size:
             asked = min(_BLOCK_BYTES, size - start)
-            block = system.cat_file(path, start=start, end=start + asked)
+            block = system.cat_file(url, start=start, end=start + asked)
             if len(block) > asked:  # the server knows no ranges, and has sent the whole file
                 block = block[start:]
             if len(block) < asked and start + asked <= size:
@@ -125,12 +125,12 @@ class Store:
             yield block
             start += len(block)
 
-    def _located(self, url: str) -> tuple[Any, str]:
-        """Return the file system of a URL, opened once, and the path in it."""
+    def _opened(self, url: str) -> Any:
+        """Return the file system of a URL, opened once; its methods take URLs."""
         with self._lock:
             if self._system is None:
                 self._system = _open_system(url)
-        return self._system, self._system._strip_protocol(url)
+        return self._system
 
 
 def _open_system(url: str) -> Any:
