@@ -81,7 +81,13 @@ def open_shards(opened: Run, folder: str) -> ShardDataset:
     data = opened.config.data
     # Use the run's own copy: the config's file may be gone.
     palette = opened.palette if data.palette else None
-    dataset = ShardDataset(folder, evaluation_transform(data), cache=data.cache, palette=palette)
+    dataset = ShardDataset(
+        folder,
+        evaluation_transform(data),
+        cache=data.cache,
+        cache_limit=data.cache_limit,
+        palette=palette,
+    )
     for complaint in opened.objective.check_data(dataset.manifest):
         raise UserError(f"{folder} {complaint}")
     if dataset.manifest.kind == "palette" and dataset.manifest.identity != opened.palette.sha256:

@@ -11,7 +11,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,19 @@ from megavis.config.schema import RunConfig
 from megavis.config.section import ParallelConfig
 from megavis.config.yaml_tree import BASED_ON, ConfigSource, apply_override, dump_tree
 from megavis.data.format.files import to_json, write_atomically
+from megavis.data.loading.needs import needs_lines
 from megavis.model.stack import StackSize
 from megavis.papers import build_objective
 from megavis.parallel.context import open_context
 from megavis.parallel.launch import read_launch
 from megavis.planning.boundary_activations import boundary_activations_of_layouts
+from megavis.planning.data_rates import (
+    DataRates,
+    complaints,
+    data_json,
+    find_needs,
+    rate_lines,
+)
 from megavis.planning.devices import Cluster, open_device
 from megavis.planning.frozen_networks import encodes_images, frozen_networks
 from megavis.planning.host_time import read_measured
@@ -62,16 +70,44 @@ def run(args: argparse.Namespace) -> int:
         shape = measure(loaded, cluster.num_devices, args.tokenizer)
     found = recommend(loaded.config, shape, cluster)
     asked = _asked(loaded, shape, cluster)
+    data = _data(loaded, asked if isinstance(asked, Plan) else found.best, cluster)
     if args.json:
-        tree = as_json(loaded, shape, asked, found, cluster)
+        tree = as_json(loaded, shape, asked, found, cluster) | {"data": data.tree}
         sys.stdout.write(to_json(tree, indent=2) + "\n")
     else:
         sys.stdout.write(_as_table(loaded, shape, cluster, asked, found))
+        sys.stdout.write("".join(f"{line}\n" for line in ("", "Data:", *data.lines)))
     if args.write is not None and found.best is not None:
         tree = _tree(args.write, loaded, found.best, args.overrides)
         text = _head(args, loaded, found.best, cluster) + dump_tree(tree)
         write_atomically(args.write, text.encode())
-    return 0 if found.best is not None else 2
+    return 0 if found.best is not None and not data.is_refused else 2
+
+
+@dataclass(frozen=True)
+class _Data:
+    """What the training data need, as text and as JSON, and whether that cannot work."""
+
+    lines: list[str]
+    tree: dict[str, Any]
+    is_refused: bool
+
+
+def _data(loaded: LoadedConfig, plan: Plan | None, cluster: Cluster) -> _Data:
+    """Return what the training data need of a node with a plan's layout."""
+    needs = find_needs(loaded.config.data)
+    if isinstance(needs, str):
+        return _Data([f"  not counted: {needs}"], {"unknown": needs}, False)
+    refusals = [
+        str(loaded.source.located(UserError(text, key=key)))
+        for key, text in complaints(loaded.config.data, needs)
+    ]
+    rates = None if plan is None else DataRates.of(needs, plan, cluster)
+    found = needs_lines(needs)
+    if plan is not None and rates is not None:
+        found = rate_lines(needs, rates, plan.layout.name)
+    lines = [*(f"  {line}" for line in found), *(f"  CANNOT WORK: {text}" for text in refusals)]
+    return _Data(lines, {**data_json(needs, rates), "refused": refusals}, bool(refusals))
 
 
 def measure(

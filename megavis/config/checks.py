@@ -200,6 +200,8 @@ def _check_data(data: DataConfig) -> Iterator[ConfigIssue]:
         yield "data.train", "names no folder: give one, or a list with `path` and `weight`"
     if data.images_per_class is not None:
         yield from _check_few(data)
+    if data.cache_gib is not None and data.cache is None:
+        yield "data.cache_gib", "is the size of data.cache, which names no folder: set it too"
     ranges = {
         "scale": "share",
         "aspect": "width / height",

@@ -179,7 +179,10 @@ class DataConfig(Section):
     validation: str | None = None
     """Folder of held-out shards; without it there is no validation loss."""
     cache: str | None = None
-    """Local folder that caches data sets read from a URL."""
+    """Local folder that caches data sets read from a URL; all runs of a machine can share it."""
+    cache_gib: Above0 | None = None
+    """Size of that folder in GiB, above which the shards that were opened longest ago are deleted;
+    two windows of `window_shards` are right; default: all data sets have room."""
     image_size: NonNegative = 0
     """Side of the square images in pixels; without a crop it must equal the shards'. Frames
     have none."""
@@ -254,6 +257,11 @@ class DataConfig(Section):
     sample order depends on it."""
     threads: Positive = 4
     """Threads per process that read and decode ahead; affects only speed."""
+
+    @property
+    def cache_limit(self) -> int | None:
+        """Bytes of `cache`."""
+        return None if self.cache_gib is None else int(self.cache_gib * 2**30)
 
     @property
     def train_sources(self) -> tuple[MixedSource, ...]:

@@ -19,7 +19,13 @@ def allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(limits), hard))
 
 
-def most_open_maps(num_parts: int = 1) -> int:
+def allowed_open_files() -> int:
+    """Return how many files this process may have open once `allow_open_files` was called."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(_bounded(hard), _bounded(soft))
+
+
+def most_open_maps(num_parts: int = 1, *, allowed: int | None = None) -> int:
     """Return how many shards of a data set stay mapped: a share of the limit of open files.
 
     Each map holds a file descriptor, and each thread that reads may hold one more. A random order
@@ -27,7 +33,12 @@ def most_open_maps(num_parts: int = 1) -> int:
 
     Args:
         num_parts: data sets that are read together, in a blend.
+        allowed: the limit; default: this process's.
     """
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = _MOST_OPEN_FILES if soft == resource.RLIM_INFINITY else min(soft, _MOST_OPEN_FILES)
+    if allowed is None:
+        allowed = _bounded(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     return max(1, allowed // _SHARE_OF_MAPS // num_parts)
+
+
+def _bounded(limit: int) -> int:
+    return _MOST_OPEN_FILES if limit == resource.RLIM_INFINITY else min(limit, _MOST_OPEN_FILES)

@@ -19,8 +19,11 @@ from megavis.composition.trainable import Trainable
 from megavis.config.checks import require_world
 from megavis.config.errors import UserError, counted
 from megavis.config.schema import RunConfig
+from megavis.data.loading.blended_dataset import BlendedDataset
+from megavis.data.loading.needs import data_needs, needs_lines
 from megavis.model.parameters import partition_dimension
 from megavis.parallel.context import close_context, open_virtual_context
+from megavis.parallel.limits import allowed_open_files
 from megavis.planning.layouts import Layout, layout_name
 from megavis.training.run_folder import check_earlier_run, check_same_data
 from megavis.training.trainer import Trainer
@@ -90,6 +93,7 @@ def dry_run(config: RunConfig, num_processes: int) -> Iterator[DryRunCheck]:
 
 def _with_data(config: RunConfig, layout: Layout, run: Trainer) -> Iterator[DryRunCheck]:
     yield _data(run, layout)
+    yield _needs(run)
     yield _tokenizer(run)
     shapes = _shapes(run.objective, layout.tensor)
     numbers = sum(torch.Size(shape).numel() for shape in shapes.values())
@@ -111,6 +115,23 @@ def _data(run: Trainer, layout: Layout) -> DryRunCheck:
             " process reads from every shard, so none waits, but several share a file"
         )
     return DryRunCheck("data", True, text)
+
+
+def _needs(run: Trainer) -> DryRunCheck:
+    """Report what the training data need of this machine."""
+    data = run.train_data
+    parts = data.parts if isinstance(data, BlendedDataset) else [data]
+    manifests = [part.manifest for part in parts]
+    needs = data_needs(run.config.data, manifests, allowed_open_files())
+    complaints = list(needs.complaints())
+    if complaints:
+        return DryRunCheck.of("needs", UserError.of(complaints))
+    batch = run.config.training.batch_size
+    a_step = (
+        f"a step of all nodes reads {batch * needs.bytes_a_sample / 1e6:,.1f} MB and opens"
+        f" {batch * needs.opens_a_sample:,.3g} files"
+    )
+    return DryRunCheck("needs", True, "; ".join([*needs_lines(needs), a_step]))
 
 
 def _tokenizer(run: Trainer) -> DryRunCheck:

@@ -16,8 +16,8 @@ from typing import Any
 OTHERS = re.compile("PYTEST_|PYTORCH_NVML_BASED_CUDA_CHECK|KMP_|_?TORCHINDUCTOR_")
 # The alarm of pytest-timeout, and signals that the C library keeps for its threads.
 RESERVED = {signal.SIGALRM, 32, 33}
-# Threads that tqdm and multiprocessing start once in a process.
-KEPT = re.compile(r"tqdm_monitor|.*\(_serve\)")
+# Threads that tqdm, multiprocessing and fsspec start once in a process.
+KEPT = re.compile(r"tqdm_monitor|.*\(_serve\)|fsspecIO|asyncio_\d+")
 SECONDS_TO_END = 10.0
 
 

@@ -203,13 +203,18 @@ class Manifest(_Strict):
             raise UserError(what_it_is(Path(directory))) from None
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror}") from None
+        return cls.parse(content, path)
+
+    @classmethod
+    def parse(cls, content: bytes, path: Path | str) -> Manifest:
+        """Return a manifest from its bytes; raise UserError that names `path` if they are not."""
         try:
             return cls.model_validate_json(content)
         except ValidationError as error:
             raise UserError(_explain(path, error)) from None
 
 
-def _explain(path: Path, error: ValidationError) -> str:
+def _explain(path: Path | str, error: ValidationError) -> str:
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
     if where == "format_version":

@@ -59,6 +59,9 @@ Each = Callable[[Callable[[ShardEntry], np.ndarray], Iterable[ShardEntry]], Iter
 class SampleIndex:
     """The mapped index of a shard folder.
 
+    Args:
+        json_index: finds the JSON index of a shard, for its keys; default: in the folder.
+
     Attributes:
         first: the first sample of each shard, int64 `[S + 1]`; the last element is their number.
         summaries: of the shards, `SUMMARY` `[S]`.
@@ -67,15 +70,22 @@ class SampleIndex:
         UserError: the file is missing, damaged, of an earlier format, or not the manifest's.
     """
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        manifest: Manifest,
+        *,
+        json_index: Callable[[ShardEntry], Path] | None = None,
+    ) -> None:
         self._directory, self._shards = directory, manifest.shards
+        self._json_index = json_index or (lambda shard: index_path(directory / shard.name))
         self._path = directory / SAMPLE_INDEX_NAME
         try:
             with self._path.open("rb") as file:
                 head = file.read(_head_bytes(len(self._shards)))
                 self.summaries = self._checked(head, manifest)
                 self.first = np.cumsum([0, *self.summaries["num_samples"].tolist()])
-                size = len(head) + RECORD.itemsize * int(self.first[-1])
+                size = index_bytes(len(self._shards), int(self.first[-1]))
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
             raise self._complaint("is missing") from None
@@ -146,7 +156,7 @@ class SampleIndex:
         """
         shard = self.shard_of(index)
         if self._last_keys[0] != shard:
-            path = index_path(self._directory / self._shards[shard].name)
+            path = self._json_index(self._shards[shard])
             self._last_keys = shard, ShardIndex.from_json(path.read_bytes(), path=path).keys
         return self._last_keys[1][index - int(self.first[shard])]
 
@@ -243,6 +253,11 @@ def _summary(records: np.ndarray) -> tuple[object, ...]:
         labels.max(),
         hashlib.sha256(records.data).digest(),
     )
+
+
+def index_bytes(num_shards: int, num_samples: int) -> int:
+    """Return the size of an index in bytes."""
+    return _head_bytes(num_shards) + RECORD.itemsize * num_samples
 
 
 def _head_bytes(num_shards: int) -> int:

@@ -8,7 +8,10 @@ share both, and a process keeps nothing per sample.
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from io import FileIO
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -19,11 +22,11 @@ from megavis.config.errors import UserError, describe_os_error
 from megavis.data.codecs.codec import PaletteLike, Refusals
 from megavis.data.codecs.registry import codec_of
 from megavis.data.codecs.transforms import Transform
-from megavis.data.format.files import sha256_of_file
 from megavis.data.format.manifest import PALETTE_NAME, Manifest, ShardEntry
 from megavis.data.format.sample_index import SampleIndex
 from megavis.data.loading.open_shards import Content, OpenShards, ShardFile
 from megavis.data.loading.order import Order, SampleOrder, WindowedOrder
+from megavis.data.loading.read_ahead import AnnouncedOrder, ReadAhead
 from megavis.data.loading.remote import RemoteFolder, is_remote
 from megavis.parallel.limits import allow_open_files, most_open_maps
 
@@ -41,7 +44,8 @@ class ShardDataset:
     Args:
         directory: the shard folder or its URL (`remote.py`).
         transform: crop and augmentation; if None, images are read as stored.
-        cache: local folder for files fetched from a URL.
+        cache: local folder for files fetched from URLs.
+        cache_limit: bytes of that folder; default: no bound.
         palette: maps the pixels of JPEG shards to ids; palette shards must have been made with it.
         window_shards: shards whose samples are mixed in the training order; default: all.
 
@@ -61,11 +65,14 @@ class ShardDataset:
         transform: Transform | None = None,
         *,
         cache: Path | str | None = None,
+        cache_limit: int | None = None,
         palette: PaletteLike | None = None,
         window_shards: int | None = None,
     ) -> None:
-        remote = is_remote(directory)
-        self._remote = RemoteFolder.open(str(directory), cache) if remote else None
+        self._remote: RemoteFolder | None = None
+        self._ahead: dict[int, ReadAhead] = {}  # by seed
+        if is_remote(directory):
+            self._remote = RemoteFolder.open(str(directory), cache, limit=cache_limit)
         self.directory = self._remote.directory if self._remote else Path(directory)
         self.manifest = Manifest.read(self.directory)
         self.transform, self.num_parts, self._window_shards = transform, 1, window_shards
@@ -100,14 +107,15 @@ class ShardDataset:
     def __getstate__(self) -> dict[str, Any]:
         # Maps would be pickled as their content, and a lock cannot be; the receiver opens the files
         # again.
-        return {**self.__dict__, "_open": None, "_lock": None, "_index": None}
+        return {**self.__dict__, "_open": None, "_lock": None, "_index": None, "_ahead": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=Lock())
         self._open_index()
 
     def _open_index(self) -> None:
-        self._index = SampleIndex(self.directory, self.manifest)
+        json_index = self._remote.index_of if self._remote else None
+        self._index = SampleIndex(self.directory, self.manifest, json_index=json_index)
         self._open = OpenShards(self._index.release)
 
     @property
@@ -142,11 +150,19 @@ class ShardDataset:
             return list(self._skipped_names)
 
     def order(self, seed: int) -> Order:
-        """Return the training order."""
-        if self.num_windows == 1:
-            return SampleOrder(len(self), seed)
+        """Return the training order; for a URL, asking it for positions fetches shards ahead."""
         sizes = [shard.num_samples for shard in self.manifest.shards]
-        return WindowedOrder(sizes, self._window_shards or len(sizes), seed)
+        windows = WindowedOrder(sizes, self._window_shards or len(sizes), seed)
+        order = SampleOrder(len(self), seed) if self.num_windows == 1 else windows
+        if self._remote is None:
+            return order
+        ahead = self._ahead.get(seed)
+        if ahead is None:
+            fetch = _fetcher(self._remote, self.manifest.shards)
+            ahead = self._ahead[seed] = ReadAhead(windows, fetch, self._open.keep_only)
+            weakref.finalize(self, ahead.close)
+        ahead.restart()
+        return AnnouncedOrder(order, ahead)
 
     @property
     def num_windows(self) -> int:
@@ -182,7 +198,13 @@ class ShardDataset:
         """
         indices = checked_indices(indices, len(self))
         positions = indices if positions is None else positions
-        indices = self._valid(indices)
+        try:
+            return self._read(self._valid(indices), positions)
+        finally:
+            for ahead in self._ahead.values():
+                ahead.end()
+
+    def _read(self, indices: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         samples, refused = self._decode(indices, positions)
         for _ in range(len(self)):
             if not refused:
@@ -209,7 +231,9 @@ class ShardDataset:
         """Read every byte; return a message for each shard whose SHA-256 is wrong."""
         problems = []
         for shard in self.manifest.shards:
-            if sha256_of_file(self._tar(shard)) != shard.sha256:
+            with self._tar(shard) as tar:
+                digest = hashlib.file_digest(tar, "sha256").hexdigest()
+            if digest != shard.sha256:
                 problems.append(f"{shard.name} does not have the SHA-256 of the manifest")
         return problems
 
@@ -237,25 +261,33 @@ class ShardDataset:
             content = self._open.get(shard, self._open_shard, most=most)
             for row in own:
                 payloads[row] = content[starts[row] : stops[row]]
+            del content  # not in use while the next one waits for room in a cache
         return payloads
 
     def _open_shard(self, shard: int) -> Content:
-        path = self._tar(self.manifest.shards[shard])
         allow_open_files()
-        # A view of a map holds it open, of which a batch may have as many as samples.
-        if len(self.manifest.shards) > self.most_open_shards:
-            return ShardFile(path)
-        # Wrap in a plain array: slicing np.memmap is four times slower.
-        return np.asarray(np.memmap(path, np.uint8, mode="r"))
+        file = self._tar(self.manifest.shards[shard])
+        # A view of a map holds it open, of which a batch may have as many as samples; and in a
+        # cache of a bounded size.
+        if len(self.manifest.shards) > self.most_open_shards or self._evicts:
+            return ShardFile(file)
+        with file:
+            # Wrap in a plain array: slicing np.memmap is four times slower.
+            return np.asarray(np.memmap(file, np.uint8, mode="r"))
 
-    def _tar(self, shard: ShardEntry) -> Path:
-        return self._remote.shard(shard) if self._remote else self.directory / shard.name
+    @property
+    def _evicts(self) -> bool:
+        return self._remote is not None and self._remote.cache.limit is not None
+
+    def _tar(self, shard: ShardEntry) -> FileIO:
+        if self._remote is None:
+            return FileIO(self.directory / shard.name)
+        return self._remote.open_shard(shard, when_full=lambda: self._open.keep_only(()))
 
     def _check_sizes(self) -> None:
-        for shard in self.manifest.shards:
-            path = self.directory / shard.name
-            if self._remote is None or path.exists():
-                _check_size(path, shard)
+        if self._remote is None:
+            for shard in self.manifest.shards:
+                _check_size(self.directory / shard.name, shard)
 
     def _valid(self, indices: np.ndarray) -> np.ndarray:
         """Return the index to read for each sample: its own or the next of valid length."""
@@ -296,6 +328,17 @@ class ShardDataset:
             if name not in self._skipped_names:
                 self._skipped[reason] += 1
                 self._skipped_names[name] = None
+
+
+def _fetcher(
+    remote: RemoteFolder, shards: Sequence[ShardEntry]
+) -> Callable[[int, Collection[int]], bool]:
+    """Return how a shard is fetched ahead; it must not refer to the data set."""
+
+    def fetch(shard: int, needed: Collection[int]) -> bool:
+        return remote.fetch_ahead(shards[shard], spare={shards[each].name for each in needed})
+
+    return fetch
 
 
 def checked_indices(indices: np.ndarray, size: int) -> np.ndarray:

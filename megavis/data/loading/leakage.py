@@ -17,7 +17,8 @@ from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
 from megavis.data.format.manifest import Manifest
-from megavis.data.format.shards import ShardReader
+from megavis.data.format.sample_index import SampleIndex
+from megavis.data.format.shards import map_file
 from megavis.data.loading.remote import RemoteFolder, is_remote
 
 MAX_BYTES_TO_COMPARE = 1 << 28
@@ -49,9 +50,13 @@ class FoundShards:
     manifest: Manifest
 
 
-def find_shards(path: str, *, cache: str | None = None) -> FoundShards:
+def find_shards(
+    path: str, *, cache: str | None = None, cache_limit: int | None = None
+) -> FoundShards:
     """Read the manifest of a shard folder or URL. Raises UserError as `Manifest.read`."""
-    directory = RemoteFolder.open(path, cache).directory if is_remote(path) else Path(path)
+    directory = Path(path)
+    if is_remote(path):
+        directory = RemoteFolder.open(path, cache, limit=cache_limit).directory
     return FoundShards(directory, Manifest.read(directory))
 
 
@@ -122,11 +127,13 @@ def _are_comparable(one: Shards, other: Shards) -> bool:
 
 def _digests(folder: Shards) -> Iterator[bytes]:
     """Yield a hash of each sample's bytes."""
-    for shard in folder.manifest.shards:
-        reader = ShardReader(folder.directory / shard.name)
-        content = reader.open_map()
-        places = zip(reader.index.offsets, reader.index.lengths, strict=True)
-        for start, length in places:
+    index = SampleIndex(folder.directory, folder.manifest)
+    for number, shard in enumerate(folder.manifest.shards):
+        content = map_file(folder.directory / shard.name)
+        records = index.of_shard(number)
+        for start, length in zip(
+            records["offset"].tolist(), records["length"].tolist(), strict=True
+        ):
             yield hashlib.blake2b(content[start : start + length].data, digest_size=16).digest()
 
 
@@ -135,9 +142,10 @@ def training_shards(config: RunConfig) -> Iterator[Shards]:
 
     Missing shards are reported on standard error, since they cannot be compared.
     """
-    for source in config.data.train_sources:
+    data = config.data
+    for source in data.train_sources:
         try:
-            yield find_shards(source.path, cache=config.data.cache)
+            yield find_shards(source.path, cache=data.cache, cache_limit=data.cache_limit)
         except UserError as error:
             sys.stderr.write(f"not compared with the test images: {error}\n")
     source_run = config.finetune and config.finetune.from_run

@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from pathlib import Path
+from io import FileIO
 from threading import Lock
 from typing import Protocol
 
@@ -24,24 +24,23 @@ class Content(Protocol):
 class ShardFile:
     """A shard that is read without a map: what was read holds neither it nor its pages.
 
-    Closed when it is dropped. Raises OSError.
+    The file is closed when this is dropped.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._file = path, -1
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, file: FileIO) -> None:
+        self._file = file
 
     def __getitem__(self, span: slice) -> np.ndarray:
         """Read bytes `[start, stop)`. Raises OSError, also if the file has become shorter."""
         count = span.stop - span.start
-        content = os.pread(self._file, count, span.start)
+        content = os.pread(self._file.fileno(), count, span.start)
         if len(content) < count:
-            raise OSError(errno.EIO, "File is shorter than when it was opened", str(self._path))
+            name = str(self._file.name)
+            raise OSError(errno.EIO, "File is shorter than when it was opened", name)
         return np.frombuffer(content, np.uint8)
 
     def __del__(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
+        self._file.close()
 
 
 class OpenShards:
@@ -79,6 +78,19 @@ class OpenShards:
         if is_new:
             self._open(shard, open_one, found)
         return found.result()
+
+    def keep_only(self, shards: Collection[int]) -> None:
+        """Close all others that are open and not in use."""
+        with self._lock:
+            others = [
+                shard
+                for shard, content in self._kept.items()
+                if shard not in shards and content.done()
+            ]
+            for shard in others:
+                del self._kept[shard]
+        for shard in others:
+            self._release(shard)
 
     def _open(self, shard: int, open_one: Callable[[int], Content], found: Future[Content]) -> None:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from megavis.config.errors import UserError, blame, counted
@@ -12,6 +12,8 @@ from megavis.data.codecs.transforms import Transform, evaluation_transform, trai
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.blended_dataset import BlendedDataset, Samples
 from megavis.data.loading.dataset import ShardDataset, subset_per_class
+from megavis.data.loading.needs import data_needs
+from megavis.parallel.limits import allowed_open_files
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,24 @@ class ShardOpener:
             transform = training_transform(data, seed=self.config.seed)
         if not isinstance(data.train, str):
             parts = [self._source(place) for place in range(len(data.train))]
+            self._check_cache(parts)
             with blame("data.train"):
                 return BlendedDataset(parts, [source.weight for source in data.train])
         dataset = self.folder("data.train", data.train, transform)
+        self._check_cache([dataset])
         if data.images_per_class is None:
             return dataset
         with blame("data.images_per_class"):
             return subset_per_class(dataset, data.images_per_class, seed=self.config.seed)
+
+    def _check_cache(self, parts: Sequence[ShardDataset]) -> None:
+        """Raise UserError if `data.cache_gib` has no room for the shards that are read at once."""
+        needs = data_needs(
+            self.config.data, [part.manifest for part in parts], allowed_open_files()
+        )
+        complaints = [issue for issue in needs.complaints() if issue[0] == "data.cache_gib"]
+        if complaints:
+            raise UserError.of(complaints)
 
     def held_out(self, key: str, path: str, train: Samples) -> ShardDataset:
         """Open images for evaluation, in shards of the tokenizer of the training data.
@@ -72,6 +85,7 @@ class ShardOpener:
                 path,
                 transform,
                 cache=self.config.data.cache,
+                cache_limit=self.config.data.cache_limit,
                 palette=self.palette,
                 window_shards=self.config.data.window_shards,
             )

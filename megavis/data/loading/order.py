@@ -148,6 +148,19 @@ class WindowedOrder:
             index[here] = self._in_epoch(epoch, places[here])
         return index.reshape(positions.shape)
 
+    def window_at(self, position: int) -> int:
+        """Return the window of a position, counted from the first of epoch 0."""
+        epoch, place = divmod(position, self.num_samples)
+        bounds = self._shards_of_epoch(epoch)[1][self._bounds]
+        window = int(np.searchsorted(bounds, place, side="right")) - 1
+        return epoch * self._num_windows + window
+
+    def shards_in(self, window: int) -> list[int]:
+        """Return the shards of a window, counted as `window_at` does."""
+        epoch, place = divmod(window, self._num_windows)
+        shards, _ = self._shards_of_epoch(epoch)
+        return shards[self._bounds[place] : self._bounds[place + 1]].tolist()
+
     def _in_epoch(self, epoch: int, places: np.ndarray) -> np.ndarray:
         shards, starts = self._shards_of_epoch(epoch)
         bounds = starts[self._bounds]

@@ -141,7 +141,9 @@ def test_shards_stay_mapped(million, monkeypatch):
     opened = []
     memmap = np.memmap
     monkeypatch.setattr(
-        dataset_module.np, "memmap", lambda path, *_, **__: opened.append(path) or memmap(path)
+        dataset_module.np,
+        "memmap",
+        lambda file, *how, **more: opened.append(file.name) or memmap(file, *how, **more),
     )
     dataset = ShardDataset(million)
     opened.clear()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import io
-import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier, Event, Lock
+from threading import Event
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from shard_folder import write_folder
 from megavis.data.codecs.jpeg import decode_rgb
 from megavis.data.loading.blended_dataset import BlendedDataset
 from megavis.data.loading.dataset import ShardDataset
-from megavis.data.loading.remote import _locked
 
 pytestmark = pytest.mark.once
 
@@ -81,25 +79,3 @@ def test_the_count_of_replaced_samples_is_a_copy(tmp_path):
     blend.read(np.arange(6))
     assert not before
     assert blend.skipped == {"token beyond the vocabulary": 2}
-
-
-def test_one_thread_at_a_time_fetches_a_file(tmp_path):
-    """Also those that have waited for a lock that was removed, while others create a new one."""
-    inside, most, guard, start = 0, 0, Lock(), Barrier(8)
-
-    def fetch(_):
-        nonlocal inside, most
-        start.wait(10)
-        for _ in range(4):
-            with _locked(tmp_path / "shard.tar"):
-                with guard:
-                    inside += 1
-                    most = max(most, inside)
-                time.sleep(0.002)
-                with guard:
-                    inside -= 1
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(fetch, range(8)))
-    assert most == 1
-    assert not list(tmp_path.iterdir())

@@ -3,6 +3,7 @@
 import pytest
 
 from megavis.cli import main
+from megavis.config.load import load_config
 from megavis.training.provenance import read_starts
 
 pytestmark = pytest.mark.once
@@ -30,14 +31,15 @@ def test_dry_run_of_a_16_process_job(lines, tiny_config, sizes, layout):
     words = [f"parallel.{size}" for size in (*sizes, "pipeline_model_parallel_size=2")]
     code, found = lines(tiny_config, "--processes", "16", *words, "name=dry")
     assert code == 0
-    topics = ["config", "layout", "data", "tokenizer", "model", "disk", "resume"]
+    topics = ["config", "layout", "data", "needs", "tokenizer", "model", "disk", "resume"]
     assert [line.split(":")[0].split()[1] for line in found] == topics
     assert all(line.startswith("ok ") for line in found)
     assert f"{layout} on 16 processes: 2 of data, each 2 × 2 images per step" in found[1]
     assert "for 8 readers" in found[2]
     # Full tensor sizes although a part of each was built: embedding, blocks, head.
     numbers = (64 + 64 + 1) * 32 + 3 * (12 * 32**2 + 2 * 32) + (1 + 64) * 32
-    assert f"{numbers:,} parameters" in found[4]
+    assert f"{numbers:,} parameters" in found[5]
+    assert "process reads from " in found[3]
     assert "starts at step 0" in found[-1]
 
 
@@ -56,6 +58,18 @@ def test_each_problem_is_one_line(lines, tiny_config, tmp_path, monkeypatch):
     code, found = lines(tiny_config, f"output={tmp_path}")
     assert code == 2
     assert f"NO  disk: {tmp_path} is read-only; name another folder as output" in found
+
+
+def test_needs_of_the_data_that_cannot_be_met_are_one_line(lines, tiny_config, tmp_path):
+    train = load_config(tiny_config).config.data.train
+    remote = [f"data.train=file://{train}", f"data.cache={tmp_path}/cache", "name=remote"]
+    code, found = lines(tiny_config, *remote)
+    assert code == 0
+    assert "; data.cache on each node: one window " in found[3]
+    code, found = lines(tiny_config, *remote, "data.cache_gib=0.0001")
+    assert code == 2
+    assert "data.cache_gib: 0.0001 GiB are too small: all shards are read at once" in found[-1]
+    assert found[-1].startswith("NO  data: command line: ")
 
 
 def test_dry_run_checks_the_checkpoint_to_resume(lines, tiny_config):

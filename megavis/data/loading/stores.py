@@ -1,0 +1,244 @@
+"""Read files of a folder at a URL: `s3://`, `gs://`, `https://` by fsspec, `pipe:` by gopen.
+
+fsspec's libraries find credentials and endpoints where the user's other tools do. What they repeat
+differs: s3fs some errors and not a 500, gcsfs most, HTTP none, and none knows what a file's hash
+should be. They are asked once, for a block at a time, and this file decides what is tried again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from threading import Lock
+from typing import Any, BinaryIO
+
+from megavis.config.errors import UserError
+
+ATTEMPTS = 6
+PAUSE_SECONDS, MOST_SECONDS = 0.5, 30.0
+"""The longest first pause, doubled after each failure, and the longest of all."""
+
+_BLOCK_BYTES = 16 << 20
+_FILE = "{file}"
+_PIPE = "pipe:"
+_STALLED_SECONDS = 60.0
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+# Libraries whose exceptions have no common class, and come from a network or a server.
+_CLIENTS = {"aiobotocore", "aiohttp", "botocore", "gcsfs", "google", "http", "paramiko", "requests"}
+_LOGIN = {
+    "s3": "AWS_PROFILE, AWS_ACCESS_KEY_ID, ~/.aws or the machine's role, AWS_ENDPOINT_URL",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`",
+    "https": "whether the URL needs a login or a fresh signature",
+}
+_NO_LOGIN = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
+_PASSING = {408, 425, 429}
+"""Statuses below 500 of what another try may get: timeout, too early, too many requests."""
+
+
+class DamagedDownloadError(OSError):
+    """The bytes are not what the manifest says."""
+
+
+class Store:
+    """The files of a folder at a URL; thread-safe, and picklable.
+
+    Args:
+        url: `{file}` in it is replaced by a file's name; otherwise a slash and the name are
+            appended.
+        attempts: how often a block is asked for before a file is given up.
+    """
+
+    def __init__(self, url: str, *, attempts: int = ATTEMPTS) -> None:
+        self.url, self._attempts = url, attempts
+        self._lock = Lock()
+        self._system: Any = None
+
+    def __reduce__(self) -> tuple[type[Store], tuple[str]]:
+        return Store, (self.url,)
+
+    def url_of(self, name: str) -> str:
+        """Return the URL of a file."""
+        if _FILE in self.url:
+            return self.url.replace(_FILE, name)
+        return f"{self.url.rstrip('/')}/{name}"
+
+    def copy(
+        self, name: str, file: BinaryIO, *, size: int | None = None, sha256: str | None = None
+    ) -> None:
+        """Write a file's content into an open one, from its beginning.
+
+        Failures of the way are tried again after pauses that double and are drawn at random, so
+        that processes which failed together do not come back together. Blocks that have arrived are
+        kept; with a wrong size or hash all are fetched again.
+
+        Args:
+            size: in bytes, if it is known: then the file is read in blocks.
+            sha256: of the content, if it is known.
+
+        Raises:
+            UserError: the file does not exist, or may not be read.
+            OSError: it cannot be fetched after all attempts, or not be written.
+        """
+        url = self.url_of(name)
+        digest, done, furthest, failures = hashlib.sha256(), 0, 0, 0
+        blocks = self._blocks(url, 0, size)
+        while True:
+            try:
+                block = next(blocks, None)
+                if block is None:
+                    _check(digest.hexdigest(), done, size, sha256)
+                    file.truncate()
+                    return
+            except Exception as error:
+                failures += 1
+                _give_up_or_wait(url, error, failures, self._attempts)
+                if isinstance(error, DamagedDownloadError) or url.startswith(_PIPE):
+                    digest, done = hashlib.sha256(), 0
+                    file.seek(0)
+                blocks = self._blocks(url, done, size)
+                continue
+            file.write(block)
+            digest.update(block)
+            done += len(block)
+            if done > furthest:  # it goes on, so what failed before does not count
+                furthest, failures = done, 0
+
+    def _blocks(self, url: str, start: int, size: int | None) -> Iterator[bytes]:
+        """Yield the content from byte `start` on; raises what the libraries raise."""
+        if url.startswith(_PIPE):
+            yield from _piped(url)
+            return
+        system = self._opened(url)
+        if size is None:
+            yield system.cat_file(url, start=0)  # without it, s3fs asks for the size first
+            return
+        while start < size:
+            asked = min(_BLOCK_BYTES, size - start)
+            block = system.cat_file(url, start=start, end=start + asked)
+            if len(block) > asked:  # the server knows no ranges, and has sent the whole file
+                block = block[start:]
+            if len(block) < asked and start + asked <= size:
+                raise OSError(f"it sends {start + len(block)} of {size} bytes")
+            yield block
+            start += len(block)
+
+    def _opened(self, url: str) -> Any:
+        """Return the file system of a URL, opened once; its methods take URLs."""
+        with self._lock:
+            if self._system is None:
+                self._system = _open_system(url)
+        return self._system
+
+
+def _open_system(url: str) -> Any:
+    # Imported here, since local folders are read without them.
+    from fsspec.config import conf
+    from fsspec.core import url_to_fs
+
+    scheme = url.partition("://")[0]
+    options: dict[str, Any] = {}
+    if scheme in ("s3", "s3a"):
+        own = conf.get("s3", {}).get("config_kwargs", {})
+        options["config_kwargs"] = {"retries": {"total_max_attempts": 1}, **own}
+    elif scheme in ("http", "https"):
+        from aiohttp import ClientTimeout
+
+        # The default ends any body after five minutes.
+        limits = ClientTimeout(
+            total=None, sock_connect=_STALLED_SECONDS, sock_read=_STALLED_SECONDS
+        )
+        options["client_kwargs"] = {"timeout": limits}
+    try:
+        system = url_to_fs(url, **options)[0]
+    except ImportError as error:
+        extra = _EXTRAS.get(scheme)
+        what = f"run `pip install 'megavis[{extra}]'`" if extra else str(error)
+        raise UserError(f"{scheme}:// cannot be read here: {what}") from None
+    except ValueError as error:
+        raise UserError(f"{url} cannot be read: {error}") from None
+    if scheme in ("s3", "s3a"):
+        system.retries = 1
+    return system
+
+
+def _piped(url: str) -> Iterator[bytes]:
+    """Yield what a command writes; raises OSError if it fails."""
+    from webdataset.gopen import gopen
+
+    with gopen(url, "rb") as stream:
+        while block := stream.read(1 << 20):
+            yield block
+
+
+def _check(digest: str, done: int, size: int | None, sha256: str | None) -> None:
+    if size is not None and done != size:
+        raise DamagedDownloadError(f"it has {done} bytes, and the manifest says {size}")
+    if sha256 is not None and digest != sha256:
+        raise DamagedDownloadError("its SHA-256 differs from the manifest: truncated or changed")
+
+
+def _give_up_or_wait(url: str, error: Exception, failures: int, attempts: int) -> None:
+    """Pause after a failure; raise UserError at once where another try cannot help.
+
+    Raises OSError after as many failures as attempts, and other errors than the way's as they are.
+    """
+    if isinstance(error, UserError):
+        raise error
+    refusal = _refusal(url, error)
+    if refusal is not None:
+        raise UserError(refusal) from None
+    if not _is_of_the_way(error):
+        raise error
+    if failures >= attempts:
+        reason = _short_reason(error)
+        raise OSError(f"{url} cannot be fetched after {failures} attempts: {reason}") from error
+    pause = min(MOST_SECONDS, PAUSE_SECONDS * 2 ** (failures - 1))
+    # Not from a generator that draws are made with.
+    time.sleep(pause * secrets.SystemRandom().uniform(0.5, 1.0))
+
+
+def _refusal(url: str, error: Exception) -> str | None:
+    """Return why a store will not give a file, or None if it may on another try."""
+    scheme = url.partition("://")[0]
+    login = _LOGIN.get({"s3a": "s3", "gcs": "gs", "http": "https"}.get(scheme, scheme), "its mode")
+    status = _status(error)
+    if isinstance(error, FileNotFoundError) or status in (404, 410):
+        return f"{url} does not exist: check the folder's name, and that its upload has finished"
+    if isinstance(error, PermissionError) or status in (401, 403) or "Forbidden" in str(error):
+        # S3 says 403 for an absent file too, to those who may not list the bucket.
+        return f"{url} may not be read, or does not exist ({_short_reason(error)}): check {login}"
+    if type(error).__name__ in _NO_LOGIN:
+        return f"{url} needs credentials ({_short_reason(error)}): check {login}"
+    if status is not None and 400 <= status < 500 and status not in _PASSING:
+        return f"{url} is refused with status {status}: {_short_reason(error)}"
+    return None
+
+
+def _status(error: Exception) -> int | None:
+    """Return the HTTP status of an error, if it has one, which each library keeps elsewhere."""
+    library, kind = type(error).__module__.partition(".")[0], type(error).__name__
+    if library == "aiohttp" and kind == "ClientResponseError":
+        return error.status  # type: ignore[attr-defined]
+    if library == "gcsfs" and kind == "HttpError":
+        return int(error.code)  # type: ignore[attr-defined]
+    cause = error.__cause__  # s3fs translates botocore's
+    if type(cause).__name__ == "ClientError":
+        return cause.response["ResponseMetadata"]["HTTPStatusCode"]  # type: ignore[union-attr]
+    return None
+
+
+def _is_of_the_way(error: Exception) -> bool:
+    """Return whether a network, a server or a command failed, and not a line of code."""
+    modules = {base.__module__.partition(".")[0] for base in type(error).__mro__}
+    return isinstance(error, OSError | TimeoutError) or not modules.isdisjoint(_CLIENTS)
+
+
+def _short_reason(error: Exception) -> str:
+    # webdataset's message repeats all arguments of the command.
+    status = re.search(r": exit (-?\d+) \(read\)", str(error))
+    if status:
+        return f"the command exited with status {status[1]}"
+    return str(error).partition("\n")[0] or type(error).__name__
