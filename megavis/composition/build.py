@@ -43,7 +43,7 @@ from megavis.model.parameters import (
     zeros,
 )
 from megavis.schedules.masked import Context, Masked, Rounds
-from megavis.schedules.one_by_one import OneByOne
+from megavis.schedules.one_by_one import Annealing, OneByOne
 from megavis.schedules.orders import Orders, order_of_run
 from megavis.schedules.schedule import Schedule
 from megavis.schedules.segmented import Groups
@@ -122,7 +122,17 @@ def _(word: words.OneByOne, asks: words.AskWord, run: RunConfig, grid: Grid) -> 
         orders = Orders(torch.arange(grid[0] * grid[1]), seed=run.seed)
     else:
         orders = Orders(order_of_run(word.order, *grid, block=word.order_block, seed=run.seed))
-    return OneByOne(orders, prefix=word.prefix, first_asked=asks.first_asked, seed=run.seed)
+    annealing = None
+    if word.anneal is not None:
+        steps = run.training.steps
+        annealing = Annealing(*(share * steps for share in word.anneal), num_steps=steps)
+    return OneByOne(
+        orders,
+        prefix=word.prefix,
+        first_asked=asks.first_asked,
+        seed=run.seed,
+        annealing=annealing,
+    )
 
 
 @build_schedule.register

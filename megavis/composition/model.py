@@ -127,7 +127,7 @@ class Model(Layers):
 
     def _sequence(self, batch: Batch, count: Callable[[Tensor], Tensor]) -> SequenceBatch:
         index, samples = batch.sample_index, self.condition.predicted(batch.inputs)
-        read, plan = self._read(samples, index), self.schedule.draw(index)
+        read, plan = self._read(samples, index), self.schedule.at(batch.step).draw(index)
         targets: tuple[Tensor, ...] = ()
         extra: tuple[Tensor, ...] = ()
         if not self.has_transform:  # A transform's output is scored instead.

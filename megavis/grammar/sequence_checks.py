@@ -70,8 +70,22 @@ def _(schedule: OneByOne, grammar: Grammar, run: RunConfig) -> Faults:
         text = f"{schedule.order_block} does not divide a grid of {rows} × {columns} tokens"
         sizes = nearest_divisors(schedule.order_block, rows)
         yield Fault("schedule.order_block", text, f"set it to {sizes}")
+    if schedule.anneal is not None:
+        yield from _check_annealing(schedule, schedule.anneal)
     if schedule.num_given:
         yield from _check_prefix(schedule, grammar, rows * columns)
+
+
+def _check_annealing(schedule: OneByOne, shares: tuple[float, float]) -> Faults:
+    """Check that there are random orders whose share can fall, and in which steps it does."""
+    key, (start, end) = "schedule.anneal", shares
+    if not schedule.differs_by_image:
+        text = "needs a random order for each image, whose share falls"
+        drawn = "" if schedule.drawn == "image" else " and {schedule.drawn} to image"
+        yield Fault(key, text, f"set it to null, or {{schedule.order}} to random{drawn}")
+    elif start > end:
+        text = f"[{start:g}, {end:g}] ends before it begins"
+        yield Fault(key, text, f"set it to [{end:g}, {start:g}]")
 
 
 def _check_prefix(schedule: OneByOne, grammar: Grammar, count: int) -> Faults:

@@ -65,6 +65,13 @@ class Schedule(ABC):
         """Names of the choices that `chosen` accepts."""
         return ()
 
+    def at(self, step: int | None) -> Schedule:
+        """Return the schedule of an optimizer step, from 0; None: the one outside of training.
+
+        By default it is the same in all steps.
+        """
+        return self
+
     @abstractmethod
     def draw(self, index: Tensor) -> Arrangement:
         """Return the training arrangement of samples `index`, int64 `[b]`."""

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from megavis.config.schema import Fraction, NonNegative, Positive
-from megavis.config.section import LossAverage, Section
+from megavis.config.section import LossAverage, Portion, Section
 from megavis.grammar.boundaries import Cut, boundary_range, context_size
 from megavis.grammar.order import read_order
 
@@ -82,6 +82,10 @@ class OneByOne(ScheduleWord):
     run's config."""
     drawn: Literal["image", "run"] = "image"
     """Draw a `random` order for each image, or one for the run."""
+    anneal: Annotated[tuple[Portion, Portion], Field(strict=False)] | None = None
+    """With a `random` order for each image: parts of `training.steps` after which images begin to
+    be in raster order instead, and after which all are; the share of random orders falls linearly
+    from 1 to 0. Outside of training it is that of the last step."""
     order_block: Positive = 2
     """Side of a block in tokens, for `nested_raster` and `round_robin`."""
     prefix: NonNegative | Literal["drawn"] = 0
