@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 from megavis.config.section import DecoderKind
 from megavis.model.context_parallel import splits_context
-from megavis.model.core import Block, Core, FeedForward
+from megavis.model.core import Block, Core
 from megavis.model.embeddings import LastNorm, ReplicatedLinear, WholeNorm
+from megavis.model.feed_forward import FeedForward
 from megavis.model.flops import Workload
 from megavis.model.heads import Head
 from megavis.model.layer_state import LayerState, PackedState, from_bits

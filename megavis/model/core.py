@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -23,7 +22,8 @@ from megavis.model.attention import Attention, CrossAttention
 from megavis.model.block_layers import block_layers
 from megavis.model.compiled_blocks import CompiledBlocks
 from megavis.model.context_parallel import all_tokens, own_tokens
-from megavis.model.dropout import SAMPLES, SplitDropout, add_to_residual, draw_kept, drop_path_of
+from megavis.model.dropout import SAMPLES, add_to_residual, draw_kept, drop_path_of
+from megavis.model.feed_forward import feed_forward_type
 from megavis.model.kernels import compiles_blocks
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.parameters import Initialization
@@ -102,7 +102,7 @@ class Core:
     @functools.cached_property
     def feed_forward(self) -> type:
         """The MLP of its blocks, one class for all, as one graph needs."""
-        return _feed_forward_type(self)
+        return feed_forward_type(self)
 
     @property
     def visibility_kind(self) -> VisibilityKind:
@@ -175,54 +175,6 @@ def megatron_config(
         # Megatron warns about its own default for CUDA graphs, which are not used here.
         warnings.simplefilter("ignore", UserWarning)
         return TransformerConfig(**settings)
-
-
-class FeedForward(MLP):
-    """Megatron's MLP, with separate initializations of its two matrices and inner dropout.
-
-    Attributes:
-        recomputes: whether the activation function is recomputed in the backward pass. Not with
-            dropout, whose mask would be another.
-    """
-
-    def __init__(self, config: TransformerConfig, core: Core, **_: Any) -> None:
-        layers = block_layers()
-        submodules = MLPSubmodules(
-            linear_fc1=layers.column_parallel, linear_fc2=layers.row_parallel
-        )
-        super().__init__(
-            config,
-            submodules,
-            ffn_hidden_size=config.ffn_hidden_size,
-            tp_group=core.groups.tp,
-        )
-        dropout = core.model.mlp_dropout
-        checkpointing = core.config.parallel.activation_checkpointing
-        self.recomputes = checkpointing == "selective" and not dropout
-        if dropout:
-            drop = SplitDropout(dropout, core.groups.tp)
-            self.activation_func = nn.Sequential(_Activation(config.activation_func), drop)
-
-    def forward(self, hidden_states: Tensor, **_: Any) -> Branch:
-        """Map `[s, b, h]` to the same shape and a bias `[h]`, which the caller adds."""
-        inner, bias = self.linear_fc1(hidden_states)
-        if bias is not None:
-            inner = inner + bias
-        # A compiler decides itself what is cheaper to recompute than to keep.
-        if self.recomputes and self.training and not torch.compiler.is_compiling():
-            return with_recomputed(self.activation_func, inner, self.linear_fc2)
-        return self.linear_fc2(self.activation_func(inner))
-
-
-class _Activation(nn.Module):
-    """Wraps a function as a module."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
 
 
 class Block(TransformerLayer):
@@ -423,17 +375,3 @@ class Block(TransformerLayer):
             # Blocks of two stacks have the same numbers and must not drop the same images.
             block=number if core.stack.name == BLOCKS else f"{core.stack.name}-{number}",
         )
-
-
-def _feed_forward_type(core: Core) -> type:
-    """Return `FeedForward` bound to this core.
-
-    Megatron 0.16 builds the MLP from a class or a spec, 0.19 calls it with other keyword arguments;
-    a class that ignores them works for both.
-    """
-
-    class BoundFeedForward(FeedForward):
-        def __init__(self, config: TransformerConfig, **_: Any) -> None:
-            super().__init__(config, core)
-
-    return BoundFeedForward

@@ -36,7 +36,12 @@ def test_the_share_falls_linearly_between_two_steps():
 
 @pytest.mark.parametrize(
     ("start", "end", "shares"),
-    [(0, 0, [0, 0, 0, 0]), (4, 4, [1, 1, 1, 1]), (2, 2, [1, 1, 0, 0]), (0, 4, [1, 0.75, 0.5, 0.25])],
+    [
+        (0, 0, [0, 0, 0, 0]),
+        (4, 4, [1, 1, 1, 1]),
+        (2, 2, [1, 1, 0, 0]),
+        (0, 4, [1, 0.75, 0.5, 0.25]),
+    ],
 )
 def test_the_share_may_fall_at_once_or_never(start, end, shares):
     annealing = Annealing(start, end, num_steps=4)
@@ -91,8 +96,9 @@ def test_a_batch_gets_the_step_of_the_trainer():
     engine = SimpleNamespace(
         context=SimpleNamespace(device="cpu"),
         objective=SimpleNamespace(
-            training_sequence=lambda batch: seen.append(batch)
-            or SimpleNamespace(inputs=(), targets=())
+            training_sequence=lambda batch: (
+                seen.append(batch) or SimpleNamespace(inputs=(), targets=())
+            )
         ),
     )
     batch = Batch(torch.zeros(2, 4), torch.zeros(2), torch.arange(2))
