@@ -118,6 +118,10 @@ class Schedule(ABC):
         """Return the first step of generation; None if all tokens are given."""
         raise UserError("this schedule does not generate")
 
+    def share_done(self, step: Step, options: Any) -> float:
+        """Return the share of the generation before a step, in [0, 1); by default of positions."""
+        return float(step.asked.start / step.plan.num_positions)
+
     def after(self, step: Step, progress: GenerationProgress, options: Any) -> Step | None:
         """Return the step after `step`; None at the end."""
         raise UserError("this schedule does not generate")

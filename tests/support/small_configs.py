@@ -121,6 +121,29 @@ SMALL = {
         " condition: {kind: labels, num_classes: 10}}",
         in_every_pair=True,
     ),
+    # A class that modulates the norms of all rows, and orders that change in these four steps.
+    "compose_modulated": SmallConfig(
+        "{name: compose, reads: {kind: colors, vocabulary_size: 64},"
+        " schedule: {kind: one_by_one, anneal: [0.25, 1]},"
+        " asks: {kind: shift, place: both}, density: {kind: categorical, bias: true},"
+        " condition: {kind: labels, num_classes: 10, modulation: class_and_row}}",
+        data="palette",
+        model="qk_norm: true",
+        in_every_pair=True,
+    ),
+    # The same of two streams, of which the head reads one.
+    "compose_modulated_queries": SmallConfig(
+        "{name: compose, reads: {kind: patches, patch_size: 4},"
+        " schedule: {kind: groups, num_groups: 4}, asks: {kind: query, start: false},"
+        " density: {kind: gaussian_mixture, num_components: 2},"
+        " condition: {kind: labels, num_classes: 10, modulation: class}}",
+        model="drop_path: 0.4",
+    ),
+    "compose_sink": SmallConfig(
+        "{name: compose, reads: {kind: patches, patch_size: 4},"
+        " schedule: {kind: one_by_one, prefix: 4}, asks: {kind: shift, place: content, sink: true},"
+        " density: {kind: diffusion, noise_a: 1}}"
+    ),
     "compose_prefix": SmallConfig(
         "{name: compose, reads: {kind: patches, patch_size: 4},"
         " schedule: {kind: one_by_one, prefix: 4}, asks: {kind: shift, place: content},"
