@@ -95,6 +95,12 @@ SMALL = {
     "aim": SmallConfig(
         "{name: aim, patch_size: 4, head: {num_layers: 2, hidden_size: 24}}", in_every_pair=True
     ),
+    # Without the row before the class, rows are as many as ids.
+    "rar": SmallConfig(
+        "{name: rar, patch_size: 4, vocabulary_size: 12, num_classes: 10, class_token: false,"
+        " tokenizer: TOKENIZER}",
+        model="qk_norm: true",
+    ),
     "mae": SmallConfig(MAE, in_every_pair=True),
     # The encoder with drop path and layer-wise learning rates.
     "mae_classes": SmallConfig(
