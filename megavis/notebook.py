@@ -205,8 +205,8 @@ class Run:
             seed: random seed.
             spell: formats option names as the user typed them, for errors.
             **options: of the paper's density, schedule and search: temperature, top_k, top_p,
-                sampling_steps, probability, guidance, beams, fans, rounds, choice_temperature,
-                groups. None leaves an option to the paper.
+                sampling_steps, probability, guidance, guidance_power, beams, fans, rounds,
+                choice_temperature, groups. None leaves an option to the paper.
 
         Raises:
             UserError: this paper generates no images, or an option does not apply.

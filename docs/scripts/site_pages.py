@@ -37,6 +37,7 @@ PAPERS = {
     "mp3": "MP3",
     "mae": "MAE",
     "aim": "AIM",
+    "rar": "RAR",
     "compose": "Compositions",
     "results": "Study",
 }

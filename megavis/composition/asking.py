@@ -118,6 +118,7 @@ class Shift(Asking):
             of the token that it holds (`content`), or both, from separate tables.
         starts: begin with a start token; without one, row t holds the token at position t, so that
             no row predicts the first token, and the last row predicts nothing.
+        sink: begin with a row that predicts nothing, before the start token.
         by_groups: a row attends to all rows of its token's group and of earlier groups, rather
             than to the rows before it; a prefix in group 0 then attends to itself fully.
     """
@@ -129,12 +130,15 @@ class Shift(Asking):
         place: Literal["asked", "content", "both"],
         *,
         starts: bool = True,
+        sink: bool = False,
         by_groups: bool = False,
     ) -> None:
         super().__init__()
-        self.place, self.starts, self.by_groups = place, starts, by_groups
-        places: tuple[Role, ...] = ("asked_positions",) if place == "both" else ()
-        self.fillers = (*places, "start") if starts else places
+        self.place, self.starts, self.sink, self.by_groups = place, starts, sink, by_groups
+        fillers: dict[Role, bool] = {
+            "asked_positions": place == "both", "start": starts, "sink": sink
+        }  # fmt: skip
+        self.fillers = tuple(role for role, is_needed in fillers.items() if is_needed)
         self.visibility: VisibilityKind = "two_stream" if by_groups else "causal"
         self.extra_tensors = ("content_groups", "query_groups") if by_groups else ()
 
@@ -143,6 +147,7 @@ class Shift(Asking):
 
         With a start token in front there is one row more than tokens.
         """
+        since = max(0, since - self.sink)
         return self._between(tokens, wanted.plan, since + (not self.starts), wanted.asked.stop)
 
     def feature_rows(self, tokens: Tensor, plan: Arrangement) -> AskedRows:
@@ -152,7 +157,7 @@ class Shift(Asking):
 
     def num_feature_rows(self, count: int) -> int:
         """Return the number of tokens, and with `content` the start token."""
-        return count + (self.place == "content") - (not self.starts)
+        return self.sink + count + (self.place == "content") - (not self.starts)
 
     def _between(self, tokens: Tensor, plan: Arrangement, start: int, stop: int) -> AskedRows:
         """Return the rows before positions [start, stop)."""
@@ -168,8 +173,9 @@ class Shift(Asking):
         return tokens, places, own.expand(len(tokens), -1) if self.by_groups else own
 
     def shape_of(self, rows: AskedRows) -> tuple[int, int]:
-        """Return the number of images, and of rows including a start token."""
-        return rows[0].shape[0], rows[2].shape[1]
+        """Return the number of images, and of rows including a start token and what is before."""
+        sink = self.sink and rows[2].shape[1] > rows[1].shape[1]
+        return rows[0].shape[0], rows[2].shape[1] + sink
 
     def embed(self, parts: Parts, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
         """See `Asking`."""
@@ -189,11 +195,16 @@ class Shift(Asking):
         elif self.place != "content":
             role: PositionRole = "positions" if self.place == "asked" else "asked_positions"
             hidden = parts.add_positions(hidden, own, role)
+        if self.sink and starts:
+            hidden, own = parts.prepend_sink(hidden), F.pad(own, (1, 0), value=START)
+            if self.by_groups:
+                carried["content_groups"] = F.pad(carried["content_groups"], (1, 0))
         return Embedded(hidden, own, carried)
 
     def workload(self, plan: Arrangement, num_outputs: int) -> Workload:
         """Return the workload of one causal stream."""
-        return Workload.of_one_stream(plan.num_positions, num_outputs, causal=True)
+        rows = self.sink + plan.num_positions
+        return Workload.of_one_stream(rows, num_outputs, causal=True)
 
 
 class Mask(Asking):

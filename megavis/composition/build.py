@@ -5,7 +5,7 @@ The kind of a word is the name, in snake case, of the class that is made of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, singledispatch
 
@@ -43,7 +43,7 @@ from megavis.model.parameters import (
     zeros,
 )
 from megavis.schedules.masked import Context, Masked, Rounds
-from megavis.schedules.one_by_one import OneByOne
+from megavis.schedules.one_by_one import Annealing, OneByOne
 from megavis.schedules.orders import Orders, order_of_run
 from megavis.schedules.schedule import Schedule
 from megavis.schedules.segmented import Groups
@@ -118,11 +118,22 @@ def build_schedule(
 
 @build_schedule.register
 def _(word: words.OneByOne, asks: words.AskWord, run: RunConfig, grid: Grid) -> Schedule:
-    if word.differs_by_image:
-        orders = Orders(torch.arange(grid[0] * grid[1]), seed=run.seed)
-    else:
-        orders = Orders(order_of_run(word.order, *grid, block=word.order_block, seed=run.seed))
-    return OneByOne(orders, prefix=word.prefix, first_asked=asks.first_asked, seed=run.seed)
+    shared = torch.arange(grid[0] * grid[1])
+    if word.order != "random" or word.drawn == "run":
+        shared = order_of_run(word.order, *grid, block=word.order_block, seed=run.seed)
+    orders = Orders(shared, seed=run.seed if word.differs_by_image else None)
+    annealing = None
+    if word.anneal is not None:
+        steps = run.training.steps
+        start, end = (share * steps for share in word.anneal)
+        annealing = Annealing(start, end, num_steps=steps)
+    return OneByOne(
+        orders,
+        prefix=word.prefix,
+        first_asked=asks.first_asked,
+        seed=run.seed,
+        annealing=annealing,
+    )
 
 
 @build_schedule.register
@@ -178,7 +189,7 @@ def _(word: words.Shift, grammar: Grammar) -> asking.Asking:
     schedule = grammar.schedule
     # A prefix of the first row alone is causal.
     by_groups = schedule.draws_given or schedule.num_given > word.first_asked
-    return asking.Shift(word.place, starts=word.start, by_groups=by_groups)
+    return asking.Shift(word.place, starts=word.start, sink=word.sink, by_groups=by_groups)
 
 
 @build_asking.register
@@ -334,7 +345,7 @@ def _(word: words.Categorical, head: HeadPlan) -> Density:
     assert isinstance(head.predicts, tokens.Vocabulary)
     fill = normal(word.head_std) if word.head_std else zeros
     size = head.predicts.vocabulary_size
-    return Categorical(head.core, size, fill=fill, num_skipped=head.num_skipped)
+    return Categorical(head.core, size, fill=fill, has_bias=word.bias, num_skipped=head.num_skipped)
 
 
 @build_density.register
@@ -417,9 +428,12 @@ def deviation(word: words.Deviation, model: ModelConfig) -> float:
 
 
 def build_part(
-    role: Role, grammar: Grammar, core: Core, reads: tokens.Tokens, *, num_front: int
+    role: Role, grammar: Grammar, core: Core, reads: tokens.Tokens, counts: Mapping[Role, int]
 ) -> nn.Module | nn.Parameter:
-    """Build a part of the first layer that is not a condition's."""
+    """Build a part of the first layer that is not a condition's.
+
+    `counts`: numbers of vectors of parts that have several, by role.
+    """
     weights, width = grammar.weights, core.model.hidden_size
     if role == "transform":
         return _build_adapter(grammar.transform, reads)
@@ -431,9 +445,10 @@ def build_part(
         fill = normal(deviation(weights.positions, core.model))
         return grid_positions(core, grammar.positions, reads.grid, fill=fill)
     assert role != "encoder", "the condition builds its encoder"
-    word = weights.positions if role == "front_position" else weights.tokens
-    counts: dict[Role, tuple[int, ...]] = {"marks": (2,), "front": (num_front,)}
-    return filled(*counts.get(role, ()), width, fill=normal(deviation(word, core.model)))
+    word = weights.positions if role in ("front_position", "row_vectors") else weights.tokens
+    shapes: dict[Role, tuple[int, ...]] = {"marks": (2,)}
+    shapes |= {several: (count,) for several, count in counts.items()}
+    return filled(*shapes.get(role, ()), width, fill=normal(deviation(word, core.model)))
 
 
 def _build_adapter(word: words.Adapter | None, reads: tokens.Tokens) -> Adapter:

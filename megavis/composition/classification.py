@@ -140,7 +140,8 @@ class ClassHead(Head):
 
     def __init__(self, core: Core, layer: nn.Module, classifier: Classifier) -> None:
         norm = cast(FeatureLayer, layer).feature_norm
-        super().__init__(core, norm, next(n for n, each in layer.named_children() if each is norm))
+        name = next(name for name, each in layer.named_children() if each is norm)
+        super().__init__(core, norm, name, modulates=False)
         self.classifier = classifier
 
     def forward(self, state: PackedState) -> Tensor:
@@ -214,6 +215,7 @@ class Classification(Finetuned):
         causal = self.backbone.core.visibility_kind == "causal"
         rows = self.backbone.asks.num_feature_rows(self.backbone.num_tokens)
         work = Workload.of_one_stream(rows, 0, causal=causal)
+        work = dataclasses.replace(work, is_modulated=self.backbone.grammar.is_modulated)
         model, layer = self.config.model, self.settings.layer
         if layer is not None:
             top = layer + self.settings.concatenate // 2

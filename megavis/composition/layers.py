@@ -41,6 +41,7 @@ from megavis.model.core import BLOCKS, MEMORY, Core, StackSpec
 from megavis.model.dropout import SAMPLES, carries_samples
 from megavis.model.flops import Workload
 from megavis.model.heads import Head
+from megavis.model.modulation import MODULATION
 from megavis.model.parameters import with_decay
 from megavis.model.positions import PLACES, carried_names
 from megavis.model.stack import LayerPlan, block_plans, model_flops, stacks_of
@@ -133,6 +134,11 @@ class Layers(Backbone):
         return self.grammar.num_skipped(self.num_tokens)
 
     @property
+    def num_row_vectors(self) -> int:
+        """Rows with vectors that modulate them; 0 if they have none."""
+        return self.grammar.num_row_vectors(self.num_tokens)
+
+    @property
     def has_transform(self) -> bool:
         """True if the first layer contains a learned, invertible transform of the tokens."""
         return self.grammar.transform is not None
@@ -199,18 +205,20 @@ class Layers(Backbone):
             *carried_names(self.position_kind),
             *((PLACES,) if self.grammar.density.reads_places else ()),
             *self.extra_tensors,
+            *((MODULATION,) if self.grammar.is_modulated else ()),
             *((MEMORY,) if "encoder" in self.condition.roles else ()),
         )
 
     @property
     def carries_gradient(self) -> bool:
-        """True with a transform, trained by the loss on its tokens, or an encoder's memory."""
-        return self.has_transform or "encoder" in self.condition.roles
+        """True with a transform, trained by the loss on its tokens, a memory, or modulation."""
+        return self.has_transform or "encoder" in self.condition.roles or self.grammar.is_modulated
 
     def parts(self) -> dict[Role, Part]:
         """Return how to build each part of the first layer."""
         needed = {*self.asks.roles, *self.condition.roles}
         needed |= {"transform"} if self.has_transform else set()
+        needed |= {"row_vectors"} if self.num_row_vectors else set()
         return {role: partial(self.part, role) for role in PARTS if role in needed}
 
     def part(self, role: Role) -> nn.Module | nn.Parameter:
@@ -219,7 +227,8 @@ class Layers(Backbone):
         if conditional is not None:
             return conditional
         front, decays = self.asks.num_front, self.grammar.asks.learned_tokens_decay
-        built = build_part(role, self.grammar, self.core, self.reads, num_front=front)
+        counts: dict[Role, int] = {"front": front, "row_vectors": self.num_row_vectors}
+        built = build_part(role, self.grammar, self.core, self.reads, counts)
         # MAE's code decays the class token in pre-training; for fine-tuning, its `no_weight_decay`
         # names it.
         if role == "front" and decays and self.config.finetune is None:
@@ -248,7 +257,11 @@ class Layers(Backbone):
         plan, upper = self.schedule.draw(torch.zeros(1, dtype=torch.int64)), self.second_stack
         width = self.density.num_outputs if upper is None else upper.core.model.hidden_size
         work = self.asks.workload(plan, width)
-        return replace(work, num_memory=self.condition.num_memory)
+        return replace(
+            work,
+            num_memory=self.condition.num_memory,
+            is_modulated=self.grammar.is_modulated,
+        )
 
     def flops_per_image(self) -> float:
         """Return the FLOPs of a training step for one image, summed over the layers."""

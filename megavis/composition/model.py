@@ -127,14 +127,15 @@ class Model(Layers):
 
     def _sequence(self, batch: Batch, count: Callable[[Tensor], Tensor]) -> SequenceBatch:
         index, samples = batch.sample_index, self.condition.predicted(batch.inputs)
-        read, plan = self._read(samples, index), self.schedule.draw(index)
+        read, plan = self._read(samples, index), self.schedule.at(batch.step).draw(index)
         targets: tuple[Tensor, ...] = ()
         extra: tuple[Tensor, ...] = ()
         if not self.has_transform:  # A transform's output is scored instead.
             asked = self._asked(samples, read, plan, index)
             scored, extra = self.density.corrupted(asked, index)
             targets = (scored,)
-        inputs = (*self.training_rows(read, plan), *self.condition.training(batch), *extra)
+        rows = self.numbered(self.training_rows(read, plan))
+        inputs = (*rows, *self.condition.training(batch), *extra)
         weights = self._weights(plan, len(read))
         if weights and self.schedule.loss_average == "batch":
             weights = (*weights, count(index))
@@ -205,7 +206,7 @@ class Model(Layers):
         if self.extra_tensors:
             asked = self._asked(samples, read, plan, index)
             extra = self.density.corrupted(asked, index, choices)[1]
-        return (*self.training_rows(read, plan), *known, *extra)
+        return (*self.numbered(self.training_rows(read, plan)), *known, *extra)
 
     def _asked(self, samples: Any, read: Tensor, plan: Arrangement, index: Tensor) -> Tensor:
         """Return the tokens that a plan predicts, made from the samples if they are not read."""
@@ -225,6 +226,17 @@ class Model(Layers):
         """
         ask = partial(self.asks.rows, wanted=plan.prediction_targets)
         return self._rows(read, plan, plan.num_content, ask)
+
+    def numbered(self, rows: AskedRows, since: int = 0) -> tuple[Tensor, ...]:
+        """Append the numbers of the rows, int64 `[b, m]`, if vectors of the rows modulate them.
+
+        `since`: number of rows in the KV cache.
+        """
+        if not self.num_row_vectors:
+            return rows
+        count, num_rows = self.asks.shape_of(rows)
+        numbers = torch.arange(since, since + num_rows, device=rows[0].device)
+        return (*rows, numbers.expand(count, -1))
 
     def feature_rows(self, read: Tensor, plan: Arrangement) -> AskedRows:
         """Return the rows that hold all tokens; for `read` see `training_rows`."""
@@ -281,7 +293,7 @@ class Model(Layers):
         plan = self.schedule.for_features(index.to(read.device))
         rows = self.feature_rows(read, plan)
         known = self.condition.for_features(inputs)
-        return (*rows, *known, *self._blank_inputs(rows))
+        return (*self.numbered(rows), *known, *self._blank_inputs(rows))
 
     def _blank_inputs(self, rows: AskedRows) -> tuple[Tensor, ...]:
         count, num_rows = self.asks.shape_of(rows)
@@ -332,7 +344,7 @@ class Model(Layers):
             since: number of positions in the KV cache.
         """
         rows = self.asks.rows(tokens, wanted, since)
-        return (*rows, *known, *self._blank_inputs(rows))
+        return (*self.numbered(rows, since), *known, *self._blank_inputs(rows))
 
     def prepare(self, known: Known, run_once: RunOnce) -> Known:
         """Compute what all steps of generation share, where `run_once` is `Inference.once`."""

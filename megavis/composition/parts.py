@@ -24,7 +24,7 @@ TRANSFORMED = "tokens"
 
 Role = Literal[
     "transform", "content", "positions", "asked_positions", "start", "query", "mask", "marks",
-    "front", "front_position", "encoder",
+    "front", "front_position", "encoder", "sink", "row_vectors",
 ]  # fmt: skip
 """What a part is for:
 
@@ -37,6 +37,8 @@ Role = Literal[
 - `front`: vectors `[num_front, h]` in front of all rows, or a map of a condition to one.
 - `front_position`: a position for the row in front.
 - `encoder`: embeds the input of an encoder, to whose output blocks attend (`EncoderInput`).
+- `sink`: a row before the start token.
+- `row_vectors`: vectors `[m, h]` that modulate the rows together with the condition.
 """
 
 PARTS: tuple[Role, ...] = get_args(Role)
@@ -88,6 +90,26 @@ class Parts(nn.Module):
         start: Tensor = part(known["start"])[:, None] if "start" in known else part
         start = start.to(hidden.dtype).expand(len(hidden), 1, -1)
         return torch.cat([start, hidden], dim=1)
+
+    def prepend_sink(self, hidden: Tensor) -> Tensor:
+        """Prepend the row before the start token to `hidden`: `[b, 1 + m, h]`."""
+        sink: Tensor = self.part("sink")
+        sink = sink.to(hidden.dtype).expand(len(hidden), 1, -1)
+        return torch.cat([sink, hidden], dim=1)
+
+    def modulation(
+        self, hidden: Tensor, known: Mapping[Role, Tensor], numbers: Tensor | None
+    ) -> Tensor:
+        """Return the vectors that modulate the rows `hidden` `[b, m, h]`, of the same shape.
+
+        Args:
+            numbers: int64 `[b, m]`, of the rows, if they have vectors of their own.
+        """
+        role: Role = "front" if "front" in known else "start"
+        vectors: Tensor = self.part(role)(known[role])[:, None]
+        if numbers is not None:
+            vectors = vectors + F.embedding(numbers, self.part("row_vectors"))
+        return vectors.to(hidden.dtype).expand_as(hidden)
 
     def front_rows(self, hidden: Tensor, known: Mapping[Role, Tensor]) -> Tensor:
         """Return the front rows `[b, num_front, h]` in the dtype of `hidden`; 0 without a part."""

@@ -21,6 +21,7 @@ from megavis.model.core import MEMORY, Core
 from megavis.model.embeddings import grid_positions, to_stream
 from megavis.model.flops import Workload
 from megavis.model.layer_state import LayerState, PackedState, as_bits
+from megavis.model.modulation import MODULATION
 from megavis.model.parameters import filled, normal, with_decay
 from megavis.model.positions import PLACES
 from megavis.model.stack import Bridge, LayerPlan, block_plans
@@ -34,6 +35,8 @@ class Reader(Parts):
         seed: the run's seed.
         conditions: roles of the parts that embed a condition, in the order of the inputs.
         extras: names of float tensors, the last inputs, that are carried to the head.
+
+    Rows with vectors that modulate them are numbered: int64 `[b, m]`, the input after the rows.
     """
 
     def __init__(
@@ -62,6 +65,9 @@ class Reader(Parts):
             encoder, the state of the encoder's patches, which carries all of these.
         """
         rows, inputs = inputs[: self.asking.num_inputs], inputs[self.asking.num_inputs :]
+        numbers = None
+        if "row_vectors" in self.roles:
+            numbers, inputs = inputs[0], inputs[1:]
         known = dict(zip(self.conditions, inputs[: len(self.conditions)], strict=True))
         # Data, such as noise, have no gradient, and DeepSpeed's pipeline asks each float for one.
         extras = map(as_bits, inputs[len(self.conditions) :])
@@ -73,6 +79,9 @@ class Reader(Parts):
         }
         if PLACES in self.core.carried_names:
             carried[PLACES] = embedded.places.contiguous()
+        if self.core.is_modulated:
+            vectors = self.modulation(embedded.hidden, known, numbers)
+            carried[MODULATION] = to_stream(vectors, self.core)
         memory = known.get("encoder")
         if memory is not None and memory.ndim == 3:
             carried[MEMORY] = memory.transpose(0, 1).contiguous()

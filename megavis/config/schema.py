@@ -91,6 +91,10 @@ class ModelConfig(Section):
     """Biases on the linear layers of the blocks."""
     attention_bias: bool | None = None
     """Biases on the linear layers of attention; default: `add_bias`."""
+    qk_norm: bool = False
+    """Normalise the queries and keys of each head of self-attention, as `normalization` says, with
+    one gain (and bias) for all heads ("Scaling Vision Transformers to 22 Billion Parameters",
+    section 2)."""
     hidden_dropout: Fraction = 0.0
     """Dropout on the output of attention and MLP, before it is added to the residual stream."""
     attention_output_dropout: Fraction | None = None

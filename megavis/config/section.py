@@ -18,6 +18,7 @@ Above0 = Annotated[float, Field(gt=0)]
 AtLeast0 = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Portion = Annotated[float, Field(ge=0, le=1)]
 
 OrderKind = Literal["raster", "nested_raster", "round_robin", "random"]
 PositionKind = Literal[

@@ -1,6 +1,6 @@
 """Categorical densities: ids of a vocabulary, or positions of the grid with one logit each.
 
-Ids are sampled with temperature, top-k and top-p.
+Ids are sampled with guidance, temperature, top-k and top-p.
 
 Legend: b images, q predicted positions, m ids to sample, v vocabulary size, n tokens and positions
 of an image.
@@ -8,6 +8,7 @@ of an image.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,13 @@ from torch import Tensor, nn
 from megavis.config.errors import UserError
 from megavis.densities.density import Density, Samples, SamplingKeys, TokenSampler, for_each_key
 from megavis.model.core import Core
-from megavis.model.heads import Head, VocabularyHead, split_cross_entropy, whole_logits
+from megavis.model.heads import (
+    Head,
+    VocabularyHead,
+    predicting,
+    split_cross_entropy,
+    whole_logits,
+)
 from megavis.model.kernels import cross_entropy
 from megavis.model.layer_state import PackedState
 from megavis.model.parameters import Fill
@@ -36,6 +43,13 @@ class CategoricalOptions:
     """Keep only the `top_k` most likely ids, 1 or more."""
     top_p: float | None = None
     """Keep the smallest set of most likely ids whose probabilities sum to `top_p`, in (0, 1]."""
+    guidance: float = 0.0
+    """w of classifier-free guidance, 0 or more: logits are (1 + w) · l - w · l', where l' are those
+    without a class. The scale 1 + w is what other papers call the guidance scale."""
+    guidance_power: float | None = None
+    """Let w grow from 0 with the share s of the tokens that are sampled: times
+    (1 - cos(π · s^power)) / 2, as in "Randomized Autoregressive Visual Generation" and "Masked
+    Diffusion Transformer is a Strong Image Synthesizer"; None: w is constant."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -44,6 +58,21 @@ class CategoricalOptions:
             raise UserError(f"top-k must be 1 or more, not {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise UserError(f"top-p must lie in (0, 1], not {self.top_p}")
+        if not 0 <= self.guidance < float("inf"):
+            raise UserError(f"the guidance must be 0 or more, not {self.guidance}")
+        power = self.guidance_power
+        if power is not None and not 0 <= power < float("inf"):
+            raise UserError(f"the power of the guidance must be 0 or more, not {power}")
+        if power is not None and not self.guidance:
+            raise UserError("the power of the guidance needs a guidance above 0")
+
+    def guided(self, logits: Tensor, share_done: float) -> Tensor:
+        """Combine logits of both halves of the rows, with and without a class, `[2 · r, q, v]`."""
+        given, free = logits.chunk(2)
+        weight = self.guidance
+        if self.guidance_power is not None:
+            weight *= (1.0 - math.cos(math.pi * share_done**self.guidance_power)) / 2.0
+        return given + weight * (given - free)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Return the probability of each id after all filters: `[m, v]` for logits `[m, v]`.
@@ -90,15 +119,23 @@ class Categorical(Density):
     """Categorical distribution over a vocabulary, whose logits are split over the tensor group.
 
     Args:
+        has_bias: whether logits have one.
         num_skipped: leading rows that predict nothing.
     """
 
     options_type = CategoricalOptions
 
     def __init__(
-        self, core: Core, vocabulary_size: int, *, fill: Fill, num_skipped: int = 0
+        self,
+        core: Core,
+        vocabulary_size: int,
+        *,
+        fill: Fill,
+        has_bias: bool = False,
+        num_skipped: int = 0,
     ) -> None:
-        super().__init__(vocabulary_size, partial(VocabularyHead, core, vocabulary_size, fill))
+        build = partial(VocabularyHead, core, vocabulary_size, fill, has_bias=has_bias)
+        super().__init__(vocabulary_size, build)
         self.core, self.num_skipped = core, num_skipped
 
     def per_token_loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
@@ -114,7 +151,7 @@ class Categorical(Density):
 
     def outputs(self, predictions: Tensor) -> Tensor:
         """Return logits `[b, q, v]`."""
-        return whole_logits(predictions, self.core)[:, self.num_skipped :]
+        return predicting(whole_logits(predictions, self.core), self.num_skipped)
 
     def token_sampler(self, options: CategoricalOptions, *, scored: bool) -> TokenSampler:
         """Return a sampler of ids."""
@@ -127,10 +164,17 @@ class _CategoricalSampling(TokenSampler):
     choice: CategoricalOptions
     scored: bool
 
+    @property
+    def num_lanes(self) -> int:  # type: ignore[override]  # the base class has an attribute
+        """Two with guidance."""
+        return 2 if self.choice.guidance else 1
+
     def __call__(self, head: nn.Module, state: PackedState, draws: SamplingKeys) -> Samples:
         shape = draws.keys.shape
         # The last rows: without a cache a step computes all of them.
         logits = self.density.outputs(head(state))[:, -shape[1] :]
+        if self.num_lanes > 1:
+            logits = self.choice.guided(logits, draws.share_done)
         logits = for_each_key(logits, draws).flatten(0, 1)
         ids = self.choice.draw(logits, draws.uniform_of_position())
         score = None

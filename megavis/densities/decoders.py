@@ -25,10 +25,11 @@ from torch import Tensor, nn
 
 from megavis.config.section import DecoderKind
 from megavis.model.context_parallel import splits_context
-from megavis.model.core import Block, Core, FeedForward
+from megavis.model.core import Block, Core
 from megavis.model.embeddings import LastNorm, ReplicatedLinear, WholeNorm
+from megavis.model.feed_forward import FeedForward
 from megavis.model.flops import Workload
-from megavis.model.heads import Head
+from megavis.model.heads import Head, predicting
 from megavis.model.layer_state import LayerState, PackedState, from_bits
 from megavis.model.positions import PLACES, place_coordinates, sincos
 from megavis.model.sequence_regions import own_rows
@@ -139,7 +140,8 @@ class PatchHead(Head):
             noisy = F.pad(noisy, (0, 0, self.num_skipped, 0))
         if noisy is not None and splits_context(self.core.megatron):
             noisy = own_rows(noisy.transpose(0, 1), self.core.groups.cp).transpose(0, 1)
-        return self.norm.gather(self.decode(self.outputs(state), noisy))[:, self.num_skipped :]
+        decoded = self.norm.gather(self.decode(self.outputs(state), noisy))
+        return predicting(decoded, self.num_skipped)
 
     def outputs(self, state: PackedState) -> Tensor:
         """Return the decoder's input `[b, s, h]`: with context parallelism, of its own tokens.
@@ -147,7 +149,7 @@ class PatchHead(Head):
         It is the backbone's output, mapped to the width of the decoder, with positions.
         """
         stream = LayerState.unpack(state, self.core.carried_names)
-        output = self.norm.own(stream.hidden)
+        output = self.norm.own(self.normed(state))
         if self.entry is not None:
             output = self.entry(output)
         return output if self.grid is None else self._placed(output, stream.carried[PLACES])

@@ -102,6 +102,7 @@ class SamplingKeys:
     Attributes:
         keys: int64 `[r, q]`, identifies each token to sample.
         position: the first position to sample.
+        share_done: share of the generation before this step, in [0, 1).
         blocks: draws already generated for this name, by the first position of each block.
     """
 
@@ -109,6 +110,7 @@ class SamplingKeys:
     seed: int
     name: str
     position: int
+    share_done: float = 0.0
     blocks: dict[int, Tensor] = field(default_factory=dict, compare=False)
 
     @property
@@ -116,10 +118,10 @@ class SamplingKeys:
         """Number of tokens, r · q."""
         return self.keys.numel()
 
-    def moved(self, name: str, position: int) -> SamplingKeys:
+    def moved(self, name: str, position: int, share_done: float) -> SamplingKeys:
         """Return the draws of another step, for the same keys."""
         blocks = self.blocks if name == self.name else {}
-        return SamplingKeys(self.keys, self.seed, name, position, blocks)
+        return SamplingKeys(self.keys, self.seed, name, position, share_done, blocks)
 
     def uniform_of_position(self) -> Tensor:
         """Draw a uniform value in [0, 1) for each token at this position: float32 `[r · q]`."""

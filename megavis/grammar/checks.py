@@ -19,6 +19,7 @@ from megavis.grammar.words import (
     Colors,
     Ids,
     InContext,
+    Labels,
     Latents,
     Mask,
     Query,
@@ -273,6 +274,7 @@ def _check_condition(grammar: Grammar) -> Faults:
     if condition.kind == "labels" and not (asks.has_front or asks.has_start):
         text = "labels stands in place of the start token, which asks.start false leaves out"
         yield Fault("condition.kind", text, f"{_WITHOUT_CONDITION}, or {{asks.start}} to true")
+    yield from _check_modulation(grammar)
     if condition.kind == "pooled_features":
         if reads != "patches":
             text = f"features are computed from images, which {reads} shards lack"
@@ -280,6 +282,22 @@ def _check_condition(grammar: Grammar) -> Faults:
         if asks.kind == "in_context":
             text = "features of the image would reveal the position of every token"
             yield Fault("condition.kind", text, _WITHOUT_CONDITION)
+
+
+def _check_modulation(grammar: Grammar) -> Faults:
+    """Check that one stack of blocks is modulated, and that a row has the same number always."""
+    condition, asks, key = grammar.condition, grammar.asks.kind, "condition.modulation"
+    if not isinstance(condition, Labels) or not condition.modulates:
+        return
+    if asks == "visible":
+        text = f"{condition.modulation} does not reach the decoder of asks visible"
+        yield Fault(key, text, "set it to none")
+    elif grammar.memory is not None:
+        text = f"{condition.modulation} cannot be combined with the encoder of {{memory}}"
+        yield Fault(key, text, "set it to none, or {memory} to null")
+    elif condition.has_row_vectors and asks not in ("shift", "mask", "in_context"):
+        text = f"rows of asks {asks} have other numbers in generation than in training"
+        yield Fault(key, text, "set it to class or none")
 
 
 def _on_images(reads: str) -> str:

@@ -67,6 +67,18 @@ class Grammar(Words):
         return self.condition.num_front if self.condition and self.asks.has_front else 0
 
     @property
+    def is_modulated(self) -> bool:
+        """Whether a condition modulates norms and branches of the blocks."""
+        return self.condition is not None and self.condition.modulates
+
+    def num_row_vectors(self, count: int) -> int:
+        """Return the rows of `count` tokens with vectors that modulate too; 0 without these."""
+        if self.condition is None or not self.condition.has_row_vectors:
+            return 0
+        kinds = (self.rows(count, for_features=each) for each in (False, True))
+        return max(rows.blocks for rows in kinds)
+
+    @property
     def num_further_blocks(self) -> int:
         """Blocks of the memory's encoder, and of a decoder."""
         encoder = self.memory.num_layers if self.memory else 0

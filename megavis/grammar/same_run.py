@@ -15,7 +15,7 @@ from megavis.config.section import PositionKind, Section, interpolation
 from megavis.grammar.compose import in_same_words
 
 _MAY_DIFFER = re.compile(
-    "positions|position_scale|features|feature_order|drop_path|.*dropout|tokens_decay|loss_average"
+    "positions|position_scale|anneal|features|feature_order|drop_path|.*dropout|tokens_decay|loss_average"
 )
 """Keys of model and objective that do not change the meaning of weights."""
 

@@ -70,8 +70,21 @@ def _(schedule: OneByOne, grammar: Grammar, run: RunConfig) -> Faults:
         text = f"{schedule.order_block} does not divide a grid of {rows} × {columns} tokens"
         sizes = nearest_divisors(schedule.order_block, rows)
         yield Fault("schedule.order_block", text, f"set it to {sizes}")
+    if schedule.anneal is not None:
+        yield from _check_annealing(schedule, schedule.anneal)
     if schedule.num_given:
         yield from _check_prefix(schedule, grammar, rows * columns)
+
+
+def _check_annealing(schedule: OneByOne, shares: tuple[float, float]) -> Faults:
+    """Check that random orders are followed by another, and in which steps."""
+    key, (start, end) = "schedule.anneal", shares
+    if schedule.order == "random" and schedule.drawn == "image":
+        text = "needs an order that all images are in at last, and {schedule.order} is random"
+        yield Fault(key, text, "set it to null, or {schedule.order} to raster")
+    elif start > end:
+        text = f"[{start:g}, {end:g}] ends before it begins"
+        yield Fault(key, text, f"set it to [{end:g},{start:g}]")
 
 
 def _check_prefix(schedule: OneByOne, grammar: Grammar, count: int) -> Faults:
@@ -79,7 +92,8 @@ def _check_prefix(schedule: OneByOne, grammar: Grammar, count: int) -> Faults:
     text = "a prefix needs asks of kind shift with place content"
     if schedule.differs_by_image:
         text = "a prefix needs an order that is the same for all images"
-        yield Fault(key, text, "set it to 0, or {schedule.order} to raster")
+        other = "order} to raster" if schedule.anneal is None else "anneal} to null"
+        yield Fault(key, text, f"set it to 0, or {{schedule.{other}")
     elif asks.kind != "shift":
         remedy = "set it to 0"
         if grammar.condition is None or grammar.condition.kind == "labels":
@@ -119,6 +133,9 @@ def _(asks: Shift, grammar: Grammar, run: RunConfig) -> Faults:
         yield Fault(
             "model.positions", f"{grammar.positions} cannot add two places to a row", remedy
         )
+    if asks.sink and not asks.start:
+        text = "true puts a row before the start token, which {asks.start} leaves out"
+        yield Fault("asks.sink", text, "set it to false")
     if not asks.start and not grammar.schedule.num_given:
         text = "false leaves no row that predicts the first token, which must be given then"
         yield Fault("asks.start", text, _remedy_without_start(asks, grammar, run))

@@ -30,7 +30,8 @@ from megavis.model.kernels import (
     suits_flex,
     two_stream_attention,
 )
-from megavis.model.parameters import Fill, Initialization
+from megavis.model.norms import Norm
+from megavis.model.parameters import Fill, Initialization, set_partial_gradient
 from megavis.model.positions import RelativeBias, turns
 from megavis.model.tensor_parallel import to_columns
 from megavis.model.visibility import (
@@ -55,6 +56,7 @@ class Attention(nn.Module):
         rotary_scale: float = 1.0,
         relative_grid: tuple[int, int] | None = None,
         has_bias: bool = False,
+        head_norm: type[Norm] | None = None,
         **_: Any,
     ) -> None:
         super().__init__()
@@ -86,6 +88,17 @@ class Attention(nn.Module):
         )
         options["init_method"] = initialization.attention_output
         self.linear_proj = layers.row_parallel(width, width, **options)
+        self.query_norm = self.key_norm = None
+        if head_norm is not None:
+            self.query_norm, self.key_norm = (self._norm_of_heads(head_norm) for _ in range(2))
+
+    def _norm_of_heads(self, kind: type[Norm]) -> Norm:
+        """Return a norm of queries or keys, the same for all heads."""
+        norm = kind(self.config, self.head_size, self.config.layernorm_epsilon)
+        # A process of the tensor group has some of the heads.
+        if self.tensor_group.size() > 1:
+            set_partial_gradient(norm.parameters())
+        return norm
 
     def forward(
         self, hidden_states: Tensor, attention_mask: AttentionContext, **_: Any
@@ -100,6 +113,10 @@ class Attention(nn.Module):
         # Coordinates are whole on every process, also where hidden states are split: queries and
         # keys have been traded for all tokens before they are rotated.
         query, key, value = self._projected(hidden_states, attention_context)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+            # A view would keep the queries and keys before their norms.
+            value = value.clone() if torch.is_grad_enabled() else value
         bias, places = None, attention_context.coordinates
         if places is not None and self.relative_bias is not None:
             read_places = places[:, attention_context.query_start :]

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -23,9 +22,12 @@ from megavis.model.attention import Attention, CrossAttention
 from megavis.model.block_layers import block_layers
 from megavis.model.compiled_blocks import CompiledBlocks
 from megavis.model.context_parallel import all_tokens, own_tokens
-from megavis.model.dropout import SAMPLES, SplitDropout, add_to_residual, draw_kept, drop_path_of
+from megavis.model.dropout import SAMPLES, add_to_residual, draw_kept, drop_path_of
+from megavis.model.feed_forward import feed_forward_type
 from megavis.model.kernels import compiles_blocks
 from megavis.model.layer_state import LayerState, PackedState
+from megavis.model.modulation import MODULATION, OF_BLOCK, Modulation, modulate
+from megavis.model.norms import GainNorm, Norm
 from megavis.model.parameters import Initialization
 from megavis.model.tensor_parallel import Precision
 from megavis.model.visibility import (
@@ -102,7 +104,7 @@ class Core:
     @functools.cached_property
     def feed_forward(self) -> type:
         """The MLP of its blocks, one class for all, as one graph needs."""
-        return _feed_forward_type(self)
+        return feed_forward_type(self)
 
     @property
     def visibility_kind(self) -> VisibilityKind:
@@ -118,6 +120,11 @@ class Core:
     def has_memory(self) -> bool:
         """True if blocks have cross-attention to an encoder's output."""
         return MEMORY in self.carried_names
+
+    @property
+    def is_modulated(self) -> bool:
+        """True if a condition modulates norms and branches."""
+        return MODULATION in self.carried_names
 
     def attention_context(
         self, carried: Mapping[str, Tensor], cache: KeyValueCache | None = None
@@ -177,52 +184,11 @@ def megatron_config(
         return TransformerConfig(**settings)
 
 
-class FeedForward(MLP):
-    """Megatron's MLP, with separate initializations of its two matrices and inner dropout.
-
-    Attributes:
-        recomputes: whether the activation function is recomputed in the backward pass. Not with
-            dropout, whose mask would be another.
-    """
-
-    def __init__(self, config: TransformerConfig, core: Core, **_: Any) -> None:
-        layers = block_layers()
-        submodules = MLPSubmodules(
-            linear_fc1=layers.column_parallel, linear_fc2=layers.row_parallel
-        )
-        super().__init__(
-            config,
-            submodules,
-            ffn_hidden_size=config.ffn_hidden_size,
-            tp_group=core.groups.tp,
-        )
-        dropout = core.model.mlp_dropout
-        checkpointing = core.config.parallel.activation_checkpointing
-        self.recomputes = checkpointing == "selective" and not dropout
-        if dropout:
-            drop = SplitDropout(dropout, core.groups.tp)
-            self.activation_func = nn.Sequential(_Activation(config.activation_func), drop)
-
-    def forward(self, hidden_states: Tensor, **_: Any) -> Branch:
-        """Map `[s, b, h]` to the same shape and a bias `[h]`, which the caller adds."""
-        inner, bias = self.linear_fc1(hidden_states)
-        if bias is not None:
-            inner = inner + bias
-        # A compiler decides itself what is cheaper to recompute than to keep.
-        if self.recomputes and self.training and not torch.compiler.is_compiling():
-            return with_recomputed(self.activation_func, inner, self.linear_fc2)
-        return self.linear_fc2(self.activation_func(inner))
-
-
-class _Activation(nn.Module):
-    """Wraps a function as a module."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
+def _head_norm(model: ModelConfig) -> type[Norm] | None:
+    """Return the norm of a head's queries and keys, of the same kind as a block's."""
+    if not model.qk_norm:
+        return None
+    return GainNorm if model.norm_bias == "last" else Norm
 
 
 class Block(TransformerLayer):
@@ -240,6 +206,7 @@ class Block(TransformerLayer):
             "visibility_kind": core.visibility_kind,
             "rotary_scale": model.position_scale,
             "relative_grid": core.stack.relative_grid,
+            "head_norm": _head_norm(model),
         }
         tokens = core.megatron, core.groups.tp
         # Megatron has one probability for all residual branches; GIVT drops attention's output, and
@@ -265,6 +232,9 @@ class Block(TransformerLayer):
             pg_collection=core.groups,
         )
         self.core = core
+        self.modulation: Modulation | None = None
+        if core.is_modulated:
+            self.modulation = Modulation(core.megatron, OF_BLOCK)
         self.checkpointing = parallel.activation_checkpointing
         self.is_last = number == model.num_layers
         # Draws for replicated tokens agree within a tensor group, which a graph cannot do that also
@@ -298,11 +268,20 @@ class Block(TransformerLayer):
             attention_context = replace(
                 attention_context, query_start=attention_context.visibility.query_start
             )
-        memory = stream.carried.get(MEMORY)
-        return stream.with_hidden(self.run(stream.hidden, attention_context, memory)).pack()
+        memory, vectors = stream.carried.get(MEMORY), stream.carried.get(MODULATION)
+        hidden = self.run(stream.hidden, attention_context, memory, vectors)
+        if vectors is not None and attention_context.query_start:
+            # The last norm has those of the tokens that the head reads.
+            vectors = self._from(attention_context.query_start, vectors)
+            return LayerState(hidden, {**stream.carried, MODULATION: vectors}).pack()
+        return stream.with_hidden(hidden).pack()
 
     def run(
-        self, hidden: Tensor, attention_context: AttentionContext, memory: Tensor | None = None
+        self,
+        hidden: Tensor,
+        attention_context: AttentionContext,
+        memory: Tensor | None = None,
+        vectors: Tensor | None = None,
     ) -> Tensor:
         """Apply `attend`, compiled and recomputed in the backward pass if configured."""
         attend: Callable[..., Tensor] = self.attend
@@ -318,8 +297,10 @@ class Block(TransformerLayer):
         if self.checkpointing == "full" and self.training:
             # Reentrant: ZeRO-3 gathers and releases weights in module hooks, which the
             # non-reentrant implementation mistakes for modified saved tensors.
-            return checkpoint(attend, hidden, attention_context, memory, use_reentrant=True)
-        return attend(hidden, attention_context, memory)
+            return checkpoint(
+                attend, hidden, attention_context, memory, vectors, use_reentrant=True
+            )
+        return attend(hidden, attention_context, memory, vectors)
 
     def _apart(self, attend: Callable[..., Tensor], *inputs: Any) -> Tensor:
         """Run with random numbers of this process, since a graph cannot change generators."""
@@ -328,19 +309,30 @@ class Block(TransformerLayer):
             return attend(*inputs)
 
     def attend(
-        self, hidden: Tensor, attention_context: AttentionContext, memory: Tensor | None = None
+        self,
+        hidden: Tensor,
+        attention_context: AttentionContext,
+        memory: Tensor | None = None,
+        vectors: Tensor | None = None,
     ) -> Tensor:
         """Map `[s, b, h]` to `[q, b, h]`, the tokens from `attention_context.query_start` on.
 
-        `memory`, `[c, b, h]`, is the output of an encoder, if there is one.
+        `memory`, `[c, b, h]`, is the output of an encoder, if there is one; `vectors`, `[s, b, h]`,
+        modulate norms and branches.
         """
         # Inside what is recomputed, so that it is recomputed in the same precision.
         with self.precision() if self.training else contextlib.nullcontext():
-            return self._attend(hidden, attention_context, memory)
+            return self._attend(hidden, attention_context, memory, vectors)
 
     def _attend(
-        self, hidden: Tensor, attention_context: AttentionContext, memory: Tensor | None
+        self,
+        hidden: Tensor,
+        attention_context: AttentionContext,
+        memory: Tensor | None,
+        vectors: Tensor | None,
     ) -> Tensor:
+        if vectors is not None:
+            return self._attend_modulated(hidden, attention_context, vectors)
         if (
             self._recomputes_norms
             or attention_context.query_start
@@ -380,11 +372,41 @@ class Block(TransformerLayer):
         mixed = self._branch(self.pre_mlp_layernorm, self.mlp, hidden)
         return hidden + attention_context.keep(self._added(self.mlp_bda, mixed), part=1)
 
+    def _attend_modulated(
+        self, hidden: Tensor, attention_context: AttentionContext, vectors: Tensor
+    ) -> Tensor:
+        """Do the same where vectors `[s, b, h]` shift, scale and gate."""
+        assert self.modulation is not None
+        start = attention_context.query_start
+        shift, scale, *others = self.modulation(vectors)
+        gate, shift_later, scale_later, gate_later = (self._from(start, each) for each in others)
+        change = functools.partial(modulate, shift=shift, scale=scale)
+        seen = {"attention_mask": attention_context}
+        mixed = self._branch(self.input_layernorm, self.self_attention, hidden, change, **seen)
+        added = gate * self._added(self.self_attn_bda, mixed)
+        hidden = self._from(start, hidden) + attention_context.keep(added, part=0)
+        change = functools.partial(modulate, shift=shift_later, scale=scale_later)
+        mixed = self._branch(self.pre_mlp_layernorm, self.mlp, hidden, change)
+        added = gate_later * self._added(self.mlp_bda, mixed)
+        return hidden + attention_context.keep(added, part=1)
+
     def _branch(
-        self, norm: nn.Module, branch: nn.Module, hidden: Tensor, **arguments: Any
+        self,
+        norm: nn.Module,
+        branch: nn.Module,
+        hidden: Tensor,
+        change: Callable[[Tensor], Tensor] | None = None,
+        **arguments: Any,
     ) -> Branch:
-        """Return the output of a branch and its bias, with the norm recomputed if configured."""
-        use = functools.partial(branch, **arguments)
+        """Return the output of a branch and its bias, with the norm recomputed if configured.
+
+        `change` is applied to the norm's output.
+        """
+
+        def use(normed: Tensor) -> Branch:
+            mixed: Branch = branch(normed if change is None else change(normed), **arguments)
+            return mixed
+
         if self._recomputes_norms:
             return with_recomputed(norm, hidden, use)
         return use(norm(hidden))
@@ -423,17 +445,3 @@ class Block(TransformerLayer):
             # Blocks of two stacks have the same numbers and must not drop the same images.
             block=number if core.stack.name == BLOCKS else f"{core.stack.name}-{number}",
         )
-
-
-def _feed_forward_type(core: Core) -> type:
-    """Return `FeedForward` bound to this core.
-
-    Megatron 0.16 builds the MLP from a class or a spec, 0.19 calls it with other keyword arguments;
-    a class that ignores them works for both.
-    """
-
-    class BoundFeedForward(FeedForward):
-        def __init__(self, config: TransformerConfig, **_: Any) -> None:
-            super().__init__(config, core)
-
-    return BoundFeedForward

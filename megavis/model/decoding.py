@@ -63,14 +63,16 @@ class IncrementalDecoder(KeyValueCache):
 
     @staticmethod
     def suits(blocks: Sequence[Block]) -> bool:
-        """Return True for a single causal stack without cross-attention, whose weights are present.
+        """Return True for a single causal stack of plain blocks, whose weights are present.
 
-        Under ZeRO-3 they are not: weights are gathered only while a module runs.
+        Not with cross-attention, modulated norms, or norms of queries and keys. Under ZeRO-3
+        weights are gathered only while a module runs.
         """
         return bool(blocks) and all(
             block.core is blocks[0].core
             and block.core.visibility_kind == "causal"
-            and not block.core.has_memory
+            and not (block.core.has_memory or block.core.is_modulated)
+            and not block.core.model.qk_norm
             and all(p.numel() for p in block.parameters())
             for block in blocks
         )

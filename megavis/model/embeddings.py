@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megavis.config.section import PositionKind
 from megavis.model.context_parallel import all_tokens, gather_context, own_tokens
 from megavis.model.core import Core
-from megavis.model.heads import Head
+from megavis.model.heads import Head, predicting
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.norms import Norm
 from megavis.model.parameters import Fill, without_decay, xavier_uniform
@@ -98,9 +98,9 @@ class LastNorm(Norm):
         normalised = self(hidden)
         return all_tokens(normalised, self.config, self.groups).transpose(0, 1)
 
-    def own(self, hidden: Tensor) -> Tensor:
-        """Normalise `[s, b, h]`; return this context-parallel process's tokens, `[b, s / p, h]`."""
-        return gather_tokens(self(hidden), self.config, self.groups.tp).transpose(0, 1)
+    def own(self, normed: Tensor) -> Tensor:
+        """Return this context-parallel process's tokens, `[b, s / p, h]`, of normalised ones."""
+        return gather_tokens(normed, self.config, self.groups.tp).transpose(0, 1)
 
     def gather(self, predictions: Tensor) -> Tensor:
         """Gather predictions for the tokens of `own`: `[b, s / p, d]` to `[b, s, d]`."""
@@ -165,11 +165,11 @@ class TokenHead(Head):
 
         With `also_return`, return a pair of this and the carried tensor.
         """
-        stream = LayerState.unpack(state, self.core.carried_names)
         # Mapped before they are gathered: each process of a context group computes its own tokens
         # alone.
-        predictions = self.norm.gather(self.linear(self.norm.own(stream.hidden)))
-        predictions = predictions[:, self.num_skipped :]
+        predictions = self.norm.gather(self.linear(self.norm.own(self.normed(state))))
+        predictions = predicting(predictions, self.num_skipped)
         if self.also_return is None:
             return predictions
-        return predictions, stream.carried[self.also_return]
+        carried = LayerState.unpack(state, self.core.carried_names).carried
+        return predictions, carried[self.also_return]

@@ -75,6 +75,7 @@ class EncoderSizes:
         """Return the settings of its blocks, given the decoder's."""
         changed: dict[str, Any] = {"num_layers": self.num_layers}
         changed |= {"add_bias": True, "attention_bias": True, "norm_bias": "all"}
+        changed |= {"qk_norm": False}
         if self.hidden_size is not None:
             changed |= {"hidden_size": self.hidden_size, "ffn_hidden_size": None}
         own = {

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megavis.config.schema import ModelConfig
+from megavis.model.modulation import OF_BLOCK, OF_NORM
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Workload:
         num_outputs: outputs of the head for each of them.
         num_memory: encoder tokens to which all others attend; the encoder's own work is not
             included.
+        is_modulated: whether a condition's vector of each token modulates norms and branches.
     """
 
     num_tokens: int
@@ -56,6 +58,7 @@ class Workload:
     num_read: int
     num_outputs: int
     num_memory: int = 0
+    is_modulated: bool = False
 
     @classmethod
     def of_one_stream(cls, num_tokens: int, num_outputs: int, *, causal: bool) -> Workload:
@@ -70,7 +73,15 @@ def forward_flops(model: ModelConfig, work: Workload) -> float:
     visible = work.mean_visible + work.num_memory
     attention = 4 * width * visible * _queries(model, work)
     head = 2 * work.num_read * width * work.num_outputs
-    return matrix_flops(model, work) + attention + head
+    return matrix_flops(model, work) + modulation_flops(model, work) + attention + head
+
+
+def modulation_flops(model: ModelConfig, work: Workload) -> float:
+    """Return the part of `forward_flops` in maps from a condition to what it modulates."""
+    if not work.is_modulated:
+        return 0.0
+    vectors = OF_BLOCK * model.num_layers * work.num_tokens + OF_NORM * work.num_read
+    return 2.0 * model.hidden_size**2 * vectors
 
 
 def matrix_flops(model: ModelConfig, work: Workload) -> float:

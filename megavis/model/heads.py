@@ -16,6 +16,7 @@ from megavis.model.context_parallel import gather_context
 from megavis.model.core import Core
 from megavis.model.kernels import cross_entropy, vocabulary_terms
 from megavis.model.layer_state import LayerState, PackedState
+from megavis.model.modulation import MODULATION, OF_NORM, Modulation, modulate
 from megavis.model.norms import Norm
 from megavis.model.parameters import Fill
 from megavis.model.sequence_regions import own_rows
@@ -30,22 +31,49 @@ class Head(nn.Module):
 
     norm: nn.Module
 
-    def __init__(self, core: Core, norm: nn.Module, norm_name: str = "norm") -> None:
-        """Build; the norm becomes the submodule `norm_name`."""
+    modulation: Modulation | None
+
+    def __init__(
+        self, core: Core, norm: nn.Module, norm_name: str = "norm", *, modulates: bool = True
+    ) -> None:
+        """Build; the norm becomes the submodule `norm_name`.
+
+        With `modulates`, a condition that modulates the blocks also modulates the norm's output.
+        """
         super().__init__()
         self.core, self._norm_name = core, norm_name
         self.add_module(norm_name, norm)
+        is_modulated = modulates and core.is_modulated
+        self.modulation = Modulation(core.megatron, OF_NORM) if is_modulated else None
 
     @property
     def feature_norm(self) -> nn.Module:
         """The final norm."""
         return self.get_submodule(self._norm_name)
 
+    def normed(self, state: PackedState) -> Tensor:
+        """Return the final norm's output for this process's tokens, modulated: `[s, b, h]`."""
+        stream = LayerState.unpack(state, self.core.carried_names)
+        normed: Tensor = self.feature_norm(stream.hidden)
+        if self.modulation is None:
+            return normed
+        return modulate(normed, *self.modulation(stream.carried[MODULATION]))
+
+
+def predicting(rows: Tensor, num_skipped: int) -> Tensor:
+    """Return rows `[b, s, ...]` without the leading ones that predict nothing.
+
+    A step of generation after a KV cache has rows that predict, and no more than would be skipped.
+    """
+    return rows if rows.shape[1] <= num_skipped else rows[:, num_skipped:]
+
 
 class VocabularyHead(Head):
     """The final norm and a projection to logits, split over the tensor group by vocabulary."""
 
-    def __init__(self, core: Core, vocabulary_size: int, fill: Fill) -> None:
+    def __init__(
+        self, core: Core, vocabulary_size: int, fill: Fill, *, has_bias: bool = False
+    ) -> None:
         width, epsilon = core.megatron.hidden_size, core.megatron.layernorm_epsilon
         super().__init__(core, Norm(core.megatron, width, epsilon))
         self.linear = ColumnParallelLinear(
@@ -53,7 +81,7 @@ class VocabularyHead(Head):
             vocabulary_size,
             config=core.megatron,
             init_method=fill,
-            bias=False,
+            bias=has_bias,
             tp_group=core.groups.tp,
         )
 
@@ -63,8 +91,7 @@ class VocabularyHead(Head):
         In training with context parallelism, only of its own tokens: `split_cross_entropy` gathers
         their losses.
         """
-        hidden = LayerState.unpack(state, self.core.carried_names).hidden
-        logits: Tensor = self.linear(self.norm(hidden))[0]
+        logits: Tensor = self.linear(self.normed(state))[0]
         if self.training:
             return logits
         return gather_context(logits, self.core.megatron, self.core.groups)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from megavis.model.modulation import OF_BLOCK
 from megavis.planning.block_activations import AROUND_ACTIVATION, block_activations, is_selective
 from megavis.planning.boundary_activations import BoundaryActivations
 from megavis.planning.layouts import Layout, layout_key
@@ -26,7 +27,7 @@ class ActivationMemory:
 
     Attributes:
         embedding: saved in the first layer, if this process has it, and the memory to which
-            blocks attend.
+            blocks attend, or the vectors that modulate them.
         below: saved in bridges and in the blocks of all but the top stack on this process.
         block: saved in each block of the top stack but the last.
         last_block: saved in the last of this process's blocks.
@@ -87,7 +88,7 @@ def activation_memory(shape: ModelShape, layout: Layout, stage: int = 0) -> Acti
     holds = shape.layers.stages(layout.pipeline)[stage]
     here = _stacks_on(shape, holds, ends, layout)
     *lower, upper = here
-    embedding = ends.embedding * holds.is_first + _memory(upper.stack)
+    embedding = ends.embedding * holds.is_first + _memory(upper.stack, layout)
     head = (ends.head + _decoder_in_fp8(shape, layout)) * holds.is_last
     # 1F1B: one micro-batch in flight for each following stage, and one for the stage itself.
     in_flight = min(layout.accumulation_steps, layout.pipeline - stage)
@@ -189,7 +190,7 @@ def _moments(here: Sequence[_StackHere], head: float, layout: Layout) -> Iterato
         freed += stack.bridge
         shape, num_tokens = stack.stack, stack.stack.work.num_tokens
         # The memory's gradient is accumulated by the blocks above.
-        gradients = num_tokens * _backward(shape, layout) + _memory(shape)
+        gradients = num_tokens * _backward(shape, layout) + _memory(shape, layout)
         weights = _weights(shape, layout, num_tokens)
         yield _Moment(_recomputed(shape, layout), gradients, freed, weights)
         freed += stack.blocks
@@ -236,14 +237,15 @@ def _is_full(layout: Layout) -> bool:
     return layout.parallel.activation_checkpointing == "full"
 
 
-def _memory(stack: StackShape) -> float:
-    """Return the bytes per image of the memory to which a stack attends."""
-    return stack.number_size * stack.hidden_size * stack.work.num_memory
+def _memory(stack: StackShape, layout: Layout) -> float:
+    """Return the bytes per image of the memory to which a stack attends, or of its modulation."""
+    vectors = _hidden(stack, layout) if stack.work.is_modulated else 0.0
+    return stack.number_size * stack.hidden_size * stack.work.num_memory + vectors
 
 
 def _passing(stack: StackShape, layout: Layout) -> float:
     """Return the bytes per image of differentiable tensors carried with a stack's hidden states."""
-    return _memory(stack) + _passing_rows(stack, layout)
+    return _memory(stack, layout) + _passing_rows(stack, layout)
 
 
 def _passing_rows(stack: StackShape, layout: Layout) -> float:
@@ -286,7 +288,9 @@ def _backward(shape: StackShape, layout: Layout) -> float:
     split = shape.is_sequence_parallel(layout) / shape.context_parts(layout)
     gathered = shape.number_size * shape.hidden_size * split
     gradients = max(shape.mlp_gradients, AROUND_ACTIVATION * shape.is_fp8)
-    return gradients * inside + norm + gathered
+    # Of what is modulated, in parts and then joined.
+    vectors = 2 * OF_BLOCK * shape.number_size * shape.hidden_size / shape.token_parts(layout)
+    return max(gradients * inside + norm + gathered, vectors * shape.work.is_modulated)
 
 
 def _in_transit(shape: ModelShape, layout: Layout, stage: int, in_flight: int) -> float:

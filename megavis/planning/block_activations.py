@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megavis.model.modulation import OF_BLOCK
 from megavis.planning.fp8_memory import FP8, attention_difference, weight_copies
 from megavis.planning.layouts import Layout
 from megavis.planning.shape import StackShape
 
+_FLOAT32 = 4
 AROUND_ACTIVATION = 2
 """Tensors of the MLP's width: input and output of its activation function."""
 
@@ -56,12 +58,23 @@ def block_activations(
     output = 0.0 if recomputes else product_input * width * read
     around = 1 if recomputes and not shape.mlp_dropout else AROUND_ACTIVATION
     inside = size * (around - 1) + product_input + shape.mlp_dropout
+    modulated = size * width * _modulated(work.num_tokens, read) if work.is_modulated else 0.0
     return BlockActivations(
-        norms=(normalised * norm + dropped + output) / shape.token_parts(layout),
+        norms=(normalised * norm + dropped + output + modulated) / shape.token_parts(layout),
         attention=_attention_activations(shape, layout, read),
         mlp=read * shape.mlp_size * inside / shape.parts(layout),
         weights=weight_copies(shape, layout) if shape.is_fp8 else 0.0,
     )
+
+
+def _modulated(num_tokens: int, read: int) -> int:
+    """Return the vectors per image that modulation of a block keeps.
+
+    Of each token the input and the output of its map; of each branch the output of its norm, the
+    scale, and what the gate multiplies. With `selective`, norms' outputs are recomputed, but not
+    the modulated ones.
+    """
+    return (1 + OF_BLOCK + 2) * num_tokens + 4 * read
 
 
 def _attention_activations(shape: StackShape, layout: Layout, read: int) -> float:
@@ -95,6 +108,11 @@ def _attention_activations(shape: StackShape, layout: Layout, read: int) -> floa
         kernel += read * (size * work.num_visible + 1)
     if shape.is_fp8:
         kernel += attention_difference(shape, layout, read, projected)
+    if shape.norms_heads:
+        # In half precision queries and keys are kept in float32, else with values, as projected.
+        kept = 8 * width if size < _FLOAT32 else 3 * size * width
+        statistics = 2 * _FLOAT32 * (1 + shape.is_layer_norm) * shape.num_heads
+        kernel += read * (kept + statistics) / shape.parts(layout)
     # The rotary tables, one pair for all blocks, are negligible.
     return size * width * (inputs + split / shape.parts(layout)) + kernel
 

@@ -36,6 +36,7 @@ class StackShape:
         visibility: attention mask; tokens of `work.num_memory` are always visible.
         is_rotary: whether queries and keys are rotated.
         is_layer_norm: whether norms subtract the mean.
+        norms_heads: whether queries and keys are normalised.
         mlp_dropout: whether there is dropout inside the MLP.
         residual_dropouts: residual branches of a block with dropout, 0 to 3.
         mlp_gradients: simultaneous gradients of the MLP's width in its activation function.
@@ -55,6 +56,7 @@ class StackShape:
     visibility: VisibilityKind
     is_rotary: bool
     is_layer_norm: bool
+    norms_heads: bool
     mlp_dropout: bool
     residual_dropouts: int
     mlp_gradients: int
@@ -79,6 +81,7 @@ class StackShape:
             visibility=stack.core.visibility_kind,
             is_rotary="coordinates" in stack.core.carried_names,
             is_layer_norm=model.normalization == "layer_norm",
+            norms_heads=model.qk_norm,
             mlp_dropout=bool(model.mlp_dropout),
             residual_dropouts=(1 + has_memory) * bool(model.residual_dropout)
             + bool(model.hidden_dropout),
@@ -180,8 +183,12 @@ class ModelShape:
         if self.decoder is None:
             return None
         work, parts = self.decoder.work, layout.context
-        own = {"num_tokens": work.num_tokens // parts, "num_visible": work.num_visible // parts}
-        work = replace(work, **own, num_read=work.num_read // parts)
+        work = replace(
+            work,
+            num_tokens=work.num_tokens // parts,
+            num_visible=work.num_visible // parts,
+            num_read=work.num_read // parts,
+        )
         return replace(self.decoder, work=work)
 
     def busiest_blocks(self, layout: Layout) -> list[tuple[StackShape, int]]:

@@ -84,15 +84,15 @@ def generate_in_steps(
     step = schedule.first(
         order, num_images=len(images), num_given=num_given, options=settings.schedule
     )
-    cached = cached and paper.keeps_keys
-    cache = inference.cache(paper.num_tokens, static=static) if cached else None
+    capacity = paper.num_skipped + paper.num_tokens
+    cache = inference.cache(capacity, static=static) if cached and paper.keeps_keys else None
     if step is None:
         yield lanes.best(), None
     with inference.evaluating():
         while step is not None:
             since = 0 if cache is None else cache.length
             rows = paper.rows(lanes.repeated(), lanes.spread_step(step), known, since)
-            draws = lanes.draws(step)
+            draws = lanes.draws(step, schedule.share_done(step, settings.schedule))
 
             def finish(
                 head: nn.Module, state: PackedState, draws: SamplingKeys = draws
@@ -168,15 +168,20 @@ class _Lanes:
         # Before the first step all beams of an image are equal, so each samples one candidate.
         return self.settings.fans if step.number else 1
 
-    def draws(self, step: Step) -> SamplingKeys:
+    def draws(self, step: Step, share_done: float) -> SamplingKeys:
         """Return the random draws of a step, with a key for each token to sample."""
         count = self.settings.beams * self._num_fans(step)
         shape, last = (len(self.images) * count, step.num_asked), self.last_draws
         if step.num_asked == 1 and last is not None and last.keys.shape == shape:
-            self.last_draws = last.moved(step.name, step.asked.start)
+            self.last_draws = last.moved(step.name, step.asked.start, share_done)
         else:
-            keys = self._keys(step, count)
-            self.last_draws = SamplingKeys(keys, self.settings.seed, step.name, step.asked.start)
+            self.last_draws = SamplingKeys(
+                self._keys(step, count),
+                self.settings.seed,
+                step.name,
+                step.asked.start,
+                share_done,
+            )
         return self.last_draws
 
     def _keys(self, step: Step, count: int) -> Tensor:

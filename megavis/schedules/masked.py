@@ -184,6 +184,10 @@ class Rounds(Hiding):
         plan = Arrangement(order, hidden.long(), num_content=order.shape[1])
         return Step(plan, 0, slice(0, order.shape[1]), 0, "round/0", hidden=hidden)
 
+    def share_done(self, step: Step, options: RoundOptions) -> float:
+        """Return the share of the rounds before a step."""
+        return step.number / options.rounds
+
     def after(self, step: Step, progress: GenerationProgress, options: RoundOptions) -> Step | None:
         """Mask the least confident of the sampled tokens again."""
         assert step.hidden is not None

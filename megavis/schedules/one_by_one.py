@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -12,6 +14,36 @@ from megavis.config.errors import UserError
 from megavis.parallel.random import uniform
 from megavis.schedules.orders import Orders, check_order
 from megavis.schedules.schedule import Arrangement, GenerationProgress, Schedule, Step
+
+
+@dataclass(frozen=True)
+class Annealing:
+    """A share that falls linearly from 1 to 0 in the course of training.
+
+    "Randomized Autoregressive Visual Generation", section 3.2.
+
+    Attributes:
+        start: the step from which it falls.
+        end: the step from which it is 0; not below `start`.
+        num_steps: steps of the training.
+    """
+
+    start: float
+    end: float
+    num_steps: int
+
+    def share(self, step: int) -> float:
+        """Return the share in [0, 1] of an optimizer step, counted from 0."""
+        if step < self.start:
+            return 1.0
+        if step >= self.end:
+            return 0.0
+        return 1.0 - (step - self.start) / (self.end - self.start)
+
+    @property
+    def last(self) -> float:
+        """The share of the last step."""
+        return self.share(self.num_steps - 1)
 
 
 class OneByOne(Schedule):
@@ -26,6 +58,7 @@ class OneByOne(Schedule):
         first_asked: first position that some row predicts, at most the shortest prefix; as many
             rows at the end are idle.
         seed: draws prefixes.
+        annealing: how the share of drawn orders falls; None: it stays.
     """
 
     is_sequential = True
@@ -37,10 +70,21 @@ class OneByOne(Schedule):
         prefix: int | Literal["drawn"] = 0,
         first_asked: int = 0,
         seed: int = 0,
+        annealing: Annealing | None = None,
     ) -> None:
-        self.orders, self.draws_prefix, self.seed = orders, prefix == "drawn", seed
+        last = None if annealing is None else annealing.last
+        self.orders = orders if last is None else orders.with_share(last)
+        self.annealing, self.draws_prefix, self.seed = annealing, prefix == "drawn", seed
         self.prefix = 1 if prefix == "drawn" else prefix
         self.first_asked = first_asked
+
+    def at(self, step: int | None) -> OneByOne:
+        """Return the schedule of a step, whose share of drawn orders is annealed."""
+        if self.annealing is None or step is None:
+            return self
+        other = copy.copy(self)
+        other.orders = self.orders.with_share(self.annealing.share(step))
+        return other
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ Legend: b images, n = `height` · `width` cells, one per token; k side of a squa
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import cast
 
@@ -26,22 +27,35 @@ class Orders:
     Args:
         shared: int64 `[n]`, the order of all images; of features if each image has its own.
         seed: draws an order for each image; None if all share one.
+        share: probability with which an image has an order of its own, if there is a seed; the
+            others have the shared one.
     """
 
-    def __init__(self, shared: Tensor, *, seed: int | None = None) -> None:
-        self._shared, self._seed = DeviceConstant(shared), seed
+    def __init__(self, shared: Tensor, *, seed: int | None = None, share: float = 1.0) -> None:
+        self._shared, self._seed, self.share = DeviceConstant(shared), seed, share
         self.num_positions = len(shared)
+
+    def with_share(self, share: float) -> Orders:
+        """Return the same orders with another probability of drawn ones."""
+        other = copy.copy(self)
+        other.share = share
+        return other
 
     @property
     def is_random(self) -> bool:
-        """True if each image has its own order."""
-        return self._seed is not None
+        """True if images have orders of their own."""
+        return self._seed is not None and self.share > 0
 
     def of(self, index: Tensor) -> Tensor:
-        """Return the orders of samples int64 `[b]`: int64 `[b or 1, n]`."""
+        """Return the orders of samples int64 `[b]`: int64 `[b, n]`, or `[1, n]` without a seed."""
         if self._seed is None:
             return self.shared(index.device)
-        return random_orders(index, self.num_positions, seed=self._seed)
+        # Drawn whatever the share: shapes and work are the same in all steps.
+        drawn = random_orders(index, self.num_positions, seed=self._seed)
+        if self.share >= 1:
+            return drawn
+        chosen = uniform(index, 1, seed=self._seed, purpose="order-is-drawn") < self.share
+        return torch.where(chosen, drawn, self.shared(index.device))
 
     def shared(self, device: torch.device) -> Tensor:
         """Return the order that needs no draw: int64 `[1, n]`."""

@@ -65,6 +65,13 @@ class Schedule(ABC):
         """Names of the choices that `chosen` accepts."""
         return ()
 
+    def at(self, step: int | None) -> Schedule:
+        """Return the schedule of an optimizer step, from 0; None: the one outside of training.
+
+        By default it is the same in all steps.
+        """
+        return self
+
     @abstractmethod
     def draw(self, index: Tensor) -> Arrangement:
         """Return the training arrangement of samples `index`, int64 `[b]`."""
@@ -110,6 +117,10 @@ class Schedule(ABC):
     def first(self, order: Tensor, *, num_images: int, num_given: int, options: Any) -> Step | None:
         """Return the first step of generation; None if all tokens are given."""
         raise UserError("this schedule does not generate")
+
+    def share_done(self, step: Step, options: Any) -> float:
+        """Return the share of the generation before a step, in [0, 1); by default of positions."""
+        return float(step.asked.start / step.plan.num_positions)
 
     def after(self, step: Step, progress: GenerationProgress, options: Any) -> Step | None:
         """Return the step after `step`; None at the end."""

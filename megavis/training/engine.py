@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
@@ -165,15 +166,15 @@ class Engine:
             group["lr"] = rate * group["learning_rate_scale"]
         self.deepspeed.train()
         self._seed_dropout(step)
-        return self._step(batches)
+        return self._step(batches, step)
 
-    def _step(self, batches: Iterator[Batch]) -> Tensor:
+    def _step(self, batches: Iterator[Batch], step: int) -> Tensor:
         if self._pipelined:
-            return self.deepspeed.train_batch(self._pairs(batches)).detach()
+            return self.deepspeed.train_batch(self._pairs(batches, step)).detach()
         total = torch.zeros((), device=self.context.device)
         for _ in range(self.accumulation_steps):
             with self.forward_clock.running():
-                inputs, targets = next(self._pairs(batches))
+                inputs, targets = next(self._pairs(batches, step))
                 loss = self.deepspeed(inputs, targets)
             self.deepspeed.backward(loss)
             # Called after each micro-batch: DeepSpeed counts them, and takes the step after the
@@ -252,10 +253,12 @@ class Engine:
         scaler.cur_scale, scaler.cur_iter = saved.scale, saved.iteration
         scaler.last_overflow_iter, scaler.cur_hysteresis = saved.last_overflow, saved.hysteresis
 
-    def _pairs(self, batches: Iterator[Batch]) -> Iterator[tuple[Any, Any]]:
+    def _pairs(self, batches: Iterator[Batch], step: int) -> Iterator[tuple[Any, Any]]:
         while True:
             batch = next(batches).to(self.context.device, non_blocking=True)
-            sequence = self.objective.training_sequence(batch)
+            # The trainer's step, not the loader's: after a rollback data are skipped, steps are
+            # not.
+            sequence = self.objective.training_sequence(replace(batch, step=step))
             yield sequence.inputs, sequence.targets
 
 

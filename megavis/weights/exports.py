@@ -327,6 +327,7 @@ def _paper(run: Run) -> Model:
             raise UserError(f"a ViT has model.{key} {wanted}, not {getattr(model, key)}")
     if not (model.add_bias and model.has_biased_attention):
         raise UserError("a ViT has biases; model.add_bias or attention_bias is false")
+    _check_norms(paper)
     if paper.position_kind not in _ADDED:
         raise UserError(f"a ViT adds its positions; model.positions is {paper.position_kind}")
     if paper.has_transform or "encoder" in paper.condition.roles:
@@ -335,6 +336,14 @@ def _paper(run: Run) -> Model:
     if run.config.finetune is not None and not sees_all:
         raise UserError("a ViT has full attention; finetune.visibility is not full")
     return paper
+
+
+def _check_norms(paper: Model) -> None:
+    """Raise UserError if a norm is none of a ViT's."""
+    if paper.core.model.qk_norm:
+        raise UserError("a ViT does not normalise queries and keys; model.qk_norm is true")
+    if paper.grammar.is_modulated:
+        raise UserError("a ViT has no norms that a class modulates, which this run has")
 
 
 def _first_token(reader: Reader) -> Tensor:

@@ -122,6 +122,8 @@ def fits_imagegpt(config: RunConfig) -> int:
         raise UserError(f"ImageGPT has learned positions; model.positions is {model.positions}")
     if (model.normalization, model.activation) != ("rms_norm", "quick_gelu"):
         raise UserError("needs model.normalization rms_norm, activation quick_gelu")
+    if model.qk_norm:
+        raise UserError("ImageGPT does not normalise queries and keys; model.qk_norm is true")
     return paper.vocabulary_size
 
 

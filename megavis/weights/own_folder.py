@@ -151,6 +151,10 @@ class PlainForm:
         paper.check_unlabelled()
         if paper.has_transform or "encoder" in paper.condition.roles:
             raise UserError("its model has an adapter or an encoder besides the blocks")
+        if paper.grammar.is_modulated:
+            raise UserError("its norms are modulated by the class")
+        if paper.core.model.qk_norm:
+            raise UserError("its attention normalises queries and keys")
         if paper.schedule.has_random_features:
             raise UserError("its features hide tokens that are drawn")
         if paper.position_kind == "relative_2d":

@@ -123,6 +123,8 @@ def fits_vit_mae(config: RunConfig) -> MAEConfig:
     if not paper.class_token:
         raise UserError("ViTMAE has a class token; objective.class_token is false")
     kinds = (model.normalization, model.activation, model.add_bias, model.has_biased_attention)
+    if model.qk_norm:
+        raise UserError("ViTMAE does not normalise queries and keys; model.qk_norm is true")
     if kinds != ("layer_norm", "gelu", True, True) or model.norm_bias != "all":
         raise UserError("needs model.normalization layer_norm, activation gelu, add_bias true")
     if model.positions not in (None, "learned", "sincos", "learned_sincos"):

@@ -24,8 +24,11 @@ DARL = tiny(
     model={"num_layers": 1},
 )
 NONE = dict.fromkeys(
-    ("probability", "guidance", "beams", "fans", "rounds", "choice_temperature", "groups")
-)
+    (
+        "probability", "guidance", "guidance_power", "beams", "fans", "rounds",
+        "choice_temperature", "groups",
+    )
+)  # fmt: skip
 OF_IDS = {"temperature": 0.9, "top_k": 5, "top_p": None, "sampling_steps": None}
 OF_PATCHES = {"temperature": 0.9, "top_k": None, "top_p": None, "sampling_steps": 2}
 

@@ -19,6 +19,13 @@ HALF, TENSOR = "training.precision=bf16", "parallel.tensor_model_parallel_size=2
 FULL, CONTEXT = "parallel.activation_checkpointing=full", "parallel.context_parallel_size=2"
 SELECTIVE = "parallel.activation_checkpointing=selective"
 MSE = ["objective.loss=mse", "objective.decoder=linear"]
+# A class that modulates norms, and norms of queries and keys.
+MODULATED = [
+    "objective={name: compose, reads: {kind: colors, vocabulary_size: 512},"
+    " schedule: {kind: one_by_one}, asks: {kind: shift}, density: {kind: categorical},"
+    " condition: {kind: labels, num_classes: 10, modulation: class_and_row}}",
+    "model.qk_norm=true",
+]
 VOCABULARY = "objective.vocabulary_size=4096"
 ZERO, AVERAGE = "parallel.zero_stage=", "optimizer.ema_decay=0.9"
 
@@ -38,6 +45,9 @@ ZERO, AVERAGE = "parallel.zero_stage=", "optimizer.ema_decay=0.9"
         ("igpt", 2, [CONTEXT, ZERO + "1", SELECTIVE]),
         ("gvp", 2, [CONTEXT, ZERO + "2", "objective.num_condition_tokens=2"]),
         ("gvp", 2, [CONTEXT, ZERO + "2", "objective.num_condition_tokens=2", SELECTIVE]),
+        ("igpt", 1, [ZERO + "1", *MODULATED]),
+        ("igpt", 2, [HALF, ZERO + "1", SELECTIVE, *MODULATED]),
+        ("igpt", 2, [TENSOR, ZERO + "1", "parallel.sequence_parallel=true", *MODULATED]),
     ],
 )
 def test_planned_states_and_activations(

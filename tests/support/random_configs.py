@@ -152,6 +152,8 @@ def _value(keys, root, numbers):
         return numbers.choice([each for each in choices if _is_in_range(each, keys)])
     if kind == "boolean":
         return numbers.random() < 0.5
+    if kind == "array" and "prefixItems" in keys:
+        return [_value(each, root, numbers) for each in keys["prefixItems"]]
     if kind == "array":
         return numbers.choice(([1, 0], [4, 9], [*range(15, -1, -1)], [9, 4]))
     if kind == "string":

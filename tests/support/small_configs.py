@@ -95,6 +95,12 @@ SMALL = {
     "aim": SmallConfig(
         "{name: aim, patch_size: 4, head: {num_layers: 2, hidden_size: 24}}", in_every_pair=True
     ),
+    # Without the row before the class, rows are as many as ids.
+    "rar": SmallConfig(
+        "{name: rar, patch_size: 4, vocabulary_size: 12, num_classes: 10, class_token: false,"
+        " tokenizer: TOKENIZER}",
+        model="qk_norm: true",
+    ),
     "mae": SmallConfig(MAE, in_every_pair=True),
     # The encoder with drop path and layer-wise learning rates.
     "mae_classes": SmallConfig(
@@ -120,6 +126,29 @@ SMALL = {
         " density: {kind: gaussian_mixture, num_components: 2},"
         " condition: {kind: labels, num_classes: 10}}",
         in_every_pair=True,
+    ),
+    # A class that modulates the norms of all rows, and orders that change in these four steps.
+    "compose_modulated": SmallConfig(
+        "{name: compose, reads: {kind: colors, vocabulary_size: 64},"
+        " schedule: {kind: one_by_one, anneal: [0.25, 1]},"
+        " asks: {kind: shift, place: both}, density: {kind: categorical, bias: true},"
+        " condition: {kind: labels, num_classes: 10, modulation: class_and_row}}",
+        data="palette",
+        model="qk_norm: true",
+        in_every_pair=True,
+    ),
+    # The same of two streams, of which the head reads one.
+    "compose_modulated_queries": SmallConfig(
+        "{name: compose, reads: {kind: patches, patch_size: 4},"
+        " schedule: {kind: groups, num_groups: 4}, asks: {kind: query, start: false},"
+        " density: {kind: gaussian_mixture, num_components: 2},"
+        " condition: {kind: labels, num_classes: 10, modulation: class}}",
+        model="drop_path: 0.4",
+    ),
+    "compose_sink": SmallConfig(
+        "{name: compose, reads: {kind: patches, patch_size: 4},"
+        " schedule: {kind: one_by_one, prefix: 4}, asks: {kind: shift, place: content, sink: true},"
+        " density: {kind: diffusion, noise_a: 1}}"
     ),
     "compose_prefix": SmallConfig(
         "{name: compose, reads: {kind: patches, patch_size: 4},"

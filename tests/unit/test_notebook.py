@@ -169,8 +169,8 @@ def test_probe_command_writes_results(trained, capsys):
         (["sample", "RUN", "--top-p", "2"], "top-p must lie in"),
         (["sample", "RUN", "--num-images", "0"], "at least 1"),
         (
-            ["sample", "RUN", "--guidance", "0.4", "--rounds", "1"],
-            "--guidance, --rounds do not apply to this run of igpt, which takes --temperature,",
+            ["sample", "RUN", "--probability", "0.4", "--rounds", "1"],
+            "--probability, --rounds do not apply to this run of igpt, which takes --temperature,",
         ),
         (["sample", "RUN", "--classes", "1"], "--classes does not apply to this run"),
         (["sample", "RUN", "--sampling-steps", "3"], "--sampling-steps does not apply to this run"),

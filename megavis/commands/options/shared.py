@@ -275,7 +275,14 @@ _OPTIONS: dict[str, tuple[type, str]] = {
     "top_p": (float, "sample among the most likely ids with total probability P"),
     "sampling_steps": (int, "denoising steps per patch; default: the config's"),
     "probability": (float, "multiplies the logits of a mixture's components"),
-    "guidance": (float, "w of density-based classifier-free guidance; default: 0"),
+    "guidance": (
+        float,
+        "w of classifier-free guidance, density-based for Gaussians; default: 0",
+    ),
+    "guidance_power": (
+        float,
+        "for ids: guidance grows with the tokens, by this power of their share; default: constant",
+    ),
     "beams": (int, "sequences that beam search keeps per image"),
     "fans": (int, "candidates per beam at every token"),
     "rounds": (int, "number of rounds of masked models; default: 16"),

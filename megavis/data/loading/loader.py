@@ -42,11 +42,13 @@ class Batch:
         sample_index: int64 `[b]`; the position of each sample in the endless sample stream (in
             evaluation, its index in the data set). All per-sample randomness is seeded by it, so a
             sample gets the same draws in every layout.
+        step: the optimizer step that the batch is for, from 0; None outside of training.
     """
 
     inputs: torch.Tensor
     labels: torch.Tensor
     sample_index: torch.Tensor
+    step: int | None = None
 
     def __len__(self) -> int:
         return self.inputs.shape[0]
@@ -64,7 +66,8 @@ class Batch:
         return self._each(torch.Tensor.pin_memory)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        return Batch(change(self.inputs), change(self.labels), change(self.sample_index))
+        changed = change(self.inputs), change(self.labels), change(self.sample_index)
+        return Batch(*changed, self.step)
 
 
 Item = TypeVar("Item")

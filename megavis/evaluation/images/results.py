@@ -204,6 +204,7 @@ class SamplingOptions(Form):
     sampling_steps: int | None = None
     probability: float | None = None
     guidance: float | None = None
+    guidance_power: float | None = None
     beams: int | None = None
     fans: int | None = None
     rounds: int | None = None

@@ -97,6 +97,9 @@ class Shift(AskWord):
     start: bool = True
     """Begin with a learned start token. Without one, no row predicts the first token, which must be
     given (`schedule.prefix`)."""
+    sink: bool = False
+    """Begin with a learned row that predicts nothing, before the start token: all others attend to
+    it."""
 
     @property
     def has_start(self) -> bool:
@@ -120,12 +123,16 @@ class Shift(AskWord):
 
     def feature_rows(self, front: int, count: int) -> Rows:
         """Return the tokens, after the start token where it has a row of its own."""
-        rows = count + (self.place == "content") - self.first_asked
+        rows = self.sink + count + (self.place == "content") - self.first_asked
         return Rows(rows, rows)
 
     def rows(self, schedule: ScheduleWord, front: int, count: int) -> Rows:
         """Return one row per predicted token; without a start token, one per token."""
-        return Rows(count, count)
+        return Rows(self.sink + count, self.sink + count)
+
+    def num_skipped(self, schedule: ScheduleWord, front: int, count: int) -> int:
+        """Return the row before the start token."""
+        return int(self.sink)
 
 
 class Mask(AskWord):

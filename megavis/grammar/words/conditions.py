@@ -23,6 +23,16 @@ class ConditionWord(Section):
         """Whether there is a class, and no input for "no class"."""
         return False
 
+    @property
+    def modulates(self) -> bool:
+        """Whether it modulates norms and branches of the blocks, and the last norm."""
+        return False
+
+    @property
+    def has_row_vectors(self) -> bool:
+        """Whether each row has a learned vector that modulates too."""
+        return False
+
 
 class LearnedTokens(ConditionWord):
     """Learned tokens in front, such as a class token."""
@@ -45,6 +55,21 @@ class Labels(ConditionWord):
     """Number of classes."""
     dropout: Fraction = 0.1
     """Probability of the null label in training; 0 disables guidance and features."""
+    modulation: Literal["none", "class", "class_and_row"] = "none"
+    """What else the class does. `class`: its vector is mapped to a shift and a scale of each norm's
+    output and a gate of each branch, at first zero ("Scalable Diffusion Models with Transformers",
+    section 3.2, adaLN-Zero). `class_and_row`: so is its sum with a learned vector of each row of
+    the sequence."""
+
+    @property
+    def modulates(self) -> bool:
+        """As configured."""
+        return self.modulation != "none"
+
+    @property
+    def has_row_vectors(self) -> bool:
+        """As configured."""
+        return self.modulation == "class_and_row"
 
     @property
     def lacks_null_label(self) -> bool:

@@ -41,6 +41,8 @@ class Categorical(DensityWord):
     kind: Literal["categorical"] = "categorical"
     head_std: AtLeast0 = 0.02
     """Initial standard deviation of the projection to logits."""
+    bias: bool = False
+    """Add a bias to the logits."""
 
 
 class SquaredError(DensityWord):

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from megavis.config.schema import Fraction, NonNegative, Positive
-from megavis.config.section import LossAverage, Section
+from megavis.config.section import LossAverage, Portion, Section
 from megavis.grammar.boundaries import Cut, boundary_range, context_size
 from megavis.grammar.order import read_order
 
@@ -82,6 +82,10 @@ class OneByOne(ScheduleWord):
     run's config."""
     drawn: Literal["image", "run"] = "image"
     """Draw a `random` order for each image, or one for the run."""
+    anneal: Annotated[tuple[Portion, Portion], Field(strict=False)] | None = None
+    """Parts of `training.steps` up to which each image is in a random order of its own, and from
+    which on all are in `order`; the share of random orders falls linearly from 1 to 0. Outside of
+    training it is that of the last step."""
     order_block: Positive = 2
     """Side of a block in tokens, for `nested_raster` and `round_robin`."""
     prefix: NonNegative | Literal["drawn"] = 0
@@ -101,13 +105,13 @@ class OneByOne(ScheduleWord):
 
     @property
     def differs_by_image(self) -> bool:
-        """Whether each image has its own order."""
-        return self.order == "random" and self.drawn == "image"
+        """Whether each image has its own order, at least at first."""
+        return self.anneal is not None or (self.order == "random" and self.drawn == "image")
 
     @property
     def is_in_raster(self) -> bool:
         """Whether it predicts one token at a time in raster order."""
-        return self.order == "raster"
+        return self.order == "raster" and self.anneal is None
 
     @property
     def needs_seed(self) -> bool:

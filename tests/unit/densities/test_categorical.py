@@ -78,8 +78,33 @@ def test_tiny_temperature_is_greedy():
 
 
 @pytest.mark.parametrize(
+    ("settings", "share", "weight"),
+    [
+        ({"guidance": 0.0}, 0.5, 0.0),
+        ({"guidance": 2.0}, 0.5, 2.0),
+        ({"guidance": 2.0, "guidance_power": 1.0}, 0.0, 0.0),
+        ({"guidance": 2.0, "guidance_power": 1.0}, 0.5, 1.0),
+        ({"guidance": 2.0, "guidance_power": 2.0}, 0.5, 2.0 * (1 - math.cos(math.pi / 4)) / 2),
+        ({"guidance": 3.0, "guidance_power": 0.0}, 0.3, 3.0),
+    ],
+)
+def test_guidance_leads_away_from_what_no_class_predicts(settings, share, weight):
+    given, free = torch.randn(2, 3, 2, 5, generator=torch.Generator().manual_seed(4))
+    got = CategoricalOptions(**settings).guided(torch.cat([given, free]), share)
+    for image in range(3):
+        for place in range(2):
+            for number in range(5):
+                one, other = float(given[image, place, number]), float(free[image, place, number])
+                expected = (1 + weight) * one - weight * other
+                assert float(got[image, place, number]) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(
     "settings",
     [
+        {"guidance": -0.1},
+        {"guidance": 1.0, "guidance_power": -1.0},
+        {"guidance_power": 1.0},
         {"temperature": -0.1},
         {"temperature": math.inf},
         {"top_k": 0},
@@ -88,5 +113,5 @@ def test_tiny_temperature_is_greedy():
     ],
 )
 def test_out_of_range_options_raise(settings):
-    with pytest.raises(UserError, match="must"):
+    with pytest.raises(UserError, match="must|needs"):
         CategoricalOptions(**settings)

@@ -38,6 +38,10 @@ CHOICES = {
             for prefix in (0, 3, 300, "drawn")
         ),
         {"kind": "one_by_one", "order": "round_robin", "order_block": 3},
+        {"kind": "one_by_one", "anneal": [0.5, 0.75]},
+        {"kind": "one_by_one", "anneal": [0.5, 0.25]},
+        {"kind": "one_by_one", "order": "random", "anneal": [0.5, 0.75]},
+        {"kind": "one_by_one", "order": "random", "drawn": "run", "anneal": [0, 1]},
         {"kind": "masked"},
         {"kind": "rounds"},
         {"kind": "groups", "num_groups": 3},
@@ -52,6 +56,10 @@ CHOICES = {
     "asks": (
         *({"kind": "shift", "place": place} for place in ("asked", "content", "both")),
         *({"kind": "shift", "place": place, "start": False} for place in ("asked", "content")),
+        *(
+            {"kind": "shift", "place": "both", "sink": True, "start": start}
+            for start in (True, False)
+        ),
         {"kind": "mask"},
         {"kind": "mask", "filler": "zero_token"},
         {"kind": "mask", "marks": True},
@@ -88,6 +96,8 @@ CHOICES = {
         None,
         None,
         {"kind": "labels", "num_classes": 3},
+        {"kind": "labels", "num_classes": 3, "modulation": "class"},
+        {"kind": "labels", "num_classes": 3, "modulation": "class_and_row"},
         {"kind": "learned_tokens", "count": 2},
         {"kind": "pooled_features", "tokenizer": "run", "feature_size": 4},
     ),

@@ -12,7 +12,6 @@ from timm_alone import whole_timm
 from tiny import VIT, tiny
 
 from megavis.config.errors import UserError
-from megavis.model.layer_state import LayerState
 from megavis.tokenizers.patches import standardize
 from megavis.weights.tables import read_table
 from megavis.weights.vits import from_timm, read_timm
@@ -56,7 +55,7 @@ def random_tensors(*, classes=5):
 
 def last_norm(head, state):
     """Return the output `[b, s, h]` of the final norm."""
-    return head.norm.own(LayerState.unpack(state, head.core.carried_names).hidden)
+    return head.norm.own(head.normed(state))
 
 
 @pytest.fixture

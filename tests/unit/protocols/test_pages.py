@@ -19,8 +19,9 @@ TABLES = {
     "mae": ["1a", "1b", "1c", "1d", "1e", "1f", *range(2, 14)],
     # Table 3 has six parts and Table 4 two.
     "aim": [1, 2, *(f"3{part}" for part in "abcdef"), "4a", "4b", *range(5, 9)],
+    "rar": range(1, 7),
 }
-FIGURES = {"igpt": 4, "givt": 21, "darl": 15, "gvp": 2, "mp3": 15, "mae": 11, "aim": 7}
+FIGURES = {"igpt": 4, "givt": 21, "darl": 15, "gvp": 2, "mp3": 15, "mae": 11, "aim": 7, "rar": 9}
 
 
 @pytest.mark.parametrize("paper", TABLES)

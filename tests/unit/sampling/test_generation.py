@@ -155,8 +155,8 @@ def test_invalid_arguments_raise(sampler, arguments, message):
     ("options", "message"),
     [
         (
-            {"guidance": 0.4},
-            "guidance does not apply to this run of igpt, which takes temperature, top_k",
+            {"probability": 0.4},
+            "probability does not apply to this run of igpt, which takes temperature, top_k",
         ),
         ({"sampling_steps": 3}, "sampling_steps does not apply"),
         ({"rounds": 3}, "rounds does not apply"),
@@ -166,3 +166,8 @@ def test_invalid_arguments_raise(sampler, arguments, message):
 def test_inapplicable_options_raise(sampler, options, message):
     with pytest.raises(UserError, match=message):
         sampler(**options)
+
+
+def test_guidance_needs_classes(sampler):
+    with pytest.raises(UserError, match="guidance needs a model conditioned on classes"):
+        sampler(guidance=0.4).draw(num_images=1)

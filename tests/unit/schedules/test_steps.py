@@ -5,7 +5,7 @@ import torch
 
 from megavis.config.errors import UserError
 from megavis.parallel.random import uniform
-from megavis.schedules.masked import Context
+from megavis.schedules.masked import Context, RoundOptions, Rounds
 from megavis.schedules.one_by_one import OneByOne
 from megavis.schedules.orders import Orders, random_orders
 from megavis.schedules.schedule import GenerationProgress, NoOptions
@@ -163,3 +163,20 @@ def test_features_can_have_orders_and_groups_of_training(cut):
 def test_raster_orders_with_fixed_groups_draw_nothing_for_features():
     rule = Groups("fixed", num_tokens=16, num_groups=3, shuffled=False, draws_features=True, seed=0)
     assert not rule.has_random_features
+
+
+def test_the_share_that_is_done_grows_to_one():
+    """By positions, of which given ones are done, or by rounds."""
+    schedule = OneByOne(Orders(torch.arange(5)))
+    order = schedule.order_of(torch.arange(2), NoOptions(), seed=7)
+    shares = [schedule.share_done(step, 0) for step in steps_of(schedule, order, 2, 0)]
+    assert shares == pytest.approx([2 / 5, 3 / 5, 4 / 5])
+    rounds, options = (
+        Rounds(Orders(torch.arange(5)), least_masking=0.0, loss_average="batch", seed=0),
+        RoundOptions(rounds=4),
+    )
+    step = rounds.first(order, num_images=2, num_given=0, options=options)
+    assert rounds.share_done(step, options) == 0
+    progress = GenerationProgress(torch.zeros(2, 5), torch.arange(2), 0)
+    step = rounds.after(step, progress, options)
+    assert rounds.share_done(step, options) == 1 / 4

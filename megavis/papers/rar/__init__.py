@@ -1,0 +1,1 @@
+"""RAR: "Randomized Autoregressive Visual Generation"."""
