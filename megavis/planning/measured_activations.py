@@ -33,7 +33,7 @@ from megavis.planning.live_storages import LiveStorages, place_of, saved_tensors
 
 # A prime that divides no size of a model: a storage grows with the images if and only if the number
 # of its bytes is a multiple. On the meta device many images take no longer than one.
-_IMAGES = 101
+_IMAGES = 31
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,9 @@ def _through(
             stacks[-1] = replace(stacks[-1], bridge=tuple(bridge))
             continue
         # A block's output has the form of its input, so the second to last need not run.
-        block, last = (_measured(plan, state, dtype) for plan in (layers[0], layers[-1]))
+        block = last = _measured(layers[0], state, dtype)
+        if stack.work.num_read != stack.work.num_tokens:
+            last = _measured(layers[-1], state, dtype)
         stacks.append(StackActivations(block.activations, last.activations))
         state = last.output
     return stacks, state
