@@ -30,7 +30,6 @@ from megavis.model.stack import StackSize
 from megavis.papers import build_objective
 from megavis.parallel.context import open_context
 from megavis.parallel.launch import read_launch
-from megavis.planning.boundary_activations import boundary_activations_of_layouts
 from megavis.planning.data_rates import (
     DataRates,
     complaints,
@@ -42,6 +41,7 @@ from megavis.planning.devices import Cluster, open_device
 from megavis.planning.frozen_networks import encodes_images, frozen_networks
 from megavis.planning.host_time import read_measured
 from megavis.planning.layouts import Layout, all_layouts, with_layout
+from megavis.planning.measured_activations import activations_of_layouts
 from megavis.planning.parameters import (
     Layers,
     Matrix,
@@ -127,10 +127,8 @@ def measure(
         frozen, uncounted = frozen_networks(encoders, tokenizers)
         shape = replace(shape, frozen=frozen, uncounted=uncounted)
     layouts = all_layouts(config, num_processes)
-    ends = boundary_activations_of_layouts(
-        with_layout(config, layout.parallel) for layout in layouts
-    )
-    return replace(shape, ends=ends)
+    activations = activations_of_layouts(with_layout(config, layout.parallel) for layout in layouts)
+    return replace(shape, activations=activations)
 
 
 def _asked(loaded: LoadedConfig, shape: ModelShape, cluster: Cluster) -> Plan | str:
@@ -172,8 +170,6 @@ def _plan_json(plan: Plan, cluster: Cluster) -> dict[str, Any]:
     memory = asdict(plan.memory)
     memory["states"]["total"] = plan.memory.states.total
     memory["activations"]["total"] = plan.memory.activations.total
-    # It is part of the total only.
-    del memory["activations"]["freed"]
     return {
         **_row(plan),
         "memory": {**memory, "total": plan.memory.total},
@@ -263,10 +259,9 @@ def _details(plan: Plan, cluster: Cluster) -> list[str]:
         f" {states.gradients / 1e9:.2f}, optimizer {states.optimizer / 1e9:.2f}, average"
         f" {states.average / 1e9:.2f}, gathered layer {states.gathered / 1e9:.2f}, frozen networks"
         f" {states.frozen / 1e9:.2f} GB",
-        f"  activations  {kept.in_flight} under way: embedding {kept.embedding / 1e9:.2f}, each of"
-        f" {kept.num_blocks} blocks {kept.block / 1e9:.3f}, head {kept.head / 1e9:.2f};"
-        f" recomputed {kept.recomputed / 1e9:.2f}, gradients in a block {kept.backward / 1e9:.2f},"
-        f" in the loss {kept.head_backward / 1e9:.2f}, for other stages {kept.transit / 1e9:.2f},"
+        f"  activations  {kept.in_flight} under way: first layer {kept.first / 1e9:.2f}, blocks"
+        f" {kept.blocks / 1e9:.2f} ({kept.block / 1e9:.3f} each), head {kept.head / 1e9:.2f};"
+        f" during the passes {kept.passes / 1e9:.2f}, for other stages {kept.transit / 1e9:.2f},"
         f" outputs {kept.outputs / 1e9:.2f}; while images are encoded"
         f" {kept.encoding / 1e9:.2f} GB",
         f"  buffers      {memory.buffers / 1e9:.2f} GB",

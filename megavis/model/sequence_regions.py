@@ -55,7 +55,8 @@ def all_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def own_rows(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return this process's rows, without gradient."""
-    return whole.tensor_split(group.size())[group.rank()].contiguous()
+    # A view would keep all rows for as long as these are needed: until the backward pass.
+    return whole.tensor_split(group.size())[group.rank()].clone()
 
 
 def summed_rows(parts: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -13,6 +13,8 @@ Read in the sources of Transformer Engine 2.9.0, 2.11.0 and 2.20.2 (`_Linear` an
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from megavis.planning.layouts import Layout
 from megavis.planning.shape import StackShape
 
@@ -21,28 +23,64 @@ FP8 = 1
 _ORDERS = 2
 
 
-def weight_copies(shape: StackShape, layout: Layout) -> float:
-    """Return the bytes of a block's matrices in FP8, per image of a micro-batch.
+@dataclass(frozen=True)
+class Fp8Difference:
+    """Bytes that a block in FP8 has more than one in bf16; negative if less.
 
-    Queries, keys and values of cross-attention are not computed in FP8.
+    Attributes:
+        saved: kept for the backward pass of an image.
+        fixed: kept for all images of a micro-batch.
+        backward: recomputed, or gradients, in the backward pass of an image.
+        backward_fixed: recomputed for all images.
     """
-    width, crosses = shape.hidden_size, shape.work.num_memory > 0
-    matrices = width * ((4 + crosses) * width + 2 * shape.mlp_size)
-    return FP8 * _ORDERS * matrices / layout.tensor / layout.micro_batch_size
+
+    saved: float
+    fixed: float
+    backward: float
+    backward_fixed: float = 0.0
 
 
-def attention_difference(shape: StackShape, layout: Layout, read: int, inputs: float) -> float:
-    """Return the bytes per image that attention keeps more than in bf16, which may be negative.
+def fp8_difference(shape: StackShape, layout: Layout, *, is_last: bool = False) -> Fp8Difference:
+    """Return what a block keeps more in FP8 than in bf16.
 
     Args:
         shape: stack of the block.
         layout: whose tensor, sequence and context parallelism divide the activations.
-        read: tokens whose queries are computed.
-        inputs: tokens that the projection of self-attention saves in bf16.
+        is_last: the last block of the stack, which continues only with the tokens that are read.
     """
+    read = shape.work.num_read if is_last else shape.work.num_tokens
+    kind = layout.parallel.activation_checkpointing
+    inside = read * shape.mlp_size / shape.parts(layout)
+    # Inputs of products, rounded instead of in bf16; `selective` does not keep the MLP's.
+    less = FP8 - shape.number_size
+    kept = less * inside
+    if kind != "selective":
+        kept += less * shape.hidden_size * read / shape.token_parts(layout)
+    kept += _attention_difference(shape, layout, read)
+    # A gradient of the MLP's width exists in bf16 and in both orders of FP8.
+    gradients = (_ORDERS * FP8) * inside
+    # Weights, but for queries, keys and values of cross-attention.
+    width, crosses = shape.hidden_size, shape.work.num_memory > 0
+    matrices = width * ((4 + crosses) * width + 2 * shape.mlp_size)
+    copies = FP8 * _ORDERS * matrices / layout.tensor
+    if kind == "full":
+        return Fp8Difference(0.0, 0.0, kept + gradients, copies)
+    return Fp8Difference(kept, copies, gradients)
+
+
+def _attention_difference(shape: StackShape, layout: Layout, read: int) -> float:
+    """Return the bytes per image that attention keeps more than in bf16, for `read` queries."""
     work, parts = shape.work, shape.parts(layout)
+    is_split = shape.is_sequence_parallel(layout)
     # All tokens, of which some are chosen afterwards.
     projected = work.num_tokens / shape.token_parts(layout)
+    # In bf16 chosen tokens are projected: all of the tensor group's, and keys' and values' again.
+    selects = shape.in_bf16.multiplies_parts(layout)
+    inputs = work.num_tokens / shape.context_parts(layout) if selects else projected
+    if layout.parallel.activation_checkpointing == "selective" and not (selects and is_split):
+        inputs = 0.0
+    if shape.visibility == "context" and selects:
+        inputs += work.num_visible
     # The kernel saves its output too, if that is not copied before the output projection.
     is_traded = shape.context_parts(layout) > 1
     is_copied = shape.is_rotary or shape.visibility == "two_stream" or is_traded

@@ -19,10 +19,10 @@ from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
 from megavis.data.format.manifest import MANIFEST_NAME, Manifest
-from megavis.planning.boundary_activations import LiveStorages
+from megavis.planning.live_storages import LiveStorages
 from megavis.tokenizers.network_tokenizer import FrozenEncoder, initial_tokenizer, read_config
 
-# Two images, as in `boundary_activations.py`.
+# Two, so that no dimension of size 1 is broadcast.
 _IMAGES = 2
 _ENCODED = ("latents", "ids")
 """Kinds of shards that hold what a tokenizer gives, so that none runs in training."""

@@ -1,8 +1,4 @@
-"""The shape of a model for planning: sizes, tokens, parameters, boundary activations.
-
-Blocks are the same for every paper, so their activations are computed (`activation_memory.py`).
-Embedding, head and loss differ between papers, and are measured (`boundary_activations.py`).
-"""
+"""The shape of a model for planning: sizes, tokens, parameters, measured activations."""
 
 from __future__ import annotations
 
@@ -16,9 +12,9 @@ from megavis.model.flops import Workload
 from megavis.model.stack import PlannedStack, stacks_of
 from megavis.model.visibility import VisibilityKind
 from megavis.parallel.device import DTYPES
-from megavis.planning.boundary_activations import BoundaryActivations
 from megavis.planning.frozen_networks import FrozenNetwork
 from megavis.planning.layouts import Layout, LayoutKey
+from megavis.planning.measured_activations import ModelActivations
 from megavis.planning.parameters import Layers, ModelPart, count_parameters, parts_of
 from megavis.tokenizers.network_tokenizer import FrozenEncoder
 
@@ -35,12 +31,6 @@ class StackShape:
         work: tokens per image, by computation.
         visibility: attention mask; tokens of `work.num_memory` are always visible.
         is_rotary: whether queries and keys are rotated.
-        is_layer_norm: whether norms subtract the mean.
-        norms_heads: whether queries and keys are normalised.
-        mlp_dropout: whether there is dropout inside the MLP.
-        residual_dropouts: residual branches of a block with dropout, 0 to 3.
-        mlp_gradients: simultaneous gradients of the MLP's width in its activation function.
-        is_only_stack: whether the model has no other computation than maps of tokens.
         may_split_tokens: whether sequence and context parallelism apply.
         number_size: bytes per element in the compute precision.
         num_passing: see `PlannedStack`.
@@ -55,12 +45,6 @@ class StackShape:
     work: Workload
     visibility: VisibilityKind
     is_rotary: bool
-    is_layer_norm: bool
-    norms_heads: bool
-    mlp_dropout: bool
-    residual_dropouts: int
-    mlp_gradients: int
-    is_only_stack: bool
     may_split_tokens: bool
     number_size: int
     num_passing: int
@@ -68,10 +52,9 @@ class StackShape:
     carries: bool
 
     @classmethod
-    def of(cls, stack: PlannedStack, precision: str, *, is_only_stack: bool) -> StackShape:
+    def of(cls, stack: PlannedStack, precision: str) -> StackShape:
         """Return the shape of a planned stack in a compute precision."""
         model = stack.core.model
-        has_memory = stack.work.num_memory > 0
         return cls(
             num_layers=model.num_layers,
             hidden_size=model.hidden_size,
@@ -80,13 +63,6 @@ class StackShape:
             work=stack.work,
             visibility=stack.core.visibility_kind,
             is_rotary="coordinates" in stack.core.carried_names,
-            is_layer_norm=model.normalization == "layer_norm",
-            norms_heads=model.qk_norm,
-            mlp_dropout=bool(model.mlp_dropout),
-            residual_dropouts=(1 + has_memory) * bool(model.residual_dropout)
-            + bool(model.hidden_dropout),
-            mlp_gradients=2 if model.activation == "quick_gelu" else 1,
-            is_only_stack=is_only_stack,
             may_split_tokens=stack.core.stack.may_split_tokens,
             number_size=number_size(precision),
             num_passing=stack.num_passing,
@@ -140,7 +116,7 @@ class ModelShape:
         precision: `float32`, `bf16` or `fp16`.
         gradient_size: bytes per element in the all-reduce of gradients.
         keeps_average: whether an EMA of the weights is kept.
-        ends: activations of the other layers, by kind of layout.
+        activations: of its layers, by kind of layout.
         flops: operations of a training step per image, without recomputation.
         fp8_share: fraction of the operations in FP8.
         frozen: networks that encode images before the passes of each micro-batch.
@@ -154,7 +130,7 @@ class ModelShape:
     precision: str
     gradient_size: int
     keeps_average: bool
-    ends: Mapping[LayoutKey, BoundaryActivations]
+    activations: Mapping[LayoutKey, ModelActivations]
     flops: float
     fp8_share: float
     frozen: tuple[FrozenNetwork, ...] = ()
@@ -164,11 +140,6 @@ class ModelShape:
     def number_size(self) -> int:
         """Bytes per element in the compute precision."""
         return number_size(self.precision)
-
-    @property
-    def is_only_stack(self) -> bool:
-        """Whether the model has no other computation than one stack and maps of tokens."""
-        return all(stack.is_only_stack for stack in self.stacks)
 
     @property
     def main_stack(self) -> StackShape:
@@ -201,28 +172,22 @@ class ModelShape:
         return [(stack, count) for stack, count in every if count]
 
 
-def shape_of(objective: Trainable, ends: Mapping[LayoutKey, BoundaryActivations]) -> ModelShape:
+def shape_of(objective: Trainable, activations: Mapping[LayoutKey, ModelActivations]) -> ModelShape:
     """Return the shape of a model without allocating it, in a single-process context."""
     config, plans = objective.config, objective.layer_plans()
     training = config.training
     inner, matrices = plans[-1].inner, count_parameters(objective)
-    stacks = stacks_of(plans)
-    is_only_stack = len(stacks) == 1 and not any(plan.own_flops for plan in plans)
-
-    def shape(stack: PlannedStack) -> StackShape:
-        return StackShape.of(stack, training.precision, is_only_stack=is_only_stack)
-
     return ModelShape(
         layers=Layers.of(matrices, plans),
         parts=tuple(parts_of(matrices, plans)),
-        stacks=tuple(shape(stack) for stack in stacks),
-        decoder=None if inner is None else shape(inner),
+        stacks=tuple(StackShape.of(stack, training.precision) for stack in stacks_of(plans)),
+        decoder=None if inner is None else StackShape.of(inner, training.precision),
         precision=training.precision,
         gradient_size=number_size(
             "float32" if training.reduce_precision == "float32" else training.precision
         ),
         keeps_average=bool(config.optimizer.ema_decay),
-        ends=ends,
+        activations=activations,
         flops=objective.flops_per_image(),
         fp8_share=objective.fp8_share(),
     )

@@ -9,14 +9,15 @@ measured them on the machine; none has been fitted to megavis on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from megavis.planning.block_activations import block_activations
 from megavis.planning.communication import Transfer
 from megavis.planning.devices import Cluster
 from megavis.planning.host_time import host_time
-from megavis.planning.layouts import Layout
+from megavis.planning.layouts import Layout, layout_key
+from megavis.planning.measured_activations import ModelActivations
+from megavis.planning.parameters import PipelineStage
 from megavis.planning.shape import ModelShape
 from megavis.planning.states import FLOAT32, parameters_held
 
@@ -175,13 +176,21 @@ def _memory_speed(cluster: Cluster) -> float:
 def _elementwise(shape: ModelShape, layout: Layout, cluster: Cluster) -> float:
     """Return the seconds per image of element-wise operations, bound by memory bandwidth."""
     plain = layout.parallel.model_copy(update={"activation_checkpointing": "none"})
-    plainly = replace(layout, parallel=plain)
-    touched = 0.0
-    for stack, count in shape.busiest_blocks(layout):
-        kept, whole = (block_activations(stack.in_bf16, each).total for each in (layout, plainly))
-        touched += count * (_TOUCHES * whole + _TOUCHES_AGAIN * (whole - kept))
+    stage, touched = shape.layers.busiest(layout.pipeline), 0.0
+    both = (shape.activations[layout_key(each)] for each in (layout.parallel, plain))
+    for kept, whole in zip(*(_busiest(each, stage, shape) for each in both), strict=True):
+        touched += _TOUCHES * whole + _TOUCHES_AGAIN * (whole - kept)
     again = _recomputed_passes(layout)
     return again * touched / _memory_speed(cluster)
+
+
+def _busiest(
+    measured: ModelActivations, stage: PipelineStage, shape: ModelShape
+) -> Iterator[float]:
+    """Yield the bytes per image saved in the blocks of each stack, and in a head with a decoder."""
+    for stack, count in zip(measured.stacks, stage.blocks, strict=True):
+        yield count * stack.block.saved
+    yield measured.head.saved * (shape.decoder is not None and stage.is_last)
 
 
 def _encoding(shape: ModelShape, cluster: Cluster) -> float:

@@ -21,14 +21,9 @@ from megavis.data.loading.loader import Batch
 from megavis.papers import build_objective
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import Launch
-from megavis.planning.boundary_activations import (
-    LiveStorages,
-    boundary_activations_of_layouts,
-    num_bytes,
-    saved_tensors,
-    storage_of,
-)
 from megavis.planning.frozen_networks import frozen_networks
+from megavis.planning.live_storages import LiveStorages, num_bytes, place_of, saved_tensors
+from megavis.planning.measured_activations import activations_of_layouts
 from megavis.planning.shape import shape_of
 from megavis.planning.states import BUCKET, SMALLEST_BUCKET
 from megavis.training.engine import Engine
@@ -37,11 +32,12 @@ from megavis.training.engine import Engine
 def measure_shape(launch: Launch, path: str, overrides: list[str]):
     """Return the shape of a model for the config's layout, computed on one process."""
     config = read(path, overrides)
-    ends, context = boundary_activations_of_layouts([config]), open_context(launch, device="cpu")
+    activations = activations_of_layouts([config])
+    context = open_context(launch, device="cpu")
     try:
         objective = build_objective(config, context)
         frozen, _ = frozen_networks(objective.frozen_encoders)
-        return replace(shape_of(objective, ends), frozen=frozen)
+        return replace(shape_of(objective, activations), frozen=frozen)
     finally:
         close_context()
 
@@ -162,11 +158,14 @@ class Live(LiveStorages):
         super().__init__()
         self._parameters = parameters
 
-    def counted(self) -> int:
-        """Return the bytes of live storages without gradients."""
+    def record(self) -> None:
+        """Note the bytes of live storages without gradients."""
+        if self.num_bytes <= self.most:
+            return
         gradients = (parameter.grad for parameter in self._parameters)
-        places = (storage_of(gradient)._cdata for gradient in gradients if gradient is not None)
-        return self.num_bytes - sum(self.sizes.get(place, 0) for place in places)
+        places = (place_of(gradient) for gradient in gradients if gradient is not None)
+        states = sum(self.sizes.get(place, 0) for place in places)
+        self.most = max(self.most, self.num_bytes - states)
 
 
 def live_storages(before=None):

@@ -29,13 +29,13 @@ def run_pytest(folder, words, **files):
         cwd=folder,
         text=True,
         capture_output=True,
-        timeout=120,
+        timeout=900,
     )
 
 
 def test_death_of_a_process_ends_the_run(tmp_path):
     """The other one waits in its test, and has further files."""
-    waits = "import subprocess\ndef test_waits(): subprocess.run(['sleep', '300'])\n"
+    waits = "import subprocess\ndef test_waits(): subprocess.run(['sleep', '1500'])\n"
     dies = """import os, signal, time
 from pathlib import Path
 def test_lives(): time.sleep(1)

@@ -106,18 +106,15 @@ def test_features_come_from_the_lower_stack(two_stacks):
 def test_planned_activations_match_autograd(two_stacks_of, checkpointing):
     """Both stacks, the bridge, embedding and head, on one stage and on two."""
     from megavis.planning.activation_memory import activation_memory
-    from megavis.planning.boundary_activations import (
-        boundary_activations_of,
-        num_bytes,
-        saved_tensors,
-    )
     from megavis.planning.layouts import Layout, layout_key
+    from megavis.planning.live_storages import num_bytes, saved_tensors
+    from megavis.planning.measured_activations import activations_of
     from megavis.planning.shape import shape_of
 
     words = (f"parallel.activation_checkpointing={checkpointing}", "model.num_layers=4")
     objective, _ = two_stacks_of(*words, "objective.upper_layers=3")
     parallel = objective.config.parallel
-    shape = shape_of(objective, {layout_key(parallel): boundary_activations_of(objective)})
+    shape = shape_of(objective, {layout_key(parallel): activations_of(objective)})
     stack = LayerStack(objective.layer_plans(), objective.loss).train()
     sequence = objective.blank_sequence(2, torch.device("cpu"))
     found, _ = saved_tensors(lambda: stack(sequence.inputs, sequence.targets), [stack])

@@ -15,10 +15,11 @@ from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.papers import build_objective
 from megavis.planning.activation_memory import activation_memory
-from megavis.planning.boundary_activations import LiveStorages, boundary_activations_of
 from megavis.planning.devices import Cluster, open_device
 from megavis.planning.frozen_networks import encodes_images, frozen_networks
 from megavis.planning.layouts import Layout, layout_key
+from megavis.planning.live_storages import LiveStorages
+from megavis.planning.measured_activations import activations_of
 from megavis.planning.plan import plan_layout
 from megavis.planning.shape import shape_of
 
@@ -83,7 +84,7 @@ def test_networks_add_to_memory_and_time(context, tmp_path):
     objective = build_objective(config_of("givt/demo", tmp_path), context)
     frozen, _ = frozen_networks(objective.frozen_encoders)
     frozen = (replace(frozen[0], working=1e6),)
-    ends = {layout_key(objective.config.parallel): boundary_activations_of(objective)}
+    ends = {layout_key(objective.config.parallel): activations_of(objective)}
     without = shape_of(objective, ends)
     shape, layout = replace(without, frozen=frozen), Layout(objective.config.parallel, 1, 64, 1)
     cluster = Cluster(open_device("h100"), 1, 1)
@@ -107,7 +108,7 @@ def test_stages_that_load_images_encode_them(context, tmp_path):
     frozen = (replace(frozen[0], working=1e6),)
     keys = {"pipeline_model_parallel_size": 2, "activation_checkpointing": "none"}
     parallel = config.parallel.model_copy(update=keys)
-    ends = {layout_key(parallel): boundary_activations_of(objective)}
+    ends = {layout_key(parallel): activations_of(objective)}
     shape = replace(shape_of(objective, ends), frozen=frozen)
     memory = activation_memory(shape, Layout(parallel, 1, 64, 4))
     assert (memory.in_flight, memory.encoding) == (2, 64 * frozen[0].working)

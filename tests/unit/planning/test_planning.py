@@ -15,12 +15,12 @@ from megavis.config.section import ParallelConfig
 from megavis.model.stack import LayerStack
 from megavis.papers import build_objective
 from megavis.planning.activation_memory import activation_memory
-from megavis.planning.block_activations import block_activations
-from megavis.planning.boundary_activations import boundary_activations_of, num_bytes, saved_tensors
 from megavis.planning.communication import Group, replica_group, transfers
 from megavis.planning.devices import Cluster, open_device
 from megavis.planning.host_time import MILLISECONDS
 from megavis.planning.layouts import Layout, layout_key
+from megavis.planning.live_storages import num_bytes, saved_tensors
+from megavis.planning.measured_activations import activations_of
 from megavis.planning.plan import plan_layout
 from megavis.planning.shape import shape_of
 from megavis.planning.states import bucket_of, parameters_held, rank_memory, states_of
@@ -51,9 +51,7 @@ def build(context, name, *words):
 
 def measured(objective):
     """Return the objective's shape for its config's layout on one process."""
-    return shape_of(
-        objective, {layout_key(objective.config.parallel): boundary_activations_of(objective)}
-    )
+    return shape_of(objective, {layout_key(objective.config.parallel): activations_of(objective)})
 
 
 @pytest.mark.parametrize(
@@ -130,25 +128,6 @@ def shape(context):
 
 def layout_of(data=1, micro=1, accumulation=1, **keys):
     return Layout(ParallelConfig(**keys), data, micro, accumulation)
-
-
-def test_tensor_and_sequence_parallelism_divide_activations(shape):
-    whole = block_activations(shape.stacks[0], layout_of())
-    split = block_activations(shape.stacks[0], layout_of(tensor_model_parallel_size=4))
-    cut = layout_of(tensor_model_parallel_size=4, sequence_parallel=True)
-    assert block_activations(shape.stacks[0], cut).total == pytest.approx(whole.total / 4)
-    assert split.mlp == whole.mlp / 4
-    assert split.norms == whole.norms
-
-
-def test_context_parallelism_divides_activations(shape):
-    whole = block_activations(shape.stacks[0], layout_of())
-    parts = block_activations(shape.stacks[0], layout_of(context_parallel_size=4))
-    assert (parts.norms, parts.mlp) == (whole.norms / 4, whole.mlp / 4)
-    # The output of attention is kept by heads and by tokens.
-    stack = shape.stacks[0]
-    again = stack.number_size * stack.hidden_size * stack.work.num_tokens
-    assert parts.attention == pytest.approx((whole.attention + again) / 4)
 
 
 def test_context_parallel_bytes(shape):

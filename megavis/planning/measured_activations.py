@@ -1,0 +1,351 @@
+"""Measure what each layer keeps for the backward pass, and what it allocates in both passes.
+
+The layers of a model (the first one, one block and the last block of each stack, bridges, the head
+with its loss) run on the meta device, where tensors have shapes but no data, so a paper's layers
+need no formulas of their own. Tensor and context parallelism, sequence parallelism and activation
+checkpointing each change them, so they run once per kind of layout, as one process of both groups.
+Attention is taken for a flash kernel's, which keeps no scores.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from megavis.composition.trainable import Trainable
+from megavis.config.schema import RunConfig
+from megavis.model.attention import Attention
+from megavis.model.layer_state import PackedState
+from megavis.model.stack import LayerPlan, Predictions
+from megavis.papers import build_objective
+from megavis.parallel.context import close_context, open_virtual_context
+from megavis.parallel.device import DTYPES
+from megavis.planning.layouts import LayoutKey, layout_key
+from megavis.planning.live_storages import LiveStorages, place_of, saved_tensors
+
+# A prime that divides no size of a model: a storage grows with the images if and only if the number
+# of its bytes is a multiple. On the meta device many images take no longer than one.
+_IMAGES = 31
+
+
+@dataclass(frozen=True)
+class Growth:
+    """The most bytes at any moment, as a function of the images of a micro-batch.
+
+    `moments` are pairs of bytes per image and bytes for all images, such as the gradient of a
+    weight; none is below another in both.
+    """
+
+    moments: tuple[tuple[float, float], ...] = ()
+
+    def most(self, images: int) -> float:
+        """Return the bytes for a number of images."""
+        return max((images * each + fixed for each, fixed in self.moments), default=0.0)
+
+
+@dataclass(frozen=True)
+class LayerActivations:
+    """Activations of a layer on one process of a tensor and a context group.
+
+    Attributes:
+        saved: bytes per image kept for its backward pass.
+        fixed: bytes kept for all images together: gains of norms in float32.
+        shared: bytes per image kept that the layers of a stack share: tensors carried with the
+            hidden states, such as an encoder's output.
+        forward: allocated in its forward pass, with what it keeps in the end.
+        backward: allocated in its backward pass, besides what was kept. The gradients of its
+            outputs are included, recomputed tensors too.
+    """
+
+    saved: float
+    fixed: float = 0.0
+    shared: float = 0.0
+    forward: Growth = Growth()
+    backward: Growth = Growth()
+
+    def kept(self, images: int) -> float:
+        """Return the bytes kept of a micro-batch, without those that are shared."""
+        return images * self.saved + self.fixed
+
+
+@dataclass(frozen=True)
+class StackActivations:
+    """Activations of a stack's blocks, and of the bridge above them, if there is one.
+
+    The last block continues only with the tokens that are read from it.
+    """
+
+    block: LayerActivations
+    last_block: LayerActivations
+    bridge: tuple[LayerActivations, ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelActivations:
+    """Activations of all layers in one kind of layout.
+
+    Attributes:
+        first: of the first layer.
+        stacks: of the blocks, from bottom to top.
+        head: of the last layer, with a stack inside it, and of the loss.
+        outputs: bytes per image of the last layer's output.
+        saved_outputs: what of it is part of `head.saved`.
+    """
+
+    first: LayerActivations
+    stacks: tuple[StackActivations, ...]
+    head: LayerActivations
+    outputs: float = 0.0
+    saved_outputs: float = 0.0
+
+
+def activations_of_layouts(layouts: Iterable[RunConfig]) -> dict[LayoutKey, ModelActivations]:
+    """Measure a model in every way in which it runs in these layouts of a config.
+
+    Ways without recomputation are added, since estimates of time compare with them. There must be
+    no open parallel context.
+    """
+    ways: dict[LayoutKey, RunConfig] = {}
+    for config in layouts:
+        plain = config.parallel.model_copy(update={"activation_checkpointing": "none"})
+        for parallel in (config.parallel, plain):
+            if layout_key(parallel) not in ways:
+                own = config.model_copy(update={"parallel": parallel})
+                ways[layout_key(parallel)] = own
+    found: dict[LayoutKey, ModelActivations] = {}
+    for tensor, parts in sorted({way[:2] for way in ways}):
+        context = open_virtual_context(
+            0,
+            tensor * parts,
+            tensor_model_parallel_size=tensor,
+            context_parallel_size=parts,
+            device="meta",
+        )
+        try:
+            for way, config in ways.items():
+                if way[:2] == (tensor, parts):
+                    found[way] = activations_of(build_objective(config, context))
+        finally:
+            close_context()
+    return found
+
+
+def activations_of(objective: Trainable) -> ModelActivations:
+    """Measure the layers of a model in the objective's own context."""
+    first, *between, last = objective.layer_plans()
+    dtype = DTYPES[objective.config.training.precision]
+    sequence = objective.blank_sequence(_IMAGES, torch.device("meta"))
+    sizes: dict[int, int] = {}
+
+    def score(head: nn.Module, state: PackedState) -> Tensor:
+        predictions: Predictions = head(state)
+        # Of the first run, in which `saved` is found.
+        sizes.update(() if sizes else [(place_of(one), one.nbytes) for one in _leaves(predictions)])
+        return objective.loss(predictions, sequence.targets)
+
+    embedding = _measured(first, sequence.inputs, dtype)
+    stacks, state = _through(between, embedding.output, dtype)
+    head = _measured(last, state, dtype, score)
+    return ModelActivations(
+        first=embedding.activations,
+        stacks=tuple(stacks),
+        head=head.activations,
+        outputs=sum(sizes.values()) / _IMAGES,
+        saved_outputs=sum(sizes[place] for place in sizes.keys() & head.saved) / _IMAGES,
+    )
+
+
+def _through(
+    plans: Sequence[LayerPlan], state: PackedState, dtype: torch.dtype
+) -> tuple[list[StackActivations], PackedState]:
+    """Measure stacks and bridges; return the state above them."""
+    stacks: list[StackActivations] = []
+    for stack, group in itertools.groupby(plans, lambda plan: plan.stack):
+        layers = list(group)
+        if stack is None:
+            bridge = []
+            for plan in layers:
+                measured = _measured(plan, state, dtype)
+                bridge.append(measured.activations)
+                state = measured.output
+            stacks[-1] = replace(stacks[-1], bridge=tuple(bridge))
+            continue
+        # A block's output has the form of its input, so the second to last need not run.
+        block = last = _measured(layers[0], state, dtype)
+        if stack.work.num_read != stack.work.num_tokens:
+            last = _measured(layers[-1], state, dtype)
+        stacks.append(StackActivations(block.activations, last.activations))
+        state = last.output
+    return stacks, state
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """A layer's activations, its output, and the places of the tensors that it saves."""
+
+    activations: LayerActivations
+    output: PackedState
+    saved: frozenset[int]
+
+
+def _apply(layer: nn.Module, state: PackedState) -> PackedState:
+    output: PackedState = layer(state)
+    return output
+
+
+def _measured(
+    plan: LayerPlan,
+    state: PackedState,
+    dtype: torch.dtype,
+    run: Callable[[nn.Module, Any], Any] = _apply,
+) -> _Measured:
+    """Run both passes of a layer, with what `run` adds to it."""
+    layer = _built(plan, dtype)
+    entering = _map(state, lambda each: each.detach().requires_grad_(each.requires_grad))
+    hidden, *carried = _leaves(entering)
+    # In a run of its own: what the hooks were given is freed late.
+    saved, _ = saved_tensors(partial(run, layer, entering), [layer])
+    sizes = {place: tensor.untyped_storage().nbytes() for place, tensor in saved.items()}
+    del saved, _
+    with _Moments() as live:
+        live.add(place_of(hidden), hidden.nbytes)
+        output = run(layer, entering)
+        forward = live.growth()
+        live.restart()
+        outputs = [each for each in _leaves(output) if each.requires_grad]
+        gradients = [torch.empty_like(each) for each in outputs]
+        torch.autograd.backward(outputs, gradients)
+        del gradients
+        backward = live.growth()
+    carried = carried if plan.stack is not None else []
+    shared = sum(sizes.get(place_of(each), 0) for each in carried)
+    fixed = sum(size for size in sizes.values() if size % _IMAGES)
+    return _Measured(
+        LayerActivations(
+            saved=(sum(sizes.values()) - fixed - shared) / _IMAGES,
+            fixed=fixed,
+            shared=shared / _IMAGES,
+            forward=forward,
+            backward=backward,
+        ),
+        # Not part of a larger storage, which only the layer above would keep.
+        _map(output, lambda each: torch.empty_like(each, requires_grad=each.requires_grad)),
+        frozenset(sizes),
+    )
+
+
+def _built(plan: LayerPlan, dtype: torch.dtype) -> nn.Module:
+    """Build a layer on the meta device for this measurement."""
+    with torch.device("meta"):
+        layer = plan.build().to(dtype).train()
+    for parameter in layer.parameters():
+        # Engines keep or reduce gradients, which are part of the states.
+        parameter.register_post_accumulate_grad_hook(_drop_gradient)
+    for module in layer.modules():
+        if isinstance(module, Attention):
+            # By hooks, so that it holds where a backward pass recomputes too.
+            flash = _FlashAttention()
+            module.register_forward_pre_hook(flash.begin)
+            module.register_forward_hook(flash.end)
+    return layer
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _leaves(state: PackedState) -> tuple[Tensor, ...]:
+    return (state,) if isinstance(state, Tensor) else state
+
+
+def _map(state: PackedState, change: Callable[[Tensor], Tensor]) -> PackedState:
+    return change(state) if isinstance(state, Tensor) else tuple(map(change, state))
+
+
+class _Moments(LiveStorages):
+    """Live storages, by whether they grow with the images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fixed = 0
+        self.restart()
+
+    def add(self, place: int, size: int) -> None:
+        super().add(place, size)
+        self.fixed += size if size % _IMAGES else 0
+
+    def free(self, place: int) -> int:
+        size = super().free(place)
+        self.fixed -= size if size % _IMAGES else 0
+        return size
+
+    def restart(self) -> None:
+        """Forget the moments; count from the storages that are live now."""
+        self._before = (self.num_bytes - self.fixed, self.fixed)
+        self._moments: set[tuple[int, int]] = {(0, 0)}
+
+    def record(self) -> None:
+        """Note the live storages unless both numbers were higher at another moment."""
+        growing, fixed = self._before
+        now = (self.num_bytes - self.fixed - growing, self.fixed - fixed)
+        if not any(now[0] <= each and now[1] <= other for each, other in self._moments):
+            below = {each for each in self._moments if each[0] <= now[0] and each[1] <= now[1]}
+            self._moments = self._moments - below | {now}
+
+    def growth(self) -> Growth:
+        """Return the moments since the last start."""
+        return Growth(tuple((each / _IMAGES, float(fixed)) for each, fixed in self._moments))
+
+
+class _FlashAttention(TorchFunctionMode):
+    """Attention that keeps queries, keys, values, output and the softmax's sums, as on a GPU.
+
+    On the meta device torch chooses a kernel that keeps all scores.
+    """
+
+    def begin(self, *_: Any) -> None:
+        """Begin, before a module's forward pass."""
+        self.__enter__()
+
+    def end(self, *_: Any) -> None:
+        """End, after it."""
+        self.__exit__(None, None, None)
+
+    def __torch_function__(
+        self,
+        function: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if function is F.scaled_dot_product_attention:
+            mask = (kwargs or {}).get("attn_mask")
+            return _Attended.apply(*args, mask)
+        return function(*args, **(kwargs or {}))
+
+
+class _Attended(torch.autograd.Function):
+    """Tensors of attention's shapes, without values."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        # Kernels lay their output out like the queries, and take a mask in their precision.
+        mixed = torch.empty_like(query)
+        sums = query.new_empty(query.shape[:3], dtype=torch.float32)
+        mask = None if mask is None else mask.to(query.dtype)
+        ctx.save_for_backward(query, key, value, mixed, sums, mask)
+        return mixed
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        query, key, value, _, _, mask = ctx.saved_tensors
+        needed = zip((query, key, value, mask), ctx.needs_input_grad, strict=True)
+        return tuple(torch.empty_like(each) if needs else None for each, needs in needed)
