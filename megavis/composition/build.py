@@ -14,6 +14,7 @@ from torch import nn
 
 from megavis.composition import asking, condition, encoded_tokens, tokens
 from megavis.composition.encoded_image import EncodedImage
+from megavis.composition.instruct import Instruct
 from megavis.composition.parts import Role
 from megavis.composition.reader import SecondStack
 from megavis.composition.tokens import Key
@@ -122,7 +123,13 @@ def _(word: words.OneByOne, asks: words.AskWord, run: RunConfig, grid: Grid) -> 
         orders = Orders(torch.arange(grid[0] * grid[1]), seed=run.seed)
     else:
         orders = Orders(order_of_run(word.order, *grid, block=word.order_block, seed=run.seed))
-    return OneByOne(orders, prefix=word.prefix, first_asked=asks.first_asked, seed=run.seed)
+    return OneByOne(
+        orders,
+        prefix=word.prefix,
+        first_asked=asks.first_asked,
+        asks_several=asks.asks_several,
+        seed=run.seed,
+    )
 
 
 @build_schedule.register
@@ -185,6 +192,11 @@ def _(word: words.Shift, grammar: Grammar) -> asking.Asking:
 def _(word: words.Query, grammar: Grammar) -> asking.Asking:
     queries = word.streams == "two"
     return asking.Query(num_front=grammar.num_front, starts=word.start, queries=queries)
+
+
+@build_asking.register
+def _(word: words.Instruct, grammar: Grammar) -> asking.Asking:
+    return Instruct()
 
 
 @build_asking.register

@@ -72,7 +72,8 @@ class Reader(Parts):
             **dict(zip(self.extras, extras, strict=True)),
         }
         if PLACES in self.core.carried_names:
-            carried[PLACES] = embedded.places.contiguous()
+            read = embedded.read_places
+            carried[PLACES] = (embedded.places if read is None else read).contiguous()
         memory = known.get("encoder")
         if memory is not None and memory.ndim == 3:
             carried[MEMORY] = memory.transpose(0, 1).contiguous()

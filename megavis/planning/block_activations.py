@@ -47,7 +47,7 @@ def block_activations(
         is_last: the last block of the stack, which continues only with the tokens that are read.
     """
     work, width, size = shape.work, shape.hidden_size, shape.number_size
-    read, recomputes = work.num_read if is_last else work.num_tokens, is_selective(layout)
+    read, recomputes = work.num_last_queries if is_last else work.num_tokens, is_selective(layout)
     # The input, and per token the standard deviation and, if subtracted, the mean.
     norm = size * width if recomputes else 4 * width + 4 * (1 + shape.is_layer_norm)
     dropped = shape.residual_dropouts * width * read
