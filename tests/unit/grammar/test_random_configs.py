@@ -26,7 +26,8 @@ def test_every_message_names_keys_of_the_paper(name):
 @pytest.mark.parametrize("name", NAMED)
 def test_what_is_accepted_builds_and_takes_a_step(build_paper, name):
     trained = take_steps_of_accepted(build_paper, name, 3, seed=1)
-    assert trained > 0 or name == "givt_encoder_decoder"  # Only a VAE encodes its data.
+    # Data of these two are made by a tokenizer alone, a VAE or a VQGAN.
+    assert trained > 0 or name in ("givt_encoder_decoder", "randar")
 
 
 def test_rows_that_a_layout_does_not_divide_are_changed_by_keys_of_the_paper():

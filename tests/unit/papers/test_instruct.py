@@ -12,8 +12,10 @@ from compositions import (
     BOTH,
     CATEGORICAL,
     CLASSES,
+    DIFFUSION,
     ERROR,
     INSTRUCT,
+    LATENTS,
     MIXTURE,
     ONE_BY_ONE,
     PALETTE,
@@ -21,7 +23,7 @@ from compositions import (
     QUERY,
     RANDOM,
 )
-from small_batches import batch_of, photographs
+from small_batches import batch_of, photographs, run_layers
 from tiny import tiny
 
 from megavis.config.errors import UserError
@@ -247,6 +249,24 @@ def test_queries_can_be_asked_together_too(build_composition, tmp_path, asks):
     steps = [each.clone() for each in sampler.rounds(torch.arange(2))]
     assert len(steps) == 4
     assert steps[-1].abs().sum() > 0
+
+
+def test_latents_are_denoised_at_several_places_at_once(build_composition, tmp_path):
+    """A combination that is no paper: these rows with a diffusion decoder on latents."""
+    words = [LATENTS, RANDOM, INSTRUCT, DIFFUSION, CLASSES]
+    objective, inference = build_composition(*words)
+    sampler = Sampler(inference, objective, tmp_path, {"rounds": 4})
+    options = {"conditions": {"labels": torch.tensor([0, 2])}}
+    images = torch.arange(2)
+    tokens, uncached = (sampler.tokens(images, cached=each, **options) for each in (True, False))
+    assert tokens.shape == (2, 16, 4)
+    torch.testing.assert_close(tokens, uncached, rtol=1e-3, atol=1e-4)
+    latents = torch.randn(2, 4, 4, 4, generator=torch.Generator().manual_seed(0))
+    sequence = objective.sequence(batch_of(latents))
+    state = run_layers(inference.layers.modules, sequence.inputs)
+    objective.loss(state, sequence.targets).backward()
+    query = dict(inference.layers.named_parameters())["embedding.query"]
+    assert query.grad.abs().min() > 0
 
 
 def test_beam_search_keeps_likely_sequences(make, tmp_path):
