@@ -166,6 +166,32 @@ def test_a_token_depends_on_all_tokens_before_it_alone(build_composition):
         assert torch.equal(moved, (torch.arange(16) > place).expand(2, -1))
 
 
+@pytest.mark.parametrize("recomputed", ["full", "selective"])
+def test_gradients_are_the_same_when_activations_are_recomputed(make, recomputed):
+    gradients = []
+    for kind in ("none", recomputed):
+        objective, inference = make(f"parallel.activation_checkpointing={kind}")
+        sequence = objective.training_sequence(batch_of(palette_ids()))
+        for layer in inference.layers.modules:
+            layer.train()
+        state = run_layers(inference.layers.modules, sequence.inputs)
+        objective.loss(state, sequence.targets).backward()
+        named = inference.layers.named_parameters()
+        gradients.append({name: each.grad for name, each in named})
+    assert gradients[0]["embedding.query"].abs().min() > 0
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def test_work_counts_two_rows_for_a_token(make):
+    """Rows pass through all blocks, and half of them through the head."""
+    objective, _ = make()
+    rows, width = 2 * SIDE * SIDE, WIDTH
+    matrices = 2 * rows * (4 * width**2 + 2 * width * 4 * width)
+    attention = 4 * width * rows * (rows + 1) / 2
+    head = 2 * (rows // 2) * width * 32
+    assert objective.flops_per_image() == 3 * (2 * (matrices + attention) + head)
+
+
 # Generation.
 
 
