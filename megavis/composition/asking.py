@@ -5,6 +5,7 @@
 - `Query`: query rows without a token follow the content rows, and no row attends to them.
 - `InContext`: a row predicts its own token's position; all rows attend to the context's.
 - `Visible`: rows of known tokens only, for an encoder; the bridge to a decoder adds the others.
+- `Instruct`, in `instruct.py`: a row with a token's place precedes the row that holds it.
 
 An asking kind has no parameters. `rows` runs on every process and turns tokens into the inputs of
 the first layer; `embed` runs in the first layer and turns these into hidden states.
@@ -64,6 +65,14 @@ class Asking(ABC):
         """True if a token's keys and values do not depend on later tokens."""
         return self.visibility == "causal"
 
+    def num_cached(self, count: int) -> int:
+        """Return the largest number of rows in a KV cache for `count` tokens."""
+        return count
+
+    def num_final(self, step: PredictionTargets) -> int | None:
+        """Return how many rows no token sampled after a step changes; None: all of that step."""
+        return None
+
     @abstractmethod
     def rows(self, tokens: Tensor, wanted: PredictionTargets, since: int = 0) -> AskedRows:
         """Return the rows for a wanted.
@@ -71,7 +80,7 @@ class Asking(ABC):
         Args:
             tokens: `[b, at least known, ...]`, in the order of the plan (in raster order for
                 `InContext`).
-            since: number of positions in the KV cache; only rows after these are returned.
+            since: number of rows in the KV cache; only rows after these are returned.
         """
 
     def feature_rows(self, tokens: Tensor, plan: Arrangement) -> AskedRows:
@@ -103,11 +112,13 @@ class Embedded:
         hidden: `[b, m, h]`.
         places: int64 `[b or 1, m]`, the grid cell of each row, `START` or `NOWHERE`.
         carried: tensors that are passed along with the hidden states, by name.
+        read_places: places of the rows that the head reads; None: of all.
     """
 
     hidden: Tensor
     places: Tensor
     carried: Mapping[str, Tensor]
+    read_places: Tensor | None = None
 
 
 class Shift(Asking):

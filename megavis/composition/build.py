@@ -14,6 +14,7 @@ from torch import nn
 
 from megavis.composition import asking, condition, encoded_tokens, tokens
 from megavis.composition.encoded_image import EncodedImage
+from megavis.composition.instruct import Instruct
 from megavis.composition.parts import Role
 from megavis.composition.reader import SecondStack
 from megavis.composition.tokens import Key
@@ -131,6 +132,7 @@ def _(word: words.OneByOne, asks: words.AskWord, run: RunConfig, grid: Grid) -> 
         orders,
         prefix=word.prefix,
         first_asked=asks.first_asked,
+        asks_several=asks.asks_several,
         seed=run.seed,
         annealing=annealing,
     )
@@ -196,6 +198,11 @@ def _(word: words.Shift, grammar: Grammar) -> asking.Asking:
 def _(word: words.Query, grammar: Grammar) -> asking.Asking:
     queries = word.streams == "two"
     return asking.Query(num_front=grammar.num_front, starts=word.start, queries=queries)
+
+
+@build_asking.register
+def _(word: words.Instruct, grammar: Grammar) -> asking.Asking:
+    return Instruct()
 
 
 @build_asking.register

@@ -93,6 +93,11 @@ class Model(Layers):
         )
 
     @property
+    def num_cached(self) -> int:
+        """Largest number of rows in a KV cache."""
+        return self.num_skipped + self.asks.num_cached(self.num_tokens)
+
+    @property
     def tokenizer_identity(self) -> str | None:
         """SHA-256 of the frozen tokenizer; None without one."""
         return self.predicts.identity or self.reads.identity or self.condition.identity

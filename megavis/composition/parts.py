@@ -79,6 +79,11 @@ class Parts(nn.Module):
         """Add absolute positions of the cells `[b or 1, m]` to `hidden` `[b, m, h]`."""
         return self.part(role)(hidden, places)
 
+    def encoded_places(self, vectors: Tensor, places: Tensor) -> Tensor:
+        """Encode the cells `[b or 1, m]` in vectors `[b or 1, m, h]`; see `Positions.encode`."""
+        encoded: Tensor = self.part("positions").encode(vectors, places)
+        return encoded
+
     def vector(self, role: Literal["query", "mask"], hidden: Tensor) -> Tensor:
         """Return a query or mask vector `[h]` in the dtype of `hidden`; zeros without a part."""
         part: Tensor | None = self.part(role)

@@ -78,7 +78,8 @@ class Reader(Parts):
             **dict(zip(self.extras, extras, strict=True)),
         }
         if PLACES in self.core.carried_names:
-            carried[PLACES] = embedded.places.contiguous()
+            read = embedded.read_places
+            carried[PLACES] = (embedded.places if read is None else read).contiguous()
         if self.core.is_modulated:
             vectors = self.modulation(embedded.hidden, known, numbers)
             carried[MODULATION] = to_stream(vectors, self.core)

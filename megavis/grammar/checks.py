@@ -19,6 +19,7 @@ from megavis.grammar.words import (
     Colors,
     Ids,
     InContext,
+    Instruct,
     Labels,
     Latents,
     Mask,
@@ -30,7 +31,7 @@ from megavis.grammar.words import (
     Visible,
 )
 
-_ASKS: tuple[type[AskWord], ...] = (Shift, Mask, Query, InContext, Visible)
+_ASKS: tuple[type[AskWord], ...] = (Shift, Mask, Query, InContext, Visible, Instruct)
 _WITHOUT_CONDITION = "set {condition} to null"
 _WITHOUT_MEMORY = "set {memory} to null"
 _WITHOUT_TRANSFORM = "set {transform} to null"

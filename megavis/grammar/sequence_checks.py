@@ -13,6 +13,7 @@ from megavis.grammar.words import (
     AskWord,
     Groups,
     InContext,
+    Instruct,
     Mask,
     OneByOne,
     Query,
@@ -178,6 +179,14 @@ def _(asks: Query, grammar: Grammar, run: RunConfig) -> Faults:
             # `fixed` refuses them.
             remedy = f"{{schedule.boundaries}} to null, {remedy}"
         yield Fault("schedule.length", text, f"set {remedy} and {{schedule.length}} to fixed")
+
+
+@check_asking.register
+def _(asks: Instruct, grammar: Grammar, run: RunConfig) -> Faults:
+    if grammar.positions == "none":
+        text = "none has no place that a row of asks instruct could hold"
+        remedy = f"set it to {added_positions(run)}, rope_1d or rope_2d"
+        yield Fault("model.positions", text, remedy)
 
 
 @check_asking.register

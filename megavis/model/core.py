@@ -21,7 +21,7 @@ from megavis.model.activations import ACTIVATIONS, Branch, with_recomputed
 from megavis.model.attention import Attention, CrossAttention
 from megavis.model.block_layers import block_layers
 from megavis.model.compiled_blocks import CompiledBlocks
-from megavis.model.context_parallel import all_tokens, own_tokens
+from megavis.model.context_parallel import all_tokens, own_tokens, splits_context
 from megavis.model.dropout import SAMPLES, add_to_residual, draw_kept, drop_path_of
 from megavis.model.feed_forward import feed_forward_type
 from megavis.model.kernels import compiles_blocks
@@ -29,7 +29,8 @@ from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.modulation import MODULATION, OF_BLOCK, Modulation, modulate
 from megavis.model.norms import GainNorm, Norm
 from megavis.model.parameters import Initialization
-from megavis.model.tensor_parallel import Precision
+from megavis.model.sequence_regions import own_rows
+from megavis.model.tensor_parallel import Precision, splits_tokens
 from megavis.model.visibility import (
     AttentionContext,
     KeyValueCache,
@@ -41,6 +42,10 @@ from megavis.parallel.random import rank_local_rng
 
 BLOCKS = "blocks"
 """Name of a paper's first stack, used in parameter names."""
+
+READ_ROWS = "read_rows"
+"""Name under which the indices of the rows that the head reads, int64 `[1, q]`, are carried; others
+do not leave the last block. Without it the head reads all rows, or the queries of two streams."""
 
 MEMORY = "memory"
 """Name under which an encoder's output `[c, b, h]` is carried; blocks then have cross-attention."""
@@ -270,11 +275,18 @@ class Block(TransformerLayer):
             )
         memory, vectors = stream.carried.get(MEMORY), stream.carried.get(MODULATION)
         hidden = self.run(stream.hidden, attention_context, memory, vectors)
-        if vectors is not None and attention_context.query_start:
-            # The last norm has those of the tokens that the head reads.
-            vectors = self._from(attention_context.query_start, vectors)
-            return LayerState(hidden, {**stream.carried, MODULATION: vectors}).pack()
-        return stream.with_hidden(hidden).pack()
+        rows = (
+            stream.carried[READ_ROWS][0] if self.is_last and READ_ROWS in stream.carried else None
+        )
+        if rows is not None:
+            hidden = self._read(hidden, rows)
+        if vectors is None:
+            return stream.with_hidden(hidden).pack()
+        # The last norm has those of the tokens that the head reads.
+        vectors = self._from(attention_context.query_start, vectors)
+        if rows is not None:
+            vectors = self._read(vectors, rows)
+        return LayerState(hidden, {**stream.carried, MODULATION: vectors}).pack()
 
     def run(
         self,
@@ -433,6 +445,21 @@ class Block(TransformerLayer):
         # The tokens from `first` on are those of the last processes: gather and split them anew, so
         # that each process has equally many.
         return own_tokens(all_tokens(hidden, config, groups)[first:], config, groups)
+
+    def _read(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """Return the rows `[q, b, h]` of `[s, b, h]` with these indices, int64 `[q]` ascending.
+
+        Where tokens are split, each process must hold equally many of them.
+        """
+        groups, first = self.core.groups, 0
+        # As `own_tokens` splits: over the context group, and each part over the tensor group.
+        for splits, group in (
+            (splits_context(self.config), groups.cp),
+            (splits_tokens(self.config), groups.tp),
+        ):
+            if splits:
+                rows, first = own_rows(rows, group), first * group.size() + group.rank()
+        return hidden.index_select(0, rows - first * len(hidden))
 
     def _draw_kept(self, samples: Tensor) -> Tensor:
         """Return the drop path factors of attention, MLP and cross-attention: `[p, b, 1]`."""

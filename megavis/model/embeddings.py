@@ -51,6 +51,7 @@ def grid_positions(
         hidden_size=core.megatron.hidden_size,
         fill=fill,
         scale=core.model.position_scale,
+        head_size=core.model.head_size,
     )
 
 

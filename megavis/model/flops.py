@@ -46,6 +46,7 @@ class Workload:
         num_visible: tokens with keys and values.
         mean_visible: average number of keys per query, including masked ones that kernels compute.
         num_read: tokens that the head reads; only these leave the last block.
+        num_last: tokens for which the last block computes an output; 0: those that are read.
         num_outputs: outputs of the head for each of them.
         num_memory: encoder tokens to which all others attend; the encoder's own work is not
             included.
@@ -59,6 +60,12 @@ class Workload:
     num_outputs: int
     num_memory: int = 0
     is_modulated: bool = False
+    num_last: int = 0
+
+    @property
+    def num_last_queries(self) -> int:
+        """Tokens for which the last block computes an output."""
+        return self.num_last or self.num_read
 
     @classmethod
     def of_one_stream(cls, num_tokens: int, num_outputs: int, *, causal: bool) -> Workload:
@@ -106,8 +113,8 @@ def fp8_flops(model: ModelConfig, work: Workload) -> float:
 
 
 def _queries(model: ModelConfig, work: Workload) -> int:
-    """Return the tokens that leave the blocks, summed over the blocks."""
-    return (model.num_layers - 1) * work.num_tokens + work.num_read
+    """Return the tokens for which blocks compute an output, summed over the blocks."""
+    return (model.num_layers - 1) * work.num_tokens + work.num_last_queries
 
 
 def peak_flops(device_name: str, fp8_share: float = 0.0) -> float | None:

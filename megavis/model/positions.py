@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
 from megavis.config.section import PositionKind
+from megavis.model.kernels import apply_rotary
 from megavis.model.parameters import Fill, filled, set_start, zeros
 
 LEARNED = "embedding.positions.weight"
@@ -49,8 +50,9 @@ class Positions(nn.Module):
     `learned_sincos` start as sin-cos.
 
     Args:
-        scale: multiplies the coordinates of sin-cos positions; see `interpolation`. Rotary
-            positions are scaled in `turns`.
+        scale: multiplies the coordinates of sin-cos positions, and of rotary ones in `encode`; see
+            `interpolation`.
+        head_size: width of an attention head, for `encode`.
     """
 
     def __init__(
@@ -62,9 +64,11 @@ class Positions(nn.Module):
         hidden_size: int,
         fill: Fill,
         scale: float = 1.0,
+        head_size: int | None = None,
     ) -> None:
         super().__init__()
         self.kind, self.width, self.hidden_size, self.scale = kind, width, hidden_size, scale
+        self.head_size = hidden_size if head_size is None else head_size
         # Frames of a spectrogram.
         self.is_row = height == 1
         self.weight: nn.Parameter | None = None
@@ -92,6 +96,20 @@ class Positions(nn.Module):
         if self.kind == "sincos":
             return hidden + self._sincos(places).to(hidden.dtype)
         return hidden
+
+    def encode(self, vectors: Tensor, places: Tensor) -> Tensor:
+        """Encode cells `[b or 1, s]` in vectors `[b or 1, s, h]`, of which each kind has its way.
+
+        Absolute positions are added. Rotary ones rotate the vector as they rotate queries and keys:
+        "RandAR: Decoder-only Autoregressive Visual Generation in Random Orders", section 3.2, and
+        its released code.
+        """
+        coordinates = self.carried(places).get("coordinates")
+        if coordinates is None:
+            return self(vectors, places)
+        rotations = turns(coordinates, self.head_size, scale=self.scale)
+        heads = vectors.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        return apply_rotary(heads, *rotations).transpose(1, 2).flatten(2)
 
     def carried(self, places: Tensor) -> dict[str, Tensor]:
         """Return the coordinates that rotary and relative kinds carry to the blocks, by name.

@@ -233,6 +233,10 @@ class KeyValueCache:
             # first, so an old sequence may be continued twice.
             stored.copy_(stored[:, order])
 
+    def keep(self, length: int) -> None:
+        """Forget the tokens after the first `length`, if there are any."""
+        self.length = min(self.length, length)
+
     def advance(self) -> None:
         """Add the new tokens to `length`, after all modules have stored them."""
         self.length += self._new

@@ -48,7 +48,7 @@ def fp8_difference(shape: StackShape, layout: Layout, *, is_last: bool = False) 
         layout: whose tensor, sequence and context parallelism divide the activations.
         is_last: the last block of the stack, which continues only with the tokens that are read.
     """
-    read = shape.work.num_read if is_last else shape.work.num_tokens
+    read = shape.work.num_last_queries if is_last else shape.work.num_tokens
     kind = layout.parallel.activation_checkpointing
     inside = read * shape.mlp_size / shape.parts(layout)
     # Inputs of products, rounded instead of in bf16; `selective` does not keep the MLP's.

@@ -24,6 +24,7 @@ from megavis.model.inference import Inference
 from megavis.model.kernels import decoding_kernels
 from megavis.model.layer_state import PackedState
 from megavis.model.stack import Predictions
+from megavis.model.visibility import KeyValueCache
 from megavis.schedules.schedule import GenerationProgress, Step
 
 
@@ -84,8 +85,8 @@ def generate_in_steps(
     step = schedule.first(
         order, num_images=len(images), num_given=num_given, options=settings.schedule
     )
-    capacity = paper.num_skipped + paper.num_tokens
-    cache = inference.cache(capacity, static=static) if cached and paper.keeps_keys else None
+    cached = cached and paper.keeps_keys
+    cache = inference.cache(paper.num_cached, static=static) if cached else None
     if step is None:
         yield lanes.best(), None
     with inference.evaluating():
@@ -105,11 +106,19 @@ def generate_in_steps(
                 )
             drawn = Samples.unpack(made)
             moved = lanes.write(step, drawn)
-            if cache is not None and moved is not None:
-                cache.select(moved)
+            if cache is not None:
+                _follow(cache, moved, paper.asks.num_final(step))
             progress = GenerationProgress(drawn.score, images, settings.seed)
             step = schedule.after(step, progress, settings.schedule)
             yield lanes.best(), drawn.counts
+
+
+def _follow(cache: KeyValueCache, moved: Tensor | None, final: int | None) -> None:
+    """Reorder sequences as they `moved`, and forget rows after the `final` ones."""
+    if moved is not None:
+        cache.select(moved)
+    if final is not None:
+        cache.keep(final)
 
 
 @dataclass

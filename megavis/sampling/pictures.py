@@ -228,7 +228,7 @@ def picture_of_rounds(sampler: Sampler, conditions: Mapping[str, Tensor], count:
     Raises:
         UserError: the paper generates one token at a time.
     """
-    if sampler.paper.schedule.is_sequential:
+    if sampler.paper.schedule.samples_one(sampler.settings.schedule):
         raise UserError("rounds can be shown only for runs that generate many tokens at once")
     images = torch.arange(count, device=sampler.device)
     order = sampler.order_of(images)

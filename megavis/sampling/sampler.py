@@ -317,14 +317,18 @@ def settings_of(
     searches = max(search.beams, search.fans) > 1
     scored = searches or paper.schedule.needs_score
     token_sampler = paper.density.token_sampler(_take(density_type, chosen), scored=scored)
+    in_steps = _take(schedule_type, chosen)
+    if searches and not paper.schedule.samples_one(in_steps):
+        raise UserError(
+            f"beam search compares sequences token by token, and {spell('rounds')} samples several"
+            f" tokens at once: leave out {spell('rounds')}, or {spell('beams')} and {spell('fans')}"
+        )
     if searches and token_sampler.num_lanes > 1:
         raise UserError(
             f"{spell('guidance')} samples from an unnormalised density, which beam search cannot"
             f" compare: leave out {spell('beams')} and {spell('fans')}"
         )
-    return GenerationSettings(
-        token_sampler, _take(schedule_type, chosen), search.beams, search.fans, seed
-    )
+    return GenerationSettings(token_sampler, in_steps, search.beams, search.fans, seed)
 
 
 def _take(owner: type, chosen: Mapping[str, Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,7 +14,43 @@ from torch import Tensor
 from megavis.config.errors import UserError
 from megavis.parallel.random import uniform
 from megavis.schedules.orders import Orders, check_order
-from megavis.schedules.schedule import Arrangement, GenerationProgress, Schedule, Step
+from megavis.schedules.schedule import (
+    Arrangement,
+    GenerationProgress,
+    NoOptions,
+    Schedule,
+    Step,
+)
+
+
+@dataclass(frozen=True)
+class RoundOptions:
+    """Options of generation. Raises UserError: a value is out of its range."""
+
+    rounds: int | None = None
+    """Forward passes per image, 1 or more; None: one for each token. With fewer, the number of
+    tokens that a pass asks for at once grows along a cosine, from one in the first."""
+
+    def __post_init__(self) -> None:
+        if self.rounds is not None and self.rounds < 1:
+            raise UserError(f"the number of rounds must be 1 or more, not {self.rounds}")
+
+    def num_asked(self, number: int, num_done: int, count: int) -> int:
+        """Return how many tokens pass `number`, counted from 0, asks for.
+
+        After pass i of r, 1 + (1 - cos(π/2 · (i + 1) / r)) · n of n tokens are known, and at least
+        one more than before: "RandAR: Decoder-only Autoregressive Visual Generation in Random
+        Orders", section 3.3, and its released code.
+
+        Args:
+            num_done: tokens that earlier passes have sampled, less than `count`.
+            count: tokens to sample in all passes, n.
+        """
+        if self.rounds is None or (number == 0 and self.rounds > 1):
+            return 1
+        share = 1.0 - math.cos(math.pi / 2 * (number + 1) / self.rounds)
+        # The last cosine is not exactly 0 in floating point; the one that is added makes up for it.
+        return min(max(int(share * count + 1) - num_done, 1), count - num_done)
 
 
 @dataclass(frozen=True)
@@ -57,6 +94,7 @@ class OneByOne(Schedule):
             image, uniformly from 1 to n - 1.
         first_asked: first position that some row predicts, at most the shortest prefix; as many
             rows at the end are idle.
+        asks_several: whether generation can ask for several tokens at once.
         seed: draws prefixes.
         annealing: how the share of drawn orders falls; None: it stays.
     """
@@ -69,9 +107,11 @@ class OneByOne(Schedule):
         *,
         prefix: int | Literal["drawn"] = 0,
         first_asked: int = 0,
+        asks_several: bool = False,
         seed: int = 0,
         annealing: Annealing | None = None,
     ) -> None:
+        self.options_type = RoundOptions if asks_several else NoOptions
         last = None if annealing is None else annealing.last
         self.orders = orders if last is None else orders.with_share(last)
         self.annealing, self.draws_prefix, self.seed = annealing, prefix == "drawn", seed
@@ -85,6 +125,10 @@ class OneByOne(Schedule):
         other = copy.copy(self)
         other.orders = self.orders.with_share(self.annealing.share(step))
         return other
+
+    def samples_one(self, options: Any) -> bool:
+        """Return whether there are as many rounds as tokens, or no such option."""
+        return self.options_type is NoOptions or options.rounds is None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -183,16 +227,21 @@ class OneByOne(Schedule):
                 f" {num_given}"
             )
         prefix = num_given if self.draws_prefix else self.prefix
-        return self._step(self._arranged(order, prefix), num_given, 0)
+        return self._step(self._arranged(order, prefix), num_given, 0, num_given, options)
 
     def after(self, step: Step, progress: GenerationProgress, options: Any) -> Step | None:
-        """Predict the next position."""
-        return self._step(step.plan, step.asked.stop, step.number + 1)
+        """Predict the next position, or several."""
+        return self._step(step.plan, step.asked.stop, step.number + 1, step.num_given, options)
 
-    def _step(self, plan: Arrangement, position: int, number: int) -> Step | None:
+    def _step(
+        self, plan: Arrangement, position: int, number: int, num_given: int, options: Any
+    ) -> Step | None:
         if position == plan.num_positions:
             return None
         asked = slice(position, position + 1)
+        if not self.samples_one(options):
+            done, count = position - num_given, plan.num_positions - num_given
+            asked = slice(position, position + options.num_asked(number, done, count))
         # One name for all steps: the position distinguishes their draws (`SamplingKeys`), which are
         # then made for many positions at once.
-        return Step(plan, position, asked, number, "token")
+        return Step(plan, position, asked, number, "token", num_given=num_given)

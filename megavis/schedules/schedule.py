@@ -28,17 +28,21 @@ class NoOptions:
 class Schedule(ABC):
     """Draws arrangements for training, and steps through one to generate."""
 
-    options_type: ClassVar[type] = NoOptions
+    options_type: type = NoOptions
     """Dataclass of the user's options of generation."""
     takes_given: ClassVar[bool] = True
     """True if generation can start from given tokens."""
     needs_score: ClassVar[bool] = False
     """True if the next step depends on the log-likelihood of the sampled tokens."""
     is_sequential: ClassVar[bool] = False
-    """True if each step samples one position and none twice, as beam search requires."""
+    """True if each token is predicted from all tokens before it."""
     loss_average: LossAverage = "images"
     """`images`: average over the predicted tokens of each image, and then over images. `batch`:
     divide the sum over all predicted tokens of a step by their number."""
+
+    def samples_one(self, options: Any) -> bool:
+        """Return whether each step samples one position and none twice, with these options."""
+        return self.is_sequential
 
     @property
     def needs_given(self) -> bool:
@@ -196,10 +200,12 @@ class Step(PredictionTargets):
     Attributes:
         number: index of the step, from 0.
         name: purpose of the step's random draws.
+        num_given: positions that were given before the first step.
     """
 
     number: int
     name: str
+    num_given: int = field(default=0, kw_only=True)
 
     @property
     def num_asked(self) -> int:

@@ -35,7 +35,7 @@ LAYOUTS = [
 ]
 
 
-def sample_after_training(launch, path, overrides):
+def sample_after_training(launch, path, overrides, options=None):
     """Train a few steps, sample 5 images, complete 5, and train another step."""
     config = load_config(path, overrides).config
     context = open_context(
@@ -46,7 +46,7 @@ def sample_after_training(launch, path, overrides):
         device="cpu",
     )
     try:
-        objective = OBJECTIVES["igpt"](config, context)
+        objective = OBJECTIVES[config.objective.name](config, context)
         engine = Engine(config, objective, context)
         dataset = ShardDataset(config.data.train)
         originals = torch.from_numpy(dataset.read(range(5))[0].astype("int64"))
@@ -62,7 +62,7 @@ def sample_after_training(launch, path, overrides):
             losses = [engine.train_step(loader, step) for step in range(STEPS)]
             inference = Inference(engine.layers, context)
             assert inference.is_alone == (launch.world_size == 1)
-            sampler = Sampler(inference, objective, Path(), seed=3)
+            sampler = Sampler(inference, objective, Path(), options, seed=3)
             completed = sampler.draw(5, originals=originals, num_given=32)
             ids = torch.cat([sampler.draw(5, batch_size=3), completed])
             losses.append(engine.train_step(loader, STEPS))
@@ -95,6 +95,23 @@ def test_samples_are_the_same_in_every_layout(run_job, path):
 
     for num_processes, layout in LAYOUTS:
         results = run_job(sample_after_training, num_processes, path, FAST + layout)
+        for ids, other_losses in results:
+            assert ids == expected, layout
+            assert other_losses == pytest.approx(losses, rel=1e-4), layout
+
+
+def test_rounds_sample_the_same_in_every_layout(run_job, path):
+    """Places are asked for together, and the cache forgets rows, on all processes alike."""
+    objective = (
+        "objective={name: compose, reads: {kind: colors, vocabulary_size: 64},"
+        " schedule: {kind: one_by_one, order: random}, asks: {kind: instruct},"
+        " density: {kind: categorical}}"
+    )
+    words, options = [*FAST, objective, "model.positions=rope_2d"], {"rounds": 7}
+    one = [*words, "parallel.zero_stage=0"]
+    [(expected, losses)] = run_job(sample_after_training, 1, path, one, options)
+    for num_processes, layout in (LAYOUTS[0], LAYOUTS[1], LAYOUTS[4]):
+        results = run_job(sample_after_training, num_processes, path, words + layout, options)
         for ids, other_losses in results:
             assert ids == expected, layout
             assert other_losses == pytest.approx(losses, rel=1e-4), layout

@@ -21,6 +21,7 @@ DIFFUSION = "density: {kind: diffusion, noise_a: 1, sampling_steps: 4}"
 FRAMES, SPEECH = "reads: {kind: frames}", ("data={train: shards, frames: [12, 5]}",)
 CONTEXT = "schedule: {kind: context, mask_ratio: 0.5}"
 PLACE = "density: {kind: place}"
+INSTRUCT = "asks: {kind: instruct}"
 ITSELF = "asks: {kind: in_context}"
 BRIDGE = "asks: {kind: visible, decoder: {num_layers: 2, hidden_size: 8, num_attention_heads: 2}}"
 CLASSES = "condition: {kind: labels, num_classes: 3}"

@@ -101,6 +101,10 @@ SMALL = {
         " tokenizer: TOKENIZER}",
         model="qk_norm: true",
     ),
+    "randar": SmallConfig(
+        "{name: randar, patch_size: 4, vocabulary_size: 12, num_classes: 10, tokenizer: TOKENIZER}",
+        in_every_pair=True,
+    ),
     "mae": SmallConfig(MAE, in_every_pair=True),
     # The encoder with drop path and layer-wise learning rates.
     "mae_classes": SmallConfig(
@@ -211,6 +215,15 @@ SMALL = {
         "{name: compose, reads: {kind: patches, patch_size: 4}, schedule: {kind: one_by_one},"
         " asks: {kind: shift}, density: {kind: gaussian_mixture, num_components: 2},"
         " memory: {kind: encoded_image, num_layers: 2, patch_size: 8}}"
+    ),
+    # Rows of which the head reads every other one, with noise that it reads besides.
+    "compose_instruct": SmallConfig(
+        "{name: compose, reads: {kind: patches, patch_size: 4},"
+        " schedule: {kind: one_by_one, order: random}, asks: {kind: instruct},"
+        " density: {kind: diffusion, noise_a: 1, decoder: mlp, condition_on_gamma: true},"
+        " condition: {kind: labels, num_classes: 10}}",
+        model="positions: rope_2d",
+        in_every_pair=True,
     ),
     "compose_places": SmallConfig(
         "{name: compose, reads: {kind: patches, patch_size: 4}, schedule: {kind: context},"

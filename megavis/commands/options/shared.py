@@ -285,7 +285,11 @@ _OPTIONS: dict[str, tuple[type, str]] = {
     ),
     "beams": (int, "sequences that beam search keeps per image"),
     "fans": (int, "candidates per beam at every token"),
-    "rounds": (int, "number of rounds of masked models; default: 16"),
+    "rounds": (
+        int,
+        "passes in which tokens are generated, several in each; default: 16 for masked models, one"
+        " for each token where they are asked for one by one",
+    ),
     "choice_temperature": (float, "randomness of the tokens that masked models keep; default: 35"),
     "groups": (int, "number of groups in which hidden tokens are predicted"),
 }

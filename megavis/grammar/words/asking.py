@@ -37,6 +37,11 @@ class AskWord(Section):
         return True
 
     @property
+    def asks_several(self) -> bool:
+        """Whether several tokens of an order can be asked for at once, without those between."""
+        return False
+
+    @property
     def placed_share(self) -> float:
         """Share of the tokens whose positions are given."""
         return 0.0
@@ -165,6 +170,11 @@ class Query(AskWord):
         """Whether queries name the token that they predict."""
         return self.streams == "two"
 
+    @property
+    def asks_several(self) -> bool:
+        """Whether there are queries, which attend to no other query."""
+        return self.streams == "two"
+
     def feature_rows(self, front: int, count: int) -> Rows:
         """Return the content stream."""
         rows = front + self.start + count
@@ -181,6 +191,33 @@ class Query(AskWord):
     def num_skipped(self, schedule: ScheduleWord, front: int, count: int) -> int:
         """Return 0 with queries; without, all rows before the last that precedes a token."""
         return 0 if self.streams == "two" else front + self.start - 1
+
+
+class Instruct(AskWord):
+    """Rows alternate: one holds a place and predicts the token there, the next holds the token."""
+
+    schedules: ClassVar[tuple[str, ...]] = ("one_by_one",)
+    has_front: ClassVar[bool] = False
+
+    kind: Literal["instruct"] = "instruct"
+
+    @property
+    def has_start(self) -> bool:
+        """Always, so that there are two rows per token."""
+        return True
+
+    @property
+    def asks_several(self) -> bool:
+        """True: rows with places may follow each other."""
+        return True
+
+    def feature_rows(self, front: int, count: int) -> Rows:
+        """Return a start token, all places, and all tokens but the last."""
+        return Rows(2 * count, 2 * count)
+
+    def rows(self, schedule: ScheduleWord, front: int, count: int) -> Rows:
+        """Return the same; the head reads those with places."""
+        return Rows(2 * count, count)
 
 
 class InContext(AskWord):
@@ -241,4 +278,4 @@ class Visible(AskWord):
         return front + schedule.content(count)[0]
 
 
-AnyAsking = InContext | Visible | Shift | Mask | Query
+AnyAsking = InContext | Visible | Shift | Mask | Query | Instruct

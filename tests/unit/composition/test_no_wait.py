@@ -59,6 +59,10 @@ PAPERS = [
 FINE_TUNED = ["data.validation=shards/validation", "training.validate_every=1"]
 STEPS = [
     *PAPERS,
+    (
+        ["objective={name: randar, patch_size: 4, vocabulary_size: 12, num_classes: 3}"],
+        torch.zeros(2, 9).byte(),
+    ),
     (["finetune={num_classes: 3}", *FINE_TUNED], IMAGES),
     (["finetune={num_classes: 3, generative_weight: 1}", *FINE_TUNED], IMAGES),
     ([f"objective={{{LABEL_MAPS}, target: panoptic}}"], IMAGES),

@@ -65,6 +65,7 @@ CHOICES = {
         {"kind": "mask", "marks": True},
         {"kind": "query"},
         {"kind": "query", "start": False, "streams": "one"},
+        {"kind": "instruct"},
         {"kind": "in_context"},
         {"kind": "in_context", "given_ratio": 0.5},
         *(

@@ -1,0 +1,119 @@
+"""Asking by instructions: a row that holds a token's place precedes the row that holds the token.
+
+"RandAR: Decoder-only Autoregressive Visual Generation in Random Orders", section 3.2. Both kinds of
+rows are attended to, so that an ordinary causal decoder predicts tokens in any order. Several
+tokens are predicted at once by as many instructions in a row (section 3.3).
+
+Legend: b images (1 if all images share a tensor), n positions, c rows of tokens, i of instructions,
+q asked positions, h hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megavis.composition.asking import AskedRows, Asking, Embedded
+from megavis.composition.parts import Parts, Role
+from megavis.model.core import READ_ROWS
+from megavis.model.flops import Workload
+from megavis.model.positions import START
+from megavis.model.visibility import VisibilityKind
+from megavis.schedules.schedule import Arrangement, PredictionTargets
+
+
+class Instruct(Asking):
+    """Rows alternate: start token, place 0, token 0, place 1, token 1, ..., place n - 1.
+
+    The row with a place predicts the token at that place. Attention is causal. The last token has
+    no row in training, since it predicts nothing: n tokens have 2n rows.
+
+    Where several tokens are asked at once, their places follow each other, so that each also
+    attends to the places before it, but to none of the tokens that are asked with it.
+    """
+
+    num_inputs = 4
+    visibility: VisibilityKind = "causal"
+    extra_tensors = (READ_ROWS,)
+    fillers: tuple[Role, ...] = ("start", "query")
+
+    def num_cached(self, count: int) -> int:
+        """Return the rows of start token, places, and all tokens but the last."""
+        return 2 * count
+
+    def num_final(self, step: PredictionTargets) -> int | None:
+        """Return the rows up to the first place that was asked.
+
+        Between later ones of the step the tokens are inserted that it has sampled.
+        """
+        return 2 * (step.asked.start + 1)
+
+    def rows(self, tokens: Tensor, wanted: PredictionTargets, since: int = 0) -> AskedRows:
+        """Return tokens, their places, the places of instructions, and the rows to read.
+
+        A start token in front, at `START`, has a place but no token. `since` must be even: the
+        first row then holds a token.
+        """
+        known, read = wanted.known, wanted.asked.stop - wanted.asked.start
+        # Of the known tokens, those before `cached` have rows, and one more instruction has.
+        cached = max(since // 2 - 1, 0)
+        first = cached + 1 if since else 0
+        order = wanted.plan.order
+        tokens, places = tokens[:, cached:known], order[:, cached:known]
+        if not since:
+            places = F.pad(places, (1, 0), value=START)
+        instructions = order[:, first : wanted.asked.stop]
+        return tokens, places, instructions, self._read_rows(places, instructions, read)
+
+    @staticmethod
+    def _read_rows(places: Tensor, instructions: Tensor, count: int) -> Tensor:
+        """Return the indices of the last `count` instructions' rows: int64 `[1, count]`."""
+        number = torch.arange(instructions.shape[1], device=places.device)
+        # The instruction with number t follows t + 1 rows of tokens, if there are as many.
+        rows = number + (number + 1).clamp(max=places.shape[1])
+        return rows[None, len(number) - count :].contiguous()
+
+    def feature_rows(self, tokens: Tensor, plan: Arrangement) -> AskedRows:
+        """Return the rows of training, all of which are read."""
+        wanted = PredictionTargets(plan, plan.num_positions - 1, slice(0, plan.num_positions))
+        *rows, _ = self.rows(tokens, wanted)
+        every = torch.arange(2 * plan.num_positions, device=tokens.device)
+        return *rows, every[None]
+
+    def num_feature_rows(self, count: int) -> int:
+        """Return two rows per token."""
+        return 2 * count
+
+    def shape_of(self, rows: AskedRows) -> tuple[int, int]:
+        """Return the number of images, and of rows that the head reads."""
+        return rows[0].shape[0], rows[3].shape[1]
+
+    def embed(self, parts: Parts, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
+        """See `Asking`; an instruction is a learned vector in which its place is encoded."""
+        tokens, places, instructions, read = rows
+        starts = places.shape[1] > tokens.shape[1]
+        held = parts.embed_content(tokens)
+        held = parts.add_positions(held, places[:, starts:], "positions")
+        if starts:
+            held = parts.prepend_start(held, known)
+        vectors = parts.vector("query", held).expand(*instructions.shape, -1)
+        told = parts.encoded_places(vectors, instructions).to(held.dtype)
+        hidden = _alternated(held, told.expand(len(held), -1, -1))
+        cells = _alternated(places, instructions)
+        return Embedded(hidden, cells, {READ_ROWS: read}, cells[:, read[0]])
+
+    def workload(self, plan: Arrangement, num_outputs: int) -> Workload:
+        """Return the workload of one causal stream, half of which the head reads."""
+        rows = 2 * plan.num_positions
+        visible = (rows + 1) / 2
+        return Workload(rows, rows, visible, plan.num_positions, num_outputs, num_last=rows)
+
+
+def _alternated(held: Tensor, told: Tensor) -> Tensor:
+    """Join `[b, c, ...]` and `[b, i, ...]` in turns, with the rest of the second at the end."""
+    count = held.shape[1]
+    pairs = torch.stack([held, told[:, :count]], dim=2).flatten(1, 2)
+    return torch.cat([pairs, told[:, count:]], dim=1)

@@ -1,0 +1,1 @@
+"""RandAR: "RandAR: Decoder-only Autoregressive Visual Generation in Random Orders"."""

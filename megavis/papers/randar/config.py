@@ -1,0 +1,63 @@
+"""RandAR: Decoder-only Autoregressive Visual Generation in Random Orders (Pang et al., 2024).
+
+Ids of an image are predicted one by one in a random order, given its class. Before each token
+stands a position instruction token, which says where it is, so that an ordinary causal decoder
+predicts in any order (section 3.2), and generation can ask for several places at once (section
+3.3).
+
+Details not in the paper follow the released code, whose model is LlamaGen's: an instruction is a
+learned vector, rotated by its place as queries and keys are; all matrices start with a standard
+deviation of 0.02, and the projection to logits with zeros. Three things differ from it. Its MLPs
+are gated (SwiGLU). It drops embedded tokens with probability 0.1. And it zeroes queries and keys of
+the class, so that all rows attend to it with the score 0; here it is at a place beside the image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from megavis.config.schema import Fraction, Positive, RunConfig
+from megavis.grammar.grammar import Grammar
+from megavis.grammar.paper import PaperConfig, Renamed
+from megavis.grammar.words import Categorical, Ids, InitialWeights, Instruct, Labels, OneByOne
+
+
+class RandARConfig(PaperConfig):
+    """Config keys of RandAR."""
+
+    names: ClassVar[Mapping[str, str | Renamed]] = {"condition.dropout": "label_dropout"}
+
+    name: Literal["randar"] = "randar"
+    patch_size: Positive = 16
+    """Side of the square of pixels that an id represents."""
+    vocabulary_size: Annotated[int, Field(gt=1)] = 16_384
+    """Entries of the tokenizer's codebook: 16,384 in LlamaGen's, 1,024 in MaskGIT's."""
+    tokenizer: str | None = None
+    """Run folder of the tokenizer, which encodes images and decodes samples; training on ids shards
+    needs none."""
+    num_classes: Positive = 1000
+    """Number of classes."""
+    label_dropout: Fraction = 0.1
+    """Probability of the null label in training; 0 disables features."""
+    order: Literal["random", "raster"] = "random"
+    """Order of the tokens: drawn for each image, or raster order, which the released code has for
+    comparison."""
+
+    def grammar(self, run: RunConfig) -> Grammar:
+        """Return section 3 in words."""
+        return Grammar(
+            reads=Ids(
+                patch_size=self.patch_size,
+                vocabulary_size=self.vocabulary_size,
+                tokenizer=self.tokenizer,
+            ),
+            schedule=OneByOne(order=self.order),
+            asks=Instruct(),
+            density=Categorical(head_std=0.0),
+            condition=Labels(num_classes=self.num_classes, dropout=self.label_dropout),
+            weights=InitialWeights(blocks=0.02),
+            positions=run.model.positions or "rope_2d",
+        )

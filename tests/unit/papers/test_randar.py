@@ -1,0 +1,82 @@
+"""RandAR: its words, and its presets against the released configs."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from small_batches import batch_of
+from tiny import tiny
+
+from megavis.composition.instruct import Instruct
+from megavis.config.load import load_config
+from megavis.model.stack import LayerStack
+from megavis.sampling.sampler import Sampler
+
+pytestmark = pytest.mark.once
+
+PRESETS = Path(__file__).parents[3] / "yaml_configs" / "randar"
+# Blocks, width, heads, and the width of gated MLPs, of LlamaGen's sizes, on which RandAR's are
+# based. The released configs are of L and XL.
+SIZES = {"l": (24, 1024, 16, 2816), "xl": (36, 1280, 20, 3584), "xxl": (48, 1536, 24, 4096)}
+# As papers print them, in millions.
+PARAMETERS = {"l": 343, "xl": 775, "xxl": 1411}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_presets_have_the_released_sizes(size):
+    config = load_config(PRESETS / f"{size}.yaml").config
+    layers, width, heads, gated = SIZES[size]
+    model = config.model
+    assert (model.num_layers, model.hidden_size, model.num_attention_heads) == (
+        layers,
+        width,
+        heads,
+    )
+    # Two matrices of the MLP here, three there.
+    assert 2 * model.mlp_size == 3 * gated
+    blocks = layers * (4 * width**2 + 2 * width * model.mlp_size + 2 * width)
+    vocabulary = config.objective.vocabulary_size
+    total = blocks + 2 * vocabulary * width + (1001 + 2) * width
+    assert round(total / 1e6) == PARAMETERS[size]
+
+
+def test_presets_have_the_released_recipe():
+    """`randar_l_0.3b_llamagen.yaml` of the released code."""
+    config = load_config(PRESETS / "l.yaml").config
+    optimizer, schedule, training = config.optimizer, config.schedule, config.training
+    assert (optimizer.learning_rate, optimizer.betas) == (4e-4, (0.9, 0.95))
+    assert (optimizer.weight_decay, optimizer.gradient_clipping) == (0.05, 1.0)
+    assert (schedule.decay, schedule.warmup_steps) == ("cosine", 50_000)
+    assert schedule.min_rate == pytest.approx(0.05 * optimizer.learning_rate)
+    assert (training.steps, training.batch_size) == (360_000, 1024)
+    assert (training.precision, config.model.hidden_dropout) == ("bf16", 0.1)
+    assert (config.objective.label_dropout, config.objective.vocabulary_size) == (0.1, 16_384)
+
+
+CONFIG = tiny(
+    "{name: randar, patch_size: 4, vocabulary_size: 12, num_classes: 3}",
+    model={"hidden_size": 16, "num_attention_heads": 2},
+)
+
+
+def test_first_loss_is_that_of_equal_logits(build_paper):
+    """The projection to logits starts with zeros, as in the released code."""
+    objective, _ = build_paper(CONFIG)
+    layers = LayerStack(objective.layer_plans(), objective.loss)
+    ids = torch.randint(12, (3, 16), generator=torch.Generator().manual_seed(0))
+    sequence = objective.sequence(batch_of(ids))
+    loss = layers(sequence.inputs, sequence.targets)
+    torch.testing.assert_close(loss, torch.tensor(12.0).log())
+    assert isinstance(objective.asks, Instruct)
+    assert objective.position_kind == "rope_2d"
+    assert objective.likelihood is not None
+
+
+def test_rounds_complete_an_image(build_paper, tmp_path):
+    objective, inference = build_paper(CONFIG, std=0.3)
+    sampler = Sampler(inference, objective, tmp_path, {"rounds": 5})
+    given = torch.randint(12, (2, 6), generator=torch.Generator().manual_seed(1))
+    options = {"given": given, "conditions": {"labels": torch.tensor([0, 2])}}
+    tokens = [each.clone() for each in sampler.rounds(torch.arange(2), **options)]
+    assert len(tokens) == 5
+    assert torch.equal(tokens[-1][:, :6], given)
