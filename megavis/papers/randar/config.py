@@ -41,7 +41,7 @@ class RandARConfig(PaperConfig):
     num_classes: Positive = 1000
     """Number of classes."""
     label_dropout: Fraction = 0.1
-    """Probability of the null label in training; 0 disables features."""
+    """Probability of the null label in training; 0 disables guidance and features."""
     order: Literal["random", "raster"] = "random"
     """Order of the tokens: drawn for each image, or raster order, which the released code has for
     comparison."""
