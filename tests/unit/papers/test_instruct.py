@@ -195,15 +195,22 @@ def test_work_counts_two_rows_for_a_token(make):
 # Generation.
 
 
-def greedy(weights, order, label, rounds, given=()):
-    """Generate with the most likely ids, in plain loops without a cache."""
+def greedy(weights, order, label, rounds, given=(), guidance=0.0):
+    """Generate with the most likely ids, in plain loops without a cache.
+
+    With guidance, logits of the class are moved away from those without one.
+    """
+    no_class = len(weights["embedding.start.weight"]) - 1
     ids, count, number = list(given), SIDE * SIDE - len(given), 0
     while len(ids) < SIDE * SIDE:
         done = len(ids) - len(given)
         # As in the released code, where the first step always asks for one token.
         known = min(int((1.0 - math.cos(math.pi / 2 * (number + 1) / rounds)) * count + 1), count)
         asked = 1 if number == 0 else min(max(known - done, 1), count - done)
-        logits = instructed(weights, ids, order, label, len(ids), asked)
+        logits, free = (
+            instructed(weights, ids, order, each, len(ids), asked) for each in (label, no_class)
+        )
+        logits = logits + guidance * (logits - free)
         ids += logits.argmax(1).tolist()
         number += 1
     return ids, number
@@ -225,6 +232,21 @@ def test_several_tokens_at_once_match_plain_loops(make, tmp_path, rounds, num_gi
         places, label = order[image].tolist(), int(labels[image])
         expected, _ = greedy(weights, places, label, rounds, given[image].tolist())
         assert steps[-1][image].tolist() == expected
+
+
+@pytest.mark.parametrize("rounds", [6, 16])
+def test_guided_tokens_match_plain_loops(make, tmp_path, rounds):
+    objective, inference = make()
+    weights, labels, images = weights_of(inference), torch.tensor([1, 2]), torch.arange(2)
+    options = {"rounds": rounds, "temperature": 0.0, "guidance": 2.0}
+    sampler = Sampler(inference, objective, tmp_path, options)
+    order = sampler.order_of(images)
+    drawn = [*sampler.rounds(images, conditions={"labels": labels})][-1]
+    for image in range(2):
+        places, label = order[image].tolist(), int(labels[image])
+        plain, _ = greedy(weights, places, label, rounds)
+        expected, _ = greedy(weights, places, label, rounds, guidance=2.0)
+        assert drawn[image].tolist() == expected != plain
 
 
 @pytest.mark.parametrize("rounds", [None, 2, 5, 11, 16])
