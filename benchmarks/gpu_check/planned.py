@@ -9,6 +9,7 @@ from megavis.composition.trainable import Trainable
 from megavis.planning.communication import transfers
 from megavis.planning.devices import DEVICES, Cluster, Device
 from megavis.planning.layouts import Layout
+from megavis.planning.measured_activations import activations_of_run
 from megavis.planning.shape import shape_of
 from megavis.planning.step_time import StepTime, step_time
 
@@ -24,5 +25,6 @@ def planned_time(objective: Trainable, device: torch.device) -> StepTime:
     assert isinstance(objective, Model), "plans are of models with blocks"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     cluster = Cluster(planned_device(name), num_devices=1, devices_per_node=1)
-    shape, layout = shape_of(objective, {}), Layout.of(objective.config, 1)
+    shape = shape_of(objective, activations_of_run(objective))
+    layout = Layout.of(objective.config, 1)
     return step_time(shape, layout, cluster, transfers(shape, layout, 1))

@@ -66,6 +66,17 @@ def chosen_kernels() -> KernelLibrary:
     return _Setting.library
 
 
+@contextlib.contextmanager
+def plain_kernels() -> Iterator[None]:
+    """Compute by torch's own kernels in this context, as on a CPU."""
+    before = _Setting.library
+    _Setting.library = "torch"
+    try:
+        yield
+    finally:
+        _Setting.library = before
+
+
 class _Setting:
     """The process-wide setting of `choose_kernels`, like those in `torch.backends`."""
 

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from megavis.composition.trainable import Trainable
 from megavis.config.schema import RunConfig
 from megavis.model.attention import Attention
+from megavis.model.kernels import plain_kernels
 from megavis.model.layer_state import PackedState
 from megavis.model.stack import LayerPlan, Predictions
 from megavis.papers import build_objective
@@ -138,6 +139,16 @@ def activations_of_layouts(layouts: Iterable[RunConfig]) -> dict[LayoutKey, Mode
     return found
 
 
+def activations_of_run(objective: Trainable) -> dict[LayoutKey, ModelActivations]:
+    """Measure a model in the layout of its own context, and that without recomputation."""
+    found = {}
+    for kind in {objective.config.parallel.activation_checkpointing, "none"}:
+        parallel = objective.config.parallel.model_copy(update={"activation_checkpointing": kind})
+        config = objective.config.model_copy(update={"parallel": parallel})
+        found[layout_key(parallel)] = activations_of(build_objective(config, objective.context))
+    return found
+
+
 def activations_of(objective: Trainable) -> ModelActivations:
     """Measure the layers of a model in the objective's own context."""
     first, *between, last = objective.layer_plans()
@@ -151,9 +162,11 @@ def activations_of(objective: Trainable) -> ModelActivations:
         sizes.update(() if sizes else [(place_of(one), one.nbytes) for one in _leaves(predictions)])
         return objective.loss(predictions, sequence.targets)
 
-    embedding = _measured(first, sequence.inputs, dtype)
-    stacks, state = _through(between, embedding.output, dtype)
-    head = _measured(last, state, dtype, score)
+    # A compiler would need to run, and Transformer Engine a GPU.
+    with plain_kernels():
+        embedding = _measured(first, sequence.inputs, dtype)
+        stacks, state = _through(between, embedding.output, dtype)
+        head = _measured(last, state, dtype, score)
     return ModelActivations(
         first=embedding.activations,
         stacks=tuple(stacks),
