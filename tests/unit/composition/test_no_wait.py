@@ -152,7 +152,8 @@ def test_forward_pass_uses_one_device_and_reads_no_values(
     with fake_gpu:
         for layer in inference.layers.modules:
             move_to_fake_cuda(layer, fake_gpu)
-        on_gpu = Batch(*(as_cuda(fake_gpu, t) for t in vars(batch).values()))
+        tensors = (batch.inputs, batch.labels, batch.sample_index)
+        on_gpu = Batch(*(as_cuda(fake_gpu, tensor) for tensor in tensors))
         sequence = objective.sequence(on_gpu)
         loss = objective.loss(
             run_layers(inference.layers.modules, sequence.inputs), sequence.targets

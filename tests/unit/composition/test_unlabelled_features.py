@@ -11,12 +11,16 @@ from megavis.data.loading.loader import Batch
 
 NUM_CLASSES = 10
 KEYS = f"latent_channels: 4, downsampling: 8, num_classes: {NUM_CLASSES}, num_components: 2"
+IDS = f"patch_size: 8, vocabulary_size: 32, num_classes: {NUM_CLASSES}"
 OBJECTIVES = {
     "causal": f"{{name: givt, {KEYS}}}",
     "adapter": f"{{name: givt, {KEYS}, adapter_blocks: 2}}",
     "masked": f"{{name: givt_maskgit, {KEYS}}}",
     "encoder_decoder": f"{{name: givt_encoder_decoder, {KEYS}, encoder_layers: 1}}",
+    "annealed": f"{{name: rar, {IDS}}}",
+    "instructed": f"{{name: randar, {IDS}}}",
 }
+OF_IDS = ("annealed", "instructed")
 FINETUNE = (
     f"finetune={{num_classes: {NUM_CLASSES}}}",
     "data.validation=shards/validation",
@@ -52,12 +56,14 @@ def make(build_paper):
 
 
 def random_batch(name, count, seed=0):
-    """Return random latents, or images for an encoder, with random labels."""
+    """Return random latents or ids, or images for an encoder, with random labels."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(NUM_CLASSES, (count,), generator=generator)
     if name == "encoder_decoder":
         shape = (count, 32, 32, 3)
         inputs = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
+    elif name in OF_IDS:
+        inputs = torch.randint(32, (count, 16), generator=generator)
     else:
         inputs = torch.rand(count, 2, 4, 4, 4, generator=generator).half()
     return Batch(inputs, labels, torch.arange(count))
@@ -126,6 +132,8 @@ def test_missing_null_label_raises(make, name):
     for more in (FINETUNE, (*FINETUNE[1:], "evaluation={what: [probe]}")):
         with pytest.raises(UserError, match=r"objective\.label_dropout: is 0"):
             make(name, *words, *more)
+    if name in OF_IDS:
+        return
     # An unconditional model needs no null label.
     objective, _ = make(name, *words, "objective.num_classes=0")
     labelled = random_batch(name, 3)
