@@ -141,10 +141,11 @@ def _with_decoder_in_fp8(
     if decoder is None or not decoder.is_fp8:
         return head
     block, last = (fp8_difference(decoder, layout, is_last=each) for each in (False, True))
-    head = _more(head, last)
-    for _ in range(decoder.num_layers - 1):
-        head = replace(head, saved=head.saved + block.saved, fixed=head.fixed + block.fixed)
-    return head
+    below = decoder.num_layers - 1
+    whole = replace(
+        last, saved=last.saved + below * block.saved, fixed=last.fixed + below * block.fixed
+    )
+    return _more(head, whole)
 
 
 def _more(layer: LayerActivations, more: Fp8Difference) -> LayerActivations:

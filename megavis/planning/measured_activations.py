@@ -238,12 +238,13 @@ def _measured(
         torch.autograd.backward(outputs, gradients)
         del gradients
         backward = live.growth()
-    carried = carried if plan.stack is not None else []
-    shared = sum(sizes.get(place_of(each), 0) for each in carried)
+    shared = 0
+    if plan.stack is not None:
+        shared = sum(sizes.pop(place_of(each), 0) for each in carried)
     fixed = sum(size for size in sizes.values() if size % _IMAGES)
     return _Measured(
         LayerActivations(
-            saved=(sum(sizes.values()) - fixed - shared) / _IMAGES,
+            saved=(sum(sizes.values()) - fixed) / _IMAGES,
             fixed=fixed,
             shared=shared / _IMAGES,
             forward=forward,

@@ -102,7 +102,7 @@ class DataNeeds:
         return tuple(folder for folder in self.folders if folder.is_remote)
 
     def cache_bytes(self, num_windows: int | None = None) -> int:
-        """Return the size of a cache of so many windows of each folder; None: of all shards."""
+        """Return the bytes that `num_windows` windows of each folder take; None: all shards."""
         return sum(
             folder.index_bytes + min(folder.num_bytes, (num_windows or 1) * folder.window_bytes)
             if num_windows and folder.num_windows > 1

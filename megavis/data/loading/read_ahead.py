@@ -12,7 +12,7 @@ from megavis.config.errors import UserError
 from megavis.data.loading.order import Order, WindowedOrder
 
 THREADS = 4
-"""Fetches at once in each process; those of one machine fetch different shards."""
+"""Concurrent fetches per process; the processes of a machine fetch different shards."""
 _FIRST_PAUSE, _LAST_PAUSE = 0.2, 10.0
 
 

@@ -25,7 +25,6 @@ from megavis.data.format.shards import index_path
 from megavis.data.loading.disk_cache import DiskCache, FullCacheError, Wanted
 from megavis.data.loading.stores import Store
 
-GIB = 1 << 30
 _URL = re.compile(r"^(pipe:|[a-z][a-z0-9+.-]*://)")
 
 
