@@ -11,6 +11,7 @@ from typing import Any
 from megavis.config.errors import UserError
 from megavis.config.section import ConfigIssue, DataConfig
 from megavis.data.format.manifest import Manifest
+from megavis.data.loading.disk_cache import cached_files
 from megavis.data.loading.needs import DataNeeds, data_needs, needs_lines
 from megavis.data.loading.remote import is_remote, stored_manifest
 from megavis.data.loading.stores import Store
@@ -69,7 +70,7 @@ def complaints(data: DataConfig, needs: DataNeeds) -> Iterator[ConfigIssue]:
     folder = Path(data.cache or "")
     if not needs.remote or data.cache is None or not folder.is_dir():
         return
-    used = sum(file.stat().st_size for file in folder.glob("*/*"))
+    used = sum(stat.st_size for _, stat in cached_files(folder))
     wanted = needs.cache_bytes() if needs.cache_limit is None else needs.cache_limit
     free = shutil.disk_usage(folder).free
     if wanted - used > free:

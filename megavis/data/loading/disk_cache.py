@@ -165,7 +165,7 @@ class DiskCache:
         """Evict files, those that were opened longest ago first. Raises FullCacheError."""
         if self.limit is None:
             return
-        files = list(self.files())
+        files = list(cached_files(self.folder))
         excess = sum(stat.st_size for _, stat in files) + (wanted.size or 0) - self.limit
         for path, stat in sorted(files, key=lambda each: each[1].st_mtime):
             if excess <= 0:
@@ -179,17 +179,6 @@ class DiskCache:
                 f" {wanted.path.name} takes {excess / 2**30:.3g} more than what is not in use"
             )
 
-    def files(self) -> Iterator[tuple[Path, os.stat_result]]:
-        """Yield all files, also unfinished ones, with their sizes and times."""
-        for folder in self.folder.iterdir():
-            # Others delete folders without asking.
-            with (
-                contextlib.suppress(FileNotFoundError, NotADirectoryError),
-                os.scandir(folder) as each,
-            ):
-                for entry in each:
-                    yield Path(entry.path), entry.stat()
-
     def _clean(self) -> None:
         """Delete what killed processes have left."""
         with self._locked():
@@ -201,6 +190,18 @@ class DiskCache:
         with (self.folder / _LOCK).open("wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
+
+
+def cached_files(cache: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Yield all files of a cache, also unfinished ones, with their sizes and times."""
+    for folder in cache.iterdir():
+        # Others delete folders without asking.
+        with (
+            contextlib.suppress(FileNotFoundError, NotADirectoryError),
+            os.scandir(folder) as each,
+        ):
+            for entry in each:
+                yield Path(entry.path), entry.stat()
 
 
 def _try_lock(file: BinaryIO | FileIO) -> bool:

@@ -22,7 +22,7 @@ from megavis.data.format.files import write_atomically
 from megavis.data.format.manifest import MANIFEST_NAME, PALETTE_NAME, Manifest, ShardEntry
 from megavis.data.format.sample_index import SAMPLE_INDEX_NAME, index_bytes
 from megavis.data.format.shards import index_path
-from megavis.data.loading.disk_cache import DiskCache, FullCacheError, Wanted
+from megavis.data.loading.disk_cache import DiskCache, FullCacheError, Wanted, cached_files
 from megavis.data.loading.stores import Store
 
 _URL = re.compile(r"^(pipe:|[a-z][a-z0-9+.-]*://)")
@@ -140,7 +140,7 @@ class RemoteFolder:
 
     def _check_room(self, manifest: Manifest) -> None:
         """Check that the disk has room for what the cache may still take; raises UserError."""
-        present = sum(stat.st_size for _, stat in self.cache.files())
+        present = sum(stat.st_size for _, stat in cached_files(self.cache.folder))
         absent = [shard for shard in manifest.shards if not (self.directory / shard.name).exists()]
         missing = sum(shard.num_bytes for shard in absent)
         if self.cache.limit is not None:

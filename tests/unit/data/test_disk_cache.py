@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megavis.data.loading import disk_cache
-from megavis.data.loading.disk_cache import DiskCache, FullCacheError, Wanted
+from megavis.data.loading.disk_cache import DiskCache, FullCacheError, Wanted, cached_files
 
 pytestmark = pytest.mark.once
 SIZE = 1_000
@@ -187,7 +187,7 @@ def test_threads_that_evict_each_others_files_read_them_whole(cache):
 
     def sizes():
         with cache._locked():
-            return list(cache.files())
+            return list(cached_files(cache.folder))
 
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(read, range(3)))
