@@ -11,5 +11,6 @@ DATA is a folder with any of these, packed or unpacked, at the top or one folder
 
 Shards, runs, logs and tables go to `--out`. An interrupted study continues when it is started
 again: shards, trained runs and results that are there are not made anew. The classes of the test
-images are looked at once, by the last commands; `--without-test` ends before them.
+images are looked at once for each method, by its last commands; `--without-test` leaves them out.
+`--records FOLDER` shares a study among machines: what has finished on one is in the tables of all.
 """

@@ -10,6 +10,7 @@ from pathlib import Path
 import benchmarks.results as package
 from benchmarks.results.driver import InterruptedStudyError, run_tasks
 from benchmarks.results.page import write_page
+from benchmarks.results.records import Records
 from benchmarks.results.sources import NAMES, find_sources, shard_tasks
 from benchmarks.results.tasks import Study
 from megavis.config.errors import UserError
@@ -42,6 +43,13 @@ def parser() -> argparse.ArgumentParser:
         "--tables", action="store_true", help="run nothing: write the tables of what has finished"
     )
     made.add_argument("--page", type=Path, help="also write tables and pictures into this page")
+    made.add_argument(
+        "--records",
+        type=Path,
+        metavar="FOLDER",
+        help="also keep here what the tables read of finished methods, without weights; those of "
+        "other machines are not trained again",
+    )
     return made
 
 
@@ -75,26 +83,35 @@ def _run(options: argparse.Namespace) -> int:
     }
     images = {key: number for key, number in given.items() if number is not None}
     study = Study.read(small=options.small, images=images, probe=options.probe_images)
-    if options.small and options.page is not None:
-        raise UserError("--page is for a whole study: the numbers of --small mean nothing")
+    if options.small and (options.page or options.records):
+        raise UserError(
+            "--page and --records are for a whole study: the numbers of --small mean nothing"
+        )
     folder = options.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     sources = find_sources(options.data.resolve(), folder / "unpacked")
     methods = [method for method in study.methods if sources.place(method.data) is not None]
     for data, name in NAMES.items():
         _say(f"{name}: {sources.place(data) or 'not found, so its runs are left out'}")
+    records = None if options.records is None else Records(options.records.resolve())
+    recorded = [] if records is None else records.copy_to(study, folder)
+    for method in recorded:
+        _say(f"{method.name} ({NAMES[method.data]}): finished, by {options.records}")
     code = 0
     try:
         for method in () if options.tables else methods:
+            if method in recorded:
+                continue
             shards = shard_tasks(sources, method.reads, folder, small=options.small)
             run_tasks(shards, folder, say=_say)
             run_tasks(study.trainings(method), folder, say=_say)
-        if not (options.tables or options.without_test):
-            for method in methods:
+            if not options.without_test:
                 run_tasks(study.tests(method), folder, say=_say)
     except InterruptedStudyError as interrupted:
         _say("interrupted; the same command continues")
         code = 128 + interrupted.signal
+    if records is not None:
+        records.keep(study, folder)
     for path in write_page(study, folder, options.page):
         _say(str(path))
     return code

@@ -136,7 +136,7 @@ def _row(methods: Sequence[Method], folder: Path, study: Study) -> list[str] | N
         tests += _found(ProbeResult, folder, method, TEST)
         tuned += _found(FinetuneResult, folder, method, _TUNED)
         tested += _found(EnsembleResult, folder, method, TEST)
-        minutes.append([_minutes(folder, run) for run in _runs(method)])
+        minutes.append([_minutes(folder, run) for run in method.runs])
     if not probes and not tuned:
         return None
     seen = study.seen(methods[0])[: None if tuned else 1]
@@ -202,7 +202,7 @@ def _minutes(folder: Path, run: Path) -> float:
 
 def _facts(folder: Path, methods: Sequence[Method]) -> Iterator[str]:
     """Yield machine, versions, days and commits of the runs that have a result."""
-    folders = [run for method in methods for run in _runs(method)]
+    folders = [run for method in methods for run in method.runs]
     started = [folder / run for run in folders if (folder / run / "metrics.jsonl").exists()]
     times = [each for each in read_json_lines(folder / TIMES) if Path(each["done"]) in folders]
     start = RunRecord.read(started[0]).starts[-1]
@@ -211,13 +211,6 @@ def _facts(folder: Path, methods: Sequence[Method]) -> Iterator[str]:
     commits = ", ".join(dict.fromkeys(each["commit"] for each in times if each["commit"]))
     yield f"{start['machine']}; {' to '.join(dict.fromkeys((days[0], days[-1])))}; {versions};"
     yield f"commit {commits or 'unknown'}.\n"
-
-
-def _runs(method: Method) -> Iterator[Path]:
-    if method.pretrain:
-        yield method.pretrained
-    if method.finetune:
-        yield method.finetuned
 
 
 def _missing(names: Iterable[str]) -> Iterator[str]:

@@ -94,6 +94,11 @@ class Method:
         """Run folder of fine-tuning, or of training from scratch."""
         return Path(config_of(self.finetune).folder)
 
+    @property
+    def runs(self) -> list[Path]:
+        """Run folders of its trainings, in order."""
+        return [Path(config_of(words).folder) for words in (self.pretrain, self.finetune) if words]
+
 
 def config_of(words: Sequence[str]) -> RunConfig:
     """Return the config of a file in yaml_configs/results with overrides."""

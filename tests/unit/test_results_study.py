@@ -137,7 +137,7 @@ def test_tables_are_written_without_running(tmp_path):
 def test_a_small_study_writes_no_page(tmp_path, capsys):
     words = [str(tmp_path), "--small", "--page", str(tmp_path / "page.md")]
     assert main([*words, "--out", str(tmp_path / "out")]) == 2
-    assert "--page is for a whole study" in capsys.readouterr().err
+    assert "--page and --records are for a whole study" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1e5", "many"])
@@ -385,6 +385,32 @@ def test_runs_of_a_seed_belong_together():
         assert before.seed == after.seed == seed
         assert after.finetune.from_run == str(before.folder)
     assert len({method.pretrained for method in methods}) == len(methods) == 3
+
+
+def test_records_of_another_machine_are_not_trained_again(tmp_path, capsys):
+    """Its tables are those of both; a run on another number of images is none of the study's."""
+    class_folders(tmp_path / "data")
+    there, here, records = (tmp_path / name for name in ("there", "here", "records"))
+    words = [str(tmp_path / "data"), "--tables", "--finetune-images", "256"]
+    words += ["--records", str(records), "--out"]
+    write_run(there, "results_scratch", finetune_test=made_classes(0.52))
+    assert main([*words, str(there)]) == 0
+    kept = sorted(str(path.relative_to(records)) for path in records.rglob("*") if path.is_file())
+    run = "runs/results_scratch"
+    names = ("config.yaml", "evaluation/finetune_test.json", "metrics.jsonl", "starts.jsonl")
+    assert kept == [*(f"{run}/{name}" for name in names), "times.jsonl"]
+    write_run(here, "results_mae", held_out=made_probe(0.4, 0.3, 0.35))
+    for _ in range(2):
+        capsys.readouterr()
+        assert main([*words, str(here)]) == 0
+        assert "from scratch (CIFAR-10): finished" in capsys.readouterr().out
+        rows = rows_of((here / "results.md").read_text())
+        assert rows["from scratch"] == ["256", "2", "", "", "52.0 %"]
+        assert rows["MAE"][3] == "40.0 % (layer 1)"
+    assert len((records / "times.jsonl").read_text().splitlines()) == 1
+    words[3] = "512"
+    assert main([*words, str(tmp_path / "longer")]) == 0
+    assert "52.0 %" not in (tmp_path / "longer/results.md").read_text()
 
 
 def test_parts_of_a_page_are_replaced(tmp_path):

@@ -1,0 +1,79 @@
+"""Records of finished methods: what the tables read of their runs, without weights.
+
+A few kilobytes a run. They are kept beside the page, so that another machine can go on with a study
+and write the tables of all that has finished.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from benchmarks.results.driver import TIMES
+from benchmarks.results.tasks import Method, Study
+from megavis.training.metrics import read_json_lines
+
+_FILES = ("config.yaml", "starts.jsonl", "metrics.jsonl", "evaluation/*.json")
+
+
+class Records:
+    """A folder laid out as that of a study.
+
+    Args:
+        folder: with `runs/` and `times.jsonl`; made when the first method is kept.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Nothing is read yet."""
+        self.folder = folder
+
+    def copy_to(self, study: Study, folder: Path) -> list[Method]:
+        """Copy the records of methods that have not been trained in the study's folder.
+
+        A method trained on other numbers of images is not one of the study's.
+
+        Returns:
+            The methods that need not be trained.
+        """
+        found = [
+            method
+            for method in study.methods
+            if _is_finished(study, method, self.folder)
+            and not any((folder / run / "checkpoints").exists() for run in method.runs)
+        ]
+        for method in found:
+            _copy(method, self.folder, folder)
+        return found
+
+    def keep(self, study: Study, folder: Path) -> None:
+        """Copy every method that has finished in the study's folder."""
+        for method in study.methods:
+            if _is_finished(study, method, folder):
+                _copy(method, folder, self.folder)
+
+
+def _is_finished(study: Study, method: Method, folder: Path) -> bool:
+    name = "finetune_test.json" if method.finetune else "likelihood.json"
+    if not (folder / method.runs[-1] / "evaluation" / name).exists():
+        return False
+    steps = [task.steps for task in study.trainings(method) if task.steps]
+    return steps == [_last_step(folder / run) for run in method.runs]
+
+
+def _last_step(run: Path) -> int:
+    return max((line["step"] for line in read_json_lines(run / "metrics.jsonl")), default=0)
+
+
+def _copy(method: Method, source: Path, target: Path) -> None:
+    """Copy the small files of a method's runs, and the times that the target lacks."""
+    for run in method.runs:
+        for path in (path for pattern in _FILES for path in sorted((source / run).glob(pattern))):
+            copied = target / path.relative_to(source)
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copied)
+    known = read_json_lines(target / TIMES)
+    with (target / TIMES).open("a", encoding="utf-8") as file:
+        for line in read_json_lines(source / TIMES):
+            if Path(line["done"]) in method.runs and line not in known:
+                file.write(json.dumps(line) + "\n")
