@@ -61,7 +61,7 @@ class Instruct(Asking):
         # Of the known tokens, those before `cached` have rows, and one more instruction has.
         cached = max(since // 2 - 1, 0)
         first = cached + 1 if since else 0
-        order = wanted.plan.order
+        order = wanted.arrangement.order
         tokens, places = tokens[:, cached:known], order[:, cached:known]
         if not since:
             places = F.pad(places, (1, 0), value=START)
@@ -76,11 +76,13 @@ class Instruct(Asking):
         rows = number + (number + 1).clamp(max=places.shape[1])
         return rows[None, len(number) - count :].contiguous()
 
-    def feature_rows(self, tokens: Tensor, plan: Arrangement) -> AskedRows:
+    def feature_rows(self, tokens: Tensor, arrangement: Arrangement) -> AskedRows:
         """Return the rows of training, all of which are read."""
-        wanted = PredictionTargets(plan, plan.num_positions - 1, slice(0, plan.num_positions))
+        wanted = PredictionTargets(
+            arrangement, arrangement.num_positions - 1, slice(0, arrangement.num_positions)
+        )
         *rows, _ = self.rows(tokens, wanted)
-        every = torch.arange(2 * plan.num_positions, device=tokens.device)
+        every = torch.arange(2 * arrangement.num_positions, device=tokens.device)
         return *rows, every[None]
 
     def num_feature_rows(self, count: int) -> int:
@@ -105,11 +107,11 @@ class Instruct(Asking):
         cells = _alternated(places, instructions)
         return Embedded(hidden, cells, {READ_ROWS: read}, cells[:, read[0]])
 
-    def workload(self, plan: Arrangement, num_outputs: int) -> Workload:
+    def workload(self, arrangement: Arrangement, num_outputs: int) -> Workload:
         """Return the workload of one causal stream, half of which the head reads."""
-        rows = 2 * plan.num_positions
+        rows = 2 * arrangement.num_positions
         visible = (rows + 1) / 2
-        return Workload(rows, rows, visible, plan.num_positions, num_outputs, num_last=rows)
+        return Workload(rows, rows, visible, arrangement.num_positions, num_outputs, num_last=rows)
 
 
 def _alternated(held: Tensor, told: Tensor) -> Tensor:

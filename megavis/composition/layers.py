@@ -254,9 +254,12 @@ class Layers(Backbone):
     def workload(self) -> Workload:
         """Return the workload of the blocks for one training image."""
         # Of any sample: the bounds of an arrangement, and so the work, are the same for all.
-        plan, upper = self.schedule.draw(torch.zeros(1, dtype=torch.int64)), self.second_stack
+        arrangement, upper = (
+            self.schedule.draw(torch.zeros(1, dtype=torch.int64)),
+            self.second_stack,
+        )
         width = self.density.num_outputs if upper is None else upper.core.model.hidden_size
-        work = self.asks.workload(plan, width)
+        work = self.asks.workload(arrangement, width)
         return replace(
             work,
             num_memory=self.condition.num_memory,

@@ -167,11 +167,13 @@ class _Lanes:
         """Repeat a step's tensors for all rows."""
         if self.settings.beams * self.settings.token_sampler.num_lanes == 1:
             return step
-        plan = replace(
-            step.plan, order=self._spread(step.plan.order), groups=self._spread(step.plan.groups)
+        arrangement = replace(
+            step.arrangement,
+            order=self._spread(step.arrangement.order),
+            groups=self._spread(step.arrangement.groups),
         )
         hidden = None if step.hidden is None else self._spread(step.hidden)
-        return replace(step, plan=plan, hidden=hidden)
+        return replace(step, arrangement=arrangement, hidden=hidden)
 
     def _num_fans(self, step: Step) -> int:
         # Before the first step all beams of an image are equal, so each samples one candidate.
@@ -201,7 +203,7 @@ class _Lanes:
         if step.num_asked == 1:
             return keys
         asked = torch.arange(step.asked.start, step.asked.stop, device=keys.device)
-        return keys * step.plan.num_positions + asked
+        return keys * step.arrangement.num_positions + asked
 
     def write(self, step: Step, drawn: Samples) -> Tensor | None:
         """Store the sampled tokens; in beam search, return the old sequence of each new one."""

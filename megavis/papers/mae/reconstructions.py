@@ -57,17 +57,17 @@ def reconstruct(inference: Inference, model: Model, batch: Batch, folder: Path) 
             "with objective.adapter_blocks every token depends on the whole image, so the visible"
             " ones reveal the hidden ones"
         )
-    plan = model.schedule.draw(batch.sample_index)
-    count = plan.num_positions - plan.first_asked  # Without idle rows.
-    predicted = plan.is_predicted[:, :count].expand(len(batch.inputs), -1)
-    if plan.first_asked == 0 and bool(predicted.all()):
+    arrangement = model.schedule.draw(batch.sample_index)
+    count = arrangement.num_positions - arrangement.first_asked  # Without idle rows.
+    predicted = arrangement.is_predicted[:, :count].expand(len(batch.inputs), -1)
+    if arrangement.first_asked == 0 and bool(predicted.all()):
         name = model.config.objective.name
         raise UserError(f"runs of {name} predict every token, so no token is visible")
     sequence = model.sequence(batch)
     predictions = inference.predictions(sequence.inputs)
     restored = model.density.restored(predictions, sequence.targets[0])[:, :count]
     tokens = model.predicts.sequence(model.predicts.of(batch.inputs, batch.sample_index))
-    places = plan.order[:, plan.first_asked :].expand(len(tokens), -1)
+    places = arrangement.order[:, arrangement.first_asked :].expand(len(tokens), -1)
     hidden = torch.zeros_like(tokens[..., 0], dtype=torch.bool).scatter(1, places, predicted)
     made = tokens.scatter(1, places[..., None].expand_as(restored), restored)
     made = torch.where(hidden[..., None], made, tokens)
@@ -94,8 +94,8 @@ def applies(objective: Trainable) -> bool:
     """Return whether the model predicts some tokens from visible ones."""
     if classifier_of(objective) is not None:
         return False
-    plan = model_of(objective).schedule.draw(torch.zeros(1, dtype=torch.int64))
-    return plan.first_asked > 0 or not bool(plan.is_predicted.all())
+    arrangement = model_of(objective).schedule.draw(torch.zeros(1, dtype=torch.int64))
+    return arrangement.first_asked > 0 or not bool(arrangement.is_predicted.all())
 
 
 def plot_reconstructions(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
