@@ -254,7 +254,7 @@ class Run:
         known = {name: torch.as_tensor(v) for name, v in values.items() if v is not None}
         inputs = None if originals is None else self._own_form(originals)
         rows = [len(each) for each in (inputs, *known.values()) if each is not None]
-        drawn = sampler.draw(
+        drawn = sampler.sample(
             num_images or max(rows, default=1),
             conditions=known,
             originals=inputs,

@@ -181,7 +181,7 @@ def _reconstructions(opened: Run, args: argparse.Namespace) -> Any:
     examples = None
     if args.images is not None or opened.config.data.validation is not None:
         examples = _held_out(opened, args)
-    return gallery.draw(opened.inference, examples, num_images=args.num_images)
+    return gallery.plot(opened.inference, examples, num_images=args.num_images)
 
 
 def _held_out(opened: Run, args: argparse.Namespace) -> Batch:
@@ -228,7 +228,7 @@ def compare_moments(opened: Run, args: argparse.Namespace, sampler: Sampler) -> 
     if folder is None:
         raise UserError("the run has no data.validation; name latents shards with --images")
     held_out, labels = _stored_latents(opened, folder, args.num_images)
-    drawn = sampler.draw(len(labels), conditions={"labels": labels}, batch_size=args.batch_size)
+    drawn = sampler.sample(len(labels), conditions={"labels": labels}, batch_size=args.batch_size)
     found = {**chosen_options(args), **compare(drawn.cpu(), held_out)}
     differences = {"drawn": found["largest_difference"]}
     trained_on = opened.config.data.train

@@ -214,7 +214,7 @@ class Model(Layers):
         return (*self.numbered(self.training_rows(read, arrangement)), *known, *extra)
 
     def _asked(self, samples: Any, read: Tensor, arrangement: Arrangement, index: Tensor) -> Tensor:
-        """Return the predicted tokens, made from the samples if they are not those that are read."""
+        """Return the predicted tokens, made from the samples if others are read."""
         is_read = self.predicts is self.reads
         tokens = read if is_read else self.predicts.of(samples, index)
         asked = self._at(self.predicts.sequence(tokens), arrangement, arrangement.first_asked)

@@ -144,7 +144,7 @@ def sees_both_ways(objective: Trainable) -> bool:
 
 
 def attention_figure(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
-    """Draw the attention of every head, averaged over held-out images."""
+    """Plot the attention of every head, averaged over held-out images."""
     maps = measure_attention(
         subject.inference, subject.objective, subject.images, num_images=options.num_images
     )
@@ -178,7 +178,7 @@ def attention_rows(maps: AttentionMaps) -> list[Row]:
 
 
 def plot_attention(maps: AttentionMaps, *, name: str) -> Figure:
-    """Draw every head with its entropy; one row per layer."""
+    """Plot every head with its entropy; one row per layer."""
     from matplotlib.figure import Figure
 
     layers, heads = maps.entropies.shape
@@ -260,7 +260,7 @@ def has_blocks(objective: Trainable) -> bool:
 
 
 def correlation_figure(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
-    """Draw the correlation of the last layer's tokens of held-out images."""
+    """Plot the correlation of the last layer's tokens of held-out images."""
     found = measure_correlations(
         subject.inference, subject.objective, subject.images, num_images=options.num_images
     )
@@ -288,7 +288,7 @@ def correlation_rows(found: Correlations) -> list[Row]:
 
 
 def plot_correlations(found: Correlations, *, name: str) -> Figure:
-    """Draw a grid of grids: for each position its correlation with all positions."""
+    """Plot a grid of grids: for each position its correlation with all positions."""
     from matplotlib.figure import Figure
 
     side = math.isqrt(len(found.within))

@@ -124,7 +124,7 @@ class Gallery:
             for options in model.schedule.columns:
                 settings_of(model, options)
 
-    def draw(self, inference: Inference, examples: Batch | None, *, num_images: int) -> np.ndarray:
+    def plot(self, inference: Inference, examples: Batch | None, *, num_images: int) -> np.ndarray:
         """Return a grid uint8 `[H, W, 3]`; collective over all processes of the job.
 
         Args:
@@ -188,7 +188,7 @@ def picture(
     shown = [] if examples is None else model.condition.shown(examples)
     options: dict[str, Any] = {"conditions": conditions, "batch_size": batch_size}
     if not share and not shown:
-        tokens = first.draw(num_images, later=later, first_halves=first_halves, **options)
+        tokens = first.sample(num_images, later=later, first_halves=first_halves, **options)
         return sample_grid(_pixels(first.to_images(tokens)), num_columns=num_columns)
     assert examples is not None
     count = len(examples)
@@ -197,7 +197,7 @@ def picture(
     copies = model.num_copies if num_copies is None else num_copies
     columns = []
     for sampler in samplers:
-        drawn = sampler.to_images(sampler.draw(count * copies, **options))
+        drawn = sampler.to_images(sampler.sample(count * copies, **options))
         columns += [_pixels(model.predicts.shown(part)) for part in drawn.split(count)]
     if shown:
         image, *targets = shown

@@ -125,7 +125,7 @@ class Sampler:
         """Return batches to generate in; None: as many images as fit on a GPU, 64 on a CPU."""
         return Batches.of(self.inference.context, size, is_alone=self.inference.is_alone)
 
-    def draw(
+    def sample(
         self,
         num_images: int,
         *,
@@ -163,7 +163,7 @@ class Sampler:
         if later is not None:  # Raise errors before any work is done.
             self.known(later, num_images)
 
-        def draw(numbers: Tensor) -> Tensor:
+        def sample(numbers: Tensor) -> Tensor:
             numbers = last = numbers.to(self.device)
             if first_halves is not None:
                 numbers = _in_turn(first_halves.to(self.device), numbers)
@@ -181,10 +181,10 @@ class Sampler:
             return self.from_order(drawn, order)
 
         batches, counts = self.batches(batch_size), self.acceptance.counts
-        batches.choose(draw, num_images)
+        batches.choose(sample, num_images)
         # Without the images that were generated to measure.
         self.acceptance.counts = counts
-        return batches.distribute(draw, num_images)
+        return batches.distribute(sample, num_images)
 
     def balanced_images(self, images: Tensor) -> Tensor:
         """Generate the images with indices int64 `[b]`, with evenly distributed conditions.

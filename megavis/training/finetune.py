@@ -171,7 +171,7 @@ class Finetuning:
     def _picture(
         self, engine: Engine, accuracy: ClassAccuracy | PixelAccuracy, part: Part, step: int
     ) -> Figure:
-        """Draw the confusion of classes, or some images with their maps; on every process."""
+        """Plot the confusion of classes, or some images with their maps; on every process."""
         where = f"of {accuracy.num_images} {part} images"
         if isinstance(accuracy, ClassAccuracy):
             title = f"step {step}: {accuracy.vote:.1%} {where}"

@@ -142,7 +142,7 @@ def position_accuracy(
 
 
 def plot_accuracy(scores: Sequence[PositionAccuracy], *, name: str, trained_at: float) -> Figure:
-    """Draw accuracy over η.
+    """Plot accuracy over η.
 
     Args:
         scores: by rising η.

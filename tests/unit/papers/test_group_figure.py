@@ -129,7 +129,7 @@ def test_ids_are_sampled_group_by_group(sampler):
     ids = torch.randint(8, (2, 9), generator=torch.Generator().manual_seed(0))
     drawing = sampler(*words, groups=3, temperature=0.9)
     given = drawing.given_part(2, NUM_GIVEN)
-    drawn = drawing.draw(2, originals=ids, num_given=NUM_GIVEN)
+    drawn = drawing.sample(2, originals=ids, num_given=NUM_GIVEN)
     assert torch.equal(drawn[given], ids[given])
     assert not torch.equal(drawn, ids)
     greedy = sampler(*words, groups=3, temperature=0.0)
@@ -140,4 +140,4 @@ def test_ids_are_sampled_group_by_group(sampler):
         logits = greedy.model.outputs(greedy.inference.predictions(inputs))
         best = logits.argmax(-1)[:, stop - 2 : stop]
         expected = expected.scatter(1, order[:, stop - 2 : stop], best)
-    assert torch.equal(greedy.draw(2, originals=ids, num_given=NUM_GIVEN), expected)
+    assert torch.equal(greedy.sample(2, originals=ids, num_given=NUM_GIVEN), expected)
