@@ -320,7 +320,6 @@ class HeadPlan:
     @property
     def width(self) -> int:
         """Values of a token."""
-        assert isinstance(self.predicts, tokens.Vectors)
         return self.predicts.width
 
     def linear(self, num_outputs: int, fill: Fill = xavier_uniform) -> Callable[[], Head]:
@@ -474,6 +473,5 @@ def build_part(
 
 def _build_adapter(word: words.Adapter | None, reads: tokens.Tokens) -> Adapter:
     assert word is not None
-    assert isinstance(reads, tokens.Vectors)
     bottleneck = word.bottleneck or 4 * reads.width
     return Adapter(reads.width, num_blocks=word.blocks, bottleneck=bottleneck)
