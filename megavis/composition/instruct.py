@@ -97,14 +97,14 @@ class Instruct(Asking):
         """See `Asking`; an instruction is a learned vector in which its place is encoded."""
         tokens, places, instructions, read = rows
         starts = places.shape[1] > tokens.shape[1]
-        held = parts.embed_content(tokens)
-        held = parts.add_positions(held, places[:, starts:], "positions")
+        content = parts.embed_content(tokens)
+        content = parts.add_positions(content, places[:, starts:], "positions")
         if starts:
-            held = parts.prepend_start(held, known)
-        vectors = parts.vector("query", held).expand(*instructions.shape, -1)
-        told = parts.encoded_places(vectors, instructions).to(held.dtype)
-        hidden = _alternated(held, told.expand(len(held), -1, -1))
-        cells = _alternated(places, instructions)
+            content = parts.prepend_start(content, known)
+        vectors = parts.vector("query", content).expand(*instructions.shape, -1)
+        queries = parts.encoded_places(vectors, instructions).to(content.dtype)
+        hidden = _interleaved(content, queries.expand(len(content), -1, -1))
+        cells = _interleaved(places, instructions)
         return Embedded(hidden, cells, {READ_ROWS: read}, cells[:, read[0]])
 
     def workload(self, arrangement: Arrangement, num_outputs: int) -> Workload:
@@ -114,8 +114,8 @@ class Instruct(Asking):
         return Workload(rows, rows, visible, arrangement.num_positions, num_outputs, num_last=rows)
 
 
-def _alternated(held: Tensor, told: Tensor) -> Tensor:
-    """Join `[b, c, ...]` and `[b, i, ...]` in turns, with the rest of the second at the end."""
-    count = held.shape[1]
-    pairs = torch.stack([held, told[:, :count]], dim=2).flatten(1, 2)
-    return torch.cat([pairs, told[:, count:]], dim=1)
+def _interleaved(content: Tensor, queries: Tensor) -> Tensor:
+    """Interleave `[b, c, ...]` and `[b, i, ...]`; what is left of the second follows."""
+    count = content.shape[1]
+    pairs = torch.stack([content, queries[:, :count]], dim=2).flatten(1, 2)
+    return torch.cat([pairs, queries[:, count:]], dim=1)
