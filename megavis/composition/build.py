@@ -456,7 +456,10 @@ def build_part(
     """
     weights, width = grammar.weights, core.model.hidden_size
     if role == "transform":
-        return _build_adapter(grammar.transform, reads)
+        word = grammar.transform
+        assert word is not None
+        bottleneck = word.bottleneck or 4 * reads.width
+        return Adapter(reads.width, num_blocks=word.blocks, bottleneck=bottleneck)
     if role == "content":
         if isinstance(reads, tokens.Vectors) and weights.vectors == "lecun":
             return reads.embedding(core, truncated_normal(reads.width**-0.5))
@@ -465,13 +468,7 @@ def build_part(
         fill = normal(deviation(weights.positions, core.model))
         return grid_positions(core, grammar.positions, reads.grid, fill=fill)
     assert role != "encoder", "the condition builds its encoder"
-    word = weights.positions if role in ("front_position", "row_vectors") else weights.tokens
+    spread = weights.positions if role in ("front_position", "row_vectors") else weights.tokens
     shapes: dict[Role, tuple[int, ...]] = {"marks": (2,)}
     shapes |= {several: (count,) for several, count in counts.items()}
-    return filled(*shapes.get(role, ()), width, fill=normal(deviation(word, core.model)))
-
-
-def _build_adapter(word: words.Adapter | None, reads: tokens.Tokens) -> Adapter:
-    assert word is not None
-    bottleneck = word.bottleneck or 4 * reads.width
-    return Adapter(reads.width, num_blocks=word.blocks, bottleneck=bottleneck)
+    return filled(*shapes.get(role, ()), width, fill=normal(deviation(spread, core.model)))

@@ -66,15 +66,10 @@ class Instruct(Asking):
         if not since:
             places = F.pad(places, (1, 0), value=START)
         instructions = order[:, first : wanted.asked.stop]
-        return tokens, places, instructions, self._read_rows(places, instructions, read)
-
-    @staticmethod
-    def _read_rows(places: Tensor, instructions: Tensor, count: int) -> Tensor:
-        """Return the indices of the last `count` instructions' rows: int64 `[1, count]`."""
         number = torch.arange(instructions.shape[1], device=places.device)
         # The instruction with number t follows t + 1 rows of tokens, if there are as many.
         rows = number + (number + 1).clamp(max=places.shape[1])
-        return rows[None, len(number) - count :].contiguous()
+        return tokens, places, instructions, rows[None, len(number) - read :].contiguous()
 
     def feature_rows(self, tokens: Tensor, arrangement: Arrangement) -> AskedRows:
         """Return the rows of training, all of which are read."""
