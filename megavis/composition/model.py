@@ -132,6 +132,7 @@ class Model(Layers):
 
     def _sequence(self, batch: Batch, count: Callable[[Tensor], Tensor]) -> SequenceBatch:
         index, samples = batch.sample_index, self.condition.predicted(batch.inputs)
+        # The step is for schedules that change during training: a function of it, as of the seed.
         read, arrangement = self._read(samples, index), self.schedule.at(batch.step).draw(index)
         targets: tuple[Tensor, ...] = ()
         extra: tuple[Tensor, ...] = ()
@@ -320,6 +321,7 @@ class Model(Layers):
                 if all are predicted; then the number by which each image's sum is divided,
                 float32 `[b]`, by default of its predicted tokens.
         """
+        # A transform is trained by its tokens, which the head returns with the predictions.
         scored = None if self.has_transform else targets[0]
         weights = targets[not self.has_transform :]
         losses = self.density.per_token_loss(predictions, scored)
