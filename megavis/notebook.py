@@ -48,7 +48,7 @@ class Run:
         folder: the run folder.
         checkpoint: folder of the weights; None for fresh ones.
         step: optimizer steps of the weights; 0 for fresh ones.
-        objective: the paper.
+        objective: the model.
         context: ranks and groups of this process.
         dtype: data type of the weights.
         inference: computes the network.
@@ -138,16 +138,16 @@ class Run:
         return Palette.load(self.folder / PALETTE_NAME)
 
     def outputs(self, inputs: Any, **options: Any) -> Tensor:
-        """Return the head's raw outputs for inputs in the paper's own form.
+        """Return the head's raw outputs for inputs in the model's own form.
 
         Args:
-            inputs: in the paper's own form: ids `[b, n]` in raster order, patches, latents; if
+            inputs: in the model's own form: ids `[b, n]` in raster order, patches, latents; if
                 the run has a palette also photographs, as for `to_ids`.
-            **options: of the paper, by name; see `Model.inputs_from`. For example
+            **options: of the model, by name; see `Model.inputs_from`. For example
                 `mask`, bool `[b, n]`, for iGPT's BERT mode.
 
         Returns:
-            The outputs of the paper's head; for iGPT logits `[b, n, v]` in the run's order.
+            The outputs of the model's head; for iGPT logits `[b, n, v]` in the run's order.
 
         Raises:
             UserError: an option does not apply; the message lists those that do.
@@ -204,12 +204,12 @@ class Run:
         Args:
             seed: random seed.
             spell: formats option names as the user typed them, for errors.
-            **options: of the paper's density, schedule and search: temperature, top_k, top_p,
+            **options: of the model's density, schedule and search: temperature, top_k, top_p,
                 sampling_steps, probability, guidance, guidance_power, beams, fans, rounds,
-                choice_temperature, groups. None leaves an option to the paper.
+                choice_temperature, groups. None leaves an option to the model.
 
         Raises:
-            UserError: this paper generates no images, or an option does not apply.
+            UserError: the model generates no images, or an option does not apply.
         """
         return Sampler(self.inference, self.objective, self.folder, options, seed=seed, spell=spell)
 
@@ -244,7 +244,7 @@ class Run:
             raster order: ids int64 `[b, n]`, patches `[b, n, d]`, latents `[b, c, h, w]`.
 
         Raises:
-            UserError: the paper does not support this, or a number is out of range.
+            UserError: the model does not support this, or a number is out of range.
             torch.OutOfMemoryError: a batch of `batch_size` images does not fit.
         """
         if not 0 <= given <= 1:
@@ -254,18 +254,18 @@ class Run:
         known = {name: torch.as_tensor(v) for name, v in values.items() if v is not None}
         inputs = None if originals is None else self._own_form(originals)
         rows = [len(each) for each in (inputs, *known.values()) if each is not None]
-        drawn = sampler.draw(
+        drawn = sampler.sample(
             num_images or max(rows, default=1),
             conditions=known,
             originals=inputs,
-            num_given=round(given * sampler.paper.num_tokens),
+            num_given=round(given * sampler.model.num_tokens),
             batch_size=batch_size,
         )
         return drawn if tokens or not self._has_decoder(sampler) else sampler.to_images(drawn)
 
     def _has_decoder(self, sampler: Sampler) -> bool:
         try:
-            sampler.paper.check_images(self.folder)
+            sampler.model.check_images(self.folder)
         except UserError:
             return False
         return True

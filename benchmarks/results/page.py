@@ -297,7 +297,7 @@ def _pictures(study: Study, folder: Path, page: Path) -> Iterator[str]:
 
 
 def _draw_depth(methods: Sequence[Method], folder: Path, path: Path) -> bool:
-    """Draw accuracy over layers of all methods; return whether there is any."""
+    """Plot accuracy over layers of all methods; return whether there is any."""
     from matplotlib.figure import Figure
 
     found = [

@@ -54,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
 
 def examine() -> Iterator[SystemCheck]:
     """Yield all checks; those that need torch only if it can be imported."""
-    yield _python()
+    found = (3, 11) <= sys.version_info < (3, 13)
+    yield SystemCheck("Python", found, sys.version.split()[0], "3.11 or 3.12: everything", True)
     for module, distribution, purpose in (
         ("torch", "torch", "everything"),
         ("megatron.core", "megatron-core", "the Transformer's layers"),
@@ -73,11 +74,6 @@ def examine() -> Iterator[SystemCheck]:
     yield transformer_engine()
     yield from _compilers()
     yield _libaio()
-
-
-def _python() -> SystemCheck:
-    found = (3, 11) <= sys.version_info < (3, 13)
-    return SystemCheck("Python", found, sys.version.split()[0], "3.11 or 3.12: everything", True)
 
 
 def _package(module: str, distribution: str, purpose: str, required: bool = False) -> SystemCheck:

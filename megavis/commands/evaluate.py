@@ -398,7 +398,7 @@ def _reconstructed_maps(
 def _predicted_maps(opened: Run, inputs: Tensor, index: Tensor, args: argparse.Namespace) -> Tensor:
     """Sample maps for images; seed and image determine the draws."""
     sampler = opened.sampler(seed=args.seed, spell=spelled, **chosen_options(args))
-    conditions = sampler.paper.condition.from_samples(inputs)
+    conditions = sampler.model.condition.from_samples(inputs)
     if "image" not in conditions:
         raise UserError("this run predicts no label maps from images")
     with torch.no_grad():

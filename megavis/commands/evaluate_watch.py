@@ -217,7 +217,7 @@ class CheckpointMeasures:
         """Return a grid of generated images, uint8 `[H, W, 3]`."""
         gallery = Gallery(self.opened.objective, self.opened.folder)
         examples = read_round_robin(self._validation, _PICTURES).to(self.opened.context.device)
-        return gallery.draw(self.opened.inference, examples, num_images=_PICTURES)
+        return gallery.plot(self.opened.inference, examples, num_images=_PICTURES)
 
     def _loss(self) -> Mapping[str, float]:
         opened, limit = self.opened, self.args.validation_images

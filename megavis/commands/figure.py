@@ -146,13 +146,13 @@ def _complete(opened: Run, args: argparse.Namespace) -> int:
     sampler = opened.sampler(seed=args.seed, spell=spelled, **options)
     dataset = open_held_out(opened, args.images, option="--images")
     inputs = read_round_robin(dataset, args.num_images).inputs.to(opened.context.device)
-    count, num_given = len(inputs), sampler.paper.num_tokens // 2
+    count, num_given = len(inputs), sampler.model.num_tokens // 2
     draws = max(args.draws, args.completions)
-    tokens = sampler.draw(count * draws, originals=inputs, num_given=num_given)
+    tokens = sampler.sample(count * draws, originals=inputs, num_given=num_given)
     completed = sampler.to_images(tokens).unflatten(0, (draws, count))
-    originals = sampler.to_images(sampler.paper.tokens_of(inputs))
+    originals = sampler.to_images(sampler.model.tokens_of(inputs))
     shown = [images.cpu().numpy() for images in (originals, *completed[: args.completions])]
-    given = pixels_of(sampler.given_part(count, num_given), sampler.paper.predicts.grid, shown[0])
+    given = pixels_of(sampler.given_part(count, num_given), sampler.model.predicts.grid, shown[0])
     scores = score_completions(originals, completed[: args.draws], torch.from_numpy(given))
     first, *columns = (images[:8] for images in shown)
     folder = args.run_folder / "evaluation"
@@ -225,9 +225,9 @@ def plot_declared(args: argparse.Namespace) -> int:
         images = open_held_out(opened, args.images, option="--images")
         subject = FigureInput(opened.folder, opened.objective, opened.inference, images)
         plot = _function(spec, spec.plot.partition(":")[2])
-        drawing: RenderedFigure = plot(subject, args)
-    sys.stdout.writelines(f"{line}\n" for line in drawing.lines)
-    save_figure(args.run_folder / "evaluation", spec.name, drawing.picture, drawing.rows)
+        figure: RenderedFigure = plot(subject, args)
+    sys.stdout.writelines(f"{line}\n" for line in figure.lines)
+    save_figure(args.run_folder / "evaluation", spec.name, figure.picture, figure.rows)
     return 0
 
 

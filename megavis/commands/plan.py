@@ -423,15 +423,11 @@ def _counts_table(config: RunConfig, parts: list[ModelPart], memory: StateMemory
             row = f"  {matrix.name:{width}}{copies:>6} {shape:14}{matrix.parameters:>16,}"
             lines.append(f"{row}{matrix.parameters / total:>8.2%}")
     if memory is not None:
-        lines.append(_memory_line(config, memory))
+        states = {**asdict(memory), "total": memory.total}
+        sizes = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in states.items())
+        how = f"{config.training.precision}, ZeRO-{config.parallel.zero_stage}"
+        lines.append(f"GB per process before any image, {how}: {sizes}")
     return "\n".join(lines) + "\n"
-
-
-def _memory_line(config: RunConfig, memory: StateMemory) -> str:
-    parts = {**asdict(memory), "total": memory.total}
-    words = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
-    zero, precision = config.parallel.zero_stage, config.training.precision
-    return f"GB per process before any image, {precision}, ZeRO-{zero}: {words}"
 
 
 def part_lines(parts: Sequence[ModelPart]) -> list[str]:

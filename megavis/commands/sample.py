@@ -97,10 +97,10 @@ def _draw(opened: Run, args: argparse.Namespace) -> Any:
     """Return the grid for the options, uint8 `[H, W, 3]`, or None if a file was written."""
     if opened.objective.reconstructs:
         return _reconstructions(opened, args)
-    paper = generator_of(opened.objective)
-    names = paper.condition.names
-    if paper.schedule.needs_given and args.npz is None and not args.moments:
-        args.prefix = args.prefix or paper.default_share
+    model = generator_of(opened.objective)
+    names = model.condition.names
+    if model.schedule.needs_given and args.npz is None and not args.moments:
+        args.prefix = args.prefix or model.default_share
     check_together(args, reads_images="image" in names)
     if args.npz is not None:
         return write_samples(opened, args)
@@ -109,11 +109,11 @@ def _draw(opened: Run, args: argparse.Namespace) -> Any:
     if args.moments:
         return compare_moments(opened, args, sampler)
     # Reject before any work is done.
-    sampler.paper.check_images(opened.folder)
-    conditions, later, layout = _conditions(args, sampler.paper.condition.names)
+    sampler.model.check_images(opened.folder)
+    conditions, later, layout = _conditions(args, sampler.model.condition.names)
     if args.show_rounds:
         count = args.num_images if conditions is None else len(conditions["labels"])
-        usual = sampler.paper.condition.defaults(count, None)
+        usual = sampler.model.condition.defaults(count, None)
         return picture_of_rounds(sampler, usual if conditions is None else conditions, count)
     return _picture(opened, args, options, conditions=conditions, later=later, **layout)
 
@@ -121,13 +121,13 @@ def _draw(opened: Run, args: argparse.Namespace) -> Any:
 def _picture(
     opened: Run, args: argparse.Namespace, options: Mapping[str, Any], **layout: Any
 ) -> Any:
-    paper = generator_of(opened.objective)
-    own = paper.schedule.columns if args.prefix else ({},)
+    model = generator_of(opened.objective)
+    own = model.schedule.columns if args.prefix else ({},)
     columns = [{**column, **options} for column in own]
     # The chosen options may leave no difference between the columns.
     different = [column for i, column in enumerate(columns) if column not in columns[:i]]
     samplers = [opened.sampler(seed=args.seed, spell=spelled, **each) for each in different]
-    reads_images = "image" in paper.condition.names
+    reads_images = "image" in model.condition.names
     count = layout["conditions"] and len(layout["conditions"]["labels"])
     drawn = picture(
         samplers,
@@ -181,7 +181,7 @@ def _reconstructions(opened: Run, args: argparse.Namespace) -> Any:
     examples = None
     if args.images is not None or opened.config.data.validation is not None:
         examples = _held_out(opened, args)
-    return gallery.draw(opened.inference, examples, num_images=args.num_images)
+    return gallery.plot(opened.inference, examples, num_images=args.num_images)
 
 
 def _held_out(opened: Run, args: argparse.Namespace) -> Batch:
@@ -196,7 +196,7 @@ def write_samples(opened: Run, args: argparse.Namespace) -> None:
         raise UserError("--npz holds unconditional images; omit --prefix")
     options = chosen_options(args)
     sampler = opened.sampler(seed=args.seed, spell=spelled, **options)
-    sampler.paper.check_images(opened.folder)
+    sampler.model.check_images(opened.folder)
     write_npz(
         args.npz,
         sampler.balanced_images,
@@ -228,7 +228,7 @@ def compare_moments(opened: Run, args: argparse.Namespace, sampler: Sampler) -> 
     if folder is None:
         raise UserError("the run has no data.validation; name latents shards with --images")
     held_out, labels = _stored_latents(opened, folder, args.num_images)
-    drawn = sampler.draw(len(labels), conditions={"labels": labels}, batch_size=args.batch_size)
+    drawn = sampler.sample(len(labels), conditions={"labels": labels}, batch_size=args.batch_size)
     found = {**chosen_options(args), **compare(drawn.cpu(), held_out)}
     differences = {"drawn": found["largest_difference"]}
     trained_on = opened.config.data.train

@@ -75,17 +75,17 @@ class Asking(ABC):
 
     @abstractmethod
     def rows(self, tokens: Tensor, wanted: PredictionTargets, since: int = 0) -> AskedRows:
-        """Return the rows for a wanted.
+        """Return the rows that predict what is wanted.
 
         Args:
-            tokens: `[b, at least known, ...]`, in the order of the plan (in raster order for
+            tokens: `[b, at least known, ...]`, in the order of the arrangement (in raster order for
                 `InContext`).
             since: number of rows in the KV cache; only rows after these are returned.
         """
 
-    def feature_rows(self, tokens: Tensor, plan: Arrangement) -> AskedRows:
-        """Return one row per token, hiding no more than the plan requires."""
-        return self.rows(tokens, plan.prediction_targets)
+    def feature_rows(self, tokens: Tensor, arrangement: Arrangement) -> AskedRows:
+        """Return one row per token, hiding no more than the arrangement requires."""
+        return self.rows(tokens, arrangement.prediction_targets)
 
     def num_feature_rows(self, count: int) -> int:
         """Return the number of embedded rows of `feature_rows` for `count` tokens."""
@@ -100,7 +100,7 @@ class Asking(ABC):
         """Embed the output of `rows`; `known` has the conditions by the role of their part."""
 
     @abstractmethod
-    def workload(self, plan: Arrangement, num_outputs: int) -> Workload:
+    def workload(self, arrangement: Arrangement, num_outputs: int) -> Workload:
         """Return the workload of blocks and head for an image with such an arrangement."""
 
 
@@ -159,27 +159,31 @@ class Shift(Asking):
         With a start token in front there is one row more than tokens.
         """
         since = max(0, since - self.sink)
-        return self._between(tokens, wanted.plan, since + (not self.starts), wanted.asked.stop)
+        return self._between(
+            tokens, wanted.arrangement, since + (not self.starts), wanted.asked.stop
+        )
 
-    def feature_rows(self, tokens: Tensor, plan: Arrangement) -> AskedRows:
+    def feature_rows(self, tokens: Tensor, arrangement: Arrangement) -> AskedRows:
         """Return start token and all tokens; rows as in training if `place` is not `content`."""
-        stop = plan.num_positions + (self.place == "content")
-        return self._between(tokens, plan, int(not self.starts), stop)
+        stop = arrangement.num_positions + (self.place == "content")
+        return self._between(tokens, arrangement, int(not self.starts), stop)
 
     def num_feature_rows(self, count: int) -> int:
         """Return the number of tokens, and with `content` the start token."""
         return self.sink + count + (self.place == "content") - (not self.starts)
 
-    def _between(self, tokens: Tensor, plan: Arrangement, start: int, stop: int) -> AskedRows:
+    def _between(
+        self, tokens: Tensor, arrangement: Arrangement, start: int, stop: int
+    ) -> AskedRows:
         """Return the rows before positions [start, stop)."""
         before = slice(max(start - 1, 0), stop - 1)
         # Row t holds token t - 1. With a cache only rows from `start` on are wanted, and the start
         # token has been embedded.
-        tokens, places = tokens[:, before], plan.order[:, before]
+        tokens, places = tokens[:, before], arrangement.order[:, before]
         if self.place != "content":
-            return tokens, places, plan.order[:, start:stop]
+            return tokens, places, arrangement.order[:, start:stop]
         # The start token is in group 0.
-        own, first = (plan.groups[:, before], 0) if self.by_groups else (places, START)
+        own, first = (arrangement.groups[:, before], 0) if self.by_groups else (places, START)
         own = F.pad(own, (1, 0), value=first) if start == 0 else own
         return tokens, places, own.expand(len(tokens), -1) if self.by_groups else own
 
@@ -212,9 +216,9 @@ class Shift(Asking):
                 carried["content_groups"] = F.pad(carried["content_groups"], (1, 0))
         return Embedded(hidden, own, carried)
 
-    def workload(self, plan: Arrangement, num_outputs: int) -> Workload:
+    def workload(self, arrangement: Arrangement, num_outputs: int) -> Workload:
         """Return the workload of one causal stream."""
-        rows = self.sink + plan.num_positions
+        rows = self.sink + arrangement.num_positions
         return Workload.of_one_stream(rows, num_outputs, causal=True)
 
 
@@ -250,8 +254,8 @@ class Mask(Asking):
 
     def rows(self, tokens: Tensor, wanted: PredictionTargets, since: int = 0) -> AskedRows:
         """Return all tokens, their places, and the mask bool `[b, n]`, true where hidden."""
-        order, hidden = wanted.plan.order, wanted.hidden
-        hidden = wanted.plan.groups > 0 if hidden is None else hidden
+        order, hidden = wanted.arrangement.order, wanted.hidden
+        hidden = wanted.arrangement.groups > 0 if hidden is None else hidden
         return tokens, order, hidden.expand(len(tokens), -1)
 
     def embed(self, parts: Parts, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
@@ -280,9 +284,9 @@ class Mask(Asking):
         """Return the number of images, and of rows including those in front."""
         return rows[0].shape[0], self.num_front + rows[1].shape[1]
 
-    def workload(self, plan: Arrangement, num_outputs: int) -> Workload:
+    def workload(self, arrangement: Arrangement, num_outputs: int) -> Workload:
         """Return the workload of one stream with full attention."""
-        rows = plan.num_positions + self.num_front
+        rows = arrangement.num_positions + self.num_front
         return Workload.of_one_stream(rows, num_outputs, causal=False)
 
 
@@ -315,23 +319,27 @@ class Query(Asking):
         rows as in group 1; the loss ignores them. Without queries, the last token is left
         out, since it predicts nothing.
         """
-        plan, known = wanted.plan, wanted.known
+        arrangement, known = wanted.arrangement, wanted.known
         if self.queries:
-            return self._streams(tokens, plan, known, wanted.asked)
-        return self._streams(tokens, plan, min(known, plan.num_positions - 1), slice(0, 0))
+            return self._streams(tokens, arrangement, known, wanted.asked)
+        return self._streams(
+            tokens, arrangement, min(known, arrangement.num_positions - 1), slice(0, 0)
+        )
 
-    def _streams(self, tokens: Tensor, plan: Arrangement, known: int, asked: slice) -> AskedRows:
+    def _streams(
+        self, tokens: Tensor, arrangement: Arrangement, known: int, asked: slice
+    ) -> AskedRows:
         count = len(tokens)
-        order, groups = plan.order.expand(count, -1), plan.groups.expand(count, -1)
+        order, groups = arrangement.order.expand(count, -1), arrangement.groups.expand(count, -1)
         content, places, own = tokens[:, :known], order[:, :known], groups[:, :known]
         if self.starts:
             own = F.pad(own, (1, 0))
         # A query of group 0 would attend to nothing.
         return content, places, own, order[:, asked], groups[:, asked].clamp(min=1)
 
-    def feature_rows(self, tokens: Tensor, plan: Arrangement) -> AskedRows:
+    def feature_rows(self, tokens: Tensor, arrangement: Arrangement) -> AskedRows:
         """Return only the content stream."""
-        return self._streams(tokens, plan, plan.num_positions, slice(0, 0))
+        return self._streams(tokens, arrangement, arrangement.num_positions, slice(0, 0))
 
     def num_feature_rows(self, count: int) -> int:
         """Return the number of rows in front, of the start token and of tokens."""
@@ -363,10 +371,10 @@ class Query(Asking):
             },
         )
 
-    def workload(self, plan: Arrangement, num_outputs: int) -> Workload:
+    def workload(self, arrangement: Arrangement, num_outputs: int) -> Workload:
         """Return the workload of both streams, with keys and values only for content."""
-        visible = self.num_front + self.starts + plan.num_content
-        asked = plan.num_positions - plan.first_asked
+        visible = self.num_front + self.starts + arrangement.num_content
+        asked = arrangement.num_positions - arrangement.first_asked
         if not self.queries:
             return Workload(visible, visible, float(visible), visible, num_outputs)
         return Workload(visible + asked, visible, float(visible), asked, num_outputs)
@@ -382,8 +390,8 @@ class InContext(Asking):
 
     def rows(self, tokens: Tensor, wanted: PredictionTargets, since: int = 0) -> AskedRows:
         """Return tokens in raster order, the context rows int64 `[b, c]`, and the placed rows."""
-        plan = wanted.plan
-        return self.rows_of(tokens, plan.order[:, : wanted.known], plan.num_placed)
+        arrangement = wanted.arrangement
+        return self.rows_of(tokens, arrangement.order[:, : wanted.known], arrangement.num_placed)
 
     def rows_of(self, tokens: Tensor, context: Tensor, num_placed: int) -> AskedRows:
         """Return the rows of tokens `[b, n, ...]` with the context int64 `[b, c]`."""
@@ -409,9 +417,12 @@ class InContext(Asking):
         places = F.pad(places, (front.shape[1], 0), value=NOWHERE)
         return Embedded(hidden, places, {"context": context})
 
-    def workload(self, plan: Arrangement, num_outputs: int) -> Workload:
+    def workload(self, arrangement: Arrangement, num_outputs: int) -> Workload:
         """Return the workload of all rows, with keys and values only for the context."""
-        rows, visible = plan.num_positions + self.num_front, plan.num_content + self.num_front
+        rows, visible = (
+            arrangement.num_positions + self.num_front,
+            arrangement.num_content + self.num_front,
+        )
         return Workload(rows, visible, float(visible), rows, num_outputs)
 
 
@@ -425,12 +436,14 @@ class Visible(Asking):
     def rows(self, tokens: Tensor, wanted: PredictionTargets, since: int = 0) -> AskedRows:
         """Return the known tokens, and the places of all positions."""
         # Carried to the bridge: a pipeline sends contiguous tensors alone.
-        order = wanted.plan.order.expand(len(tokens), -1).contiguous()
+        order = wanted.arrangement.order.expand(len(tokens), -1).contiguous()
         return tokens[:, : wanted.known], order
 
-    def feature_rows(self, tokens: Tensor, plan: Arrangement) -> AskedRows:
+    def feature_rows(self, tokens: Tensor, arrangement: Arrangement) -> AskedRows:
         """Return all tokens."""
-        return self.rows(tokens, PredictionTargets(plan, plan.num_positions, slice(0, 0)))
+        return self.rows(
+            tokens, PredictionTargets(arrangement, arrangement.num_positions, slice(0, 0))
+        )
 
     def embed(self, parts: Parts, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
         """See `Asking`."""
@@ -441,7 +454,7 @@ class Visible(Asking):
         hidden = torch.cat([front, hidden], dim=1)
         return Embedded(hidden, F.pad(places, (front.shape[1], 0)), {ORDER: order})
 
-    def workload(self, plan: Arrangement, num_outputs: int) -> Workload:
+    def workload(self, arrangement: Arrangement, num_outputs: int) -> Workload:
         """Return the workload of full attention over the known tokens."""
-        rows = plan.num_content + self.num_front
+        rows = arrangement.num_content + self.num_front
         return Workload.of_one_stream(rows, num_outputs, causal=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, singledispatch
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -20,18 +21,13 @@ from megavis.composition.reader import SecondStack
 from megavis.composition.tokens import Key
 from megavis.config.schema import ModelConfig, RunConfig
 from megavis.densities.categorical import Categorical, Place
-from megavis.densities.decoders import NO_DECODER, DecoderSpec, DecoderWork, PatchHead
-from megavis.densities.density import Density
-from megavis.densities.diffusion import Diffusion, DiffusionProcess
-from megavis.densities.gaussians import CorrelatedGaussian, GaussianMixture
-from megavis.densities.squared_error import SquaredError
+from megavis.densities.density import NO_DECODER, DecoderWork, Density
 from megavis.grammar import words
 from megavis.grammar.grammar import Grammar
 from megavis.model.adapter import Adapter
 from megavis.model.core import Core
 from megavis.model.embeddings import TokenHead, grid_positions
 from megavis.model.encoder import EncoderSizes
-from megavis.model.gaussian_mixture import ScaleForm
 from megavis.model.heads import Head
 from megavis.model.parameters import (
     Fill,
@@ -48,6 +44,9 @@ from megavis.schedules.one_by_one import Annealing, OneByOne
 from megavis.schedules.orders import Orders, order_of_run
 from megavis.schedules.schedule import Schedule
 from megavis.schedules.segmented import Groups
+
+if TYPE_CHECKING:
+    from megavis.densities.decoders import DecoderSpec
 
 
 @singledispatch
@@ -321,7 +320,6 @@ class HeadPlan:
     @property
     def width(self) -> int:
         """Values of a token."""
-        assert isinstance(self.predicts, tokens.Vectors)
         return self.predicts.width
 
     def linear(self, num_outputs: int, fill: Fill = xavier_uniform) -> Callable[[], Head]:
@@ -337,13 +335,15 @@ class HeadPlan:
 
     def decoder(self, spec: DecoderSpec) -> tuple[Callable[[], Head], DecoderWork]:
         """Return a factory of the norm and a decoder, and the decoder's work."""
+        from megavis.densities.decoders import PatchHead
+
         head = partial(PatchHead, self.core, spec, num_skipped=self.num_skipped)
         return head, spec.work(self.core)
 
 
 @singledispatch
 def build_density(word: words.DensityWord, head: HeadPlan) -> Density:
-    """Return the density."""
+    """Return the density. What only some predict is imported when a word needs it."""
     raise TypeError(word)
 
 
@@ -363,8 +363,12 @@ def _(word: words.Place, head: HeadPlan) -> Density:
 
 @build_density.register
 def _(word: words.SquaredError, head: HeadPlan) -> Density:
+    from megavis.densities.squared_error import SquaredError
+
     factory, work = head.linear(head.width), NO_DECODER
     if word.decoder != "linear":
+        from megavis.densities.decoders import DecoderSpec
+
         spec = DecoderSpec(
             word.decoder,
             head.width,
@@ -385,6 +389,9 @@ def _(word: words.SquaredError, head: HeadPlan) -> Density:
 
 @build_density.register
 def _(word: words.GaussianMixture, head: HeadPlan) -> Density:
+    from megavis.densities.gaussians import GaussianMixture
+    from megavis.model.gaussian_mixture import ScaleForm
+
     form, count = ScaleForm(word.scale_activation, word.scale_floor), word.num_components
     outputs = count * (1 + 2 * head.width)
     factory = head.linear(outputs, normal(word.head_std))
@@ -393,6 +400,9 @@ def _(word: words.GaussianMixture, head: HeadPlan) -> Density:
 
 @build_density.register
 def _(word: words.CorrelatedGaussian, head: HeadPlan) -> Density:
+    from megavis.densities.gaussians import CorrelatedGaussian
+    from megavis.model.gaussian_mixture import ScaleForm
+
     outputs = head.width**2 + head.width
     form = ScaleForm(word.scale_activation, word.scale_floor)
     return CorrelatedGaussian(outputs, form, build_head=head.linear(outputs, normal(word.head_std)))
@@ -400,6 +410,9 @@ def _(word: words.CorrelatedGaussian, head: HeadPlan) -> Density:
 
 @build_density.register
 def _(word: words.Diffusion, head: HeadPlan) -> Density:
+    from megavis.densities.decoders import DecoderSpec
+    from megavis.densities.diffusion import Diffusion, DiffusionProcess
+
     assert isinstance(head.predicts, tokens.Vectors)
     spec = DecoderSpec(
         word.decoder,
@@ -443,7 +456,10 @@ def build_part(
     """
     weights, width = grammar.weights, core.model.hidden_size
     if role == "transform":
-        return _build_adapter(grammar.transform, reads)
+        word = grammar.transform
+        assert word is not None
+        bottleneck = word.bottleneck or 4 * reads.width
+        return Adapter(reads.width, num_blocks=word.blocks, bottleneck=bottleneck)
     if role == "content":
         if isinstance(reads, tokens.Vectors) and weights.vectors == "lecun":
             return reads.embedding(core, truncated_normal(reads.width**-0.5))
@@ -452,14 +468,7 @@ def build_part(
         fill = normal(deviation(weights.positions, core.model))
         return grid_positions(core, grammar.positions, reads.grid, fill=fill)
     assert role != "encoder", "the condition builds its encoder"
-    word = weights.positions if role in ("front_position", "row_vectors") else weights.tokens
+    spread = weights.positions if role in ("front_position", "row_vectors") else weights.tokens
     shapes: dict[Role, tuple[int, ...]] = {"marks": (2,)}
     shapes |= {several: (count,) for several, count in counts.items()}
-    return filled(*shapes.get(role, ()), width, fill=normal(deviation(word, core.model)))
-
-
-def _build_adapter(word: words.Adapter | None, reads: tokens.Tokens) -> Adapter:
-    assert word is not None
-    assert isinstance(reads, tokens.Vectors)
-    bottleneck = word.bottleneck or 4 * reads.width
-    return Adapter(reads.width, num_blocks=word.blocks, bottleneck=bottleneck)
+    return filled(*shapes.get(role, ()), width, fill=normal(deviation(spread, core.model)))

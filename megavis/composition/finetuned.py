@@ -25,16 +25,16 @@ NO_LABEL = -1
 class Finetuned(Trainable):
     """A paper's model with the head of a task on top, as the config's `finetune` section says."""
 
-    def __init__(self, paper: Model) -> None:
-        super().__init__(paper.config, paper.context)
-        assert paper.config.finetune is not None
-        self.settings, self.processes = paper.config.finetune, paper.context.data.group
-        tuned = paper.with_full_attention() if self.settings.visibility == "full" else paper
+    def __init__(self, model: Model) -> None:
+        super().__init__(model.config, model.context)
+        assert model.config.finetune is not None
+        self.settings, self.processes = model.config.finetune, model.context.data.group
+        tuned = model.with_full_attention() if self.settings.visibility == "full" else model
         self._backbone = tuned
 
     @property
     def backbone(self) -> Model:
-        """The paper that is fine-tuned."""
+        """The model that is fine-tuned."""
         return self._backbone
 
     def classes_of(self, manifest: Manifest) -> tuple[str, ...]:

@@ -61,26 +61,23 @@ class Instruct(Asking):
         # Of the known tokens, those before `cached` have rows, and one more instruction has.
         cached = max(since // 2 - 1, 0)
         first = cached + 1 if since else 0
-        order = wanted.plan.order
+        order = wanted.arrangement.order
         tokens, places = tokens[:, cached:known], order[:, cached:known]
         if not since:
             places = F.pad(places, (1, 0), value=START)
         instructions = order[:, first : wanted.asked.stop]
-        return tokens, places, instructions, self._read_rows(places, instructions, read)
-
-    @staticmethod
-    def _read_rows(places: Tensor, instructions: Tensor, count: int) -> Tensor:
-        """Return the indices of the last `count` instructions' rows: int64 `[1, count]`."""
         number = torch.arange(instructions.shape[1], device=places.device)
         # The instruction with number t follows t + 1 rows of tokens, if there are as many.
         rows = number + (number + 1).clamp(max=places.shape[1])
-        return rows[None, len(number) - count :].contiguous()
+        return tokens, places, instructions, rows[None, len(number) - read :].contiguous()
 
-    def feature_rows(self, tokens: Tensor, plan: Arrangement) -> AskedRows:
+    def feature_rows(self, tokens: Tensor, arrangement: Arrangement) -> AskedRows:
         """Return the rows of training, all of which are read."""
-        wanted = PredictionTargets(plan, plan.num_positions - 1, slice(0, plan.num_positions))
+        wanted = PredictionTargets(
+            arrangement, arrangement.num_positions - 1, slice(0, arrangement.num_positions)
+        )
         *rows, _ = self.rows(tokens, wanted)
-        every = torch.arange(2 * plan.num_positions, device=tokens.device)
+        every = torch.arange(2 * arrangement.num_positions, device=tokens.device)
         return *rows, every[None]
 
     def num_feature_rows(self, count: int) -> int:
@@ -95,25 +92,25 @@ class Instruct(Asking):
         """See `Asking`; an instruction is a learned vector in which its place is encoded."""
         tokens, places, instructions, read = rows
         starts = places.shape[1] > tokens.shape[1]
-        held = parts.embed_content(tokens)
-        held = parts.add_positions(held, places[:, starts:], "positions")
+        content = parts.embed_content(tokens)
+        content = parts.add_positions(content, places[:, starts:], "positions")
         if starts:
-            held = parts.prepend_start(held, known)
-        vectors = parts.vector("query", held).expand(*instructions.shape, -1)
-        told = parts.encoded_places(vectors, instructions).to(held.dtype)
-        hidden = _alternated(held, told.expand(len(held), -1, -1))
-        cells = _alternated(places, instructions)
+            content = parts.prepend_start(content, known)
+        vectors = parts.vector("query", content).expand(*instructions.shape, -1)
+        queries = parts.encoded_places(vectors, instructions).to(content.dtype)
+        hidden = _interleaved(content, queries.expand(len(content), -1, -1))
+        cells = _interleaved(places, instructions)
         return Embedded(hidden, cells, {READ_ROWS: read}, cells[:, read[0]])
 
-    def workload(self, plan: Arrangement, num_outputs: int) -> Workload:
+    def workload(self, arrangement: Arrangement, num_outputs: int) -> Workload:
         """Return the workload of one causal stream, half of which the head reads."""
-        rows = 2 * plan.num_positions
+        rows = 2 * arrangement.num_positions
         visible = (rows + 1) / 2
-        return Workload(rows, rows, visible, plan.num_positions, num_outputs, num_last=rows)
+        return Workload(rows, rows, visible, arrangement.num_positions, num_outputs, num_last=rows)
 
 
-def _alternated(held: Tensor, told: Tensor) -> Tensor:
-    """Join `[b, c, ...]` and `[b, i, ...]` in turns, with the rest of the second at the end."""
-    count = held.shape[1]
-    pairs = torch.stack([held, told[:, :count]], dim=2).flatten(1, 2)
-    return torch.cat([pairs, told[:, count:]], dim=1)
+def _interleaved(content: Tensor, queries: Tensor) -> Tensor:
+    """Interleave `[b, c, ...]` and `[b, i, ...]`; what is left of the second follows."""
+    count = content.shape[1]
+    pairs = torch.stack([content, queries[:, :count]], dim=2).flatten(1, 2)
+    return torch.cat([pairs, queries[:, count:]], dim=1)

@@ -31,7 +31,7 @@ from megavis.composition.condition import Condition
 from megavis.composition.encoded_image import EncodedImage, PretrainedEncoder
 from megavis.composition.parts import PARTS, TRANSFORMED, Part, Role, with_whole_norms
 from megavis.composition.reader import Reader, SecondStack
-from megavis.composition.tokens import Tokens, Vectors
+from megavis.composition.tokens import Tokens
 from megavis.composition.trainable import Backbone, Likelihood
 from megavis.config.schema import RunConfig
 from megavis.config.section import PositionKind
@@ -161,11 +161,9 @@ class Layers(Backbone):
     @property
     def likelihood(self) -> Likelihood | None:
         """How to convert the loss to -log p of an image's tokens; None if there is none."""
-        dimension, size = self.reads.dimension, 1
+        dimension, size = self.reads.dimension, self.reads.width
         if not self.grammar.is_likelihood or dimension is None:
             return None
-        if isinstance(self.reads, Vectors):
-            size = self.reads.width
         given = self.condition.given_text
         return Likelihood(dimension, self.num_tokens * size, per_loss=size, given=given)
 
@@ -254,9 +252,12 @@ class Layers(Backbone):
     def workload(self) -> Workload:
         """Return the workload of the blocks for one training image."""
         # Of any sample: the bounds of an arrangement, and so the work, are the same for all.
-        plan, upper = self.schedule.draw(torch.zeros(1, dtype=torch.int64)), self.second_stack
+        arrangement, upper = (
+            self.schedule.draw(torch.zeros(1, dtype=torch.int64)),
+            self.second_stack,
+        )
         width = self.density.num_outputs if upper is None else upper.core.model.hidden_size
-        work = self.asks.workload(plan, width)
+        work = self.asks.workload(arrangement, width)
         return replace(
             work,
             num_memory=self.condition.num_memory,

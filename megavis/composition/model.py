@@ -132,16 +132,17 @@ class Model(Layers):
 
     def _sequence(self, batch: Batch, count: Callable[[Tensor], Tensor]) -> SequenceBatch:
         index, samples = batch.sample_index, self.condition.predicted(batch.inputs)
-        read, plan = self._read(samples, index), self.schedule.at(batch.step).draw(index)
+        # The step is for schedules that change during training: a function of it, as of the seed.
+        read, arrangement = self._read(samples, index), self.schedule.at(batch.step).draw(index)
         targets: tuple[Tensor, ...] = ()
         extra: tuple[Tensor, ...] = ()
         if not self.has_transform:  # A transform's output is scored instead.
-            asked = self._asked(samples, read, plan, index)
+            asked = self._asked(samples, read, arrangement, index)
             scored, extra = self.density.corrupted(asked, index)
             targets = (scored,)
-        rows = self.numbered(self.training_rows(read, plan))
+        rows = self.numbered(self.training_rows(read, arrangement))
         inputs = (*rows, *self.condition.training(batch), *extra)
-        weights = self._weights(plan, len(read))
+        weights = self._weights(arrangement, len(read))
         if weights and self.schedule.loss_average == "batch":
             weights = (*weights, count(index))
         return SequenceBatch(inputs, (*targets, *weights))
@@ -203,34 +204,34 @@ class Model(Layers):
         read = self._read(samples, drawn)
         self.reads.check_values(read)
         index = torch.arange(len(read), device=read.device) if drawn is None else drawn
-        plan = self.schedule.chosen(index, choices, is_named=sample_index is not None)
+        arrangement = self.schedule.chosen(index, choices, is_named=sample_index is not None)
         conditions = {name: choices[name] for name in self.condition.names if name in choices}
         conditions = {**self.condition.from_samples(inputs), **conditions}
         known = self.condition.given(conditions, len(read), read.device)
         extra: tuple[Tensor, ...] = ()
         if self.extra_tensors:
-            asked = self._asked(samples, read, plan, index)
+            asked = self._asked(samples, read, arrangement, index)
             extra = self.density.corrupted(asked, index, choices)[1]
-        return (*self.numbered(self.training_rows(read, plan)), *known, *extra)
+        return (*self.numbered(self.training_rows(read, arrangement)), *known, *extra)
 
-    def _asked(self, samples: Any, read: Tensor, plan: Arrangement, index: Tensor) -> Tensor:
-        """Return the tokens that a plan predicts, made from the samples if they are not read."""
+    def _asked(self, samples: Any, read: Tensor, arrangement: Arrangement, index: Tensor) -> Tensor:
+        """Return the predicted tokens, made from the samples if others are read."""
         is_read = self.predicts is self.reads
         tokens = read if is_read else self.predicts.of(samples, index)
-        asked = self._at(self.predicts.sequence(tokens), plan, plan.first_asked)
-        if not plan.num_idle:
+        asked = self._at(self.predicts.sequence(tokens), arrangement, arrangement.first_asked)
+        if not arrangement.num_idle:
             return asked
         # Idle rows have blank targets, which have no weight.
-        return torch.cat([asked, torch.zeros_like(asked[:, : plan.num_idle])], dim=1)
+        return torch.cat([asked, torch.zeros_like(asked[:, : arrangement.num_idle])], dim=1)
 
-    def training_rows(self, read: Tensor, plan: Arrangement) -> AskedRows:
+    def training_rows(self, read: Tensor, arrangement: Arrangement) -> AskedRows:
         """Return the rows that predict all asked positions of an arrangement.
 
         Args:
             read: tokens in raster order, or on their grid for a transform.
         """
-        ask = partial(self.asks.rows, wanted=plan.prediction_targets)
-        return self._rows(read, plan, plan.num_content, ask)
+        ask = partial(self.asks.rows, wanted=arrangement.prediction_targets)
+        return self._rows(read, arrangement, arrangement.num_content, ask)
 
     def numbered(self, rows: AskedRows, since: int = 0) -> tuple[Tensor, ...]:
         """Append the numbers of the rows, int64 `[b, m]`, if vectors of the rows modulate them.
@@ -243,34 +244,42 @@ class Model(Layers):
         numbers = torch.arange(since, since + num_rows, device=rows[0].device)
         return (*rows, numbers.expand(count, -1))
 
-    def feature_rows(self, read: Tensor, plan: Arrangement) -> AskedRows:
+    def feature_rows(self, read: Tensor, arrangement: Arrangement) -> AskedRows:
         """Return the rows that hold all tokens; for `read` see `training_rows`."""
-        return self._rows(read, plan, None, partial(self.asks.feature_rows, plan=plan))
+        return self._rows(
+            read, arrangement, None, partial(self.asks.feature_rows, arrangement=arrangement)
+        )
 
     def _rows(
-        self, read: Tensor, plan: Arrangement, stop: int | None, ask: Callable[[Tensor], AskedRows]
+        self,
+        read: Tensor,
+        arrangement: Arrangement,
+        stop: int | None,
+        ask: Callable[[Tensor], AskedRows],
     ) -> AskedRows:
         """Apply `ask` to the tokens before `stop`; a transform gets all tokens on their grid."""
         tokens = self.reads.sequence(read)
         if not self.has_transform or read.ndim == 3:
-            return ask(self._at(tokens, plan, 0, stop))
+            return ask(self._at(tokens, arrangement, 0, stop))
         grid = to_grid(tokens, height=self.reads.grid[0]).contiguous()
         # The first layer cuts the rows itself, after the transform; here only their places are
         # needed.
         return grid, *ask(tokens[:, :0])[1:]
 
-    def _at(self, tokens: Tensor, plan: Arrangement, start: int, stop: int | None = None) -> Tensor:
-        """Return the tokens at positions [start, stop) of a plan, given tokens in raster order."""
+    def _at(
+        self, tokens: Tensor, arrangement: Arrangement, start: int, stop: int | None = None
+    ) -> Tensor:
+        """Return the tokens at positions [start, stop), given tokens in raster order."""
         if not self.asks.permutes:
             return tokens
-        return gather_tokens(tokens, plan.order[:, start:stop])
+        return gather_tokens(tokens, arrangement.order[:, start:stop])
 
-    def _weights(self, plan: Arrangement, count: int) -> tuple[Tensor, ...]:
+    def _weights(self, arrangement: Arrangement, count: int) -> tuple[Tensor, ...]:
         """Return loss weights of the asked positions, `[b, q]`, or nothing if all are 1."""
-        if plan.predicts_all:
+        if arrangement.predicts_all:
             return ()
-        weights = plan.is_predicted.float().expand(count, -1)
-        return (weights if self.asks.permutes else to_raster(weights, plan.order),)
+        weights = arrangement.is_predicted.float().expand(count, -1)
+        return (weights if self.asks.permutes else to_raster(weights, arrangement.order),)
 
     def feature_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
         """Return `SequenceBatch.inputs` for features of a batch, ignoring its labels.
@@ -295,8 +304,8 @@ class Model(Layers):
         index = sample_index
         if index is None:
             index = torch.zeros(len(read), dtype=torch.int64, device=read.device)
-        plan = self.schedule.for_features(index.to(read.device))
-        rows = self.feature_rows(read, plan)
+        arrangement = self.schedule.for_features(index.to(read.device))
+        rows = self.feature_rows(read, arrangement)
         known = self.condition.for_features(inputs)
         return (*self.numbered(rows), *known, *self._blank_inputs(rows))
 
@@ -312,6 +321,7 @@ class Model(Layers):
                 if all are predicted; then the number by which each image's sum is divided,
                 float32 `[b]`, by default of its predicted tokens.
         """
+        # A transform is trained by its tokens, which the head returns with the predictions.
         scored = None if self.has_transform else targets[0]
         weights = targets[not self.has_transform :]
         losses = self.density.per_token_loss(predictions, scored)
@@ -345,7 +355,7 @@ class Model(Layers):
 
         Args:
             tokens: `[r, n, ...]` in the order of generation.
-            wanted: its plan has one row, or r.
+            wanted: its arrangement has one row, or r.
             since: number of positions in the KV cache.
         """
         rows = self.asks.rows(tokens, wanted, since)

@@ -92,15 +92,11 @@ class Parts(nn.Module):
     def prepend_start(self, hidden: Tensor, known: Mapping[Role, Tensor]) -> Tensor:
         """Prepend the start token to `hidden`: `[b, 1 + m, h]`."""
         part = self.part("start")
-        start: Tensor = part(known["start"])[:, None] if "start" in known else part
-        start = start.to(hidden.dtype).expand(len(hidden), 1, -1)
-        return torch.cat([start, hidden], dim=1)
+        return _prepended(part(known["start"])[:, None] if "start" in known else part, hidden)
 
     def prepend_sink(self, hidden: Tensor) -> Tensor:
         """Prepend the row before the start token to `hidden`: `[b, 1 + m, h]`."""
-        sink: Tensor = self.part("sink")
-        sink = sink.to(hidden.dtype).expand(len(hidden), 1, -1)
-        return torch.cat([sink, hidden], dim=1)
+        return _prepended(self.part("sink"), hidden)
 
     def modulation(
         self, hidden: Tensor, known: Mapping[Role, Tensor], numbers: Tensor | None
@@ -145,6 +141,11 @@ class Parts(nn.Module):
     def untransformed(self, tokens: Tensor, num_rows: int) -> Tensor:
         """Apply the inverse transform to tokens `[b, n, d]` on a grid of `num_rows` rows."""
         return to_tokens(self.part("transform").inverse(to_grid(tokens, height=num_rows)))
+
+
+def _prepended(row: Tensor, hidden: Tensor) -> Tensor:
+    """Prepend a row that broadcasts to `[b, 1, h]` to `hidden` `[b, m, h]`, in its dtype."""
+    return torch.cat([row.to(hidden.dtype).expand(len(hidden), 1, -1), hidden], dim=1)
 
 
 def with_whole_norms(build: Callable[[], nn.Module]) -> nn.Module:

@@ -45,6 +45,7 @@ class Tokens(ABC):
     """A kind of token.
 
     Attributes:
+        width: values of a token, 1 for an id.
         key: maps the names of their keys to config keys, for messages.
         dimension: description of one dimension of a likelihood; None if it would mean nothing.
         sample_shape: shape of a sample in the shards.
@@ -52,6 +53,7 @@ class Tokens(ABC):
     """
 
     grid: tuple[int, int]
+    width: int = 1
     key: Key
     dimension: str | None = None
     sample_shape: tuple[int, ...]
@@ -170,7 +172,6 @@ class Vectors(Tokens):
         channels: values that share a noise level's channel, as a pixel's colours do.
     """
 
-    width: int
     value_range: tuple[float, float] | None = None
     """Smallest and largest value; None: unbounded."""
 

@@ -90,14 +90,11 @@ def accept_all_text() -> None:
     for stream in (sys.stdout, sys.stderr):
         # Not of streams that a test or a notebook has put in their place.
         if isinstance(stream, io.TextIOWrapper) and stream.errors != "backslashreplace":
-            keeps_bytes = stream.errors == "surrogateescape" and _is_utf_8(stream.encoding)
+            is_utf_8 = codecs.lookup(stream.encoding).name == "utf-8"
+            keeps_bytes = stream.errors == "surrogateescape" and is_utf_8
             # It writes what waits in the stream: a log on a full disk must not end a run.
             with contextlib.suppress(OSError):
                 stream.reconfigure(errors="surrogateescape" if keeps_bytes else "replace")
-
-
-def _is_utf_8(encoding: str) -> bool:
-    return codecs.lookup(encoding).name == "utf-8"
 
 
 def close_output(error: BrokenPipeError) -> int:

@@ -113,13 +113,19 @@ class ParallelConfig(Section):
         return self.head_parts if self.sequence_parallel else self.context_parallel_size
 
 
-class EvaluationConfig(Section):
-    """Evaluation during training: a separate process evaluates checkpoints as they appear."""
+Measure = Literal["loss", "probe", "neighbors", "samples", "frechet"]
+"""What may be measured of a checkpoint as it appears."""
 
-    what: Annotated[
-        tuple[Literal["loss", "probe", "neighbors", "samples", "frechet"], ...], Field(strict=False)
-    ] = ("loss", "probe")
-    """Validation loss, linear probe, nearest neighbours, an image grid, Fréchet distance."""
+
+class EvaluationConfig(Section):
+    """Evaluation during training: a separate process evaluates checkpoints as they appear.
+
+    Its keys are options of `megavis evaluate watch`, which that process runs.
+    """
+
+    what: Annotated[tuple[Measure, ...], Field(strict=False)] = ("loss", "probe")
+    """Any of `loss` (of validation), `probe` (a linear one), `neighbors` (a classifier by nearest
+    neighbours), `samples` (a grid of images) and `frechet` (distance of generated images)."""
     every: Positive = 1
     """Evaluate only checkpoints whose step is a multiple of this, and the last one."""
     train_images: Positive = 2000

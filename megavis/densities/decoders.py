@@ -24,16 +24,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megavis.config.section import DecoderKind
+from megavis.densities.density import DecoderWork
 from megavis.model.context_parallel import splits_context
 from megavis.model.core import Block, Core
 from megavis.model.embeddings import LastNorm, ReplicatedLinear, WholeNorm
 from megavis.model.feed_forward import FeedForward
-from megavis.model.flops import Workload
 from megavis.model.heads import Head, predicting
 from megavis.model.layer_state import LayerState, PackedState, from_bits
 from megavis.model.positions import PLACES, place_coordinates, sincos
 from megavis.model.sequence_regions import own_rows
-from megavis.model.stack import PlannedStack
 from megavis.model.visibility import AttentionContext, Visibility
 
 
@@ -82,30 +81,6 @@ class DecoderSpec:
         # Of the final linear layer, whose inputs are counted as those of the backbone.
         wider = 2.0 * (inner.hidden_size - width) * self.width
         return DecoderWork(embedding + layers + entry + wider)
-
-
-@dataclass(frozen=True)
-class DecoderWork:
-    """Work of a head in training before its final linear layer, per position that it reads.
-
-    Attributes:
-        flops: operations of the forward pass outside of blocks, counted as in `model/flops.py`.
-        blocks: core of its blocks, which attend within pairs of tokens; None if it has none.
-    """
-
-    flops: float = 0.0
-    blocks: Core | None = None
-
-    def stack(self, num_positions: int) -> PlannedStack | None:
-        """Return the blocks and their work for `num_positions` positions of an image."""
-        if self.blocks is None:
-            return None
-        pairs = 2 * num_positions
-        return PlannedStack(self.blocks, Workload(pairs, pairs, 2.0, num_positions, num_outputs=0))
-
-
-NO_DECODER = DecoderWork()
-"""Work of a head that is a norm and a linear layer."""
 
 
 class PatchHead(Head):

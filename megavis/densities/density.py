@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from megavis.config.errors import UserError
-from megavis.densities.decoders import NO_DECODER, DecoderWork
+from megavis.model.core import Core
+from megavis.model.flops import Workload
 from megavis.model.heads import Head
 from megavis.model.layer_state import PackedState
+from megavis.model.stack import PlannedStack
 from megavis.parallel.random import normal, uniform
 from megavis.schedules.schedule import NoOptions
 
@@ -25,6 +27,30 @@ UNSCORED = "beam search and generation in rounds need likelihoods, which {} lack
 """Error of `Density.token_sampler` for samples without a log-likelihood."""
 _BLOCK = 32
 """Positions whose draws are generated together, which takes no longer than generating one."""
+
+
+@dataclass(frozen=True)
+class DecoderWork:
+    """Work of a head in training before its final linear layer, per position that it reads.
+
+    Attributes:
+        flops: operations of the forward pass outside of blocks, counted as in `model/flops.py`.
+        blocks: core of its blocks, which attend within pairs of tokens; None if it has none.
+    """
+
+    flops: float = 0.0
+    blocks: Core | None = None
+
+    def stack(self, num_positions: int) -> PlannedStack | None:
+        """Return the blocks and their work for `num_positions` positions of an image."""
+        if self.blocks is None:
+            return None
+        pairs = 2 * num_positions
+        return PlannedStack(self.blocks, Workload(pairs, pairs, 2.0, num_positions, num_outputs=0))
+
+
+NO_DECODER = DecoderWork()
+"""Work of a head that is a norm and a linear layer."""
 
 
 class Density(ABC):

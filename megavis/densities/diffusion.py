@@ -24,9 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from megavis.config.errors import UserError
-from megavis.densities.decoders import NO_DECODER, DecoderWork, PatchHead
+from megavis.densities.decoders import PatchHead
 from megavis.densities.density import (
+    NO_DECODER,
     UNSCORED,
+    DecoderWork,
     Density,
     Samples,
     SamplingKeys,

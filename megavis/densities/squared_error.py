@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from megavis.config.errors import UserError
-from megavis.densities.decoders import NO_DECODER, DecoderWork
 from megavis.densities.density import (
+    NO_DECODER,
     UNSCORED,
+    DecoderWork,
     Density,
     Samples,
     SamplingKeys,

@@ -172,7 +172,7 @@ def accuracy_by_layer(
 
 
 def plot_neighbors(scores: Sequence[NeighborAccuracy], *, name: str, k: int) -> Figure:
-    """Draw accuracy by layer."""
+    """Plot accuracy by layer."""
     figure, axes = plain_axes("layer", f"accuracy of {k} nearest neighbours (%)")
     axes.locator_params("x", integer=True)
     layers = [score.layer for score in scores]

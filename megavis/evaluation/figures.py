@@ -1,4 +1,4 @@
-"""Draw evaluation results as PNG, with their values as CSV.
+"""Plot evaluation results as PNG, with their values as CSV.
 
 Accuracy by depth and by loss (iGPT, Figures 2 and 3), confusion matrices, and helpers of all
 figures: axes, files, TensorBoard.
@@ -85,7 +85,7 @@ def depth_rows(result: ProbeResult) -> list[Row]:
 
 
 def plot_depth(result: ProbeResult, *, name: str) -> Figure:
-    """Draw accuracy by depth, of a probe of several layers (iGPT, Figure 2)."""
+    """Plot accuracy by depth, of a probe of several layers (iGPT, Figure 2)."""
     from matplotlib.ticker import MaxNLocator
 
     figure, axes = plain_axes("layer", "linear probe accuracy (%)")
@@ -115,7 +115,7 @@ def plot_depth(result: ProbeResult, *, name: str) -> Figure:
 
 
 def plot_likelihood(scores: Sequence[CheckpointScore], *, pixels: float) -> Figure:
-    """Draw accuracy over validation loss, one line per run (iGPT, Figure 3).
+    """Plot accuracy over validation loss, one line per run (iGPT, Figure 3).
 
     Scores are in order of steps; `pixels` is the accuracy of raw pixels, in [0, 1].
     """
@@ -143,7 +143,7 @@ def plot_likelihood(scores: Sequence[CheckpointScore], *, pixels: float) -> Figu
 
 
 def plot_confusion(confusion: np.ndarray, class_names: Sequence[str], *, title: str) -> Figure:
-    """Draw a confusion matrix of classes (rows) and predictions (columns)."""
+    """Plot a confusion matrix of classes (rows) and predictions (columns)."""
     import numpy as np
     from matplotlib.figure import Figure
 

@@ -89,7 +89,7 @@ def evaluate_segmentation(
 def plot_examples(
     inference: Inference, objective: Segmentation, dataset: Samples, *, title: str, count: int = 4
 ) -> Figure:
-    """Draw images, their maps and the predicted ones; called on every process of the job.
+    """Plot images, their maps and the predicted ones; called on every process of the job.
 
     Classes have a colour each, and void is black.
     """

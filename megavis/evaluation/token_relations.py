@@ -57,12 +57,12 @@ def measure_attention(
     inference: Inference, objective: Trainable, dataset: ShardDataset, *, num_images: int
 ) -> AttentionMaps:
     """Measure attention with all tokens visible; raise UserError if causal or rotary."""
-    paper = model_of(objective)
-    _check_visibility(paper)
+    model = model_of(objective)
+    _check_visibility(model)
     total: AttentionMaps | None = None
     limit = min(num_images, len(dataset))
     for batch in evaluation_batches(dataset, batch_size=_MAPS_PER_BATCH, limit=limit):
-        inputs = paper.feature_inputs(batch.to(inference.context.device))
+        inputs = model.feature_inputs(batch.to(inference.context.device))
         found = [_sums(weights) for weights in attention_weights(inference, inputs)]
         maps, entropies = (torch.stack(parts) for parts in zip(*found, strict=True))
         if total is not None:
@@ -72,10 +72,10 @@ def measure_attention(
     return AttentionMaps(total.maps / limit, total.entropies / limit)
 
 
-def _check_visibility(paper: Model) -> None:
-    if paper.core.visibility_kind not in ("full", "context"):
+def _check_visibility(model: Model) -> None:
+    if model.core.visibility_kind not in ("full", "context"):
         raise UserError("attention maps need a model with bidirectional attention")
-    if "coordinates" in paper.carried_names and paper.relative_grid is None:
+    if "coordinates" in model.carried_names and model.relative_grid is None:
         raise UserError("attention maps do not support rotary positions")
 
 
@@ -144,7 +144,7 @@ def sees_both_ways(objective: Trainable) -> bool:
 
 
 def attention_figure(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
-    """Draw the attention of every head, averaged over held-out images."""
+    """Plot the attention of every head, averaged over held-out images."""
     maps = measure_attention(
         subject.inference, subject.objective, subject.images, num_images=options.num_images
     )
@@ -178,7 +178,7 @@ def attention_rows(maps: AttentionMaps) -> list[Row]:
 
 
 def plot_attention(maps: AttentionMaps, *, name: str) -> Figure:
-    """Draw every head with its entropy; one row per layer."""
+    """Plot every head with its entropy; one row per layer."""
     from matplotlib.figure import Figure
 
     layers, heads = maps.entropies.shape
@@ -260,7 +260,7 @@ def has_blocks(objective: Trainable) -> bool:
 
 
 def correlation_figure(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
-    """Draw the correlation of the last layer's tokens of held-out images."""
+    """Plot the correlation of the last layer's tokens of held-out images."""
     found = measure_correlations(
         subject.inference, subject.objective, subject.images, num_images=options.num_images
     )
@@ -288,7 +288,7 @@ def correlation_rows(found: Correlations) -> list[Row]:
 
 
 def plot_correlations(found: Correlations, *, name: str) -> Figure:
-    """Draw a grid of grids: for each position its correlation with all positions."""
+    """Plot a grid of grids: for each position its correlation with all positions."""
     from matplotlib.figure import Figure
 
     side = math.isqrt(len(found.within))

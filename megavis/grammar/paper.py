@@ -48,10 +48,9 @@ class PaperConfig(ObjectiveConfig):
         own = [*self.own_faults(run)]
         yield from own
         if not own and (self.takes_frames or run.data.frames is None):
-            yield from (self._issue(fault) for fault in check(self.grammar(run), run))
-
-    def _issue(self, fault: Fault) -> ConfigIssue:
-        return self.key(fault.key), self.in_own_keys(f"{fault.text}; {self._remedy(fault)}")
+            for fault in check(self.grammar(run), run):
+                text = f"{fault.text}; {self._remedy(fault)}"
+                yield self.key(fault.key), self.in_own_keys(text)
 
     def _remedy(self, fault: Fault) -> str:
         name = self.names.get(fault.key)

@@ -312,15 +312,14 @@ class CrossAttention(Attention):
             query, key, value = projected_heads(self.linear_qkv(own, memory), self.head_size)
         else:
             (query,) = _by_part(self.linear_qkv(own, None)[0], 1, self.head_size)
-            key, value = cache.fixed(self, lambda: self._of_memory(key_value_states))
+            key, value = cache.fixed(
+                self,
+                lambda: _by_part(self.linear_qkv(None, key_value_states)[1], 2, self.head_size),
+            )
         # No default for `once`, whose factory a compiler cannot trace.
         seen = AttentionContext(Visibility("full"), once=attention_mask.once)
         mixed = self._attend(query, key, value, seen)
         return self.linear_proj(mixed)
-
-    def _of_memory(self, memory: Tensor) -> tuple[Tensor, ...]:
-        """Return keys and values `[b, n, c, d]`."""
-        return _by_part(self.linear_qkv(None, memory)[1], 2, self.head_size)
 
 
 def projected_heads(output: tuple[Tensor, Tensor | None], size: int) -> tuple[Tensor, ...]:

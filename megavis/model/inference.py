@@ -228,11 +228,13 @@ class Inference:
 
         Every pass does this itself, but it visits all modules, so wrap many short passes in one.
         """
-        training = [module for module in self.layers.modules if module.training]
+        modules = [module for layer in self.layers.modules for module in layer.modules()]
+        training = [module for module in modules if module.training]
         for module in training:
-            module.eval()
+            module.training = False
         try:
             yield
         finally:
+            # One by one: `train` would also switch those that were in evaluation mode.
             for module in training:
-                module.train()
+                module.training = True

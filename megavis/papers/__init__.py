@@ -17,13 +17,13 @@ OBJECTIVES: Mapping[str, type[Trainable]] = Papers(paper_class)
 
 
 def build_objective(config: RunConfig, context: ParallelContext) -> Trainable:
-    """Build the config's paper, with the head of a task on top in a fine-tuning run."""
-    paper = OBJECTIVES[config.objective.name](config, context)
+    """Build the config's model, with the head of a task on top in a fine-tuning run."""
+    model = OBJECTIVES[config.objective.name](config, context)
     if config.finetune is None:
-        return paper
+        return model
     from megavis.composition.classification import Classification
     from megavis.composition.model import Model
     from megavis.composition.segmentation import Segmentation
 
-    assert isinstance(paper, Model), "the config's checks require one with blocks"
-    return Segmentation(paper) if config.finetune.task == "segments" else Classification(paper)
+    assert isinstance(model, Model), "the config's checks require one with blocks"
+    return Segmentation(model) if config.finetune.task == "segments" else Classification(model)

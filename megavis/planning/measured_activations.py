@@ -23,11 +23,13 @@ from torch.overrides import TorchFunctionMode
 from megavis.composition.trainable import Trainable
 from megavis.config.schema import RunConfig
 from megavis.model.attention import Attention
+from megavis.model.core import Block
+from megavis.model.feed_forward import FeedForward
 from megavis.model.kernels import plain_kernels
 from megavis.model.layer_state import PackedState
 from megavis.model.stack import LayerPlan, Predictions
 from megavis.papers import build_objective
-from megavis.parallel.context import close_context, open_virtual_context
+from megavis.parallel.context import ParallelContext, close_context, open_virtual_context
 from megavis.parallel.device import DTYPES
 from megavis.planning.layouts import LayoutKey, layout_key
 from megavis.planning.live_storages import LiveStorages, place_of, saved_tensors
@@ -114,15 +116,9 @@ def activations_of_layouts(layouts: Iterable[RunConfig]) -> dict[LayoutKey, Mode
     Ways without recomputation are added, since estimates of time compare with them. There must be
     no open parallel context.
     """
-    ways: dict[LayoutKey, RunConfig] = {}
-    for config in layouts:
-        plain = config.parallel.model_copy(update={"activation_checkpointing": "none"})
-        for parallel in (config.parallel, plain):
-            if layout_key(parallel) not in ways:
-                own = config.model_copy(update={"parallel": parallel})
-                ways[layout_key(parallel)] = own
     found: dict[LayoutKey, ModelActivations] = {}
-    for tensor, parts in sorted({way[:2] for way in ways}):
+    ways = sorted(_ways(layouts).items())
+    for (tensor, parts), group in itertools.groupby(ways, lambda way: way[0][:2]):
         context = open_virtual_context(
             0,
             tensor * parts,
@@ -131,9 +127,7 @@ def activations_of_layouts(layouts: Iterable[RunConfig]) -> dict[LayoutKey, Mode
             device="meta",
         )
         try:
-            for way, config in ways.items():
-                if way[:2] == (tensor, parts):
-                    found[way] = activations_of(build_objective(config, context))
+            found |= _in_context(dict(group), context)
         finally:
             close_context()
     return found
@@ -141,39 +135,96 @@ def activations_of_layouts(layouts: Iterable[RunConfig]) -> dict[LayoutKey, Mode
 
 def activations_of_run(objective: Trainable) -> dict[LayoutKey, ModelActivations]:
     """Measure a model in the layout of its own context, and that without recomputation."""
+    return _in_context(_ways([objective.config]), objective.context)
+
+
+def _ways(layouts: Iterable[RunConfig]) -> dict[LayoutKey, RunConfig]:
+    """Return one config for each way in which a layer runs, those without recomputation added."""
+    ways: dict[LayoutKey, RunConfig] = {}
+    for config in layouts:
+        plain = config.parallel.model_copy(update={"activation_checkpointing": "none"})
+        for parallel in (config.parallel, plain):
+            if (key := layout_key(parallel)) not in ways:
+                ways[key] = config.model_copy(update={"parallel": parallel})
+    return ways
+
+
+def _in_context(
+    ways: Mapping[LayoutKey, RunConfig], context: ParallelContext
+) -> dict[LayoutKey, ModelActivations]:
+    """Measure the ways of one tensor and one context size."""
+    known: dict[bool, _Ends] = {}
     found = {}
-    for kind in {objective.config.parallel.activation_checkpointing, "none"}:
-        parallel = objective.config.parallel.model_copy(update={"activation_checkpointing": kind})
-        config = objective.config.model_copy(update={"parallel": parallel})
-        found[layout_key(parallel)] = activations_of(build_objective(config, objective.context))
+    for key, config in ways.items():
+        ends = known.setdefault(config.parallel.sequence_parallel, _Ends())
+        found[key] = activations_of(build_objective(config, context), ends)
     return found
 
 
-def activations_of(objective: Trainable) -> ModelActivations:
-    """Measure the layers of a model in the objective's own context."""
+@dataclass
+class _Ends:
+    """The first and the last layer where they recompute nothing, so that ways share them."""
+
+    first: _Measured | None = None
+    head: _Head | None = None
+
+
+def activations_of(objective: Trainable, ends: _Ends | None = None) -> ModelActivations:
+    """Measure the layers of a model in the objective's own context.
+
+    Args:
+        ends: what is known from another way that differs in activation checkpointing only; what
+            this one adds is kept there.
+    """
+    ends = ends or _Ends()
     first, *between, last = objective.layer_plans()
     dtype = DTYPES[objective.config.training.precision]
     sequence = objective.blank_sequence(_IMAGES, torch.device("meta"))
-    sizes: dict[int, int] = {}
-
-    def score(head: nn.Module, state: PackedState) -> Tensor:
-        predictions: Predictions = head(state)
-        # Of the first run, in which `saved` is found.
-        sizes.update(() if sizes else [(place_of(one), one.nbytes) for one in _leaves(predictions)])
-        return objective.loss(predictions, sequence.targets)
-
     # A compiler would need to run, and Transformer Engine a GPU.
     with plain_kernels():
-        embedding = _measured(first, sequence.inputs, dtype)
+        embedding = ends.first or _measured(first, sequence.inputs, dtype)
         stacks, state = _through(between, embedding.output, dtype)
-        head = _measured(last, state, dtype, score)
+        head = ends.head or _measured_head(last, state, dtype, objective, sequence.targets)
+    ends.first = None if embedding.recomputes else embedding
+    ends.head = None if head.recomputes else head
     return ModelActivations(
         first=embedding.activations,
         stacks=tuple(stacks),
         head=head.activations,
-        outputs=sum(sizes.values()) / _IMAGES,
-        saved_outputs=sum(sizes[place] for place in sizes.keys() & head.saved) / _IMAGES,
+        outputs=head.outputs,
+        saved_outputs=head.saved_outputs,
     )
+
+
+@dataclass(frozen=True)
+class _Head:
+    """The last layer with the loss, bytes per image of its output, and those of them it saves."""
+
+    activations: LayerActivations
+    outputs: float
+    saved_outputs: float
+    recomputes: bool
+
+
+def _measured_head(
+    plan: LayerPlan,
+    state: PackedState,
+    dtype: torch.dtype,
+    objective: Trainable,
+    targets: tuple[Tensor, ...],
+) -> _Head:
+    sizes: dict[int, int] = {}
+
+    def score(head: nn.Module, entering: PackedState) -> Tensor:
+        predictions: Predictions = head(entering)
+        # Of the first run, in which `saved` is found.
+        sizes.update(() if sizes else [(place_of(one), one.nbytes) for one in _leaves(predictions)])
+        return objective.loss(predictions, targets)
+
+    measured = _measured(plan, state, dtype, score)
+    saved = sum(sizes[place] for place in sizes.keys() & measured.saved)
+    outputs = sum(sizes.values()) / _IMAGES
+    return _Head(measured.activations, outputs, saved / _IMAGES, measured.recomputes)
 
 
 def _through(
@@ -202,11 +253,15 @@ def _through(
 
 @dataclass(frozen=True)
 class _Measured:
-    """A layer's activations, its output, and the places of the tensors that it saves."""
+    """A layer's activations, its output, and the places of the tensors that it saves.
+
+    `recomputes` tells whether `parallel.activation_checkpointing` changes them.
+    """
 
     activations: LayerActivations
     output: PackedState
     saved: frozenset[int]
+    recomputes: bool
 
 
 def _apply(layer: nn.Module, state: PackedState) -> PackedState:
@@ -253,6 +308,7 @@ def _measured(
         # Not part of a larger storage, which only the layer above would keep.
         _map(output, lambda each: torch.empty_like(each, requires_grad=each.requires_grad)),
         frozenset(sizes),
+        any(isinstance(module, Block | FeedForward) for module in layer.modules()),
     )
 
 

@@ -12,7 +12,7 @@ import dataclasses
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -273,7 +273,9 @@ def markdown_table(path: Path) -> Table:
 def tables_of(value: Any, *, title: str) -> list[Table]:
     """Convert any JSON value to tables: scalars first, then nested values under their key."""
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-        return [_table_of_records(value, title)]
+        columns = list(dict.fromkeys(key for record in value for key in record))
+        cells = [[text(record.get(column, "")) for column in columns] for record in value]
+        return [_shortened(title, [words(column) for column in columns], cells)]
     if isinstance(value, list):
         value = {str(number): item for number, item in enumerate(value)}
     if not isinstance(value, dict):
@@ -285,12 +287,6 @@ def tables_of(value: Any, *, title: str) -> list[Table]:
         if key not in plain:
             tables += tables_of(item, title=f"{title}: {words(key)}")
     return tables
-
-
-def _table_of_records(records: Sequence[Mapping[str, Any]], title: str) -> Table:
-    columns = list(dict.fromkeys(key for record in records for key in record))
-    rows = [[text(record.get(column, "")) for column in columns] for record in records]
-    return _shortened(title, [words(column) for column in columns], rows)
 
 
 def _shortened(

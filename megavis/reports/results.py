@@ -159,7 +159,10 @@ _MOST_NAMES = 25
 
 def _probe(run: RunRecord, result: ProbeResult) -> Iterator[Block]:
     """`megavis probe`: accuracy by depth, the best layer, concatenated layers, few labels."""
-    data = _probed_on(result)
+    data = (
+        f"{result.num_validation} validation images of {result.splits['validation']},"
+        f" {result.num_classes} classes; fitted on {result.num_fitted}, seed {result.seed}."
+    )
     if len(result.trained) > 1:
         yield _depth_chart(result, data)
     best = result.best_layer
@@ -178,13 +181,6 @@ def _probe(run: RunRecord, result: ProbeResult) -> Iterator[Block]:
     )
     if result.low_data:
         yield _low_data(result, data)
-
-
-def _probed_on(result: ProbeResult) -> str:
-    return (
-        f"{result.num_validation} validation images of {result.splits['validation']},"
-        f" {result.num_classes} classes; fitted on {result.num_fitted}, seed {result.seed}."
-    )
 
 
 def _depth_chart(result: ProbeResult, data: str) -> Block:

@@ -72,13 +72,13 @@ class Batches:
         memory = DeviceMemory(context.device) if context.device.type == "cuda" else None
         return cls(context, size, halves=is_alone and size is None, memory=memory)
 
-    def choose(self, draw: Callable[[Tensor], object], num_images: int) -> int:
+    def choose(self, generate: Callable[[Tensor], object], num_images: int) -> int:
         """Return the size; if there is none yet, choose the largest that fits all processes.
 
         Collective over all processes of the job.
 
         Args:
-            draw: generates the images with the given indices, int64 `[b]`, to measure it.
+            generate: generates the images with the given indices, int64 `[b]`, to measure it.
             num_images: of the whole job.
 
         Raises:
@@ -88,18 +88,18 @@ class Batches:
         if self.size is None:
             mine = self._share(num_images)
             is_measured = self.memory is not None and (mine > _UNMEASURED or not self.halves)
-            self.size = self._largest(draw, mine) if is_measured else min(mine, _UNMEASURED)
+            self.size = self._largest(generate, mine) if is_measured else min(mine, _UNMEASURED)
         return self.size
 
     def _share(self, num_images: int) -> int:
         """Return the number of images of each process, padded if they do not divide."""
         return -(-num_images // self.context.data.size)
 
-    def _largest(self, draw: Callable[[Tensor], object], num_images: int) -> int:
+    def _largest(self, generate: Callable[[Tensor], object], num_images: int) -> int:
         """Measure and return the largest size, of at most `num_images`."""
         tried = 1
         while True:
-            fitting = min(num_images, self.context.smallest(self._fitting(draw, tried)))
+            fitting = min(num_images, self.context.smallest(self._fitting(generate, tried)))
             if fitting == 0:
                 raise UserError(self._nothing_fits)
             # What is generated to measure is thrown away, so it stays a small share.
@@ -116,12 +116,12 @@ class Batches:
     def _nothing_fits(self) -> str:
         return f"not even one image fits into the memory of {self.context.device}"
 
-    def _fitting(self, draw: Callable[[Tensor], object], tried: int) -> int:
+    def _fitting(self, generate: Callable[[Tensor], object], tried: int) -> int:
         """Run a batch of `tried` images and return how many would fit."""
         assert self.memory is not None
         free = self.memory.free()
         try:
-            peak = self.memory.peak_of(lambda: draw(torch.arange(tried)))
+            peak = self.memory.peak_of(lambda: generate(torch.arange(tried)))
         except torch.OutOfMemoryError:
             if not self.halves:
                 raise
@@ -152,10 +152,10 @@ class Batches:
                 rest = rest[self.size :]
         return torch.cat(parts)
 
-    def distribute(self, draw: Callable[[Tensor], Tensor], num_images: int) -> Tensor:
+    def distribute(self, generate: Callable[[Tensor], Tensor], num_images: int) -> Tensor:
         """Generate images in batches, distributed over the data-parallel processes.
 
-        Collective over all processes of the job. `draw` generates the images with the given
+        Collective over all processes of the job. `generate` returns the images with the given
         indices, int64 `[b]`, which may exceed `num_images`.
 
         Returns:
@@ -170,10 +170,10 @@ class Batches:
         # weights, which is collective.
         share = self._share(num_images)
         numbers = torch.arange(data.rank * share, (data.rank + 1) * share)
-        chunks = numbers.split(self.choose(draw, num_images))
-        # What training draws is one batch.
+        chunks = numbers.split(self.choose(generate, num_images))
+        # What training shows is one batch, and needs no bar.
         bar = shown(chunks, "generating", total=share, size=len) if len(chunks) > 1 else chunks
-        return _gather(torch.cat([self.run(draw, chunk) for chunk in bar]), data)[:num_images]
+        return _gather(torch.cat([self.run(generate, chunk) for chunk in bar]), data)[:num_images]
 
 
 def _gather(mine: Tensor, data: Axis) -> Tensor:

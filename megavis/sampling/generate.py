@@ -1,6 +1,6 @@
-"""The generation loop of every paper.
+"""The generation loop of every model.
 
-The schedule selects the positions of each step, the paper turns the known tokens into the model's
+The schedule selects the positions of each step, the model turns the known tokens into its
 inputs, and the density samples instead of the head. Draws are functions of seed, image and step,
 so every process in every layout samples the same tokens.
 
@@ -53,7 +53,7 @@ class GenerationSettings:
 @torch.no_grad()
 def generate_in_steps(
     inference: Inference,
-    paper: Model,
+    model: Model,
     images: Tensor,
     *,
     settings: GenerationSettings,
@@ -70,31 +70,32 @@ def generate_in_steps(
         order: int64 `[b or 1, n]`, the order of generation.
         known: the condition, one row per image.
         given: the first tokens `[b, p, ...]` in the order.
-        cached: use a KV cache if the paper allows; else every step runs all positions.
+        cached: use a KV cache if the model allows; else every step runs all positions.
         static: run cached steps as CUDA graphs on a GPU (`static_step.py`); None: on GPUs only.
 
     Yields:
         After each step, the tokens `[b, n, ...]` in the order of generation and as the model
         predicts them, and the counts of rejection sampling.
     """
-    token_sampler, schedule = settings.token_sampler, paper.schedule
+    token_sampler, schedule = settings.token_sampler, model.schedule
     num_given = 0 if given is None else given.shape[1]
-    lanes = _Lanes.start(paper.reads.blank(images), images, given, settings)
-    known = paper.prepare(known, inference.once)  # before it is repeated: once for an image
-    known = lanes.spread_known(known, paper)
+    lanes = _Lanes.start(model.reads.blank(images), images, given, settings)
+    known = model.prepare(known, inference.once)  # before it is repeated: once for an image
+    known = lanes.spread_known(known, model)
     step = schedule.first(
         order, num_images=len(images), num_given=num_given, options=settings.schedule
     )
-    cached = cached and paper.keeps_keys
-    cache = inference.cache(paper.num_cached, static=static) if cached else None
+    cached = cached and model.keeps_keys
+    cache = inference.cache(model.num_cached, static=static) if cached else None
     if step is None:
         yield lanes.best(), None
     with inference.evaluating():
         while step is not None:
             since = 0 if cache is None else cache.length
-            rows = paper.rows(lanes.repeated(), lanes.spread_step(step), known, since)
+            rows = model.rows(lanes.repeated(), lanes.spread_step(step), known, since)
             draws = lanes.draws(step, schedule.share_done(step, settings.schedule))
 
+            # As a default, the draws are this step's, whenever the head calls it.
             def finish(
                 head: nn.Module, state: PackedState, draws: SamplingKeys = draws
             ) -> Predictions:
@@ -107,7 +108,7 @@ def generate_in_steps(
             drawn = Samples.unpack(made)
             moved = lanes.write(step, drawn)
             if cache is not None:
-                _follow(cache, moved, paper.asks.num_final(step))
+                _follow(cache, moved, model.asks.num_final(step))
             progress = GenerationProgress(drawn.score, images, settings.seed)
             step = schedule.after(step, progress, settings.schedule)
             yield lanes.best(), drawn.counts
@@ -156,22 +157,24 @@ class _Lanes:
         lanes = self.settings.token_sampler.num_lanes
         return rows if lanes == 1 else torch.cat([rows] * lanes)
 
-    def spread_known(self, known: Known, paper: Model) -> Known:
+    def spread_known(self, known: Known, model: Model) -> Known:
         """Repeat the condition for all rows; with guidance the second half is unconditional."""
         known = tuple(part.repeat_interleave(self.settings.beams, dim=0) for part in known)
         if self.settings.token_sampler.num_lanes == 1:
             return known
-        return tuple(map(torch.cat, zip(known, paper.condition.null(known), strict=True)))
+        return tuple(map(torch.cat, zip(known, model.condition.null(known), strict=True)))
 
     def spread_step(self, step: Step) -> Step:
         """Repeat a step's tensors for all rows."""
         if self.settings.beams * self.settings.token_sampler.num_lanes == 1:
             return step
-        plan = replace(
-            step.plan, order=self._spread(step.plan.order), groups=self._spread(step.plan.groups)
+        arrangement = replace(
+            step.arrangement,
+            order=self._spread(step.arrangement.order),
+            groups=self._spread(step.arrangement.groups),
         )
         hidden = None if step.hidden is None else self._spread(step.hidden)
-        return replace(step, plan=plan, hidden=hidden)
+        return replace(step, arrangement=arrangement, hidden=hidden)
 
     def _num_fans(self, step: Step) -> int:
         # Before the first step all beams of an image are equal, so each samples one candidate.
@@ -201,7 +204,7 @@ class _Lanes:
         if step.num_asked == 1:
             return keys
         asked = torch.arange(step.asked.start, step.asked.stop, device=keys.device)
-        return keys * step.plan.num_positions + asked
+        return keys * step.arrangement.num_positions + asked
 
     def write(self, step: Step, drawn: Samples) -> Tensor | None:
         """Store the sampled tokens; in beam search, return the old sequence of each new one."""

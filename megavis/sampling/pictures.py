@@ -119,12 +119,12 @@ class Gallery:
         # Checked here and not in `draw`: a run must fail before its first step, not at its first
         # grid.
         if not objective.reconstructs:
-            paper = generator_of(objective)
-            paper.check_images(folder)
-            for options in paper.schedule.columns:
-                settings_of(paper, options)
+            model = generator_of(objective)
+            model.check_images(folder)
+            for options in model.schedule.columns:
+                settings_of(model, options)
 
-    def draw(self, inference: Inference, examples: Batch | None, *, num_images: int) -> np.ndarray:
+    def plot(self, inference: Inference, examples: Batch | None, *, num_images: int) -> np.ndarray:
         """Return a grid uint8 `[H, W, 3]`; collective over all processes of the job.
 
         Args:
@@ -141,9 +141,9 @@ class Gallery:
             return picture_of_reconstructions(inference, objective, examples.inputs)
         columns = generator_of(objective).schedule.columns
         samplers = [Sampler(inference, objective, self.folder, options) for options in columns]
-        paper = samplers[0].paper
-        share = 0.0 if examples is None else paper.default_share
-        if examples is None and paper.schedule.needs_given:
+        model = samplers[0].model
+        share = 0.0 if examples is None else model.default_share
+        if examples is None and model.schedule.needs_given:
             raise UserError("completions need images: give data.validation")
         return picture(
             samplers, examples, num_images=num_images, share=share, batch_size=_GALLERY_BATCH
@@ -169,8 +169,8 @@ def picture(
         samplers: one per column; a single one without examples.
         examples: held-out images to complete, or to predict others from.
         share: share of each example's tokens, the first in the order, that is given.
-        num_copies: samples per sampler and example; the paper's default when None.
-        conditions: conditions by name; the paper's defaults when None.
+        num_copies: samples per sampler and example; the model's default when None.
+        conditions: conditions by name; the model's defaults when None.
         later: see `Sampler.draw`.
         first_halves: see `Sampler.draw`.
         num_columns: columns of a grid without examples.
@@ -181,32 +181,32 @@ def picture(
         or image | target | predictions.
     """
     first = samplers[0]
-    paper = first.paper
+    model = first.model
     if conditions is None:
-        is_used = share > 0 or "image" in paper.condition.names
-        conditions = paper.condition.defaults(num_images, examples if is_used else None)
-    shown = [] if examples is None else paper.condition.shown(examples)
+        is_used = share > 0 or "image" in model.condition.names
+        conditions = model.condition.defaults(num_images, examples if is_used else None)
+    shown = [] if examples is None else model.condition.shown(examples)
     options: dict[str, Any] = {"conditions": conditions, "batch_size": batch_size}
     if not share and not shown:
-        tokens = first.draw(num_images, later=later, first_halves=first_halves, **options)
+        tokens = first.sample(num_images, later=later, first_halves=first_halves, **options)
         return sample_grid(_pixels(first.to_images(tokens)), num_columns=num_columns)
     assert examples is not None
     count = len(examples)
     if share:
-        options |= {"originals": examples.inputs, "num_given": round(share * paper.num_tokens)}
-    copies = paper.num_copies if num_copies is None else num_copies
+        options |= {"originals": examples.inputs, "num_given": round(share * model.num_tokens)}
+    copies = model.num_copies if num_copies is None else num_copies
     columns = []
     for sampler in samplers:
-        drawn = sampler.to_images(sampler.draw(count * copies, **options))
-        columns += [_pixels(paper.predicts.shown(part)) for part in drawn.split(count)]
+        drawn = sampler.to_images(sampler.sample(count * copies, **options))
+        columns += [_pixels(model.predicts.shown(part)) for part in drawn.split(count)]
     if shown:
         image, *targets = shown
-        known = [image, *map(paper.predicts.shown, targets)]
+        known = [image, *map(model.predicts.shown, targets)]
         columns = [*map(_pixels, known), *columns]
         return image_grid([list(row) for row in zip(*columns, strict=True)])
-    originals = _pixels(first.to_images(paper.tokens_of(examples.inputs)))
+    originals = _pixels(first.to_images(model.tokens_of(examples.inputs)))
     given = first.given_part(count, options["num_given"])
-    pixels = pixels_of(given, paper.predicts.grid, originals)
+    pixels = pixels_of(given, model.predicts.grid, originals)
     return completion_grid(originals, pixels, columns)
 
 
@@ -226,13 +226,13 @@ def picture_of_rounds(sampler: Sampler, conditions: Mapping[str, Tensor], count:
     "GIVT: Generative Infinite-Vocabulary Transformers", figure 15.
 
     Raises:
-        UserError: the paper generates one token at a time.
+        UserError: the model generates one token at a time.
     """
-    if sampler.paper.schedule.samples_one(sampler.settings.schedule):
+    if sampler.model.schedule.samples_one(sampler.settings.schedule):
         raise UserError("rounds can be shown only for runs that generate many tokens at once")
     images = torch.arange(count, device=sampler.device)
     order = sampler.order_of(images)
-    prior = sampler.paper.reads.prior(images, seed=sampler.seed)
+    prior = sampler.model.reads.prior(images, seed=sampler.seed)
     columns = [] if prior is None else [sampler.to_images(prior)]
     for tokens in sampler.rounds(images, conditions=conditions):
         columns.append(sampler.to_images(sampler.from_order(tokens, order)))

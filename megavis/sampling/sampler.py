@@ -1,6 +1,6 @@
 """Generate images with a run of any paper, in batches distributed over the processes.
 
-Each option of generation belongs to the paper's density or schedule, or to beam search.
+Each option of generation belongs to the model's density or schedule, or to beam search.
 
 Legend: b images, n positions of the sequence, p given positions, H and W pixels.
 """
@@ -33,12 +33,12 @@ class Sampler:
 
     Args:
         folder: the run folder, which may contain a palette.
-        options: options of the paper's density, schedule and search, by name.
+        options: options of the model's density, schedule and search, by name.
         seed: draws are functions of seed and image index.
         spell: maps an option's name to how the user writes it, for messages.
 
     Raises:
-        UserError: runs of this paper generate no images, or an option does not apply.
+        UserError: the model generates no images, or an option does not apply.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class Sampler:
         spell: Callable[[str], str] = str,
     ) -> None:
         self.inference, self.folder, self.seed = inference, folder, seed
-        self.paper = generator_of(objective)
-        self.settings = settings_of(self.paper, options or {}, seed=seed, spell=spell)
+        self.model = generator_of(objective)
+        self.settings = settings_of(self.model, options or {}, seed=seed, spell=spell)
         self.acceptance = Acceptance()
 
     @property
@@ -63,7 +63,7 @@ class Sampler:
 
     def known(self, conditions: Mapping[str, Tensor], count: int) -> Known:
         """Return conditions as model inputs; raise UserError if they do not fit."""
-        return self.paper.condition.given(conditions, count, self.device)
+        return self.model.condition.given(conditions, count, self.device)
 
     def tokens(self, images: Tensor, **options: Unpack[DrawOptions]) -> Tensor:
         """Generate tokens and return those after the last step; see `rounds`."""
@@ -78,18 +78,18 @@ class Sampler:
             predicts them. Later steps may modify a yielded tensor.
 
         Raises:
-            UserError: a condition does not fit, or the paper cannot start from given tokens.
+            UserError: a condition does not fit, or the model cannot start from given tokens.
         """
-        paper, given, order = self.paper, options.get("given"), options.get("order")
-        if given is not None and not paper.schedule.takes_given:
+        model, given, order = self.model, options.get("given"), options.get("order")
+        if given is not None and not model.schedule.takes_given:
             raise UserError(
-                f"runs of {paper.config.objective.name} generate all tokens at once: none can be"
+                f"runs of {model.config.objective.name} generate all tokens at once: none can be"
                 " given"
             )
         images = images.to(self.device)
         steps = generate_in_steps(
             self.inference,
-            paper,
+            model,
             images,
             settings=self.settings,
             order=self.order_of(images) if order is None else order,
@@ -108,24 +108,24 @@ class Sampler:
     def order_of(self, images: Tensor) -> Tensor:
         """Return the order in which images `[b]` are generated: int64 `[b or 1, n]`."""
         images = images.to(self.device)
-        return self.paper.schedule.order_of(images, self.settings.schedule, seed=self.seed)
+        return self.model.schedule.order_of(images, self.settings.schedule, seed=self.seed)
 
     def from_order(self, tokens: Tensor, order: Tensor) -> Tensor:
         """Convert the output of `tokens` to the tokenizer's tokens in raster order."""
         raster = to_raster(tokens, order)
-        return self.inference.on_first_stage(lambda layer: self.paper.undo(layer, raster))
+        return self.inference.on_first_stage(lambda layer: self.model.undo(layer, raster))
 
     def to_images(self, tokens: Tensor) -> Tensor:
         """Decode tokens in raster order to uint8 `[b, H, W, 3]`, or raise UserError."""
         # All at once if they fit: a decoder needs no other process.
         batches = Batches(self.inference.context, len(tokens), halves=True)
-        return batches.run(lambda part: self.paper.to_images(part, self.folder), tokens)
+        return batches.run(lambda part: self.model.to_images(part, self.folder), tokens)
 
     def batches(self, size: int | None = None) -> Batches:
         """Return batches to generate in; None: as many images as fit on a GPU, 64 on a CPU."""
         return Batches.of(self.inference.context, size, is_alone=self.inference.is_alone)
 
-    def draw(
+    def sample(
         self,
         num_images: int,
         *,
@@ -159,11 +159,11 @@ class Sampler:
         self._check(originals, num_images, num_given)
         tokens = None
         if originals is not None and num_given:
-            tokens = self.paper.given(self.paper.tokens_of(originals.to(self.device)))
+            tokens = self.model.given(self.model.tokens_of(originals.to(self.device)))
         if later is not None:  # Raise errors before any work is done.
             self.known(later, num_images)
 
-        def draw(numbers: Tensor) -> Tensor:
+        def sample(numbers: Tensor) -> Tensor:
             numbers = last = numbers.to(self.device)
             if first_halves is not None:
                 numbers = _in_turn(first_halves.to(self.device), numbers)
@@ -176,15 +176,15 @@ class Sampler:
             drawn = self.tokens(numbers, conditions=own, order=order, given=given)
             if later is not None:
                 own = {name: _in_turn(rows, last) for name, rows in later.items()}
-                half = drawn[:, : self.paper.num_tokens // 2]
+                half = drawn[:, : self.model.num_tokens // 2]
                 drawn = self.tokens(last, conditions=own, order=order, given=half)
             return self.from_order(drawn, order)
 
         batches, counts = self.batches(batch_size), self.acceptance.counts
-        batches.choose(draw, num_images)
+        batches.choose(sample, num_images)
         # Without the images that were generated to measure.
         self.acceptance.counts = counts
-        return batches.distribute(draw, num_images)
+        return batches.distribute(sample, num_images)
 
     def balanced_images(self, images: Tensor) -> Tensor:
         """Generate the images with indices int64 `[b]`, with evenly distributed conditions.
@@ -193,13 +193,13 @@ class Sampler:
             uint8 `[b, H, W, 3]`.
 
         Raises:
-            UserError: the paper generates only from given tokens or images.
+            UserError: the model generates only from given tokens or images.
         """
-        if self.paper.schedule.needs_given:
-            name = self.paper.config.objective.name
+        if self.model.schedule.needs_given:
+            name = self.model.config.objective.name
             raise UserError(f"runs of {name} cannot generate images without given tokens")
         images = images.to(self.device)
-        conditions = self.paper.condition.balanced(images)
+        conditions = self.model.condition.balanced(images)
         tokens = self.tokens(images, conditions=conditions)
         return self.to_images(self.from_order(tokens, self.order_of(images)))
 
@@ -216,9 +216,9 @@ class Sampler:
     def _check(self, originals: Tensor | None, num_images: int, num_given: int) -> None:
         if num_images < 1:
             raise UserError(f"the number of images must be at least 1, not {num_images}")
-        if not 0 <= num_given <= self.paper.num_tokens:
+        if not 0 <= num_given <= self.model.num_tokens:
             raise UserError(
-                f"the number of given tokens must be in 0..{self.paper.num_tokens}, not {num_given}"
+                f"the number of given tokens must be in 0..{self.model.num_tokens}, not {num_given}"
             )
         if originals is None and num_given:
             raise UserError("given tokens need the images that they are taken from")
@@ -289,7 +289,7 @@ class Search:
 
 
 def settings_of(
-    paper: Model,
+    model: Model,
     options: Mapping[str, Any],
     *,
     seed: int = 0,
@@ -298,27 +298,27 @@ def settings_of(
     """Distribute options by name (None: the default) to density, schedule and beam search.
 
     Raises:
-        UserError: an option does not apply to this paper, or a value is out of range.
+        UserError: an option does not apply to this model, or a value is out of range.
     """
     chosen = {name: value for name, value in options.items() if value is not None}
-    density_type, schedule_type = paper.density.options_type, paper.schedule.options_type
+    density_type, schedule_type = model.density.options_type, model.schedule.options_type
     owners = [density_type, schedule_type]
-    if paper.schedule.is_sequential:
+    if model.schedule.is_sequential:
         owners.append(Search)
     names = [field.name for owner in owners for field in fields(owner)]
     if others := [spell(name) for name in chosen if name not in names]:
         verb = "does" if len(others) == 1 else "do"
         takes = ", ".join(map(spell, names)) or "no options"
         raise UserError(
-            f"{', '.join(others)} {verb} not apply to this run of {paper.config.objective.name},"
+            f"{', '.join(others)} {verb} not apply to this run of {model.config.objective.name},"
             f" which takes {takes}"
         )
     search = _take(Search, chosen)
     searches = max(search.beams, search.fans) > 1
-    scored = searches or paper.schedule.needs_score
-    token_sampler = paper.density.token_sampler(_take(density_type, chosen), scored=scored)
+    scored = searches or model.schedule.needs_score
+    token_sampler = model.density.token_sampler(_take(density_type, chosen), scored=scored)
     in_steps = _take(schedule_type, chosen)
-    if searches and not paper.schedule.samples_one(in_steps):
+    if searches and not model.schedule.samples_one(in_steps):
         raise UserError(
             f"beam search compares sequences token by token, and {spell('rounds')} samples several"
             f" tokens at once: leave out {spell('rounds')}, or {spell('beams')} and {spell('fans')}"

@@ -181,8 +181,8 @@ class Rounds(Hiding):
         """Mask all tokens and predict all."""
         shape = (num_images, order.shape[1])
         hidden = torch.ones(shape, dtype=torch.bool, device=order.device)
-        plan = Arrangement(order, hidden.long(), num_content=order.shape[1])
-        return Step(plan, 0, slice(0, order.shape[1]), 0, "round/0", hidden=hidden)
+        arrangement = Arrangement(order, hidden.long(), num_content=order.shape[1])
+        return Step(arrangement, 0, slice(0, order.shape[1]), 0, "round/0", hidden=hidden)
 
     def share_done(self, step: Step, options: RoundOptions) -> float:
         """Return the share of the rounds before a step."""
@@ -192,7 +192,7 @@ class Rounds(Hiding):
         """Mask the least confident of the sampled tokens again."""
         assert step.hidden is not None
         assert progress.score is not None
-        count, number = step.plan.num_positions, step.number
+        count, number = step.arrangement.num_positions, step.number
         left = options.num_hidden(number, count)
         if not left:
             return None
@@ -202,8 +202,8 @@ class Rounds(Hiding):
         # Tokens that an earlier round has fixed stay.
         confidence = confidence.masked_fill(~step.hidden, float("inf"))
         hidden = lowest(confidence, left)
-        plan = replace(step.plan, groups=hidden.long())
-        return Step(plan, 0, step.asked, number + 1, f"round/{number + 1}", hidden=hidden)
+        arrangement = replace(step.arrangement, groups=hidden.long())
+        return Step(arrangement, 0, step.asked, number + 1, f"round/{number + 1}", hidden=hidden)
 
 
 def lowest(confidence: Tensor, count: int) -> Tensor:

@@ -231,17 +231,19 @@ class OneByOne(Schedule):
 
     def after(self, step: Step, progress: GenerationProgress, options: Any) -> Step | None:
         """Predict the next position, or several."""
-        return self._step(step.plan, step.asked.stop, step.number + 1, step.num_given, options)
+        return self._step(
+            step.arrangement, step.asked.stop, step.number + 1, step.num_given, options
+        )
 
     def _step(
-        self, plan: Arrangement, position: int, number: int, num_given: int, options: Any
+        self, arrangement: Arrangement, position: int, number: int, num_given: int, options: Any
     ) -> Step | None:
-        if position == plan.num_positions:
+        if position == arrangement.num_positions:
             return None
         asked = slice(position, position + 1)
         if not self.samples_one(options):
-            done, count = position - num_given, plan.num_positions - num_given
+            done, count = position - num_given, arrangement.num_positions - num_given
             asked = slice(position, position + options.num_asked(number, done, count))
         # One name for all steps: the position distinguishes their draws (`SamplingKeys`), which are
         # then made for many positions at once.
-        return Step(plan, position, asked, number, "token", num_given=num_given)
+        return Step(arrangement, position, asked, number, "token", num_given=num_given)

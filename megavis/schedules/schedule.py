@@ -124,7 +124,7 @@ class Schedule(ABC):
 
     def share_done(self, step: Step, options: Any) -> float:
         """Return the share of the generation before a step, in [0, 1); by default of positions."""
-        return float(step.asked.start / step.plan.num_positions)
+        return float(step.asked.start / step.arrangement.num_positions)
 
     def after(self, step: Step, progress: GenerationProgress, options: Any) -> Step | None:
         """Return the step after `step`; None at the end."""
@@ -180,14 +180,14 @@ class PredictionTargets:
     """The known positions of a sequence, and those to predict.
 
     Attributes:
-        plan: order and groups, `[1, n]` or `[b, n]`.
+        arrangement: order and groups, `[1, n]` or `[b, n]`.
         known: positions `[0, known)` hold known tokens.
         asked: the positions to predict, a contiguous range.
         hidden: bool `[b, n]`, true where the token is masked, for schedules that do not follow an
-            order; by default where the plan's groups are above 0.
+            order; by default where the arrangement's groups are above 0.
     """
 
-    plan: Arrangement
+    arrangement: Arrangement
     known: int
     asked: slice
     hidden: Tensor | None = field(default=None, kw_only=True)

@@ -109,18 +109,18 @@ class Groups(Schedule):
         Raises:
             UserError: the order is not a permutation, or the boundaries do not increase.
         """
-        plan, order = self.draw(index), choices.get("order")
+        arrangement, order = self.draw(index), choices.get("order")
         boundaries: Sequence[int] | None = choices.get("boundaries")
         if order is not None:
             check_order(order, self.num_tokens)
-            plan = replace(plan, order=order.to(index.device).expand(len(index), -1))
+            arrangement = replace(arrangement, order=order.to(index.device).expand(len(index), -1))
         if boundaries is not None:
             fault = boundaries_error(boundaries, self.num_tokens)
             if fault:
                 raise UserError(f"boundaries {fault}")
             ends = torch.as_tensor(boundaries, device=index.device).expand(len(index), -1)
-            plan = self._arranged(plan.order, ends)
-        return replace(plan, num_content=self.num_tokens, first_asked=0)
+            arrangement = self._arranged(arrangement.order, ends)
+        return replace(arrangement, num_content=self.num_tokens, first_asked=0)
 
     @property
     def has_random_features(self) -> bool:
@@ -163,16 +163,16 @@ class Groups(Schedule):
         """Predict the first group; raise UserError if nothing is given, or a group is empty."""
         ends = even_group_ends(num_given, order.shape[1], options.groups)
         groups = groups_of(torch.tensor([ends[:-1]], device=order.device), order.shape[1])
-        plan = Arrangement(order, groups, num_content=order.shape[1], num_given=ends[0])
-        return Step(plan, ends[0], slice(ends[0], ends[1]), 0, "group/0")
+        arrangement = Arrangement(order, groups, num_content=order.shape[1], num_given=ends[0])
+        return Step(arrangement, ends[0], slice(ends[0], ends[1]), 0, "group/0")
 
     def after(self, step: Step, progress: GenerationProgress, options: GroupOptions) -> Step | None:
         """Predict the next group."""
-        count, number = step.plan.num_positions, step.number + 1
+        count, number = step.arrangement.num_positions, step.number + 1
         if step.asked.stop == count:
             return None
         start = step.asked.stop
-        stop = even_group_ends(step.plan.num_given, count, options.groups)[number + 1]
+        stop = even_group_ends(step.arrangement.num_given, count, options.groups)[number + 1]
         return replace(
             step, known=start, asked=slice(start, stop), number=number, name=f"group/{number}"
         )

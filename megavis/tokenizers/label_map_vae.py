@@ -4,8 +4,9 @@
 represents a panoptic map by a class and an instance per pixel, and a depth map by bins; "GIVT",
 section 4.2, does the same. Details that are in neither paper follow their released code.
 
-The network runs on one device. Its parameters have the names that a `vae_label_maps` run saves;
-training uses the partitioned network in `papers/vae/label_maps.py`.
+The network runs on one device. Its parameters have the names that a `vae_label_maps` run saves.
+Training partitions the Transformers (`papers/vae/label_maps.py`); what lies between pixels, tokens
+and latents is the same code.
 
 Legend: b maps; H and W, height and width in pixels; g groups of channels (classes and instances, or
 depth bins), C channels in total; n patches of p × p pixels; h, hidden size; l × l latents of d
@@ -27,7 +28,7 @@ from megavis.config.errors import UserError
 from megavis.data.codecs.label_maps import UNITS_A_METRE, TargetKind
 from megavis.parallel.device import full_float32
 from megavis.tokenizers.network_tokenizer import LatentTokenizer
-from megavis.tokenizers.vae import Posterior, bounded_posterior
+from megavis.tokenizers.vae import bounded_posterior
 
 
 @dataclass(frozen=True)
@@ -230,6 +231,52 @@ class LabelMapShape:
         """l, latents along a side of the map."""
         return self.image_size // self.downsampling
 
+    def logits(self, outputs: Tensor) -> Tensor:
+        """Arrange the head's outputs `[b, n, p² · C]` as logits `[b, C, H, W]`."""
+        patches = outputs.unflatten(2, (self.patch_size**2, -1))
+        return unpatch_pixels(patches, self.patch_size, rows=self.grid)
+
+
+class LabelMapInput(nn.Module):
+    """Linear embedding of patches of one-hot channels; subclasses add positions."""
+
+    def __init__(self, shape: LabelMapShape) -> None:
+        super().__init__()
+        self.shape = shape
+        rows = shape.patch_size**2 * shape.label_channels.num_channels
+        self.table = nn.Parameter(torch.zeros(rows, shape.hidden_size))
+        self.bias = nn.Parameter(torch.zeros(shape.hidden_size))
+
+    def embed(self, labels: Tensor) -> Tensor:
+        """Embed labels int64 `[b, g, H, W]` as `[b, n, h]`."""
+        channels, size = self.shape.label_channels, self.shape.patch_size
+        return embed_labels(self.table, labels, channels, size) + self.bias
+
+
+class LabelMapBottleneck(nn.Module):
+    """From the encoder's tokens to moments, and from latents to the decoder's tokens.
+
+    Subclasses build `moments`, a linear map of h to 2 d, and `linear`, one of d to h.
+    """
+
+    moments: nn.Module
+    linear: nn.Module
+
+    def __init__(self, shape: LabelMapShape) -> None:
+        super().__init__()
+        self.shape = shape
+
+    def moments_of(self, normed: Tensor) -> Tensor:
+        """Map normalised tokens `[b, n, h]` to means, then log-variances: `[b, 2 d, l, l]`."""
+        small = resize_tokens(normed, rows=self.shape.grid, to=self.shape.latent_grid)
+        moments: Tensor = self.moments(small).transpose(1, 2)
+        return moments.unflatten(2, (self.shape.latent_grid, -1))
+
+    def tokens_of(self, latents: Tensor) -> Tensor:
+        """Embed latents `[b, d, l, l]` as `[b, n, h]`, without positions."""
+        tokens = self.linear(latents.flatten(2).transpose(1, 2))
+        return resize_tokens(tokens, rows=self.shape.latent_grid, to=self.shape.grid)
+
 
 class LabelMapVAE(LatentTokenizer):
     """A trained VAE of label maps."""
@@ -271,14 +318,13 @@ class LabelMapVAE(LatentTokenizer):
         """Encode maps uint8 `[b, H, W, 3]` as means and scales, float32 `[b, 2, d, l, l]`."""
         maps = images.to(self.head.linear.weight.device)
         hidden = self.blocks(self.embedding(self.shape.label_channels.labels(maps)))
-        posterior = self.bottleneck.posterior(hidden)
+        posterior = bounded_posterior(self.bottleneck.moments_of(self.bottleneck.norm(hidden)))
         return torch.stack([posterior.mean, posterior.scale], dim=1)
 
     def logits(self, latents: Tensor) -> Tensor:
         """Decode latents `[b, d, l, l]` to logits `[b, C, H, W]`."""
-        hidden = self.decoder(self.bottleneck.enter(latents))
-        patches: Tensor = self.head(hidden).unflatten(2, (self.shape.patch_size**2, -1))
-        return unpatch_pixels(patches, self.shape.patch_size, rows=self.shape.grid)
+        tokens = self.bottleneck.tokens_of(latents) + self.bottleneck.positions.weight
+        return self.shape.logits(self.head(self.decoder(tokens)))
 
     @torch.no_grad()
     @full_float32()
@@ -288,18 +334,13 @@ class LabelMapVAE(LatentTokenizer):
         return self.shape.label_channels.maps(self.logits(latents))
 
 
-class _Input(nn.Module):
+class _Input(LabelMapInput):
     def __init__(self, shape: LabelMapShape) -> None:
-        super().__init__()
-        self.shape, width = shape, shape.hidden_size
-        rows = shape.patch_size**2 * shape.label_channels.num_channels
-        self.table = nn.Parameter(torch.zeros(rows, width))
-        self.bias = nn.Parameter(torch.zeros(width))
-        self.positions = nn.Embedding(shape.grid**2, width)
+        super().__init__(shape)
+        self.positions = nn.Embedding(shape.grid**2, shape.hidden_size)
 
     def forward(self, labels: Tensor) -> Tensor:
-        patches = embed_labels(self.table, labels, self.shape.label_channels, self.shape.patch_size)
-        return patches + self.bias + self.positions.weight
+        return self.embed(labels) + self.positions.weight
 
 
 class _Attention(nn.Module):
@@ -342,24 +383,14 @@ def _blocks(shape: LabelMapShape, count: int) -> nn.Sequential:
     return nn.Sequential(*(_Block(shape) for _ in range(count)))
 
 
-class _Bottleneck(nn.Module):
+class _Bottleneck(LabelMapBottleneck):
     def __init__(self, shape: LabelMapShape) -> None:
-        super().__init__()
-        self.shape, width, channels = shape, shape.hidden_size, shape.latent_channels
+        super().__init__(shape)
+        width, channels = shape.hidden_size, shape.latent_channels
         self.norm = nn.LayerNorm(width, shape.norm_epsilon)
         self.moments = nn.Linear(width, 2 * channels)
         self.linear = nn.Linear(channels, width)
         self.positions = nn.Embedding(shape.grid**2, width)
-
-    def posterior(self, hidden: Tensor) -> Posterior:
-        small = resize_tokens(self.norm(hidden), rows=self.shape.grid, to=self.shape.latent_grid)
-        moments = self.moments(small).transpose(1, 2)
-        return bounded_posterior(moments.unflatten(2, (self.shape.latent_grid, -1)))
-
-    def enter(self, latents: Tensor) -> Tensor:
-        tokens = self.linear(latents.flatten(2).transpose(1, 2))
-        large = resize_tokens(tokens, rows=self.shape.latent_grid, to=self.shape.grid)
-        return large + self.positions.weight
 
 
 class _Output(nn.Module):

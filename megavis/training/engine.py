@@ -161,6 +161,7 @@ class Engine:
             The mean loss over all images of the step on this data-parallel rank's share, a scalar
             on the device; reading it waits for the device.
         """
+        # Set in each step, from the step alone: a scheduler would have a state to save.
         rate = self.rate(step)
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = rate * group["learning_rate_scale"]
@@ -210,6 +211,7 @@ class Engine:
 
     def mean_over_data(self, value: Tensor) -> float:
         """Average a scalar over the data-parallel ranks and read it."""
+        # Processes of a tensor or context group have the same loss, that of all tokens.
         value = value.detach().float().clone()
         # With stages DeepSpeed has averaged the loss already, and sent it to all of them.
         if not self._pipelined:

@@ -171,7 +171,7 @@ class Finetuning:
     def _picture(
         self, engine: Engine, accuracy: ClassAccuracy | PixelAccuracy, part: Part, step: int
     ) -> Figure:
-        """Draw the confusion of classes, or some images with their maps; on every process."""
+        """Plot the confusion of classes, or some images with their maps; on every process."""
         where = f"of {accuracy.num_images} {part} images"
         if isinstance(accuracy, ClassAccuracy):
             title = f"step {step}: {accuracy.vote:.1%} {where}"
@@ -244,9 +244,9 @@ def check_source(config: RunConfig, objective: Finetuned, train: Samples) -> Non
     with blame("finetune.from_run"):
         checkpoint = source_checkpoint(settings)
         source = load_run_config(Path(settings.from_run or ""))
-        paper = objective.backbone
+        model = objective.backbone
         differences = source_differences(
-            source, config, paper.position_kind, needs_seed=paper.weights_need_their_seed
+            source, config, model.position_kind, needs_seed=model.weights_need_their_seed
         )
         difference = next(differences, None)
         tokenizer = train.manifest.identity or objective.backbone.tokenizer_identity

@@ -34,6 +34,8 @@ def train(
             the work after a step may take ten times as long.
     """
     if first_step == 0:
+        # The untrained model is validated and samples, since curves begin there. It is not saved: a
+        # run without a checkpoint starts from the same weights.
         _after_step(StepState(0, last_step, None, engine), callbacks, metrics)
     for step in range(first_step, last_step):
         with watchdog.expect(f"step {step + 1}", times=LONGEST_WINDOW if step == first_step else 1):

@@ -140,16 +140,23 @@ class MetricsWriter:
 
 
 def drop_steps_after(path: Path, step: int) -> None:
-    """Truncate `metrics.jsonl` after a step, and drop an incomplete last line."""
+    """Truncate `metrics.jsonl` after a step, and drop an incomplete last line.
+
+    Raises:
+        UserError: another line is none of a run's; names it.
+    """
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    kept, lines = [], path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
-        except (json.JSONDecodeError, KeyError):
-            continue
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            # A kill leaves only the last line incomplete, which the next start drops.
+            if number < len(lines) or not isinstance(error, json.JSONDecodeError):
+                text = "no JSON object with a step; restore the file, or remove the line"
+                raise UserError(f"{path}, line {number}: {text}") from None
     write_atomically(path, "".join(kept).encode())
 
 

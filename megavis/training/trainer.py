@@ -252,12 +252,12 @@ class Trainer:
         Callbacks that may request a checkpoint precede the extra ones, which depend on whether the
         step is saved; `save` itself is called by the loop, last.
         """
-        settings, paper = self.config.training, self.objective
+        settings, objective = self.config.training, self.objective
         log = LogMetrics(
             settings.log_every,
-            flops_per_image=paper.flops_per_image(),
-            fp8_share=paper.fp8_share(),
-            tokens_per_image=paper.backbone.num_tokens,
+            flops_per_image=objective.flops_per_image(),
+            fp8_share=objective.fp8_share(),
+            tokens_per_image=objective.backbone.num_tokens,
         )
         replaced = ReportReplacedSamples(settings.log_every, self.train_data, self.context)
         hardware = WatchHardware(settings.log_every)
@@ -274,7 +274,7 @@ class Trainer:
                 SampleImages(
                     self.config.folder,
                     self.task.validation,
-                    objective=paper,
+                    objective=objective,
                     every=settings.sample_every,
                     num_images=settings.sample_images,
                 )

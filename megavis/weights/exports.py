@@ -188,21 +188,21 @@ def _write_own(run: Run, weights: Mapping[str, Tensor], folder: Path, *, why: st
 
 def _sees_more(run: Run) -> tuple[str, ...]:
     """Return a limitation if the run was pretrained with another visibility than the export."""
-    paper = composition_of(run)
+    model = composition_of(run)
     if run.config.finetune is not None:
         return ()
-    if paper.core.visibility_kind in ("causal", "two_stream"):
+    if model.core.visibility_kind in ("causal", "two_stream"):
         return (
             "In pretraining each token attended only to earlier tokens; this network uses full"
             " attention, as in fine-tuning.",
         )
-    if paper.core.visibility_kind == "context":
-        return _sees_more_than_context(paper)
+    if model.core.visibility_kind == "context":
+        return _sees_more_than_context(model)
     return ()
 
 
-def _sees_more_than_context(paper: Model) -> tuple[str, ...]:
-    schedule = paper.schedule
+def _sees_more_than_context(model: Model) -> tuple[str, ...]:
+    schedule = model.schedule
     assert isinstance(schedule, Context)
     total, sentences = schedule.num_positions, []
     if (seen := schedule.num_context(schedule.mask_ratio)) < total:
@@ -289,7 +289,7 @@ def as_vit(run: Run, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Raises UserError if it is not a plain ViT with a class token; names the config key.
     """
-    paper = _paper(run)
+    model = _vit_of(run)
     reader = run.inference.layers.modules[0]
     assert isinstance(reader, Reader)
     norm = norm_name(run.inference)
@@ -299,7 +299,7 @@ def as_vit(run: Run, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         renamed[f"head.{layer}"] = f"{norm.rpartition('.')[0]}.{layer}"
     vit = {
         "embedding.start": _first_token(reader).detach(),
-        "embedding.positions.weight": _positions(paper, reader),
+        "embedding.positions.weight": _positions(model, reader),
         **{name: tensor for name, tensor in weights.items() if name.startswith("blocks.")},
     }
     for kind in ("weight", "bias"):
@@ -315,34 +315,34 @@ def classifies(run: Run) -> bool:
     return not (tuned.linear_evaluation and tuned.standardize)
 
 
-def _paper(run: Run) -> Model:
-    """Return the composition of a run; raise UserError if it is not a ViT."""
-    paper, model = composition_of(run), run.config.model
-    if not isinstance(paper.reads, Patches):
+def _vit_of(run: Run) -> Model:
+    """Return the model of a run; raise UserError if it is not a ViT."""
+    model, sizes = composition_of(run), run.config.model
+    if not isinstance(model.reads, Patches):
         raise UserError("a ViT reads patches of pixels, which this run does not")
-    if paper.reads.embedding_norm:
+    if model.reads.embedding_norm:
         raise UserError("a ViT does not normalise embedded patches, which this run does")
     for wanted, key in _WORDS.items():
-        if getattr(model, key) != wanted:
-            raise UserError(f"a ViT has model.{key} {wanted}, not {getattr(model, key)}")
-    if not (model.add_bias and model.has_biased_attention):
+        if getattr(sizes, key) != wanted:
+            raise UserError(f"a ViT has model.{key} {wanted}, not {getattr(sizes, key)}")
+    if not (sizes.add_bias and sizes.has_biased_attention):
         raise UserError("a ViT has biases; model.add_bias or attention_bias is false")
-    _check_norms(paper)
-    if paper.position_kind not in _ADDED:
-        raise UserError(f"a ViT adds its positions; model.positions is {paper.position_kind}")
-    if paper.has_transform or "encoder" in paper.condition.roles:
+    _check_norms(model)
+    if model.position_kind not in _ADDED:
+        raise UserError(f"a ViT adds its positions; model.positions is {model.position_kind}")
+    if model.has_transform or "encoder" in model.condition.roles:
         raise UserError("a ViT has neither an adapter nor an encoder")
-    sees_all = paper.core.visibility_kind in ("full", "context")
+    sees_all = model.core.visibility_kind in ("full", "context")
     if run.config.finetune is not None and not sees_all:
         raise UserError("a ViT has full attention; finetune.visibility is not full")
-    return paper
+    return model
 
 
-def _check_norms(paper: Model) -> None:
+def _check_norms(model: Model) -> None:
     """Raise UserError if a norm is none of a ViT's."""
-    if paper.core.model.qk_norm:
+    if model.core.model.qk_norm:
         raise UserError("a ViT does not normalise queries and keys; model.qk_norm is true")
-    if paper.grammar.is_modulated:
+    if model.grammar.is_modulated:
         raise UserError("a ViT has no norms that a class modulates, which this run has")
 
 
@@ -356,9 +356,9 @@ def _first_token(reader: Reader) -> Tensor:
 
 
 @torch.no_grad()
-def _positions(paper: Model, reader: Reader) -> Tensor:
+def _positions(model: Model, reader: Reader) -> Tensor:
     """Return the position embedding of each patch, `[n, h]`."""
-    count, width = paper.reads.num_tokens, reader.core.model.hidden_size
+    count, width = model.reads.num_tokens, reader.core.model.hidden_size
     return reader.add_positions(
         torch.zeros(1, count, width), torch.arange(count)[None], "positions"
     )[0]

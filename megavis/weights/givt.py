@@ -176,10 +176,6 @@ class ReleasedModel:
     def _num_layers(self) -> int:
         return count(self.tensors, _BLOCK)
 
-    @property
-    def _num_heads(self) -> int:
-        return self.tensors[f"{_BLOCK}0/SelfAttn/query/kernel"].shape[1]
-
     def model(self) -> ModelConfig:
         """Infer the `model` section."""
         _, heads, head_size = self.tensors[f"{_BLOCK}0/SelfAttn/query/kernel"].shape
@@ -252,7 +248,7 @@ class ReleasedModel:
             rows += decoder_block(
                 f"blocks.{number}",
                 f"{_BLOCK}{number}",
-                self._num_heads,
+                self.tensors[f"{_BLOCK}0/SelfAttn/query/kernel"].shape[1],
                 has_memory=self.has_encoder,
             )
         if self._has_adapter:

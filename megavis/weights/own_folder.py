@@ -110,25 +110,25 @@ class PlainForm:
 
     @torch.no_grad()
     def __init__(self, run: Run) -> None:
-        paper = composition_of(run)
-        self._check(run, paper)
-        reader, model = run.inference.layers.modules[0], run.config.model
+        model = composition_of(run)
+        self._check(run, model)
+        reader, sizes = run.inference.layers.modules[0], run.config.model
         assert isinstance(reader, Reader)
-        self.tokens = _random_tokens(paper)
-        plan = paper.schedule.for_features(torch.zeros(1).long())
-        asked = paper.feature_rows(self.tokens, plan)
-        extra = paper.density.blank_inputs(paper.asks.shape_of(asked), self.tokens.device)
-        inputs = (*asked, *paper.condition.for_features(self.tokens), *extra)
+        self.tokens = _random_tokens(model)
+        arrangement = model.schedule.for_features(torch.zeros(1).long())
+        asked = model.feature_rows(self.tokens, arrangement)
+        extra = model.density.blank_inputs(model.asks.shape_of(asked), self.tokens.device)
+        inputs = (*asked, *model.condition.for_features(self.tokens), *extra)
         reader.eval()
         rows, carried = _embedded(reader, inputs, fill=0.0)
         marked, _ = _embedded(reader, inputs, fill=1.0)
         # Rows that do not depend on the content are of start and class tokens, and precede all
         # others.
         changed = (marked != rows).any(-1).nonzero()[:, 0]
-        order = plan.order[0] if paper.asks.permutes else torch.arange(self.tokens.shape[1])
+        order = arrangement.order[0] if model.asks.permutes else torch.arange(self.tokens.shape[1])
         self.tensors = {f"{_PREFIX}rows": rows, f"{_PREFIX}order": order.clone()}
         if "coordinates" in carried:
-            turns = angles(carried["coordinates"][0], model.head_size, scale=model.position_scale)
+            turns = angles(carried["coordinates"][0], sizes.head_size, scale=sizes.position_scale)
             self.tensors[f"{_PREFIX}turns"] = torch.polar(torch.ones_like(turns), turns)
         if "content_groups" in carried:
             groups = carried["content_groups"][0]
@@ -137,29 +137,29 @@ class PlainForm:
         self.settings = {
             "content": _CONTENT,
             "first": int(changed[0]),
-            "layers": model.num_layers,
-            "heads": model.num_attention_heads,
-            "normalization": model.normalization,
-            "epsilon": model.norm_epsilon,
-            "activation": model.activation,
-            "causal": paper.core.visibility_kind == "causal",
+            "layers": sizes.num_layers,
+            "heads": sizes.num_attention_heads,
+            "normalization": sizes.normalization,
+            "epsilon": sizes.norm_epsilon,
+            "activation": sizes.activation,
+            "causal": model.core.visibility_kind == "causal",
             "norm": norm_name(run.inference),
         }
 
     @staticmethod
-    def _check(run: Run, paper: Model) -> None:
-        paper.check_unlabelled()
-        if paper.has_transform or "encoder" in paper.condition.roles:
+    def _check(run: Run, model: Model) -> None:
+        model.check_unlabelled()
+        if model.has_transform or "encoder" in model.condition.roles:
             raise UserError("its model has an adapter or an encoder besides the blocks")
-        if paper.grammar.is_modulated:
+        if model.grammar.is_modulated:
             raise UserError("its norms are modulated by the class")
-        if paper.core.model.qk_norm:
+        if model.core.model.qk_norm:
             raise UserError("its attention normalises queries and keys")
-        if paper.schedule.has_random_features:
+        if model.schedule.has_random_features:
             raise UserError("its features hide tokens that are drawn")
-        if paper.position_kind == "relative_2d":
+        if model.position_kind == "relative_2d":
             raise UserError("its attention has relative positions")
-        if isinstance(paper.condition, PooledFeatures):
+        if isinstance(model.condition, PooledFeatures):
             raise UserError("its model reads a condition besides the tokens")
         if run.config.finetune is not None and run.config.finetune.layer is not None:
             raise UserError("its classifier is attached to an inner layer")
@@ -211,14 +211,14 @@ def norm_name(inference: Inference) -> str:
     return f"{plan.name}.{next(name for name, each in module.named_modules() if each is norm)}"
 
 
-def _random_tokens(paper: Model) -> Tensor:
+def _random_tokens(model: Model) -> Tensor:
     """Return random tokens of two images: ids of the vocabulary, or standard normal vectors."""
-    generator, blank = torch.Generator().manual_seed(0), paper.reads.blank(torch.zeros(2).long())
-    blank = paper.reads.sequence(blank)
+    generator, blank = torch.Generator().manual_seed(0), model.reads.blank(torch.zeros(2).long())
+    blank = model.reads.sequence(blank)
     if blank.is_floating_point():
         return torch.randn(blank.shape, generator=generator)
-    assert isinstance(paper.reads, Vocabulary)
-    return torch.randint(paper.reads.vocabulary_size, blank.shape, generator=generator)
+    assert isinstance(model.reads, Vocabulary)
+    return torch.randint(model.reads.vocabulary_size, blank.shape, generator=generator)
 
 
 def _embedded(

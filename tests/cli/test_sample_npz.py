@@ -55,7 +55,7 @@ def write(context, tmp_path):
         sizes = {"num_images": 5, "batch_size": 2, "prefix": prefix, "seed": 3}
         write_samples(opened, Namespace(npz=path, **sizes, **{**NONE, **options}))
         drawing = partial(sampler, seed=3, spell=spelled)(**options)
-        return np.load(path)["arr_0"], drawing.to_images(drawing.draw(5)).numpy()
+        return np.load(path)["arr_0"], drawing.to_images(drawing.sample(5)).numpy()
 
     return write
 

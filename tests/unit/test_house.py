@@ -116,6 +116,11 @@ def test_run_imports_one_paper_and_hides_library_output(tmp_path, small_config):
     modules, stderr = run_commands(tmp_path, ["train", str(small_config), *words], code=0)
     papers = {name.split(".")[2] for name in modules if name.startswith("megavis.papers.")}
     assert papers == {"igpt"}
+    # Ids of a palette need none of these: images, recordings, networks, and heads of real values.
+    data = {f"megavis.data.codecs.{name}" for name in ("jpeg", "recordings", "sound")}
+    networks = {f"megavis.tokenizers.{name}" for name in ("vae", "vqgan", "label_map_vae")}
+    heads = {f"megavis.densities.{name}" for name in ("decoders", "diffusion", "gaussians")}
+    assert not modules & (data | networks | heads | {"simplejpeg", "soundfile"})
     assert [line for line in stderr.splitlines() if not line.startswith("step ")] == []
 
 

@@ -61,6 +61,7 @@ def start_from_weights(
     process if a file is damaged or the model differs.
     """
     check_files(folder, context)
+    # Buffers keep their initial values: all are statistics of batch norms in the head of a task.
     with CheckpointReader(folder) as reader:
         for name, parameter in layers.named_parameters():
             is_saved = f"weight/{name}" in reader.manifest.tensors

@@ -217,6 +217,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> StoredFile:
     # In a single entry: safetensors writes several in varying order, and equal tensors must give
     # equal files.
     save_tensors(path, tensors, {CHECKSUMS: json.dumps(checksums)})
+    # Opened again, since safetensors keeps its own descriptor: any of them flushes the file.
     with path.open("rb") as file:
         os.fsync(file.fileno())
     flush_folder(path.parent)

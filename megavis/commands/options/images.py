@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from megavis.checkpoint.format.folder import require_run_folder
 from megavis.commands.options.shared import (
@@ -29,9 +29,10 @@ from megavis.config.arguments import (
     positive,
 )
 from megavis.config.errors import UserError
+from megavis.config.section import EvaluationConfig, Measure
 
-DISTANCE = "frechet"
-MEASURES = ("loss", "probe", "neighbors", "samples", DISTANCE)
+DISTANCE: Measure = "frechet"
+MEASURES: tuple[Measure, ...] = get_args(Measure)
 
 
 def add_sample(parser: argparse.ArgumentParser) -> None:
@@ -313,35 +314,25 @@ def _add_watch(verbs: Any) -> None:
         epilog="example: megavis evaluate watch runs/igpt_demo --what loss,probe,samples",
     )
     add_run(parser)
-    parser.add_argument(
-        "--what",
-        type=read_measures,
-        default=("loss", "probe"),
-        metavar="NAMES",
-        help=f"comma-separated list of {', '.join(MEASURES)}",
-    )
-    parser.add_argument(
-        "--every", type=positive, default=1, help="only multiples of N, and the last step"
-    )
-    parser.add_argument("--interval", type=float, default=5.0, help="seconds between polls")
+    _add_key(parser, "what", type=read_measures, metavar="NAME,NAME")
+    _add_key(parser, "every", type=positive)
+    _add_key(parser, "interval", type=float)
     # Training ends the watch that it started by closing the pipe, even if killed.
     parser.add_argument("--until-input-ends", action="store_true", help=argparse.SUPPRESS)
     add_data_arguments(parser)
-    parser.add_argument(
-        "--reference",
-        type=Path,
-        metavar="FILE",
-        help=f"for {DISTANCE}: image statistics, from `megavis evaluate statistics`, ADM or"
-        " pytorch-fid",
-    )
-    parser.add_argument(
-        "--num-samples",
-        type=positive,
-        default=1000,
-        help=f"for {DISTANCE}: images to generate per checkpoint",
-    )
+    _add_key(parser, "reference", type=Path, metavar="FILE")
+    _add_key(parser, "num_samples", type=positive)
     add_network_arguments(parser)
     parser.set_defaults(run="evaluate_watch:watch", check=_check_watch)
+
+
+def _add_key(parser: argparse.ArgumentParser, name: str, **settings: Any) -> None:
+    """Add an option that is a key of the config's section `evaluation`: its default, its words."""
+    field = EvaluationConfig.model_fields[name]
+    sentence = field.description or ""
+    words = sentence[:1].lower() + sentence[1:].rstrip(".")
+    option = f"--{name.replace('_', '-')}"
+    parser.add_argument(option, default=field.default, help=words, **settings)
 
 
 def _check_watch(args: argparse.Namespace) -> None:

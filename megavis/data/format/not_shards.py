@@ -87,7 +87,8 @@ def _folder(path: Path) -> str:
     finished = [name for name in names if os.path.exists(path / name / MANIFEST_NAME)]
     if finished:
         return f"{path} holds the shard folders {_listed(finished)}: give one of them"
-    if any(map(_is_of_job, names)):
+    of_job = ("report.json", "palette.npy")
+    if any(name.endswith(".index.json") or name in of_job for name in names):
         return f"{path / MANIFEST_NAME} is missing: this is not a finished shard folder; {_AGAIN}"
     if {"config.yaml", "checkpoints"} <= set(names):
         return f"{path} is a run folder; give a shard folder, which `python -m data_tools` makes"
@@ -111,10 +112,6 @@ def _folder(path: Path) -> str:
 def _makes_shards(source: Path) -> str:
     command = f"python -m data_tools jpeg {shlex.quote(str(source))} --out FOLDER"
     return f"`{command}` makes shards of it (`palette shards`: of tokens)"
-
-
-def _is_of_job(name: str) -> bool:
-    return name.endswith(".index.json") or name in ("report.json", "palette.npy")
 
 
 def _has_images(folder: Path, depth: int = 2) -> bool:

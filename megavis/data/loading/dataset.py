@@ -216,16 +216,13 @@ class ShardDataset:
             indices[rows] = self._valid((indices[rows] + 1) % len(self))
             samples[rows], still = self._decode(indices[rows], positions[rows])
             refused = {int(rows[place]): reason for place, reason in still.items()}
-        raise UserError(f"{self.directory} holds no valid sample; first: {self._first_skipped}")
+        first = next(iter(self._skipped_names), "none")
+        raise UserError(f"{self.directory} holds no valid sample; first: {first}")
 
     def name_of(self, index: int) -> str:
         """Return `shard:key` of one sample."""
         shard = self._index.shard_of(index)
         return f"{self.manifest.shards[shard].name}:{self._index.key(index)}"
-
-    @property
-    def _first_skipped(self) -> str:
-        return next(iter(self._skipped_names), "none")
 
     def verify(self) -> list[str]:
         """Read every byte; return a message for each shard whose SHA-256 is wrong."""
@@ -269,15 +266,12 @@ class ShardDataset:
         file = self._tar(self.manifest.shards[shard])
         # A view of a map holds it open, of which a batch may have as many as samples; and in a
         # cache of a bounded size.
-        if len(self.manifest.shards) > self.most_open_shards or self._evicts:
+        evicts = self._remote is not None and self._remote.cache.limit is not None
+        if len(self.manifest.shards) > self.most_open_shards or evicts:
             return ShardFile(file)
         with file:
             # Wrap in a plain array: slicing np.memmap is four times slower.
             return np.asarray(np.memmap(file, np.uint8, mode="r"))
-
-    @property
-    def _evicts(self) -> bool:
-        return self._remote is not None and self._remote.cache.limit is not None
 
     def _tar(self, shard: ShardEntry) -> FileIO:
         if self._remote is None:

@@ -67,7 +67,10 @@ class DiskCache:
     def __init__(self, folder: Path, limit: int | None) -> None:
         self.folder, self.limit = folder, limit
         folder.mkdir(parents=True, exist_ok=True)
-        self._clean()
+        with self._locked():
+            # What killed processes have left.
+            for partial in folder.glob(f"*/.*{_PARTIAL}"):
+                _evict(partial)
 
     def open(self, wanted: Wanted, *, when_full: Callable[[], None] = lambda: None) -> FileIO:
         """Return an open file, which is not evicted before it is closed; fill it if it is absent.
@@ -178,12 +181,6 @@ class DiskCache:
                 f"{self.folder} is full: data.cache_gib allows {self.limit / 2**30:.3g} GiB, and"
                 f" {wanted.path.name} takes {excess / 2**30:.3g} more than what is not in use"
             )
-
-    def _clean(self) -> None:
-        """Delete what killed processes have left."""
-        with self._locked():
-            for partial in self.folder.glob(f"*/.*{_PARTIAL}"):
-                _evict(partial)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

@@ -169,6 +169,8 @@ class WindowedOrder:
         for window in np.unique(windows).tolist():
             here, begin = windows == window, int(bounds[window])
             own = SampleOrder(int(bounds[window + 1]) - begin, self._seed)
+            # Each window is an epoch of a network of its size. Counted over all windows, those of
+            # one size differ, in one epoch and between epochs.
             turn = epoch * self._num_windows + window
             place = turn * own.num_samples + places[here] - begin
             permuted[here] = begin + own.dataset_index(place)

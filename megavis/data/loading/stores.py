@@ -219,6 +219,8 @@ def _refusal(url: str, error: Exception) -> str | None:
 
 def _status(error: Exception) -> int | None:
     """Return the HTTP status of an error, if it has one, which each library keeps elsewhere."""
+    # By name: importing a client that is not used, or not installed, only to know its error would
+    # cost a start seconds. So the type checker knows none of these attributes.
     library, kind = type(error).__module__.partition(".")[0], type(error).__name__
     if library == "aiohttp" and kind == "ClientResponseError":
         return error.status  # type: ignore[attr-defined]

@@ -52,13 +52,13 @@ def fill(
         mask of the given tokens, bool `[b, n]` in raster order.
 
     Raises:
-        UserError: the paper cannot start from given tokens, there are fewer tokens than groups, or
+        UserError: the model cannot start from given tokens, there are fewer tokens than groups, or
             ids cannot be averaged.
     """
-    paper, order = sampler.paper, sampler.order_of(images)
-    if num_orders > 1 and not isinstance(paper.predicts, Vectors):
+    model, order = sampler.model, sampler.order_of(images)
+    if num_orders > 1 and not isinstance(model.predicts, Vectors):
         raise UserError("ids cannot be averaged over several orders: leave out --orders")
-    tokens = paper.given(paper.tokens_of(originals.to(sampler.device)))
+    tokens = model.given(model.tokens_of(originals.to(sampler.device)))
     given = sampler.given_part_of(order, num_given)
     total: Tensor | None = None
     for number in range(num_orders):
@@ -81,7 +81,7 @@ def _shuffle_rest(order: Tensor, num_given: int, *, seed: int) -> Tensor:
 
 
 def applies(objective: Trainable) -> bool:
-    """Return whether the paper generates in groups."""
+    """Return whether the model generates in groups."""
     schedule = generator_of(objective).schedule
     return "groups" in {field.name for field in fields(schedule.options_type)}
 
@@ -91,12 +91,12 @@ def plot_groups(subject: FigureInput, options: argparse.Namespace) -> RenderedFi
     perceptual = open_perceptual(options.perceptual_weights, options.lpips_weights)
     inputs = read_round_robin(subject.images, options.num_images).inputs
     inputs = inputs.to(subject.inference.context.device)
-    paper = generator_of(subject.objective)
-    originals = paper.to_images(paper.tokens_of(inputs), subject.folder)
+    model = generator_of(subject.objective)
+    originals = model.to_images(model.tokens_of(inputs), subject.folder)
     rows, columns, given = [], [], None
     for count in options.groups:
         images, shown = _fill_all(subject, options, inputs, num_groups=count)
-        given = pixels_of(shown, paper.predicts.grid, originals.cpu().numpy())
+        given = pixels_of(shown, model.predicts.grid, originals.cpu().numpy())
         hidden = ~torch.from_numpy(given).to(originals.device)
         scores = score_filling(originals, images, hidden, perceptual=perceptual)
         rows.append(FilledInGroups(count, FillingScores(**scores)).record())
@@ -120,7 +120,7 @@ def _fill_all(
         {"groups": num_groups},
         seed=options.seed,
     )
-    num_given = round(options.share * sampler.paper.num_tokens)
+    num_given = round(options.share * sampler.model.num_tokens)
     numbers = torch.arange(len(inputs), device=inputs.device)
     # With a single group the order does not matter.
     num_orders = options.orders if num_groups > 1 else 1

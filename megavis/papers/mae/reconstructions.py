@@ -1,4 +1,4 @@
-"""Figure of hidden tokens predicted from the visible ones, for any paper that hides some.
+"""Figure of hidden tokens predicted from the visible ones, for any model that hides some.
 
 Legend: b images, n tokens, h and w height and width in pixels; all colours are uint8.
 """
@@ -41,7 +41,7 @@ class Reconstructions:
     hidden: Tensor
 
 
-def reconstruct(inference: Inference, paper: Model, batch: Batch, folder: Path) -> Reconstructions:
+def reconstruct(inference: Inference, model: Model, batch: Batch, folder: Path) -> Reconstructions:
     """Hide tokens as in training, and predict them.
 
     Args:
@@ -52,31 +52,31 @@ def reconstruct(inference: Inference, paper: Model, batch: Batch, folder: Path) 
     Raises:
         UserError: the model predicts no tokens, or all of them, or transforms them first.
     """
-    if paper.has_transform:
+    if model.has_transform:
         raise UserError(
             "with objective.adapter_blocks every token depends on the whole image, so the visible"
             " ones reveal the hidden ones"
         )
-    plan = paper.schedule.draw(batch.sample_index)
-    count = plan.num_positions - plan.first_asked  # Without idle rows.
-    predicted = plan.is_predicted[:, :count].expand(len(batch.inputs), -1)
-    if plan.first_asked == 0 and bool(predicted.all()):
-        name = paper.config.objective.name
+    arrangement = model.schedule.draw(batch.sample_index)
+    count = arrangement.num_positions - arrangement.first_asked  # Without idle rows.
+    predicted = arrangement.is_predicted[:, :count].expand(len(batch.inputs), -1)
+    if arrangement.first_asked == 0 and bool(predicted.all()):
+        name = model.config.objective.name
         raise UserError(f"runs of {name} predict every token, so no token is visible")
-    sequence = paper.sequence(batch)
+    sequence = model.sequence(batch)
     predictions = inference.predictions(sequence.inputs)
-    restored = paper.density.restored(predictions, sequence.targets[0])[:, :count]
-    tokens = paper.predicts.sequence(paper.predicts.of(batch.inputs, batch.sample_index))
-    places = plan.order[:, plan.first_asked :].expand(len(tokens), -1)
+    restored = model.density.restored(predictions, sequence.targets[0])[:, :count]
+    tokens = model.predicts.sequence(model.predicts.of(batch.inputs, batch.sample_index))
+    places = arrangement.order[:, arrangement.first_asked :].expand(len(tokens), -1)
     hidden = torch.zeros_like(tokens[..., 0], dtype=torch.bool).scatter(1, places, predicted)
     made = tokens.scatter(1, places[..., None].expand_as(restored), restored)
     made = torch.where(hidden[..., None], made, tokens)
     originals, made = (
-        paper.predicts.to_images(paper.predicts.from_sequence(each), folder)
+        model.predicts.to_images(model.predicts.from_sequence(each), folder)
         for each in (tokens, made)
     )
     return Reconstructions(
-        originals, made, _flattened(originals, hidden, paper.predicts.grid), hidden
+        originals, made, _flattened(originals, hidden, model.predicts.grid), hidden
     )
 
 
@@ -91,11 +91,11 @@ def _flattened(images: Tensor, hidden: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 def applies(objective: Trainable) -> bool:
-    """Return whether the paper predicts some tokens from visible ones."""
+    """Return whether the model predicts some tokens from visible ones."""
     if classifier_of(objective) is not None:
         return False
-    plan = model_of(objective).schedule.draw(torch.zeros(1, dtype=torch.int64))
-    return plan.first_asked > 0 or not bool(plan.is_predicted.all())
+    arrangement = model_of(objective).schedule.draw(torch.zeros(1, dtype=torch.int64))
+    return arrangement.first_asked > 0 or not bool(arrangement.is_predicted.all())
 
 
 def plot_reconstructions(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
@@ -103,10 +103,10 @@ def plot_reconstructions(subject: FigureInput, options: argparse.Namespace) -> R
     batch = read_round_robin(subject.images, options.num_images).to(
         subject.inference.context.device
     )
-    paper = model_of(subject.objective)
-    found = reconstruct(subject.inference, paper, batch, subject.folder)
+    model = model_of(subject.objective)
+    found = reconstruct(subject.inference, model, batch, subject.folder)
     originals, made = (each.cpu().numpy() for each in (found.originals, found.made))
-    hidden = pixels_of(found.hidden, paper.predicts.grid, originals)
+    hidden = pixels_of(found.hidden, model.predicts.grid, originals)
     is_hidden = torch.from_numpy(hidden)
     rows = [
         FilledHidden(name, FillingScores(**score_filling(found.originals, images, is_hidden)))

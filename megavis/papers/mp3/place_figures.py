@@ -82,8 +82,8 @@ class Places:
 
     def context_of(self, sample_index: Tensor, mask_ratio: float) -> Tensor:
         """Draw the context of samples `[b]`: int64 `[b, c]`, distinct patches."""
-        plan = self.schedule.draw(sample_index, mask_ratio)
-        return plan.order[:, : plan.num_content]
+        arrangement = self.schedule.draw(sample_index, mask_ratio)
+        return arrangement.order[:, : arrangement.num_content]
 
     def inputs_with(self, patches: Tensor, context: Tensor) -> tuple[Tensor, ...]:
         """Return model inputs for patches `[b, n, d]` with the context int64 `[b, c]`."""
@@ -142,7 +142,7 @@ def position_accuracy(
 
 
 def plot_accuracy(scores: Sequence[PositionAccuracy], *, name: str, trained_at: float) -> Figure:
-    """Draw accuracy over η.
+    """Plot accuracy over η.
 
     Args:
         scores: by rising η.

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megavis.composition.encoded_image import images_and_targets
 from megavis.composition.encoded_tokens import painted_maps
@@ -46,11 +46,10 @@ from megavis.parallel.context import ParallelContext
 from megavis.parallel.random import normal as normal_draws
 from megavis.tokenizers.label_map_vae import (
     LabelChannels,
+    LabelMapBottleneck,
+    LabelMapInput,
     LabelMapShape,
-    embed_labels,
     patch_pixels,
-    resize_tokens,
-    unpatch_pixels,
 )
 from megavis.tokenizers.vae import bounded_posterior
 
@@ -113,10 +112,14 @@ class LabelMapVAEObjective(Backbone):
         depth = core.model.num_layers + 1
         flops = 2 * shape.latent_grid**2 * shape.hidden_size * 3 * shape.latent_channels
         return [
-            LayerPlan("embedding", lambda: LabelMapInput(core, shape), seed),
+            LayerPlan("embedding", lambda: PartitionedInput(core, shape), seed),
             *block_plans(core, below, seed=seed, depth=1),
             LayerPlan(
-                "bottleneck", lambda: Bottleneck(core, above, shape), seed, depth, flops=flops
+                "bottleneck",
+                lambda: PartitionedBottleneck(core, above, shape),
+                seed,
+                depth,
+                flops=flops,
             ),
             *block_plans(above, work, seed=seed, depth=depth + 1),
             LayerPlan(
@@ -182,9 +185,7 @@ class LabelMapVAEObjective(Backbone):
 
     def logits(self, predictions: Any) -> Tensor:
         """Return logits `[b, C, H, W]` from the head's outputs."""
-        size = self.shape.patch_size
-        patches = predictions[0].unflatten(2, (size**2, -1))
-        return unpatch_pixels(patches, size, rows=self.shape.grid)
+        return self.shape.logits(predictions[0])
 
     def outputs(self, predictions: Any) -> Tensor:
         """Return the posterior's moments `[b, 2 d, l, l]`: means, then log-variances."""
@@ -204,35 +205,31 @@ class LabelMapVAEObjective(Backbone):
         return self.channels.maps(self.logits(predictions))
 
 
-class LabelMapInput(nn.Module):
-    """Linear embedding of patches of one-hot channels, plus learned positions."""
+class PartitionedInput(LabelMapInput):
+    """The embedding of label maps with positions, for tokens that may be split."""
 
     def __init__(self, core: Core, shape: LabelMapShape) -> None:
-        super().__init__()
-        self.core, self.shape, width = core, shape, shape.hidden_size
-        rows = shape.patch_size**2 * shape.label_channels.num_channels
-        self.table = nn.Parameter(torch.empty(rows, width))
-        truncated_normal(rows**-0.5)(self.table)
-        self.bias = nn.Parameter(torch.zeros(width))
-        grid = (shape.grid, shape.grid)
-        self.positions = grid_positions(core, "learned", grid, fill=normal(width**-0.5))
+        super().__init__(shape)
+        self.core = core
+        truncated_normal(len(self.table) ** -0.5)(self.table)
+        fill = normal(shape.hidden_size**-0.5)
+        self.positions = grid_positions(core, "learned", (shape.grid, shape.grid), fill=fill)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> PackedState:
         """Embed labels int64 `[b, g, H, W]` as `[n, b, h]`, and carry the noise `[b, d, l, l]`."""
         labels, noise = inputs
-        channels, size = self.shape.label_channels, self.shape.patch_size
-        patches = embed_labels(self.table, labels, channels, size) + self.bias
+        patches = self.embed(labels)
         places = torch.arange(patches.shape[1], device=labels.device)[None]
         hidden = self.positions(patches, places)
         return LayerState(to_stream(hidden, self.core), {NOISE: noise}).pack()
 
 
-class Bottleneck(nn.Module):
+class PartitionedBottleneck(LabelMapBottleneck):
     """Map the encoder's output to the posterior, sample latents, and embed them for the decoder."""
 
     def __init__(self, below: Core, above: Core, shape: LabelMapShape) -> None:
-        super().__init__()
-        self.below, self.above, self.shape = below, above, shape
+        super().__init__(shape)
+        self.below, self.above = below, above
         width, grid = shape.hidden_size, (shape.grid, shape.grid)
         # LeCun's initialization, Flax's default for dense layers.
         lecun = truncated_normal(width**-0.5)
@@ -245,12 +242,10 @@ class Bottleneck(nn.Module):
     def forward(self, state: PackedState) -> PackedState:
         """Map `[n, b, h]` to `[n, b, h]`, and carry means and log-variances `[b, 2 d, l, l]`."""
         stream = LayerState.unpack(state, self.below.carried_names)
-        large, small = self.shape.grid, self.shape.latent_grid
-        encoded = resize_tokens(self.norm.whole(stream.hidden), rows=large, to=small)
-        moments = self.moments(encoded).transpose(1, 2).unflatten(2, (small, small)).contiguous()
+        moments = self.moments_of(self.norm.whole(stream.hidden)).contiguous()
         noise = from_bits(stream.carried[NOISE])
         latents = bounded_posterior(moments).sample(noise).to(moments.dtype)
-        tokens = self.linear(latents.flatten(2).transpose(1, 2))
-        places = torch.arange(large**2, device=tokens.device)[None]
-        hidden = self.positions(resize_tokens(tokens, rows=small, to=large), places)
+        tokens = self.tokens_of(latents)
+        places = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        hidden = self.positions(tokens, places)
         return LayerState(to_stream(hidden, self.above), {MOMENTS: moments}).pack()

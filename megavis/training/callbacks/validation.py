@@ -184,7 +184,7 @@ class SampleImages:
         examples = self.examples and self.examples.to(engine.context.device)
         try:
             with engine.evaluated():
-                return self.gallery.draw(inference, examples, num_images=self.num_images)
+                return self.gallery.plot(inference, examples, num_images=self.num_images)
         except torch.OutOfMemoryError:
             return None
 

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from megavis.model.inference import Inference
 from megavis.model.norms import BatchNorm
+from megavis.model.stack import LocalLayers
 
 
 def test_matches_torch_batch_norm(context):
@@ -32,3 +34,13 @@ def test_statistics_stay_in_float32(context, dtype):
     assert (ours.mean.dtype, ours.variance.dtype) == (torch.float32, torch.float32)
     assert list(ours.state_dict()) == ["mean", "variance"]
     assert ours.to("meta", dtype).mean.dtype == torch.float32
+
+
+def test_inference_returns_each_module_to_its_own_mode(context):
+    layer = torch.nn.Sequential(BatchNorm(3, context.data.group), torch.nn.Dropout())
+    layer[0].eval()
+    inference = Inference(LocalLayers([], [layer]), context)
+    for _ in range(2):
+        with inference.evaluating():
+            assert not any(module.training for module in layer.modules())
+        assert [module.training for module in layer.modules()] == [True, False, True]

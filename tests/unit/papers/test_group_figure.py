@@ -44,7 +44,7 @@ def test_given_patches_stay_and_others_are_not_read(sampler):
 def test_groups_condition_on_predicted_groups(sampler):
     """Each group equals one pass over the whole order with the earlier predictions filled in."""
     drawing = sampler(groups=2)
-    objective, inference = drawing.paper, drawing.inference
+    objective, inference = drawing.model, drawing.inference
     images, order = photographs(2, 12), random_orders(IMAGES, 9, seed=0)
     drawn, _ = filled(drawing, images)
     patches = objective.tokens_of(images)
@@ -62,7 +62,7 @@ def test_groups_condition_on_predicted_groups(sampler):
 def test_orders_are_averaged(sampler):
     """The result is the mean over orders of single-patch groups."""
     drawing = sampler(groups=6)
-    objective, inference, images = drawing.paper, drawing.inference, photographs(2, 12)
+    objective, inference, images = drawing.model, drawing.inference, photographs(2, 12)
     order, sums = random_orders(IMAGES, 9, seed=0), 0.0
     for number in range(3):
         patches = objective.tokens_of(images)
@@ -129,15 +129,15 @@ def test_ids_are_sampled_group_by_group(sampler):
     ids = torch.randint(8, (2, 9), generator=torch.Generator().manual_seed(0))
     drawing = sampler(*words, groups=3, temperature=0.9)
     given = drawing.given_part(2, NUM_GIVEN)
-    drawn = drawing.draw(2, originals=ids, num_given=NUM_GIVEN)
+    drawn = drawing.sample(2, originals=ids, num_given=NUM_GIVEN)
     assert torch.equal(drawn[given], ids[given])
     assert not torch.equal(drawn, ids)
     greedy = sampler(*words, groups=3, temperature=0.0)
     order = random_orders(IMAGES, 9, seed=0)
     expected = ids.clone()
     for stop in (5, 7, 9):
-        inputs = greedy.paper.inputs_from(expected, order=order, boundaries=(3, 5, 7))
-        logits = greedy.paper.outputs(greedy.inference.predictions(inputs))
+        inputs = greedy.model.inputs_from(expected, order=order, boundaries=(3, 5, 7))
+        logits = greedy.model.outputs(greedy.inference.predictions(inputs))
         best = logits.argmax(-1)[:, stop - 2 : stop]
         expected = expected.scatter(1, order[:, stop - 2 : stop], best)
-    assert torch.equal(greedy.draw(2, originals=ids, num_given=NUM_GIVEN), expected)
+    assert torch.equal(greedy.sample(2, originals=ids, num_given=NUM_GIVEN), expected)

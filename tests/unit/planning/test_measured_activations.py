@@ -1,12 +1,20 @@
 """Activations measured on the meta device, by hand for a block of iGPT-M in six layouts."""
 
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
 
 from megavis.config.load import load_config
+from megavis.papers import build_objective
+from megavis.parallel.context import close_context, open_virtual_context
 from megavis.planning.layouts import layout_key
-from megavis.planning.measured_activations import Growth, ModelActivations, activations_of_layouts
+from megavis.planning.measured_activations import (
+    Growth,
+    ModelActivations,
+    activations_of,
+    activations_of_layouts,
+)
 
 pytestmark = pytest.mark.once
 
@@ -73,3 +81,34 @@ def test_full_recomputation_allocates_the_whole_block_again():
 def test_the_largest_moment_depends_on_the_images():
     growth = Growth(((10.0, 0.0), (1.0, 100.0)))
     assert [growth.most(images) for images in (1, 11, 12, 20)] == [101, 111, 120, 200]
+
+
+@pytest.mark.parametrize("preset", ["igpt/s_32.yaml", "compose/instructed_latents.yaml"])
+def test_ways_that_are_measured_together_equal_each_alone(preset):
+    """Layers that recompute nothing are shared; RandAR's rows with DARL's MLP recompute in both."""
+    words = "none", "selective", "full"
+    presets = [
+        load_config(PRESETS / preset, [f"parallel.activation_checkpointing={word}"]).config
+        for word in words
+    ]
+    together = activations_of_layouts(presets)
+    assert len(together) == 3
+    context = open_virtual_context(0, 1, device="meta")
+    try:
+        for config in presets:
+            alone = activations_of(build_objective(config, context))
+            key = layout_key(config.parallel)
+            assert sorted_moments(together[key]) == sorted_moments(alone)
+    finally:
+        close_context()
+
+
+def sorted_moments(activations: object) -> object:
+    """Return the fields as tuples, moments in one order, which a set does not have."""
+    if isinstance(activations, Growth):
+        return sorted(activations.moments)
+    if is_dataclass(activations):
+        return [sorted_moments(getattr(activations, each.name)) for each in fields(activations)]
+    if isinstance(activations, tuple):
+        return [sorted_moments(each) for each in activations]
+    return activations

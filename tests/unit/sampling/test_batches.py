@@ -257,7 +257,7 @@ def test_decoding_is_halved(build_paper, monkeypatch, tmp_path):
     sampler = Sampler(inference, objective, tmp_path)
     tokens = sampler.draw(5, conditions={"labels": torch.arange(3)})
     expected = sampler.to_images(tokens)
-    decode, sizes = type(sampler.paper).to_images, []
+    decode, sizes = type(sampler.model).to_images, []
 
     def short_of_memory(self, part, folder):
         sizes.append(len(part))
@@ -265,6 +265,6 @@ def test_decoding_is_halved(build_paper, monkeypatch, tmp_path):
             raise torch.OutOfMemoryError
         return decode(self, part, folder)
 
-    monkeypatch.setattr(type(sampler.paper), "to_images", short_of_memory)
+    monkeypatch.setattr(type(sampler.model), "to_images", short_of_memory)
     assert torch.equal(sampler.to_images(tokens), expected)
     assert sizes == [5, 2, 2, 1]

@@ -53,12 +53,12 @@ def random_prefix(objective, num_given, batch_size=3):
 @pytest.mark.parametrize(("words", "num_given"), SHAPES)
 def test_greedy_generation_matches_full_passes(sampler, words, num_given):
     greedy = sampler(*words, temperature=0.0)
-    prefix = random_prefix(greedy.paper, num_given)
+    prefix = random_prefix(greedy.model, num_given)
 
     got = greedy.tokens(torch.arange(3), given=prefix)
 
     expected = generate_without_cache(
-        greedy.inference, greedy.paper, prefix, lambda row, *_: row.index(max(row))
+        greedy.inference, greedy.model, prefix, lambda row, *_: row.index(max(row))
     )
     assert torch.equal(got, expected)
 
@@ -66,7 +66,7 @@ def test_greedy_generation_matches_full_passes(sampler, words, num_given):
 @pytest.mark.parametrize(("words", "num_given"), SHAPES)
 def test_sampling_matches_full_passes(sampler, words, num_given):
     warm = sampler(*words, temperature=0.8, seed=5)
-    objective = warm.paper
+    objective = warm.model
     prefix = random_prefix(objective, num_given)
     draws = uniform(torch.arange(7, 10), objective.num_tokens, seed=5, purpose="token")
 
@@ -83,8 +83,8 @@ def test_sampling_matches_full_passes(sampler, words, num_given):
 
 def test_beam_search_finds_likelier_images(sampler):
     def log_likelihood(ids, each):
-        inputs = each.paper.inputs_from(ids)
-        nats = each.paper.density.per_token_loss(each.inference.predictions(inputs), ids)
+        inputs = each.model.inputs_from(ids)
+        nats = each.model.density.per_token_loss(each.inference.predictions(inputs), ids)
         return -nats.sum(1)
 
     plain, search = sampler("data.image_size=3"), sampler("data.image_size=3", beams=4, fans=4)
@@ -103,7 +103,7 @@ def test_first_beams_differ(sampler, monkeypatch, num_given):
         return call(self, head, state, draws)
 
     monkeypatch.setattr(type(drawing.settings.token_sampler), "__call__", counted)
-    drawing.tokens(torch.arange(4), given=random_prefix(drawing.paper, num_given, 4))
+    drawing.tokens(torch.arange(4), given=random_prefix(drawing.model, num_given, 4))
     assert shapes == [8, *[24] * (8 - num_given)]
 
 

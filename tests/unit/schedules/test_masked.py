@@ -38,7 +38,7 @@ def hidden_by_step(temperature, rounds=4, seed=0):
     found = []
     while step is not None:
         assert step.asked == slice(0, NUM_TOKENS)
-        assert torch.equal(step.plan.groups > 0, step.hidden)
+        assert torch.equal(step.arrangement.groups > 0, step.hidden)
         found.append(step.hidden)
         score = torch.arange(float(NUM_TOKENS)).expand(2, NUM_TOKENS)
         step = rule.after(step, GenerationProgress(score, images, seed), options)

@@ -50,18 +50,18 @@ def test_drawn_prefixes_are_uniform_and_depend_on_seed_and_sample():
     schedule, index = OneByOne(Orders(torch.arange(7)), prefix="drawn", seed=5), torch.arange(6000)
     assert schedule.is_random
     assert schedule.needs_given
-    plan = schedule.draw(index)
-    lengths = (plan.groups == 0).sum(1)
+    arrangement = schedule.draw(index)
+    lengths = (arrangement.groups == 0).sum(1)
     draws = uniform(index, 1, seed=5, purpose="prefix")[:, 0].tolist()
     assert lengths.tolist() == [1 + int(6 * draw) for draw in draws]
     counts = torch.bincount(lengths, minlength=7)
     assert counts[0] == 0
     assert ((counts[1:] - 1000).abs() < 150).all()
-    for row, length in zip(plan.groups[:20].tolist(), lengths.tolist(), strict=False):
+    for row, length in zip(arrangement.groups[:20].tolist(), lengths.tolist(), strict=False):
         assert row == [max(0, place - length + 1) for place in range(7)]
-    assert torch.equal(schedule.draw(index.flip(0)).groups, plan.groups.flip(0))
+    assert torch.equal(schedule.draw(index.flip(0)).groups, arrangement.groups.flip(0))
     other = OneByOne(Orders(torch.arange(7)), prefix="drawn", seed=6).draw(index)
-    assert not torch.equal(other.groups, plan.groups)
+    assert not torch.equal(other.groups, arrangement.groups)
 
 
 def test_for_features_all_tokens_are_the_drawn_prefix():
@@ -88,17 +88,17 @@ def test_all_given_tokens_are_the_drawn_prefix_in_generation():
     order = schedule.order_of(torch.arange(2), NoOptions(), seed=7)
     steps = list(steps_of(schedule, order, 3, NoOptions()))
     assert [(step.known, step.asked) for step in steps] == [(3, slice(3, 4)), (4, slice(4, 5))]
-    assert steps[0].plan.groups.tolist() == [[0, 0, 0, 1, 2]]
+    assert steps[0].arrangement.groups.tolist() == [[0, 0, 0, 1, 2]]
     with pytest.raises(UserError, match="give at least one token, not 0"):
         list(steps_of(schedule, order, 0, NoOptions()))
 
 
 def test_without_a_start_token_the_last_row_is_idle():
     schedule = OneByOne(Orders(torch.arange(4)), prefix=1, first_asked=1)
-    plan = schedule.draw(torch.arange(2))
-    assert plan.is_predicted.tolist() == [[True, True, True, False]]
-    assert plan.prediction_targets.asked == slice(1, 5)
-    assert (plan.num_content, plan.predicts_all) == (4, False)
+    arrangement = schedule.draw(torch.arange(2))
+    assert arrangement.is_predicted.tolist() == [[True, True, True, False]]
+    assert arrangement.prediction_targets.asked == slice(1, 5)
+    assert (arrangement.num_content, arrangement.predicts_all) == (4, False)
 
 
 @pytest.mark.parametrize(("num_given", "groups"), [(3, 3), (2, 1), (1, 8), (4, 2)])
@@ -112,7 +112,7 @@ def test_each_group_sees_all_earlier_groups(num_given, groups):
     assert [(s.known, s.asked.stop) for s in steps] == list(zip(ends, ends[1:], strict=False))
     group = [sum(position >= end for end in ends[:-1]) for position in range(9)]
     for number, step in enumerate(steps):
-        assert step.plan.groups.tolist() == [group]
+        assert step.arrangement.groups.tolist() == [group]
         assert set(group[step.asked]) == {number + 1}
         assert max(group[: step.known]) == number
 
@@ -128,11 +128,11 @@ def test_even_group_ends_split_the_remaining_tokens():
 
 def test_context_is_the_prefix_of_a_random_order():
     schedule, index = Context(8, mask_ratio=0.75, placed_ratio=0.125, seed=2), torch.arange(3)
-    plan = schedule.draw(index)
+    arrangement = schedule.draw(index)
     draws = uniform(index, 8, seed=2, purpose="context")
     expected = [sorted(range(8), key=row.__getitem__) for row in draws.tolist()]
-    assert plan.order.tolist() == expected
-    assert (plan.num_content, plan.num_placed) == (2, 1)
+    assert arrangement.order.tolist() == expected
+    assert (arrangement.num_content, arrangement.num_placed) == (2, 1)
     assert schedule.draw(index, 0.5).num_content == 4
     features = schedule.for_features(torch.arange(2))
     assert (features.num_content, features.num_placed) == (8, 8)

@@ -6,8 +6,14 @@ import math
 import pytest
 
 from megavis.cli import main
+from megavis.config.errors import UserError
 from megavis.data.format.files import from_json, to_json, write_json
-from megavis.training.metrics import MetricsWriter, read_json_lines, read_metrics
+from megavis.training.metrics import (
+    MetricsWriter,
+    drop_steps_after,
+    read_json_lines,
+    read_metrics,
+)
 
 pytestmark = pytest.mark.once
 
@@ -78,3 +84,16 @@ def test_files_of_a_run_that_diverges_are_json(tiny_config, tmp_path, capsys):
     assert main(["runs", str(tmp_path), "--json"]) == 0
     strict(capsys.readouterr().out)
     assert main(["report", str(tmp_path / "tiny")]) == 0
+
+
+def test_a_start_drops_an_incomplete_last_line_and_names_any_other(tmp_path):
+    path, lines = tmp_path / "metrics.jsonl", [to_json({"step": step}) for step in (1, 2, 3)]
+    path.write_text("\n".join([*lines, '{"step": 4, "lo']))
+    drop_steps_after(path, 2)
+    assert path.read_text() == "\n".join([*lines[:2], ""])
+    for wrong in ('{"step": 2, "lo', '{"loss": 1.0}', "7"):
+        path.write_text("\n".join([lines[0], wrong, lines[2], ""]))
+        before = path.read_bytes()
+        with pytest.raises(UserError, match="metrics.jsonl, line 2: no JSON object with a step"):
+            drop_steps_after(path, 9)
+        assert path.read_bytes() == before
