@@ -230,7 +230,8 @@ def _commands(runs: Sequence[Run]) -> Iterator[str]:
         if run.item != item:
             item = run.item
             yield f"# {item[:1].upper()}{item[1:]}"
-        yield from textwrap.wrap(run.about, 98, initial_indent="# ", subsequent_indent="#   ")
+        for line in textwrap.wrap(run.about, 98, break_on_hyphens=False):
+            yield f"# {line}"
         yield run.command
 
 
