@@ -28,7 +28,7 @@ _VISIBILITIES: Mapping[str, tuple[str, tuple[str, ...], str]] = {
     "causal, dropout 0.3": ("givt/causal_large.yaml", (), "flash_attention"),
     "causal, RoPE": ("darl/vit_h14_diff.yaml", (), "cudnn_attention"),
     "two streams": ("gvp/vit_b_p2p.yaml", (), "flex_attention"),
-    "full": ("igpt/m_32_bert.yaml", (), "cudnn_attention"),
+    "full": ("igpt/m_32.yaml", ("objective.mode=bert",), "cudnn_attention"),
     "context": ("mp3/vit_b_imagenet.yaml", (), "cudnn_attention"),
     "relative bias": (
         "mp3/vit_b_imagenet.yaml",
@@ -39,7 +39,7 @@ _VISIBILITIES: Mapping[str, tuple[str, tuple[str, ...], str]] = {
 SMALL_IMAGES: Mapping[str, tuple[str, ...]] = {
     "igpt/xl_64.yaml": ("data.image_size=8",),
     "igpt/l_32.yaml": ("data.image_size=8",),
-    "igpt/m_32_bert.yaml": ("data.image_size=8",),
+    "igpt/m_32.yaml": ("data.image_size=8",),
     "givt/causal_large.yaml": ("data.image_size=64",),
     "darl/vit_h14_diff.yaml": ("data.image_size=28", "data.short_side=32"),
     "gvp/vit_b_p2p.yaml": ("data.image_size=32", "objective.num_groups=2", "data.short_side=36"),

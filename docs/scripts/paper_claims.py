@@ -3,8 +3,10 @@
 The lines below `# Gives:` name them: `Table 4, row 8, FT: 82.7 by objective.num_groups=5`. Rows
 count from 1, numbers are those of the published row; `by` precedes overridden keys or a command.
 
-A run that a row starts from is a config, or one with overridden keys that `runs` of
-`docs/papers/PAPER.yaml` names: `gvp_vit_b_p2p_raster: vit_b_p2p objective.order=raster`.
+A model that differs from a config in a few keys has no file: `runs` of `docs/papers/PAPER.yaml`
+names it, as `gvp_vit_b_p2p_raster: vit_b_p2p objective.order=raster`, or as a mapping with these
+words as `by` and a sentence as `about`. Rows start from it like from a config, and headers may name
+it after `by`, with more keys if need be.
 """
 
 from __future__ import annotations
@@ -41,11 +43,13 @@ class Run:
         path: the config file.
         words: overridden keys, with the run's name; empty for the config itself.
         item: the table or figure with the run, if it is not the config itself.
+        about: what the run is, where its name does not say.
     """
 
     path: Path
     words: tuple[str, ...] = ()
     item: str = ""
+    about: str = ""
 
     @functools.cached_property
     def config(self) -> RunConfig:
@@ -75,8 +79,9 @@ class Claim:
         row: counted from 1; 0 for an item without rows.
         column: the result within the row; empty for all that no other claim names.
         numbers: as printed in the header.
-        words: overridden keys.
+        words: overridden keys, with those of `run`.
         command: run in place of the config; empty to train it.
+        run: the run that the header names, or the config.
     """
 
     path: Path
@@ -87,6 +92,7 @@ class Claim:
     numbers: str
     words: tuple[str, ...]
     command: str
+    run: Run
 
     @functools.cached_property
     def config(self) -> RunConfig:
@@ -96,15 +102,16 @@ class Claim:
     def __str__(self) -> str:
         if self.command:
             return f"`{self.command}`"
-        runs = dict.fromkeys([*_runs_before(self.config), Run(self.path)])
-        return " ".join([" → ".join(map(str, runs)), *(f"`{word}`" for word in self.words)])
+        runs = dict.fromkeys([*_runs_before(self.config), self.run])
+        words = [word for word in self.words if word not in self.run.words]
+        return " ".join([" → ".join(map(str, runs)), *(f"`{word}`" for word in words)])
 
 
 def read_claims() -> list[Claim]:
     """Read the headers of all configs.
 
     Raises:
-        ValueError: a line below `# Gives:` is not a claim.
+        ValueError: a line below `# Gives:` is not a claim, or names a run of another config.
     """
     return [claim for path in sorted(CONFIGS.glob("*/*.yaml")) for claim in _claims_of(path)]
 
@@ -124,6 +131,10 @@ def _claims_of(path: Path) -> Iterator[Claim]:
             )
         how = found["how"] or ""
         is_command = how.split(" ")[0] in COMMANDS
+        words = [] if is_command else shlex.split(how)
+        run = Run(path)
+        if words and "=" not in words[0]:
+            run = _named_run(path, words.pop(0))
         yield Claim(
             path=path,
             paper=found["paper"] or path.parent.name,
@@ -131,19 +142,40 @@ def _claims_of(path: Path) -> Iterator[Claim]:
             row=int(found["row"] or 0),
             column=found["column"] or "",
             numbers=found["numbers"] or "",
-            words=() if is_command else tuple(shlex.split(how)),
+            words=_joined([*run.words, *words]),
             command=how if is_command else "",
+            run=run,
         )
 
 
-def row_runs(paper: str) -> Iterator[Run]:
-    """Yield the runs that `docs/papers/PAPER.yaml` names, in order."""
-    tree = yaml.safe_load((PAGES / f"{paper}.yaml").read_text(encoding="utf-8"))
-    for item in tree:
-        for name, text in item.get("runs", {}).items():
-            preset, *words = shlex.split(text)
-            path = CONFIGS / paper / f"{preset}.yaml"
-            yield Run(path, (*words, f"name={name}"), item["item"])
+def _named_run(path: Path, name: str) -> Run:
+    """Return a run of `docs/papers` that a header names."""
+    for run in row_runs(path.parent.name):
+        if f"name={name}" in run.words and run.path == path:
+            return run
+    raise ValueError(
+        f"{path}: docs/papers/{path.parent.name}.yaml has no run {name} of this config"
+    )
+
+
+def _joined(words: Sequence[str]) -> tuple[str, ...]:
+    """Return overridden keys without those that later words override again."""
+    return tuple({word.partition("=")[0]: word for word in words}.values())
+
+
+@functools.cache
+def row_runs(paper: str) -> tuple[Run, ...]:
+    """Return the runs that `docs/papers/PAPER.yaml` names, in order."""
+    return tuple(_runs_of(PAGES / f"{paper}.yaml"))
+
+
+def _runs_of(page: Path) -> Iterator[Run]:
+    for item in yaml.safe_load(page.read_text(encoding="utf-8")):
+        for name, entry in item.get("runs", {}).items():
+            fields = entry if isinstance(entry, dict) else {"by": entry, "about": ""}
+            preset, *words = shlex.split(fields["by"])
+            path = CONFIGS / page.stem / f"{preset}.yaml"
+            yield Run(path, (*words, f"name={name}"), item["item"], fields["about"])
 
 
 @functools.cache

@@ -112,11 +112,14 @@ class Protocols:
         """Return the configs that a claim trains, or whose runs its command reads."""
         if not claim.command:
             return [claim.config]
-        folders = re.findall(r"runs/[\w.-]+", claim.command)
-        paths = [word for word in shlex.split(claim.command) if word.endswith(".yaml")]
-        return [self.runs[folder] for folder in folders] + [
-            load_config(ROOT / path).config for path in paths
-        ]
+        words = shlex.split(claim.command)
+        paths = [word for word in words if word.endswith(".yaml")]
+        found = [self.runs[folder] for folder in re.findall(r"runs/[\w.-]+", claim.command)]
+        for path in paths:
+            # Keys of a command are those of its first config.
+            keys = read_arguments(words[1:]).overrides if path is paths[0] else ()
+            found.append(load_config(ROOT / path, keys).config)
+        return found
 
     @staticmethod
     def key_of(claim, config):

@@ -70,9 +70,9 @@ def test_igpt_figure_3_has_the_three_published_sizes(claims):
 
 def test_igpt_figure_4_compares_both_objectives_four_times(claims):
     """Probe and fine-tuning, on CIFAR-10 and on ImageNet; BERT by the vote of five masks."""
-    trained = {c.path.stem for c in claims if (c.paper, c.item) == ("igpt", "Figure 4")}
+    trained = {c.config.name for c in claims if (c.paper, c.item) == ("igpt", "Figure 4")}
     ways = ["linear", "finetune_cifar10", "finetune_imagenet"]
-    models = ["l_32", "l_32_bert"]
+    models = ["igpt_l_32", "igpt_l_32_bert"]
     assert trained == {*models, *(f"{model}_{way}" for model in models for way in ways)}
     probes = {args.run_folder.name: args for args in commands_of(claims, "igpt", "Figure 4")}
     assert probes["igpt_l_32_bert"].masks == 5

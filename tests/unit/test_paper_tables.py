@@ -1,6 +1,7 @@
 """docs/papers: pages are up to date, and the runs and options they name exist."""
 
 import importlib
+import json
 import re
 import shlex
 from dataclasses import replace
@@ -128,6 +129,40 @@ def test_headers_contradicting_the_paper_raise(changed, fields, text):
 
 
 def test_preset_without_rows_raises(headers, claims):
-    left = [claim for claim in claims if claim.path.stem != "vit_b_p2p_masked_one_stream_linear"]
-    with pytest.raises(ValueError, match="vit_b_p2p_masked_one_stream_linear.yaml: list the rows"):
+    left = [claim for claim in claims if claim.path.stem != "vit_b_p2p_ade20k"]
+    with pytest.raises(ValueError, match="vit_b_p2p_ade20k.yaml: list the rows"):
         list(headers.presets_without_a_row("gvp", left))
+
+
+@pytest.fixture
+def read_header(headers, tmp_path, monkeypatch):
+    """Read the claims of a config with a line of a header, and a page that names a run of it."""
+    for name in ("CONFIGS", "PAGES"):
+        monkeypatch.setattr(headers, name, tmp_path)
+    runs = {"by": "base training.steps=7 seed=3", "about": "Seven steps"}
+    page = {"item": "Table 1", "runs": {"own_long": runs, "own_other": "other seed=3"}}
+    (tmp_path / "own.yaml").write_text(json.dumps([page]))
+    (tmp_path / "own").mkdir()
+
+    def read(line):
+        headers.row_runs.cache_clear()
+        (tmp_path / "own/base.yaml").write_text(f"# Gives:\n#   {line}\n\nname: own_base\n")
+        return headers.read_claims()
+
+    yield read
+    headers.row_runs.cache_clear()
+
+
+def test_header_names_a_run_with_more_keys(headers, read_header):
+    (claim,) = read_header("Table 1, row 2: 3.4 by own_long")
+    assert claim.words == ("training.steps=7", "seed=3", "name=own_long")
+    assert (claim.run,) == headers.row_runs("own")[:1]
+    assert claim.run.about == "Seven steps"
+    (claim,) = read_header("Table 1, row 2: 3.4 by own_long training.steps=9 name=own_longer")
+    assert claim.words == ("training.steps=9", "seed=3", "name=own_longer")
+
+
+@pytest.mark.parametrize("name", ["own_short", "own_other"])
+def test_header_names_only_runs_of_its_own_config(read_header, name):
+    with pytest.raises(ValueError, match=f"own.yaml has no run {name} of this config"):
+        read_header(f"Table 1, row 2: 3.4 by {name}")

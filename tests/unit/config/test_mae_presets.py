@@ -1,16 +1,15 @@
 """MAE presets against Tables 8 to 10 of the paper and the authors' FINETUNE.md."""
 
-from pathlib import Path
+import functools
 
 import pytest
+from protocols import load_run
 
-from megavis.config.load import load_config
 from megavis.papers import build_objective
 from megavis.planning.parameters import by_part, count_parameters, trained_only
 
 pytestmark = pytest.mark.once
 
-FOLDER = Path(__file__).parents[3] / "yaml_configs/mae"
 IMAGES = 1_281_167
 
 # Layers, width, heads and patch of the encoder; epochs of pre-training (tables 1 and 3).
@@ -37,7 +36,7 @@ SELECTION, TEST = "shards/imagenet_jpeg/selection", "shards/imagenet_jpeg/valida
 
 @pytest.fixture(scope="module")
 def load():
-    return lambda name: load_config(FOLDER / f"{name}.yaml").config
+    return functools.partial(load_run, "mae")
 
 
 def steps(epochs, batch_size):

@@ -33,17 +33,7 @@ ALL_IMAGES = {
     "shards/cifar100": ("shards/cifar100/both", "shards/cifar100/test"),
 }
 # Another paper's protocol, and one whose four images a class are drawn anew for every seed.
-NOT_FOLDED = ("mnist", "l_32_finetune_cifar10_40")
-IGPT = [
-    path
-    for path in CONFIGS
-    if path.parent.name == "igpt"
-    and "demo" not in path.stem
-    and not re.search(r"_\d+x\d", path.stem)
-    and path.stem not in NOT_FOLDED
-]
-FOLDED = [*IGPT, ROOT / "yaml_configs/darl/vit_l16_diff_vtab.yaml"]
-every_folded = pytest.mark.parametrize("path", FOLDED, ids=lambda path: path.stem)
+NOT_FOLDED = ("igpt_mnist", "igpt_l_32_finetune_cifar10_40")
 # What the first runs found; in the headers placeholders.
 CHOSEN = {"optimizer.learning_rate", "finetune.layer", "training.steps", "training.validate_every"}
 
@@ -163,23 +153,52 @@ def flat(config):
     }
 
 
-def retrainings(path):
-    """Return the commands of a header that train its config on all training images."""
-    config = load_config(path).config
-    return [
+def folded_runs():
+    """Yield the runs of iGPT's paper, those of docs/papers with a sentence, and DARL's of VTAB."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "docs/scripts"))
+        known = importlib.import_module("paper_claims").known_runs()
+    for run in known.values():
+        is_shipped = "demo" not in run.path.stem and not re.search(r"_\d+x\d", run.path.stem)
+        is_igpt = run.path.parent.name == "igpt" and is_shipped
+        if (
+            is_igpt and (run.about or not run.words)
+        ) or run.config.name == "darl_vit_l16_diff_vtab":
+            yield run
+
+
+FOLDED = [run for run in folded_runs() if run.config.name not in NOT_FOLDED]
+every_folded = pytest.mark.parametrize("run", FOLDED, ids=lambda run: run.config.name)
+
+
+def retraining(run):
+    """Return the config that trains a run on all training images, and its overridden keys.
+
+    A header has the command for its own config. Other runs of that config take the same words after
+    their own, or have a command there.
+    """
+    commands = [
         each
-        for each in COMMANDS_BY_PATH[path]
-        if each.loads == str(path.relative_to(ROOT))
+        for each in COMMANDS_BY_PATH[run.path]
+        if each.loads == str(run.path.relative_to(ROOT))
         and megavis_words(each.words)[0] in ("train", "finetune")
-        and each.config.data.train != config.data.train
+        and each.config.data.train != load_config(run.path).config.data.train
     ]
+    names = [f"{run.config.name}_all", f"{run.config.name}_retrained"]
+    for command in commands:
+        if command.config.name in names:
+            return command.config, command.overrides
+    assert run.words, "its header has no command"
+    words = [*run.words, *commands[0].overrides, f"name={names[0]}"]
+    if run.config.finetune:
+        before = run.config.finetune.from_run
+        words.append(f"finetune.from_run={f'{before}_all' if before else 'null'}")
+    return load_config(run.path, words).config, words
 
 
 @every_folded
-def test_held_out_images_are_folded_back(path):
-    before = load_config(path).config
-    (command,) = retrainings(path)
-    after = command.config
+def test_held_out_images_are_folded_back(run):
+    before, (after, words) = run.config, retraining(run)
     folder = Path(before.data.validation).parent
     whole, test = ALL_IMAGES[str(folder)]
     old, new = ([source.path for source in each.data.train_sources] for each in (before, after))
@@ -190,12 +209,13 @@ def test_held_out_images_are_folded_back(path):
         source.crop for source in before.data.train_sources
     ]
     if whole.endswith("/both"):
-        (merge,) = (each.words for each in COMMANDS_BY_PATH[path] if "merge" in each.words)
-        assert merge[4:] == [f"{folder}/train", f"{folder}/validation", "--out", whole]
+        merges = [each.words[4:] for each in COMMANDS_BY_PATH[run.path] if "merge" in each.words]
+        assert [f"{folder}/train", f"{folder}/validation", "--out", whole] in merges
     else:
-        assert "data.num_images=1281167" in command.overrides
+        assert "data.num_images=1281167" in words
     if before.finetune is None:
         assert after.data.validation == test
+        # One epoch of all images (Table 5).
         assert after.schedule.warmup_steps == -(-1_281_167 // after.training.batch_size)
     else:
         # The held-out images are now trained on, and the only validation is the last: it chooses
@@ -206,25 +226,21 @@ def test_held_out_images_are_folded_back(path):
 
 
 @every_folded
-def test_folding_back_changes_nothing_else(path):
-    before = flat(load_config(path).config)
-    (command,) = retrainings(path)
-    after = flat(command.config)
+def test_folding_back_changes_nothing_else(run):
+    before, after = flat(run.config), flat(retraining(run)[0])
     changed = {key for key in {*before, *after} if before.get(key) != after.get(key)}
     allowed = {"name", "data.train", "data.num_images", "data.validation", "schedule.warmup_steps"}
     assert changed - CHOSEN <= allowed | {"finetune.from_run", "finetune.patience"}
     assert after["name"] != before["name"]
 
 
-@pytest.mark.parametrize("path", IGPT, ids=lambda path: path.stem)
-def test_retrained_classifiers_start_from_retrained_networks(path):
-    before, (command,) = load_config(path).config, retrainings(path)
-    assert command.config.name == f"{before.name}_all"
-    if before.finetune is None or before.finetune.from_run is None:
-        return
-    pretrained = {
-        str(load_config(each).config.folder): str(retrainings(each)[0].config.folder)
-        for each in IGPT
-        if load_config(each).config.finetune is None
+def test_retrained_classifiers_start_from_retrained_networks():
+    networks = {
+        str(run.config.folder): str(retraining(run)[0].folder)
+        for run in FOLDED
+        if not run.config.finetune
     }
-    assert command.config.finetune.from_run == pretrained[before.finetune.from_run]
+    for run in FOLDED:
+        if run.config.finetune and run.path.parent.name == "igpt":
+            before, after = (each.finetune.from_run for each in (run.config, retraining(run)[0]))
+            assert after == (before and networks[before])

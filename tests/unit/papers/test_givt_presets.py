@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from protocols import load_run
 
 from megavis.config.load import load_config
 from megavis.model.parameters import options_of
@@ -17,7 +18,7 @@ FOLDER = Path(__file__).parents[3] / "yaml_configs" / "givt"
 
 
 def read(name):
-    return load_config(FOLDER / f"{name}.yaml").config
+    return load_run("givt", name)
 
 
 # Table 5: image size, d, k, width, depth, MLP width, heads, tokens, dropout, β.
@@ -112,8 +113,7 @@ def test_vae_matches_the_released_code(name):
     ],
 )
 def test_parameter_counts(context, name, words, millions):
-    path = FOLDER / f"{name}.yaml"
-    config = load_config(path, words).config
+    config = load_config(FOLDER / f"{name}.yaml", words).config if words else read(name)
     total = sum(by_part(count_parameters(build_objective(config, context))).values())
     assert f"{total / 1e6:.3f}" == millions
 

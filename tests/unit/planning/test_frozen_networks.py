@@ -30,12 +30,14 @@ IMAGES = 4
 SMALL = ["data.image_size=16", "model.num_layers=2"]
 VAE = [*SMALL, "objective.latent_channels=4", "objective.downsampling=4"]
 VQGAN = [*SMALL, "objective.patch_size=4"]
+IDS = [*VQGAN, "objective.vocabulary_size=12"]
+# Preset, network and keys; the mean of features is a condition.
 NETWORKS = {
-    "givt/demo": (vae_config, VAE),
-    "gvp/demo_d2d": (small_vqgan, [*VQGAN, "objective.vocabulary_size=12"]),
-    "gvp/demo_p2d": (small_vqgan, [*VQGAN, "objective.vocabulary_size=12"]),
-    # The mean of features is the condition.
-    "gvp/vit_b_p2p_features": (
+    "latents": ("givt/demo", vae_config, VAE),
+    "ids in and out": ("gvp/demo_d2d", small_vqgan, IDS),
+    "ids out": ("gvp/demo", small_vqgan, [*IDS, "objective.variant=p2d"]),
+    "features": (
+        "gvp/vit_b_p2p",
         small_vqgan,
         [*VQGAN, "objective.condition_size=4", "objective.num_groups=4"],
     ),
@@ -43,9 +45,9 @@ NETWORKS = {
 
 
 def config_of(name, folder):
-    network, words = NETWORKS[name]
+    preset, network, words = NETWORKS[name]
     run = network.write_untrained_run(folder)
-    return load_config(PRESETS / f"{name}.yaml", [*words, f"objective.tokenizer={run}"]).config
+    return load_config(PRESETS / f"{preset}.yaml", [*words, f"objective.tokenizer={run}"]).config
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -58,7 +60,7 @@ def test_counts_are_those_of_a_real_pass(name, context, tmp_path):
         objective.training_sequence(batch)
     parts = (objective.reads, objective.predicts, objective.condition)
     network = next(part.tokenizer for part in parts if part.frozen_encoder)
-    encode = network.features if "features" in name else network.encode
+    encode = network.features if name == "features" else network.encode
     with LiveStorages() as live:
         encode(batch.inputs)
     tensors = [*network.parameters(), *network.buffers()]
@@ -81,7 +83,7 @@ def test_flops_of_the_papers_vae_by_hand(context):
 
 
 def test_networks_add_to_memory_and_time(context, tmp_path):
-    objective = build_objective(config_of("givt/demo", tmp_path), context)
+    objective = build_objective(config_of("latents", tmp_path), context)
     frozen, _ = frozen_networks(objective.frozen_encoders)
     frozen = (replace(frozen[0], working=1e6),)
     ends = {layout_key(objective.config.parallel): activations_of(objective)}
@@ -102,7 +104,7 @@ def test_networks_add_to_memory_and_time(context, tmp_path):
 
 def test_stages_that_load_images_encode_them(context, tmp_path):
     """The first stage holds the activations of the micro-batches before the one it encodes."""
-    config = config_of("givt/demo", tmp_path)
+    config = config_of("latents", tmp_path)
     objective = build_objective(config, context)
     frozen, _ = frozen_networks(objective.frozen_encoders)
     frozen = (replace(frozen[0], working=1e6),)

@@ -93,7 +93,7 @@ def test_planned_activations_match_autograd(context, name, words):
     "name",
     [
         "igpt/xl_64",
-        "igpt/s_32_bert",
+        "igpt/l_32_bert",
         "givt/causal_large",
         "givt/maskgit",
         "darl/vit_h14_mse",

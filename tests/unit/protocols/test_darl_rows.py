@@ -136,10 +136,14 @@ for row, positions, scale in ((6, "rope_1d", 0.340278), (7, "rope_2d", 0.583333)
     ]
 
 # Table 2 and Figure 3: 100 epochs, 50 of fine-tuning; a sweep changes the decoder or schedule.
-for item, losses in {"Table 2": ("mse", "diff"), "Figure 3": ("diff",)}.items():
-    for loss in losses:
-        ROWS[f"{item}: darl_vit_l16_{loss}_100"] = [pre("l16", loss, 100)]
-        ROWS[f"{item}: darl_vit_l16_{loss}_finetune_50"] = both("l16", loss, 100, 50)
+for item, sweep, loss, keys in (
+    ("Table 2", "_mlp", "mse", {"objective.decoder": "mlp"}),
+    ("Table 2", "_decoders", "diff", {}),
+    ("Table 2", "_linear", "diff", {"objective.decoder": "linear"}),
+    ("Figure 3", "", "diff", {}),
+):
+    ROWS[f"{item}: darl_vit_l16_{loss}_100{sweep}"] = [pre("l16", loss, 100, **keys)]
+    ROWS[f"{item}: darl_vit_l16_{loss}_finetune_50"] = both("l16", loss, 100, 50)
 
 # Table 3: MSE for 100 epochs, fine-tuned for 50 with and without the mask.
 for row, mask in ((1, "kept"), (2, "full")):

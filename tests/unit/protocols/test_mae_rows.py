@@ -1,9 +1,8 @@
 """What MAE's presets train on, row by row: "Masked Autoencoders Are Scalable Vision Learners"."""
 
 import pytest
-from protocols import ADE20K, IMAGENET, IMAGENET_LABELS, ROOT, contradictions
+from protocols import ADE20K, IMAGENET, IMAGENET_LABELS, contradictions, load_run
 
-from megavis.config.load import load_config
 from megavis.papers import build_objective
 from megavis.planning.parameters import by_part, count_parameters
 
@@ -208,7 +207,7 @@ def test_row_trains_as_the_paper_says(rows, row):
     ("name", "millions"), [("vit_b16", 86), ("vit_l16", 304), ("vit_h14", 632)]
 )
 def test_encoders_have_the_sizes_of_table_12(context, name, millions):
-    config = load_config(ROOT / "yaml_configs" / "mae" / f"{name}_linear.yaml").config
+    config = load_run("mae", f"{name}_linear")
     parts = by_part(count_parameters(build_objective(config, context)))
     encoder = sum(number for part, number in parts.items() if part != "head")
     assert encoder / 1e6 == pytest.approx(millions, rel=0.01)
