@@ -60,6 +60,8 @@ def store(server, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setattr(stores, "PAUSE_SECONDS", 0.001)
+    # fsspec keeps file systems, with the keys of the test before.
+    s3fs.S3FileSystem.clear_instance_cache()
     return server
 
 
