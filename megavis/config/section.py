@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+from megavis.config.watching import WATCH_OPTIONS, Measure
 
 ConfigIssue = tuple[str, str]
 """The wrong key, and a sentence that says what would be right."""
@@ -113,39 +115,32 @@ class ParallelConfig(Section):
         return self.head_parts if self.sequence_parallel else self.context_parallel_size
 
 
-Measure = Literal["loss", "probe", "neighbors", "samples", "frechet"]
-"""What may be measured of a checkpoint as it appears."""
+def _watched(name: str) -> Any:
+    """Return the field of a key that is an option of `megavis evaluate watch` too."""
+    option = WATCH_OPTIONS[name]
+    return Field(option.default, description=option.description)
 
 
 class EvaluationConfig(Section):
-    """Evaluation during training: a separate process evaluates checkpoints as they appear.
+    """Evaluation during training: a separate process evaluates checkpoints as they appear."""
 
-    Its keys are options of `megavis evaluate watch`, which that process runs.
-    """
-
-    what: Annotated[tuple[Measure, ...], Field(strict=False)] = ("loss", "probe")
-    """Any of `loss` (of validation), `probe` (a linear one), `neighbors` (a classifier by nearest
-    neighbours), `samples` (a grid of images) and `frechet` (distance of generated images)."""
-    every: Positive = 1
-    """Evaluate only checkpoints whose step is a multiple of this, and the last one."""
+    what: Annotated[tuple[Measure, ...], Field(strict=False)] = _watched("what")
+    every: Positive = _watched("every")
     train_images: Positive = 2000
     """Training images for fitting classifiers."""
     validation_images: Positive = 1000
     """Held-out images to evaluate on."""
-    reference: str | None = None
-    """For `frechet`: statistics of real images, written by `megavis evaluate statistics`."""
+    reference: str | None = _watched("reference")
     inception: str | None = None
     """For `frechet`: a file with Inception's weights, for FID."""
     network: Literal["efficientnet-lite0"] | None = None
     """For `frechet`: another network."""
-    num_samples: Annotated[int, Field(ge=2)] = 1000
-    """For `frechet`: images to generate per checkpoint."""
+    num_samples: Annotated[int, Field(ge=2)] = _watched("num_samples")
     device: Literal["cpu", "cuda"] = "cpu"
     """Device; cuda shares a GPU with training."""
     threads: Positive = 1
     """Threads of the process."""
-    interval: Above0 = 5.0
-    """Seconds between polls for a new checkpoint."""
+    interval: Above0 = _watched("interval")
     finish_within: AtLeast0 = 600.0
     """Seconds that training waits at its end for the evaluation of the last checkpoint."""
 

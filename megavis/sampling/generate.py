@@ -95,7 +95,6 @@ def generate_in_steps(
             rows = model.rows(lanes.repeated(), lanes.spread_step(step), known, since)
             draws = lanes.draws(step, schedule.share_done(step, settings.schedule))
 
-            # As a default, the draws are this step's, whenever the head calls it.
             def finish(
                 head: nn.Module, state: PackedState, draws: SamplingKeys = draws
             ) -> Predictions:

@@ -171,10 +171,10 @@ def picture(
         share: share of each example's tokens, the first in the order, that is given.
         num_copies: samples per sampler and example; the model's default when None.
         conditions: conditions by name; the model's defaults when None.
-        later: see `Sampler.draw`.
-        first_halves: see `Sampler.draw`.
+        later: see `Sampler.sample`.
+        first_halves: see `Sampler.sample`.
         num_columns: columns of a grid without examples.
-        batch_size: see `Sampler.draw`.
+        batch_size: see `Sampler.sample`.
 
     Returns:
         uint8 `[H, W, 3]`; with examples one row per image: original | given part | completions,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from megavis.checkpoint.format.folder import require_run_folder
 from megavis.commands.options.shared import (
@@ -29,10 +29,9 @@ from megavis.config.arguments import (
     positive,
 )
 from megavis.config.errors import UserError
-from megavis.config.section import EvaluationConfig, Measure
+from megavis.config.watching import MEASURES, WATCH_OPTIONS, Measure
 
 DISTANCE: Measure = "frechet"
-MEASURES: tuple[Measure, ...] = get_args(Measure)
 
 
 def add_sample(parser: argparse.ArgumentParser) -> None:
@@ -328,11 +327,10 @@ def _add_watch(verbs: Any) -> None:
 
 def _add_key(parser: argparse.ArgumentParser, name: str, **settings: Any) -> None:
     """Add an option that is a key of the config's section `evaluation`: its default, its words."""
-    field = EvaluationConfig.model_fields[name]
-    sentence = field.description or ""
-    words = sentence[:1].lower() + sentence[1:].rstrip(".")
+    key = WATCH_OPTIONS[name]
+    words = key.description[0].lower() + key.description[1:].rstrip(".")
     option = f"--{name.replace('_', '-')}"
-    parser.add_argument(option, default=field.default, help=words, **settings)
+    parser.add_argument(option, default=key.default, help=words, **settings)
 
 
 def _check_watch(args: argparse.Namespace) -> None:

@@ -178,12 +178,12 @@ def measured(monkeypatch):
 def test_images_do_not_depend_on_the_batch(build, measured, tmp_path):
     objective, inference = build(None, "objective.order=random")
     sampler = Sampler(inference, objective, tmp_path, {"temperature": 0.9}, seed=5)
-    fixed = sampler.draw(70, batch_size=70)
-    assert torch.equal(sampler.draw(70), fixed)
+    fixed = sampler.sample(70, batch_size=70)
+    assert torch.equal(sampler.sample(70), fixed)
     memory = PretendedMemory(1_000, (100, 50))
     measured(memory)
     # One image needs 150 of 800 bytes, 5 need 350: 11 fit.
-    assert torch.equal(sampler.draw(70), fixed)
+    assert torch.equal(sampler.sample(70), fixed)
     assert memory.sizes == [1, 5, *[8] * 8, 6]
     assert len(fixed.unique(dim=0)) == 70
 
@@ -191,7 +191,7 @@ def test_images_do_not_depend_on_the_batch(build, measured, tmp_path):
 def test_a_batch_that_did_not_fit_is_freed(build, tmp_path, monkeypatch):
     objective, inference = build(None)
     sampler = Sampler(inference, objective, tmp_path)
-    expected, predictions, held = sampler.draw(9), inference.predictions, []
+    expected, predictions, held = sampler.sample(9), inference.predictions, []
 
     def short_of_memory(rows, *, cache, **options):
         assert not any(each() for each in held)
@@ -201,7 +201,7 @@ def test_a_batch_that_did_not_fit_is_freed(build, tmp_path, monkeypatch):
         return predictions(rows, cache=cache, **options)
 
     monkeypatch.setattr(inference, "predictions", short_of_memory)
-    assert torch.equal(sampler.draw(9), expected)
+    assert torch.equal(sampler.sample(9), expected)
     assert len(held) > 1
 
 
@@ -210,7 +210,7 @@ def test_counts_only_the_images_that_are_returned(build_paper, measured, tmp_pat
         objective, inference = build_paper(GIVT)
         sampler = Sampler(inference, objective, tmp_path, {"guidance": 0.3})
         labels = torch.arange(3)
-        sampler.draw(70, conditions={"labels": labels}, batch_size=batch_size)
+        sampler.sample(70, conditions={"labels": labels}, batch_size=batch_size)
         return sampler.acceptance.counts.tolist()
 
     expected = counts(70)
@@ -255,7 +255,7 @@ def test_a_resumed_file_halves_batches_of_a_larger_device(batches, tmp_path):
 def test_decoding_is_halved(build_paper, monkeypatch, tmp_path):
     objective, inference = build_paper(GIVT)
     sampler = Sampler(inference, objective, tmp_path)
-    tokens = sampler.draw(5, conditions={"labels": torch.arange(3)})
+    tokens = sampler.sample(5, conditions={"labels": torch.arange(3)})
     expected = sampler.to_images(tokens)
     decode, sizes = type(sampler.model).to_images, []
 

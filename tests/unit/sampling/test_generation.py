@@ -112,22 +112,22 @@ def test_samples_are_independent_of_batch_size(sampler):
     originals = torch.randint(32, (7, 16))
     given = {"originals": originals, "num_given": 5}
 
-    at_once = drawing.draw(7, batch_size=7, **given)
+    at_once = drawing.sample(7, batch_size=7, **given)
 
-    assert torch.equal(drawing.draw(7, batch_size=3, **given), at_once)
+    assert torch.equal(drawing.sample(7, batch_size=3, **given), at_once)
     kept = drawing.given_part(7, 5)
     assert (kept.sum(1) == 5).all()
     assert torch.equal(at_once[kept], originals[kept])
     assert not torch.equal(at_once, originals)
     # A second completion of the same originals uses different draws.
-    twice = drawing.draw(14, **given)
+    twice = drawing.sample(14, **given)
     assert torch.equal(twice[:7], at_once)
     assert not torch.equal(twice[7:], at_once)
     assert torch.equal(twice[7:][kept], originals[kept])
 
 
 def test_samples_differ_by_seed_and_image(sampler):
-    first, second = (sampler(seed=seed).draw(4) for seed in (0, 1))
+    first, second = (sampler(seed=seed).sample(4) for seed in (0, 1))
     assert len({tuple(row) for row in torch.cat([first, second]).tolist()}) == 8
 
 
@@ -148,7 +148,7 @@ def test_sampling_bert_raises(sampler):
 )
 def test_invalid_arguments_raise(sampler, arguments, message):
     with pytest.raises(UserError, match=message):
-        sampler().draw(**arguments)
+        sampler().sample(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -170,4 +170,4 @@ def test_inapplicable_options_raise(sampler, options, message):
 
 def test_guidance_needs_classes(sampler):
     with pytest.raises(UserError, match="guidance needs a model conditioned on classes"):
-        sampler(guidance=0.4).draw(num_images=1)
+        sampler(guidance=0.4).sample(num_images=1)

@@ -77,7 +77,7 @@ def sample_by_full_passes(inference, objective, order, prefix, numbers, seed):
 @pytest.mark.parametrize(("words", "num_given"), SHAPES)
 def test_sampling_matches_full_passes(sampler, words, num_given):
     drawing, numbers = sampler(*words, seed=2), torch.arange(4, 7)
-    objective = drawing.paper
+    objective = drawing.model
     order = objective.schedule.draw(numbers).order.expand(len(numbers), -1)
     prefix = gather_tokens(objective.reads.of(photographs(3, 16)), order)[:, :num_given]
     drawn = drawing.tokens(numbers, given=prefix)
@@ -89,22 +89,22 @@ def test_samples_are_independent_of_batch_size(sampler):
     words, images = SHAPES[2][0], photographs(3, 16)
     options = {"originals": images, "num_given": 5}
     drawing = sampler(*words, seed=1)
-    at_once = drawing.to_images(drawing.draw(3, **options))
-    assert torch.equal(drawing.to_images(drawing.draw(3, batch_size=2, **options)), at_once)
+    at_once = drawing.to_images(drawing.sample(3, **options))
+    assert torch.equal(drawing.to_images(drawing.sample(3, batch_size=2, **options)), at_once)
     given = torch.from_numpy(pixels_of(drawing.given_part(3, 5), (4, 4), images.numpy()))
     assert given.float().mean() == 5 / 16
     assert torch.equal(at_once[given], images[given])
     other = sampler(*words, seed=2)
-    assert not torch.equal(other.to_images(other.draw(3, **options)), at_once)
+    assert not torch.equal(other.to_images(other.sample(3, **options)), at_once)
     # Completions of one image share its order but use different draws.
-    twice = drawing.to_images(drawing.draw(6, **options))
+    twice = drawing.to_images(drawing.sample(6, **options))
     assert torch.equal(twice[3:][given], images[given])
     assert not torch.equal(twice[3:], at_once)
 
 
 def test_config_sets_the_default_temperature(sampler):
     words = ("objective.loss=diffusion", "objective.sampling_temperature=0.5")
-    drawn = [sampler(*words, temperature=each).draw(2) for each in (None, 0.5, 1.0)]
+    drawn = [sampler(*words, temperature=each).sample(2) for each in (None, 0.5, 1.0)]
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
 
@@ -117,7 +117,7 @@ def test_given_part_covers_the_upper_rows(sampler):
 
 def test_gallery_draws_a_grid(build, tmp_path):
     objective, inference = build("objective.loss=diffusion")
-    picture = Gallery(objective, tmp_path).draw(inference, None, num_images=4)
+    picture = Gallery(objective, tmp_path).plot(inference, None, num_images=4)
     assert picture.dtype == np.uint8
     assert picture.shape == (132, 522, 3)
 
@@ -147,7 +147,7 @@ def test_invalid_options_raise(sampler, options, message):
 )
 def test_invalid_arguments_raise(sampler, arguments, message):
     with pytest.raises(UserError, match=message):
-        sampler().draw(**arguments)
+        sampler().sample(**arguments)
 
 
 def test_squared_error_rejects_temperature(sampler):

@@ -95,9 +95,9 @@ def test_picture_shows_image_target_and_predictions(make, monkeypatch):
         asked.append(latents)
         return torch.full((len(latents), 32, 32, 3), 7, dtype=torch.uint8)
 
-    monkeypatch.setattr(sampler.paper.reads, "to_images", decode)
+    monkeypatch.setattr(sampler.model.reads, "to_images", decode)
     # Deciding whether these are label maps would need the missing tokenizer.
-    monkeypatch.setattr(sampler.paper.reads, "shown", lambda images: images)
+    monkeypatch.setattr(sampler.model.reads, "shown", lambda images: images)
     grid = picture([sampler], examples, num_images=2, num_copies=2, batch_size=3)
     # 32² images enlarged four times, separated by two pixels.
     assert grid.shape == (2 * 130 + 2, 4 * 130 + 2, 3)
@@ -144,9 +144,9 @@ def test_samples_are_independent_of_the_batch(make, name):
 def test_beam_search_finds_likelier_tokens(make):
     def log_likelihood(sampler):
         tokens = sampler.tokens(IMAGES, conditions={"labels": LABELS})
-        paper = sampler.paper
-        predictions = sampler.inference.predictions(paper.inputs_from(tokens, labels=LABELS))
-        return -paper.density.per_token_loss(predictions, tokens).sum(1)
+        model = sampler.model
+        predictions = sampler.inference.predictions(model.inputs_from(tokens, labels=LABELS))
+        return -model.density.per_token_loss(predictions, tokens).sum(1)
 
     found, plain = log_likelihood(make(beams=3, fans=4)), log_likelihood(make())
     assert bool((found > plain).all())
@@ -165,8 +165,8 @@ def test_lower_temperature_reduces_variance(make):
 def test_later_label_applies_to_the_second_half(make):
     sampler = make()
     labels, later = {"labels": LABELS}, {"labels": torch.tensor([2, 2, 2])}
-    same, changed = (sampler.draw(3, conditions=labels, later=each) for each in (labels, later))
-    plain = sampler.draw(3, conditions=labels)
+    same, changed = (sampler.sample(3, conditions=labels, later=each) for each in (labels, later))
+    plain = sampler.sample(3, conditions=labels)
     torch.testing.assert_close(same, plain, rtol=0, atol=1e-5)
     torch.testing.assert_close(changed[:, :, :2], same[:, :, :2], rtol=0, atol=1e-5)
     assert not torch.equal(changed[:2, :, 2:], same[:2, :, 2:])
@@ -175,8 +175,8 @@ def test_later_label_applies_to_the_second_half(make):
 def test_images_may_share_their_first_half(make):
     """Figure 19: the same latents above, whatever class comes below."""
     labels, later = {"labels": torch.tensor([1, 1, 1])}, {"labels": torch.tensor([1, 2, 0])}
-    drawn = make().draw(3, conditions=labels, later=later, first_halves=torch.tensor([0, 0, 0]))
-    plain = make().draw(3, conditions=labels)
+    drawn = make().sample(3, conditions=labels, later=later, first_halves=torch.tensor([0, 0, 0]))
+    plain = make().sample(3, conditions=labels)
     torch.testing.assert_close(drawn[0], plain[0], rtol=0, atol=1e-5)
     for image in drawn[1:]:
         torch.testing.assert_close(image[:, :2], plain[0, :, :2], rtol=0, atol=1e-5)
@@ -186,7 +186,7 @@ def test_images_may_share_their_first_half(make):
 def test_completion_keeps_the_given_latents(make):
     """Without an adapter, tokens are latents, so the given upper half is unchanged."""
     originals = torch.randn(3, 2, 4, 4, generator=torch.Generator().manual_seed(0))
-    completed = make().draw(3, originals=originals, num_given=8)
+    completed = make().sample(3, originals=originals, num_given=8)
     assert torch.equal(completed[:, :, :2], originals[:, :, :2])
     assert not torch.equal(completed[:, :, 2:], originals[:, :, 2:])
 
@@ -198,7 +198,7 @@ def test_last_maskgit_round_is_the_sample(make):
     drawn = sampler.tokens(IMAGES, conditions={"labels": LABELS})
     torch.testing.assert_close(rounds[-1], drawn)
     assert not torch.equal(rounds[0], drawn)
-    assert sampler.paper.reads.prior(IMAGES, seed=0).shape == (3, 2, 4, 4)
+    assert sampler.model.reads.prior(IMAGES, seed=0).shape == (3, 2, 4, 4)
 
 
 @pytest.mark.parametrize(
@@ -238,16 +238,16 @@ def test_guidance_requires_label_dropout(make, word, message):
 def test_unsupported_completion_raises(make):
     latents = torch.zeros(1, 2, 4, 4)
     with pytest.raises(UserError, match="generate all tokens at once: none can be given"):
-        make("objective.name=givt_maskgit").draw(1, originals=latents, num_given=4)
+        make("objective.name=givt_maskgit").sample(1, originals=latents, num_given=4)
     with pytest.raises(UserError, match="adapter_blocks every token depends on the whole image"):
-        make("objective.adapter_blocks=1").draw(1, originals=latents, num_given=4)
+        make("objective.adapter_blocks=1").sample(1, originals=latents, num_given=4)
 
 
 def test_pairs_of_latents_are_shown_as_given(make, monkeypatch):
     """A token of two latents covers 8 × 16 pixels of an image of 32²."""
     drawing = make("objective.stacked_latents=2", "objective.num_classes=0")
     monkeypatch.setattr(
-        drawing.paper, "to_images", lambda latents, _: torch.zeros(len(latents), 32, 32, 3).byte()
+        drawing.model, "to_images", lambda latents, _: torch.zeros(len(latents), 32, 32, 3).byte()
     )
     shards = torch.rand(2, 2, 2, 4, 4)
     drawn = picture([drawing], Batch(shards, LABELS[:2], IMAGES[:2]), num_images=2, share=3 / 8)

@@ -38,15 +38,15 @@ def test_training_continues_without_a_grid_that_takes_too_much_memory(
 ):
     """The next grid has half as many images; the one after it as many as fitted."""
     drawn = []
-    real = Gallery.draw
+    real = Gallery.plot
 
-    def draw(self, inference, examples, *, num_images):
+    def plot(self, inference, examples, *, num_images):
         drawn.append((num_images, inference.captures))
         if num_images > 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(self, inference, examples, num_images=num_images)
 
-    monkeypatch.setattr(Gallery, "draw", draw)
+    monkeypatch.setattr(Gallery, "plot", plot)
     words = [f"output={tmp_path}", "training.sample_every=1", "training.sample_images=8"]
     words += ["training.steps=4", "data.validation="]
     assert main(["train", str(small_config), "--device", "cpu", *words]) == 0
@@ -60,10 +60,10 @@ def test_training_continues_without_a_grid_that_takes_too_much_memory(
 
 
 def test_not_even_one_image_fits(small_config, tmp_path, monkeypatch, capsys):
-    def draw(*_, **__):
+    def plot(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(Gallery, "draw", draw)
+    monkeypatch.setattr(Gallery, "plot", plot)
     words = [f"output={tmp_path}", "training.sample_every=1", "training.sample_images=2"]
     words += ["training.steps=4", "data.validation="]
     assert main(["train", str(small_config), "--device", "cpu", *words]) == 0
