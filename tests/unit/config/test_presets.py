@@ -1,5 +1,6 @@
 """Every shipped config loads and has a unique, matching run name."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -40,6 +41,33 @@ def test_run_names_are_unique(presets):
 def test_run_name_is_paper_and_file_name(presets):
     for path, config in presets.items():
         assert config.name == f"{path.parent.name}_{path.stem}"
+
+
+def _flat(tree, prefix=""):
+    """Yield dotted keys and values of a config."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def test_what_changes_one_key_is_no_preset(presets):
+    """It is a run of docs/papers, except for layouts, and the VAE that `plan --tokenizer` reads."""
+    apart = {"name", "finetune.from_run"}
+    flat = {
+        path: {key: value for key, value in _flat(config.model_dump()) if key not in apart}
+        for path, config in presets.items()
+        if not re.search(r"_\d+x\d", path.stem)
+    }
+    close = [
+        {one.stem, other.stem}
+        for one, other in itertools.combinations(flat, 2)
+        if one.parent == other.parent
+        and sum(flat[one].get(key) != flat[other].get(key) for key in {**flat[one], **flat[other]})
+        < 2
+    ]
+    assert close == [{"vae", "vae_large"}]
 
 
 def test_no_preset_has_an_experimental_layout(presets):
