@@ -2,14 +2,18 @@
 
 Webdataset tars, as written by img2dataset, have jpg, json and txt members with a common key. Each
 of them is one part of a source and becomes one shard, so huge collections are never listed.
+
+Which members are one sample is webdataset's own rule, `group_by_keys`. What it groups are headers:
+its expander would read every member whole into memory, captions and gigabytes alike, end without a
+word at a damaged header as if the tar ended there, and pass over links.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
+import re
 import tarfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -41,7 +45,10 @@ _LABEL = ".cls"
 # Members that are no images; of others the first bytes are read.
 _NEVER_IMAGES = frozenset((_LABEL, ".json", ".txt", ".npy", ".npz", ".tar"))
 _MAX_LABEL_BYTES = 64
+# What webdataset's expander passes over, as it defines it.
+_META = re.compile(r"__[^/]*__($|/)")
 _SECOND_IMAGE = "another image of its sample"
+_SECOND_NAME = "another file of its sample with this suffix"
 _WRONG_LABEL = "label outside the list of classes"
 
 
@@ -194,21 +201,48 @@ class TarPart:
 
     def _samples(self, file: BinaryIO, refuse: Refuse, unread: Counter[str]) -> Iterator[_Sample]:
         """Yield the samples that have an image."""
-        for _, members in itertools.groupby(self._members(file, refuse), key=_key):
+        for members in self._grouped(file, refuse, unread):
             image, label = None, None
             for member in members:
-                suffix = os.path.splitext(member.name)[1].lower()
+                suffix = _suffix(member)
                 if suffix == _LABEL and self.num_classes:
                     text = _content(file, member, _MAX_LABEL_BYTES)
                     label = text.decode("utf-8", "replace").strip()
                 elif not _is_image(file, member, suffix):
-                    unread[printable(suffix) or "without a suffix"] += 1
+                    unread[printable(suffix)] += 1
                 elif image is not None:
                     refuse(self._name(member), _SECOND_IMAGE)
                 else:
                     image = member
             if image is not None:
                 yield _Sample(image, label)
+
+    def _grouped(
+        self, file: BinaryIO, refuse: Refuse, unread: Counter[str]
+    ) -> Iterator[list[tarfile.TarInfo]]:
+        """Yield the members of each sample, which webdataset finds by their names."""
+        # Imported here, since other layouts do without it.
+        from webdataset.tariterators import base_plus_ext, group_by_keys
+
+        last: tarfile.TarInfo | None = None
+
+        def named() -> Iterator[dict[str, object]]:
+            nonlocal last
+            for last in self._members(file, refuse):
+                if _META.match(last.name) or base_plus_ext(last.name)[0] is None:
+                    unread[printable(_suffix(last)) or "without a suffix"] += 1
+                else:
+                    yield {"fname": last.name, "data": last, "__url__": ""}
+
+        def second(error: Exception) -> bool:
+            if not isinstance(error, ValueError):
+                raise error
+            assert last is not None
+            refuse(self._name(last), _SECOND_NAME)
+            return True
+
+        for sample in group_by_keys(named(), handler=second):
+            yield [member for member in sample.values() if isinstance(member, tarfile.TarInfo)]
 
     def _members(self, file: BinaryIO, refuse: Refuse) -> Iterator[tarfile.TarInfo]:
         try:
@@ -293,10 +327,9 @@ def list_tars(
     )
 
 
-def _key(member: tarfile.TarInfo) -> str:
-    """Return the webdataset key: the path up to the first dot of the file name."""
-    folder, slash, name = member.name.rpartition("/")
-    return folder + slash + name.partition(".")[0]
+def _suffix(member: tarfile.TarInfo) -> str:
+    """Return the last suffix of a member in lower case, with its dot."""
+    return os.path.splitext(member.name)[1].lower()
 
 
 def _is_image(file: BinaryIO, member: tarfile.TarInfo, suffix: str) -> bool:
