@@ -6,6 +6,9 @@ of them is one part of a source and becomes one shard, so huge collections are n
 Which members are one sample is webdataset's own rule, `group_by_keys`. What it groups are headers:
 its expander would read every member whole into memory, captions and gigabytes alike, end without a
 word at a damaged header as if the tar ended there, and pass over links.
+
+Tars at a URL are fetched one at a time by each worker, into an unnamed temporary file (`TMPDIR`),
+and read once.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ import json
 import os
 import re
 import tarfile
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -33,6 +38,8 @@ from data_tools.sources import (
 )
 from megavis.config.errors import UserError
 from megavis.data.format.folders import IMAGE_SUFFIXES, START_BYTES, Contents, looks_like_image
+from megavis.data.loading.remote import is_remote
+from megavis.data.loading.stores import Store
 
 _BLOCK = tarfile.BLOCKSIZE
 _CHUNK_BYTES = 1 << 20
@@ -161,25 +168,29 @@ class TarPart:
     """One tar.
 
     Attributes:
-        path: path of the tar.
+        path: path of the tar; its name, if it is at a URL.
+        num_bytes: its size.
         number: its index among the tars of the source.
         num_files: number of images according to img2dataset's `_stats.json`; 0 without it.
         num_classes: upper bound of labels (`.cls` members); 0 to count them as unread.
         selection: images to select.
+        store: of its folder, if that is a URL.
     """
 
     path: Path
+    num_bytes: int
     number: int
     num_files: int
     num_classes: int
     selection: ImageSelection
+    store: Store | None = None
 
     def pictures(self, refuse: Refuse, unread: Counter[str] | None = None) -> Iterator[SourceImage]:
         """Yield the images of the tar in order."""
         dropped = self.selection.dropped(self.number)
         unread = Counter() if unread is None else unread
         try:
-            with self.path.open("rb") as file:
+            with self._opened() as file:
                 for place, sample in enumerate(self._samples(file, refuse, unread)):
                     name = self._name(sample.image)
                     if not self.selection.has(name):
@@ -194,7 +205,20 @@ class TarPart:
                         key, name, label, _content(file, sample.image, MAX_FILE_BYTES)
                     )
         except OSError:
+            if self.store is not None:  # of the way, and not of the tar: a rerun fetches it
+                raise
             refuse(self.path.name, "unreadable file")
+
+    @contextmanager
+    def _opened(self) -> Iterator[BinaryIO]:
+        if self.store is None:
+            with self.path.open("rb") as file:
+                yield file
+            return
+        with tempfile.TemporaryFile() as fetched:
+            self.store.copy(self.path.name, fetched, size=self.num_bytes)
+            fetched.seek(0)
+            yield fetched
 
     def _name(self, member: tarfile.TarInfo) -> str:
         return f"{self.path.name}/{printable(member.name)}"
@@ -265,17 +289,21 @@ class TarPart:
 
 @dataclass(frozen=True)
 class TarSource:
-    """Webdataset tars, paths and sizes in order of names, and a selection of their images."""
+    """Webdataset tars, paths and sizes in order of names, and a selection of their images.
+
+    `store` is that of their folder, if that is a URL; paths are then names.
+    """
 
     description: str
-    root: Path
+    root: Path | str
     tars: tuple[tuple[Path, int], ...]
     class_names: tuple[str, ...] = ()
     selection: ImageSelection = ImageSelection()
+    store: Store | None = None
 
     @property
     def sha256(self) -> str:
-        """Identity of the names and sizes, and of the selection."""
+        """Identity of the names and sizes, wherever the tars are, and of the selection."""
         digest = hashlib.sha256(self.selection.identity.encode())
         for path, num_bytes in self.tars:
             digest.update(f"{path.name}\0{num_bytes}\n".encode("utf-8", "surrogateescape"))
@@ -284,8 +312,16 @@ class TarSource:
     def parts(self, *, files_per_part: int, seed: int) -> list[SourcePart]:
         """Return one part per tar, regardless of the arguments."""
         return [
-            TarPart(path, number, _stated_count(path), len(self.class_names), self.selection)
-            for number, (path, _) in enumerate(self.tars)
+            TarPart(
+                path,
+                size,
+                number,
+                0 if self.store else stated_counts(path).get("successes", 0),
+                len(self.class_names),
+                self.selection,
+                self.store,
+            )
+            for number, (path, size) in enumerate(self.tars)
         ]
 
 
@@ -298,33 +334,69 @@ class _Sample:
 
 
 def list_tars(
-    place: Path, *, selection: ImageSelection, class_names: Sequence[str] | None = None
+    place: Path | str, *, selection: ImageSelection, class_names: Sequence[str] | None = None
 ) -> TarSource:
     """List webdataset tars: a folder, a tar, or a pattern such as `web/{00000..00123}.tar`.
 
-    Without `class_names`, labels are ignored. Raises UserError if there is no such tar, or two have
-    the same name.
+    Each may be a URL that fsspec opens; a folder of `https://` must be given as a pattern. Without
+    `class_names`, labels are ignored. Raises UserError if there is no such tar, or two have the
+    same name, and OSError if a store does not answer.
     """
-    if place.is_dir():
-        paths = [place / name for name in Contents.of(place).tars]
-    elif "{" in str(place):
-        from braceexpand import braceexpand
-
-        paths = [Path(name) for name in braceexpand(str(place))]
+    store = None
+    if isinstance(place, str):
+        folder, _, last = place.rpartition("/")
+        is_folder = not last.lower().endswith(".tar")
+        store = Store(place if is_folder else folder)
+        tars = _stored_tars(store, None if is_folder else last)
     else:
-        paths = [place]
-    if missing := [path for path in paths if not path.is_file()]:
-        raise UserError(f"{missing[0]} does not exist")
-    if not paths or len({path.name for path in paths}) < len(paths):
+        tars = tuple((path, path.stat().st_size) for path in _local_tars(place))
+    if not tars or len({path.name for path, _ in tars}) < len(tars):
         raise UserError(f"{place} must match one or more tars with different names")
-    tars = tuple((path, path.stat().st_size) for path in paths)
     return TarSource(
-        f"{len(tars)} webdataset tars of {printable(place.name)}",
+        f"{len(tars)} webdataset tars of {printable(Path(place).name)}",
         place,
         tars,
         tuple(class_names or ()),
         selection,
+        store,
     )
+
+
+def _local_tars(place: Path) -> list[Path]:
+    if place.is_dir():
+        paths = [place / name for name in Contents.of(place).tars]
+    else:
+        paths = [Path(name) for name in _expanded(str(place))]
+    if missing := [path for path in paths if not path.is_file()]:
+        raise UserError(f"{missing[0]} does not exist")
+    return paths
+
+
+def _stored_tars(store: Store, pattern: str | None) -> tuple[tuple[Path, int], ...]:
+    """Return names and sizes of the tars of a URL, all or those of a pattern."""
+    if pattern is not None:
+        sizes = {name: store.size(name) for name in _expanded(pattern)}
+    else:
+        sizes = {name: size for name, size in store.sizes().items() if _is_named_tar(name)}
+    return tuple((Path(name), sizes[name]) for name in sorted(sizes))
+
+
+def _is_named_tar(name: str) -> bool:
+    return name.lower().endswith(".tar") and not name.startswith(".")
+
+
+def _expanded(pattern: str) -> list[str]:
+    """Return the names of a pattern with braces; one without is a name."""
+    if "{" not in pattern:
+        return [pattern]
+    from braceexpand import braceexpand
+
+    return list(braceexpand(pattern))
+
+
+def source_place(text: str) -> Path | str:
+    """Return a URL as it is, and anything else as a path: for the command line."""
+    return text if is_remote(text) else Path(text)
 
 
 def _suffix(member: tarfile.TarInfo) -> str:
@@ -345,9 +417,10 @@ def _content(file: BinaryIO, member: tarfile.TarInfo, limit: int) -> bytes:
     return file.read(min(member.size, limit))
 
 
-def _stated_count(path: Path) -> int:
+def stated_counts(path: Path) -> dict[str, int]:
+    """Return what img2dataset counted for a tar, from its `_stats.json`; empty without it."""
     try:
         stats = json.loads(path.with_name(f"{path.stem}_stats.json").read_bytes())
-        return int(stats["successes"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
+        return {name: value for name, value in stats.items() if isinstance(value, int)}
+    except (OSError, ValueError, AttributeError):
+        return {}
