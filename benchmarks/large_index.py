@@ -7,14 +7,21 @@ bytes a sample on the disk), and opens it in processes that start together, afte
 it into the page cache. `before` and `opened` are MB of a process's resident memory (RSS) before it
 opens the folder, with all imports, and after; `read` after it has also read a thousand batches of
 the order in windows. PSS divides pages by the number of processes that map them.
+
+With `--steps 10` a tiny iGPT is then trained so long on the folder, on windows of 8² of its tokens,
+by as many processes of torchrun, each of which tells the most that it had (VmHWM).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
+import os
 import resource
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,6 +30,8 @@ import numpy as np
 
 from benchmarks.made_shards import make_folder
 from benchmarks.timing import parser, report
+from data_tools.shard_tasks import peak_memory
+from megavis.cli import main as megavis
 from megavis.data.format.sample_index import SAMPLE_INDEX_NAME
 from megavis.data.loading.dataset import ShardDataset
 
@@ -75,13 +84,61 @@ def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, object]
     return rows
 
 
+_CONFIG = """\
+name: large
+output: {root}/runs
+objective: {{name: igpt, mode: autoregressive}}
+model: {{num_layers: 2, hidden_size: 32, num_attention_heads: 2}}
+data: {{train: {folder}, image_size: 8, crop: window, window_shards: {window}, validation: null}}
+parallel: {{zero_stage: 0}}
+optimizer: {{learning_rate: 0.001}}
+schedule: {{warmup_steps: 1}}
+training: {{steps: {steps}, batch_size: 16, log_every: 1}}
+checkpoint: {{every: {steps}}}
+"""
+
+
+def train(options: argparse.Namespace, root: Path, folder: Path) -> list[dict[str, object]]:
+    """Train in processes of torchrun; return a row for each."""
+    config = root / "large.yaml"
+    config.write_text(_CONFIG.format(root=root, folder=folder, window=WINDOW, steps=options.steps))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command += [str(options.processes), "--module", "benchmarks.large_index"]
+    command += ["--train", str(config)]
+    begin = time.perf_counter()
+    subprocess.run(command, check=True, stdout=sys.stderr)  # noqa: S603 - only this program
+    seconds = time.perf_counter() - begin
+    found = [json.loads(path.read_text()) for path in sorted(root.glob("rank-*.json"))]
+    records = (root / "runs/large/metrics.jsonl").read_text().splitlines()
+    losses = [each["loss"] for each in map(json.loads, records) if "loss" in each]
+    return [
+        {**one, "steps": len(losses), "last loss": losses[-1], "command_s": seconds}
+        for one in found
+    ]
+
+
+def train_here(config: Path) -> None:
+    """Train as one process of several, and write its memory beside the config."""
+    if code := megavis(["train", str(config)]):
+        sys.exit(code)
+    _, share = memory()
+    rank = os.environ["RANK"]
+    told = {"rank": int(rank), "peak_MB": peak_memory() / 1e6, "PSS_MB": share}
+    (config.parent / f"rank-{rank}.json").write_text(json.dumps(told))
+
+
 def main() -> None:
     """Run the benchmark."""
     made = parser("Opening a shard folder of a hundred million samples.")
     made.add_argument("--samples", type=int, default=100_000_000, help="default: 100,000,000")
     made.add_argument("--processes", type=int, default=4, help="that open it at once")
     made.add_argument("--batches", type=int, default=1_000, help="that each then reads")
+    made.add_argument("--steps", type=int, default=0, help="of training after that; default: 0")
+    made.add_argument("--train", type=Path, help=argparse.SUPPRESS)  # a process of torchrun
     options = made.parse_args()
+    if options.train is not None:
+        train_here(options.train)
+        return
     with tempfile.TemporaryDirectory() as root:
         folder, begin = Path(root) / "shards", time.perf_counter()
         count = options.samples // IN_SHARD
@@ -94,6 +151,8 @@ def main() -> None:
             "processes": options.processes,
         }
         report(measure(options, folder), options.json, **about)
+        if options.steps:
+            report(train(options, Path(root), folder), None, **about)
 
 
 if __name__ == "__main__":

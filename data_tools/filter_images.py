@@ -154,8 +154,8 @@ class FirstParts:
         return self.source.sha256
 
     @property
-    def root(self) -> Path:
-        """Path of the source."""
+    def root(self) -> Path | str:
+        """Path or URL of the source."""
         return self.source.root
 
     def parts(self, *, files_per_part: int, seed: int) -> list[SourcePart]:

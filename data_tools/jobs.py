@@ -171,7 +171,7 @@ def _units(source: ImageSource, encoder: ShardEncoder, arguments: argparse.Names
     )
 
 
-def _none_valid(root: Path, skipped: Mapping[str, Sequence[str]], report: Path) -> str:
+def _none_valid(root: Path | str, skipped: Mapping[str, Sequence[str]], report: Path) -> str:
     """Say that no file could be used, and why most could not."""
     text = f"no file of {root} is a valid image"
     if not skipped:
@@ -209,7 +209,8 @@ def _check(arguments: argparse.Namespace, source: ImageSource) -> None:
         raise UserError("--samples-per-shard must be at least 1")
     if min(arguments.seed, arguments.workers) < 0:
         raise UserError("--seed and --workers must not be negative")
-    if arguments.out.resolve().is_relative_to(source.root.resolve()):
+    root = source.root
+    if isinstance(root, Path) and arguments.out.resolve().is_relative_to(root.resolve()):
         raise UserError(f"--out {arguments.out} lies inside the source: choose another place")
 
 

@@ -16,8 +16,14 @@ from data_tools.labelled.data_set import OFFICIAL_SPLITS, TEST, VALIDATION
 from data_tools.labelled.table import DATA_SETS
 from data_tools.selection import SPLITS, ImageSelection, Split, check_made_for, open_selection
 from data_tools.sources import FileSource, ImageSource, SourceFile, list_images
-from data_tools.tars import first_member, is_tar, list_tars
-from data_tools.understood import besides, folders_in_tars, refuse_splits, summary
+from data_tools.tars import first_member, is_tar, list_tars, source_place
+from data_tools.understood import (
+    besides,
+    failures_of_downloads,
+    folders_in_tars,
+    refuse_splits,
+    summary,
+)
 from data_tools.user_text import read_names
 from megavis.config.errors import UserError, counted
 from megavis.data.format.folders import MANIFEST_NAME, Contents
@@ -46,11 +52,12 @@ def add_source_arguments(parser: argparse.ArgumentParser, *, selects: bool = Tru
     """Add the options that choose the source and its images."""
     parser.add_argument(
         "source",
-        type=Path,
+        type=source_place,
         help="an image folder (the first folder on the path to a file is its class), "
         "ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar or its folder, the root of Kaggle's "
         "ILSVRC (its training set), webdataset tars (a folder of them, one, or a pattern such as "
-        "'web/{00000..00123}.tar'), a folder of jpeg shards, or a labelled data set as published: "
+        "'web/{00000..00123}.tar', also at s3://, gs:// or https://), a folder of jpeg shards, or "
+        "a labelled data set as published: "
         f"{', '.join(DATA_SETS)}",
     )
     parser.add_argument("--layout", choices=LAYOUTS, default="auto", help="of the source")
@@ -107,9 +114,13 @@ def open_source(arguments: argparse.Namespace) -> ImageSource:
     """
     selection = open_selection(arguments.split, arguments.validation_share, arguments.selection)
     classes = read_class_names(arguments.classes_from)
-    place: Path = arguments.source
+    place: Path | str = arguments.source
     layout = arguments.layout
-    if layout == "auto":
+    if isinstance(place, str):
+        if layout not in ("auto", "webdataset") or arguments.ground_truth:
+            raise UserError(f"{place} is a URL, from which only webdataset tars are read")
+        layout = "webdataset"
+    elif layout == "auto":
         layout = "imagenet-validation" if arguments.ground_truth else find_layout(place)
         if layout == "folder":
             refuse_splits(place)
@@ -124,15 +135,17 @@ def open_source(arguments: argparse.Namespace) -> ImageSource:
         )
     source: ImageSource
     if layout == "webdataset":
-        check_made_for(selection, list_tars(place, selection=ImageSelection()).sha256)
         tars = list_tars(place, selection=selection, class_names=classes)
-        source, labels_from, notes = tars, ".cls members", [*folders_in_tars(tars)]
+        check_made_for(selection, replace(tars, selection=ImageSelection()).sha256)
+        notes = [*folders_in_tars(tars), *failures_of_downloads(tars)]
+        source, labels_from = tars, ".cls members"
     else:
+        assert isinstance(place, Path)
         files, labels_from = _open_files(arguments, layout, place, classes)
         check_made_for(selection, files.sha256)
         files = files if only is None else keep_classes(files, only, arguments.only_classes)
         source, notes = selection.of_files(files), []
-    if arguments.layout == "auto":
+    if arguments.layout == "auto" and isinstance(place, Path):
         notes += besides(place, layout)
     by_suffix = layout in ("folder", "kaggle-train")
     for line in (summary(source, labels_from, by_suffix=by_suffix), *notes):

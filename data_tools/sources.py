@@ -78,7 +78,7 @@ class ImageSource(Protocol):
         description: one line for the manifest.
         class_names: names of the classes, indexed by label.
         sha256: identity of the list of names and sizes.
-        root: its folder or file.
+        root: its folder or file, or their URL.
     """
 
     @property
@@ -88,7 +88,7 @@ class ImageSource(Protocol):
     @property
     def sha256(self) -> str: ...  # noqa: D102 - see above
     @property
-    def root(self) -> Path: ...  # noqa: D102 - see above
+    def root(self) -> Path | str: ...  # noqa: D102 - see above
 
     def parts(self, *, files_per_part: int, seed: int) -> list[SourcePart]:
         """Divide the source into parts; the same arguments give the same parts."""

@@ -2,17 +2,26 @@
 
 Webdataset tars, as written by img2dataset, have jpg, json and txt members with a common key. Each
 of them is one part of a source and becomes one shard, so huge collections are never listed.
+
+Which members are one sample is webdataset's own rule, `group_by_keys`. What it groups are headers:
+its expander would read every member whole into memory, captions and gigabytes alike, end without a
+word at a damaged header as if the tar ended there, and pass over links.
+
+Tars at a URL are fetched one at a time by each worker, into an unnamed temporary file (`TMPDIR`),
+and read once.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
+import re
 import tarfile
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -29,6 +38,8 @@ from data_tools.sources import (
 )
 from megavis.config.errors import UserError
 from megavis.data.format.folders import IMAGE_SUFFIXES, START_BYTES, Contents, looks_like_image
+from megavis.data.loading.remote import is_remote
+from megavis.data.loading.stores import Store
 
 _BLOCK = tarfile.BLOCKSIZE
 _CHUNK_BYTES = 1 << 20
@@ -41,7 +52,10 @@ _LABEL = ".cls"
 # Members that are no images; of others the first bytes are read.
 _NEVER_IMAGES = frozenset((_LABEL, ".json", ".txt", ".npy", ".npz", ".tar"))
 _MAX_LABEL_BYTES = 64
+# What webdataset's expander passes over, as it defines it.
+_META = re.compile(r"__[^/]*__($|/)")
 _SECOND_IMAGE = "another image of its sample"
+_SECOND_NAME = "another file of its sample with this suffix"
 _WRONG_LABEL = "label outside the list of classes"
 
 
@@ -154,25 +168,29 @@ class TarPart:
     """One tar.
 
     Attributes:
-        path: path of the tar.
+        path: path of the tar; its name, if it is at a URL.
+        num_bytes: its size.
         number: its index among the tars of the source.
         num_files: number of images according to img2dataset's `_stats.json`; 0 without it.
         num_classes: upper bound of labels (`.cls` members); 0 to count them as unread.
         selection: images to select.
+        store: of its folder, if that is a URL.
     """
 
     path: Path
+    num_bytes: int
     number: int
     num_files: int
     num_classes: int
     selection: ImageSelection
+    store: Store | None = None
 
     def pictures(self, refuse: Refuse, unread: Counter[str] | None = None) -> Iterator[SourceImage]:
         """Yield the images of the tar in order."""
         dropped = self.selection.dropped(self.number)
         unread = Counter() if unread is None else unread
         try:
-            with self.path.open("rb") as file:
+            with self._opened() as file:
                 for place, sample in enumerate(self._samples(file, refuse, unread)):
                     name = self._name(sample.image)
                     if not self.selection.has(name):
@@ -187,28 +205,68 @@ class TarPart:
                         key, name, label, _content(file, sample.image, MAX_FILE_BYTES)
                     )
         except OSError:
+            if self.store is not None:  # of the way, and not of the tar: a rerun fetches it
+                raise
             refuse(self.path.name, "unreadable file")
+
+    @contextmanager
+    def _opened(self) -> Iterator[BinaryIO]:
+        if self.store is None:
+            with self.path.open("rb") as file:
+                yield file
+            return
+        with tempfile.TemporaryFile() as fetched:
+            self.store.copy(self.path.name, fetched, size=self.num_bytes)
+            fetched.seek(0)
+            yield fetched
 
     def _name(self, member: tarfile.TarInfo) -> str:
         return f"{self.path.name}/{printable(member.name)}"
 
     def _samples(self, file: BinaryIO, refuse: Refuse, unread: Counter[str]) -> Iterator[_Sample]:
         """Yield the samples that have an image."""
-        for _, members in itertools.groupby(self._members(file, refuse), key=_key):
+        for members in self._grouped(file, refuse, unread):
             image, label = None, None
             for member in members:
-                suffix = os.path.splitext(member.name)[1].lower()
+                suffix = _suffix(member)
                 if suffix == _LABEL and self.num_classes:
                     text = _content(file, member, _MAX_LABEL_BYTES)
                     label = text.decode("utf-8", "replace").strip()
                 elif not _is_image(file, member, suffix):
-                    unread[printable(suffix) or "without a suffix"] += 1
+                    unread[printable(suffix)] += 1
                 elif image is not None:
                     refuse(self._name(member), _SECOND_IMAGE)
                 else:
                     image = member
             if image is not None:
                 yield _Sample(image, label)
+
+    def _grouped(
+        self, file: BinaryIO, refuse: Refuse, unread: Counter[str]
+    ) -> Iterator[list[tarfile.TarInfo]]:
+        """Yield the members of each sample, which webdataset finds by their names."""
+        # Imported here, since other layouts do without it.
+        from webdataset.tariterators import base_plus_ext, group_by_keys
+
+        last: tarfile.TarInfo | None = None
+
+        def named() -> Iterator[dict[str, object]]:
+            nonlocal last
+            for last in self._members(file, refuse):
+                if _META.match(last.name) or base_plus_ext(last.name)[0] is None:
+                    unread[printable(_suffix(last)) or "without a suffix"] += 1
+                else:
+                    yield {"fname": last.name, "data": last, "__url__": ""}
+
+        def second(error: Exception) -> bool:
+            if not isinstance(error, ValueError):
+                raise error
+            assert last is not None
+            refuse(self._name(last), _SECOND_NAME)
+            return True
+
+        for sample in group_by_keys(named(), handler=second):
+            yield [member for member in sample.values() if isinstance(member, tarfile.TarInfo)]
 
     def _members(self, file: BinaryIO, refuse: Refuse) -> Iterator[tarfile.TarInfo]:
         try:
@@ -231,17 +289,21 @@ class TarPart:
 
 @dataclass(frozen=True)
 class TarSource:
-    """Webdataset tars, paths and sizes in order of names, and a selection of their images."""
+    """Webdataset tars, paths and sizes in order of names, and a selection of their images.
+
+    `store` is that of their folder, if that is a URL; paths are then names.
+    """
 
     description: str
-    root: Path
+    root: Path | str
     tars: tuple[tuple[Path, int], ...]
     class_names: tuple[str, ...] = ()
     selection: ImageSelection = ImageSelection()
+    store: Store | None = None
 
     @property
     def sha256(self) -> str:
-        """Identity of the names and sizes, and of the selection."""
+        """Identity of the names and sizes, wherever the tars are, and of the selection."""
         digest = hashlib.sha256(self.selection.identity.encode())
         for path, num_bytes in self.tars:
             digest.update(f"{path.name}\0{num_bytes}\n".encode("utf-8", "surrogateescape"))
@@ -250,8 +312,16 @@ class TarSource:
     def parts(self, *, files_per_part: int, seed: int) -> list[SourcePart]:
         """Return one part per tar, regardless of the arguments."""
         return [
-            TarPart(path, number, _stated_count(path), len(self.class_names), self.selection)
-            for number, (path, _) in enumerate(self.tars)
+            TarPart(
+                path,
+                size,
+                number,
+                0 if self.store else stated_counts(path).get("successes", 0),
+                len(self.class_names),
+                self.selection,
+                self.store,
+            )
+            for number, (path, size) in enumerate(self.tars)
         ]
 
 
@@ -264,39 +334,74 @@ class _Sample:
 
 
 def list_tars(
-    place: Path, *, selection: ImageSelection, class_names: Sequence[str] | None = None
+    place: Path | str, *, selection: ImageSelection, class_names: Sequence[str] | None = None
 ) -> TarSource:
     """List webdataset tars: a folder, a tar, or a pattern such as `web/{00000..00123}.tar`.
 
-    Without `class_names`, labels are ignored. Raises UserError if there is no such tar, or two have
-    the same name.
+    Each may be a URL that fsspec opens; a folder of `https://` must be given as a pattern. Without
+    `class_names`, labels are ignored. Raises UserError if there is no such tar, or two have the
+    same name, and OSError if a store does not answer.
     """
-    if place.is_dir():
-        paths = [place / name for name in Contents.of(place).tars]
-    elif "{" in str(place):
-        from braceexpand import braceexpand
-
-        paths = [Path(name) for name in braceexpand(str(place))]
+    store = None
+    if isinstance(place, str):
+        folder, _, last = place.rpartition("/")
+        is_folder = not last.lower().endswith(".tar")
+        store = Store(place if is_folder else folder)
+        tars = _stored_tars(store, None if is_folder else last)
     else:
-        paths = [place]
-    if missing := [path for path in paths if not path.is_file()]:
-        raise UserError(f"{missing[0]} does not exist")
-    if not paths or len({path.name for path in paths}) < len(paths):
+        tars = tuple((path, path.stat().st_size) for path in _local_tars(place))
+    if not tars or len({path.name for path, _ in tars}) < len(tars):
         raise UserError(f"{place} must match one or more tars with different names")
-    tars = tuple((path, path.stat().st_size) for path in paths)
     return TarSource(
-        f"{len(tars)} webdataset tars of {printable(place.name)}",
+        f"{len(tars)} webdataset tars of {printable(Path(place).name)}",
         place,
         tars,
         tuple(class_names or ()),
         selection,
+        store,
     )
 
 
-def _key(member: tarfile.TarInfo) -> str:
-    """Return the webdataset key: the path up to the first dot of the file name."""
-    folder, slash, name = member.name.rpartition("/")
-    return folder + slash + name.partition(".")[0]
+def _local_tars(place: Path) -> list[Path]:
+    if place.is_dir():
+        paths = [place / name for name in Contents.of(place).tars]
+    else:
+        paths = [Path(name) for name in _expanded(str(place))]
+    if missing := [path for path in paths if not path.is_file()]:
+        raise UserError(f"{missing[0]} does not exist")
+    return paths
+
+
+def _stored_tars(store: Store, pattern: str | None) -> tuple[tuple[Path, int], ...]:
+    """Return names and sizes of the tars of a URL, all or those of a pattern."""
+    if pattern is not None:
+        sizes = {name: store.size(name) for name in _expanded(pattern)}
+    else:
+        sizes = {name: size for name, size in store.sizes().items() if _is_named_tar(name)}
+    return tuple((Path(name), sizes[name]) for name in sorted(sizes))
+
+
+def _is_named_tar(name: str) -> bool:
+    return name.lower().endswith(".tar") and not name.startswith(".")
+
+
+def _expanded(pattern: str) -> list[str]:
+    """Return the names of a pattern with braces; one without is a name."""
+    if "{" not in pattern:
+        return [pattern]
+    from braceexpand import braceexpand
+
+    return list(braceexpand(pattern))
+
+
+def source_place(text: str) -> Path | str:
+    """Return a URL as it is, and anything else as a path: for the command line."""
+    return text if is_remote(text) else Path(text)
+
+
+def _suffix(member: tarfile.TarInfo) -> str:
+    """Return the last suffix of a member in lower case, with its dot."""
+    return os.path.splitext(member.name)[1].lower()
 
 
 def _is_image(file: BinaryIO, member: tarfile.TarInfo, suffix: str) -> bool:
@@ -312,9 +417,10 @@ def _content(file: BinaryIO, member: tarfile.TarInfo, limit: int) -> bytes:
     return file.read(min(member.size, limit))
 
 
-def _stated_count(path: Path) -> int:
+def stated_counts(path: Path) -> dict[str, int]:
+    """Return what img2dataset counted for a tar, from its `_stats.json`; empty without it."""
     try:
         stats = json.loads(path.with_name(f"{path.stem}_stats.json").read_bytes())
-        return int(stats["successes"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
+        return {name: value for name, value in stats.items() if isinstance(value, int)}
+    except (OSError, ValueError, AttributeError):
+        return {}

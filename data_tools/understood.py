@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from data_tools.sources import FileSource, ImageSource
-from data_tools.tars import TarSource, first_member
+from data_tools.tars import TarSource, first_member, stated_counts
 from megavis.config.errors import UserError, counted
 from megavis.data.format.folders import Contents, has_image_suffix, named_like_splits
 
@@ -67,11 +68,35 @@ def besides(place: Path, layout: str) -> Iterator[str]:
 
 def folders_in_tars(source: TarSource) -> Iterator[str]:
     """Yield a line if images lie in folders inside the first tar, whose names may be classes."""
+    if source.store is not None:  # a whole tar would be fetched for it
+        return
     folder = first_member(source.tars[0][0]).removeprefix("./").rpartition("/")[0]
     if folder:
         yield (
             f"folders in a tar, such as {folder}, are not read as classes: if they are, unpack"
             f" {source.tars[0][0].name} and give the folder"
+        )
+
+
+def failures_of_downloads(source: TarSource) -> Iterator[str]:
+    """Yield a line of what img2dataset counted, if it made the tars and its counts are there."""
+    if source.store is not None:
+        return
+    counts = [stated_counts(path) for path, _ in source.tars]
+    if not any(counts):
+        return
+    total: Counter[str] = Counter()
+    for each in counts:
+        total.update(each)
+    failed = total["failed_to_download"], total["failed_to_resize"]
+    yield (
+        f"img2dataset: {counted(total['count'], 'URL')}, {counted(total['successes'], 'image')},"
+        f" {failed[0]:,} failed to download, {failed[1]:,} to resize"
+    )
+    if lacking := sum(not each for each in counts):
+        yield (
+            f"{counted(lacking, 'tar')} without _stats.json, which img2dataset writes last: run it"
+            " again to finish them"
         )
 
 

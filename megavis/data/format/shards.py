@@ -1,8 +1,12 @@
 """A shard: a plain webdataset tar with a JSON index for random access.
 
-The tar holds one member per sample, such as `<key>.tok` for palette tokens. Times and owners are
-zero, so equal samples give equal bytes. Labels are stored in the index: as tar members they would
-cost 1,024 bytes each, a third of a 32x32 sample.
+The tar holds one member per sample, such as `<key>.tok` for palette tokens. webdataset's TarWriter
+writes it, with times and owners of zero, so equal samples give equal bytes. Three things are ours,
+since it has no option for them: it reports no offsets, which are computed from where its tar ends
+after a member (headers of any length, as PAX writes them for long names, are before that); nothing
+that fills the last record of 10,240 bytes is kept beyond the two blocks that end a tar; and the
+SHA-256 is computed while writing. Labels are stored in the index: as tar members they would cost
+1,024 bytes each, a third of a 32x32 sample.
 
 Palette tokens have nine bits each: N tokens below 512 become N bytes with the low eight bits of
 each token in raster order, followed by ceil(N / 8) bytes with the packed ninth bits, the first
@@ -14,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -122,10 +127,15 @@ class ShardWriter:
     """Writes a tar and collects its index; created by `open_shard`."""
 
     def __init__(self, file: BinaryIO, index: ShardIndex, *, suffix: str) -> None:
+        # Imported here, since readers do without it.
+        from webdataset import TarWriter
+
         self.index = index
-        self._file = file
         self._suffix = suffix
-        self._digest = hashlib.sha256()
+        self._file = _HashedStart(file)
+        self._tar = TarWriter(
+            self._file, encoder=False, compress=False, user="", group="", mode=0o644, mtime=0
+        )
 
     def add(self, key: str, payload: bytes, *, label: int, source: str) -> None:
         """Write one sample.
@@ -139,22 +149,40 @@ class ShardWriter:
         """
         if "." in key or "/" in key or not key:
             raise ValueError(f"key {key!r} must be non-empty, without dots and slashes")
+        stream, length = self._tar.tarstream, len(payload)
+        self._tar.write({"__key__": key, self._suffix: payload})
+        stream.members.clear()  # it would keep them all
         index = self.index
         index.keys.append(key)
-        index.offsets.append(index.num_bytes + _BLOCK)
-        index.lengths.append(len(payload))
+        index.offsets.append(stream.offset - length - -length % _BLOCK)
+        index.lengths.append(length)
         index.labels.append(int(label))
         index.sources.append(source)
-        self._write(_member(f"{key}.{self._suffix}", payload))
 
     def finish(self) -> None:
         """Write the end of the tar and complete the index. Raises OSError."""
-        self._write(bytes(2 * _BLOCK))
-        self.index.sha256 = self._digest.hexdigest()
+        self._file.end = self._tar.tarstream.offset + 2 * _BLOCK
+        self._tar.close()
+        self.index.num_bytes, self.index.sha256 = self._file.end, self._file.digest.hexdigest()
 
-    def _write(self, content: bytes) -> None:
-        self.index.num_bytes += self._file.write(content)
-        self._digest.update(content)
+    def discard(self) -> None:
+        """Write nothing any more, not even what the tar's stream holds back."""
+        self._file.end = 0
+
+
+class _HashedStart:
+    """A file that keeps the bytes before `end`, and hashes them."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._written = file, 0
+        self.digest, self.end = hashlib.sha256(), sys.maxsize
+
+    def write(self, content: bytes) -> None:
+        kept = content[: max(self.end - self._written, 0)]
+        self._written += len(kept)
+        if kept:
+            self._file.write(kept)
+            self.digest.update(kept)
 
 
 @contextmanager
@@ -173,21 +201,17 @@ def open_shard(path: Path, *, job: str, suffix: str) -> Iterator[ShardWriter]:
     """
     with atomic_writer(path) as file:
         writer = ShardWriter(file, ShardIndex(shard=path.name, job=job), suffix=suffix)
-        yield writer
-        writer.finish()
+        try:
+            yield writer
+            writer.finish()
+        except BaseException:
+            writer.discard()
+            raise
 
 
 def write_index(shard: Path, index: ShardIndex) -> None:
     """Write the index next to its tar, atomically. Raises OSError."""
     write_atomically(index_path(shard), index.to_json())
-
-
-def _member(name: str, payload: bytes) -> bytes:
-    # In ustar every member has one header block, on which the offsets in `add` rely.
-    info = tarfile.TarInfo(name)
-    info.size = len(payload)
-    padding = bytes(-len(payload) % _BLOCK)
-    return info.tobuf(format=tarfile.USTAR_FORMAT) + payload + padding
 
 
 class ShardReader:

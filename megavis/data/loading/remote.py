@@ -89,8 +89,7 @@ class RemoteFolder:
         folder._check_room(manifest)
         if manifest.kind == "palette":
             folder._fetch(PALETTE_NAME)  # checked by the data set
-        size = index_bytes(len(manifest.shards), manifest.num_samples)
-        folder._fetch(SAMPLE_INDEX_NAME, size, manifest.index_sha256)
+        folder._fetch_index(manifest)
         return folder
 
     def open_shard(
@@ -137,6 +136,20 @@ class RemoteFolder:
         wanted = self._wanted(name, size, sha256)
         self.cache.open(wanted).close()
         return wanted.path
+
+    def _fetch_index(self, manifest: Manifest) -> None:
+        """Fetch the index of samples; raises UserError with the command that makes it."""
+        command = "`python -m data_tools index FOLDER` where its files are, and upload"
+        if manifest.index_sha256 is None:
+            raise UserError(
+                f"{self.store.url} was made before shard folders had {SAMPLE_INDEX_NAME}: run"
+                f" {command} {SAMPLE_INDEX_NAME} and {MANIFEST_NAME}"
+            )
+        size = index_bytes(len(manifest.shards), manifest.num_samples)
+        try:
+            self._fetch(SAMPLE_INDEX_NAME, size, manifest.index_sha256)
+        except UserError as error:
+            raise UserError(f"{error}; if it is lost, run {command} it") from None
 
     def _check_room(self, manifest: Manifest) -> None:
         """Check that the disk has room for what the cache may still take; raises UserError."""

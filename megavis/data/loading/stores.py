@@ -8,10 +8,11 @@ should be. They are asked once, for a block at a time, and this file decides wha
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from threading import Lock
 from typing import Any, BinaryIO
 
@@ -105,6 +106,33 @@ class Store:
             done += len(block)
             if done > furthest:  # it goes on, so what failed before does not count
                 furthest, failures = done, 0
+
+    def sizes(self) -> dict[str, int]:
+        """Return the size in bytes of each file of the folder. Raises as `copy`."""
+        entries = self._answer(self.url, lambda system: system.ls(self.url, detail=True))
+        files = (
+            entry for entry in entries if entry["type"] == "file" and entry["size"] is not None
+        )
+        return {entry["name"].rpartition("/")[2]: int(entry["size"]) for entry in files}
+
+    def size(self, name: str) -> int:
+        """Return the size of a file in bytes. Raises as `copy`, and UserError if it is not told."""
+        url = self.url_of(name)
+        size = self._answer(url, lambda system: system.info(url)["size"])
+        if size is None:
+            raise UserError(f"{url} is sent without its size, which is needed: copy it first")
+        return int(size)
+
+    def _answer(self, url: str, ask: Callable[[Any], Any]) -> Any:
+        """Return what a file system answers, asked as often as `copy` asks for a block."""
+        if url.startswith(_PIPE):
+            raise UserError(f"{url}: what a command writes cannot be listed: give s3://, gs:// ...")
+        for failures in itertools.count(1):
+            try:
+                return ask(self._opened(url))
+            except Exception as error:
+                _give_up_or_wait(url, error, failures, self._attempts)
+        raise AssertionError("the loop ends by itself")
 
     def _blocks(self, url: str, start: int, size: int | None) -> Iterator[bytes]:
         """Yield the content from byte `start` on; raises what the libraries raise."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 
 import numpy as np
 import pytest
 
+from data_tools.__main__ import main as data_tools
 from megavis.config.errors import UserError
 from megavis.data.loading import stores
 from megavis.data.loading.dataset import ShardDataset
@@ -52,6 +54,34 @@ def test_read(url, folder, tmp_path):
     (tmp_path / "palette.npy").write_bytes(b"not read")
     again = ShardDataset(f"file://{tmp_path}", cache=cache)
     assert (again.read(np.arange(37))[0] == tokens).all()
+
+
+@pytest.mark.parametrize("url", ["pipe:cat {}", "file://{}"])
+def test_a_folder_of_an_earlier_version(url, folder, tmp_path):
+    """Its manifest knows of no index, which is said at once, whatever the URL can tell."""
+    path, tokens, _ = folder
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["index_sha256"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    (path / "samples.index").unlink()
+    place = url.format(path)
+    with pytest.raises(UserError) as error:
+        ShardDataset(place, cache=tmp_path / "cache")
+    assert str(error.value) == (
+        f"{place} was made before shard folders had samples.index: run `python -m data_tools index"
+        " FOLDER` where its files are, and upload samples.index and manifest.json"
+    )
+    assert data_tools(["index", str(path)]) == 0
+    dataset = ShardDataset(place, cache=tmp_path / "cache")
+    assert (dataset.read(np.arange(37))[0] == tokens).all()
+
+
+def test_an_index_that_was_not_uploaded(folder, tmp_path):
+    path, _, _ = folder
+    (path / "samples.index").unlink()
+    made = r"if it is lost, run `python -m data_tools index FOLDER` where its files are"
+    with pytest.raises(UserError, match=rf"samples\.index does not exist: .*; {made}"):
+        ShardDataset(f"file://{path}", cache=tmp_path / "cache")
 
 
 def flaky(tmp_path, path, *, failures, ending):

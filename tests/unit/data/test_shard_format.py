@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import json
 import tarfile
 
@@ -81,6 +83,30 @@ def test_shards_match_tarfile_and_are_deterministic(folder, tmp_path):
     assert again.read_bytes() == reader.path.read_bytes()
 
 
+def test_bytes_stay_as_they_are(tmp_path):
+    """Hashes of tars are in manifests, so no version may write others."""
+    tar = tmp_path / "a.tar"
+    with open_shard(tar, suffix="tok", job="x") as writer:
+        for length in (0, 1, 511, 512, 513, 30_000):
+            writer.add(f"{length:09d}", b"m" * length, label=-1, source="a")
+    digest = "381610b03bc56b468a45662f29d487879dd72235de3b8c62b59aa9f3a10e898d"
+    assert hashlib.sha256(tar.read_bytes()).hexdigest() == writer.index.sha256 == digest
+    assert writer.index.num_bytes == tar.stat().st_size
+
+
+def test_offsets_after_headers_of_any_length(tmp_path):
+    keys = ["short", "x" * 200, "\u9f8d", "y" * 99]
+    with open_shard(tmp_path / "a.tar", suffix="tok", job="x") as writer:
+        for key in keys:
+            writer.add(key, key.encode(), label=-1, source="a")
+    content, index = (tmp_path / "a.tar").read_bytes(), writer.index
+    places = zip(index.offsets, index.lengths, strict=True)
+    assert [content[start : start + size].decode() for start, size in places] == keys
+    read = webdataset.WebDataset(str(tmp_path / "a.tar"), shardshuffle=False)
+    assert [sample["__key__"] for sample in read] == keys
+
+
+@pytest.mark.filterwarnings("error")  # a collected stream that writes into a closed file
 def test_failed_shard_leaves_no_file(tmp_path):
     def write(key, error):
         with open_shard(tmp_path / "a.tar", suffix="tok", job="x") as writer:
@@ -93,6 +119,7 @@ def test_failed_shard_leaves_no_file(tmp_path):
     with pytest.raises(ValueError, match="dots"):
         write("a.b", AssertionError)
     assert list(tmp_path.iterdir()) == []
+    gc.collect()
 
 
 def test_atomic_writer_keeps_the_old_file(tmp_path):

@@ -181,7 +181,7 @@ def test_members_are_known_by_content(tmp_path, capsys):
     picture = real_picture()
     members = [
         ("a.jfif", small_jpeg(0)),
-        ("b", small_jpeg(1)),
+        ("b.binary", small_jpeg(1)),
         ("c.image", encoded(picture, "PNG")),
         ("d.data", encoded(picture, "WEBP")),
         ("e.txt", b"BM and P6 are the first letters of other formats"),
