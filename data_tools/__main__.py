@@ -112,6 +112,12 @@ VERBS = (
         "semantic_maps",
     ),
     Verb(
+        "maps instances",
+        "write images and objects with boxes and masks in COCO's format as shards of pairs",
+        "train2017 annotations/instances_train2017.json --out shards/coco_instances/train",
+        "instances",
+    ),
+    Verb(
         "maps depth",
         "write images and 16-bit depths as shards of pairs",
         "images/train depth/train --out shards/depth/train",
@@ -186,7 +192,7 @@ VERBS = (
 )
 GROUPS = {
     "palette": "palette tokens: fit, grey, shards",
-    "maps": "images with label maps: panoptic, semantic, depth, nyu",
+    "maps": "images with label maps or objects: panoptic, semantic, instances, depth, nyu",
 }
 
 

@@ -6,7 +6,7 @@ encoded; training crops them. With `--lossless`, what is encoded is PNG, under t
 
 `pairs` combines two folders of files with equal names. The second has the targets to predict from
 the first: maps of labels or depths, other colours. Targets are stored losslessly and resized to the
-nearest pixel, since interpolated colours of labels are other labels. `LabelMapEncoder`, for the
+nearest pixel, since interpolated colours of labels are other labels. `TargetEncoder`, for the
 verbs `maps`, keeps the original size.
 """
 
@@ -360,20 +360,26 @@ def encode_png(image: np.ndarray) -> bytes:
 
 SIZES_DIFFER = "image and label map differ in size"
 
-ReadMap = Callable[[bytes], np.ndarray]
-"""Maps the source's content of a label map to integers int64 `[h, w]`."""
+ReadTarget = Callable[[bytes], tuple[tuple[int, ...], bytes]]
+"""Maps the source's content of a target to height and width, and the bytes to store."""
+
+
+def png_of_map(content: bytes, read_map: Callable[[bytes], np.ndarray]) -> tuple[Any, bytes]:
+    """Return a `ReadTarget` of the label map that `read_map` reads as integers int64 `[h, w]`."""
+    numbers = read_map(content)
+    return numbers.shape, encode_png(to_pixels(numbers))
 
 
 @dataclass(frozen=True)
-class LabelMapEncoder(ShardEncoder):
-    """Keep JPEG files, re-encode other images as JPEG, and encode maps as PNG.
+class TargetEncoder(ShardEncoder):
+    """Keep JPEG files, re-encode other images as JPEG, and store targets of the same size.
 
-    `target` is the manifest's; `read_map` is picklable and raises RefusedImageError.
+    `target` is the manifest's; `read_target` is picklable and raises RefusedImageError.
     """
 
     quality: int
     target: dict[str, Any]
-    read_map: ReadMap
+    read_target: ReadTarget
     suffix: str = SUFFIXES["pairs"]
 
     def settings(self, folder: str) -> dict[str, Any]:
@@ -385,7 +391,7 @@ class LabelMapEncoder(ShardEncoder):
         return encode_each(pictures, lambda pair: [[self._payload(*split(pair.content))]])
 
     def describe(self, folder: str) -> dict[str, Any]:
-        """Return the manifest's fields of a data set of images and maps."""
+        """Return the manifest's fields of a data set of images and targets."""
         return {
             "kind": "pairs",
             "image_size": None,
@@ -393,11 +399,10 @@ class LabelMapEncoder(ShardEncoder):
             "preparation": preparation(),
         }
 
-    def _payload(self, image_file: bytes, map_content: bytes) -> bytes:
+    def _payload(self, image_file: bytes, content: bytes) -> bytes:
         image = decode_image(image_file)
-        numbers = self.read_map(map_content)
-        if image.shape[:2] != numbers.shape:
+        size, target = self.read_target(content)
+        if image.shape[:2] != size:
             raise RefusedImageError(SIZES_DIFFER)
         check_aspect(image)  # training resizes it
-        jpeg = kept_jpeg(image_file, image, self.quality)
-        return join(jpeg, encode_png(to_pixels(numbers)))
+        return join(kept_jpeg(image_file, image, self.quality), target)

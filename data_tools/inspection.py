@@ -13,6 +13,7 @@ from PIL import Image
 from data_tools.job_report import ProgressBar, say
 from megavis.config.arguments import output_file
 from megavis.config.errors import UserError, counted
+from megavis.data.codecs.instances import painted_objects
 from megavis.data.codecs.label_maps import painted
 from megavis.data.codecs.transforms import Transform
 from megavis.data.format.files import sha256_of_file
@@ -152,9 +153,13 @@ def _pixels(dataset: ShardDataset, indices: np.ndarray, run_folder: Path | None)
     samples, _ = dataset.read(indices)
     if dataset.manifest.kind == "jpeg":
         return samples
+    if dataset.manifest.target is not None and dataset.manifest.target.kind == "instances":
+        maps = np.stack([painted_objects(*each) for each in samples[["classes", "masks"]]])
+        return np.concatenate([samples["image"], maps], axis=2)
     if dataset.manifest.kind == "pairs":  # the target to the right of its image
         targets, shown = samples[:, 1], dataset.manifest.target
         if shown is not None:
+            assert shown.kind != "instances"
             targets = painted(targets, shown.kind)
         return np.concatenate([samples[:, 0], targets], axis=2)
     if dataset.manifest.kind != "palette":

@@ -26,11 +26,12 @@ from PIL import Image
 
 from data_tools.decode import RefusedImageError
 from data_tools.image_shards import (
-    LabelMapEncoder,
     PairFile,
+    TargetEncoder,
     add_quality_argument,
     check_quality,
     pair_up,
+    png_of_map,
 )
 from data_tools.jobs import add_job_arguments, run_job
 from data_tools.labelled.array_files import read_mat
@@ -63,7 +64,8 @@ def run_panoptic(arguments: argparse.Namespace) -> int:
     """Write the shard folder. Raises UserError and OSError."""
     check_quality(arguments.quality)
     source, target = list_panoptic(arguments.images, arguments.maps, arguments.annotations)
-    encoder = LabelMapEncoder(arguments.quality, target, read_panoptic)
+    read = functools.partial(png_of_map, read_map=read_panoptic)
+    encoder = TargetEncoder(arguments.quality, target, read)
     return run_job(source, encoder, arguments, label="panoptic")
 
 
@@ -80,7 +82,7 @@ def list_panoptic(images: Path, maps: Path, annotations: Path) -> tuple[FileSour
     for folder in (images, maps):
         if not folder.is_dir():
             raise UserError(f"{folder} is not a folder")
-    content = _read_json(annotations)
+    content = read_json(annotations)
     try:
         categories = content["categories"]
         classes = {each["id"]: number for number, each in enumerate(categories, start=1)}
@@ -112,7 +114,8 @@ def list_panoptic(images: Path, maps: Path, annotations: Path) -> tuple[FileSour
     return source, target
 
 
-def _read_json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file. Raises UserError."""
     try:
         return json.loads(read_text(path))
     except json.JSONDecodeError as error:
@@ -240,8 +243,9 @@ def run_nyu(arguments: argparse.Namespace) -> int:
     return run_job(source, _encoder(arguments), arguments, label="depth")
 
 
-def _encoder(arguments: argparse.Namespace) -> LabelMapEncoder:
-    return LabelMapEncoder(arguments.quality, _TARGET, read_depth)
+def _encoder(arguments: argparse.Namespace) -> TargetEncoder:
+    read = functools.partial(png_of_map, read_map=read_depth)
+    return TargetEncoder(arguments.quality, _TARGET, read)
 
 
 def _read_folders(file: SourceFile, root: Path, *, units: float) -> bytes:

@@ -17,7 +17,13 @@ import numpy as np
 from PIL import Image
 
 from data_tools.decode import RefusedImageError
-from data_tools.image_shards import LabelMapEncoder, add_quality_argument, check_quality, pair_up
+from data_tools.image_shards import (
+    TargetEncoder,
+    add_quality_argument,
+    check_quality,
+    pair_up,
+    png_of_map,
+)
 from data_tools.jobs import add_job_arguments, run_job
 from data_tools.sources import list_images
 from data_tools.user_text import lines_of, read_names, read_text
@@ -58,9 +64,10 @@ def run_semantic(arguments: argparse.Namespace) -> int:
     check_quality(arguments.quality)
     names = read_class_names(arguments.classes)
     target = {"kind": "panoptic", "class_names": names, "things": (False,) * len(names)}
-    read = functools.partial(read_semantic, num_classes=len(names), void=arguments.void)
+    read_map = functools.partial(read_semantic, num_classes=len(names), void=arguments.void)
+    read = functools.partial(png_of_map, read_map=read_map)
     source = pair_up(list_images(arguments.images), list_images(arguments.maps))
-    encoder = LabelMapEncoder(arguments.quality, target, read)
+    encoder = TargetEncoder(arguments.quality, target, read)
     return run_job(source, encoder, arguments, label="maps")
 
 

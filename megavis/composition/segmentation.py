@@ -144,7 +144,7 @@ class Segmentation(Finetuned):
             [layers.index(layer) for layer in self.layers],
             grid=self.backbone.reads.grid,
             num_classes=settings.num_classes,
-            channels=settings.head_width,
+            channels=settings.width_of_head,
             dropout=settings.head_dropout,
         )
 

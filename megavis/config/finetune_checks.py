@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from megavis.config.schema import ConfigIssue, FinetuneConfig, RunConfig
 
@@ -44,8 +44,9 @@ def check_finetuning(config: RunConfig) -> Iterator[ConfigIssue]:
     if settings.from_step is not None and settings.from_run is None:
         yield "finetune.from_step", "selects a checkpoint of finetune.from_run, which is absent"
     yield from _check_task(settings)
-    if settings.task == "segments":
-        yield from _check_segments(config, settings)
+    if settings.task != "classes":
+        checks = {"segments": _check_segments, "instances": _check_instances}
+        yield from checks[settings.task](config, settings)
         return
     yield from _check_layer(config, settings)
     if settings.mixing_batch % 2:
@@ -71,16 +72,22 @@ _OF_CLASSES: tuple[str, ...] = (
     "linear_evaluation",
     "standardize",
 )
-_OF_SEGMENTS: tuple[str, ...] = ("layers", "head_width", "head_dropout", "auxiliary_weight")
+_TASKS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(_OF_CLASSES, ("classes",)),
+    **dict.fromkeys(("layers", "head_dropout", "auxiliary_weight"), ("segments",)),
+    "head_width": ("segments", "instances"),
+    **dict.fromkeys(("detector", "window", "global_blocks", "relative_positions"), ("instances",)),
+}
+"""The tasks to which a key applies; all others apply to every task."""
 
 
 def _check_task(settings: FinetuneConfig) -> Iterator[ConfigIssue]:
-    """Check that no key belongs to the other task."""
-    keys = {"segments": _OF_SEGMENTS, "classes": _OF_CLASSES}
-    (task,) = set(keys) - {settings.task}
-    for key in keys[task]:
-        if getattr(settings, key) != type(settings).model_fields[key].default:
-            yield f"finetune.{key}", f"applies only to finetune.task {task}; remove it"
+    """Check that no key belongs to another task."""
+    for key, tasks in _TASKS.items():
+        changed = getattr(settings, key) != type(settings).model_fields[key].default
+        if changed and settings.task not in tasks:
+            text = f"applies only to finetune.task {' and '.join(tasks)}; remove it"
+            yield f"finetune.{key}", text
 
 
 def _check_segments(config: RunConfig, settings: FinetuneConfig) -> Iterator[ConfigIssue]:
@@ -92,10 +99,38 @@ def _check_segments(config: RunConfig, settings: FinetuneConfig) -> Iterator[Con
         text = f"{list(layers)} must be four numbers from 1 to {last}, the lowest first"
         yield "finetune.layers", text
     yield from _check_tuned_blocks(config, settings)
-    parallel, why = config.parallel, "for finetune.task segments, whose head reads several blocks"
-    for key in ("pipeline_model_parallel_size", "context_parallel_size"):
-        if getattr(parallel, key) > 1:
+    why = "for finetune.task segments, whose head reads several blocks"
+    yield from _check_undivided(config, why, _STAGES)
+
+
+_STAGES = ("pipeline_model_parallel_size", "context_parallel_size")
+
+
+def _check_undivided(config: RunConfig, why: str, keys: Iterable[str]) -> Iterator[ConfigIssue]:
+    for key in keys:
+        if getattr(config.parallel, key) > 1:
             yield f"parallel.{key}", f"must be 1 {why}"
+
+
+def _check_instances(config: RunConfig, settings: FinetuneConfig) -> Iterator[ConfigIssue]:
+    """Check that windows cover the image, that blocks exist, and that no one divides an image."""
+    last, blocks = config.model.num_layers, settings.global_blocks
+    if blocks is not None and (
+        not blocks or list(blocks) != sorted({*blocks}) or blocks[-1] > last
+    ):
+        text = f"{list(blocks)} must be different numbers from 1 to {last}, the lowest first"
+        yield "finetune.global_blocks", text
+    elif blocks is not None and settings.window is None:
+        yield "finetune.global_blocks", "applies only to finetune.window; remove it"
+    if config.model.hidden_size % 4:
+        text = f"{config.model.hidden_size} must be a multiple of 4 for the pyramid of instances"
+        yield "model.hidden_size", text
+    if config.data.crop not in ("jittered", "center"):
+        text = f"{config.data.crop} must be jittered for finetune.task instances, or center"
+        yield "data.crop", text
+    yield from _check_tuned_blocks(config, settings)
+    why = "for finetune.task instances, which takes images one by one"
+    yield from _check_undivided(config, why, (*_STAGES, "tensor_model_parallel_size"))
 
 
 def _check_patience(config: RunConfig) -> Iterator[ConfigIssue]:

@@ -265,9 +265,10 @@ class TrainingConfig(Section):
 class FinetuneConfig(Section):
     """Training on labelled images: the paper's own loss, a cross-entropy of classes, or both."""
 
-    task: Literal["classes", "segments"] = "classes"
+    task: Literal["classes", "segments", "instances"] = "classes"
     """What is predicted: the class of an image, or of each pixel (semantic segmentation by UPerNet,
-    on features of four blocks, as in BEiT's recipe)."""
+    on features of four blocks, as in BEiT's recipe), or objects with boxes, classes and masks (by
+    Mask R-CNN on a simple pyramid, as in ViTDet; needs the extra `dense`)."""
 
     from_run: str | None = None
     """Run folder with the initial weights; default: train from scratch."""
@@ -325,17 +326,34 @@ class FinetuneConfig(Section):
     layers: Annotated[tuple[Positive, ...], Field(strict=False)] | None = None
     """With `segments`: the four numbers of blocks after which features are read, the lowest first;
     default: every quarter of the model's."""
-    head_width: Annotated[int, Field(gt=1)] = 512
-    """With `segments`: channels of UPerNet; the auxiliary head has as many, but at most 256."""
+    head_width: Annotated[int, Field(gt=1)] | None = None
+    """With `segments`: channels of UPerNet, by default 512; the auxiliary head has as many, but at
+    most 256. With `instances`: channels of pyramid and heads, by default 256."""
     head_dropout: Fraction = 0.1
     """With `segments`: share of the heads' last channels that are set to 0 in training."""
     auxiliary_weight: AtLeast0 = 0.4
     """With `segments`: weight of the auxiliary head's loss."""
+    detector: Literal["mask", "cascade"] = "mask"
+    """With `instances`: Mask R-CNN, or Cascade Mask R-CNN, which refines boxes in three stages."""
+    window: Positive | None = None
+    """With `instances`: patches along a side of the windows to which attention is limited, except
+    in `global_blocks`; must divide the image's; default: all blocks attend to all patches."""
+    global_blocks: Annotated[tuple[Positive, ...], Field(strict=False)] | None = None
+    """With `window`: numbers of the blocks that attend to all patches; default: every quarter of
+    the model's."""
+    relative_positions: bool = False
+    """With `instances`: add to each score what the query says of the key's relative row and column,
+    as in ViTDet; these weights start at 0."""
     patience: NonNegative = 0
     """Stop after this many validations without a new best accuracy; 0: never."""
     test: str | None = None
     """Folder of test shards on which the best checkpoint is evaluated once; default: half of the
     validation images is held out for this."""
+
+    @property
+    def width_of_head(self) -> int:
+        """Channels of the head of a task with one."""
+        return self.head_width or {"segments": 512}.get(self.task, 256)
 
     @property
     def images_per_mix(self) -> int:

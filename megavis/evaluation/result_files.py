@@ -27,7 +27,7 @@ _KEYS = {
     "abs_rel": "absRel",
 }
 """Keys that differ from the names of their fields."""
-_TAGS = ("classes", "segments")
+_TAGS = ("classes", "segments", "instances")
 """Tags of the forms that an inline field may have, which pydantic names like keys."""
 INLINE = {"inline": True}
 """Metadata of a field whose own keys stand in the object around it; at most one of a class."""

@@ -202,8 +202,52 @@ class PixelAccuracy(Form):
     confusion: tuple[tuple[int, ...], ...]
 
 
+@dataclass(frozen=True)
+class AveragePrecision(Form):
+    """COCO's numbers of boxes or masks in [0, 1]; None where no object is of that size or class.
+
+    Attributes:
+        ap: average precision, over IoU of 0.5, 0.55, ..., 0.95 and all classes.
+        ap50: at an IoU of 0.5; `ap75`: of 0.75.
+        ap_small: of objects of fewer than 32² pixels; `ap_medium`: up to 96²; `ap_large`: of more.
+        ar1: average recall with one detection of an image; `ar10`, `ar100`: with so many.
+        ar_small: average recall by size, with 100.
+        by_class: average precision of each class.
+    """
+
+    ap: float | None
+    ap50: float | None
+    ap75: float | None
+    ap_small: float | None
+    ap_medium: float | None
+    ap_large: float | None
+    ar1: float | None
+    ar10: float | None
+    ar100: float | None
+    ar_small: float | None
+    ar_medium: float | None
+    ar_large: float | None
+    by_class: tuple[float | None, ...]
+
+
+@dataclass(frozen=True)
+class DetectionAccuracy(Form):
+    """Quality of the objects that were found, by their boxes and by their masks."""
+
+    num_images: int
+    box: AveragePrecision
+    mask: AveragePrecision
+
+
+def share_or_dash(value: float | None) -> str:
+    """Return a share as `45.6%`, or a dash."""
+    return "–" if value is None else f"{value:.1%}"
+
+
 def _task(accuracy: object) -> str:
     keys = accuracy if isinstance(accuracy, dict) else vars(accuracy)
+    if "box" in keys or "mask" in keys:
+        return "instances"
     return "segments" if "pixel_accuracy" in keys or "mean_iou" in keys else "classes"
 
 
@@ -226,7 +270,9 @@ class FinetuneResult(Result):
     optimizer: Mapping[str, Any]
     finetune: Mapping[str, Any]
     accuracy: Annotated[
-        Annotated[ClassAccuracy, Tag("classes")] | Annotated[PixelAccuracy, Tag("segments")],
+        Annotated[ClassAccuracy, Tag("classes")]
+        | Annotated[PixelAccuracy, Tag("segments")]
+        | Annotated[DetectionAccuracy, Tag("instances")],
         Discriminator(_task),
     ] = field(metadata=INLINE)
     class_names: tuple[str, ...]
@@ -241,6 +287,17 @@ class SegmentationResult(Result):
     data: str
     stride: int
     accuracy: PixelAccuracy = field(metadata=INLINE)
+    class_names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class DetectionResult(Result):
+    """A network for instances on whole images of `data`."""
+
+    command = "`megavis evaluate detection`"
+    step: int
+    data: str
+    accuracy: DetectionAccuracy = field(metadata=INLINE)
     class_names: tuple[str, ...]
 
 
@@ -383,6 +440,7 @@ FORMS: Mapping[str, type[Result] | type[Row]] = {
     "finetune_selection.json": FinetuneResult,
     "finetune_test.json": FinetuneResult,
     "segmentation.json": SegmentationResult,
+    "detection.json": DetectionResult,
     "positions.csv": PositionAccuracy,
     "completions.csv": CompletedImage,
     "groups.csv": FilledInGroups,

@@ -23,6 +23,7 @@ from megavis.grammar.words import (
     Labels,
     Latents,
     Mask,
+    Patches,
     Query,
     Shift,
     SquaredError,
@@ -57,7 +58,7 @@ def check(grammar: Grammar, run: RunConfig) -> Faults:
     rest += [*_check_decoder(grammar, run)]
     rest += [*_check_positions(grammar, run), *_check_condition(grammar)]
     rest += [*_check_memory(grammar, run), *_check_transform(grammar)]
-    rest += _check_segments(grammar, run)
+    rest += _check_dense(grammar, run)
     yield from rest
     if not rest:
         yield from _check_rows(grammar, run)
@@ -384,18 +385,41 @@ def _check_adapter(width: int, bottleneck: int | None) -> Faults:
         yield Fault("transform.bottleneck", text, remedy)
 
 
-def _check_segments(grammar: Grammar, run: RunConfig) -> Faults:
-    """Check that a head that classifies pixels has one feature for each patch of an image."""
-    if run.finetune is None or run.finetune.task != "segments":
+def _check_dense(grammar: Grammar, run: RunConfig) -> Faults:
+    """Check that a head that predicts pixels or objects has one feature for each patch."""
+    if run.finetune is None or run.finetune.task == "classes":
         return
-    remedy = "set it to classes"
+    task, remedy = run.finetune.task, "set it to classes"
     if grammar.reads.kind != "patches":
-        text = f"segments reads patches of an image, and {{reads}} is {grammar.reads.kind}"
+        text = f"{task} reads patches of an image, and {{reads}} is {grammar.reads.kind}"
         yield Fault("finetune.task", text, remedy)
-    elif grammar.schedule.draws_features:
-        text = "segments needs a feature of each patch, and {schedule} draws what features hide"
+        return
+    if grammar.schedule.draws_features:
+        text = f"{task} needs a feature of each patch, and {{schedule}} draws what features hide"
         changes = ("schedule.feature_order",) if grammar.schedule.kind == "groups" else ()
         yield Fault("finetune.task", text, remedy, changes)
+    if task == "instances":
+        yield from _check_instances(grammar, run)
+
+
+def _check_instances(grammar: Grammar, run: RunConfig) -> Faults:
+    """Check that levels of a pyramid and windows cover the patches of an image."""
+    assert run.finetune is not None
+    assert isinstance(grammar.reads, Patches)
+    side, patch = run.data.image_size, grammar.reads.patch_size
+    if patch < 4 or patch & (patch - 1):
+        text = f"instances needs patches of 4, 8, 16 or 32 pixels, not {patch}"
+        yield Fault("reads.patch_size", text, "use one of them")
+    elif side % (4 * patch):
+        text = f"must be a multiple of {4 * patch}, for the pyramid of finetune.task instances"
+        yield Fault("data.image_size", text, f"use {max(1, round(side / (4 * patch))) * 4 * patch}")
+    window = run.finetune.window
+    if window is not None and (side // patch) % window:
+        text = f"{window} does not divide the image's {side // patch} patches along a side"
+        yield Fault("finetune.window", text, f"set it to {nearest_divisors(window, side // patch)}")
+    if grammar.is_modulated or grammar.memory is not None:
+        text = "instances cannot be found by blocks that a condition or a memory reaches"
+        yield Fault("finetune.task", text, "set it to classes")
 
 
 # Rows, which layouts divide.

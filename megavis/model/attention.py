@@ -69,6 +69,8 @@ class Attention(nn.Module):
             assert visibility_kind in ("full", "context"), "other kinds have masks of their own"
             heads = config.num_attention_heads // self.tensor_group.size()
             self.relative_bias = RelativeBias(heads, relative_grid)
+        self.query_positions: nn.Module | None = None
+        """Maps queries `[b, n, q, d]` to a bias of scores `[b, n, q, c]`, if set."""
         width = config.hidden_size
         layers = block_layers()
         self.multiplies_parts = layers.multiplies_parts
@@ -117,6 +119,8 @@ class Attention(nn.Module):
             query, key = self.query_norm(query), self.key_norm(key)
             # A view would keep the queries and keys before their norms.
             value = value.clone() if torch.is_grad_enabled() else value
+        # Of queries that no rotation has turned.
+        asked = None if self.query_positions is None else self.query_positions(query)
         bias, places = None, attention_context.coordinates
         if places is not None and self.relative_bias is not None:
             read_places = places[:, attention_context.query_start :]
@@ -127,6 +131,7 @@ class Attention(nn.Module):
             query, key = apply_rotary(query, *of_queries), apply_rotary(key, *of_keys)
             # A view would keep the unturned ones until the backward pass.
             value = value.clone() if torch.is_grad_enabled() else value
+        bias = asked if bias is None else bias if asked is None else bias + asked
         mixed = self._attend(query, key, value, attention_context, bias)
         if splits_context(self.config):
             mixed = heads_to_tokens(mixed, self.context_group)

@@ -1,4 +1,4 @@
-"""Heads that predict a class for each pixel from features of several blocks.
+"""Pyramids of features, and heads that predict a class for each pixel from them.
 
 "Unified Perceptual Parsing for Scene Understanding" (Xiao et al., 2018), on a plain Vision
 Transformer as the code of "BEiT: BERT Pre-Training of Image Transformers" has it: features of four
@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 NUM_LEVELS = 4
+_SIMPLE_EPSILON = 1e-6
+"""Of the norms in ViTDet's pyramid."""
 _POOLED_SIDES = (1, 2, 3, 6)
 """Sides of the grids to which the smallest level is pooled (UPerNet's pyramid pooling module)."""
 
@@ -49,6 +51,51 @@ class FeaturePyramid(nn.Module):
         """Map four grids `[b, h, g, g]`, the lowest block's first, to the four levels."""
         first, second, third, fourth = grids
         return [self.up_4(first), self.up_2(second), third, self.down(fourth)]
+
+
+class SimplePyramid(nn.Module):
+    """Five levels from the features of one block: strides 4 to 64 for patches of 16 pixels.
+
+    "Exploring Plain Vision Transformer Backbones for Object Detection" (Li et al., 2022), section 3
+    and its released code. The last level is every second cell of the one before.
+
+    Args:
+        width: h, channels of the features, divisible by 4.
+        channels: w, of every level.
+    """
+
+    def __init__(self, width: int, channels: int) -> None:
+        super().__init__()
+        half, quarter = width // 2, width // 4
+        scaled: tuple[tuple[nn.Module, int], ...] = (
+            (
+                nn.Sequential(
+                    nn.ConvTranspose2d(width, half, 2, stride=2),
+                    ChannelNorm(half, eps=_SIMPLE_EPSILON),
+                    nn.GELU(),
+                    nn.ConvTranspose2d(half, quarter, 2, stride=2),
+                ),
+                quarter,
+            ),
+            (nn.ConvTranspose2d(width, half, 2, stride=2), half),
+            (nn.Identity(), width),
+            (nn.MaxPool2d(2), width),
+        )
+        self.levels = nn.ModuleList(
+            nn.Sequential(
+                scale,
+                nn.Conv2d(own, channels, 1, bias=False),
+                ChannelNorm(channels, eps=_SIMPLE_EPSILON),
+                nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+                ChannelNorm(channels, eps=_SIMPLE_EPSILON),
+            )
+            for scale, own in scaled
+        )
+
+    def forward(self, grid: Tensor) -> list[Tensor]:
+        """Map `[b, h, g, g]` to levels `[b, w, ...]` of sides 4 g, 2 g, g, g / 2 and g / 4."""
+        levels = [level(grid) for level in self.levels]
+        return [*levels, F.max_pool2d(levels[-1], 1, stride=2)]
 
 
 class UPerHead(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from megavis.config.papers import Papers, paper_class
@@ -22,8 +22,14 @@ def build_objective(config: RunConfig, context: ParallelContext) -> Trainable:
     if config.finetune is None:
         return model
     from megavis.composition.classification import Classification
+    from megavis.composition.instances import Instances
     from megavis.composition.model import Model
     from megavis.composition.segmentation import Segmentation
 
     assert isinstance(model, Model), "the config's checks require one with blocks"
-    return Segmentation(model) if config.finetune.task == "segments" else Classification(model)
+    tasks: Mapping[str, Callable[[Model], Trainable]] = {
+        "classes": Classification,
+        "segments": Segmentation,
+        "instances": Instances,
+    }
+    return tasks[config.finetune.task](model)

@@ -21,6 +21,7 @@ from megavis.evaluation.figures import markdown_table
 from megavis.evaluation.images.results import DepthResult, PanopticResult, SamplesResult
 from megavis.evaluation.results import (
     ClassAccuracy,
+    DetectionResult,
     FinetuneResult,
     LikelihoodResult,
     ProbeResult,
@@ -168,6 +169,7 @@ _SAME_MEASURE = {
     "low_data": {"low_data"},
     "finetune": {"finetune", "classification"},
     "segmentation": {"segmentation"},
+    "detection": {"detection"},
     "generation": {"generation"},
     "transfer": {"transfer", "linear_probe"},
     "likelihood": {"likelihood"},
@@ -248,6 +250,15 @@ def _segmentation(run: RunRecord, result: SegmentationResult) -> Iterator[RunRes
     yield RunResult("segmentation", run.name, what, images, percent(result.accuracy.mean_iou))
 
 
+def _detection(run: RunRecord, result: DetectionResult) -> Iterator[RunResult]:
+    images = f"{result.accuracy.num_images} of {result.data}"
+    parts = {"box": result.accuracy.box, "mask": result.accuracy.mask}
+    for name, numbers in parts.items():
+        if numbers.ap is not None:
+            what = f"fine-tuned, step {result.step}, {name} AP"
+            yield RunResult("detection", run.name, what, images, percent(numbers.ap))
+
+
 def _samples(run: RunRecord, result: SamplesResult) -> Iterator[RunResult]:
     images = f"{result.samples.num_images} against {result.reference.source}"
     yield RunResult("generation", run.name, result.title, images, number(result.distance))
@@ -283,6 +294,7 @@ _FINDERS: dict[str, Callable[[RunRecord, Any], Iterator[RunResult]]] = {
     "transfer.csv": _transfer,
     "finetune_test.json": _finetune,
     "segmentation.json": _segmentation,
+    "detection.json": _detection,
     "samples.json": _samples,
     "likelihood.json": _likelihood,
     "panoptic.json": _panoptic,

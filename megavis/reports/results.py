@@ -16,6 +16,8 @@ from megavis.data.format.files import from_json
 from megavis.evaluation.images.results import SamplesResult
 from megavis.evaluation.results import (
     ConcatenatedScore,
+    DetectionAccuracy,
+    DetectionResult,
     FinetuneResult,
     LayerScore,
     LikelihoodResult,
@@ -64,6 +66,7 @@ _HEADINGS = {
     "finetune_selection": "Fine-tuning: selection images",
     "finetune_test": "Fine-tuning: test images",
     "segmentation": "Classes of pixels",
+    "detection": "Objects",
     "likelihood": "Likelihood",
     "samples": "Generated images",
     "transfer": "Linear probes on other data sets",
@@ -230,21 +233,27 @@ def _low_data(result: ProbeResult, data: str) -> Table:
 def _classes(run: RunRecord, result: FinetuneResult) -> Iterator[Block]:
     """Fine-tuning: accuracies and the confusion matrix."""
     found = result.accuracy
+    if isinstance(found, DetectionAccuracy):
+        yield from _objects(found, result.class_names, _caption(result))
+        return
     if isinstance(found, PixelAccuracy):
         rows = _rows_of_pixels(found)
     else:
         rows = [("top-1", percent(found.top1)), ("top-5", percent(found.top5))]
         if found.num_views > 1:
             rows.append((f"vote of {found.num_views} draws", percent(found.vote)))
-    role = {"selection": "used to select the step", "test": "held out"}[result.part]
-    caption = (
-        f"{found.num_images} images of {result.data}, {role}; step {result.step},"
-        f" seed {result.seed}."
-    )
-    yield Table("Accuracy", ("", "accuracy"), rows, caption)
+    yield Table("Accuracy", ("", "accuracy"), rows, _caption(result))
     if len(result.class_names) <= _MOST_NAMES:
         about = "Rows: class. Columns: prediction."
         yield Confusion("Confusion", result.class_names, found.confusion, about)
+
+
+def _caption(result: FinetuneResult) -> str:
+    role = {"selection": "used to select the step", "test": "held out"}[result.part]
+    return (
+        f"{result.accuracy.num_images} images of {result.data}, {role}; step {result.step},"
+        f" seed {result.seed}."
+    )
 
 
 def _rows_of_pixels(found: PixelAccuracy) -> list[tuple[str, str]]:
@@ -264,8 +273,44 @@ def _segmentation(run: RunRecord, result: SegmentationResult) -> Iterator[Block]
     )
     yield Table("Accuracy", ("", "value"), _rows_of_pixels(found), caption)
     pairs = zip(result.class_names, found.iou, strict=True)
-    rows = [(name, "–" if iou is None else percent(iou)) for name, iou in pairs]
+    rows = [(name, _cell(iou)) for name, iou in pairs]
     yield Table("IoU by class", ("class", "IoU"), rows)
+
+
+def _detection(run: RunRecord, result: DetectionResult) -> Iterator[Block]:
+    """`megavis evaluate detection`: COCO's numbers, and the average precision of each class."""
+    caption = f"{result.accuracy.num_images} whole images of {result.data}; step {result.step}."
+    yield from _objects(result.accuracy, result.class_names, caption)
+
+
+def _objects(found: DetectionAccuracy, names: Sequence[str], caption: str) -> Iterator[Block]:
+    columns = ("", "boxes", "masks")
+    labels = {
+        "ap": "AP",
+        "ap50": "AP, IoU 0.5",
+        "ap75": "AP, IoU 0.75",
+        "ap_small": "AP, below 32² pixels",
+        "ap_medium": "AP, up to 96² pixels",
+        "ap_large": "AP, above 96² pixels",
+        "ar1": "recall, 1 detection",
+        "ar10": "recall, 10 detections",
+        "ar100": "recall, 100 detections",
+        "ar_small": "recall, below 32² pixels",
+        "ar_medium": "recall, up to 96² pixels",
+        "ar_large": "recall, above 96² pixels",
+    }
+    rows = [
+        (label, *(_cell(getattr(each, name)) for each in (found.box, found.mask)))
+        for name, label in labels.items()
+    ]
+    yield Table("Average precision and recall", columns, rows, caption)
+    by_class = zip(names, found.box.by_class, found.mask.by_class, strict=True)
+    rows = [(name, _cell(box), _cell(mask)) for name, box, mask in by_class]
+    yield Table("Average precision by class", ("class", "boxes", "masks"), rows)
+
+
+def _cell(share: float | None) -> str:
+    return "–" if share is None else percent(share)
 
 
 def _likelihood(run: RunRecord, result: LikelihoodResult) -> Iterator[Block]:
@@ -342,5 +387,6 @@ KNOWN_RESULTS: dict[str, Callable[[RunRecord, Any], Iterator[Block]]] = {
     "finetune_test": _classes,
     "finetune_selection": _classes,
     "segmentation": _segmentation,
+    "detection": _detection,
 }
 """Functions by file name, in page order."""

@@ -31,6 +31,8 @@ from megavis.evaluation.images.results import (
 )
 from megavis.evaluation.results import (
     FORMS,
+    DetectionAccuracy,
+    DetectionResult,
     FinetuneResult,
     LikelihoodResult,
     PixelAccuracy,
@@ -254,6 +256,8 @@ def _classes(result: FinetuneResult) -> Iterator[EvalMetric]:
     note = f"of {found.num_images}"
     if isinstance(found, PixelAccuracy):
         yield _share("segments", "mIoU of crops", found.mean_iou, note, step=result.step)
+    elif isinstance(found, DetectionAccuracy):
+        yield from _objects(found, result.step)
     else:
         yield _share("classes", "test images", found.top1, note, step=result.step)
 
@@ -264,6 +268,17 @@ def _segments(result: SegmentationResult) -> Iterator[EvalMetric]:
     note = f"of {found.num_images}"
     yield _share("segments", "mIoU", found.mean_iou, note, step=result.step)
     yield _share("segments", "pixels", found.pixel_accuracy, note, step=result.step)
+
+
+def _detection(result: DetectionResult) -> Iterator[EvalMetric]:
+    """Detection on whole images."""
+    yield from _objects(result.accuracy, result.step)
+
+
+def _objects(found: DetectionAccuracy, step: int) -> Iterator[EvalMetric]:
+    for name, numbers in (("box AP", found.box), ("mask AP", found.mask)):
+        if numbers.ap is not None:
+            yield _share("instances", name, numbers.ap, f"of {found.num_images}", step=step)
 
 
 def _positions(rows: Sequence[PositionAccuracy]) -> Iterator[EvalMetric]:
@@ -346,6 +361,7 @@ _MEASURES: dict[str, Callable[[Any], Iterator[EvalMetric]]] = {
     "probe.json": _probe,
     "finetune_test.json": _classes,
     "segmentation.json": _segments,
+    "detection.json": _detection,
     "positions.csv": _positions,
     "completions.csv": _completions,
     "groups.csv": _groups,

@@ -19,6 +19,7 @@ from megavis.checkpoint.format.manifest import read_manifest
 from megavis.checkpoint.state.restore import load_weights, start_from_weights
 from megavis.composition.classification import Classification
 from megavis.composition.finetuned import Finetuned
+from megavis.composition.instances import Instances
 from megavis.composition.segmentation import Segmentation
 from megavis.config.errors import UserError, blame
 from megavis.config.load import load_run_config
@@ -28,11 +29,18 @@ from megavis.data.loading.dataset import ShardDataset, Subset, halves, shuffled
 from megavis.data.loading.labels import check_classes, check_labels
 from megavis.data.loading.leakage import check_no_overlap, training_shards
 from megavis.data.loading.opening import ShardOpener
+from megavis.evaluation import detection, segmentation
 from megavis.evaluation.classes import evaluate_classifier
 from megavis.evaluation.figures import plot_confusion, write_png
 from megavis.evaluation.networks import NUM_VIEWS
-from megavis.evaluation.results import ClassAccuracy, FinetuneResult, Part, PixelAccuracy
-from megavis.evaluation.segmentation import evaluate_segmentation, plot_examples
+from megavis.evaluation.results import (
+    ClassAccuracy,
+    DetectionAccuracy,
+    FinetuneResult,
+    Part,
+    PixelAccuracy,
+    share_or_dash,
+)
 from megavis.grammar.same_run import source_differences
 from megavis.model.inference import Inference
 from megavis.parallel.context import ParallelContext
@@ -41,6 +49,9 @@ from megavis.training.engine import Engine
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+Accuracy = ClassAccuracy | PixelAccuracy | DetectionAccuracy
 
 
 @dataclass
@@ -154,11 +165,17 @@ class Finetuning:
                 self._write(result, path, part, step)
                 write_png(path.with_suffix(".png"), picture)
 
-    def _result(self, engine: Engine, dataset: Subset) -> ClassAccuracy | PixelAccuracy:
+    def _result(self, engine: Engine, dataset: Subset) -> Accuracy:
         objective, batch_size = self.objective, engine.micro_batch_size
         inference = Inference(engine.layers, engine.context)
         if isinstance(objective, Segmentation):
-            return evaluate_segmentation(inference, objective, dataset, batch_size=batch_size)
+            return segmentation.evaluate_segmentation(
+                inference, objective, dataset, batch_size=batch_size
+            )
+        if isinstance(objective, Instances):
+            return detection.evaluate_detection(
+                inference, objective, dataset, batch_size=batch_size
+            )
         assert isinstance(objective, Classification)
         return evaluate_classifier(
             inference,
@@ -168,22 +185,22 @@ class Finetuning:
             batch_size=batch_size,
         )
 
-    def _picture(
-        self, engine: Engine, accuracy: ClassAccuracy | PixelAccuracy, part: Part, step: int
-    ) -> Figure:
-        """Plot the confusion of classes, or some images with their maps; on every process."""
+    def _picture(self, engine: Engine, accuracy: Accuracy, part: Part, step: int) -> Figure:
+        """Plot the confusion of classes, or some images with what was found; on every process."""
         where = f"of {accuracy.num_images} {part} images"
         if isinstance(accuracy, ClassAccuracy):
             title = f"step {step}: {accuracy.vote:.1%} {where}"
             return plot_confusion(np.array(accuracy.confusion), self.class_names, title=title)
+        title = f"step {step}: {_measured(accuracy)} {where}"
+        inference, shown = Inference(engine.layers, engine.context), self._parts[part]
+        if isinstance(self.objective, Instances):
+            return detection.plot_examples(
+                inference, self.objective, shown, self.class_names, title=title
+            )
         assert isinstance(self.objective, Segmentation)
-        title = f"step {step}: mIoU {accuracy.mean_iou:.1%} {where}"
-        inference = Inference(engine.layers, engine.context)
-        return plot_examples(inference, self.objective, self._parts[part], title=title)
+        return segmentation.plot_examples(inference, self.objective, shown, title=title)
 
-    def _write(
-        self, accuracy: ClassAccuracy | PixelAccuracy, path: Path, part: Part, step: int
-    ) -> None:
+    def _write(self, accuracy: Accuracy, path: Path, part: Part, step: int) -> None:
         config = self.objective.config
         FinetuneResult(
             step=step,
@@ -198,16 +215,21 @@ class Finetuning:
             accuracy=accuracy,
             class_names=tuple(self.class_names),
         ).write(path)
-        if isinstance(accuracy, PixelAccuracy):
-            found = f"mIoU {accuracy.mean_iou:.1%}, pixels {accuracy.pixel_accuracy:.1%}"
-        else:
-            views = accuracy.num_views
-            vote = f", {accuracy.vote:.1%} by the vote of {views} draws" if views > 1 else ""
-            found = f"top-1 {accuracy.top1:.1%}{vote}, top-5 {accuracy.top5:.1%}"
-        sys.stdout.write(
-            f"{part}, best step {step}: {found} of {accuracy.num_images} images, {path}\n"
-        )
+        found = f"{_measured(accuracy)} of {accuracy.num_images} images"
+        sys.stdout.write(f"{part}, best step {step}: {found}, {path}\n")
         sys.stdout.flush()
+
+
+def _measured(accuracy: Accuracy) -> str:
+    """Return what was measured, in half a line."""
+    if isinstance(accuracy, PixelAccuracy):
+        return f"mIoU {accuracy.mean_iou:.1%}, pixels {accuracy.pixel_accuracy:.1%}"
+    if isinstance(accuracy, DetectionAccuracy):
+        box, mask = (share_or_dash(each.ap) for each in (accuracy.box, accuracy.mask))
+        return f"box AP {box}, mask AP {mask}"
+    views = accuracy.num_views
+    vote = f", {accuracy.vote:.1%} by the vote of {views} draws" if views > 1 else ""
+    return f"top-1 {accuracy.top1:.1%}{vote}, top-5 {accuracy.top5:.1%}"
 
 
 def _check_test_images(

@@ -142,6 +142,7 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
     _add_reconstruction(verbs)
     _add_label_maps(verbs)
     _add_segmentation(verbs)
+    _add_detection(verbs)
     _add_watch(verbs)
 
 
@@ -299,6 +300,27 @@ def _add_segmentation(verbs: Any) -> None:
     add_precision(parser)
     add_layout_argument(parser)
     parser.set_defaults(run="segmentation:evaluate")
+
+
+def _add_detection(verbs: Any) -> None:
+    parser = verbs.add_parser(
+        "detection",
+        help="average precision of boxes and masks, in the size of the originals",
+        description="Find the objects of whole images, with a run fine-tuned with finetune.task:"
+        " instances. Images are resized to fit the training images' square, and padded. Prints"
+        " COCO's twelve numbers of boxes and of masks, counted by pycocotools, and writes them,"
+        " with those of each class, to RUN/evaluation/detection.json, and a picture of the first"
+        " images next to it. Under torchrun, processes share the images.",
+        epilog="example: megavis evaluate detection runs/coco --images shards/coco/validation",
+    )
+    add_image_arguments(parser, num_images=None)
+    parser.add_argument(
+        "--batch-size", type=positive, default=4, help="images per batch; default: 4"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write the result")
+    add_precision(parser)
+    add_layout_argument(parser)
+    parser.set_defaults(run="detection:evaluate")
 
 
 def _add_watch(verbs: Any) -> None:

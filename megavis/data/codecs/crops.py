@@ -212,6 +212,7 @@ def cut_jittered(
     size: int,
     is_map: bool,
     smoothing: Smoothing,
+    fits: bool = False,
 ) -> np.ndarray:
     """Resize by a random factor and cut a random square, padded where the image ends.
 
@@ -219,17 +220,19 @@ def cut_jittered(
     al., 2021) calls this large-scale jittering.
 
     Args:
-        image: uint8 `[h, w, 3]`.
+        image: uint8 `[h, w, 3]`, or `[h, w, n]` for maps.
         draws: `[3]` in [0, 1): factor, vertical and horizontal position.
         factors: smallest and largest length of the shorter side, relative to `size`.
         is_map: resize to the nearest pixel, and pad with 0, which is void, instead of `PADDING`.
+        fits: factors are those of the longer side.
 
     Returns:
-        uint8 `[size, size, 3]`.
+        uint8 `[size, size, ...]`.
     """
     height, width = image.shape[:2]
     factor = factors[0] + draws[0] * (factors[1] - factors[0])
-    scale = size * factor / min(height, width)
+    side = max(height, width) if fits else min(height, width)
+    scale = size * factor / side
     height, width = max(1, round(height * scale)), max(1, round(width * scale))
     if is_map:
         resized = nearest(image, height=height, width=width)
@@ -240,7 +243,7 @@ def cut_jittered(
     part = resized[top : top + size, left : left + size]
     if part.shape[:2] == (size, size):
         return part
-    whole = np.empty((size, size, 3), np.uint8)
+    whole = np.empty((size, size, *image.shape[2:]), np.uint8)
     whole[:] = 0 if is_map else PADDING
     whole[: part.shape[0], : part.shape[1]] = part
     return whole

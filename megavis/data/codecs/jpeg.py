@@ -70,7 +70,7 @@ class JpegCodec(Codec):
         def fill(row: int, payload: np.ndarray) -> None:
             pixels[row] = transform(decode_rgb(payload), draws[row])
 
-        refused = _refused(payloads, fill)
+        refused = refusals(payloads, fill)
         if self._palette is None:
             return pixels, refused
         return self._palette.encode(pixels).reshape(len(pixels), size**2), refused
@@ -184,10 +184,10 @@ class PairsCodec(Codec):
             moved = transform(decode_png(target), draws[row], is_map=kind is not None)
             pixels[row, 1] = renumbered(moved) if kind == "panoptic" else moved
 
-        return pixels, _refused(payloads, fill)
+        return pixels, refusals(payloads, fill)
 
 
-def _refused(payloads: Payloads, fill: Callable[[int, np.ndarray], None]) -> Refusals:
+def refusals(payloads: Payloads, fill: Callable[[int, np.ndarray], None]) -> Refusals:
     """Fill the row of each payload; return those that cannot be decoded or cropped."""
     refused = {}
     for row, payload in enumerate(payloads):

@@ -110,6 +110,8 @@ def _jpeg(
 def _pairs(manifest: Manifest, transform: Transform | None) -> Codec:
     from megavis.data.codecs.jpeg import PairsCodec
 
+    if manifest.target is not None and manifest.target.kind == "instances":
+        return _instances(transform)
     if manifest.target is not None:
         return _label_maps(manifest.target, transform)
     assert manifest.image_size is not None
@@ -126,10 +128,34 @@ def _pairs(manifest: Manifest, transform: Transform | None) -> Codec:
     return PairsCodec(transform)
 
 
+def _instances(transform: Transform | None) -> Codec:
+    """Return the codec of images with objects, whose longer side a square's factors are of."""
+    from megavis.data.codecs.instances import InstancesCodec, require_dense
+
+    require_dense("a folder of images with objects")
+    wanted = "set data.crop to jittered, or to center, which resizes and pads whole images here"
+    if transform is None:
+        raise UserError(f"holds images of many sizes with objects; {wanted}")
+    _require_no_augmentation(
+        "objects, which must fit their images", replace(transform, colors=None)
+    )
+    if transform.crop not in (*_PADDED, "center", "whole"):
+        text = f"holds images of many sizes with objects, which data.crop {transform.crop}"
+        raise UserError(f"{text} does not fit; {wanted}")
+    if transform.image_size % 8:
+        raise UserError(
+            f"holds objects, whose masks need a data.image_size that is a multiple of 8, not"
+            f" {transform.image_size}"
+        )
+    crop: CropKind = "fitted" if transform.crop == "center" else transform.crop
+    return InstancesCodec(replace(transform, crop=crop, fits=True))
+
+
 def _label_maps(target: TargetMaps, transform: Transform | None) -> Codec:
     """Return the codec of images and label maps of any size, resized to a square if not cropped."""
     from megavis.data.codecs.jpeg import PairsCodec
 
+    assert target.kind != "instances"
     wanted = (
         "set data.crop to inception, random_resized or jittered, or to center, which resizes whole"
         " images here"

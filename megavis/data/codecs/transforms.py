@@ -97,6 +97,7 @@ class Transform:
         ratio: smallest and largest width / height of a random window.
         short_sides: smallest and largest length of the shorter side for `scaled`.
         jitter: smallest and largest length of the shorter side for `jittered`, in `image_size`.
+        fits: `jitter`, and the 1 of `fitted`, are lengths of the longer side instead.
         crop_size: side of the squares of `scaled` and `scaled_center` before the last resize.
         short_side: length of the shorter side from which `center` crops; defaults to
             `image_size`.
@@ -116,6 +117,7 @@ class Transform:
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     short_sides: tuple[int, int] = (256, 384)
     jitter: tuple[float, float] = (0.5, 2.0)
+    fits: bool = False
     crop_size: int = 224
     short_side: int | None = None
     border: Literal["reflect", "zeros"] = "reflect"
@@ -163,12 +165,13 @@ class Transform:
         """Crop, resize, flip and augment one image.
 
         Args:
-            image: uint8 `[h, w, 3]`; without a resize, `[h, w]` and other dtypes too.
+            image: uint8 `[h, w, 3]`, or `[h, w, n]` for maps; without a resize, `[h, w]` and other
+                dtypes too.
             draws: `[d]`, a row of `draws`.
             is_map: resize to the nearest pixel, so that labels are not mixed.
 
         Returns:
-            uint8 `[image_size, image_size, 3]`, or the shape and dtype of the image.
+            uint8 `[image_size, image_size, ...]`, or the shape and dtype of the image.
 
         Raises:
             WrongSizeError: the crop does not resize, and the image has the wrong size.
@@ -201,6 +204,7 @@ class Transform:
             size=self.image_size,
             is_map=is_map,
             smoothing=self.smoothing,
+            fits=self.fits,
         )
 
     def _part_to_resize(self, image: np.ndarray, draws: np.ndarray) -> np.ndarray | None:

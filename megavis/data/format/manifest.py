@@ -51,11 +51,14 @@ class TokenizerIdentity(_Strict):
 
 
 class TargetMaps(_Strict):
-    """What the targets of pairs show: label maps (`codecs/label_maps.py`)."""
+    """What the targets of pairs show: label maps (`codecs/label_maps.py`), or objects.
 
-    kind: Literal["panoptic", "depth"]
+    Objects, of kind `instances`, are described in `codecs/instances.py`.
+    """
+
+    kind: Literal["panoptic", "depth", "instances"]
     class_names: tuple[str, ...] = Field(
-        default=(), description="of a panoptic map; class 1 is the first"
+        default=(), description="of a panoptic map or of objects; class 1 is the first"
     )
     things: tuple[bool, ...] = Field(
         default=(), description="for each of these, whether its segments are countable objects"
@@ -65,8 +68,8 @@ class TargetMaps(_Strict):
     def _check_classes(self) -> TargetMaps:
         if len(self.class_names) != len(self.things):
             raise ValueError("class_names and things differ in length")
-        if bool(self.class_names) != (self.kind == "panoptic"):
-            raise ValueError("panoptic maps have classes, and depths have none")
+        if bool(self.class_names) != (self.kind != "depth"):
+            raise ValueError("panoptic maps and objects have classes, and depths have none")
         return self
 
 

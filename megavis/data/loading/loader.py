@@ -43,12 +43,15 @@ class Batch:
             evaluation, its index in the data set). All per-sample randomness is seeded by it, so a
             sample gets the same draws in every layout.
         step: the optimizer step that the batch is for, from 0; None outside of training.
+        objects: of images with instances, the class of each object, int64 `[b, k]` from 1, 0 where
+            an image has fewer, and its mask, uint8 `[b, k, h, w / 8]`, each bit a pixel.
     """
 
     inputs: torch.Tensor
     labels: torch.Tensor
     sample_index: torch.Tensor
     step: int | None = None
+    objects: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __len__(self) -> int:
         return self.inputs.shape[0]
@@ -67,7 +70,11 @@ class Batch:
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         changed = change(self.inputs), change(self.labels), change(self.sample_index)
-        return Batch(*changed, self.step)
+        objects = None
+        if self.objects is not None:
+            classes, masks = self.objects
+            objects = change(classes), change(masks)
+        return Batch(*changed, self.step, objects)
 
 
 Item = TypeVar("Item")
@@ -262,12 +269,19 @@ def _prefetched(read: Callable[[int], Batch], count: int) -> Iterator[Batch]:
 def read_batch(dataset: Samples, indices: np.ndarray, positions: np.ndarray) -> Batch:
     """Read samples `indices` `[b]` for `positions` `[b]`; raises as `dataset.read`."""
     samples, labels = dataset.read(indices, positions=positions)
+    objects = None
+    if samples.dtype.names is not None:
+        # Fields of a structured array are not contiguous.
+        classes, masks = (np.ascontiguousarray(samples[name]) for name in ("classes", "masks"))
+        objects = torch.from_numpy(classes.astype(np.int64)), torch.from_numpy(masks)
+        samples = np.ascontiguousarray(samples["image"])
     if samples.dtype == np.uint16:  # torch supports few operations on uint16
         samples = samples.astype(np.int64)
     return Batch(
         inputs=torch.from_numpy(samples),
         labels=torch.from_numpy(labels),
         sample_index=torch.from_numpy(positions.copy()),
+        objects=objects,
     )
 
 

@@ -1,0 +1,382 @@
+"""Detection on a pyramid of features: torchvision's networks and losses, one image at a time.
+
+Mask R-CNN (He et al., 2017) in the form of "Exploring Plain Vision Transformer Backbones for Object
+Detection" (Li et al., 2022), section 4: two convolutions in the region proposal network, four
+convolutions and a linear layer in the box head, norms over channels. `Cascade` adds "Cascade R-CNN"
+(Cai and Vasconcelos, 2018), which torchvision lacks. Imports torchvision, an extra.
+
+Two things differ from torchvision's `MaskRCNN`. Anchors and proposals that a loss counts are drawn
+by seed and sample, and each image has a loss of its own, so that neither depends on the batch.
+Boxes are float32 whatever the weights are.
+
+Legend: m objects of an image, r proposals, c classes without background, S side of the image.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.faster_rcnn import FastRCNNConvFCHead, FastRCNNPredictor
+from torchvision.models.detection.image_list import ImageList
+from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
+from torchvision.models.detection.roi_heads import (
+    RoIHeads,
+    fastrcnn_loss,
+    maskrcnn_inference,
+    maskrcnn_loss,
+)
+from torchvision.models.detection.rpn import RegionProposalNetwork, RPNHead
+from torchvision.ops import MultiScaleRoIAlign, clip_boxes_to_image
+
+from megavis.model.dense import ChannelNorm
+from megavis.parallel.random import uniform
+
+Features = Mapping[str, Tensor]
+"""Levels float32 `[1, w, ...]` of one image by name, the largest first."""
+Objects = Mapping[str, Tensor]
+"""Of one image: `boxes` float32 `[m, 4]` (left, top, right, bottom in pixels), `labels` int64 `[m]`
+from 1, `masks` uint8 `[m, S, S]`; of detections also `scores`, and masks are `[m, 1, 28, 28]`."""
+
+LOSSES = (
+    "loss_objectness",
+    "loss_rpn_box_reg",
+    "loss_classifier",
+    "loss_box_reg",
+    "loss_mask",
+)
+"""Names of torchvision's losses; a cascade's are sums over its stages."""
+MAX_DETECTIONS = 100
+"""Detections of an image, as COCO counts them."""
+MASK_SIDE = 28
+"""Side of a predicted mask, which covers its box."""
+
+_POOLED = ("0", "1", "2", "3")
+"""Levels from which regions are pooled; the network of proposals reads one more."""
+_RATIOS = (0.5, 1.0, 2.0)
+_CASCADE = (0.5, 0.6, 0.7)
+"""IoU with an object above which a stage's box is one."""
+_CASCADE_WEIGHTS = ((10.0, 10.0, 5.0, 5.0), (20.0, 20.0, 10.0, 10.0), (30.0, 30.0, 15.0, 15.0))
+"""Scales of the offsets that a stage predicts, in detectron2's code of ViTDet."""
+_NORM = partial(ChannelNorm, eps=1e-6)
+_HIDDEN = 4
+"""Width of the box head's linear layer, in those of its convolutions: 1,024 for 256."""
+
+
+class SeededSampler:
+    """Chooses anchors or proposals as torchvision's sampler does, by draws of seed and sample.
+
+    Args:
+        count: how many are chosen, at most.
+        fraction: the largest share of them that are objects.
+        purpose: names the draws.
+    """
+
+    def __init__(self, count: int, fraction: float, *, seed: int, purpose: str) -> None:
+        self.count, self.fraction = count, fraction
+        self.seed, self.purpose = seed, purpose
+        self.sample: Tensor | None = None
+        """int64 `[1]`, the sample whose anchors are chosen next."""
+
+    def __call__(self, labels: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return which objects and which others are chosen, bool `[r]` each in lists of one.
+
+        Args:
+            labels: of one image, `[r]`: above 0 for an object, 0 for background, below 0 ignored.
+        """
+        (own,) = labels
+        assert self.sample is not None
+        draws = uniform(self.sample, len(own), seed=self.seed, purpose=self.purpose)[0]
+        objects, others = own >= 1, own == 0
+        wanted = min(int(self.count * self.fraction), int(objects.sum()))
+        rest = min(self.count - wanted, int(others.sum()))
+        return [_first(objects, draws, wanted)], [_first(others, draws, rest)]
+
+
+def _first(among: Tensor, draws: Tensor, count: int) -> Tensor:
+    """Return bool `[r]`, true for the `count` of `among` with the smallest draws."""
+    order = torch.where(among, draws, 2.0).sort(stable=True).indices[:count]
+    return torch.zeros_like(among).index_fill(0, order, True)
+
+
+class AgnosticPredictor(FastRCNNPredictor):
+    """Class logits and one box for all classes, in the form of a box for each class."""
+
+    def __init__(self, width: int, num_classes: int) -> None:
+        super().__init__(width, num_classes)
+        self.bbox_pred = nn.Linear(width, 4)
+
+    def forward(self, pooled: Tensor) -> tuple[Tensor, Tensor]:
+        """Map `[r, ...]` to logits `[r, c + 1]` and offsets `[r, 4 (c + 1)]`."""
+        logits, offsets = super().forward(pooled)
+        return logits, offsets.repeat(1, logits.shape[1])
+
+
+class Cascade(nn.Module):
+    """Stages that classify and refine the boxes of the stage before; masks of the last boxes.
+
+    "Cascade R-CNN: Delving into High Quality Object Detection" (Cai and Vasconcelos, 2018), in the
+    form of detectron2's code: scores are averaged over the stages, only the first stage draws
+    proposals, masks learn from those, and a stage passes its share of the gradient on. With one
+    stage it is torchvision's `RoIHeads`.
+
+    Args:
+        stages: each with its box head, whose offsets are the same for all classes, and the first
+            with the mask head.
+    """
+
+    def __init__(self, stages: Sequence[RoIHeads]) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+
+    def forward(
+        self,
+        features: Features,
+        proposals: list[Tensor],
+        image_shapes: list[tuple[int, int]],
+        targets: list[Objects] | None = None,
+    ) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+        """Return detections and losses of one image, as `RoIHeads` does."""
+        if self.training:
+            assert targets is not None
+            return [], self._losses(features, proposals, image_shapes, targets)
+        return self._detections(features, proposals, image_shapes), {}
+
+    def _losses(
+        self,
+        features: Features,
+        proposals: list[Tensor],
+        shapes: list[tuple[int, int]],
+        targets: list[Objects],
+    ) -> dict[str, Tensor]:
+        first: Any = self.stages[0]
+        chosen, matched, labels, offsets = first.select_training_samples(proposals, targets)
+        positive = labels[0] > 0
+        inside, of_objects = [chosen[0][positive]], [matched[0][positive]]
+        losses: dict[str, Tensor] = {}
+        for number, stage in enumerate(self.stages):
+            if number:
+                labels, offsets = _matched(stage, chosen, targets)
+            logits, found = self._boxes(stage, features, chosen, shapes)
+            of_class, of_box = fastrcnn_loss(logits, found, labels, offsets)
+            for name, loss in (("loss_classifier", of_class), ("loss_box_reg", of_box)):
+                losses[name] = losses.get(name, 0.0) + loss
+            chosen = _refined(stage, found, chosen, shapes)
+        masks = self._masks(features, inside, shapes)
+        wanted = [[each[name] for each in targets] for name in ("masks", "labels")]
+        losses["loss_mask"] = maskrcnn_loss(masks, inside, *wanted, of_objects)
+        return losses
+
+    def _detections(
+        self, features: Features, proposals: list[Tensor], shapes: list[tuple[int, int]]
+    ) -> list[dict[str, Tensor]]:
+        shares = []
+        for number, stage in enumerate(self.stages):
+            logits, found = self._boxes(stage, features, proposals, shapes)
+            shares.append(logits.softmax(-1))
+            if number + 1 < len(self.stages):
+                proposals = _refined(stage, found, proposals, shapes)
+        last: Any = self.stages[-1]
+        # Their softmax is the mean.
+        mean = torch.stack(shares).mean(0).log()
+        boxes, scores, labels = last.postprocess_detections(mean, found, proposals, shapes)
+        masks = maskrcnn_inference(self._masks(features, boxes, shapes), labels)
+        parts = {"boxes": boxes, "scores": scores, "labels": labels, "masks": masks}
+        return [{name: each[0] for name, each in parts.items()}]
+
+    def _boxes(
+        self, stage: Any, features: Features, boxes: list[Tensor], shapes: list[tuple[int, int]]
+    ) -> tuple[Tensor, Tensor]:
+        pooled = stage.box_roi_pool(features, boxes, shapes)
+        # Features have the mean gradient of the stages, not its sum.
+        share = 1.0 / len(self.stages)
+        pooled = share * pooled + (1.0 - share) * pooled.detach()
+        logits, offsets = stage.box_predictor(stage.box_head(pooled))
+        return logits, offsets
+
+    def _masks(
+        self, features: Features, boxes: list[Tensor], shapes: list[tuple[int, int]]
+    ) -> Tensor:
+        first: Any = self.stages[0]
+        pooled = first.mask_roi_pool(features, boxes, shapes)
+        logits: Tensor = first.mask_predictor(first.mask_head(pooled))
+        return logits
+
+
+def _matched(
+    stage: Any, boxes: list[Tensor], targets: list[Objects]
+) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """Return the class of each box by a stage's IoU, and the offsets to its object."""
+    objects, classes = ([each[name] for each in targets] for name in ("boxes", "labels"))
+    matched, labels = stage.assign_targets_to_proposals(boxes, objects, classes)
+    # Without objects all boxes are background, whose offsets count for nothing.
+    known = objects[0] if len(objects[0]) else objects[0].new_zeros(1, 4)
+    return labels, stage.box_coder.encode([known[matched[0]]], boxes)
+
+
+def _refined(
+    stage: Any, offsets: Tensor, boxes: list[Tensor], shapes: list[tuple[int, int]]
+) -> list[Tensor]:
+    """Return the boxes `[r, 4]` that a stage has found, as proposals: without a gradient."""
+    found = stage.box_coder.decode(offsets.detach(), boxes)[:, 0]
+    return [clip_boxes_to_image(found, shapes[0])]
+
+
+class Detector(nn.Module):
+    """Proposals, boxes and masks from a pyramid.
+
+    Args:
+        channels: w of the pyramid's levels and of all heads.
+        patch_size: pixels of a cell of the third level, a power of two.
+        side: S.
+        cascades: refine boxes in three stages.
+        seed: the run's seed.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        num_classes: int,
+        *,
+        patch_size: int,
+        side: int,
+        cascades: bool,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        self.shapes = [(side, side)]
+        self.proposals = _proposals(channels, patch_size)
+        thresholds = _CASCADE if cascades else (0.5,)
+        stages = [
+            _stage(channels, num_classes, patch_size, number, is_agnostic=cascades)
+            for number in range(len(thresholds))
+        ]
+        self.heads: nn.Module = Cascade(stages) if cascades else stages[0]
+        # In the order of use, each with draws of its own.
+        self.samplers = [
+            SeededSampler(256, 0.5, seed=seed, purpose="anchors"),
+            SeededSampler(512, 0.25, seed=seed, purpose="proposals"),
+        ]
+        self.proposals.fg_bg_sampler, stages[0].fg_bg_sampler = self.samplers
+        for module in self.modules():
+            if isinstance(module, _COMPUTE_IN_WEIGHTS):
+                module.register_forward_pre_hook(_to_weights)
+                module.register_forward_hook(_to_float)
+
+    def losses(self, levels: Sequence[Tensor], objects: Objects, sample: Tensor) -> Tensor:
+        """Return the losses `LOSSES` of one image, float32 `[5]`.
+
+        Args:
+            levels: `[1, w, ...]`, five.
+            sample: int64 `[1]`, on which draws depend.
+        """
+        for sampler in self.samplers:
+            sampler.sample = sample
+        _, found = self._run(levels, [objects])
+        return torch.stack([found[name] for name in LOSSES])
+
+    def detections(self, levels: Sequence[Tensor]) -> Objects:
+        """Return at most `MAX_DETECTIONS` detections of one image, the best first."""
+        (found,), _ = self._run(levels, None)
+        return found
+
+    def _run(
+        self, levels: Sequence[Tensor], targets: list[Objects] | None
+    ) -> tuple[Any, dict[str, Tensor]]:
+        # torchvision's modules choose by this between losses and detections, and none of them
+        # drops anything or has statistics.
+        self.train(targets is not None)
+        features = {str(place): level.float() for place, level in enumerate(levels)}
+        # Only the shape is read.
+        images = ImageList(levels[0].new_empty(1).expand(1, 3, *self.shapes[0]), self.shapes)
+        boxes, losses = self.proposals(images, features, targets)
+        found, of_heads = self.heads(features, boxes, self.shapes, targets)
+        return found, {**losses, **of_heads}
+
+
+_COMPUTE_IN_WEIGHTS = (
+    RPNHead,
+    FastRCNNConvFCHead,
+    FastRCNNPredictor,
+    MaskRCNNHeads,
+    MaskRCNNPredictor,
+)
+"""Networks that compute in the precision of their weights; what is between them, in float32."""
+
+
+def _to_weights(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    dtype = next(module.parameters()).dtype
+    return tuple(_cast(each, dtype) for each in arguments)
+
+
+def _to_float(_: nn.Module, __: Any, output: Any) -> Any:
+    return _cast(output, torch.float32)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype)
+    return type(value)(_cast(each, dtype) for each in value)
+
+
+def _proposals(channels: int, patch_size: int) -> RegionProposalNetwork:
+    """Return the network of proposals of detectron2's Mask R-CNN, with two convolutions."""
+    # Anchors of 32 to 512 pixels for patches of 16.
+    sizes = tuple((2 * patch_size * 2**level,) for level in range(len(_POOLED) + 1))
+    anchors = AnchorGenerator(sizes, (_RATIOS,) * len(sizes))
+    return RegionProposalNetwork(
+        anchors,
+        RPNHead(channels, len(_RATIOS), conv_depth=2),
+        fg_iou_thresh=0.7,
+        bg_iou_thresh=0.3,
+        batch_size_per_image=256,
+        positive_fraction=0.5,
+        pre_nms_top_n={"training": 2000, "testing": 1000},
+        post_nms_top_n={"training": 1000, "testing": 1000},
+        nms_thresh=0.7,
+    )
+
+
+def _stage(
+    channels: int, num_classes: int, patch_size: int, number: int, *, is_agnostic: bool
+) -> RoIHeads:
+    """Return a stage of boxes, the first with masks; torchvision counts background as class 0."""
+    hidden, predictor = _HIDDEN * channels, AgnosticPredictor if is_agnostic else FastRCNNPredictor
+    box_head = FastRCNNConvFCHead((channels, 7, 7), [channels] * 4, [hidden], _NORM)
+    masks: dict[str, nn.Module] = {}
+    if number == 0:
+        masks = {
+            "mask_roi_pool": _pool(MASK_SIDE // 2, patch_size),
+            "mask_head": MaskRCNNHeads(channels, [channels] * 4, 1, _NORM),
+            "mask_predictor": MaskRCNNPredictor(channels, channels, num_classes + 1),
+        }
+    return RoIHeads(
+        _pool(7, patch_size),
+        box_head,
+        predictor(hidden, num_classes + 1),
+        fg_iou_thresh=_CASCADE[number],
+        bg_iou_thresh=_CASCADE[number],
+        batch_size_per_image=512,
+        positive_fraction=0.25,
+        bbox_reg_weights=_CASCADE_WEIGHTS[number],
+        score_thresh=0.05,
+        nms_thresh=0.5,
+        detections_per_img=MAX_DETECTIONS,
+        **masks,
+    )
+
+
+def _pool(side: int, patch_size: int) -> MultiScaleRoIAlign:
+    """Return a pooling whose boxes of 224 pixels are read from the grid of patches of 16."""
+    return MultiScaleRoIAlign(
+        list(_POOLED),
+        side,
+        sampling_ratio=0,
+        canonical_scale=14 * patch_size,
+        canonical_level=int(math.log2(patch_size)),
+    )

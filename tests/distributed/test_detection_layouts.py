@@ -1,0 +1,42 @@
+"""A step of detection in several layouts: draws of a sample do not depend on its process.
+
+One step alone: in later ones rounding exchanges proposals that score nearly the same.
+"""
+
+from typing import Any
+
+import pytest
+from coco_folder import write_coco_shards
+from layout_curves import TOLERANCE, largest_difference, make_config, with_layout
+from tiny import VIT, tiny
+
+from megavis.training.parity import train_briefly
+
+pytestmark = pytest.mark.once
+
+
+def test_layouts_match_one_process(run_job: Any, tmp_path_factory: Any) -> None:
+    folder = write_coco_shards(tmp_path_factory.mktemp("instances"), train=4, validation=2)
+    path = folder / "instances.yaml"
+    path.write_text(
+        tiny(
+            "{name: darl, patch_size: 8}",
+            shards=folder,
+            validates=True,
+            model=VIT,
+            data={"image_size": 64, "crop": "jittered", "flip": True},
+            training={"batch_size": 4, "micro_batch_size": 1, "validate_every": 1},
+            finetune={
+                "task": "instances", "num_classes": 3, "head_width": 8, "visibility": "full",
+                "detector": "cascade", "window": 4, "relative_positions": True, "drop_path": 0.2,
+            },
+        )
+    )  # fmt: skip
+    config = make_config(path, f"output={folder}")
+    (reference,) = run_job(train_briefly, 1, config, 1)
+    for stage in (2, 3):
+        curves = run_job(train_briefly, 2, with_layout(config, zero_stage=stage), 1)
+        assert largest_difference(curves, reference) <= TOLERANCE, stage
+    other = config.model_copy(update={"seed": 1})
+    (changed,) = run_job(train_briefly, 1, other, 1)
+    assert largest_difference([changed], reference) > 100 * TOLERANCE
