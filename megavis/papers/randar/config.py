@@ -14,34 +14,22 @@ the class, so that all rows attend to it with the score 0; here it is at a place
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megavis.config.schema import Fraction, Positive, RunConfig
+from megavis.config.schema import RunConfig
+from megavis.grammar.class_ids import ClassIdsConfig
 from megavis.grammar.grammar import Grammar
-from megavis.grammar.paper import PaperConfig, Renamed
-from megavis.grammar.words import Categorical, Ids, InitialWeights, Instruct, Labels, OneByOne
+from megavis.grammar.words import Categorical, InitialWeights, Instruct, Labels, OneByOne
 
 
-class RandARConfig(PaperConfig):
+class RandARConfig(ClassIdsConfig):
     """Config keys of RandAR."""
 
-    names: ClassVar[Mapping[str, str | Renamed]] = {"condition.dropout": "label_dropout"}
-
     name: Literal["randar"] = "randar"
-    patch_size: Positive = 16
-    """Side of the square of pixels that an id represents."""
     vocabulary_size: Annotated[int, Field(gt=1)] = 16_384
     """Entries of the tokenizer's codebook: 16,384 in LlamaGen's, 1,024 in MaskGIT's."""
-    tokenizer: str | None = None
-    """Run folder of the tokenizer, which encodes images and decodes samples; training on ids shards
-    needs none."""
-    num_classes: Positive = 1000
-    """Number of classes."""
-    label_dropout: Fraction = 0.1
-    """Probability of the null label in training; 0 disables guidance and features."""
     order: Literal["random", "raster"] = "random"
     """Order of the tokens: drawn for each image, or raster order, which the released code has for
     comparison."""
@@ -49,11 +37,7 @@ class RandARConfig(PaperConfig):
     def grammar(self, run: RunConfig) -> Grammar:
         """Return section 3 in words."""
         return Grammar(
-            reads=Ids(
-                patch_size=self.patch_size,
-                vocabulary_size=self.vocabulary_size,
-                tokenizer=self.tokenizer,
-            ),
+            reads=self.ids(),
             schedule=OneByOne(order=self.order),
             asks=Instruct(),
             density=Categorical(head_std=0.0),

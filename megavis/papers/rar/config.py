@@ -20,14 +20,14 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from megavis.config.schema import ConfigIssue, Fraction, Positive, RunConfig
+from megavis.config.schema import ConfigIssue, RunConfig
 from megavis.config.section import Portion
+from megavis.grammar.class_ids import ClassIdsConfig
 from megavis.grammar.grammar import Grammar
 from megavis.grammar.order import read_order
-from megavis.grammar.paper import PaperConfig, Renamed
+from megavis.grammar.paper import Renamed
 from megavis.grammar.words import (
     Categorical,
-    Ids,
     InitialWeights,
     Labels,
     OneByOne,
@@ -35,28 +35,19 @@ from megavis.grammar.words import (
 )
 
 
-class RARConfig(PaperConfig):
+class RARConfig(ClassIdsConfig):
     """Config keys of RAR."""
 
     names: ClassVar[Mapping[str, str | Renamed]] = {
+        **ClassIdsConfig.names,
         "schedule.anneal": "randomness",
         "asks.sink": "class_token",
-        "condition.dropout": "label_dropout",
         "condition.modulation": Renamed("adaptive_norms", "set it to none"),
     }
 
     name: Literal["rar"] = "rar"
-    patch_size: Positive = 16
-    """Side of the square of pixels that an id represents."""
     vocabulary_size: Annotated[int, Field(gt=1)] = 1024
     """Entries of the tokenizer's codebook, 1,024 in MaskGIT's VQGAN."""
-    tokenizer: str | None = None
-    """Run folder of the tokenizer, which encodes images and decodes samples; training on ids shards
-    needs none."""
-    num_classes: Positive = 1000
-    """Number of classes."""
-    label_dropout: Fraction = 0.1
-    """Probability of the null label in training; 0 disables guidance and features."""
     randomness: Annotated[tuple[Portion, Portion], Field(strict=False)] = (0.5, 0.75)
     """Parts of the training up to which all orders are random, and from which on none is; the share
     r falls linearly between them (equation 5). In the paper epochs 200 and 300 of 400; [0, 0]: no
@@ -81,11 +72,7 @@ class RARConfig(PaperConfig):
     def grammar(self, run: RunConfig) -> Grammar:
         """Return section 3 in words."""
         return Grammar(
-            reads=Ids(
-                patch_size=self.patch_size,
-                vocabulary_size=self.vocabulary_size,
-                tokenizer=self.tokenizer,
-            ),
+            reads=self.ids(),
             schedule=OneByOne(order=self.order, anneal=self.randomness),
             asks=Shift(place="both", sink=self.class_token),
             density=Categorical(bias=True),
