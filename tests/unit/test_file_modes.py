@@ -25,6 +25,7 @@ from megavis.cli import main
 from megavis.tokenizers import network_tokenizer
 config, shards, tokenizers, support = sys.argv[1:]
 sys.path.insert(0, support)
+from coco_folder import write_coco
 network_tokenizer.TOKENIZERS["small_codebook"] = "small_codebook:SmallCodebook"
 tried = set()
 
@@ -60,6 +61,8 @@ Path("names.txt").write_text("all\\n")
 for path in Path("scenes/images/train").iterdir():
     Image.new("L", (16, 16), 1).save(Path("semantic", path.name).with_suffix(".png"))
 make("maps semantic", "scenes/images/train semantic --classes names.txt --out classes")
+write_coco(Path("coco"), train=2, validation=1)
+make("maps instances", "coco/train2017 coco/annotations/instances_train2017.json --out objects")
 for verb in ("latents", "ids"):
     make(verb, f"crops/train --out {verb} --size 16 --batch-size 4"
         f" --tokenizer {tokenizers}/{verb}")
