@@ -13,7 +13,7 @@ Legend: n images of a unit, m of the reference, D features.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +31,8 @@ from megavis.config.errors import UserError
 from megavis.data.format.files import write_atomically, write_json
 
 MEASURED, LIKE = "measurements", "like"
+TABLE = np.dtype([("width", "<u4"), ("height", "<u4"), ("perceptual", "<u8")])
+"""What is kept of each image in memory."""
 _EXAMPLES = 5
 _EXCLUDED = "excluded"
 _UNLIKE = "unlike the pictures of --like"
@@ -110,19 +112,21 @@ def decide(
     columns, reasons = [], []
     for _, tar, index in measured_units(out / MEASURED):
         values = read_measurements(tar, index)
-        columns.append(values[["width", "height", "perceptual"]])
+        columns.append(np.empty(len(values), TABLE))
+        for name in TABLE.names or ():  # a view of several would keep all that was measured
+            columns[-1][name] = values[name]
         reasons.append(own_reasons(values, thresholds, excluded, likeness))
     reason = np.concatenate(reasons)
     reference = Reference.of(excluded, evaluation)
     close = drop_near(np.concatenate(columns), reason, thresholds, reference)
-    dropped, num_files = _write_lists(out, reason, close, reference)
+    dropped, examples, num_files = _write_lists(out, reason, close, reference)
     report = {
         "source": source.sha256,
         "description": source.description,
         "num_files": num_files,
-        "num_kept": num_files - sum(map(len, dropped.values())),
-        "dropped": {name: len(names) for name, names in dropped.items()},
-        "examples": {name: names[:_EXAMPLES] for name, names in dropped.items()},
+        "num_kept": num_files - sum(dropped.values()),
+        "dropped": dropped,
+        "examples": examples,
         "thresholds": asdict(thresholds),
         "excluded_hashes": len(excluded.sha256) + len(excluded.perceptual),
         "area_under_roc": likeness.area if likeness else None,
@@ -164,7 +168,7 @@ def drop_near(
     Of near-duplicates, the one with the most pixels is kept, the first of equal ones.
 
     Args:
-        table: structured `[n]`: width, height, perceptual.
+        table: `TABLE` `[n]`.
         reason: objects `[n]`, changed in place.
         thresholds: criteria.
         reference: images to exclude.
@@ -210,10 +214,11 @@ def _some_features(folder: Path, *, count: int) -> np.ndarray:
 
 def _write_lists(
     out: Path, reason: np.ndarray, close: np.ndarray, reference: Reference
-) -> tuple[dict[str, list[str]], int]:
-    """Write one list per unit; return the dropped names by reason, and the number of images."""
+) -> tuple[dict[str, int], dict[str, list[str]], int]:
+    """Write one list per unit; return counts and first names by reason, and how many images."""
     names = _names(out, close, reference)
-    dropped: dict[str, list[str]] = defaultdict(list)
+    dropped: Counter[str] = Counter()
+    examples: dict[str, list[str]] = defaultdict(list)
     start = num_files = 0
     for number, _, index in measured_units(out / MEASURED):
         lines = [{"name": name, "reason": why} for name, why in index.skipped]
@@ -223,12 +228,14 @@ def _write_lists(
                 line["close_to"] = names[int(close[start + place])]
             lines.append(line)
         for line in lines:
-            dropped[line["reason"]].append(line["name"])
+            dropped[line["reason"]] += 1
+            if len(examples[line["reason"]]) < _EXAMPLES:
+                examples[line["reason"]].append(line["name"])
         text = "".join(json.dumps(line) + "\n" for line in lines)
         write_atomically(out / dropped_name(number), text.encode())
         start += len(index)
         num_files += len(index) + len(index.skipped)
-    return dict(sorted(dropped.items())), num_files
+    return dict(sorted(dropped.items())), dict(sorted(examples.items())), num_files
 
 
 def _names(out: Path, close: np.ndarray, reference: Reference) -> dict[int, str]:

@@ -128,21 +128,24 @@ def write_memory_figure(path: Path, outcome: JobOutcome) -> bool:
 def write_report(
     path: Path, outcome: JobOutcome, *, finished: Sequence[str] = ()
 ) -> dict[str, list[str]]:
-    """Write the report of a job; return the names of rejected files by reason. Raises OSError.
+    """Write the report of a job; return names of rejected files by reason. Raises OSError.
+
+    Of each shard and reason there are at most a hundred.
 
     Values under `measured` differ between runs; all others depend only on the images. Of the failed
     shards, existing ones, `finished`, are excluded.
     """
     results = outcome.results
     skipped: dict[str, list[str]] = defaultdict(list)
-    for name, reason in sorted(entry for result in results for entry in result.skipped):
-        skipped[reason].append(name)
+    for result in results:
+        for reason, names in result.names.items():
+            skipped[reason] += names
     report: dict[str, Any] = {
         "num_files": sum(result.num_files for result in results),
         "num_samples": sum(
             entry.num_samples for result in results if (entry := result.shards[0]) is not None
         ),
-        "skipped": dict(sorted(skipped.items())),
+        "skipped": {reason: sorted(names) for reason, names in sorted(skipped.items())},
         "measured": {
             "seconds": round(outcome.seconds, 3),
             "peak_memory_bytes": outcome.peak_memory,
@@ -155,7 +158,7 @@ def write_report(
         report["unfinished"] = {"shards": shards, "reason": outcome.failure.reason}
         report["finished"] = list(finished)
     write_json(path, report)
-    return dict(sorted(skipped.items()))
+    return report["skipped"]
 
 
 def line_figure(

@@ -130,7 +130,7 @@ def _write_shards(
             say(f"slice {arguments.slice} is done; the folder is finished when all slices are")
             return 0
         outcome = _run(units, arguments, label="reading what is there")
-    skipped = write_report(arguments.out / REPORT_NAME, outcome)
+    names, skipped = write_report(arguments.out / REPORT_NAME, outcome), _skipped(outcome.results)
     write_memory_figure(arguments.out / MEMORY_NAME, outcome)
     for partial_report in arguments.out.glob("report-slice-*.json"):
         partial_report.unlink(missing_ok=True)
@@ -139,9 +139,17 @@ def _write_shards(
     if not any(any(result.shards) for result in outcome.results):
         raise UserError(_none_valid(source.root, skipped, arguments.out / REPORT_NAME))
     (finish or _write_manifests)(source, encoder, outcome.results, arguments)
-    for reason, names in skipped.items():
-        say(f"  skipped, {reason}: {len(names)} (the first: {names[0]})")
+    for reason, count in skipped.items():
+        say(f"  skipped, {reason}: {count} (the first: {names[reason][0]})")
     return 0
+
+
+def _skipped(results: Iterable[UnitResult]) -> dict[str, int]:
+    """Return the number of rejected files by reason."""
+    total: Counter[str] = Counter()
+    for result in results:
+        total.update(result.skipped)
+    return dict(sorted(total.items()))
 
 
 def is_finished(source: ImageSource, encoder: ShardEncoder, arguments: argparse.Namespace) -> bool:
@@ -171,14 +179,13 @@ def _units(source: ImageSource, encoder: ShardEncoder, arguments: argparse.Names
     )
 
 
-def _none_valid(root: Path | str, skipped: Mapping[str, Sequence[str]], report: Path) -> str:
+def _none_valid(root: Path | str, skipped: Mapping[str, int], report: Path) -> str:
     """Say that no file could be used, and why most could not."""
     text = f"no file of {root} is a valid image"
     if not skipped:
         return f"{text}; for reasons, see {report}"
-    reason, names = max(skipped.items(), key=lambda each: len(each[1]))
-    total = sum(map(len, skipped.values()))
-    return f"{text}: {reason} ({len(names)} of {total} files; see {report})"
+    reason, count = max(skipped.items(), key=lambda each: each[1])
+    return f"{text}: {reason} ({count} of {sum(skipped.values())} files; see {report})"
 
 
 def _report_path(arguments: argparse.Namespace, *, alone: bool) -> Path:
@@ -238,7 +245,7 @@ def _run(units: Sequence[Unit], arguments: argparse.Namespace, *, label: str) ->
             if isinstance(result, Failure):
                 outcome.failure = result
                 break
-            progress.fail(len(result.skipped))
+            progress.fail(sum(result.skipped.values()))
             outcome.results.append(result)
     outcome.seconds = progress.seconds
     there = sum(result.was_there for result in outcome.results)
@@ -281,12 +288,12 @@ def manifest_of(
 ) -> Manifest:
     """Return the manifest of the `number`-th folder of an encoder, from all its results."""
     shards = [entry for result in results if (entry := result.shards[number]) is not None]
-    skipped = Counter(reason for result in results for _, reason in result.skipped)
+    skipped = _skipped(results)
     return Manifest(
         format_version=FORMAT_VERSION,
         class_names=source.class_names,
         shards=tuple(sorted(shards, key=lambda entry: entry.name)),
-        skipped=dict(sorted(skipped.items())),
+        skipped=skipped,
         seed=seed,
         source=SourceIdentity(
             description=source.description,

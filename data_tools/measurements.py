@@ -3,10 +3,11 @@
 Measurements are stored as shards of 1 KB per image (suffix `msr`), so that measuring resumes, runs
 on many machines and is not repeated when a threshold changes.
 
-Near-duplicates by perceptual hash are an exact search in memory, for up to some ten million hashes.
-Two hashes of 64 bits that differ in at most t bits are equal in one of t + 1 bands ("Fast Search in
-Hamming Space with Multi-Index Hashing", Norouzi, Punjani and Fleet, section 3), so only pairs with
-an equal band are compared.
+Near-duplicates by perceptual hash are an exact search in memory. Two hashes of 64 bits that differ
+in at most t bits are equal in one of t + 1 bands ("Fast Search in Hamming Space with Multi-Index
+Hashing", Norouzi, Punjani and Fleet, section 3), and in k of t + k, so only pairs that are equal in
+some k bands are compared. More bands are more sorts and fewer comparisons, which is what many
+hashes need.
 
 Features of a trained network may replace colour and texture. `filter` is the only data tool that
 opens a run of any paper; all others need only tokenizers.
@@ -18,6 +19,7 @@ import functools
 import hashlib
 import importlib.util
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -189,6 +191,9 @@ def read_measurements(tar: Path, index: ShardIndex) -> np.ndarray:
 
 MAX_DISTANCE = 10  # beyond it bands are so narrow that most pairs share one
 _BITS = 64
+_SORT = 30
+"""What sorting a hash costs, in comparisons of two."""
+_PAIRS_AT_ONCE = 1 << 20  # as Python's numbers
 
 
 def close_pairs(hashes: np.ndarray, *, distance: int) -> np.ndarray:
@@ -197,19 +202,40 @@ def close_pairs(hashes: np.ndarray, *, distance: int) -> np.ndarray:
     The result is int64 `[m, 2]`: sorted pairs of indices i < j.
     """
     found = [np.empty((0, 2), np.int64)]
-    edges = np.linspace(0, _BITS, distance + 2).round().astype(int).tolist()
-    for low, high in itertools.pairwise(edges):
-        band = (hashes >> np.uint64(low)) & np.uint64((1 << (high - low)) - 1)
-        order = np.argsort(band, kind="stable")
-        found += _pairs_of_band(band[order], hashes[order], order, distance)
-    pairs = np.sort(np.concatenate(found), axis=1)
-    return np.unique(pairs, axis=0)
+    masks = [np.uint64(mask) for mask in band_masks(len(hashes), distance=distance)]
+    for number, mask in enumerate(masks):
+        masked = hashes & mask
+        order = np.argsort(masked)
+        for pairs in _pairs_of_band(masked[order], hashes[order], order, distance):
+            differ = hashes[pairs[:, 0]] ^ hashes[pairs[:, 1]]
+            new = np.ones(len(pairs), bool)
+            for earlier in masks[:number]:  # which has found what is equal there
+                new &= (differ & earlier) != 0
+            found.append(np.sort(pairs[new], axis=1))
+    pairs = np.concatenate(found)
+    return pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]
+
+
+def band_masks(count: int, *, distance: int) -> list[int]:
+    """Return masks of 64 bits, in one of which any two hashes of at most `distance` are equal.
+
+    There are as many bands as make the search among `count` evenly distributed hashes the shortest.
+    """
+
+    def comparisons(bands: int) -> float:
+        equal_bits = _BITS * (bands - distance) / bands
+        return math.comb(bands, distance) * (_SORT + count / 2 ** (equal_bits + 1))
+
+    num_bands = min(range(distance + 1, distance + 6), key=comparisons)
+    edges = np.linspace(0, _BITS, num_bands + 1).round().astype(int).tolist()
+    bands = [(1 << high) - (1 << low) for low, high in itertools.pairwise(edges)]
+    return [sum(chosen) for chosen in itertools.combinations(bands, num_bands - distance)]
 
 
 def _pairs_of_band(
     band: np.ndarray, hashes: np.ndarray, order: np.ndarray, distance: int
 ) -> list[np.ndarray]:
-    """Compare each hash with the following ones of the same band, at increasing distance."""
+    """Compare each hash with the following ones of equal bands, at increasing distance."""
     found: list[np.ndarray] = []
     first = np.arange(len(band))
     for step in itertools.count(1):
@@ -236,11 +262,15 @@ def find_duplicates(hashes: np.ndarray, *, distance: int, num_fixed: int = 0) ->
     # copy, since the others share its result.
     _, places, inverse = np.unique(hashes, return_index=True, return_inverse=True)
     first_of = places[inverse]
+    del inverse  # each takes gigabytes
     firsts = np.sort(places)
+    del places
     pairs = firsts[close_pairs(hashes[firsts], distance=distance)]
-    for i, j in pairs[np.lexsort((pairs[:, 0], pairs[:, 1]))].tolist():
-        if j >= num_fixed and duplicate_of[j] < 0 and duplicate_of[i] < 0:
-            duplicate_of[j] = i
+    pairs = pairs[np.lexsort((pairs[:, 0], pairs[:, 1]))]
+    for start in range(0, len(pairs), _PAIRS_AT_ONCE):
+        for i, j in pairs[start : start + _PAIRS_AT_ONCE].tolist():
+            if j >= num_fixed and duplicate_of[j] < 0 and duplicate_of[i] < 0:
+                duplicate_of[j] = i
     copies = np.flatnonzero((first_of != np.arange(len(hashes))) & (duplicate_of < 0))
     copies = copies[copies >= num_fixed]
     kept = duplicate_of[first_of[copies]] < 0

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -28,6 +28,9 @@ from megavis.data.format.shards import ShardIndex, ShardWriter, index_path, open
 # Result of an encoder for one image: for each of its folders the payloads of the image's samples
 # (one, or several crops), or the reason why the image is rejected.
 Encoded = Sequence[Sequence[bytes]] | RefusedImageError
+
+# Of millions of rejected files, the process that collects the results keeps a part.
+_MOST_NAMES = 100
 
 
 class ShardEncoder(Protocol):
@@ -105,7 +108,8 @@ class UnitResult:
     Attributes:
         num_files: number of source files that it read.
         shards: one entry per folder; None if every file was rejected.
-        skipped: `(name, reason)` of each rejected file.
+        skipped: number of rejected files by reason.
+        names: names of these, at most 100 for each reason; all are in the shard's JSON index.
         was_there: whether it was finished before.
         peak_memory: peak memory so far of the process that ran it, in bytes.
         unread: number of members of its tar that were not read, by suffix.
@@ -113,7 +117,8 @@ class UnitResult:
 
     num_files: int
     shards: tuple[ShardEntry | None, ...]
-    skipped: tuple[tuple[str, str], ...]
+    skipped: Mapping[str, int]
+    names: Mapping[str, Sequence[str]]
     was_there: bool
     peak_memory: int = 0
     unread: Mapping[str, int] = field(default_factory=dict)
@@ -247,11 +252,15 @@ def _batches(pictures: Iterator[SourceImage], size: int) -> Iterator[list[Source
 
 def _result(unit: Unit, indexes: list[ShardIndex], *, was_there: bool) -> UnitResult:
     first = indexes[0]
-    skipped = tuple((name, reason) for name, reason in first.skipped)
+    names: dict[str, list[str]] = defaultdict(list)
+    for name, reason in first.skipped:
+        if len(names[reason]) < _MOST_NAMES:
+            names[reason].append(name)
     return UnitResult(
-        num_files=len(set(first.sources)) + len(skipped),
+        num_files=len(set(first.sources)) + len(first.skipped),
         shards=tuple(map(_entry, unit.paths, indexes)),
-        skipped=skipped,
+        skipped=dict(Counter(reason for _, reason in first.skipped)),
+        names=dict(names),
         was_there=was_there,
         peak_memory=peak_memory(),
         unread=first.unread,

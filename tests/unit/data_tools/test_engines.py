@@ -66,6 +66,7 @@ def test_shared_memory_that_cannot_be_written(number, command, tmp_path, capsys,
     def refuse(*_):
         raise OSError(number, os.strerror(number))
 
+    importlib.import_module("multiprocessing.synchronize")  # it needs what is replaced here
     monkeypatch.setattr("_multiprocessing.SemLock", refuse)
     assert main([*command[0], "--out", str(tmp_path / "out"), "--workers", "2"]) == 2
     error = capsys.readouterr().err

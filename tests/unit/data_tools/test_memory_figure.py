@@ -15,12 +15,12 @@ MEBIBYTE = 2**20
 
 def outcome(peaks, *, images=1000):
     """A job whose shards of `images` images ended at these memory peaks in MiB."""
-    return JobOutcome([UnitResult(images, (), (), False, peak * MEBIBYTE) for peak in peaks])
+    return JobOutcome([UnitResult(images, (), {}, {}, False, peak * MEBIBYTE) for peak in peaks])
 
 
 def test_memory_course_is_a_running_maximum():
     job = outcome([20, 50, 40], images=10)
-    job.results.insert(1, UnitResult(10, (), (), True, 90 * MEBIBYTE))
+    job.results.insert(1, UnitResult(10, (), {}, {}, True, 90 * MEBIBYTE))
     assert job.memory_course() == [(10, 20 * MEBIBYTE), (20, 50 * MEBIBYTE), (30, 50 * MEBIBYTE)]
     thinned = outcome(range(1, 1001)).memory_course(points=10)
     assert len(thinned) == 10

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from data_tools.measurements import close_pairs, find_duplicates
+from data_tools import measurements
+from data_tools.measurements import band_masks, close_pairs, find_duplicates
 
 pytestmark = pytest.mark.once
 
@@ -23,8 +24,12 @@ def bits_apart(one, two):
     return (int(one) ^ int(two)).bit_count()
 
 
+@pytest.mark.parametrize("count", [300, 10**6, 10**8])
 @pytest.mark.parametrize("distance", [0, 1, 4, 10])
-def test_pairs_match_brute_force(distance):
+def test_pairs_match_brute_force(distance, count, monkeypatch):
+    """By the bands that so many hashes would be searched with."""
+    masks = band_masks(count, distance=distance)
+    monkeypatch.setattr(measurements, "band_masks", lambda *_, **__: masks)
     hashes = clustered_hashes(300)
     expected = [
         [i, j]
@@ -34,6 +39,14 @@ def test_pairs_match_brute_force(distance):
     ]
     assert len(expected) > 2
     assert close_pairs(hashes, distance=distance).tolist() == expected
+
+
+def test_more_hashes_are_searched_by_more_bits():
+    """Few are equal in all bits of a mask by chance, which is what takes time."""
+    for count in (10**6, 10**7, 10**8, 10**9):
+        masks = band_masks(count, distance=4)
+        assert max(count / 2 ** mask.bit_count() for mask in masks) < 200, count
+        assert len(masks) < 100
 
 
 @pytest.mark.parametrize("num_fixed", [0, 40])

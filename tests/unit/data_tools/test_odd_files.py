@@ -163,3 +163,17 @@ def test_three_thousand_classes(tmp_path, capsys):
         for name, label in zip(index["sources"], index["labels"], strict=True)
     }
     assert labels == {number: number for number in range(3000)}
+
+
+def test_of_many_rejected_files_the_report_names_some(tmp_path):
+    """The indexes of the shards name all: a hundred million images may have millions."""
+    files = {f"{number:03d}.jpg": b"" for number in range(150)}
+    write_folder(tmp_path / "set", files | {"good.jpg": small_jpeg(0)})
+    out = tmp_path / "out"
+    assert main(["jpeg", str(tmp_path / "set"), "--out", str(out)]) == 0
+    assert Manifest.read(out).skipped == {"zero bytes": 150}
+    report = json.loads((out / "report.json").read_text())
+    index = json.loads((out / "shard-000000.index.json").read_text())
+    assert len(report["skipped"]["zero bytes"]) == 100
+    assert {name for name, _ in index["skipped"]} == set(files)
+    assert report["num_files"] == 151
