@@ -216,17 +216,21 @@ def close_pairs(hashes: np.ndarray, *, distance: int) -> np.ndarray:
     return pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]
 
 
+def search_cost(count: int, num_bands: int, *, distance: int) -> float:
+    """Return the comparisons for each of `count` evenly distributed hashes, sorts among them."""
+    equal_bits = _BITS * (num_bands - distance) / num_bands
+    return math.comb(num_bands, distance) * (_SORT + count / 2 ** (equal_bits + 1))
+
+
+def best_bands(count: int, *, distance: int) -> int:
+    """Return the number of bands with which the search among `count` hashes is the shortest."""
+    choices = range(distance + 1, distance + 6)
+    return min(choices, key=lambda bands: search_cost(count, bands, distance=distance))
+
+
 def band_masks(count: int, *, distance: int) -> list[int]:
-    """Return masks of 64 bits, in one of which any two hashes of at most `distance` are equal.
-
-    There are as many bands as make the search among `count` evenly distributed hashes the shortest.
-    """
-
-    def comparisons(bands: int) -> float:
-        equal_bits = _BITS * (bands - distance) / bands
-        return math.comb(bands, distance) * (_SORT + count / 2 ** (equal_bits + 1))
-
-    num_bands = min(range(distance + 1, distance + 6), key=comparisons)
+    """Return masks of 64 bits, in one of which any two hashes of at most `distance` are equal."""
+    num_bands = best_bands(count, distance=distance)
     edges = np.linspace(0, _BITS, num_bands + 1).round().astype(int).tolist()
     bands = [(1 << high) - (1 << low) for low, high in itertools.pairwise(edges)]
     return [sum(chosen) for chosen in itertools.combinations(bands, num_bands - distance)]

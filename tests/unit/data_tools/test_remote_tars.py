@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import s3fs
 from image_files import tree
 from image_sources import small_jpeg, tar_bytes, web_members, write_tar
 from object_store import BUSY, DENIED, open_store
@@ -37,7 +38,9 @@ def web(tmp_path_factory):
 def server(web):
     with open_store(web.parent / "moto.log") as store:
         store.upload(web, "web")
+        s3fs.S3FileSystem.clear_instance_cache()  # one that knows the server of other tests
         yield store
+    s3fs.S3FileSystem.clear_instance_cache()
 
 
 @pytest.fixture
