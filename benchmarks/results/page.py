@@ -16,6 +16,7 @@ from typing import TypeVar
 from benchmarks.results.driver import TIMES
 from benchmarks.results.tasks import HELD_OUT, TEST, DataSet, Method, Study
 from megavis.config.errors import UserError
+from megavis.evaluation.images.results import ReconstructionResult, SamplesResult
 from megavis.evaluation.result_files import Result
 from megavis.evaluation.results import (
     ClassAccuracy,
@@ -67,6 +68,7 @@ def write_page(study: Study, folder: Path, page: Path | None) -> list[Path]:
             "cifar10": [*_classes(study, "cifar10", folder), *_pictures(study, folder, path)],
             "mnist": [*_likelihoods(study, folder)],
             "digits": [*_classes(study, "digits", folder)],
+            "generated": [*_generated(study, folder, path)],
         }
         marked = {
             name: "\n".join([_mark(name), *lines, _end(name)]) for name, lines in parts.items()
@@ -100,7 +102,7 @@ def _replaced(text: str, name: str, part: str, path: Path) -> str:
 
 def _classes(study: Study, data: DataSet, folder: Path) -> Iterator[str]:
     """Yield a table of accuracies, a row for each method with a result."""
-    methods = [method for method in study.methods if method.data == data]
+    methods = [each for each in study.methods if each.data == data and not each.tokenizer]
     names = dict.fromkeys(method.name for method in methods)
     rows = {
         name: _row([each for each in methods if each.name == name], folder, study) for name in names
@@ -200,6 +202,63 @@ def _minutes(folder: Path, run: Path) -> float:
     return sum(each["processor_seconds"] for each in times if each["done"] == str(run)) / 60
 
 
+def _generated(study: Study, folder: Path, page: Path) -> Iterator[str]:
+    """Yield distances of generated and of held-out images from training images, and pictures."""
+    for method in (method for method in study.methods if method.tokenizer):
+        if not (folder / method.last_result).exists():
+            yield from _missing([method.name])
+            continue
+        vae, run = method.runs
+        held_out = SamplesResult.read(folder / vae / "evaluation/held_out.json")
+        samples = SamplesResult.read(folder / method.last_result)
+        decoded = ReconstructionResult.read(folder / vae / "evaluation/reconstruction.json")
+        yield from _facts(folder, [method])
+        assert samples.reference.num_images is not None
+        title = f"{samples.title} to {samples.reference.num_images:,} training images"
+        head = ["", "images seen", "CPU minutes", "images", title, "precision", "recall"]
+        seen = " + ".join(f"{number:,}" for number in study.seen(method))
+        minutes = " + ".join(f"{_minutes(folder, each):.0f}" for each in method.runs)
+        yield from _table(
+            [
+                head,
+                ["held-out images", "", "", *_distances(held_out)],
+                [f"{method.name}, VAE + model", seen, minutes, *_distances(samples)],
+            ]
+        )
+        assert decoded.distance is not None
+        yield (
+            f"\nHeld-out images decoded by the VAE: {decoded.psnr:.1f} dB, SSIM {decoded.ssim:.2f};"
+            f" distance to their originals {decoded.distance.frechet_distance:.1f}."
+        )
+        for picture, text in (
+            (vae / "evaluation/reconstructions.png", "held-out images, and decoded by the VAE"),
+            (run / "evaluation/classes.png", "generated, a row for each class"),
+        ):
+            yield from _picture(folder / picture, page, f"{method.name}: {text}")
+
+
+def _distances(result: SamplesResult) -> list[str]:
+    """Return the cells of a comparison with training images, by a network that is not Inception."""
+    numbers = (result.frechet_distance, result.precision, result.recall)
+    distance, precision, recall = (0.0 if number is None else number for number in numbers)
+    return [
+        f"{result.samples.num_images:,}",
+        f"{distance:.1f}",
+        f"{precision:.2f}",
+        f"{recall:.2f}",
+    ]
+
+
+def _picture(drawn: Path, page: Path, text: str) -> Iterator[str]:
+    """Yield a picture's lines; copy it next to the page."""
+    target = page.parent / _PICTURES
+    target.mkdir(parents=True, exist_ok=True)
+    name = f"{drawn.parents[1].name}_{drawn.name}"
+    shutil.copyfile(drawn, target / name)
+    yield f"\n![{text}]({_PICTURES}/{name})"
+    yield f"\n{text}."
+
+
 def _facts(folder: Path, methods: Sequence[Method]) -> Iterator[str]:
     """Yield machine, versions, days and commits of the runs that have a result."""
     folders = [run for method in methods for run in method.runs]
@@ -232,11 +291,9 @@ def _pictures(study: Study, folder: Path, page: Path) -> Iterator[str]:
             else None
         )
         if drawn is not None and drawn.exists():
-            name = f"{method.pretrained.name}_{method.figure}.png"
-            target.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(drawn, target / name)
-            yield f"\n![{method.name}: {method.figure}]({_PICTURES}/{name})"
-            yield f"\n{method.name}: `megavis figure {method.figure}` on held-out images."
+            yield from _picture(
+                drawn, page, f"{method.name}: `megavis figure {method.figure}` on held-out images"
+            )
 
 
 def _draw_depth(methods: Sequence[Method], folder: Path, path: Path) -> bool:

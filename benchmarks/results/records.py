@@ -54,8 +54,7 @@ class Records:
 
 
 def _is_finished(study: Study, method: Method, folder: Path) -> bool:
-    name = "finetune_test.json" if method.finetune else "likelihood.json"
-    if not (folder / method.runs[-1] / "evaluation" / name).exists():
+    if not (folder / method.last_result).exists():
         return False
     steps = [task.steps for task in study.trainings(method) if task.steps]
     return steps == [_last_step(folder / run) for run in method.runs]

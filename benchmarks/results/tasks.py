@@ -65,6 +65,7 @@ class Method:
     Attributes:
         name: of the row in the table of its data.
         data: which it is trained on.
+        tokenizer: words of the config of the VAE whose latents are generated; empty for others.
         pretrain: words of the config to pre-train; empty to train from scratch.
         finetune: words of the config to fine-tune; empty for a likelihood.
         is_long: whether training from scratch is as long as pre-training and fine-tuning.
@@ -73,6 +74,7 @@ class Method:
 
     name: str
     data: DataSet
+    tokenizer: tuple[str, ...] = ()
     pretrain: tuple[str, ...] = ()
     finetune: tuple[str, ...] = ()
     is_long: bool = False
@@ -97,7 +99,14 @@ class Method:
     @property
     def runs(self) -> list[Path]:
         """Run folders of its trainings, in order."""
-        return [Path(config_of(words).folder) for words in (self.pretrain, self.finetune) if words]
+        configs = (self.tokenizer, self.pretrain, self.finetune)
+        return [Path(config_of(words).folder) for words in configs if words]
+
+    @property
+    def last_result(self) -> Path:
+        """File that exists once all has been trained, and the last run evaluated."""
+        name = "finetune_test" if self.finetune else "samples" if self.tokenizer else "likelihood"
+        return self.runs[-1] / f"evaluation/{name}.json"
 
 
 def config_of(words: Sequence[str]) -> RunConfig:
@@ -112,12 +121,14 @@ class Study:
     Attributes:
         images: seen in `pretraining` and `finetuning`, by data set.
         probe: training images for probes, `held_out` and `test`.
+        generated: images of which Fréchet distances are, and training images of the reference.
         methods: in the order in which they run.
         small: whether every command runs, on few images.
     """
 
     images: Mapping[str, Mapping[str, int]]
     probe: Mapping[str, int]
+    generated: tuple[int, int]
     methods: tuple[Method, ...]
     small: bool
 
@@ -144,11 +155,16 @@ class Study:
         if probe is not None:
             probes["test"] = probe
         methods = [method for entry in tree["methods"] for method in _methods(entry)]
-        return cls(numbers, probes, tuple(methods), small)
+        generated = tree["small_generated" if small else "generated"]
+        return cls(
+            numbers, probes, (generated["images"], generated["reference"]), tuple(methods), small
+        )
 
     def seen(self, method: Method) -> tuple[int, ...]:
         """Return the images that each of a method's trainings sees."""
         numbers = self.images[method.data]
+        if method.tokenizer:
+            return numbers["tokenizer"], numbers["latents"]
         if method.is_long:
             return (numbers["pretraining"] + numbers["finetuning"],)
         kinds = {"pretraining": method.pretrain, "finetuning": method.finetune}
@@ -157,6 +173,9 @@ class Study:
     def trainings(self, method: Method) -> Iterator[Task]:
         """Yield what trains and chooses, which reads no test images with classes."""
         seen = list(self.seen(method))
+        if method.tokenizer:
+            yield from self._generation(method)
+            return
         if method.pretrain:
             yield self._training("train", method.pretrain, seen.pop(0))
         if method.pretrain and method.data == "cifar10":
@@ -169,7 +188,9 @@ class Study:
             yield Task((*words, "--num-images", "8" if self.small else "64"), path)
 
     def tests(self, method: Method) -> Iterator[Task]:
-        """Yield what evaluates on test images."""
+        """Yield what evaluates on test images; nothing for generated ones."""
+        if method.tokenizer:
+            return
         images = f"shards/{method.reads}/test"
         if not method.finetune:
             words = ["megavis", "likelihood", str(method.pretrained), "--images", images]
@@ -180,6 +201,40 @@ class Study:
             yield self._probe(method, "test")
         words = ["megavis", "ensemble", str(method.finetuned), "--images", images]
         yield Task((*words, "--json", str(method.finetuned / TEST)), method.finetuned / TEST)
+
+    def _generation(self, method: Method) -> Iterator[Task]:
+        """Yield a VAE, a model of its latents, and the distance of samples from training images."""
+        (vae, run), (tokens, latents) = method.runs, self.seen(method)
+        train, held_out = "shards/cifar10/train", "shards/cifar10/selection"
+        training = train + "_features.npz"
+        count, reference = (str(number) for number in self.generated)
+        network = ("--network", "efficientnet-lite0")
+        yield self._training("train", method.tokenizer, tokens)
+        words: tuple[str, ...]
+        words = ("evaluate", "reconstruction", str(vae), "--images", held_out)
+        words += ("--num-images", count, *network)
+        yield _evaluation(words, vae / "evaluation/reconstruction.json")
+        path = vae / "evaluation/reconstructions.png"
+        words = ("sample", str(vae), "--images", held_out, "--num-images", "10")
+        yield _evaluation((*words, "--out", str(path)), path)
+        words = ("evaluate", "statistics", train, "--num-images", reference, *network)
+        yield _evaluation((*words, "--out", training), Path(training))
+        path = vae / "evaluation/held_out.json"
+        words = ("evaluate", "samples", held_out, "--reference", training, "--num-images", count)
+        yield _evaluation((*words, *network, "--out", str(path)), path)
+        for part in (train, held_out):
+            out = f"shards/{method.reads}/{Path(part).name}"
+            words = ("latents", part, "--tokenizer", str(vae), "--size", "32", "--out", out)
+            yield Task.data(words, Path(out) / "manifest.json")
+        yield self._training("train", method.pretrain, latents)
+        path = run / "evaluation/classes.png"
+        words = ("sample", str(run), "--classes", "0,1,2,3,4,5,6,7,8,9", "--out", str(path))
+        yield _evaluation(words, path)
+        images = run / "samples/images.npz"
+        words = ("sample", str(run), "--num-images", count, "--npz", str(images))
+        yield _evaluation(words, images)
+        words = ("evaluate", "samples", str(run), "--reference", training, *network)
+        yield _evaluation(words, run / "evaluation/samples.json")
 
     def _training(self, command: str, config: Sequence[str], images: int) -> Task:
         """Return a training whose warm-up is at most a tenth of it."""
@@ -205,10 +260,15 @@ class Study:
         return Task((*words, "--out", str(out)), out)
 
 
+def _evaluation(words: Sequence[str], done: Path) -> Task:
+    return Task(("megavis", *words), done)
+
+
 def _methods(entry: Mapping[str, Any]) -> Iterator[Method]:
     """Yield an entry of `study.yaml` for each of its seeds; the runs of all but 0 end in theirs."""
     pretrain = shlex.split(entry.get("pretrain", ""))
     finetune = shlex.split(entry.get("finetune", ""))
+    tokenizer = tuple(shlex.split(entry.get("tokenizer", "")))
     for seed in range(entry.get("seeds", 1)):
         before, after = list(pretrain), list(finetune)
         if seed:
@@ -219,6 +279,7 @@ def _methods(entry: Mapping[str, Any]) -> Iterator[Method]:
         yield Method(
             entry["method"],
             entry["data"],
+            tokenizer,
             tuple(before),
             tuple(after),
             entry.get("length") == "both",

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_together(args: argparse.Namespace, *, reads_images: bool) -> None:
+def check_together(args: argparse.Namespace, *, reads_images: bool) -> None:
     """Reject options that do not apply together; `reads_images`: images are made from images."""
     classes, shown = ("--classes", "--per-class", "--then-classes"), ("--moments", "--show-rounds")
     if args.npz is not None:
@@ -101,7 +101,7 @@ def _draw(opened: Run, args: argparse.Namespace) -> Any:
     names = paper.condition.names
     if paper.schedule.needs_given and args.npz is None and not args.moments:
         args.prefix = args.prefix or paper.default_share
-    _check_together(args, reads_images="image" in names)
+    check_together(args, reads_images="image" in names)
     if args.npz is not None:
         return write_samples(opened, args)
     options = chosen_options(args)

@@ -36,6 +36,20 @@ def made_probe(best, untrained, pixels, *, layer=1, **changes):
     )
 
 
+def made_samples(distance, num_images):
+    """Return a comparison of images with real ones by a network that is not Inception."""
+    result = made("samples.json", fid=None, sfid=None, inception_score=None)
+    images = dataclasses.replace(result.samples, num_images=num_images)
+    changes = {"samples": images, "reference": images, "precision": 0.5, "recall": 0.25}
+    return dataclasses.replace(result, frechet_distance=distance, **changes)
+
+
+def made_reconstruction(psnr, ssim, distance):
+    """Return a comparison of images with what a tokenizer makes of them."""
+    result = made("reconstruction.json", psnr=psnr, ssim=ssim)
+    return dataclasses.replace(result, distance=made_samples(distance, result.images))
+
+
 def made_classes(top1, num_images=40):
     """Return the result of fine-tuning on test images."""
     found = made("finetune_test.json")

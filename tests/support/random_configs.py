@@ -111,8 +111,8 @@ def check_messages(name, count, seed=0):
 def take_steps_of_accepted(build_paper, name, count, seed):
     """Build random configs that are accepted, and train each by a step; count those that trained.
 
-    Wide ones are left out. Those that read or predict through a run, which does not exist, are built
-    alone.
+    Wide ones are left out. Those that read or predict through a run, which does not exist, are
+    built alone.
     """
     numbers, built, trained = random.Random(seed), 0, 0
     while built < count:

@@ -11,7 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
-from made_results import made, made_classes, made_probe, write_results
+from made_results import (
+    made,
+    made_classes,
+    made_probe,
+    made_reconstruction,
+    made_samples,
+    write_results,
+)
 
 from benchmarks.results import driver, page
 from benchmarks.results.__main__ import main, parser
@@ -186,7 +193,7 @@ def test_networks_and_images_are_equal():
     made = study(pretraining=1280, finetuning=640)
     networks, images = set(), {}
     for method in made.methods:
-        if method.data != "cifar10":
+        if method.data != "cifar10" or method.tokenizer:
             continue
         for words in filter(None, (method.pretrain, method.finetune)):
             model = config_of(words).model
@@ -352,6 +359,25 @@ def test_test_images_have_columns_of_their_own(tmp_path):
     assert rows_of(written.read_text())["raw pixels"][5] == "36.0 %"
 
 
+def test_generated_images_are_compared_with_held_out_ones(tmp_path):
+    write_run(tmp_path, "results_vae", reconstruction=made_reconstruction(21.5, 0.8, 30.25))
+    write_results(tmp_path / "runs/results_vae", held_out=made_samples(12.5, 2000))
+    write_run(tmp_path, "results_givt")
+    found = study(tokenizer=1600, latents=3200)
+    (written,) = page.write_page(found, tmp_path, None)
+    assert "Not finished yet: GIVT." in written.read_text()
+    write_results(tmp_path / "runs/results_givt", samples=made_samples(80.125, 1000))
+    for run, name in (("results_vae", "reconstructions"), ("results_givt", "classes")):
+        (tmp_path / f"runs/{run}/evaluation/{name}.png").touch()
+    page.write_page(found, tmp_path, None)
+    text = written.read_text().partition("<!-- generated -->")[2]
+    rows = rows_of(text)
+    assert rows["held-out images"] == ["", "", "2,000", "12.5", "0.50", "0.25"]
+    assert rows["GIVT, VAE + model"] == ["1,600 + 3,200", "2 + 2", "1,000", "80.1", "0.50", "0.25"]
+    assert "21.5 dB, SSIM 0.80; distance to their originals 30.2." in text
+    assert (tmp_path / "images/results/results_givt_classes.png").exists()
+
+
 def test_results_of_another_form_are_refused(tmp_path):
     write_run(tmp_path, "results_mae", held_out=made_probe(0.4, 0.3, 0.35))
     path = tmp_path / "runs/results_mae/evaluation/held_out.json"
@@ -419,7 +445,8 @@ def test_parts_of_a_page_are_replaced(tmp_path):
     own.write_text("before\n<!-- cifar10 -->\nold\n<!-- end of cifar10 -->\nafter\n")
     with pytest.raises(UserError, match="must have '<!-- mnist -->' and '<!-- end of mnist -->'"):
         page.write_page(study(), tmp_path, own)
-    marks = [f"<!-- {name} --><!-- end of {name} -->\n" for name in ("mnist", "digits")]
+    names = ("mnist", "digits", "generated")
+    marks = [f"<!-- {name} --><!-- end of {name} -->\n" for name in names]
     own.write_text(own.read_text() + "".join(marks))
     write_run(tmp_path, "results_mae", held_out=made_probe(0.4, 0.3, 0.35))
     page.write_page(study(), tmp_path, own)

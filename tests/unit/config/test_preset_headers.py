@@ -13,7 +13,9 @@ from preset_headers import CONFIGS, ROOT, commands_of, header_of, overrides_in_p
 
 from data_tools.__main__ import build_parser
 from megavis.cli import COMMANDS, read_arguments
+from megavis.commands.sample import check_together
 from megavis.config.load import load_config
+from megavis.grammar.paper import PaperConfig
 
 pytestmark = pytest.mark.once
 
@@ -61,6 +63,22 @@ def test_commands_have_valid_options(command):
     for word in words:
         if word.startswith("launch/"):
             assert (ROOT / word).exists()
+
+
+SAMPLES = [each for each in EVERY if each.words[:2] == ["megavis", "sample"]]
+
+
+@pytest.mark.parametrize("command", SAMPLES, ids=str)
+def test_options_of_sampling_apply_together(command):
+    args = read_arguments(command.words[1:])
+    known = {str(load_config(path).config.folder): path for path in CONFIGS}
+    objective = load_config(known[str(args.run_folder)]).config.objective
+    if not isinstance(objective, PaperConfig):
+        return  # reconstructs images
+    grammar = objective.grammar(load_config(known[str(args.run_folder)]).config)
+    if grammar.schedule.kind == "groups" and args.classes is None:
+        args.prefix = args.prefix or "half"
+    check_together(args, reads_images=grammar.memory is not None)
 
 
 @pytest.mark.parametrize("command", [each for each in EVERY if each.loads], ids=str)

@@ -19,7 +19,8 @@ from megavis.tokenizers.patches import standardize
 from megavis.weights.aim import aim_table
 from megavis.weights.tables import read_table
 
-pytestmark = pytest.mark.once
+# Loading a run opens a job unless one is open.
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("context")]
 
 WIDTH, HEADS, LAYERS, CLASSES = 32, 4, 3, 5
 HEAD = "{num_layers: 2, hidden_size: 24}"
