@@ -51,6 +51,33 @@ ADE20K = {
     "finetune.auxiliary_weight": 0.4,
     "finetune.layer_decay": 0.65,
 }
+# COCO 2017: 1024², flips, objects of 80 classes; images beyond the square's end are padded.
+COCO = {
+    "data.train": "shards/coco_instances/train",
+    "data.validation": "shards/coco_instances/validation",
+    "data.image_size": 1024,
+    "data.crop": "jittered",
+    "data.flip": True,
+    "data.color_distortion": False,
+    "training.batch_size": 64,
+    "schedule.decay": "cosine",
+    "optimizer.betas": (0.9, 0.999),
+    "model.position_scale": 14 / 64,
+    "finetune.task": "instances",
+    "finetune.num_classes": 80,
+    "finetune.window": 16,
+}
+# "Benchmarking Detection Transfer Learning" in MIMDet's configs; 100 epochs are 184,375 steps.
+BENCHMARKING = {
+    **COCO,
+    "data.jitter": (0.1, 2.0),
+    "optimizer.learning_rate": 1.6e-4,
+    "optimizer.weight_decay": 0.2,
+    "schedule.warmup_steps": 461,
+    "finetune.detector": "mask",
+    "finetune.relative_positions": True,
+    "finetune.layer_decay": 1.0,
+}
 DURATIONS = {"epochs": "training.steps", "warmup_epochs": "schedule.warmup_steps"}
 
 

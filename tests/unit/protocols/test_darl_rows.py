@@ -1,7 +1,7 @@
 """What DARL's presets train on, row by row: "Denoising Autoregressive Representation Learning"."""
 
 import pytest
-from protocols import IMAGENET, IMAGENET_LABELS, contradictions
+from protocols import COCO, IMAGENET, IMAGENET_LABELS, contradictions
 
 pytestmark = pytest.mark.once
 
@@ -270,6 +270,26 @@ SAMPLES = {
 }
 for item in ("Figure 7", "Figure 15"):
     ROWS[f"{item}: darl_vit_l8_64_diff"] = [pre("l16", "diff", 800, **SAMPLES)]
+# Table 11; windows and global blocks are ViTDet's (appendix A.3 names it).
+DETECT = {
+    **COCO,
+    **L16,
+    **DIFF,
+    "model.positions": "rope_2d",
+    "data.jitter": (0.1, 2.5),
+    "drop_path": 0.4,
+    "training.steps": 73_920,
+    "schedule.warmup_steps": 256,
+    "optimizer.learning_rate": 7.5e-4,
+    "optimizer.weight_decay": 0.1,
+    "optimizer.ema_decay": 0.9998,
+    "finetune.layer_decay": 0.85,
+    "finetune.detector": "cascade",
+    "finetune.visibility": "full",
+    "finetune.global_blocks": (6, 12, 18, 24),
+}
+for row in ("Table 6, 1 DARL (DIFF)", "Table 6, 2 DARL (DIFF)", "Table 11: darl_vit_l16_diff_coco"):
+    ROWS[row] = [pre("l16", "diff", 800), DETECT]
 
 
 def test_every_claimed_row_has_a_protocol(rows):

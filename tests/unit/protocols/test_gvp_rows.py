@@ -3,7 +3,7 @@ Enhanced Visual Representation Learning".
 """
 
 import pytest
-from protocols import ADE20K, IMAGENET, IMAGENET_LABELS, contradictions
+from protocols import ADE20K, BENCHMARKING, IMAGENET, IMAGENET_LABELS, contradictions
 
 from megavis.commands.probe import read_data_sets
 
@@ -115,6 +115,16 @@ SEGMENT = {
 }
 ROWS["Table 6, 4"] = [{**PRE, **GVP}, {**SEGMENT, **GVP}]
 ROWS["Table 6, 5"] = [VQGAN, {**PRE, **GVP, **P2D}, {**SEGMENT, **GVP, **P2D}]
+# Table 9: 25 epochs of "ViT Benchmarking (Li et al., 2021)".
+DETECT = {
+    **BENCHMARKING,
+    **SHAPE,
+    "training.steps": 46_093,
+    "finetune.visibility": "full",
+    "finetune.global_blocks": (3, 6, 9, 12),
+    "drop_path": 0.1,
+}
+ROWS["Table 9, 3"] = [{**PRE, **GVP}, {**DETECT, **GVP}]
 # Table 10: +causal masks, +two streams, +mixed lengths; row 1 cites SimMIM, two models serve it.
 GROUPS = {"objective.segmentation": "fixed", "objective.num_groups": 196}
 add("Table 10, 2", **GROUPS, **{"objective.streams": "one"})

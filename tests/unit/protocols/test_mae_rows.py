@@ -1,7 +1,14 @@
 """What MAE's presets train on, row by row: "Masked Autoencoders Are Scalable Vision Learners"."""
 
 import pytest
-from protocols import ADE20K, IMAGENET, IMAGENET_LABELS, contradictions, load_run
+from protocols import (
+    ADE20K,
+    BENCHMARKING,
+    IMAGENET,
+    IMAGENET_LABELS,
+    contradictions,
+    load_run,
+)
 
 from megavis.papers import build_objective
 from megavis.planning.parameters import by_part, count_parameters
@@ -185,6 +192,23 @@ for model, layers, drop_path in (("ViT-B", (4, 6, 8, 12), 0.1), ("ViT-L", (8, 12
     for row, keys in (("Table 5, 4", {}), ("Table 7, 2 ADE20K", {}), ("Table 7, 1 ADE20K", PIXELS)):
         before = runs(model, 1600, keys, "ft")[0]
         ROWS[f"{row} {model}"] = [before, {**segment, **keys}]
+# Tables 4 and 7 on COCO: 100 epochs; drop path of MIMDet's and detectron2's configs.
+for model, blocks, drop_path in (("ViT-B", (3, 6, 9, 12), 0.1), ("ViT-L", (6, 12, 18, 24), 0.4)):
+    detect = {
+        **BENCHMARKING,
+        **SIZES[model],
+        "training.steps": 184_375,
+        "finetune.global_blocks": blocks,
+        "drop_path": drop_path,
+    }
+    for row, keys in (
+        ("Table 4, 4 box", {}),
+        ("Table 4, 4 mask", {}),
+        ("Table 7, 2 COCO", {}),
+        ("Table 7, 1 COCO", PIXELS),
+    ):
+        before = runs(model, 1600, keys, "ft")[0]
+        ROWS[f"{row} {model}"] = [before, {**detect, **keys}]
 # Fine-tuned at 448², from 224².
 for row in ("Table 3, 5", "Table 13, 4"):
     first, tuned = runs("ViT-H", 1600, {}, "ft")
