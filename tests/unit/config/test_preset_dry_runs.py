@@ -51,7 +51,7 @@ OF_SEGMENTS = r"ade20k|scenes_(labelled|held_out)"
 # Shard kinds by folder name; all others hold JPEG files.
 KINDS = [
     (r"latents", "latents"),
-    (rf"pairs|coarse|panoptic|_depth|{OF_SEGMENTS}", "pairs"),
+    (rf"pairs|coarse|panoptic|_depth|_instances|{OF_SEGMENTS}", "pairs"),
     (r"ids", "ids"),
     (r"speech|digits", "recordings"),
     (r"cifar\d+_(16|32)|mnist|demo/(train|selection|validation)$", "palette"),
@@ -179,6 +179,10 @@ def shards_of(config, folder):
         count = 5 if "panoptic" in folder else classes_of(config)
         classes = tuple(map(str, range(count)))
         target = TargetMaps(kind="panoptic", class_names=classes, things=(True,) * count)
+        fields |= {"target": target, "image_size": None}
+    if "_instances" in folder:
+        classes = tuple(map(str, range(classes_of(config))))
+        target = TargetMaps(kind="instances", class_names=classes, things=(True,) * len(classes))
         fields |= {"target": target, "image_size": None}
     if "_depth" in folder:
         fields |= {"target": TargetMaps(kind="depth"), "image_size": None}

@@ -38,9 +38,7 @@ def web(tmp_path_factory):
 def server(web):
     with open_store(web.parent / "moto.log") as store:
         store.upload(web, "web")
-        s3fs.S3FileSystem.clear_instance_cache()  # one that knows the server of other tests
         yield store
-    s3fs.S3FileSystem.clear_instance_cache()
 
 
 @pytest.fixture
@@ -52,6 +50,8 @@ def store(server, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setattr(stores, "PAUSE_SECONDS", 0.001)
+    # fsspec keeps file systems, with the servers of other tests.
+    s3fs.S3FileSystem.clear_instance_cache()
     return server
 
 
