@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import pickle
 
 import pytest
 import s3fs
 from image_files import tree
-from image_sources import small_jpeg, tar_bytes, web_members, write_tar
+from image_sources import opened, small_jpeg, tar_bytes, web_members, write_tar
 from object_store import BUSY, DENIED, open_store
 
 from data_tools.__main__ import main
@@ -104,6 +105,14 @@ def test_slices_patterns_and_selections(store, local, web, tmp_path):
     assert selections[0] == selections[1]
     assert b"near-duplicate of another picture" in selections[0]["dropped-000004.jsonl"]
     assert shards(tmp_path / "chosen http") == shards(tmp_path / "chosen folder")
+
+
+def test_parts_can_be_sent_to_workers_of_any_engine(store, web):
+    [first, *_] = opened("s3://web").parts(files_per_part=1, seed=0)
+    [same, *_] = opened(web).parts(files_per_part=1, seed=0)
+    sent = pickle.loads(pickle.dumps(first))
+    refuse = AssertionError
+    assert list(sent.pictures(refuse)) == list(same.pictures(refuse))
 
 
 def test_a_store_that_fails_ends_the_command_and_a_rerun_goes_on(store, local, tmp_path, capsys):
