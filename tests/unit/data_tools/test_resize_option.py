@@ -108,13 +108,12 @@ def test_images_of_the_right_size_are_kept(images, palette, tmp_path):
         assert tars[0].read_bytes() == tars[1].read_bytes()
 
 
-def test_torch_is_imported_only_to_resize(images, tmp_path):
-    """Help, and verbs that resize nothing, start without it."""
+def test_torch_is_imported_only_to_write(images, tmp_path):
+    """Help starts without it; webdataset, which writes shards, imports it."""
     program = f"""if True:
         import contextlib, io, sys
         from data_tools.__main__ import main
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            assert main(["jpeg", {str(images)!r}, "--out", {str(tmp_path / "kept")!r}]) == 0
             with contextlib.suppress(SystemExit):
                 main(["palette", "shards", "--help"])
             before = "torch" in sys.modules

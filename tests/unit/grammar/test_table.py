@@ -7,12 +7,16 @@ from pathlib import Path
 import pytest
 
 from megavis.composition import asking, build, condition, encoded_image, encoded_tokens, tokens
+from megavis.densities import diffusion, gaussians, squared_error
 from megavis.grammar.grammar import Words
 from megavis.model import adapter
 
 pytestmark = pytest.mark.once
 ROOT = Path(__file__).parents[3]
-PLACES = (tokens, encoded_tokens, asking, build, condition, encoded_image, adapter)
+PLACES = (
+    *(tokens, encoded_tokens, asking, build, condition, encoded_image, adapter),
+    *(diffusion, gaussians, squared_error),
+)
 
 
 @pytest.fixture(scope="module")
