@@ -15,9 +15,11 @@ from megavis.composition.segmentation import Segmentation
 from megavis.config.errors import UserError
 from megavis.config.load import dump_config, load_config
 from megavis.grammar.compose import written_out
+from megavis.model.inference import Inference
 from megavis.model.stack import LayerStack, LocalLayers
 from megavis.papers import build_objective
 from megavis.planning.shape import shape_of
+from megavis.sampling.sampler import Sampler
 
 PRESETS = Path(__file__).parents[3] / "yaml_configs"
 pytestmark = pytest.mark.once
@@ -131,6 +133,34 @@ def test_words_plan_alike(name, runs, tmp_path, context):
         shape_of(build_objective(each, context), {}) for each in (config, written_out(config))
     )
     assert own == other
+
+
+def samples(config, context, folder):
+    """Return tokens that small random weights generate; None where a model generates none."""
+    if config.finetune or config.objective.cannot_generate(config) is not None:
+        return None
+    objective = build_objective(config, context)
+    plans = objective.layer_plans()
+    layers = LocalLayers(plans, list(LayerStack(plans, objective.loss).layers))
+    torch.manual_seed(0)
+    for _, parameter in layers.named_parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    sampler = Sampler(Inference(layers, context), objective, folder, seed=3)
+    images, given = torch.arange(2), None
+    examples = batch_of(batch_for(objective).inputs[:2])
+    conditions = sampler.model.condition.defaults(2, examples)
+    if sampler.model.schedule.needs_given:
+        tokens = sampler.model.tokens_of(examples.inputs)
+        given = sampler.model.given(tokens)[:, :8]
+    return sampler.tokens(images, conditions=conditions, given=given)
+
+
+@pytest.mark.parametrize("name", list(PAPERS))
+def test_words_generate_alike(name, runs, tmp_path, context):
+    config = read(name, runs, tmp_path)
+    own, other = (samples(each, context, tmp_path) for each in (config, written_out(config)))
+    assert (own is None) == (other is None)
+    assert own is None or torch.equal(own, other)
 
 
 def test_autoencoders_have_no_words(tmp_path):
