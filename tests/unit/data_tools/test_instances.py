@@ -117,7 +117,7 @@ def test_the_largest_objects_are_kept():
     payload = payload_of(np.zeros((16, 16, 3), np.uint8), target)
     codec = InstancesCodec(Transform(16, "fitted", fits=True))
     classes = codec.decode([payload], np.zeros(1, np.int64))[0]["classes"][0].tolist()
-    sizes = masks.sum((0, 1))
+    sizes = masks.sum((0, 1), dtype=np.int64)
     largest = sorted(sorted(range(120), key=lambda place: (-sizes[place], place))[:100])
     assert classes == [1 + place for place in largest]
 
