@@ -77,6 +77,18 @@ def commands_of(path):
         yield Command(path, re.sub(r" {2,}(?!#)", " ", found[1]))
 
 
+def megavis_words(words):
+    """Return a command's words after `megavis`; None if it is no megavis command."""
+    if words[0] == "megavis":
+        return words[1:]
+    if words[0] == "torchrun":
+        return words[words.index("megavis.cli") + 1 :]
+    if words[0] in ("bash", "sbatch"):
+        script = next(word for word in words if word.startswith("launch/"))
+        return ["train", *words[words.index(script) + 1 :]] if script != words[-1] else None
+    return None
+
+
 def prose_of(path):
     """Return a header without its commands, in one line."""
     lines = header_of(path).splitlines()

@@ -9,7 +9,16 @@ import shlex
 from pathlib import Path
 
 import pytest
-from preset_headers import CONFIGS, ROOT, commands_of, header_of, overrides_in_prose, prose_of
+from folded_back import folded_runs, retraining
+from preset_headers import (
+    CONFIGS,
+    ROOT,
+    commands_of,
+    header_of,
+    megavis_words,
+    overrides_in_prose,
+    prose_of,
+)
 
 from data_tools.__main__ import build_parser
 from megavis.cli import COMMANDS, read_arguments
@@ -32,22 +41,8 @@ ALL_IMAGES = {
     "shards/cifar100_32": ("shards/cifar100_32/both", "shards/cifar100_32/test"),
     "shards/cifar100": ("shards/cifar100/both", "shards/cifar100/test"),
 }
-# Another paper's protocol, and one whose four images a class are drawn anew for every seed.
-NOT_FOLDED = ("igpt_mnist", "igpt_l_32_finetune_cifar10_40")
 # What the first runs found; in the headers placeholders.
 CHOSEN = {"optimizer.learning_rate", "finetune.layer", "training.steps", "training.validate_every"}
-
-
-def megavis_words(words):
-    """Return a command's words after `megavis`; None if it is no megavis command."""
-    if words[0] == "megavis":
-        return words[1:]
-    if words[0] == "torchrun":
-        return words[words.index("megavis.cli") + 1 :]
-    if words[0] in ("bash", "sbatch"):
-        script = next(word for word in words if word.startswith("launch/"))
-        return ["train", *words[words.index(script) + 1 :]] if script != words[-1] else None
-    return None
 
 
 @pytest.mark.parametrize("command", EVERY, ids=str)
@@ -153,47 +148,8 @@ def flat(config):
     }
 
 
-def folded_runs():
-    """Yield the runs of iGPT's paper, those of docs/papers with a sentence, and DARL's of VTAB."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "docs/scripts"))
-        known = importlib.import_module("paper_claims").known_runs()
-    for run in known.values():
-        is_shipped = "demo" not in run.path.stem and not re.search(r"_\d+x\d", run.path.stem)
-        is_igpt = run.path.parent.name == "igpt" and is_shipped
-        if (
-            is_igpt and (run.about or not run.words)
-        ) or run.config.name == "darl_vit_l16_diff_vtab":
-            yield run
-
-
-FOLDED = [run for run in folded_runs() if run.config.name not in NOT_FOLDED]
+FOLDED = [*folded_runs()]
 every_folded = pytest.mark.parametrize("run", FOLDED, ids=lambda run: run.config.name)
-
-
-def retraining(run):
-    """Return the config that trains a run on all training images, and its overridden keys.
-
-    A header has the command for its own config. Other runs of that config take the same words after
-    their own, or have a command there.
-    """
-    commands = [
-        each
-        for each in COMMANDS_BY_PATH[run.path]
-        if each.loads == str(run.path.relative_to(ROOT))
-        and megavis_words(each.words)[0] in ("train", "finetune")
-        and each.config.data.train != load_config(run.path).config.data.train
-    ]
-    names = [f"{run.config.name}_all", f"{run.config.name}_retrained"]
-    for command in commands:
-        if command.config.name in names:
-            return command.config, command.overrides
-    assert run.words, "its header has no command"
-    words = [*run.words, *commands[0].overrides, f"name={names[0]}"]
-    if run.config.finetune:
-        before = run.config.finetune.from_run
-        words.append(f"finetune.from_run={f'{before}_all' if before else 'null'}")
-    return load_config(run.path, words).config, words
 
 
 @every_folded
