@@ -102,6 +102,50 @@ def test_unrun_rows_have_a_command_or_reason(pages):
         assert not bare, bare
 
 
+def section_of(path, anchor):
+    """Return the text below a heading of a document up to the next heading of its rank."""
+    text = path.read_text(encoding="utf-8")
+    if not anchor:
+        return text
+    for found in re.finditer(r"^(#+) (.*)$", text, re.MULTILINE):
+        if re.sub(r"[^\w\- ]", "", found[2].lower()).replace(" ", "-") == anchor:
+            rest = text[found.end() :]
+            return re.split(rf"^#{{1,{len(found[1])}}} ", rest, maxsplit=1, flags=re.MULTILINE)[0]
+    raise AssertionError(f"{path} has no {anchor}")
+
+
+def test_numbers_of_small_runs_stand_where_the_row_points(pages):
+    small = [
+        (paper, name, line.state)
+        for paper, page in pages.items()
+        for name, lines in page.lines.items()
+        for line in lines
+        if line.state.startswith("run small")
+    ]
+    assert len(small) > 15
+    for paper, name, state in small:
+        (link,) = re.findall(r"\]\(\.\./([\w.-]+)(?:#([\w-]+))?\)", state)
+        there = " ".join(section_of(ROOT / "docs" / link[0], link[1]).split())
+        numbers = re.findall(r"\d+\.\d+(?: ± \d+\.\d+)?", state.partition("([")[0])
+        missing = [number for number in numbers if number not in there]
+        assert not missing, f"{paper}, {name}: {missing}"
+
+
+def test_readme_names_every_table_that_is_not_possible(pages):
+    """Limitations have all that remains: a part of a table or figure by its number."""
+    limits = section_of(ROOT / "README.md", "limitations")
+    for page in pages.values():
+        (row,) = re.findall(rf"^\| {page.published.short}\b.*$", limits, re.MULTILINE)
+        named = set(re.findall(r"(?:Table|Figure) \d+[a-f]?", row))
+        lost = {
+            name
+            for name, lines in page.lines.items()
+            for line in lines
+            if line.state.startswith("not possible")
+        }
+        assert lost <= named, f"{page.paper}: {sorted(lost - named)}"
+
+
 @pytest.fixture
 def changed(tables, claims):
     """Build GVP's page with one header line changed."""
