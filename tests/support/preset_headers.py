@@ -107,3 +107,25 @@ def overrides_in_prose(path):
     word = rf"(?:(?:{'|'.join(sections())})\.\w+|name|seed)=(?:\[[^]]*\]|[^\s,;)`]+)"
     for found in re.finditer(rf"(?<![^\s(`]){word}(?:\s+{word})*", prose_of(path)):
         yield [each.rstrip(".:") for each in found[0].split()]
+
+
+def commands_with_keys(*commands):
+    """Return path and words, by run name, of commands in headers that override keys.
+
+    One that does not name its run gets a name of its own.
+    """
+    found, seen = {}, set()
+    for command in (each for path in CONFIGS for each in commands_of(path)):
+        given = megavis_words(command.words)
+        if not given or given[0] not in commands or not command.loads or not command.overrides:
+            continue
+        words = tuple(command.overrides)
+        if (command.loads, words) in seen:
+            continue
+        seen.add((command.loads, words))
+        name = command.config.name
+        if not any(word.startswith("name=") for word in words):
+            name = f"{name}_as_in_header_{len(seen)}"
+            words = (*words, f"name={name}")
+        found[name] = (ROOT / command.loads, words)
+    return found

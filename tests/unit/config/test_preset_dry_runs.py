@@ -1,5 +1,5 @@
-"""`--dry-run` of every shipped config, and of every row of docs/papers that overrides its keys, on
-small shards of the kind it reads.
+"""`--dry-run` of every shipped config, and of every row of docs/papers and command of a header that
+overrides its keys, on small shards of the kind it reads.
 
 Batches are the smallest that the layout allows, and shards hold one batch of identical samples.
 Tokenizers have the presets' shapes with fewer filters. Runs to fine-tune consist of a config and an
@@ -16,6 +16,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from children import open_child
+from folded_back import folded_runs, retraining
+from preset_headers import commands_with_keys
 from protocols import row_words
 from small_codebook import write_run
 from written_shards import write_payloads
@@ -45,6 +47,13 @@ GPUS = re.compile(r"^# \S+ on (\d+) \S+ GPUs", re.MULTILINE)
 SOURCES = {
     **{f"{path.parent.name}_{path.stem}": (path, ()) for path in sorted(ROOT.glob("*/*.yaml"))},
     **row_words(),
+    **commands_with_keys("train", "finetune"),
+    # Section 3.1 of iGPT's paper: all are trained again, also those without a command of their own.
+    **{
+        config.name: (run.path, tuple(words))
+        for run in folded_runs()
+        for config, words in [retraining(run)]
+    },
 }
 # Folders of maps with the classes that a config has.
 OF_SEGMENTS = r"ade20k|scenes_(labelled|held_out)"
