@@ -26,7 +26,7 @@ from data_tools.understood import (
 )
 from data_tools.user_text import read_names
 from megavis.config.errors import UserError, counted
-from megavis.data.format.folders import MANIFEST_NAME, Contents
+from megavis.data.format.folders import Contents, holds_manifest
 from megavis.data.format.manifest import Manifest
 from megavis.data.format.shards import ShardReader
 
@@ -243,7 +243,7 @@ def find_layout(place: Path) -> str:
 
 
 def _folder_layout(place: Path) -> str:
-    if (place / MANIFEST_NAME).is_file():
+    if holds_manifest(place):
         return "jpeg-shards"
     if (place / KAGGLE_TREE).is_dir():
         return "kaggle-train"

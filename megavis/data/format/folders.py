@@ -64,6 +64,15 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
     return sorted(found, key=lambda entry: entry.name)
 
 
+def holds_manifest(folder: Path) -> bool:
+    """Return whether a folder is one of shards. Raises UserError if it may not be entered."""
+    try:
+        return (folder / MANIFEST_NAME).is_file()
+    except PermissionError as error:
+        # Not of the manifest, which may not be there.
+        raise UserError(f"{folder} cannot be listed: {error.strerror}") from None
+
+
 def find_files(folder: Path, pattern: str) -> list[Path]:
     """Return the paths in a folder whose names match, sorted.
 

@@ -7,7 +7,9 @@ share both, and a process keeps nothing per sample.
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -348,6 +350,9 @@ def _check_size(tar: Path, shard: ShardEntry) -> None:
         num_bytes = tar.stat().st_size
     except FileNotFoundError:
         raise UserError(f"{tar} is missing: write the shards again") from None
+    if not os.access(tar, os.R_OK):
+        # Found in a step, it would be an error after which launchers start the job again.
+        raise UserError(f"{tar} cannot be read: {os.strerror(errno.EACCES)}")
     if num_bytes != shard.num_bytes:
         raise UserError(
             f"{tar} has {num_bytes} bytes where the manifest says {shard.num_bytes}: "

@@ -24,7 +24,7 @@ from megavis.data.codecs.crops import cut_center
 from megavis.data.codecs.jpeg import DamagedImageError, decode_rgb
 from megavis.data.codecs.transforms import Transform
 from megavis.data.format.files import sha256_of_file
-from megavis.data.format.folders import has_image_suffix, walk_files
+from megavis.data.format.folders import has_image_suffix, holds_manifest, walk_files
 from megavis.data.format.manifest import MANIFEST_NAME, PALETTE_NAME
 from megavis.data.loading.dataset import ShardDataset
 from megavis.tokenizers.palette import Palette
@@ -181,8 +181,8 @@ def open_images(path: Path, *, image_size: int | None = None) -> Images:
     if not path.exists():
         raise UserError(f"{path} does not exist")
     if path.is_dir():
-        shards = (path / MANIFEST_NAME).exists()
-        return ShardImages(path, image_size) if shards else FolderImages(path, image_size)
+        kind = ShardImages if holds_manifest(path) else FolderImages
+        return kind(path, image_size)
     if image_size is not None:
         raise UserError(f"--image-size is for folders; the images of {path} are not resized")
     return NpzImages(path)

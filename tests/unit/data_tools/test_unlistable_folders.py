@@ -182,6 +182,8 @@ def test_one_sentence_names_the_folder(answers, name, mode):
     assert "Permission denied" in said
     assert CASES[name][2] in said
     assert "is missing" not in said
+    # Of a source that is no shard folder, no file is named that nobody says is there.
+    assert "manifest.json" not in said or name in ("shards", "what is no shard folder")
 
 
 def test_a_listed_image_that_may_not_be_read_is_not_missing(answers):

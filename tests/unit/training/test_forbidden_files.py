@@ -42,6 +42,7 @@ FORBIDDEN = [
     "../../train/manifest.json",
     "../../train/palette.npy",
     "../../train/samples.index",
+    "../../train/shard-000000.tar",
     "../../train",
     ".",
 ]
