@@ -17,6 +17,7 @@ import numpy as np
 
 from data_tools.decode import RefusedImageError, decode_image
 from data_tools.jobs import add_job_arguments, run_job
+from data_tools.measuring import add_measure_argument, measuring_too
 from data_tools.resize import (
     Crop,
     add_crop_arguments,
@@ -51,7 +52,8 @@ def add_encoding_arguments(parser: argparse.ArgumentParser) -> None:
     add_crop_arguments(parser, ("center", "inception"))
     parser.add_argument("--batch-size", type=int, default=16, help="images per batch")
     parser.add_argument("--device", default="cpu", help="cpu (one core per worker) or cuda")
-    add_job_arguments(parser)
+    add_measure_argument(parser)
+    add_job_arguments(parser, stores=True)
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,9 @@ def run_latents(arguments: argparse.Namespace) -> int:
         raise UserError(f"{arguments.tokenizer} gives ids, not latents: use the verb ids")
     shape = tokenizer.latent_shape(arguments.size)
     encoder = LatentEncoder(**fields, flip=not arguments.no_flip, shape=shape)
-    return run_job(open_source(arguments), encoder, arguments, label="latents")
+    return run_job(
+        open_source(arguments), measuring_too(encoder, arguments), arguments, label="latents"
+    )
 
 
 @dataclass(frozen=True)
@@ -255,7 +259,9 @@ def run_ids(arguments: argparse.Namespace) -> int:
         num_tokens=num_tokens,
         vocabulary_size=tokenizer.vocabulary_size,
     )
-    return run_job(open_source(arguments), encoder, arguments, label="ids")
+    return run_job(
+        open_source(arguments), measuring_too(encoder, arguments), arguments, label="ids"
+    )
 
 
 @dataclass(frozen=True)

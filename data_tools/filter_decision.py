@@ -24,13 +24,13 @@ import numpy as np
 from data_tools import __version__
 from data_tools.job_report import say
 from data_tools.measurements import find_duplicates, measured_units, read_measurements
-from data_tools.selection import DECISION_NAME, dropped_name
+from data_tools.selection import DECISION_NAME, MEASURED, dropped_name
 from data_tools.sources import ImageSource
 from data_tools.user_text import numbered_lines
 from megavis.config.errors import UserError
 from megavis.data.format.files import write_atomically, write_json
 
-MEASURED, LIKE = "measurements", "like"
+LIKE = "like"
 TABLE = np.dtype([("width", "<u4"), ("height", "<u4"), ("perceptual", "<u8")])
 """What is kept of each image in memory."""
 _EXAMPLES = 5

@@ -1,7 +1,8 @@
 """`filter`: select images of a web collection, and record why others are dropped.
 
 Images are measured once, unit by unit; the decision is fast and can be repeated with other
-thresholds. Images stay in place: `--selection` of the other verbs skips the dropped ones.
+thresholds. Images stay in place: `--selection` of the other verbs skips the dropped ones. What a
+verb has measured while it wrote shards (`--measure`) is not read again.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_tools.filter_decision import LIKE, MEASURED, Thresholds, decide, read_excluded
+from data_tools.filter_decision import LIKE, Thresholds, decide, read_excluded
 from data_tools.jobs import add_job_arguments, is_finished, run_job
 from data_tools.measurements import MAX_DISTANCE, MeasurementEncoder, RunFeatures, check_installed
+from data_tools.selection import MEASURED
 from data_tools.source_formats import add_source_arguments, open_source, open_unlabelled
 from data_tools.sources import ImageSource, SourcePart
 from megavis.config.errors import UserError

@@ -26,6 +26,7 @@ from PIL import Image
 
 from data_tools.decode import RefusedImageError, decode_image
 from data_tools.jobs import add_job_arguments, run_job
+from data_tools.measuring import add_measure_argument, measuring_too
 from data_tools.resize import (
     CROP,
     Library,
@@ -44,6 +45,7 @@ from data_tools.source_formats import (
     read_class_names,
 )
 from data_tools.sources import FileSource, SourceFile, SourceImage, list_images
+from data_tools.stored_out import refuse_nested
 from megavis.config.errors import UserError
 from megavis.data.codecs.jpeg import (
     DamagedImageError,
@@ -79,7 +81,8 @@ def add_jpeg_arguments(parser: argparse.ArgumentParser) -> None:
         const=None,
         help="encode images as PNG; for those published as raw pixels, such as CIFAR's",
     )
-    add_job_arguments(parser)
+    add_measure_argument(parser)
+    add_job_arguments(parser, stores=True)
 
 
 def run_jpeg(arguments: argparse.Namespace) -> int:
@@ -88,7 +91,7 @@ def run_jpeg(arguments: argparse.Namespace) -> int:
     if min(sizes, default=1) < 1:
         raise UserError("--size must be at least 1")
     check_quality(arguments.quality)
-    encoder = JpegEncoder(sizes, arguments.quality, arguments.resize)
+    encoder = measuring_too(JpegEncoder(sizes, arguments.quality, arguments.resize), arguments)
     return run_job(open_source(arguments), encoder, arguments, label="jpeg")
 
 
@@ -217,7 +220,7 @@ def add_pairs_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_resize_argument(parser)
     add_quality_argument(parser)
-    add_job_arguments(parser)
+    add_job_arguments(parser, stores=True)
 
 
 def run_pairs(arguments: argparse.Namespace) -> int:
@@ -225,8 +228,7 @@ def run_pairs(arguments: argparse.Namespace) -> int:
     if arguments.size < 1:
         raise UserError("--size must be at least 1")
     check_quality(arguments.quality)
-    if arguments.out.resolve().is_relative_to(arguments.targets.resolve()):
-        raise UserError(f"--out {arguments.out} lies inside the targets: choose another place")
+    refuse_nested(arguments.targets, arguments.out, "the targets")
     images = list_images(arguments.images, class_names=read_class_names(arguments.classes_from))
     source = pair_up(images, list_images(arguments.targets))
     encoder = PairEncoder(

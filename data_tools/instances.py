@@ -45,7 +45,7 @@ def add_instances_arguments(parser: argparse.ArgumentParser) -> None:
         help="leave out images without an object other than crowds, as detectron2 does in training",
     )
     add_quality_argument(parser)
-    add_job_arguments(parser)
+    add_job_arguments(parser, stores=True)
 
 
 def run_instances(arguments: argparse.Namespace) -> int:

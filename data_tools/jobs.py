@@ -10,6 +10,7 @@ import argparse
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +20,18 @@ from data_tools.job_report import JobOutcome, ProgressBar, say, write_memory_fig
 from data_tools.out_lock import hold_out
 from data_tools.shard_tasks import ShardEncoder, Unit, UnitResult, plan_units, refuse_other_jobs
 from data_tools.sources import ImageSource
+from data_tools.stored_out import (
+    any_folder,
+    local_folder,
+    local_out,
+    names_in,
+    place,
+    refuse_nested,
+    remove_reports,
+    upload_rest,
+)
 from data_tools.understood import unread_lines
-from megavis.config.errors import UserError, counted
+from megavis.config.errors import UserError, counted, describe_os_error
 from megavis.data.format.manifest import FORMAT_VERSION, Manifest, SourceIdentity
 from megavis.data.format.sample_index import finish_folder
 from megavis.data.format.shards import index_path
@@ -57,9 +68,15 @@ class JobSlice:
         return f"{self.number}/{self.count}"
 
 
-def add_job_arguments(parser: argparse.ArgumentParser, *, shuffles: bool = True) -> None:
-    """Add the options for writing shards, with `--seed` if the source is shuffled."""
-    parser.add_argument("--out", type=Path, required=True, help="the folder to write")
+def add_job_arguments(
+    parser: argparse.ArgumentParser, *, shuffles: bool = True, stores: bool = False
+) -> None:
+    """Add the options for writing shards, with `--seed` if the source is shuffled.
+
+    With `stores`, `--out` may be a URL, which `run_job` takes.
+    """
+    where, out = ("folder", local_folder) if not stores else ("folder or s3:// URL", any_folder)
+    parser.add_argument("--out", type=out, required=True, help=f"the {where} to write")
     parser.add_argument(
         "--samples-per-shard", type=int, default=10_000, help="source files per shard"
     )
@@ -102,8 +119,13 @@ def run_job(
         UserError: an option is invalid, a folder has other shards, another command writes to it, or
             there are no images.
     """
-    units = _plan(source, encoder, arguments)
-    with hold_out(arguments.out, arguments.slice):
+    refuse_nested(source.root, arguments.out)
+    with ExitStack() as held:
+        arguments = held.enter_context(local_out(arguments))
+        units = _plan(source, encoder, arguments)
+        elsewhere = (Path(each) for each in encoder.folders if Path(each).is_absolute())
+        for folder in (arguments.out, *elsewhere):
+            held.enter_context(hold_out(folder, arguments.slice))
         return _write_shards(source, encoder, arguments, units, label=label, finish=finish)
 
 
@@ -121,7 +143,7 @@ def _write_shards(
     _remove_partials(mine, alone=alone)
     outcome = _run(mine, arguments, label=label)
     if outcome.failure is not None:
-        return _tell_failure(outcome, mine, _report_path(arguments, alone=alone))
+        return _tell_failure(outcome, mine, _report_path(arguments, alone=alone), arguments)
     # Again: a worker of a killed parent may have started a file after this run did.
     _remove_partials(mine, alone=alone)
     if not alone:
@@ -130,15 +152,21 @@ def _write_shards(
             say(f"slice {arguments.slice} is done; the folder is finished when all slices are")
             return 0
         outcome = _run(units, arguments, label="reading what is there")
-    names, skipped = write_report(arguments.out / REPORT_NAME, outcome), _skipped(outcome.results)
+    names, skipped = (
+        write_report(_report_path(arguments, alone=True), outcome),
+        _skipped(outcome.results),
+    )
     write_memory_figure(arguments.out / MEMORY_NAME, outcome)
     for partial_report in arguments.out.glob("report-slice-*.json"):
         partial_report.unlink(missing_ok=True)
+    remove_reports(arguments)
     for line in unread_lines((result.unread for result in outcome.results), source.class_names):
         say(f"  {line}")
     if not any(any(result.shards) for result in outcome.results):
-        raise UserError(_none_valid(source.root, skipped, arguments.out / REPORT_NAME))
+        upload_rest(arguments, ())
+        raise UserError(_none_valid(source.root, skipped, place(arguments, REPORT_NAME)))
     (finish or _write_manifests)(source, encoder, outcome.results, arguments)
+    upload_rest(arguments, encoder.folders)
     for reason, count in skipped.items():
         say(f"  skipped, {reason}: {count} (the first: {names[reason][0]})")
     return 0
@@ -153,14 +181,14 @@ def _skipped(results: Iterable[UnitResult]) -> dict[str, int]:
 
 
 def is_finished(source: ImageSource, encoder: ShardEncoder, arguments: argparse.Namespace) -> bool:
-    """Return whether all slices of a job are finished; arguments as for `run_job`."""
-    units = _units(source, encoder, arguments)
+    """Return whether all slices of a job in a local folder are finished; as for `run_job`."""
+    units = _units(source, encoder, argparse.Namespace(**{**vars(arguments), "url": ""}))
     return len(_finished(units)) == len(units)
 
 
 def _plan(source: ImageSource, encoder: ShardEncoder, arguments: argparse.Namespace) -> list[Unit]:
     out: Path = arguments.out
-    _check(arguments, source)
+    _check(arguments)
     units = _units(source, encoder, arguments)
     refuse_other_jobs(units)
     for folder in encoder.folders:
@@ -174,12 +202,13 @@ def _units(source: ImageSource, encoder: ShardEncoder, arguments: argparse.Names
         source,
         encoder,
         out=arguments.out,
+        url=arguments.url,
         files_per_shard=arguments.samples_per_shard,
         seed=arguments.seed,
     )
 
 
-def _none_valid(root: Path | str, skipped: Mapping[str, int], report: Path) -> str:
+def _none_valid(root: Path | str, skipped: Mapping[str, int], report: str) -> str:
     """Say that no file could be used, and why most could not."""
     text = f"no file of {root} is a valid image"
     if not skipped:
@@ -194,31 +223,46 @@ def _report_path(arguments: argparse.Namespace, *, alone: bool) -> Path:
     return arguments.out / f"report-slice-{str(arguments.slice).replace('/', '-of-')}.json"
 
 
-def _finished(units: Iterable[Unit]) -> list[Unit]:
-    return [unit for unit in units if all(index_path(path).exists() for path in unit.paths)]
+def _finished(units: Sequence[Unit]) -> list[Unit]:
+    """Return the units that any machine has finished. Raises OSError if a store does not answer."""
+    found = [
+        None if store is None else names_in(store) for unit in units[:1] for store in unit.stores
+    ]
+    return [
+        unit
+        for unit in units
+        if all(
+            index_path(path).exists() if names is None else index_path(path).name in names
+            for path, names in zip(unit.paths, found, strict=True)
+        )
+    ]
 
 
-def _tell_failure(outcome: JobOutcome, units: Iterable[Unit], path: Path) -> int:
+def _tell_failure(
+    outcome: JobOutcome, units: Iterable[Unit], path: Path, arguments: argparse.Namespace
+) -> int:
     """Report the shards that a job could not write, and the existing ones."""
     assert outcome.failure is not None
-    finished = [unit.shard for unit in _finished(units)]
+    finished = [
+        unit.shard for unit in units if all(index_path(path).exists() for path in unit.paths)
+    ]
+    report = place(arguments, path.name)
     try:
         write_report(path, outcome, finished=finished)
-        where = f"{path} names the shards"
-    except OSError as error:  # the disk may be full
-        where = f"{path} cannot be written either: {error.strerror}"
+        upload_rest(arguments, ())
+        where = f"{report} names the shards"
+    except (OSError, UserError) as error:  # the disk may be full, the store out of reach
+        reason = describe_os_error(error) if isinstance(error, OSError) else str(error)
+        where = f"{report} cannot be written either: {reason}"
     say(f"not finished: {outcome.failure.reason}; {where}. {_AGAIN}")
     return 1
 
 
-def _check(arguments: argparse.Namespace, source: ImageSource) -> None:
+def _check(arguments: argparse.Namespace) -> None:
     if arguments.samples_per_shard < 1:
         raise UserError("--samples-per-shard must be at least 1")
     if min(arguments.seed, arguments.workers) < 0:
         raise UserError("--seed and --workers must not be negative")
-    root = source.root
-    if isinstance(root, Path) and arguments.out.resolve().is_relative_to(root.resolve()):
-        raise UserError(f"--out {arguments.out} lies inside the source: choose another place")
 
 
 def _remove_partials(units: Iterable[Unit], *, alone: bool) -> None:
@@ -266,16 +310,25 @@ def _write_manifests(
     arguments: argparse.Namespace,
 ) -> None:
     for number, folder in enumerate(encoder.folders):
+        if not encoder.has_manifest(folder):
+            continue
         manifest = manifest_of(source, encoder, results, number=number, seed=arguments.seed)
-        write_manifest(manifest, arguments.out / folder, workers=arguments.workers)
+        name = place(arguments, folder).rstrip("/")
+        write_manifest(manifest, arguments.out / folder, workers=arguments.workers, name=name)
 
 
-def write_manifest(manifest: Manifest, directory: Path, *, workers: int) -> None:
-    """Write index and manifest, which finishes a shard folder. Raises OSError."""
+def write_manifest(
+    manifest: Manifest, directory: Path, *, workers: int, name: str | None = None
+) -> None:
+    """Write index and manifest, which finishes a shard folder. Raises OSError.
+
+    Args:
+        name: what to call the folder; default: by its path.
+    """
     with over_shards(workers if len(manifest.shards) > _FEW_SHARDS else 0) as each:
         finish_folder(directory, manifest, each)
     shards = counted(len(manifest.shards), "shard")
-    say(f"{directory}: {counted(manifest.num_samples, 'sample')} in {shards}")
+    say(f"{name or directory}: {counted(manifest.num_samples, 'sample')} in {shards}")
 
 
 def manifest_of(

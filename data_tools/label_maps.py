@@ -57,7 +57,7 @@ def add_panoptic_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("maps", type=Path, help="folder of their maps, such as panoptic_train2017")
     parser.add_argument("annotations", type=Path, help="JSON file, such as panoptic_train2017.json")
     add_quality_argument(parser)
-    add_job_arguments(parser)
+    add_job_arguments(parser, stores=True)
 
 
 def run_panoptic(arguments: argparse.Namespace) -> int:
@@ -206,7 +206,7 @@ def add_depth_arguments(parser: argparse.ArgumentParser) -> None:
         "--units-per-metre", type=float, default=1000.0, help="of the PNG files; 1000: millimetres"
     )
     add_quality_argument(parser)
-    add_job_arguments(parser)
+    add_job_arguments(parser, stores=True)
 
 
 def add_nyu_arguments(parser: argparse.ArgumentParser) -> None:
@@ -220,7 +220,7 @@ def add_nyu_arguments(parser: argparse.ArgumentParser) -> None:
         help="keep the 426 x 560 pixels at row 54, column 41, where depths are evaluated",
     )
     add_quality_argument(parser)
-    add_job_arguments(parser)
+    add_job_arguments(parser, stores=True)
 
 
 def run_depth(arguments: argparse.Namespace) -> int:

@@ -21,6 +21,7 @@ import numpy as np
 from data_tools.decode import RefusedImageError, decode_image
 from data_tools.job_report import ProgressBar, line_figure, say
 from data_tools.jobs import add_job_arguments, run_job
+from data_tools.measuring import add_measure_argument, measuring_too
 from data_tools.resize import (
     Crop,
     Library,
@@ -237,7 +238,8 @@ def add_shards_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="decode JPEG at a smaller scale, at least twice the size: other tokens",
     )
-    add_job_arguments(parser)
+    add_measure_argument(parser)
+    add_job_arguments(parser, stores=True)
 
 
 def run_shards(arguments: argparse.Namespace) -> int:
@@ -248,7 +250,7 @@ def run_shards(arguments: argparse.Namespace) -> int:
     crop = crop_from(arguments)
     palette = Palette.load(arguments.palette)
     source = open_source(arguments)
-    encoder = PaletteEncoder(
+    encoder: ShardEncoder = PaletteEncoder(
         sizes=sizes,
         crop=crop,
         fast=arguments.fast,
@@ -256,6 +258,7 @@ def run_shards(arguments: argparse.Namespace) -> int:
         palette_sha256=palette.sha256,
         num_colors=len(palette),
     )
+    encoder = measuring_too(encoder, arguments)
     return run_job(source, encoder, arguments, label="palette shards")
 
 

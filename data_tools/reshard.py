@@ -1,7 +1,7 @@
 """`merge` and `reshard`: copy shard folders, in order, into one with other shard sizes.
 
 Payloads are copied byte for byte without decoding. Every source shard is checked against its
-SHA-256 first, and the result is verified at the end.
+SHA-256 first, and the result is verified at the end, unless it is in a store.
 """
 
 from __future__ import annotations
@@ -18,12 +18,20 @@ from typing import Any
 from data_tools.inspection import find_problems
 from data_tools.job_report import say
 from data_tools.jobs import add_job_arguments, manifest_of, run_job, write_manifest
+from data_tools.selection import (
+    DEFAULT_SHARE,
+    MEASURED,
+    ImageSelection,
+    check_made_for,
+    open_selection,
+)
 from data_tools.shard_tasks import Encoded, ShardEncoder, UnitResult
 from data_tools.sources import ImageSource, Refuse, SourceImage, SourcePart
+from data_tools.stored_out import refuse_nested
 from megavis.config.errors import UserError
 from megavis.data.format.files import sha256_of_file, write_atomically
 from megavis.data.format.manifest import MANIFEST_NAME, PALETTE_NAME, SUFFIXES, Manifest, ShardEntry
-from megavis.data.format.shards import ShardReader
+from megavis.data.format.shards import ShardIndex, ShardReader, index_path
 
 # Fields that all samples of a folder share.
 _FIELDS = (
@@ -41,13 +49,20 @@ _FIELDS = (
 def add_merge_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `merge` to its parser."""
     parser.add_argument("folders", type=Path, nargs="+", help="shard folders, in order")
-    add_job_arguments(parser, shuffles=False)
+    parser.set_defaults(selection=None)
+    add_job_arguments(parser, shuffles=False, stores=True)
 
 
 def add_reshard_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `reshard` to its parser."""
     parser.add_argument("folders", type=Path, nargs=1, metavar="folder", help="a shard folder")
-    add_job_arguments(parser, shuffles=False)
+    parser.add_argument(
+        "--selection",
+        type=Path,
+        metavar="FOLDER",
+        help="leave out images that `filter` dropped, of shards written with `--measure FOLDER`",
+    )
+    add_job_arguments(parser, shuffles=False, stores=True)
 
 
 def run_reshard(arguments: argparse.Namespace) -> int:
@@ -56,17 +71,17 @@ def run_reshard(arguments: argparse.Namespace) -> int:
     Raises UserError if the folders do not match, or one is damaged or unfinished.
     """
     folders = [Folder(path.resolve(), Manifest.read(path)) for path in arguments.folders]
-    out = arguments.out.resolve()
     for folder in folders:
         check_same_form(folders[0], folder)
-        if out.is_relative_to(folder.path):
-            raise UserError(f"--out {arguments.out} lies inside a source: choose another place")
-    source, encoder = MergedSource(tuple(folders)), CopyEncoder(tuple(folders))
+        refuse_nested(folder.path, arguments.out, "a source")
+    selection = open_selection("all", DEFAULT_SHARE, arguments.selection)
+    check_made_for(selection, folders[0].manifest.source.sha256)
+    source, encoder = MergedSource(tuple(folders), selection), CopyEncoder(tuple(folders))
     if failed := run_job(source, encoder, arguments, label="copying", finish=_finish):
         return failed
-    if not (out / MANIFEST_NAME).exists():  # other slices are not finished
-        return 0
-    problems = find_problems(out)
+    if not isinstance(arguments.out, Path) or not (arguments.out / MANIFEST_NAME).exists():
+        return 0  # in a store, or other slices are not finished
+    problems = find_problems(arguments.out.resolve())
     for problem in problems:
         say(f"wrong: {problem}")
     return 1 if problems else 0
@@ -117,6 +132,7 @@ class MergedPart:
     """Samples of one shard in the new folder."""
 
     ranges: tuple[Range, ...]
+    selection: ImageSelection = ImageSelection()
 
     @property
     def num_files(self) -> int:
@@ -128,13 +144,38 @@ class MergedPart:
         for part in self.ranges:
             reader = _whole_shard(part.path, part.shard)
             index, content = reader.index, reader.open_map()
+            dropped = _dropped(self.selection, reader.path.name, index)
             for place in range(part.start, part.stop):
+                if reason := dropped.get(index.sources[place]):
+                    refuse(index.sources[place], reason)
+                    continue
                 key = index.keys[place]
                 if part.number is not None:  # two folders may have the same keys
                     key = f"{part.number}-{key}"
                 start = index.offsets[place]
                 payload = content[start : start + index.lengths[place]].tobytes()
                 yield SourceImage(key, index.sources[place], index.labels[place], payload)
+
+
+def _dropped(selection: ImageSelection, shard: str, index: ShardIndex) -> dict[str, str]:
+    """Return the reasons of the images of a shard that `filter` dropped, by name.
+
+    Raises UserError if it did not measure them as this shard.
+    """
+    if selection.filtered is None:
+        return {}
+    number = int(shard.split("-")[1].split(".")[0])
+    path = index_path(selection.filtered / MEASURED / shard)
+    try:
+        measured = ShardIndex.from_json(path.read_bytes(), path=path)
+    except FileNotFoundError:
+        measured = ShardIndex(shard, "")
+    if unknown := set(index.sources) - set(measured.sources):
+        raise UserError(
+            f"--selection {selection.filtered} has no measurement of {min(unknown)} in {path.name}:"
+            f" write the shards with --measure {selection.filtered}"
+        )
+    return selection.dropped(number)
 
 
 @functools.lru_cache(maxsize=1)
@@ -147,16 +188,16 @@ def _whole_shard(path: Path, shard: ShardEntry) -> ShardReader:
 
 @dataclass(frozen=True)
 class MergedSource:
-    """The concatenation of shard folders."""
+    """The concatenation of shard folders, without what a selection leaves out."""
 
     folders: tuple[Folder, ...]
+    selection: ImageSelection = ImageSelection()
 
     @property
     def description(self) -> str:
         """Descriptions of the folders' sources."""
-        return " + ".join(
-            dict.fromkeys(folder.manifest.source.description for folder in self.folders)
-        )
+        sources = dict.fromkeys(folder.manifest.source.description for folder in self.folders)
+        return self.selection.describe(" + ".join(sources))
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -171,6 +212,7 @@ class MergedSource:
             for shard in folder.manifest.shards:
                 digest.update(f"{shard.sha256} {shard.index_sha256}\n".encode())
             digest.update(b"\n")
+        digest.update(self.selection.filtered_sha256.encode())
         return digest.hexdigest()
 
     @property
@@ -191,9 +233,9 @@ class MergedSource:
                 room -= stop - start
                 start = stop
                 if not room:
-                    parts.append(MergedPart(tuple(open_ranges)))
+                    parts.append(MergedPart(tuple(open_ranges), self.selection))
                     open_ranges, room = [], files_per_part
-        return parts + ([MergedPart(tuple(open_ranges))] if open_ranges else [])
+        return parts + ([MergedPart(tuple(open_ranges), self.selection)] if open_ranges else [])
 
     def _shards(self) -> Iterator[tuple[int | None, Folder, ShardEntry]]:
         for number, folder in enumerate(self.folders):
@@ -256,8 +298,10 @@ def _finish(
     for manifest in manifests:
         skipped.update(manifest.skipped)
     merged = manifest_of(source, encoder, results, number=0, seed=manifests[0].seed)
+    skipped.update(merged.skipped)
     num_files = sum(manifest.source.num_files for manifest in manifests)
     record = merged.source.model_copy(update={"num_files": num_files})
     update = {"source": record, "skipped": dict(sorted(skipped.items()))}
     merged = merged.model_copy(update=update)
-    write_manifest(merged, arguments.out, workers=arguments.workers)
+    name = arguments.url or None
+    write_manifest(merged, arguments.out, workers=arguments.workers, name=name)

@@ -16,6 +16,10 @@ from megavis.data.format.folders import find_files
 Split = Literal["all", "train", "validation"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 DECISION_NAME = "report.json"
+MEASURED = "measurements"
+"""Where `filter` has its measurements, in its folder."""
+DEFAULT_SHARE = 0.04
+"""Of a validation split, as in iGPT (section 3.1)."""
 _HASH_RANGE = 1 << 64
 
 

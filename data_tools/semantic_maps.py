@@ -56,7 +56,7 @@ def add_semantic_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of pixels without a class; the first class is 1 with 0, and 0 with 255",
     )
     add_quality_argument(parser)
-    add_job_arguments(parser)
+    add_job_arguments(parser, stores=True)
 
 
 def run_semantic(arguments: argparse.Namespace) -> int:

@@ -20,14 +20,16 @@ from typing import Any, Protocol
 
 from data_tools.decode import RefusedImageError
 from data_tools.sources import ImageSource, SourceImage, SourcePart
+from data_tools.stored_out import fetch_index, finished_shards, folder_of, has_tar, upload_shard
 from megavis.config.errors import UserError
 from megavis.data.format.files import sha256_of_file
 from megavis.data.format.manifest import FORMAT_VERSION, ShardEntry
 from megavis.data.format.shards import ShardIndex, ShardWriter, index_path, open_shard, write_index
+from megavis.data.loading.stores import Store
 
 # Result of an encoder for one image: for each of its folders the payloads of the image's samples
-# (one, or several crops), or the reason why the image is rejected.
-Encoded = Sequence[Sequence[bytes]] | RefusedImageError
+# (one, or several crops), or the reason why the image is rejected there, or in all of them.
+Encoded = Sequence[Sequence[bytes] | RefusedImageError] | RefusedImageError
 
 # Of millions of rejected files, the process that collects the results keeps a part.
 _MOST_NAMES = 100
@@ -53,6 +55,14 @@ class ShardEncoder(Protocol):
     def batch_size(self) -> int:
         """Images per call of `encode`; the last batch of a unit may be smaller."""
         return 16
+
+    def suffix_in(self, folder: str) -> str:
+        """Return the suffix of the tar members in `folder`."""
+        return self.suffix
+
+    def has_manifest(self, folder: str) -> bool:
+        """Return whether `folder` is a data set, which its manifest finishes."""
+        return True
 
     def settings(self, folder: str) -> dict[str, Any]:
         """Return everything that affects the bytes of `folder`, as JSON values."""
@@ -86,7 +96,7 @@ class Unit:
     """The task of writing one shard, with the same file name in each of the shard folders.
 
     It is small enough to send to another process. `jobs` has the identity of the job for each
-    folder.
+    folder, `stores` where its files go from there, None to stay.
     """
 
     directories: tuple[Path, ...]
@@ -94,6 +104,7 @@ class Unit:
     part: SourcePart
     encoder: ShardEncoder
     jobs: tuple[str, ...]
+    stores: tuple[Store | None, ...]
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -125,9 +136,18 @@ class UnitResult:
 
 
 def plan_units(
-    source: ImageSource, encoder: ShardEncoder, *, out: Path, files_per_shard: int, seed: int
+    source: ImageSource,
+    encoder: ShardEncoder,
+    *,
+    out: Path,
+    url: str = "",
+    files_per_shard: int,
+    seed: int,
 ) -> list[Unit]:
-    """Return the units that write `source` to the shard folders of `encoder` below `out`."""
+    """Return the units that write `source` to the shard folders of `encoder` below `out`.
+
+    With a `url`, these are temporary, and the shards go to folders of the same names below it.
+    """
     settings = {
         "format": FORMAT_VERSION,
         "files_per_shard": files_per_shard,
@@ -142,8 +162,9 @@ def plan_units(
         for folder in encoder.folders
     )
     directories = tuple(out / folder for folder in encoder.folders)
+    stores = tuple(folder_of(url, folder) for folder in encoder.folders)
     return [
-        Unit(directories, f"shard-{number:06d}.tar", part, encoder, jobs)
+        Unit(directories, f"shard-{number:06d}.tar", part, encoder, jobs, stores)
         for number, part in enumerate(source.parts(files_per_part=files_per_shard, seed=seed))
     ]
 
@@ -153,27 +174,27 @@ def do_unit(unit: Unit, advance: Callable[[int], None] | None = None) -> UnitRes
 
     Raises UserError if a folder has shards of another job, and OSError.
     """
-    indexes = [
-        finished_index(path, job=job) for path, job in zip(unit.paths, unit.jobs, strict=True)
-    ]
+    targets = list(zip(unit.paths, unit.stores, unit.jobs, strict=True))
+    indexes = [finished_index(path, store, job=job) for path, store, job in targets]
     present = [index for index in indexes if index is not None]
     if len(present) == len(unit.paths):
         return _result(unit, present, was_there=True)
-    skipped: list[tuple[str, str]] = []
     unread: Counter[str] = Counter()
     with ExitStack() as stack:
         writers = [
-            stack.enter_context(open_shard(path, job=job, suffix=unit.encoder.suffix))
-            for path, job in zip(unit.paths, unit.jobs, strict=True)
+            stack.enter_context(open_shard(path, job=job, suffix=unit.encoder.suffix_in(folder)))
+            for path, job, folder in zip(unit.paths, unit.jobs, unit.encoder.folders, strict=True)
         ]
-        _fill(unit, writers, skipped, unread, advance)
+        _fill(unit, writers, unread, advance)
     made = [writer.index for writer in writers]
     for path, index in zip(unit.paths, made, strict=True):
-        index.skipped = [list(entry) for entry in skipped]
         index.unread = dict(sorted(unread.items()))
         if not len(index):
             path.unlink()
         write_index(path, index)
+    for path, store, _ in targets:
+        if store is not None:
+            upload_shard(store, path)
     return _result(unit, made, was_there=False)
 
 
@@ -183,36 +204,43 @@ def refuse_other_jobs(units: Sequence[Unit]) -> None:
     A unit checks only its own shard, so others would be written before it is rejected.
     """
     for unit in units[:1]:  # all have the same folders and jobs
-        for directory, job in zip(unit.directories, unit.jobs, strict=True):
-            for path in directory.glob("shard-*.index.json"):
-                if _index_of(path, job=job) is not None:
+        for path, store, job in zip(unit.paths, unit.stores, unit.jobs, strict=True):
+            for index in finished_shards(path.parent, store):
+                if _index_of(index, store, job=job) is not None:
                     break
 
 
-def finished_index(path: Path, *, job: str) -> ShardIndex | None:
+def finished_index(path: Path, store: Store | None, *, job: str) -> ShardIndex | None:
     """Return the index of an intact tar, or None if it must be written (again).
 
-    Raises UserError if it was written by another job.
+    A store has told that a tar arrived as it was sent: there only its size is compared.
+
+    Raises UserError if it was written by another job, and OSError if a store does not answer.
     """
-    index = _index_of(index_path(path), job=job)
+    if store is not None:
+        fetch_index(store, path)
+    index = _index_of(index_path(path), store, job=job)
     if index is None:
         return None
     if not len(index):  # every file was rejected, so there is no tar
         return index
+    if store is not None:
+        return index if has_tar(store, path.name, index.num_bytes) else None
     whole = path.is_file() and sha256_of_file(path) == index.sha256
     return index if whole else None
 
 
-def _index_of(path: Path, *, job: str) -> ShardIndex | None:
+def _index_of(path: Path, store: Store | None, *, job: str) -> ShardIndex | None:
     """Read an index; None if it is missing or damaged. Raises UserError if of another job."""
     try:
         index = ShardIndex.from_json(path.read_bytes(), path=path)
     except (FileNotFoundError, UserError):
         return None
     if index.job != job:
+        where = store.url if store else path.parent
         raise UserError(
-            f"{path.parent} holds shards made from other images or settings: "
-            "choose another --out, or delete it"
+            f"{where} holds shards made from other images or settings: choose another --out, or"
+            " delete it"
         )
     return index
 
@@ -220,12 +248,12 @@ def _index_of(path: Path, *, job: str) -> ShardIndex | None:
 def _fill(
     unit: Unit,
     writers: list[ShardWriter],
-    skipped: list[tuple[str, str]],
     unread: Counter[str],
     advance: Callable[[int], None] | None,
 ) -> None:
     def refuse(name: str, reason: str) -> None:
-        skipped.append((name, reason))
+        for writer in writers:
+            writer.index.skipped.append([name, reason])
 
     pictures = unit.part.pictures(refuse, unread)
     for batch in _batches(pictures, unit.encoder.batch_size):
@@ -234,7 +262,10 @@ def _fill(
                 refuse(picture.name, str(encoded))
                 continue
             for writer, payloads in zip(writers, encoded, strict=True):
-                _add(writer, picture, payloads)
+                if isinstance(payloads, RefusedImageError):
+                    writer.index.skipped.append([picture.name, str(payloads)])
+                else:
+                    _add(writer, picture, payloads)
         if advance is not None:
             advance(len(batch))
 

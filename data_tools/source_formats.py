@@ -14,7 +14,14 @@ from data_tools.imagenet import VALIDATION_START, flat_files, train_tar, validat
 from data_tools.job_report import say
 from data_tools.labelled.data_set import OFFICIAL_SPLITS, TEST, VALIDATION
 from data_tools.labelled.table import DATA_SETS
-from data_tools.selection import SPLITS, ImageSelection, Split, check_made_for, open_selection
+from data_tools.selection import (
+    DEFAULT_SHARE,
+    SPLITS,
+    ImageSelection,
+    Split,
+    check_made_for,
+    open_selection,
+)
 from data_tools.sources import FileSource, ImageSource, SourceFile, list_images
 from data_tools.tars import first_member, is_tar, list_tars, source_place
 from data_tools.understood import (
@@ -72,7 +79,9 @@ def add_source_arguments(parser: argparse.ArgumentParser, *, selects: bool = Tru
     if selects:
         _add_selection_arguments(parser)
     else:
-        parser.set_defaults(split="all", validation_share=0.04, selection=None, only_classes=None)
+        parser.set_defaults(
+            split="all", validation_share=DEFAULT_SHARE, selection=None, only_classes=None
+        )
 
 
 def add_classes_argument(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +103,10 @@ def _add_selection_arguments(parser: argparse.ArgumentParser) -> None:
         "data set",
     )
     parser.add_argument(
-        "--validation-share", type=float, default=0.04, help="of --split; default: as in iGPT"
+        "--validation-share",
+        type=float,
+        default=DEFAULT_SHARE,
+        help="of --split; default: as in iGPT",
     )
     parser.add_argument(
         "--only-classes",

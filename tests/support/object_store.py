@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import re
 import socket
 import subprocess
 import sys
@@ -27,7 +28,9 @@ class Request:
     """What a client asks for, and the answer, which a fault changes.
 
     Attributes:
-        turn: how often this file was asked for before.
+        turn: how often this file was asked for, or sent, before.
+        is_upload: whether it is sent; then the answer that a fault gives comes from a server that
+            has not stored it.
         send: bytes of the body to send before the connection is cut; None: all.
     """
 
@@ -36,6 +39,7 @@ class Request:
     status: int
     body: bytes
     send: int | None = None
+    is_upload: bool = False
 
 
 @dataclass
@@ -46,13 +50,29 @@ class Store:
         url: of the proxy.
         server: of the server itself, as host and port.
         asked: GET requests of each file.
+        sent: PUT requests of each file.
         fault: changes answers.
     """
 
     url: str
     server: tuple[str, int]
     asked: Counter[str] = field(default_factory=Counter)
+    sent: Counter[str] = field(default_factory=Counter)
     fault: Fault | None = None
+
+    def download(self, bucket: str, prefix: str = "") -> dict[str, bytes]:
+        """Return the files of a bucket below a prefix, by name."""
+        connection = http.client.HTTPConnection(*self.server, timeout=30)
+
+        def get(path: str) -> bytes:
+            connection.request("GET", path)
+            return connection.getresponse().read()
+
+        listed = get(f"/{bucket}?list-type=2&prefix={prefix}").decode()
+        names = re.findall("<Key>([^<]*)</Key>", listed)
+        found = {name.removeprefix(prefix): get(f"/{bucket}/{name}") for name in names}
+        connection.close()
+        return found
 
     def upload(self, folder: Path, bucket: str) -> None:
         """Copy the files of a folder into a new bucket."""
@@ -106,6 +126,38 @@ class _Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self.do_GET()
 
+    def do_PUT(self) -> None:
+        self._change()
+
+    def do_POST(self) -> None:
+        self._change()
+
+    def do_DELETE(self) -> None:
+        self._change()
+
+    def _change(self) -> None:
+        """Pass on a request that changes the store, unless a fault answers it."""
+        store = self.server.store
+        content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        name = self.path.partition("?")[0].rpartition("/")[2]
+        with self.server.guard:
+            request = Request(name, store.sent[name], 0, b"", is_upload=True)
+            store.sent[name] += self.command == "PUT"
+        if store.fault is not None and self.command == "PUT":
+            store.fault(request)
+        headers = {}
+        if not request.status:
+            answer, request.body = self._answer(content)
+            request.status, headers = answer.status, dict(answer.getheaders())
+        self.send_response(request.status)
+        for key in ("ETag", "Content-Type"):
+            if key in headers:
+                self.send_header(key, headers[key])
+        self.send_header("Content-Length", str(len(request.body)))
+        self.end_headers()
+        self.wfile.write(request.body)
+        self.close_connection = True
+
     def do_GET(self) -> None:
         store, is_get = self.server.store, self.command == "GET"
         answer, body = self._answer()
@@ -126,9 +178,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(request.body[: request.send])
         self.close_connection = True
 
-    def _answer(self) -> tuple[http.client.HTTPResponse, bytes]:
+    def _answer(self, content: bytes | None = None) -> tuple[http.client.HTTPResponse, bytes]:
         connection = http.client.HTTPConnection(*self.server.store.server, timeout=30)
-        connection.request(self.command, self.path, headers=dict(self.headers))
+        connection.request(self.command, self.path, content, dict(self.headers))
         answer = connection.getresponse()
         body = answer.read()
         connection.close()

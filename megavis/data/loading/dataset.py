@@ -12,7 +12,7 @@ import hashlib
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from io import FileIO
 from pathlib import Path
 from threading import Lock
@@ -28,7 +28,7 @@ from megavis.data.format.manifest import PALETTE_NAME, Manifest, ShardEntry
 from megavis.data.format.sample_index import SampleIndex
 from megavis.data.loading.open_shards import Content, OpenShards, ShardFile
 from megavis.data.loading.order import Order, SampleOrder, WindowedOrder
-from megavis.data.loading.read_ahead import AnnouncedOrder, ReadAhead
+from megavis.data.loading.read_ahead import AnnouncedOrder, Held, Needed, ReadAhead
 from megavis.data.loading.remote import RemoteFolder, is_remote
 from megavis.parallel.limits import allow_open_files, most_open_maps
 
@@ -160,8 +160,10 @@ class ShardDataset:
             return order
         ahead = self._ahead.get(seed)
         if ahead is None:
-            fetch = _fetcher(self._remote, self.manifest.shards)
-            ahead = self._ahead[seed] = ReadAhead(windows, fetch, self._open.keep_only)
+            hold = _holder(self._remote, self.manifest.shards)
+            most = 0 if self._remote.cache.limit is None else self.most_open_shards
+            ahead = ReadAhead(windows, hold, self._open.keep_only, most=most)
+            self._ahead[seed] = ahead
             weakref.finalize(self, ahead.close)
         ahead.restart()
         return AnnouncedOrder(order, ahead)
@@ -266,6 +268,8 @@ class ShardDataset:
     def _open_shard(self, shard: int) -> Content:
         allow_open_files()
         file = self._tar(self.manifest.shards[shard])
+        for ahead in list(self._ahead.values()):
+            ahead.opened(shard)
         # A view of a map holds it open, of which a batch may have as many as samples; and in a
         # cache of a bounded size.
         evicts = self._remote is not None and self._remote.cache.limit is not None
@@ -278,7 +282,14 @@ class ShardDataset:
     def _tar(self, shard: ShardEntry) -> FileIO:
         if self._remote is None:
             return FileIO(self.directory / shard.name)
-        return self._remote.open_shard(shard, when_full=lambda: self._open.keep_only(()))
+        return self._remote.open_shard(shard, when_full=self._make_way)
+
+    def _make_way(self) -> None:
+        """Close shards that nobody reads just now, and give up those that are held for later."""
+        kept: set[int] = set()
+        for ahead in list(self._ahead.values()):
+            kept.update(ahead.make_way())
+        self._open.keep_only(kept)
 
     def _check_sizes(self) -> None:
         if self._remote is None:
@@ -326,15 +337,15 @@ class ShardDataset:
                 self._skipped_names[name] = None
 
 
-def _fetcher(
+def _holder(
     remote: RemoteFolder, shards: Sequence[ShardEntry]
-) -> Callable[[int, Collection[int]], bool]:
+) -> Callable[[int, Needed], Held | None]:
     """Return how a shard is fetched ahead; it must not refer to the data set."""
 
-    def fetch(shard: int, needed: Collection[int]) -> bool:
-        return remote.fetch_ahead(shards[shard], spare={shards[each].name for each in needed})
+    def hold(shard: int, needed: Needed) -> Held | None:
+        return remote.hold(shards[shard], lambda: {shards[each].name for each in needed()})
 
-    return fetch
+    return hold
 
 
 def checked_indices(indices: np.ndarray, size: int) -> np.ndarray:

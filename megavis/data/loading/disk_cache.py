@@ -8,8 +8,9 @@ Locks are flock's, which the kernel drops when a process ends, however it ends:
 - the folder's `.lock` is held for moments, while names appear and vanish and sizes are added up;
 - `.NAME.partial` is locked by the process that fills it, and has the size that it will have, so
   that others leave room for it. One that nobody has locked is left over from a killed process;
-- a file is locked for sharing by every process that has it open or mapped. An eviction locks it
-  for itself, without waiting, so it passes over such files.
+- a file is locked for sharing by every process that has it open or mapped, or holds it for later,
+  from the moment that it has its name. An eviction locks it for itself, without waiting, so it
+  passes over such files.
 
 A file's time stamp is its last use: when it was opened last.
 """
@@ -90,36 +91,50 @@ class DiskCache:
             if file is not None:
                 return file
             try:
-                self.fetch(wanted)
+                file = self._fetch(wanted, set, wait=True)
             except FullCacheError:
                 if time.monotonic() > until:
                     raise
                 when_full()
                 time.sleep(_POLL_SECONDS)
+                continue
+            if file is not None:
+                return file
 
-    def fetch(self, wanted: Wanted, *, spare: Collection[str] = (), wait: bool = True) -> None:
-        """Fill a file that is absent, or wait until another process or thread has tried.
+    def hold(self, wanted: Wanted, spare: Callable[[], Collection[str]]) -> FileIO | None:
+        """Keep a file from being evicted until the returned one is closed; fill it if it is absent.
 
         Args:
-            spare: names of files that are not evicted for it.
-            wait: False: return at once if another is filling it.
+            spare: names of files that are not evicted for it. Asked when nothing else can change
+                the folder: a file that it does not name is not filled.
+
+        Returns:
+            None if another process or thread fills it, or `spare` does not name it any more.
 
         Raises:
             FullCacheError: there is no room.
             Exception: what `fill` raises.
         """
-        if wanted.path.exists():
-            return
+        return self._open_whole(wanted) or self._fetch(wanted, spare, wait=False)
+
+    def _fetch(
+        self, wanted: Wanted, spare: Callable[[], Collection[str]], *, wait: bool
+    ) -> FileIO | None:
+        """Fill a file that is absent, and open it; with `wait`, also what another is filling.
+
+        Returns None if that has failed, or the file is there by now.
+        """
         partial = wanted.path.with_name(f".{wanted.path.name}{_PARTIAL}")
         with self._locked():
-            if wanted.path.exists():
-                return
+            names = spare()
+            if wanted.path.exists() or (not wait and wanted.path.name not in names):
+                return None
             file = os.fdopen(os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
             is_own = _try_lock(file)
             if is_own:
                 try:
                     file.truncate(0)
-                    self._make_room(wanted, spare)
+                    self._make_room(wanted, names)
                     file.truncate(wanted.size or 0)
                 except BaseException:
                     partial.unlink()
@@ -130,6 +145,10 @@ class DiskCache:
                 self._fill(file, partial, wanted)
             elif wait:
                 fcntl.flock(file, fcntl.LOCK_SH)
+            else:
+                return None
+            # While it is still locked as what it was filled under.
+            return self._open_whole(wanted)
 
     def _fill(self, file: BinaryIO, partial: Path, wanted: Wanted) -> None:
         try:
@@ -142,6 +161,8 @@ class DiskCache:
             raise
         with self._locked():
             partial.rename(wanted.path)
+            # Nobody can evict it in between.
+            fcntl.flock(file, fcntl.LOCK_SH)
 
     def _open_whole(self, wanted: Wanted) -> FileIO | None:
         """Return a file, locked for sharing, or None if it is absent or has another size."""

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from threading import Condition
 from typing import Generic, Self, TypeVar
 
 import numpy as np
@@ -137,6 +138,26 @@ class Prefetcher(Generic[Item]):
             self._next += 1
 
 
+class InTurn:
+    """Does what is asked for under the numbers `first`, `first + 1`, ... in this order.
+
+    Each number is asked for once, by a thread that may wait for those before it.
+    """
+
+    def __init__(self, first: int) -> None:
+        self._next, self._changed = first, Condition()
+
+    def __call__(self, number: int, do: Callable[[], Item]) -> Item:
+        """Return what `do` returns, and raise what it raises, after all lower numbers."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._next == number)
+            try:
+                return do()
+            finally:
+                self._next += 1
+                self._changed.notify_all()
+
+
 class BatchLoader(Prefetcher[Batch]):
     """Endless iterator of a rank's micro-batches; `accumulation_steps` of them make a step.
 
@@ -178,17 +199,22 @@ class BatchLoader(Prefetcher[Batch]):
         own = (np.arange(micro_batch_size) + data_parallel_rank * micro_batch_size).astype(np.int64)
         stride = data_parallel_size * micro_batch_size
 
+        first = start_step * accumulation_steps
+        in_turn = InTurn(first)
+
         def read(number: int) -> Batch:
             # A rank's micro-batches are evenly spaced, within and across steps.
             positions = own + number * stride
-            batch = read_batch(dataset, order.dataset_index(positions), positions)
+            # What is fetched ahead is given up when later samples are begun.
+            indices = in_turn(number, lambda: order.dataset_index(positions))
+            batch = read_batch(dataset, indices, positions)
             if device is None or device.type != "cuda":
                 return batch
             torch.cuda.set_device(device)  # new threads default to GPU 0
             return batch.pin_memory()
 
         self.accumulation_steps = accumulation_steps
-        super().__init__(read, first=start_step * accumulation_steps, threads=threads)
+        super().__init__(read, first=first, threads=threads)
 
 
 def evaluation_batches(

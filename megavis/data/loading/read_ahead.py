@@ -1,46 +1,66 @@
-"""Fetch the shards of the window that is read, and of the next, while samples are being read."""
+"""Fetch the shards of the window that is read, and of the next, while samples are being read.
+
+A shard that was fetched is held until it is opened or given up: the cache cannot evict it, for this
+process or another, because nobody has read it yet.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection
 from threading import Condition, Thread, get_ident
+from typing import Protocol
 
 import numpy as np
 
 from megavis.config.errors import UserError
+from megavis.data.loading.disk_cache import FullCacheError
 from megavis.data.loading.order import Order, WindowedOrder
 
 THREADS = 4
 """Concurrent fetches per process; the processes of a machine fetch different shards."""
 _FIRST_PAUSE, _LAST_PAUSE = 0.2, 10.0
 
+Needed = Callable[[], Collection[int]]
+
+
+class Held(Protocol):
+    """A fetched shard, which is not evicted until this is closed."""
+
+    def close(self) -> None: ...  # noqa: D102 - see above
+
 
 class ReadAhead:
     """Knows which window is read, and fetches its shards and the next one's in threads.
 
     They neither keep the process alive, nor report what fails: whoever reads such a shard fetches
-    it again, and then reports it.
+    it again, and then reports it. A window is left when no thread reads it and a later one has been
+    begun, so threads begin in the order of their positions (`InTurn`).
 
     Args:
         windows: the order in which samples are read.
-        fetch: fetches a shard, given shards that must not make room for it; returns whether there
-            was room.
+        hold: fetches a shard and holds it; returns None if another process fetches it, or it is no
+            longer among the needed shards, which must not make room for it. Raises FullCacheError.
         leave: called with the shards that are still needed, when others no longer are.
+        most: how many shards are held at once.
     """
 
     def __init__(
         self,
         windows: WindowedOrder,
-        fetch: Callable[[int, Collection[int]], bool],
+        hold: Callable[[int, Needed], Held | None],
         leave: Callable[[Collection[int]], None],
+        *,
+        most: int,
     ) -> None:
-        self._windows, self._fetch, self._leave = windows, fetch, leave
+        self._windows, self._hold, self._leave, self._most = windows, hold, leave, most
         self._changed = Condition()
         self._reading: dict[int, int] = {}
         self._newest = self._current = -1
         self._todo: deque[int] = deque()
+        self._read_now: frozenset[int] = frozenset()
         self._needed: frozenset[int] = frozenset()
+        self._held: dict[int, Held] = {}
         self._is_closed = False
         self._threads: list[Thread] = []
 
@@ -59,37 +79,62 @@ class ReadAhead:
             with self._changed:
                 self._reading[get_ident()] = oldest
                 self._newest = max(self._newest, newest)
-            self._move()
+                self._move()
 
     def end(self) -> None:
         """Note that this thread has read them."""
         with self._changed:
-            found = self._reading.pop(get_ident(), None)
-        if found is not None:
-            self._move()
+            if self._reading.pop(get_ident(), None) is not None:
+                self._move()
+
+    def opened(self, shard: int) -> None:
+        """Note that a reader has opened this shard, which it keeps itself from now on."""
+        with self._changed:
+            self._give_up({shard})
+
+    def make_way(self) -> Collection[int]:
+        """Give up shards that are held, since a reader finds no room for one that it needs.
+
+        Those of the next window first; if there are none, all. Returns the shards that other
+        readers should keep.
+        """
+        with self._changed:
+            kept = self._read_now
+            if kept.issuperset(self._held):
+                kept = frozenset()
+            self._give_up(self._held.keys() - kept)
+            return kept
 
     def close(self) -> None:
         """End the threads after what they are fetching. Can be called repeatedly."""
         with self._changed:
             self._is_closed = True
+            self._give_up(set(self._held))
             self._changed.notify_all()
+
+    def _give_up(self, shards: Collection[int]) -> None:
+        for shard in shards:
+            if (held := self._held.pop(shard, None)) is not None:
+                held.close()
 
     def _move(self) -> None:
         """Go on to the next window when no thread reads the one before any more."""
-        with self._changed:
-            current = min(self._reading.values(), default=self._newest)
-            if current <= self._current or self._is_closed:
-                return
-            self._current = current
-            shards = [*self._windows.shards_in(current), *self._windows.shards_in(current + 1)]
-            self._needed = needed = frozenset(shards)
-            self._todo = deque(dict.fromkeys(shards))
-            self._changed.notify_all()
-            if not self._threads:
-                self._threads = [Thread(target=self._work, daemon=True) for _ in range(THREADS)]
-                for thread in self._threads:
-                    thread.start()
+        current = min(self._reading.values(), default=self._newest)
+        if current <= self._current or self._is_closed:
+            return
+        self._current = current
+        self._read_now = frozenset(self._windows.shards_in(current))
+        shards = [*self._windows.shards_in(current), *self._windows.shards_in(current + 1)]
+        self._needed = needed = frozenset(shards)
+        # Before others are fetched, which take their places.
+        self._give_up(self._held.keys() - needed)
         self._leave(needed)
+        self._todo = deque(dict.fromkeys(shards))
+        self._changed.notify_all()
+        if not self._threads:
+            self._threads = [Thread(target=self._work, daemon=True) for _ in range(THREADS)]
+            for thread in self._threads:
+                thread.start()
 
     def _work(self) -> None:
         pause = _FIRST_PAUSE
@@ -98,20 +143,32 @@ class ReadAhead:
                 self._changed.wait_for(lambda: self._todo or self._is_closed)
                 if self._is_closed:
                     return
-                todo, needed = self._todo, self._needed
+                todo = self._todo
                 shard = todo.popleft()
             try:
-                had_room = self._fetch(shard, needed)
+                # The window may be left before the cache is free for this one.
+                held = self._hold(shard, lambda: self._needed)
+            except FullCacheError:
+                # The shards of the window before are still open in some process.
+                with self._changed:
+                    todo.appendleft(shard)
+                    self._changed.wait(pause)
+                pause = min(2 * pause, _LAST_PAUSE)
             except (OSError, UserError):
-                continue
-            if had_room:
+                pass
+            else:
                 pause = _FIRST_PAUSE
-                continue
-            # The shards of the window before are still open in some process.
-            with self._changed:
-                todo.appendleft(shard)
-                self._changed.wait(pause)
-            pause = min(2 * pause, _LAST_PAUSE)
+                self._keep(shard, held)
+
+    def _keep(self, shard: int, held: Held | None) -> None:
+        if held is None:
+            return
+        with self._changed:
+            is_wanted = shard in self._needed and shard not in self._held and not self._is_closed
+            if is_wanted and len(self._held) < self._most:
+                self._held[shard] = held
+                return
+        held.close()
 
 
 class AnnouncedOrder:

@@ -22,7 +22,7 @@ from megavis.data.format.files import write_atomically
 from megavis.data.format.manifest import MANIFEST_NAME, PALETTE_NAME, Manifest, ShardEntry
 from megavis.data.format.sample_index import SAMPLE_INDEX_NAME, index_bytes
 from megavis.data.format.shards import index_path
-from megavis.data.loading.disk_cache import DiskCache, FullCacheError, Wanted, cached_files
+from megavis.data.loading.disk_cache import DiskCache, Wanted, cached_files
 from megavis.data.loading.stores import Store
 
 _URL = re.compile(r"^(pipe:|[a-z][a-z0-9+.-]*://)")
@@ -107,19 +107,18 @@ class RemoteFolder:
         """
         return self.cache.open(self._shard(entry), when_full=when_full)
 
-    def fetch_ahead(self, entry: ShardEntry, *, spare: Collection[str]) -> bool:
-        """Fetch a tar that is neither there nor being fetched; return whether there was room.
+    def hold(self, entry: ShardEntry, needed: Callable[[], Collection[str]]) -> FileIO | None:
+        """Fetch a tar that is neither there nor being fetched, and keep it from being evicted.
 
         Args:
-            spare: names of tars that are not evicted for it.
+            needed: names of the tars that are not evicted for it, this one among them.
 
-        Raises as `open_shard`.
+        Returns:
+            An open file, which keeps it until it is closed; None as `DiskCache.hold`.
+
+        Raises as `open_shard`, and FullCacheError: there is no room.
         """
-        try:
-            self.cache.fetch(self._shard(entry), spare=spare, wait=False)
-        except FullCacheError:
-            return False
-        return True
+        return self.cache.hold(self._shard(entry), needed)
 
     def index_of(self, entry: ShardEntry) -> Path:
         """Return the JSON index of a shard, fetching it if needed. Raises as `open_shard`."""

@@ -1,4 +1,4 @@
-"""Read files of a folder at a URL: `s3://`, `gs://`, `https://` by fsspec, `pipe:` by gopen.
+"""Files of a folder at a URL: `s3://`, `gs://`, `https://` by fsspec, `pipe:` by gopen.
 
 fsspec's libraries find credentials and endpoints where the user's other tools do. What they repeat
 differs: s3fs some errors and not a 500, gcsfs most, HTTP none, and none knows what a file's hash
@@ -13,6 +13,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO
 
@@ -37,6 +38,10 @@ _LOGIN = {
 _NO_LOGIN = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
 _PASSING = {408, 425, 429}
 """Statuses below 500 of what another try may get: timeout, too early, too many requests."""
+
+
+class AbsentFileError(UserError):
+    """A file, folder or bucket does not exist."""
 
 
 class DamagedDownloadError(OSError):
@@ -107,9 +112,23 @@ class Store:
             if done > furthest:  # it goes on, so what failed before does not count
                 furthest, failures = done, 0
 
+    def put(self, name: str, path: Path) -> None:
+        """Upload a file, which replaces one of this name when all of it has arrived.
+
+        Tried again as `copy`. Raises UserError: the store may not be written. OSError: it cannot be
+        written after all attempts.
+        """
+        url = self.url_of(name)
+        self._answer(url, lambda system: system.put_file(str(path), url), "written")
+
+    def remove(self, name: str) -> None:
+        """Delete a file. Raises as `put`, and AbsentFileError."""
+        url = self.url_of(name)
+        self._answer(url, lambda system: system.rm_file(url), "written")
+
     def sizes(self) -> dict[str, int]:
-        """Return the size in bytes of each file of the folder. Raises as `copy`."""
-        entries = self._answer(self.url, lambda system: system.ls(self.url, detail=True))
+        """Return the size in bytes of each file of the folder, as it is now. Raises as `copy`."""
+        entries = self._answer(self.url, lambda system: _fresh(system).ls(self.url, detail=True))
         files = (
             entry for entry in entries if entry["type"] == "file" and entry["size"] is not None
         )
@@ -118,12 +137,12 @@ class Store:
     def size(self, name: str) -> int:
         """Return the size of a file in bytes. Raises as `copy`, and UserError if it is not told."""
         url = self.url_of(name)
-        size = self._answer(url, lambda system: system.info(url)["size"])
+        size = self._answer(url, lambda system: _fresh(system).info(url)["size"])
         if size is None:
             raise UserError(f"{url} is sent without its size, which is needed: copy it first")
         return int(size)
 
-    def _answer(self, url: str, ask: Callable[[Any], Any]) -> Any:
+    def _answer(self, url: str, ask: Callable[[Any], Any], what: str = "fetched") -> Any:
         """Return what a file system answers, asked as often as `copy` asks for a block."""
         if url.startswith(_PIPE):
             raise UserError(f"{url}: what a command writes cannot be listed: give s3://, gs:// ...")
@@ -131,7 +150,7 @@ class Store:
             try:
                 return ask(self._opened(url))
             except Exception as error:
-                _give_up_or_wait(url, error, failures, self._attempts)
+                _give_up_or_wait(url, error, failures, self._attempts, what)
         raise AssertionError("the loop ends by itself")
 
     def _blocks(self, url: str, start: int, size: int | None) -> Iterator[bytes]:
@@ -159,6 +178,12 @@ class Store:
             if self._system is None:
                 self._system = _open_system(url)
         return self._system
+
+
+def _fresh(system: Any) -> Any:
+    """Return a file system without what it remembers of folders, which others write too."""
+    system.invalidate_cache()
+    return system
 
 
 def _open_system(url: str) -> Any:
@@ -208,36 +233,42 @@ def _check(digest: str, done: int, size: int | None, sha256: str | None) -> None
         raise DamagedDownloadError("its SHA-256 differs from the manifest: truncated or changed")
 
 
-def _give_up_or_wait(url: str, error: Exception, failures: int, attempts: int) -> None:
+def _give_up_or_wait(
+    url: str, error: Exception, failures: int, attempts: int, what: str = "fetched"
+) -> None:
     """Pause after a failure; raise UserError at once where another try cannot help.
 
     Raises OSError after as many failures as attempts, and other errors than the way's as they are.
     """
     if isinstance(error, UserError):
         raise error
-    refusal = _refusal(url, error)
+    if isinstance(error, FileNotFoundError) or _status(error) in (404, 410):
+        check = "check the folder's name, and that its upload has finished"
+        if what == "written":
+            check = "check the name of the bucket"
+        raise AbsentFileError(f"{url} does not exist: {check}") from None
+    refusal = _refusal(url, error, "read" if what == "fetched" else what)
     if refusal is not None:
         raise UserError(refusal) from None
     if not _is_of_the_way(error):
         raise error
     if failures >= attempts:
         reason = _short_reason(error)
-        raise OSError(f"{url} cannot be fetched after {failures} attempts: {reason}") from error
+        raise OSError(f"{url} cannot be {what} after {failures} attempts: {reason}") from error
     pause = min(MOST_SECONDS, PAUSE_SECONDS * 2 ** (failures - 1))
     # Not from a generator that draws are made with.
     time.sleep(pause * secrets.SystemRandom().uniform(0.5, 1.0))
 
 
-def _refusal(url: str, error: Exception) -> str | None:
-    """Return why a store will not give a file, or None if it may on another try."""
+def _refusal(url: str, error: Exception, what: str) -> str | None:
+    """Return why a file may not be read or written, or None if it may on another try."""
     scheme = url.partition("://")[0]
     login = _LOGIN.get({"s3a": "s3", "gcs": "gs", "http": "https"}.get(scheme, scheme), "its mode")
     status = _status(error)
-    if isinstance(error, FileNotFoundError) or status in (404, 410):
-        return f"{url} does not exist: check the folder's name, and that its upload has finished"
     if isinstance(error, PermissionError) or status in (401, 403) or "Forbidden" in str(error):
         # S3 says 403 for an absent file too, to those who may not list the bucket.
-        return f"{url} may not be read, or does not exist ({_short_reason(error)}): check {login}"
+        may_not = f"may not be {what}, or does not exist"
+        return f"{url} {may_not} ({_short_reason(error)}): check {login}"
     if type(error).__name__ in _NO_LOGIN:
         return f"{url} needs credentials ({_short_reason(error)}): check {login}"
     if status is not None and 400 <= status < 500 and status not in _PASSING:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier, Lock
+from threading import Barrier, Event, Lock, Thread
 
 import numpy as np
 import pytest
@@ -31,6 +32,11 @@ def wanted(cache, name, *, size=SIZE, fill=None):
     return Wanted(path, size, fill or (lambda file: file.write(content)))
 
 
+def hold(cache, name, *, spare="", size=SIZE):
+    spared = {f"{each}.tar" for each in (name, *spare)}
+    return cache.hold(wanted(cache, name, size=size), lambda: spared)
+
+
 def names(cache):
     return {path.stem for path in cache.folder.glob("data/*.tar")}
 
@@ -50,7 +56,7 @@ def test_what_was_opened_longest_ago_is_evicted(cache):
     put(cache, "a")  # read again
     put(cache, "d")
     assert names(cache) == {"a", "c", "d"}
-    cache.fetch(wanted(cache, "e"), spare={"c.tar"})
+    hold(cache, "e", spare="c").close()
     assert "c" in names(cache)
     assert len(names(cache)) == 3
 
@@ -74,6 +80,60 @@ def test_open_and_mapped_files_stay(cache):
     assert names(cache) == {"d", "e", "f"}
 
 
+def test_what_is_held_stays_until_it_is_opened_or_given_up(cache):
+    """Also what was there before it was held, and for another process."""
+    other = DiskCache(cache.folder, cache.limit)
+    put(cache, "a")
+    held = {name: hold(cache, name) for name in "abc"}
+    with pytest.raises(FullCacheError):
+        hold(other, "d")
+    opened = cache.open(wanted(cache, "a"))
+    held["a"].close()
+    with pytest.raises(FullCacheError):
+        hold(other, "d")
+    held["b"].close()
+    hold(other, "d").close()
+    assert names(cache) == {"a", "c", "d"}
+    opened.close()
+    held["c"].close()
+
+
+@pytest.mark.parametrize("get", [lambda *of: DiskCache.open(*of), lambda *of: hold(of[0], "a")])
+def test_nobody_can_evict_a_file_between_its_arrival_and_its_use(cache, monkeypatch, get):
+    """Whenever the folder is released, others take all the room that they can get."""
+    locked, evicted = DiskCache._locked, []
+
+    @contextlib.contextmanager
+    def greedy(self):
+        with locked(self):
+            yield
+            for path in cache.folder.glob("data/*.tar") if len(evicted) < 3 else ():
+                evicted.extend([path] * disk_cache._evict(path))
+
+    monkeypatch.setattr(DiskCache, "_locked", greedy)
+    with get(cache, wanted(cache, "a")) as file:
+        assert file.read() == b"a" * SIZE
+    assert not evicted
+
+
+def test_what_is_not_needed_any_more_is_not_fetched(cache):
+    """Its window was left while the cache was not free."""
+    needed, waits, result = {"a.tar"}, Event(), []
+
+    def names_needed():
+        waits.set()
+        return needed
+
+    with cache._locked():
+        job = Thread(target=lambda: result.append(cache.hold(wanted(cache, "a"), names_needed)))
+        job.start()
+        needed.clear()
+    job.join(10)
+    assert waits.is_set()
+    assert result == [None]
+    assert not names(cache)
+
+
 def test_a_full_cache_is_said_after_a_while(cache, monkeypatch):
     monkeypatch.setattr(disk_cache, "WAIT_SECONDS", 0.15)
     files = [cache.open(wanted(cache, name)) for name in "abc"]
@@ -92,7 +152,7 @@ def test_what_is_never_evicted_is_always_taken(cache):
     index = Wanted(path, 4 * SIZE, lambda file: file.write(bytes(4 * SIZE)))
     cache.open(index).close()
     with pytest.raises(FullCacheError):
-        cache.fetch(wanted(cache, "a"))
+        hold(cache, "a")
     assert path.exists()
 
 
@@ -130,7 +190,7 @@ def test_room_is_kept_for_what_is_being_filled(cache):
     def fill(file):
         # Its size counts before its bytes are there.
         with pytest.raises(FullCacheError):
-            cache.fetch(wanted(cache, "b", size=SIZE + 1))
+            hold(cache, "b", size=SIZE + 1)
         file.write(bytes(2 * SIZE))
 
     cache.open(wanted(cache, "a", size=2 * SIZE, fill=fill)).close()
@@ -171,7 +231,7 @@ def test_a_file_that_another_fills_is_not_waited_for_ahead(cache):
     path = cache.folder / "data" / ".a.tar.partial"
     with path.open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        cache.fetch(wanted(cache, "a"), wait=False)
+        assert hold(cache, "a") is None
     assert not names(cache)
 
 

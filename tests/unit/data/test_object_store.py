@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -146,8 +147,7 @@ def test_bounded_cache_stays_within_its_size(store, shards, tmp_path, count):
         windows = [local.order(5).shards_in(window) for window in range(SHARDS + 2)]
         for shard in range(SHARDS):
             times = sum(shard in window for window in windows)
-            # On a busy machine one was fetched again, pushed out before it was opened.
-            assert 1 <= store.asked[f"shard-{shard:06d}.tar"] <= times + 1
+            assert 1 <= store.asked[f"shard-{shard:06d}.tar"] <= times
 
 
 def test_the_next_window_is_fetched_while_this_one_is_read(store, tmp_path):
@@ -336,13 +336,17 @@ def test_kill_leaves_nothing_that_is_taken_for_a_shard(store, shards, tmp_path):
     url, cache = f"{store.url}/bucket", tmp_path / "cache"
     child = reader(url, cache, room_for(shards, 4), 0, tmp_path / "0.npy")
     wait_for(lambda: stopped)
-    child.kill()
-    child.wait()
+    with (cache / ".lock").open("wb") as lock:
+        # A file gets its name and its size while this is locked.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        child.kill()
+        child.wait()
     partials = list(cache.glob("*/.*.partial"))
-    # They have their shards' size already, but not their content; one may have been made just then.
-    assert partials
-    sizes = {file.stat().st_size for file in partials} - {0}
-    assert sizes <= {file.stat().st_size for file in shards.glob("*.tar")}
+    # They have their shards' size already, but not their content.
+    assert f".{stopped[0]}.partial" in {file.name for file in partials}
+    for file in partials:
+        name = file.name.removeprefix(".").removesuffix(".partial")
+        assert file.stat().st_size == (shards / name).stat().st_size
     remote = ShardDataset(url, cache=cache)
     assert not list(cache.glob("*/.*.partial"))
     samples = np.arange(SHARDS * SAMPLES)
