@@ -217,6 +217,7 @@ class Layers(Backbone):
         needed = {*self.asks.roles, *self.condition.roles}
         needed |= {"transform"} if self.has_transform else set()
         needed |= {"row_vectors"} if self.num_row_vectors else set()
+        needed |= {"row_norm"} if self.grammar.asks.norm else set()
         return {role: partial(self.part, role) for role in PARTS if role in needed}
 
     def part(self, role: Role) -> nn.Module | nn.Parameter:
@@ -226,6 +227,7 @@ class Layers(Backbone):
             return conditional
         front, decays = self.asks.num_front, self.grammar.asks.learned_tokens_decay
         counts: dict[Role, int] = {"front": front, "row_vectors": self.num_row_vectors}
+        counts |= {"front_position": front} if self.grammar.places_front else {}
         built = build_part(role, self.grammar, self.core, self.reads, counts)
         # MAE's code decays the class token in pre-training; for fine-tuning, its `no_weight_decay`
         # names it.

@@ -22,6 +22,7 @@ from megavis.grammar.words import (
     Instruct,
     Labels,
     Latents,
+    LearnedTokens,
     Mask,
     Patches,
     Query,
@@ -273,6 +274,9 @@ def _check_condition(grammar: Grammar) -> Faults:
         if grammar.schedule.is_sequential and not grammar.schedule.num_given:
             remedy += ", or {asks.kind} to query"
         yield Fault("condition.kind", text, remedy)
+    if isinstance(condition, Labels) and condition.count > 1 and not asks.has_front:
+        text = f"{condition.count} rows cannot stand in place of the start token of asks {asks.kind}"
+        yield Fault("condition.count", text, "set it to 1")
     if condition.kind == "labels" and not (asks.has_front or asks.has_start):
         text = "labels stands in place of the start token, which asks.start false leaves out"
         yield Fault("condition.kind", text, f"{_WITHOUT_CONDITION}, or {{asks.start}} to true")
@@ -360,9 +364,10 @@ def _check_transform(grammar: Grammar) -> Faults:
         yield Fault("transform", text, _WITHOUT_TRANSFORM)
         return
     shifts = grammar.schedule.is_in_raster and grammar.asks.adds_asked_place
-    if not (grammar.density.has_likelihood and (shifts or grammar.asks.kind == "mask")):
+    masks = grammar.asks.kind == "mask" and not grammar.schedule.differs_by_image
+    if not (grammar.density.has_likelihood and (shifts or masks)):
         text = "adapter needs schedule one_by_one in raster order and asks of kind shift with place"
-        text = f"{text} asked, or asks of kind mask, and a density of Gaussians"
+        text = f"{text} asked, or asks of kind mask without an order, and a density of Gaussians"
         yield Fault("transform", text, _WITHOUT_TRANSFORM)
         return
     yield from _check_adapter(reads.width, transform.bottleneck)
@@ -434,8 +439,10 @@ def _check_rows(grammar: Grammar, run: RunConfig) -> Faults:
         what = f"{rows.blocks} rows of the encoder and {rows.decoder} of the decoder"
     elif rows.head < rows.blocks:
         what = f"{rows.blocks} rows, {rows.head} of them queries,"
-    changes: tuple[str, ...] = ("schedule.mask_ratio",) if rows.decoder else ()
-    if grammar.condition is not None and grammar.condition.kind == "learned_tokens":
+    share = "least_masking" if grammar.schedule.draws_shown else "mask_ratio"
+    changes: tuple[str, ...] = (f"schedule.{share}",) if rows.decoder else ()
+    has_count = isinstance(grammar.condition, LearnedTokens) or grammar.places_front
+    if has_count:
         changes += ("condition.count",)
     # The decoder has as many rows as its head reads.
     yield from check_split(run, rows.blocks, rows.head, what=what, changes=changes)
