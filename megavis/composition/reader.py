@@ -119,7 +119,9 @@ class SecondStack:
     ) -> None:
         # None: the MLP's size follows from the decoder's width, not from the encoder's.
         model = below.model.model_copy(update={**sizes, "ffn_hidden_size": None})
-        self.core = below.with_stack(name="decoder", model=model, carried_names=(), drop_path=0.0)
+        self.core = below.with_stack(
+            name="decoder", model=model, visibility_kind="full", carried_names=(), drop_path=0.0
+        )
         self.below, self.num_front, self.grid = below, num_front, grid
         self.positions, self.tokens_decay = positions, tokens_decay
         self.places_front = places_front

@@ -100,6 +100,15 @@ class OrderedRounds(Schedule):
         """Draw an order for each image `[b]` as a function of seed and index: int64 `[b, n]`."""
         return random_orders(images, self.num_tokens, seed=seed)
 
+    def share_known(self, step: Step, options: OrderedRoundOptions) -> float:
+        """Return the share of the tokens known after a step.
+
+        In the last step it is that of all tokens but one, by which the released code's guidance
+        grows then.
+        """
+        count = step.arrangement.num_positions
+        return float(min(step.asked.stop, count - 1) / count)
+
     def first(
         self, order: Tensor, *, num_images: int, num_given: int, options: OrderedRoundOptions
     ) -> Step | None:
