@@ -287,8 +287,8 @@ _OPTIONS: dict[str, tuple[type, str]] = {
     "fans": (int, "candidates per beam at every token"),
     "rounds": (
         int,
-        "passes in which tokens are generated, several in each; default: 16 for masked models, one"
-        " for each token where they are asked for one by one",
+        "passes in which tokens are generated, several in each; default: 16 for masked models, 64"
+        " where they follow an order, one for each token where they are asked for one by one",
     ),
     "choice_temperature": (float, "randomness of the tokens that masked models keep; default: 35"),
     "groups": (int, "number of groups in which hidden tokens are predicted"),
