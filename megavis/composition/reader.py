@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megavis.composition.asking import ORDER, Asking
@@ -101,6 +102,7 @@ class SecondStack:
     Args:
         sizes: values of `model` keys that differ from the encoder's.
         tokens_decay: apply weight decay to the mask token.
+        extras: names of the head's inputs besides hidden states, of which the bridge makes places.
     """
 
     def __init__(
@@ -112,10 +114,13 @@ class SecondStack:
         grid: tuple[int, int],
         positions: PositionKind,
         tokens_decay: bool = False,
+        extras: tuple[str, ...] = (),
     ) -> None:
         # None: the MLP's size follows from the decoder's width, not from the encoder's.
         model = below.model.model_copy(update={**sizes, "ffn_hidden_size": None})
-        self.core = below.with_stack(name="decoder", model=model, carried_names=(), drop_path=0.0)
+        self.core = below.with_stack(
+            name="decoder", model=model, carried_names=extras, drop_path=0.0
+        )
         self.below, self.num_front, self.grid = below, num_front, grid
         self.positions, self.tokens_decay = positions, tokens_decay
 
@@ -165,4 +170,5 @@ class MaskTokens(Bridge):
         num_hidden = order.shape[1] - visible.shape[1]
         masks = self.mask.to(hidden.dtype).expand(len(hidden), num_hidden, -1)
         patches = self.positions(torch.cat([visible, masks], dim=1), order)
-        return torch.cat([front, patches], dim=1), {}
+        places = F.pad(order, (self.num_front, 0))
+        return torch.cat([front, patches], dim=1), {**carried, PLACES: places}
