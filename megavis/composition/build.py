@@ -227,14 +227,16 @@ def _(word: words.Mask, grammar: Grammar) -> asking.Asking:
 
 @singledispatch
 def build_second_stack(
-    word: words.AskWord, grammar: Grammar, core: Core, grid: Grid
+    word: words.AskWord, grammar: Grammar, core: Core, grid: Grid, extras: tuple[str, ...]
 ) -> SecondStack | None:
     """Return the decoder of an encoder that sees some tokens; None for other askings."""
     return None
 
 
 @build_second_stack.register
-def _(word: words.Visible, grammar: Grammar, core: Core, grid: Grid) -> SecondStack | None:
+def _(
+    word: words.Visible, grammar: Grammar, core: Core, grid: Grid, extras: tuple[str, ...]
+) -> SecondStack | None:
     return SecondStack(
         core,
         word.decoder.model_dump(),
@@ -242,6 +244,7 @@ def _(word: words.Visible, grammar: Grammar, core: Core, grid: Grid) -> SecondSt
         grid=grid,
         positions=grammar.positions,
         tokens_decay=word.tokens_decay,
+        extras=extras,
     )
 
 
@@ -414,6 +417,8 @@ def _(word: words.Diffusion, head: HeadPlan) -> Density:
     from megavis.densities.diffusion import Diffusion, DiffusionProcess
 
     assert isinstance(head.predicts, tokens.Vectors)
+    process = DiffusionProcess.of(word, value_range=head.predicts.value_range, seed=head.seed)
+    learns_positions = word.decoder_positions == "learned"
     spec = DecoderSpec(
         word.decoder,
         head.width,
@@ -421,9 +426,14 @@ def _(word: words.Diffusion, head: HeadPlan) -> Density:
         denoises=True,
         appends_gamma=word.condition_on_gamma,
         channels=head.predicts.channels,
+        hidden_size=word.decoder_width,
+        grid=head.predicts.grid if learns_positions else None,
+        learns_positions=learns_positions,
+        num_outputs=head.width * (1 + word.learns_variance),
+        noise=process.noise,
+        num_noises=word.noises_per_token,
     )
     factory, work = head.decoder(spec)
-    process = DiffusionProcess.of(word, value_range=head.predicts.value_range, seed=head.seed)
     return Diffusion(head.width, process, build_head=factory, decoder=work)
 
 

@@ -147,7 +147,12 @@ class Diffusion(DensityWord):
     sampling_steps: Positive = 1000
     """Denoising steps; with `cosine` at most `noise_steps`, evenly spaced."""
     sampling_temperature: AtLeast0 = 1.0
-    """Multiplies the noise of each step."""
+    """Multiplies the noise of each step, with `beta` also of the start."""
+
+    @property
+    def reads_places(self) -> bool:
+        """Whether there are positions."""
+        return self.decoder_positions != "none"
 
 
 class Place(DensityWord):
