@@ -153,9 +153,7 @@ def _(word: words.Rounds, asks: words.AskWord, run: RunConfig, grid: Grid) -> Sc
     share = HiddenShare(count, word.least_masking, word.masking_deviation, count - most)
     if word.chosen == "order":
         shown = count if asks.holds_hidden else most
-        return OrderedRounds(
-            share, most_shown=shown, loss_average=word.loss_average, seed=run.seed
-        )
+        return OrderedRounds(share, most_shown=shown, loss_average=word.loss_average, seed=run.seed)
     orders = Orders(torch.arange(count))
     return Rounds(orders, share=share, loss_average=word.loss_average, seed=run.seed)
 
@@ -238,14 +236,16 @@ def _(word: words.Mask, grammar: Grammar) -> asking.Asking:
 
 @singledispatch
 def build_second_stack(
-    word: words.AskWord, grammar: Grammar, core: Core, grid: Grid
+    word: words.AskWord, grammar: Grammar, core: Core, grid: Grid, extras: tuple[str, ...]
 ) -> SecondStack | None:
     """Return the decoder of an encoder that sees some tokens; None for other askings."""
     return None
 
 
 @build_second_stack.register
-def _(word: words.Visible, grammar: Grammar, core: Core, grid: Grid) -> SecondStack | None:
+def _(
+    word: words.Visible, grammar: Grammar, core: Core, grid: Grid, extras: tuple[str, ...]
+) -> SecondStack | None:
     return SecondStack(
         core,
         word.decoder.model_dump(),
@@ -254,6 +254,7 @@ def _(word: words.Visible, grammar: Grammar, core: Core, grid: Grid) -> SecondSt
         positions=grammar.positions,
         tokens_decay=word.tokens_decay,
         places_front=grammar.places_front,
+        extras=extras,
     )
 
 
@@ -426,6 +427,8 @@ def _(word: words.Diffusion, head: HeadPlan) -> Density:
     from megavis.densities.diffusion import Diffusion, DiffusionProcess
 
     assert isinstance(head.predicts, tokens.Vectors)
+    process = DiffusionProcess.of(word, value_range=head.predicts.value_range, seed=head.seed)
+    learns_positions = word.decoder_positions == "learned"
     spec = DecoderSpec(
         word.decoder,
         head.width,
@@ -433,9 +436,14 @@ def _(word: words.Diffusion, head: HeadPlan) -> Density:
         denoises=True,
         appends_gamma=word.condition_on_gamma,
         channels=head.predicts.channels,
+        hidden_size=word.decoder_width,
+        grid=head.predicts.grid if learns_positions else None,
+        learns_positions=learns_positions,
+        num_outputs=head.width * (1 + word.learns_variance),
+        noise=process.noise,
+        num_noises=word.noises_per_token,
     )
     factory, work = head.decoder(spec)
-    process = DiffusionProcess.of(word, value_range=head.predicts.value_range, seed=head.seed)
     return Diffusion(head.width, process, build_head=factory, decoder=work)
 
 

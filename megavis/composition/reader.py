@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megavis.composition.asking import ORDER, Asking
@@ -104,6 +105,7 @@ class SecondStack:
         sizes: values of `model` keys that differ from the encoder's.
         tokens_decay: apply weight decay to the mask token.
         places_front: add learned positions to the rows in front.
+        extras: names of the head's inputs besides hidden states, of which the bridge makes places.
     """
 
     def __init__(
@@ -116,11 +118,16 @@ class SecondStack:
         positions: PositionKind,
         tokens_decay: bool = False,
         places_front: bool = False,
+        extras: tuple[str, ...] = (),
     ) -> None:
         # None: the MLP's size follows from the decoder's width, not from the encoder's.
         model = below.model.model_copy(update={**sizes, "ffn_hidden_size": None})
         self.core = below.with_stack(
-            name="decoder", model=model, visibility_kind="full", carried_names=(), drop_path=0.0
+            name="decoder",
+            model=model,
+            visibility_kind="full",
+            carried_names=extras,
+            drop_path=0.0,
         )
         self.below, self.num_front, self.grid = below, num_front, grid
         self.positions, self.tokens_decay = positions, tokens_decay
@@ -181,4 +188,5 @@ class MaskTokens(Bridge):
         if self.front_position is not None:
             front = front + self.front_position.to(front.dtype)
         patches = self.positions(torch.cat([visible, masks], dim=1), order)
-        return torch.cat([front, patches], dim=1), {}
+        places = F.pad(order, (self.num_front, 0))
+        return torch.cat([front, patches], dim=1), {**carried, PLACES: places}

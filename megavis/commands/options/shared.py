@@ -283,6 +283,10 @@ _OPTIONS: dict[str, tuple[type, str]] = {
         float,
         "for ids: guidance grows with the tokens, by this power of their share; default: constant",
     ),
+    "guidance_schedule": (
+        str,
+        "for diffusion: constant, or linear in the share of the tokens known; default: constant",
+    ),
     "beams": (int, "sequences that beam search keeps per image"),
     "fans": (int, "candidates per beam at every token"),
     "rounds": (

@@ -58,9 +58,7 @@ def test_completions_keep_what_is_given(made, tmp_path):
     assert len(steps) == 3
     assert torch.equal(last[:, :6], given)
     assert order.shape == (3, 16)
-    alone = sampler.tokens(
-        images[1:2], given=given[1:2], conditions={"labels": torch.tensor([1])}
-    )
+    alone = sampler.tokens(images[1:2], given=given[1:2], conditions={"labels": torch.tensor([1])})
     torch.testing.assert_close(alone, last[1:2], rtol=1e-4, atol=1e-4)
 
 

@@ -301,7 +301,9 @@ def test_loss_equals_the_released_equations(make):
     assert CLASSES in labels
     numbers, losses = set(), []
     for image, order in enumerate(arrangement.order.tolist()):
-        shown = [p for p, hidden in zip(order, arrangement.groups[image], strict=True) if not hidden]
+        shown = [
+            p for p, hidden in zip(order, arrangement.groups[image], strict=True) if not hidden
+        ]
         numbers.add(len(shown))
         latents = samples.inputs[image].flatten(1).T
         label = None if labels[image] == CLASSES else labels[image]
@@ -410,8 +412,14 @@ def test_latents_are_scaled(make):
     [
         (["objective.downsampling=5"], "5 does not divide data.image_size 16"),
         (["objective.downsampling=16"], "set it to half of data.image_size or less"),
-        (["objective.least_masking=0.99"], r"objective.least_masking: 0.99 of 16 tokens shows none"),
-        (["objective.decoder.hidden_size=18"], "objective.decoder.hidden_size: 18 is not divisible"),
+        (
+            ["objective.least_masking=0.99"],
+            r"objective.least_masking: 0.99 of 16 tokens shows none",
+        ),
+        (
+            ["objective.decoder.hidden_size=18"],
+            "objective.decoder.hidden_size: 18 is not divisible",
+        ),
         (["model.positions=rope_2d"], "rope_2d does not reach the decoder"),
     ],
 )
