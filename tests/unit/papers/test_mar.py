@@ -26,7 +26,8 @@ MLP, MLP_LAYERS, FREQUENCIES, STEPS = 24, 2, 256, 1000
 CONFIG = tiny(
     f"{{name: mar, latent_channels: {CHANNELS}, downsampling: 4, num_classes: {CLASSES},"
     f" class_rows: {BUFFER}, denoiser_layers: {MLP_LAYERS}, denoiser_width: {MLP},"
-    f" decoder: {{num_layers: {LAYERS}, hidden_size: {UPPER}, num_attention_heads: {UPPER_HEADS}}}}}",
+    f" decoder: {{num_layers: {LAYERS}, hidden_size: {UPPER},"
+    f" num_attention_heads: {UPPER_HEADS}}}}}",
     model={**VIT, "num_layers": LAYERS, "hidden_size": WIDTH, "num_attention_heads": HEADS},
 )
 

@@ -67,8 +67,7 @@ def pretraining(size, **keys):
 def ablation(width=1024):
     """Return MAR-L in 400 epochs with an MLP of three blocks (sections 4.1 and 5)."""
     keys = {"objective.denoiser_layers": 3, "objective.denoiser_width": width}
-    rest = {key: value for key, value in pretraining("l").items() if key != "training.steps"}
-    return {**rest, "epochs": 400, **keys}
+    return {**pretraining("l"), "training.steps": 250_000, **keys}
 
 
 # The tokenizer, and MAR on its latents.
