@@ -434,8 +434,8 @@ class InContext(Asking):
 class Visible(Asking):
     """One row per known token, in the arrangement's order.
 
-    Rows of tokens that are hidden in some images, where their number is drawn, follow in group 1:
-    rows of known tokens, in group 0, do not attend to them, and the bridge replaces them.
+    Where their number is drawn for each image, rows of hidden tokens follow in group 1: known ones,
+    in group 0, do not attend to them, and the bridge replaces them.
 
     Args:
         num_front: condition rows in front, in group 0.
@@ -461,10 +461,8 @@ class Visible(Asking):
         order = asked_last(wanted.arrangement.order, wanted).expand(len(tokens), -1)
         # Carried to the bridge: a pipeline sends contiguous tensors alone.
         rows = (tokens[:, : wanted.known], order.contiguous())
-        if not self.hides:
-            return rows
         groups = wanted.arrangement.groups[:, : wanted.known]
-        return *rows, groups.expand(len(tokens), -1)
+        return (*rows, groups.expand(len(tokens), -1)) if self.hides else rows
 
     def feature_rows(self, tokens: Tensor, arrangement: Arrangement) -> AskedRows:
         """Return all tokens."""
