@@ -232,7 +232,7 @@ SMALL = {
         " density: {kind: diffusion, decoder: modulated_mlp, decoder_layers: 2, decoder_width: 24,"
         " decoder_positions: learned, noise: cosine, noise_steps: 50, predicts: noise,"
         " learns_variance: true, noises_per_token: 2, sampling_steps: 5},"
-        " condition: {kind: labels, num_classes: 3}}",
+        " condition: {kind: labels, num_classes: 10}}",
         model="positions: rope_2d",
         in_every_pair=True,
     ),

@@ -329,6 +329,21 @@ def test_known_tokens_have_no_gradient(build):
     assert not predictions.grad[~predicted].any()
 
 
+@pytest.mark.parametrize("decoder", ["linear", "mlp", "transformer", "modulated_mlp"])
+def test_every_decoder_denoises_above_a_bridge(build, decoder):
+    """Each noisy token reaches the row that predicts it, and no other."""
+    words = density(decoder=decoder, wide=decoder == "mlp", predicts="clean")
+    objective, inference = build(LATENTS, CONTEXT, BRIDGE, words)
+    sequence = objective.sequence(batch_of(latents()))
+    before = inference.predictions(sequence.inputs)
+    assert before.shape == sequence.targets[0].shape
+    *rows, noisy = sequence.inputs
+    noisy = noisy.clone()
+    noisy[1, 3, :VALUES] += 1
+    changed = (inference.predictions((*rows, noisy)) != before).any(-1)
+    assert changed.nonzero().tolist() == [[1, 3]]
+
+
 # Generation.
 
 
