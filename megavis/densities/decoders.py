@@ -174,7 +174,10 @@ class PatchHead(Head):
         stream = LayerState.unpack(state, self.core.carried_names)
         output = self.norm.own(self.normed(state))
         if self.positions is not None:
-            output = self.positions(output, self._places(output, stream.carried))
+            places = self._places(output, stream.carried)
+            # Rows outside the grid, such as a start token, have negative places.
+            added = self.positions(output, places.clamp(min=0))
+            output = torch.where((places >= 0)[..., None], added, output)
         if self.entry is not None:
             output = self.entry(output)
         if self.grid is None or self.positions is not None:

@@ -233,6 +233,24 @@ SMALL = {
         model="positions: rope_2d",
         in_every_pair=True,
     ),
+    # Modulated MLPs with learned variances and several noises a token, also above a bridge.
+    "compose_denoised_modulated": SmallConfig(
+        "{name: compose, reads: {kind: patches, patch_size: 4},"
+        " schedule: {kind: one_by_one, order: random}, asks: {kind: instruct},"
+        " density: {kind: diffusion, decoder: modulated_mlp, decoder_layers: 2, decoder_width: 24,"
+        " decoder_positions: learned, noise: cosine, noise_steps: 50, predicts: noise,"
+        " learns_variance: true, noises_per_token: 2, sampling_steps: 5},"
+        " condition: {kind: labels, num_classes: 10}}",
+        model="positions: rope_2d",
+        in_every_pair=True,
+    ),
+    "compose_bridged_noise": SmallConfig(
+        "{name: compose, reads: {kind: patches, patch_size: 4}, schedule: {kind: context},"
+        " asks: {kind: visible,"
+        " decoder: {num_layers: 2, hidden_size: 16, num_attention_heads: 4}},"
+        " density: {kind: diffusion, decoder: modulated_mlp, decoder_positions: learned,"
+        " noise: cosine, noise_steps: 50, sampling_steps: 5}}"
+    ),
     "compose_places": SmallConfig(
         "{name: compose, reads: {kind: patches, patch_size: 4}, schedule: {kind: context},"
         " asks: {kind: in_context}, density: {kind: place}}"

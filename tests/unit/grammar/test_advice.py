@@ -94,6 +94,13 @@ CHOICES = {
         {"kind": "gaussian_mixture"},
         {"kind": "correlated_gaussian"},
         {"kind": "diffusion"},
+        *(
+            {"kind": "diffusion", "decoder": decoder, "decoder_width": 5, "noise_steps": 500}
+            | {"noise": noise, "learns_variance": True, "condition_on_gamma": True}
+            | {"decoder_positions": "learned", "noises_per_token": 2}
+            for decoder in ("linear", "mlp", "modulated_mlp")
+            for noise in ("beta", "cosine")
+        ),
         {"kind": "place"},
     ),
     "condition": (
