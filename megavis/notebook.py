@@ -205,8 +205,8 @@ class Run:
             seed: random seed.
             spell: formats option names as the user typed them, for errors.
             **options: of the model's density, schedule and search: temperature, top_k, top_p,
-                sampling_steps, probability, guidance, guidance_power, beams, fans, rounds,
-                choice_temperature, groups. None leaves an option to the model.
+                sampling_steps, probability, guidance, guidance_power, guidance_schedule, beams,
+                fans, rounds, choice_temperature, groups. None leaves an option to the model.
 
         Raises:
             UserError: the model generates no images, or an option does not apply.

@@ -38,6 +38,7 @@ PAPERS = {
     "mae": "MAE",
     "aim": "AIM",
     "rar": "RAR",
+    "mar": "MAR",
     "compose": "Compositions",
     "results": "Study",
 }

@@ -40,7 +40,7 @@ ORDER = "order"
 class Asking(ABC):
     """Maps tokens and an arrangement to rows, after `num_front` condition rows; embeds rows."""
 
-    num_inputs: ClassVar[int]
+    num_inputs: int
     """Number of tensors that `rows` returns."""
     visibility: VisibilityKind
     """Which row attends to which."""
@@ -253,10 +253,15 @@ class Mask(Asking):
         self.fillers = tuple(role for role, is_needed in fillers.items() if is_needed)
 
     def rows(self, tokens: Tensor, wanted: PredictionTargets, since: int = 0) -> AskedRows:
-        """Return all tokens, their places, and the mask bool `[b, n]`, true where hidden."""
+        """Return all tokens, their places, and the mask bool `[b, n]`, true where hidden.
+
+        Asked positions are the last, as the head reads them.
+        """
         order, hidden = wanted.arrangement.order, wanted.hidden
         hidden = wanted.arrangement.groups > 0 if hidden is None else hidden
-        return tokens, order, hidden.expand(len(tokens), -1)
+        rows = tokens, order, hidden.expand(len(tokens), -1)
+        tokens, order, hidden = (asked_last(each, wanted) for each in rows)
+        return tokens, order, hidden
 
     def embed(self, parts: Parts, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
         """See `Asking`."""
@@ -427,17 +432,37 @@ class InContext(Asking):
 
 
 class Visible(Asking):
-    """One row per known token, in the arrangement's order."""
+    """One row per known token, in the arrangement's order.
 
-    num_inputs = 2
-    visibility: VisibilityKind = "full"
-    extra_tensors = (ORDER,)
+    Where their number is drawn for each image, rows of hidden tokens follow in group 1: known ones,
+    in group 0, do not attend to them, and the bridge replaces them.
+
+    Args:
+        num_front: condition rows in front, in group 0.
+        hides: whether the number of hidden tokens is drawn for each image.
+        places_front: add learned positions to the rows in front.
+    """
+
+    def __init__(
+        self, *, num_front: int = 0, hides: bool = False, places_front: bool = False
+    ) -> None:
+        super().__init__(num_front=num_front)
+        self.hides = hides
+        self.visibility: VisibilityKind = "two_stream" if hides else "full"
+        self.extra_tensors = (ORDER, *(("content_groups", "query_groups") if hides else ()))
+        self.num_inputs = 3 if hides else 2
+        self.fillers = ("front_position",) if places_front else ()
 
     def rows(self, tokens: Tensor, wanted: PredictionTargets, since: int = 0) -> AskedRows:
-        """Return the known tokens, and the places of all positions."""
+        """Return the known tokens, the places of all positions, and the groups of the tokens.
+
+        Asked positions are the last, as the head reads them.
+        """
+        order = asked_last(wanted.arrangement.order, wanted).expand(len(tokens), -1)
         # Carried to the bridge: a pipeline sends contiguous tensors alone.
-        order = wanted.arrangement.order.expand(len(tokens), -1).contiguous()
-        return tokens[:, : wanted.known], order
+        rows = (tokens[:, : wanted.known], order.contiguous())
+        groups = wanted.arrangement.groups[:, : wanted.known]
+        return (*rows, groups.expand(len(tokens), -1)) if self.hides else rows
 
     def feature_rows(self, tokens: Tensor, arrangement: Arrangement) -> AskedRows:
         """Return all tokens."""
@@ -447,14 +472,28 @@ class Visible(Asking):
 
     def embed(self, parts: Parts, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
         """See `Asking`."""
-        tokens, order = rows
+        tokens, order, *groups = rows
         places = order[:, : tokens.shape[1]]
         hidden = parts.add_positions(parts.embed_content(tokens), places, "positions")
         front = parts.front_rows(hidden, known)
         hidden = torch.cat([front, hidden], dim=1)
-        return Embedded(hidden, F.pad(places, (front.shape[1], 0)), {ORDER: order})
+        carried = {ORDER: order}
+        if self.hides:
+            # Two streams without queries are attention by groups.
+            own = F.pad(groups[0], (front.shape[1], 0)).contiguous()
+            carried |= {"content_groups": own, "query_groups": own[:, :0]}
+        return Embedded(hidden, F.pad(places, (front.shape[1], 0)), carried)
 
     def workload(self, arrangement: Arrangement, num_outputs: int) -> Workload:
-        """Return the workload of full attention over the known tokens."""
+        """Return the workload of full attention over the rows of tokens."""
         rows = arrangement.num_content + self.num_front
         return Workload.of_one_stream(rows, num_outputs, causal=False)
+
+
+def asked_last(values: Tensor, wanted: PredictionTargets) -> Tensor:
+    """Move the asked positions of `[b, n, ...]` behind all others, if some follow them."""
+    asked = wanted.asked
+    if asked.stop >= values.shape[1] or asked.start == asked.stop:
+        return values
+    parts = (values[:, : asked.start], values[:, asked.stop :], values[:, asked])
+    return torch.cat(parts, dim=1)

@@ -26,7 +26,7 @@ from megavis.grammar import words
 from megavis.grammar.grammar import Grammar
 from megavis.model.adapter import Adapter
 from megavis.model.core import Core
-from megavis.model.embeddings import TokenHead, grid_positions
+from megavis.model.embeddings import TokenHead, WholeNorm, grid_positions
 from megavis.model.encoder import EncoderSizes
 from megavis.model.heads import Head
 from megavis.model.parameters import (
@@ -39,8 +39,10 @@ from megavis.model.parameters import (
     xavier_uniform,
     zeros,
 )
+from megavis.schedules.hidden_share import HiddenShare
 from megavis.schedules.masked import Context, Masked, Rounds
 from megavis.schedules.one_by_one import Annealing, OneByOne
+from megavis.schedules.ordered_rounds import OrderedRounds
 from megavis.schedules.orders import Orders, order_of_run
 from megavis.schedules.schedule import Schedule
 from megavis.schedules.segmented import Groups
@@ -91,6 +93,7 @@ def _(word: words.Latents, run: RunConfig, key: Key) -> tokens.Tokens:
         channels=word.channels,
         side=word.grid(run.data)[0],
         stacked=word.stacked,
+        scale=word.scale,
         seed=run.seed,
         tokenizer=word.tokenizer,
         beta=word.tokenizer_beta,
@@ -145,12 +148,14 @@ def _(word: words.Masked, asks: words.AskWord, run: RunConfig, grid: Grid) -> Sc
 
 @build_schedule.register
 def _(word: words.Rounds, asks: words.AskWord, run: RunConfig, grid: Grid) -> Schedule:
-    return Rounds(
-        Orders(torch.arange(grid[0] * grid[1])),
-        least_masking=word.least_masking,
-        loss_average=word.loss_average,
-        seed=run.seed,
-    )
+    count = grid[0] * grid[1]
+    most = word.shown(count)[1]
+    share = HiddenShare(count, word.least_masking, word.masking_deviation, count - most)
+    if word.chosen == "order":
+        shown = count if asks.holds_hidden else most
+        return OrderedRounds(share, most_shown=shown, loss_average=word.loss_average, seed=run.seed)
+    orders = Orders(torch.arange(count))
+    return Rounds(orders, share=share, loss_average=word.loss_average, seed=run.seed)
 
 
 @build_schedule.register
@@ -211,7 +216,11 @@ def _(word: words.InContext, grammar: Grammar) -> asking.Asking:
 
 @build_asking.register
 def _(word: words.Visible, grammar: Grammar) -> asking.Asking:
-    return asking.Visible(num_front=grammar.num_front)
+    return asking.Visible(
+        num_front=grammar.num_front,
+        hides=grammar.schedule.draws_shown,
+        places_front=grammar.places_front,
+    )
 
 
 @build_asking.register
@@ -221,20 +230,22 @@ def _(word: words.Mask, grammar: Grammar) -> asking.Asking:
         num_front=grammar.num_front,
         filler=word.filler,
         marks=word.marks,
-        places_front=grammar.num_front > 0 and has_learned,
+        places_front=grammar.places_front or (grammar.num_front > 0 and has_learned),
     )
 
 
 @singledispatch
 def build_second_stack(
-    word: words.AskWord, grammar: Grammar, core: Core, grid: Grid
+    word: words.AskWord, grammar: Grammar, core: Core, grid: Grid, extras: tuple[str, ...]
 ) -> SecondStack | None:
     """Return the decoder of an encoder that sees some tokens; None for other askings."""
     return None
 
 
 @build_second_stack.register
-def _(word: words.Visible, grammar: Grammar, core: Core, grid: Grid) -> SecondStack | None:
+def _(
+    word: words.Visible, grammar: Grammar, core: Core, grid: Grid, extras: tuple[str, ...]
+) -> SecondStack | None:
     return SecondStack(
         core,
         word.decoder.model_dump(),
@@ -242,6 +253,8 @@ def _(word: words.Visible, grammar: Grammar, core: Core, grid: Grid) -> SecondSt
         grid=grid,
         positions=grammar.positions,
         tokens_decay=word.tokens_decay,
+        places_front=grammar.places_front,
+        extras=extras,
     )
 
 
@@ -414,6 +427,8 @@ def _(word: words.Diffusion, head: HeadPlan) -> Density:
     from megavis.densities.diffusion import Diffusion, DiffusionProcess
 
     assert isinstance(head.predicts, tokens.Vectors)
+    process = DiffusionProcess.of(word, value_range=head.predicts.value_range, seed=head.seed)
+    learns_positions = word.decoder_positions == "learned"
     spec = DecoderSpec(
         word.decoder,
         head.width,
@@ -421,9 +436,14 @@ def _(word: words.Diffusion, head: HeadPlan) -> Density:
         denoises=True,
         appends_gamma=word.condition_on_gamma,
         channels=head.predicts.channels,
+        hidden_size=word.decoder_width,
+        grid=head.predicts.grid if learns_positions else None,
+        learns_positions=learns_positions,
+        num_outputs=head.width * (1 + word.learns_variance),
+        noise=process.noise,
+        num_noises=word.noises_per_token,
     )
     factory, work = head.decoder(spec)
-    process = DiffusionProcess.of(word, value_range=head.predicts.value_range, seed=head.seed)
     return Diffusion(head.width, process, build_head=factory, decoder=work)
 
 
@@ -455,6 +475,8 @@ def build_part(
     `counts`: numbers of vectors of parts that have several, by role.
     """
     weights, width = grammar.weights, core.model.hidden_size
+    if role == "row_norm":
+        return WholeNorm(core)
     if role == "transform":
         word = grammar.transform
         assert word is not None

@@ -159,6 +159,7 @@ class Latents(Vectors):
 
     Args:
         stacked: horizontally adjacent latents per token.
+        scale: multiplies latents, to give tokens.
         seed: the run's seed; posterior draws are functions of seed and sample.
         tokenizer: run folder of the VAE; None if all inputs are latents.
         beta: required β of the VAE's run; None: any.
@@ -177,6 +178,7 @@ class Latents(Vectors):
         channels: int,
         side: int,
         stacked: int,
+        scale: float = 1.0,
         seed: int,
         tokenizer: str | None,
         beta: float | None,
@@ -186,6 +188,7 @@ class Latents(Vectors):
         self.key, self.tokenizer_key = key, key("tokenizer")
         self.shape_keys = f"({key('channels')}, data.image_size / {key('patch_size')})"
         self.shape, self.stacked, self.seed = (channels, side, side), stacked, seed
+        self.scale = scale
         self.run_folder, self.beta, self.image_size = tokenizer, beta, image_size
         self.grid, self.width = (side, side // stacked), channels * stacked
         self.sample_shape = (2, *self.shape)
@@ -266,14 +269,16 @@ class Latents(Vectors):
         return mean + scale * noise.view_as(mean)
 
     def sequence(self, tokens: Tensor) -> Tensor:
-        """Reshape latents `[b, c, h, w]` to tokens `[b, n, d]`."""
+        """Scale latents `[b, c, h, w]` and reshape them to tokens `[b, n, d]`."""
         if tokens.ndim == 3:
             return tokens
-        return to_tokens(stack(tokens, self.stacked)).contiguous()
+        scaled = tokens if self.scale == 1 else tokens * self.scale
+        return to_tokens(stack(scaled, self.stacked)).contiguous()
 
     def from_sequence(self, tokens: Tensor) -> Tensor:
-        """Reshape tokens `[b, n, d]` to latents `[b, c, h, w]`."""
-        return unstack(to_grid(tokens, height=self.grid[0]), self.stacked)
+        """Reshape tokens `[b, n, d]` to latents `[b, c, h, w]`, and undo their scale."""
+        latents = unstack(to_grid(tokens, height=self.grid[0]), self.stacked)
+        return latents if self.scale == 1 else latents / self.scale
 
     def prior(self, images: Tensor, *, seed: int) -> Tensor:
         """Draw latents `[b, c, h, w]` from the VAE's prior, N(0, 1)."""

@@ -112,7 +112,11 @@ class Layers(Backbone):
     @cached_property
     def second_stack(self) -> SecondStack | None:
         """The decoder of an encoder that sees some tokens; None for others."""
-        return build_second_stack(self.grammar.asks, self.grammar, self.core, self.reads.grid)
+        places = (PLACES,) if self.grammar.density.reads_places else ()
+        extras = (*places, *self.extra_tensors)
+        return build_second_stack(
+            self.grammar.asks, self.grammar, self.core, self.reads.grid, extras
+        )
 
     @cached_property
     def density(self) -> Density:
@@ -201,11 +205,16 @@ class Layers(Backbone):
             *self.asks.extra_tensors,
             *((TRANSFORMED,) if self.has_transform else ()),
             *carried_names(self.position_kind),
-            *((PLACES,) if self.grammar.density.reads_places else ()),
+            *((PLACES,) if self.carries_places else ()),
             *self.extra_tensors,
             *((MODULATION,) if self.grammar.is_modulated else ()),
             *((MEMORY,) if "encoder" in self.condition.roles else ()),
         )
+
+    @property
+    def carries_places(self) -> bool:
+        """True if the head reads the places of its rows, and no bridge makes them."""
+        return self.grammar.density.reads_places and self.grammar.asks.kind != "visible"
 
     @property
     def carries_gradient(self) -> bool:
@@ -217,6 +226,7 @@ class Layers(Backbone):
         needed = {*self.asks.roles, *self.condition.roles}
         needed |= {"transform"} if self.has_transform else set()
         needed |= {"row_vectors"} if self.num_row_vectors else set()
+        needed |= {"row_norm"} if self.grammar.asks.norm else set()
         return {role: partial(self.part, role) for role in PARTS if role in needed}
 
     def part(self, role: Role) -> nn.Module | nn.Parameter:
@@ -226,6 +236,7 @@ class Layers(Backbone):
             return conditional
         front, decays = self.asks.num_front, self.grammar.asks.learned_tokens_decay
         counts: dict[Role, int] = {"front": front, "row_vectors": self.num_row_vectors}
+        counts |= {"front_position": front} if self.grammar.places_front else {}
         built = build_part(role, self.grammar, self.core, self.reads, counts)
         # MAE's code decays the class token in pre-training; for fine-tuning, its `no_weight_decay`
         # names it.

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megavis.densities.diffusion import beta_noise
+from megavis.densities.noise_levels import beta_noise
 from megavis.parallel.random import uniform
 
 

@@ -24,7 +24,7 @@ TRANSFORMED = "tokens"
 
 Role = Literal[
     "transform", "content", "positions", "asked_positions", "start", "query", "mask", "marks",
-    "front", "front_position", "encoder", "sink", "row_vectors",
+    "front", "front_position", "encoder", "sink", "row_vectors", "row_norm",
 ]  # fmt: skip
 """What a part is for:
 
@@ -35,10 +35,11 @@ Role = Literal[
 - `query`, `mask`: a vector that stands for a token to predict, or a hidden one.
 - `marks`: two vectors `[2, h]`, which mark hidden and shown tokens.
 - `front`: vectors `[num_front, h]` in front of all rows, or a map of a condition to one.
-- `front_position`: a position for the row in front.
+- `front_position`: a position `[h]` for the row in front, or `[num_front, h]` for several.
 - `encoder`: embeds the input of an encoder, to whose output blocks attend (`EncoderInput`).
 - `sink`: a row before the start token.
 - `row_vectors`: vectors `[m, h]` that modulate the rows together with the condition.
+- `row_norm`: a norm of all rows, applied last.
 """
 
 PARTS: tuple[Role, ...] = get_args(Role)
@@ -113,7 +114,10 @@ class Parts(nn.Module):
         return vectors.to(hidden.dtype).expand_as(hidden)
 
     def front_rows(self, hidden: Tensor, known: Mapping[Role, Tensor]) -> Tensor:
-        """Return the front rows `[b, num_front, h]` in the dtype of `hidden`; 0 without a part."""
+        """Return the front rows `[b, num_front, h]` in the dtype of `hidden`; 0 without a part.
+
+        Several rows of one condition differ by their positions.
+        """
         part, position = self.part("front"), self.part("front_position")
         if part is None:
             return hidden[:, :0]

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from megavis.composition.asking import ORDER, Asking
 from megavis.composition.parts import Part, Parts, Role
@@ -88,7 +89,9 @@ class Reader(Parts):
             carried[MEMORY] = memory.transpose(0, 1).contiguous()
         # Not all are here yet: `carries_samples` appends the sample indices, an encoder the memory.
         ordered = {name: carried[name] for name in self.core.carried_names if name in carried}
-        stream = LayerState(to_stream(embedded.hidden, self.core), ordered)
+        norm, hidden = self.part("row_norm"), embedded.hidden
+        hidden = hidden if norm is None else norm(hidden)
+        stream = LayerState(to_stream(hidden, self.core), ordered)
         if memory is None or memory.ndim == 3:
             return stream.pack()
         patches: LayerState = self.part("encoder")(memory, stream)
@@ -101,6 +104,8 @@ class SecondStack:
     Args:
         sizes: values of `model` keys that differ from the encoder's.
         tokens_decay: apply weight decay to the mask token.
+        places_front: add learned positions to the rows in front.
+        extras: names of the head's inputs besides hidden states, of which the bridge makes places.
     """
 
     def __init__(
@@ -112,12 +117,21 @@ class SecondStack:
         grid: tuple[int, int],
         positions: PositionKind,
         tokens_decay: bool = False,
+        places_front: bool = False,
+        extras: tuple[str, ...] = (),
     ) -> None:
         # None: the MLP's size follows from the decoder's width, not from the encoder's.
         model = below.model.model_copy(update={**sizes, "ffn_hidden_size": None})
-        self.core = below.with_stack(name="decoder", model=model, carried_names=(), drop_path=0.0)
+        self.core = below.with_stack(
+            name="decoder",
+            model=model,
+            visibility_kind="full",
+            carried_names=extras,
+            drop_path=0.0,
+        )
         self.below, self.num_front, self.grid = below, num_front, grid
         self.positions, self.tokens_decay = positions, tokens_decay
+        self.places_front = places_front
 
     def layers(self, num_outputs: int, *, seed: int) -> list[LayerPlan]:
         """Return bridge and blocks, below a head with `num_outputs` outputs per token."""
@@ -131,6 +145,7 @@ class SecondStack:
             grid=self.grid,
             positions=self.positions,
             tokens_decay=self.tokens_decay,
+            places_front=self.places_front,
         )
         bridge = LayerPlan("bridge", build, seed, depth, gives_features=True)
         return [bridge, *block_plans(self.core, work, seed=seed, depth=depth + 1)]
@@ -148,6 +163,7 @@ class MaskTokens(Bridge):
         grid: tuple[int, int],
         positions: PositionKind,
         tokens_decay: bool,
+        places_front: bool = False,
     ) -> None:
         super().__init__(below, above)
         fill, self.num_front = normal(0.02), num_front
@@ -155,14 +171,22 @@ class MaskTokens(Bridge):
         if tokens_decay:
             with_decay(self.mask)
         self.positions = grid_positions(above, positions, grid, fill=fill)
+        self.front_position: nn.Parameter | None = None
+        if places_front:
+            self.front_position = filled(num_front, above.model.hidden_size, fill=fill)
 
     def enter(
         self, hidden: Tensor, carried: Mapping[str, Tensor]
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return front rows, visible tokens and mask tokens, `[b, num_front + n, w]`."""
         order, front = carried[ORDER], hidden[:, : self.num_front]
-        visible = hidden[:, self.num_front :]
-        num_hidden = order.shape[1] - visible.shape[1]
-        masks = self.mask.to(hidden.dtype).expand(len(hidden), num_hidden, -1)
+        visible, mask = hidden[:, self.num_front :], self.mask.to(hidden.dtype)
+        if "content_groups" in carried:  # Some rows hold tokens that are hidden in their image.
+            is_hidden = carried["content_groups"][:, self.num_front :, None] > 0
+            visible = torch.where(is_hidden, mask, visible)
+        masks = mask.expand(len(hidden), order.shape[1] - visible.shape[1], -1)
+        if self.front_position is not None:
+            front = front + self.front_position.to(front.dtype)
         patches = self.positions(torch.cat([visible, masks], dim=1), order)
-        return torch.cat([front, patches], dim=1), {}
+        places = F.pad(order, (self.num_front, 0))
+        return torch.cat([front, patches], dim=1), {**carried, PLACES: places}

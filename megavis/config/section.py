@@ -30,6 +30,7 @@ ScaleActivation = Literal["squareplus", "softplus"]
 LossAverage = Literal["batch", "images"]
 Activation = Literal["quick_gelu", "gelu", "gelu_tanh"]
 DecoderKind = Literal["linear", "mlp", "transformer"]
+DenoiserKind = Literal["linear", "mlp", "transformer", "modulated_mlp"]
 DashboardKind = Literal["tensorboard", "wandb", "mlflow", "jsonl"]
 """Where the numbers of a run are shown; `jsonl` is the record that every run writes."""
 Crop = Literal[

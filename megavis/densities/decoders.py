@@ -11,27 +11,33 @@
 - `transformer`: blocks in which the two tokens of each position, output and noisy patch, attend
   only to each other. The paper does not say which of the two is decoded; here it is the noisy
   patch, so the last block computes only keys and values for the output.
+- `modulated_mlp`: see `modulated_mlp.py`.
 
 Legend: b images, s positions, h hidden size, d values of a patch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megavis.config.section import DecoderKind
+from megavis.config.section import DenoiserKind
 from megavis.densities.density import DecoderWork
+from megavis.densities.modulated_mlp import ModulatedDecoder
+from megavis.densities.modulated_mlp import flops as modulated_flops
+from megavis.densities.noise_levels import NoiseSpec
 from megavis.model.context_parallel import splits_context
 from megavis.model.core import Block, Core
-from megavis.model.embeddings import LastNorm, ReplicatedLinear, WholeNorm
+from megavis.model.embeddings import LastNorm, ReplicatedLinear, WholeNorm, grid_positions
 from megavis.model.feed_forward import FeedForward
 from megavis.model.heads import Head, predicting
 from megavis.model.layer_state import LayerState, PackedState, from_bits
-from megavis.model.positions import PLACES, place_coordinates, sincos
+from megavis.model.parameters import normal, without_decay
+from megavis.model.positions import PLACES, Positions, place_coordinates, sincos
 from megavis.model.sequence_regions import own_rows
 from megavis.model.visibility import AttentionContext, Visibility
 
@@ -45,12 +51,16 @@ class DecoderSpec:
         appends_gamma: whether γ is appended to each pixel as an extra channel.
         channels: values of a patch per pixel.
         hidden_size: width of its layers, to which a linear map leads; None: the backbone's. For
-            `mlp`.
-        grid: rows and columns of the tokens whose sin-cos positions are added before the first
-            layer; None: none are.
+            `mlp` and `modulated_mlp`, which always has this map.
+        grid: rows and columns of the tokens whose positions are added; None: none are.
+        learns_positions: positions are learned and added to the backbone's output; else they are
+            sin-cos and added before the first layer.
+        num_outputs: values predicted for a patch; 0: `width`.
+        noise: noise levels, for `modulated_mlp`.
+        num_noises: noisy patches of each position in training.
     """
 
-    kind: DecoderKind
+    kind: DenoiserKind
     width: int
     layers: int
     denoises: bool
@@ -58,6 +68,10 @@ class DecoderSpec:
     channels: int = 3
     hidden_size: int | None = None
     grid: tuple[int, int] | None = None
+    learns_positions: bool = False
+    num_outputs: int = 0
+    noise: NoiseSpec | None = None
+    num_noises: int = 1
 
     @property
     def num_layers(self) -> int:
@@ -69,18 +83,33 @@ class DecoderSpec:
         """Values of a noisy patch, including γ; 0 without noisy patches."""
         return self.denoises * (self.width + self.appends_gamma * self.width // self.channels)
 
+    @property
+    def outputs(self) -> int:
+        """Values predicted for a patch."""
+        return self.num_outputs or self.width
+
+    def entry_size(self, core: Core) -> int | None:
+        """Return the width to which a linear map of the output leads; None without one."""
+        if self.kind == "modulated_mlp":
+            return self.hidden_size or core.model.hidden_size
+        return self.hidden_size
+
     def work(self, core: Core) -> DecoderWork:
         """Return the work before the final linear layer, on the backbone of this core."""
-        width = core.model.hidden_size
-        embedding = 2.0 * self.noisy_width * width
+        width, entry = core.model.hidden_size, self.entry_size(core)
+        inner, count = entry or width, self.num_noises
+        embedding = 2.0 * count * self.noisy_width * inner
+        # Of the final linear layer, of which one product with the backbone's width is counted.
+        wider = 2.0 * (count * inner - width) * self.outputs
+        mapped = 0.0 if entry is None else 2.0 * width * entry
         if self.kind == "transformer":
-            return DecoderWork(embedding, core_of_decoder(core, self.num_layers))
-        inner = core_of_decoder(core, self.num_layers, self.hidden_size).model
-        layers = self.num_layers * 4.0 * inner.hidden_size * inner.mlp_size
-        entry = 0.0 if self.hidden_size is None else 2.0 * width * inner.hidden_size
-        # Of the final linear layer, whose inputs are counted as those of the backbone.
-        wider = 2.0 * (inner.hidden_size - width) * self.width
-        return DecoderWork(embedding + layers + entry + wider)
+            return DecoderWork(embedding + wider, core_of_decoder(core, self.num_layers), count)
+        if self.kind == "modulated_mlp":
+            layers = modulated_flops(inner, self.num_layers)
+        else:
+            sizes = core_of_decoder(core, self.num_layers, self.hidden_size).model
+            layers = self.num_layers * 4.0 * sizes.hidden_size * sizes.mlp_size
+        return DecoderWork(embedding + count * layers + mapped + wider)
 
 
 class PatchHead(Head):
@@ -96,19 +125,38 @@ class PatchHead(Head):
     def __init__(self, core: Core, decoder: DecoderSpec, *, num_skipped: int = 0) -> None:
         super().__init__(core, LastNorm(core))
         self.num_skipped = num_skipped
-        inner = core_of_decoder(core, decoder.num_layers, decoder.hidden_size)
-        self.grid, self.entry = decoder.grid, None
-        if decoder.hidden_size is not None:
-            widths = core.megatron.hidden_size, decoder.hidden_size
-            self.entry = ReplicatedLinear(*widths, has_bias=core.model.add_bias)
+        width, entry = core.megatron.hidden_size, decoder.entry_size(core)
+        self.width, self.grid, self.entry = decoder.width, decoder.grid, None
+        self.positions: Positions | None = None
+        if decoder.learns_positions:
+            assert decoder.grid is not None
+            self.positions = grid_positions(core, "learned", decoder.grid, fill=normal(0.02))
+        if entry is not None:
+            has_bias = decoder.kind == "modulated_mlp" or core.model.add_bias
+            self.entry = ReplicatedLinear(width, entry, has_bias=has_bias)
         self.noisy: NoisyEmbedding | None = None
         if decoder.denoises:
-            self.noisy = NoisyEmbedding(decoder, core.megatron.hidden_size)
+            self.noisy = NoisyEmbedding(decoder, entry or width)
+        self.decoder = self._network(decoder, entry or width)
+
+    def _network(self, decoder: DecoderSpec, width: int) -> nn.Module:
+        """Build what follows the maps of output and noisy patch to a width."""
+        if decoder.kind == "modulated_mlp":
+            assert decoder.noise is not None
+            assert self.entry is not None
+            assert self.noisy is not None
+            for parameter in (*self.entry.parameters(), *self.noisy.parameters()):
+                without_decay(parameter)
+            return ModulatedDecoder(width, decoder.num_layers, decoder.outputs, decoder.noise)
+        inner = core_of_decoder(self.core, decoder.num_layers, decoder.hidden_size)
         network = PairDecoder if decoder.kind == "transformer" else SumDecoder
-        self.decoder = network(inner, decoder.num_layers, decoder.width)
+        return network(inner, decoder.num_layers, decoder.outputs)
 
     def forward(self, state: PackedState) -> Tensor:
-        """Map `[s, b, h]`, with noisy patches if they are carried, to `[b, s - num_skipped, d]`."""
+        """Map `[s, b, h]`, with noisy patches if they are carried, to `[b, s - num_skipped, o]`.
+
+        o are the outputs for a patch, times the noisy patches of a position.
+        """
         carried = LayerState.unpack(state, self.core.carried_names).carried
         noisy = from_bits(carried["noisy"]) if "noisy" in carried else None
         if noisy is not None and self.num_skipped:
@@ -125,17 +173,26 @@ class PatchHead(Head):
         """
         stream = LayerState.unpack(state, self.core.carried_names)
         output = self.norm.own(self.normed(state))
+        if self.positions is not None:
+            places = self._places(output, stream.carried)
+            # Rows outside the grid, such as a start token, have negative places.
+            added = self.positions(output, places.clamp(min=0))
+            output = torch.where((places >= 0)[..., None], added, output)
         if self.entry is not None:
             output = self.entry(output)
-        return output if self.grid is None else self._placed(output, stream.carried[PLACES])
+        if self.grid is None or self.positions is not None:
+            return output
+        return self._placed(output, self._places(output, stream.carried))
+
+    def _places(self, output: Tensor, carried: Mapping[str, Tensor]) -> Tensor:
+        """Return the last places that are carried, of this process's rows: int64 `[b or 1, s]`."""
+        splits, group = splits_context(self.core.megatron), self.core.groups.cp
+        places = carried[PLACES][:, -output.shape[1] * (group.size() if splits else 1) :]
+        return own_rows(places.t(), group).t() if splits else places
 
     def _placed(self, output: Tensor, places: Tensor) -> Tensor:
-        """Add positions of the rows, whose places are int64 `[b or 1, m]`; the last s are read."""
+        """Add sin-cos positions of the rows at `places`."""
         assert self.grid is not None
-        splits, group = splits_context(self.core.megatron), self.core.groups.cp
-        places = places[:, -output.shape[1] * (group.size() if splits else 1) :]
-        if splits:
-            places = own_rows(places.t(), group).t()
         coordinates = place_coordinates(places, self.grid[1])
         # A single row has one axis, as in `Positions`.
         coordinates = coordinates[..., self.grid[0] == 1 :]
@@ -143,14 +200,29 @@ class PatchHead(Head):
         return output + sincos(scaled, output.shape[-1]).to(output.dtype)
 
     def decode(self, output: Tensor, noisy: Tensor | None) -> Tensor:
-        """Decode `[b, s, h]`.
+        """Decode `[b, s, h]` to `[b, s, k · o]`, the outputs for each of k noisy patches.
 
         Args:
-            noisy: noisy patches `[b, s, d + 1]`, each followed by its γ; None without diffusion.
+            noisy: noisy patches `[b, s, k · (d + 1)]`, each followed by its γ; None without
+                diffusion.
         """
         if self.noisy is None or noisy is None:
             return self.decoder(output, None)
-        return self.decoder(output, self.noisy(noisy))
+        count = noisy.shape[-1] // (self.width + 1)
+        if count == 1:
+            return self._denoise(output, noisy)
+        # As many images as noisy patches: decoders know no other dimension.
+        apart = torch.cat(noisy.chunk(count, dim=-1))
+        decoded = self._denoise(output.repeat(count, 1, 1), apart)
+        return torch.cat(decoded.chunk(count), dim=-1)
+
+    def _denoise(self, output: Tensor, noisy: Tensor) -> Tensor:
+        """Decode `[b, s, h]` with one noisy patch `[b, s, d + 1]` of each position."""
+        assert self.noisy is not None
+        embedded = self.noisy(noisy)
+        if isinstance(self.decoder, ModulatedDecoder):
+            return self.decoder(output, embedded, noisy[..., -1:])
+        return self.decoder(output, embedded)
 
 
 class NoisyEmbedding(ReplicatedLinear):

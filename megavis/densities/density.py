@@ -36,17 +36,20 @@ class DecoderWork:
     Attributes:
         flops: operations of the forward pass outside of blocks, counted as in `model/flops.py`.
         blocks: core of its blocks, which attend within pairs of tokens; None if it has none.
+        count: pairs of each position.
     """
 
     flops: float = 0.0
     blocks: Core | None = None
+    count: int = 1
 
     def stack(self, num_positions: int) -> PlannedStack | None:
         """Return the blocks and their work for `num_positions` positions of an image."""
         if self.blocks is None:
             return None
-        pairs = 2 * num_positions
-        return PlannedStack(self.blocks, Workload(pairs, pairs, 2.0, num_positions, num_outputs=0))
+        num_pairs = self.count * num_positions
+        rows = 2 * num_pairs
+        return PlannedStack(self.blocks, Workload(rows, rows, 2.0, num_pairs, num_outputs=0))
 
 
 NO_DECODER = DecoderWork()
@@ -129,6 +132,7 @@ class SamplingKeys:
         keys: int64 `[r, q]`, identifies each token to sample.
         position: the first position to sample.
         share_done: share of the generation before this step, in [0, 1).
+        share_known: share of the tokens that are known after this step, in (0, 1].
         blocks: draws already generated for this name, by the first position of each block.
     """
 
@@ -137,6 +141,7 @@ class SamplingKeys:
     name: str
     position: int
     share_done: float = 0.0
+    share_known: float = 1.0
     blocks: dict[int, Tensor] = field(default_factory=dict, compare=False)
 
     @property
@@ -144,10 +149,12 @@ class SamplingKeys:
         """Number of tokens, r · q."""
         return self.keys.numel()
 
-    def moved(self, name: str, position: int, share_done: float) -> SamplingKeys:
+    def moved(
+        self, name: str, position: int, share_done: float, share_known: float
+    ) -> SamplingKeys:
         """Return the draws of another step, for the same keys."""
         blocks = self.blocks if name == self.name else {}
-        return SamplingKeys(self.keys, self.seed, name, position, share_done, blocks)
+        return SamplingKeys(self.keys, self.seed, name, position, share_done, share_known, blocks)
 
     def uniform_of_position(self) -> Tensor:
         """Draw a uniform value in [0, 1) for each token at this position: float32 `[r · q]`."""

@@ -6,20 +6,24 @@ sampling the decoder runs many times per patch. Two of the printed formulas devi
 appendix's own derivation, which is followed here: equation (3) has the roots of (4) and (5),
 √α (1 - γ'), and the denominator of (6) is √α √(1 - γ), as in equation (2).
 
-Legend: b images, q positions, d values of a patch; x⁰ clean patch, x noisy patch, ε noise; γ in
-[0, 1] the signal's share of the power, γ' the next share in the reverse process (γ' ≥ γ),
-α = γ / γ'.
+Or the noise levels are the steps of a cosine schedule, of which generation visits some, and the
+variance of a step is predicted too: "Improved Denoising Diffusion Probabilistic Models", sections
+3.1 and 3.2, as in the released code of "Autoregressive Image Generation without Vector
+Quantization". Its classifier-free guidance combines predictions with and without a class.
+
+Legend: b images, q positions, d values of a patch, k noisy copies of each; x⁰ clean patch, x noisy
+patch, ε noise; γ in [0, 1] the signal's share of the power, γ' the next share in the reverse
+process (γ' ≥ γ), α = γ / γ'.
 """
 
 from __future__ import annotations
 
-import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -35,18 +39,12 @@ from megavis.densities.density import (
     TokenSampler,
     for_each_key,
 )
+from megavis.densities.noise_levels import CosineNoise, NoiseSpec
 from megavis.model.heads import Head
 from megavis.model.layer_state import PackedState
 from megavis.parallel.random import normal, uniform
 
-_SMALLEST_GAMMA = 1e-4
-"""With predicted noise, x⁰ can be recovered only if x still contains some of it."""
-_LARGEST_LOGIT = 18.0
-"""Slightly more than the logit of the largest draw, 1 - 2^-25."""
-_NUM_POINTS = 8193
-"""Size of the table of quantiles."""
-_NOTHING = 1e-6
-"""Steps with γ closer than this to 0 or 1 are left out."""
+GUIDANCE_SCHEDULES = ("constant", "linear")
 
 
 @dataclass(frozen=True)
@@ -57,20 +55,39 @@ class DiffusionOptions:
     """Multiplies the noise, 0 or more."""
     sampling_steps: int | None = None
     """Denoising steps, 1 or more."""
+    guidance: float = 0.0
+    """w of classifier-free guidance, 0 or more: predictions are (1 + w) · ε - w · ε', where ε' are
+    those without a class. The scale 1 + w is what other papers call the guidance scale."""
+    guidance_schedule: str | None = None
+    """`constant` (None), or `linear`: w times the share of the tokens known after a step, as in the
+    released code of "Autoregressive Image Generation without Vector Quantization"."""
 
     def __post_init__(self) -> None:
         if self.sampling_steps is not None and self.sampling_steps < 1:
             raise UserError(f"the number of steps must be at least 1, not {self.sampling_steps}")
         if self.temperature is not None and not 0 <= self.temperature < float("inf"):
             raise UserError(f"the temperature must be at least 0, not {self.temperature}")
+        if not 0 <= self.guidance < float("inf"):
+            raise UserError(f"the guidance must be 0 or more, not {self.guidance}")
+        schedule = self.guidance_schedule
+        if schedule is not None and schedule not in GUIDANCE_SCHEDULES:
+            known = " or ".join(GUIDANCE_SCHEDULES)
+            raise UserError(f"the schedule of the guidance must be {known}, not {schedule}")
+        if schedule is not None and not self.guidance:
+            raise UserError("the schedule of the guidance needs a guidance above 0")
+
+    def weight(self, share_known: float) -> float:
+        """Return w for a step after which this share of the tokens is known."""
+        return self.guidance * (share_known if self.guidance_schedule == "linear" else 1.0)
 
 
 class Diffusion(Density):
     """Denoising loss, and ancestral sampling.
 
     Args:
+        width: values of a patch.
         build_head: builds a `PatchHead`.
-        decoder: see `Density`; this is the cost of each sampling step.
+        decoder: see `Density`.
     """
 
     options_type = DiffusionOptions
@@ -78,49 +95,99 @@ class Diffusion(Density):
 
     def __init__(
         self,
-        num_outputs: int,
+        width: int,
         process: DiffusionProcess,
         *,
         build_head: Callable[[], Head],
         decoder: DecoderWork = NO_DECODER,
     ) -> None:
-        super().__init__(num_outputs, build_head)
-        self.process, self.decoder = process, decoder
+        super().__init__(width * (1 + process.learns_variance), build_head)
+        self.width, self.process, self.decoder = width, process, decoder
 
-    def draw_noise(self, index: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
-        """Draw ε `[b, n, d]` and γ `[b, n, 1]` as functions of seed and sample."""
-        width, seed = self.num_outputs, self.process.seed
-        noise = normal(index, num_positions * width, seed=seed, purpose="noise")
-        draws = uniform(index, num_positions, seed=seed, purpose="gamma")
-        gamma = beta_noise(*self.process.beta, index.device).from_uniform(draws)
+    def draw_noise(self, index: Tensor, num_positions: int, copy: int = 0) -> tuple[Tensor, Tensor]:
+        """Draw ε `[b, n, d]` and γ `[b, n, 1]` as functions of seed, sample and noisy copy."""
+        width, seed, place = self.width, self.process.seed, f"/{copy}" if copy else ""
+        noise = normal(index, num_positions * width, seed=seed, purpose=f"noise{place}")
+        draws = uniform(index, num_positions, seed=seed, purpose=f"gamma{place}")
+        gamma = self.process.noise.on(index.device).from_uniform(draws)
         return noise.unflatten(1, (num_positions, width)), gamma[..., None]
 
     def corrupted(
         self, tokens: Tensor, index: Tensor, choices: Mapping[str, Any] | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Draw noise and γ; return the targets and the noisy patches.
+        """Draw noise and γ; return the targets `[b, q, k · t]` and noisy patches `[b, q, k · d']`.
 
-        The choice `gamma`, a scalar or `[b, q, 1]` in [0, 1], replaces the drawn γ.
+        Targets are x⁰ or ε, t = d; with a learned variance x⁰, ε and γ, t = 2 d + 1. Each noisy
+        patch is followed by its γ, d' = d + 1. The choice `gamma`, a scalar or `[b, q, 1]` in
+        [0, 1], replaces the drawn γ.
         """
-        noise, gamma = self.draw_noise(index, tokens.shape[1])
+        copies = range(self.process.noises_per_token)
+        pairs = [self._corrupted(tokens, index, choices, copy) for copy in copies]
+        targets, noisy = (torch.cat(parts, dim=-1) for parts in zip(*pairs, strict=True))
+        return targets, (noisy,)
+
+    def _corrupted(
+        self, tokens: Tensor, index: Tensor, choices: Mapping[str, Any] | None, copy: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return targets and noisy patches of one copy."""
+        noise, gamma = self.draw_noise(index, tokens.shape[1], copy)
         chosen = (choices or {}).get("gamma")
         if chosen is not None:
             gamma = _expanded(torch.as_tensor(chosen, device=gamma.device), gamma)
             if not bool(((gamma >= 0) & (gamma <= 1)).all()):
                 raise UserError(f"gamma must be in [0, 1], not {chosen}")
         target = noise if self.process.predicts == "noise" else tokens
-        return target, (with_gamma(corrupt(tokens, noise, gamma), gamma),)
+        if self.process.learns_variance:
+            target = torch.cat([tokens.float(), noise, gamma], dim=-1)
+        return target, with_gamma(corrupt(tokens, noise, gamma), gamma)
 
     def blank_inputs(self, shape: tuple[int, int], device: torch.device) -> tuple[Tensor, ...]:
         """Return zeros `[b, m, d + 1]`."""
-        return (torch.zeros(*shape, self.num_outputs + 1, device=device),)
+        return (torch.zeros(*shape, self.width + 1, device=device),)
 
     def per_token_loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        """Return L_SIMP, the mean squared error over the values of each patch: `[b, q]`."""
-        return (predictions.float() - targets).square().mean(-1)
+        """Return the loss of each patch, a mean over its noisy copies: `[b, q]`.
+
+        It is L_SIMP, the mean squared error over the values of a patch; with a learned variance,
+        also the term of the variational bound.
+        """
+        count = self.process.noises_per_token
+        predictions = predictions.float().unflatten(-1, (count, -1))
+        targets = targets.unflatten(-1, (count, -1))
+        if not self.process.learns_variance:
+            return (predictions - targets).square().mean(-1).mean(-1)
+        clean, noise, gamma = targets.split([self.width, self.width, 1], dim=-1)
+        guess, spread = predictions.chunk(2, dim=-1)
+        error = guess - (noise if self.process.predicts == "noise" else clean)
+        bound = self._bound(error.detach(), spread, clean, gamma[..., 0])
+        return (error.square().mean(-1) + bound).mean(-1)
+
+    def _bound(self, error: Tensor, spread: Tensor, clean: Tensor, gamma: Tensor) -> Tensor:
+        """Return the term of the variational bound, in bits per value: `[b, q, k]`.
+
+        As in the released code, the last step scores the bin of x⁰ among 255 between -1 and 1, and
+        only the variance learns from the bound.
+
+        Args:
+            error: of the prediction, without gradient, `[b, q, k, d]`.
+            spread: what is predicted of the variance, likewise; see `log_variance`.
+            clean: x⁰, likewise.
+            gamma: γ, `[b, q, k]`.
+        """
+        levels = self.process.noise.on(gamma.device)
+        assert isinstance(levels, CosineNoise)
+        steps = levels.times(gamma).round().long()[..., None]
+        small, large = levels.log_small[steps], levels.log_large[steps]
+        log_scale = log_variance(spread, small, large)
+        if self.process.predicts == "noise":
+            error = -levels.of_noise[steps] * error
+        # Both means have the same part of x.
+        divergence = gaussian_divergence(levels.of_clean[steps] * error, small, log_scale)
+        unlikely = -log_bin(clean, clean + error, 0.5 * log_scale)
+        return torch.where(steps == 0, unlikely, divergence).mean(-1) / math.log(2.0)
 
     def outputs(self, predictions: Tensor) -> Tensor:
-        """Return the predicted patches or noise, `[b, q, d]`."""
+        """Return the predictions, `[b, q, k · num_outputs]`."""
         return predictions
 
     def token_sampler(self, options: DiffusionOptions, *, scored: bool) -> TokenSampler:
@@ -128,10 +195,14 @@ class Diffusion(Density):
         if scored:
             raise UserError(UNSCORED.format("a diffusion decoder"))
         process = self.process
+        steps = options.sampling_steps or process.sampling_steps
+        if process.noise.kind == "cosine" and steps > process.noise.steps:
+            raise UserError(
+                f"the number of steps must be at most {process.noise.steps}, those of the cosine"
+                f" schedule, not {steps}"
+            )
         temperature = process.temperature if options.temperature is None else options.temperature
-        return _AncestralSampling(
-            self, options.sampling_steps or process.sampling_steps, temperature
-        )
+        return _AncestralSampling(self, steps, temperature, options)
 
 
 def _expanded(chosen: Tensor, drawn: Tensor) -> Tensor:
@@ -148,33 +219,56 @@ class _AncestralSampling(TokenSampler):
     density: Diffusion
     num_steps: int
     temperature: float
+    choice: DiffusionOptions
+
+    @property
+    def num_lanes(self) -> int:  # type: ignore[override]  # the base class has an attribute
+        """Two with guidance."""
+        return 2 if self.choice.guidance else 1
 
     def __call__(self, head: nn.Module, state: PackedState, draws: SamplingKeys) -> Samples:
         decoder = cast(PatchHead, head)
-        shape, width = draws.keys.shape, self.density.num_outputs
-        output = for_each_key(decoder.outputs(state)[:, -shape[1] :], draws)
+        shape, width = draws.keys.shape, self.density.width
+        outputs = decoder.outputs(state)[:, -shape[1] :].chunk(self.num_lanes)
+        output = torch.cat([for_each_key(lane, draws) for lane in outputs])
 
         def noise_of(step: int) -> Tensor:
             return draws.normal(f"step/{step}", width).view(*shape, width)
 
+        levels = self.density.process.noise.on(output.device)
         patches = reverse_process(
-            partial(self._denoise, decoder, output),
+            partial(self._denoise, decoder, output, self.choice.weight(draws.share_known)),
             noise_of,
-            beta_noise(*self.density.process.beta, output.device).schedule(self.num_steps),
+            levels.schedule(self.num_steps),
             temperature=self.temperature,
+            tempers_start=levels.tempers_start,
         )
         return Samples(patches.float())
 
-    def _denoise(self, head: PatchHead, output: Tensor, noisy: Tensor, gamma: Tensor) -> Tensor:
-        """Estimate x⁰ `[b, q, d]`."""
+    def _denoise(
+        self, head: PatchHead, output: Tensor, weight: float, noisy: Tensor, gamma: Tensor
+    ) -> Estimate:
+        """Estimate x⁰ `[b, q, d]`, with a learned variance also the latter.
+
+        Args:
+            output: the decoder's input `[b, q, h]`; with guidance of twice as many rows, of which
+                the second half are without a class.
+            weight: w of the guidance.
+        """
         process = self.density.process
         predicts_noise = process.predicts == "noise"
         if predicts_noise:
-            gamma = gamma.clamp(min=_SMALLEST_GAMMA)
-        guess = head.decode(output, with_gamma(noisy, gamma)).float()
+            gamma = gamma.clamp(min=process.noise.on(gamma.device).smallest)
+        inputs = torch.cat([with_gamma(noisy, gamma)] * self.num_lanes)
+        given, *free = head.decode(output, inputs).float().chunk(self.num_lanes)
+        guess, spread = given[..., : self.density.width], given[..., self.density.width :]
+        if free:
+            # Of the guess alone: the variance is the one with the class, as in the released code.
+            guess = guess + weight * (guess - free[0][..., : self.density.width])
         if predicts_noise:
             guess = clean_from_noise(noisy, guess, gamma)
-        return guess if process.value_range is None else guess.clamp(*process.value_range)
+        clean = guess if process.value_range is None else guess.clamp(*process.value_range)
+        return (clean, spread) if process.learns_variance else clean
 
 
 @dataclass(frozen=True)
@@ -182,31 +276,37 @@ class DiffusionProcess:
     """Parameters of the forward and reverse process.
 
     Attributes:
-        beta: parameters (a, b) of γ ~ Beta(a, b) in training.
+        noise: the noise levels.
         predicts: whether the decoder predicts the clean patch or the noise.
+        learns_variance: whether it predicts the variance of each step too; with cosine levels.
         value_range: range of a patch's values, to which estimates are clamped; None: unbounded.
         temperature: multiplies the noise in sampling.
+        noises_per_token: noisy copies of each patch in training.
         seed: the run's seed; noise and γ of training are functions of seed and sample.
     """
 
-    beta: tuple[float, float]
+    noise: NoiseSpec
     predicts: Literal["clean", "noise"]
+    learns_variance: bool
     value_range: tuple[float, float] | None
     sampling_steps: int
     temperature: float
+    noises_per_token: int
     seed: int
 
     @classmethod
     def of(
         cls, keys: Any, *, value_range: tuple[float, float] | None, seed: int
     ) -> DiffusionProcess:
-        """Return the process of a config section, which names the two parameters of beta apart."""
+        """Return the process of a config section."""
         return cls(
-            (keys.noise_a, keys.noise_b),
+            NoiseSpec(keys.noise, keys.noise_a, keys.noise_b, keys.noise_steps),
             keys.predicts,
+            keys.learns_variance,
             value_range,
             keys.sampling_steps,
             keys.sampling_temperature,
+            keys.noises_per_token,
             seed,
         )
 
@@ -216,63 +316,10 @@ def with_gamma(noisy: Tensor, gamma: Tensor) -> Tensor:
     return torch.cat([noisy, gamma], dim=-1)
 
 
-Denoiser = Callable[[Tensor, Tensor], Tensor]
-"""Maps noisy patches `[..., d]` and γ `[..., 1]` to an estimate of x⁰ `[..., d]`."""
-
-
-class BetaNoise:
-    """γ ~ Beta(a, b) with a, b > 0, sampled by the inverse of its cumulative distribution.
-
-    The inverse has no closed form. It is tabulated once over the logit of the probability, which
-    resolves both ends, and interpolated on the device.
-    """
-
-    def __init__(self, a: float, b: float, device: torch.device) -> None:
-        # Imported here, so that a run without diffusion does not load SciPy.
-        from scipy.special import betaincinv, expit
-
-        logits = np.linspace(-_LARGEST_LOGIT, _LARGEST_LOGIT, _NUM_POINTS)
-        # By NumPy: the table needs no copy back from a device, and torch has no inverse of the
-        # incomplete beta function.
-        table = betaincinv(a, b, expit(logits))
-        self._table = torch.tensor(table, dtype=torch.float32, device=device)
-        self._schedules: dict[int, Tensor] = {}
-
-    def quantile(self, probability: Tensor) -> Tensor:
-        """Return γ with P(Beta ≤ γ) = `probability`, in [0, 1]: float32 of the same shape."""
-        place = torch.logit(probability.float()).clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT)
-        place = (place + _LARGEST_LOGIT) * ((_NUM_POINTS - 1) / (2.0 * _LARGEST_LOGIT))
-        below = place.long().clamp(max=_NUM_POINTS - 2)
-        return torch.lerp(self._table[below], self._table[below + 1], place - below)
-
-    def from_uniform(self, draws: Tensor) -> Tensor:
-        """Return γ for uniform draws in [0, 1) that are multiples of 2^-24."""
-        # The middle of a draw's cell, which is neither 0 nor 1.
-        return self.quantile(draws + 2.0**-25)
-
-    def schedule(self, num_steps: int) -> Tensor:
-        """Return the γ of the reverse process, float32, increasing from 0 (noise) to 1 (clean).
-
-        With time s uniform in [0, 1] and γ(s) the quantile of 1 - s, the process visits each γ as
-        often as training does (section 3.3); the step size is 1 / `num_steps` (appendix F). Steps
-        at which the quantile is 0 or 1 to 6 digits would change nothing and are left out, so there
-        are at most `num_steps + 1` values. Cached, since their number is read from the device.
-        """
-        if num_steps not in self._schedules:
-            steps = torch.arange(1, num_steps, device=self._table.device)
-            gammas = self.quantile(steps / num_steps)
-            # Kept, they would be 0 / 0 in `posterior`: two γ of 0 in α, two of 1 in the divisor 1 -
-            # γ.
-            inside = gammas[(gammas > _NOTHING) & (gammas < 1.0 - _NOTHING)]
-            ends = inside.new_zeros(1), inside.new_ones(1)
-            self._schedules[num_steps] = torch.cat([ends[0], inside, ends[1]])
-        return self._schedules[num_steps]
-
-
-@functools.cache
-def beta_noise(a: float, b: float, device: torch.device) -> BetaNoise:
-    """Return Beta(a, b), tabulated once per process and device."""
-    return BetaNoise(a, b, device)
+Estimate = Tensor | tuple[Tensor, Tensor]
+"""An estimate of x⁰ `[..., d]`, or it and what is predicted of the variance, likewise."""
+Denoiser = Callable[[Tensor, Tensor], Estimate]
+"""Maps noisy patches `[..., d]` and γ `[..., 1]` to an estimate of x⁰."""
 
 
 def corrupt(clean: Tensor, noise: Tensor, gamma: Tensor) -> Tensor:
@@ -306,8 +353,49 @@ def posterior(
     return of_noisy * noisy + of_clean * clean, variance
 
 
+def log_variance(spread: Tensor, log_small: Tensor, log_large: Tensor) -> Tensor:
+    """Return the logarithm of a step's variance, between log β̃ at -1 and log β at 1.
+
+    "Improved Denoising Diffusion Probabilistic Models", equation 15, with v = (spread + 1) / 2.
+    """
+    return torch.lerp(log_small.expand_as(spread), log_large.expand_as(spread), (spread + 1) / 2)
+
+
+def gaussian_divergence(distance: Tensor, log_true: Tensor, log_model: Tensor) -> Tensor:
+    """Return KL(true || model) of Gaussians in nats.
+
+    Args:
+        distance: of their means.
+        log_true: logarithm of the variance of the true one, and `log_model` of the model's.
+    """
+    ratio = log_true - log_model
+    return 0.5 * (ratio.exp() - ratio - 1.0 + distance.square() * torch.exp(-log_model))
+
+
+def log_bin(values: Tensor, mean: Tensor, log_deviation: Tensor) -> Tensor:
+    """Return the logarithm of a Gaussian's mass in the bins of values, of width 2 / 255.
+
+    The bins below -0.999 and above 0.999 are open, no mass is below 1e-12, and the cumulative
+    distribution is approximated by a tanh, all as in the released code: see "Denoising Diffusion
+    Probabilistic Models", equation 13.
+    """
+    inverse, centred = torch.exp(-log_deviation), values - mean
+    above, below = (_cumulative(inverse * (centred + edge)) for edge in (1 / 255, -1 / 255))
+    inside = torch.where(values > 0.999, 1.0 - below, above - below)
+    return torch.where(values < -0.999, above, inside).clamp(min=1e-12).log()
+
+
+def _cumulative(values: Tensor) -> Tensor:
+    return 0.5 * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (values + 0.044715 * values**3)))
+
+
 def reverse_process(
-    denoise: Denoiser, noise_of: Callable[[int], Tensor], gammas: Tensor, *, temperature: float = 1
+    denoise: Denoiser,
+    noise_of: Callable[[int], Tensor],
+    gammas: Tensor,
+    *,
+    temperature: float = 1,
+    tempers_start: bool = True,
 ) -> Tensor:
     """Sample patches from noise by ancestral sampling.
 
@@ -318,16 +406,24 @@ def reverse_process(
         temperature: multiplies the noise; 1 is the paper's process, other values are an extension.
             For Gaussian data it scales the standard deviation and keeps the mean; 0 follows the
             mean of each step deterministically.
+        tempers_start: multiply the noise at the start too.
 
     Returns:
         `[..., d]`; since γ' is 1 in the last step, this is its estimate of x⁰.
     """
-    noisy = noise_of(0) * temperature
+    noisy = noise_of(0) * (temperature if tempers_start else 1.0)
     for step in range(len(gammas) - 1):
         gamma, gamma_before = gammas[step], gammas[step + 1]
-        clean = denoise(noisy, gamma.expand(*noisy.shape[:-1], 1))
+        estimate = denoise(noisy, gamma.to(noisy.dtype).expand(*noisy.shape[:-1], 1))
+        clean, *spread = (estimate,) if isinstance(estimate, Tensor) else estimate
+        # γ has no dimension, so that the result has the precision of x, whatever the one of γ.
         noisy, variance = posterior(noisy, clean, gamma, gamma_before)
         # The variance of the last step is 0.
         if step + 2 < len(gammas):
-            noisy = noisy + temperature * variance.sqrt() * noise_of(step + 1)
+            deviation = variance.sqrt()
+            if spread:
+                largest = torch.log(1.0 - gamma / gamma_before)
+                bounds = (each.to(noisy.dtype) for each in (variance.log(), largest))
+                deviation = torch.exp(0.5 * log_variance(spread[0], *bounds))
+            noisy = noisy + temperature * deviation * noise_of(step + 1)
     return noisy

@@ -17,11 +17,13 @@ from megavis.grammar.sequence_checks import added_positions, check_asking, check
 from megavis.grammar.words import (
     AskWord,
     Colors,
+    Diffusion,
     Ids,
     InContext,
     Instruct,
     Labels,
     Latents,
+    LearnedTokens,
     Mask,
     Patches,
     Query,
@@ -196,13 +198,12 @@ def _fitting_asking(grammar: Grammar) -> dict[str, tuple[str, ...]]:
 
 def _check_density(grammar: Grammar) -> Faults:
     asks, density, kind = grammar.asks.kind, grammar.density, grammar.predicted.kind
-    fitting: tuple[str, ...] = ("squared_error", "gaussian_mixture", "correlated_gaussian")
+    gaussians = ("gaussian_mixture", "correlated_gaussian")
+    fitting: tuple[str, ...] = ("squared_error", *gaussians, "diffusion")
     if asks == "in_context":
         fitting = ("place",)
     elif grammar.predicted.is_discrete:
         fitting = ("categorical",)
-    elif asks != "visible":
-        fitting = (*fitting, "diffusion")
     if density.kind in fitting:
         if asks == "visible" and density.has_decoder:
             text = "mlp does not read the decoder's blocks of asks visible"
@@ -211,8 +212,6 @@ def _check_density(grammar: Grammar) -> Faults:
     text, remedy = f"{density.kind} cannot predict {kind}", f"set it to {one_of(fitting)}"
     if "place" in (density.kind, *fitting):
         text = f"{density.kind} cannot be combined with asks {asks}"
-    elif (asks, density.kind) == ("visible", "diffusion"):
-        text = "diffusion is not supported with asks visible"
     if density.kind == "place" and "in_context" in _fitting_asking(grammar):
         remedy += ", or {asks.kind} to in_context"
         remedy += "" if asks == "visible" else " and {schedule.kind} to context"
@@ -222,6 +221,8 @@ def _check_density(grammar: Grammar) -> Faults:
 def _check_decoder(grammar: Grammar, run: RunConfig) -> Faults:
     """Check the width and the positions of a decoder in the head."""
     density, tensor = grammar.density, run.parallel.tensor_model_parallel_size
+    if isinstance(density, Diffusion):
+        yield from _check_denoiser(density, run)
     if not isinstance(density, SquaredError):
         return
     width, unit = density.decoder_width, 2 if grammar.predicted.grid(run.data)[0] == 1 else 4
@@ -240,6 +241,28 @@ def _check_decoder(grammar: Grammar, run: RunConfig) -> Faults:
     elif density.decoder_positions and (width or run.model.hidden_size) % unit:
         text = f"the width {width or run.model.hidden_size} of the decoder is not divisible by"
         yield Fault("density.decoder_positions", f"{text} {unit}", "set it to false")
+
+
+def _check_denoiser(density: Diffusion, run: RunConfig) -> Faults:
+    """Check the decoder and the noise levels of a diffusion density."""
+    width, tensor = density.decoder_width, run.parallel.tensor_model_parallel_size
+    if width is not None and density.decoder in ("linear", "transformer"):
+        text = f"{width} is the width of an mlp or modulated_mlp decoder"
+        remedy = "set it to null, or {density.decoder} to mlp or modulated_mlp"
+        yield Fault("density.decoder_width", f"{text}, not of a {density.decoder} one", remedy)
+    elif width is not None and density.decoder == "mlp" and 4 * width % tensor:
+        text = f"4 · {width} is not divisible by tensor_model_parallel_size {tensor}"
+        yield Fault("density.decoder_width", text, f"set it to {width + -width % tensor}")
+    if density.condition_on_gamma and density.decoder == "modulated_mlp":
+        text = "true appends γ to the noisy token, and a modulated_mlp has it already"
+        yield Fault("density.condition_on_gamma", text, "set it to false")
+    if density.noise == "beta" and density.learns_variance:
+        remedy = "set it to false, or {density.noise} to cosine"
+        yield Fault("density.learns_variance", "true needs steps of a cosine schedule", remedy)
+    if density.noise == "cosine" and density.sampling_steps > density.noise_steps:
+        count = density.noise_steps
+        text = f"{density.sampling_steps} is more than {{density.noise_steps}} {count}"
+        yield Fault("density.sampling_steps", text, f"set it to {count}")
 
 
 def _check_positions(grammar: Grammar, run: RunConfig) -> Faults:
@@ -273,6 +296,11 @@ def _check_condition(grammar: Grammar) -> Faults:
         if grammar.schedule.is_sequential and not grammar.schedule.num_given:
             remedy += ", or {asks.kind} to query"
         yield Fault("condition.kind", text, remedy)
+    if isinstance(condition, Labels) and condition.count > 1 and not asks.has_front:
+        text = (
+            f"{condition.count} rows cannot stand in place of the start token of asks {asks.kind}"
+        )
+        yield Fault("condition.count", text, "set it to 1")
     if condition.kind == "labels" and not (asks.has_front or asks.has_start):
         text = "labels stands in place of the start token, which asks.start false leaves out"
         yield Fault("condition.kind", text, f"{_WITHOUT_CONDITION}, or {{asks.start}} to true")
@@ -360,9 +388,10 @@ def _check_transform(grammar: Grammar) -> Faults:
         yield Fault("transform", text, _WITHOUT_TRANSFORM)
         return
     shifts = grammar.schedule.is_in_raster and grammar.asks.adds_asked_place
-    if not (grammar.density.has_likelihood and (shifts or grammar.asks.kind == "mask")):
+    masks = grammar.asks.kind == "mask" and not grammar.schedule.differs_by_image
+    if not (grammar.density.has_likelihood and (shifts or masks)):
         text = "adapter needs schedule one_by_one in raster order and asks of kind shift with place"
-        text = f"{text} asked, or asks of kind mask, and a density of Gaussians"
+        text = f"{text} asked, or asks of kind mask without an order, and a density of Gaussians"
         yield Fault("transform", text, _WITHOUT_TRANSFORM)
         return
     yield from _check_adapter(reads.width, transform.bottleneck)
@@ -434,8 +463,10 @@ def _check_rows(grammar: Grammar, run: RunConfig) -> Faults:
         what = f"{rows.blocks} rows of the encoder and {rows.decoder} of the decoder"
     elif rows.head < rows.blocks:
         what = f"{rows.blocks} rows, {rows.head} of them queries,"
-    changes: tuple[str, ...] = ("schedule.mask_ratio",) if rows.decoder else ()
-    if grammar.condition is not None and grammar.condition.kind == "learned_tokens":
+    share = "least_masking" if grammar.schedule.draws_shown else "mask_ratio"
+    changes: tuple[str, ...] = (f"schedule.{share}",) if rows.decoder else ()
+    has_count = isinstance(grammar.condition, LearnedTokens) or grammar.places_front
+    if has_count:
         changes += ("condition.count",)
     # The decoder has as many rows as its head reads.
     yield from check_split(run, rows.blocks, rows.head, what=what, changes=changes)

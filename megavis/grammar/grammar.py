@@ -67,6 +67,11 @@ class Grammar(Words):
         return self.condition.num_front if self.condition and self.asks.has_front else 0
 
     @property
+    def places_front(self) -> bool:
+        """Whether each row in front has a learned position of its own."""
+        return self.num_front > 0 and self.condition is not None and self.condition.places_front
+
+    @property
     def is_modulated(self) -> bool:
         """Whether a condition modulates norms and branches of the blocks."""
         return self.condition is not None and self.condition.modulates
@@ -124,9 +129,10 @@ class Grammar(Words):
         if not self.asks.any_order:
             text = "rows of one stream cannot predict tokens in any order"
             return Fault("asks.streams", text, "set it to two")
-        if schedule.kind == "rounds" and not density.has_likelihood:
+        if schedule.needs_likelihood and not density.has_likelihood:
             text = f"rounds keeps the most likely tokens, and {density.kind} has no likelihoods"
-            return Fault("density.kind", text, "set it to gaussian_mixture")
+            remedy = "set it to gaussian_mixture, or {schedule.chosen} to order"
+            return Fault("density.kind", text, remedy)
         if density.loses_statistics:
             text = "patches that are predicted normalised lack brightness and contrast"
             return Fault("density.normalize", text, "set it to false")

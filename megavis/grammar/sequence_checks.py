@@ -17,6 +17,7 @@ from megavis.grammar.words import (
     Mask,
     OneByOne,
     Query,
+    Rounds,
     ScheduleWord,
     Shift,
     Visible,
@@ -223,7 +224,9 @@ def _(asks: Visible, grammar: Grammar, run: RunConfig) -> Faults:
         remedy = "use smaller tokens, or set {schedule.kind} to masked and {asks.kind} to mask"
         yield Fault("schedule.kind", text, remedy)
         return
-    if context_size(count, ratio) == count:
+    if isinstance(grammar.schedule, Rounds):
+        yield from _check_rounds(grammar.schedule, grammar, count)
+    elif context_size(count, ratio) == count:
         text = f"{ratio} of {count} tokens hides none"
         remedy = f"use smaller ones, or set it to {math.ceil(1000 / count) / 1000:g} or more"
         yield Fault("schedule.mask_ratio", text, remedy)
@@ -234,6 +237,22 @@ def _(asks: Visible, grammar: Grammar, run: RunConfig) -> Faults:
         text = "needs patches hidden for the paper's own loss, and all seen for classes"
         yield Fault("finetune.generative_weight", text, "set it to 0")
     yield from _check_decoder(asks, run)
+
+
+def _check_rounds(schedule: Rounds, grammar: Grammar, count: int) -> Faults:
+    """Check that an encoder sees tokens in training, and has rows before there are tokens."""
+    if schedule.chosen == "confidence":
+        text = "confidence keeps tokens anywhere, and asks visible has rows for the first of an"
+        yield Fault("schedule.chosen", f"{text} order", "set it to order")
+    if not schedule.shown(count)[1]:
+        text = f"{schedule.least_masking:g} of {count} tokens shows none in any image"
+        yield Fault("schedule.least_masking", text, "use smaller tokens, or set it to 0")
+    if not grammar.num_front:
+        text = "leaves the encoder without rows in the first round of generation"
+        if grammar.condition is None:
+            yield Fault("condition", f"null {text}", "set {condition.kind} to learned_tokens")
+        else:
+            yield Fault("condition.count", f"0 {text}", "set it to 1")
 
 
 def _check_decoder(asks: Visible, run: RunConfig) -> Faults:

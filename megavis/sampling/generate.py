@@ -25,7 +25,7 @@ from megavis.model.kernels import decoding_kernels
 from megavis.model.layer_state import PackedState
 from megavis.model.stack import Predictions
 from megavis.model.visibility import KeyValueCache
-from megavis.schedules.schedule import GenerationProgress, Step
+from megavis.schedules.schedule import GenerationProgress, Schedule, Step
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def generate_in_steps(
         while step is not None:
             since = 0 if cache is None else cache.length
             rows = model.rows(lanes.repeated(), lanes.spread_step(step), known, since)
-            draws = lanes.draws(step, schedule.share_done(step, settings.schedule))
+            draws = lanes.draws(step, schedule)
 
             def finish(
                 head: nn.Module, state: PackedState, draws: SamplingKeys = draws
@@ -179,12 +179,14 @@ class _Lanes:
         # Before the first step all beams of an image are equal, so each samples one candidate.
         return self.settings.fans if step.number else 1
 
-    def draws(self, step: Step, share_done: float) -> SamplingKeys:
+    def draws(self, step: Step, schedule: Schedule) -> SamplingKeys:
         """Return the random draws of a step, with a key for each token to sample."""
+        share_done = schedule.share_done(step, self.settings.schedule)
+        share_known = schedule.share_known(step, self.settings.schedule)
         count = self.settings.beams * self._num_fans(step)
         shape, last = (len(self.images) * count, step.num_asked), self.last_draws
         if step.num_asked == 1 and last is not None and last.keys.shape == shape:
-            self.last_draws = last.moved(step.name, step.asked.start, share_done)
+            self.last_draws = last.moved(step.name, step.asked.start, share_done, share_known)
         else:
             self.last_draws = SamplingKeys(
                 self._keys(step, count),
@@ -192,6 +194,7 @@ class _Lanes:
                 step.name,
                 step.asked.start,
                 share_done,
+                share_known,
             )
         return self.last_draws
 

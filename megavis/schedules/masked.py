@@ -26,6 +26,7 @@ from megavis.config.errors import UserError
 from megavis.config.section import LossAverage
 from megavis.grammar.boundaries import context_size
 from megavis.parallel.random import uniform
+from megavis.schedules.hidden_share import HiddenShare
 from megavis.schedules.orders import Orders, gather_tokens, random_orders
 from megavis.schedules.schedule import Arrangement, GenerationProgress, Schedule, Step
 
@@ -103,22 +104,15 @@ class Masked(Hiding):
 
 
 @dataclass(frozen=True)
-class RoundOptions:
-    """Options of generation in rounds. Raises UserError: a value is out of its range."""
+class CosineRounds:
+    """Rounds of generation. Raises UserError: there are none."""
 
-    rounds: int = 16
+    rounds: int
     """Forward passes per image, 1 or more."""
-    choice_temperature: float = 35.0
-    """t_C, 0 or more. GIVT uses 35 for 256² pixels without guidance and 60 with it (table 1), and
-    140 for 512² (figure 18)."""
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
             raise UserError(f"the number of rounds must be 1 or more, not {self.rounds}")
-        if not self.choice_temperature >= 0:
-            raise UserError(
-                f"the choice temperature must be 0 or more, not {self.choice_temperature}"
-            )
 
     def num_hidden(self, step: int, num_tokens: int) -> int:
         """Return the number of tokens still masked after round `step`, counted from 0.
@@ -133,11 +127,29 @@ class RoundOptions:
         return hidden
 
 
+@dataclass(frozen=True)
+class RoundOptions(CosineRounds):
+    """Options of generation in rounds. Raises UserError: a value is out of its range."""
+
+    rounds: int = 16
+    """Forward passes per image, 1 or more."""
+    choice_temperature: float = 35.0
+    """t_C, 0 or more. GIVT uses 35 for 256² pixels without guidance and 60 with it (table 1), and
+    140 for 512² (figure 18)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.choice_temperature >= 0:
+            raise UserError(
+                f"the choice temperature must be 0 or more, not {self.choice_temperature}"
+            )
+
+
 class Rounds(Hiding):
-    """Mask a share cos(π/2 · u) of the tokens, with u drawn for each image.
+    """Mask a share of the tokens that is drawn for each image.
 
     Args:
-        least_masking: u is uniform in [0, 1 - least_masking).
+        share: the distribution of the share.
         loss_average: `batch`: all masked tokens weigh the same; `images`: all images do.
     """
 
@@ -145,10 +157,10 @@ class Rounds(Hiding):
     needs_score = True
 
     def __init__(
-        self, orders: Orders, *, least_masking: float, loss_average: LossAverage, seed: int
+        self, orders: Orders, *, share: HiddenShare, loss_average: LossAverage, seed: int
     ) -> None:
         super().__init__(orders, seed=seed)
-        self.least_masking, self.loss_average = least_masking, loss_average
+        self.share, self.loss_average = share, loss_average
 
     def draw_hidden(self, index: Tensor) -> Tensor:
         """See `Hiding`."""
@@ -158,18 +170,12 @@ class Rounds(Hiding):
 
     def num_predicted(self, index: Tensor) -> Tensor:
         """Return the number of masked tokens of samples `[b]`: float32 `[b]`."""
-        draw = uniform(index, 1, seed=self.seed, purpose="masked-share")[:, 0]
-        share = torch.cos(math.pi / 2 * (1.0 - self.least_masking) * draw)
-        # Rounded up as the share is above 0: some token is always masked.
-        return (share * self.orders.num_positions).ceil()
+        return self.share.drawn(index, seed=self.seed)
 
     @cached_property
     def expected_predicted(self) -> float:
         """The expectation of `num_predicted`."""
-        count, span = self.orders.num_positions, 1.0 - self.least_masking
-        # E[c] is the sum over k of P(c > k), and c > k where cos(π/2 · span · u) > k / count.
-        ends = [2 / math.pi * math.acos(k / count) for k in range(count)]
-        return sum(min(1.0, end / span) if span else 1.0 for end in ends)
+        return self.share.mean
 
     def order_of(self, images: Tensor, options: RoundOptions, *, seed: int) -> Tensor:
         """Return the order of all images: int64 `[1, n]`."""

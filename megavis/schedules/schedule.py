@@ -126,6 +126,10 @@ class Schedule(ABC):
         """Return the share of the generation before a step, in [0, 1); by default of positions."""
         return float(step.asked.start / step.arrangement.num_positions)
 
+    def share_known(self, step: Step, options: Any) -> float:
+        """Return the share of the tokens known after a step, in (0, 1]; by default of positions."""
+        return float(step.asked.stop / step.arrangement.num_positions)
+
     def after(self, step: Step, progress: GenerationProgress, options: Any) -> Step | None:
         """Return the step after `step`; None at the end."""
         raise UserError("this schedule does not generate")

@@ -344,6 +344,8 @@ def _check_norms(model: Model) -> None:
         raise UserError("a ViT does not normalise queries and keys; model.qk_norm is true")
     if model.grammar.is_modulated:
         raise UserError("a ViT has no norms that a class modulates, which this run has")
+    if model.grammar.asks.norm:
+        raise UserError("a ViT does not normalise rows before its blocks, which this run does")
 
 
 def _first_token(reader: Reader) -> Tensor:

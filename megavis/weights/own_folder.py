@@ -153,6 +153,8 @@ class PlainForm:
             raise UserError("its model has an adapter or an encoder besides the blocks")
         if model.grammar.is_modulated:
             raise UserError("its norms are modulated by the class")
+        if model.grammar.asks.norm:
+            raise UserError("its rows are normalised before the first block")
         if model.core.model.qk_norm:
             raise UserError("its attention normalises queries and keys")
         if model.schedule.has_random_features:

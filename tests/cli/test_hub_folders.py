@@ -302,3 +302,20 @@ def test_unknown_model_type_is_refused(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     assert main(["import", "huggingface", str(tmp_path), str(tmp_path / "run")]) == 2
     assert "model_type is 'bert'" in capsys.readouterr().err
+
+
+def test_rows_with_a_norm_are_opened_by_megavis_alone(tmp_path, build_paper):
+    """An encoder that normalises its rows is no ViT, nor a list of blocks after embeddings."""
+    text = tiny(
+        "{name: mar, latent_channels: 4, downsampling: 4, num_classes: 3, class_rows: 2,"
+        " decoder: {num_layers: 1, hidden_size: 8, num_attention_heads: 2}, denoiser_width: 8}",
+        model=VIT,
+    )
+    run = make_run(tmp_path / "mar", text, build_paper)
+    words = ["export", str(run.folder), "--to", "huggingface", str(tmp_path / "out")]
+    assert main(words) == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "opens it: its rows are normalised before the first block" in card
+    again = megavis.load(tmp_path / "out", device="cpu")
+    latents = torch.randn(2, 4, 4, 4)
+    assert torch.equal(again.features(latents), run.features(latents))

@@ -25,8 +25,8 @@ DARL = tiny(
 )
 NONE = dict.fromkeys(
     (
-        "probability", "guidance", "guidance_power", "beams", "fans", "rounds",
-        "choice_temperature", "groups",
+        "probability", "guidance", "guidance_power", "guidance_schedule", "beams", "fans",
+        "rounds", "choice_temperature", "groups",
     )
 )  # fmt: skip
 OF_IDS = {"temperature": 0.9, "top_k": 5, "top_p": None, "sampling_steps": None}

@@ -105,6 +105,14 @@ SMALL = {
         "{name: randar, patch_size: 4, vocabulary_size: 12, num_classes: 10, tokenizer: TOKENIZER}",
         in_every_pair=True,
     ),
+    # An encoder in which the number of known tokens is drawn; head and noise above a bridge.
+    "mar": SmallConfig(
+        "{name: mar, latent_channels: 4, downsampling: 4, num_classes: 3, class_rows: 4,"
+        " decoder: {num_layers: 2, hidden_size: 16, num_attention_heads: 4},"
+        " denoiser_layers: 2, denoiser_width: 24, noises_per_token: 2, sampling_steps: 4}",
+        data="latents",
+        in_every_pair=True,
+    ),
     "mae": SmallConfig(MAE, in_every_pair=True),
     # The encoder with drop path and layer-wise learning rates.
     "mae_classes": SmallConfig(
@@ -225,6 +233,24 @@ SMALL = {
         model="positions: rope_2d",
         in_every_pair=True,
     ),
+    # Modulated MLPs with learned variances and several noises a token, also above a bridge.
+    "compose_denoised_modulated": SmallConfig(
+        "{name: compose, reads: {kind: patches, patch_size: 4},"
+        " schedule: {kind: one_by_one, order: random}, asks: {kind: instruct},"
+        " density: {kind: diffusion, decoder: modulated_mlp, decoder_layers: 2, decoder_width: 24,"
+        " decoder_positions: learned, noise: cosine, noise_steps: 50, predicts: noise,"
+        " learns_variance: true, noises_per_token: 2, sampling_steps: 5},"
+        " condition: {kind: labels, num_classes: 10}}",
+        model="positions: rope_2d",
+        in_every_pair=True,
+    ),
+    "compose_bridged_noise": SmallConfig(
+        "{name: compose, reads: {kind: patches, patch_size: 4}, schedule: {kind: context},"
+        " asks: {kind: visible,"
+        " decoder: {num_layers: 2, hidden_size: 16, num_attention_heads: 4}},"
+        " density: {kind: diffusion, decoder: modulated_mlp, decoder_positions: learned,"
+        " noise: cosine, noise_steps: 50, sampling_steps: 5}}"
+    ),
     "compose_places": SmallConfig(
         "{name: compose, reads: {kind: patches, patch_size: 4}, schedule: {kind: context},"
         " asks: {kind: in_context}, density: {kind: place}}"
@@ -235,6 +261,12 @@ SMALL = {
         " asks: {kind: mask}, density: {kind: categorical},"
         " condition: {kind: labels, num_classes: 10}}",
         data="palette",
+    ),
+    "compose_rounds_by_order": SmallConfig(
+        "{name: compose, reads: {kind: patches, patch_size: 4},"
+        " schedule: {kind: rounds, chosen: order}, asks: {kind: mask, norm: true},"
+        " density: {kind: gaussian_mixture, num_components: 2},"
+        " condition: {kind: labels, num_classes: 10, count: 4}}"
     ),
     "compose_class_denoised": SmallConfig(
         "{name: compose, reads: {kind: patches, patch_size: 4}, schedule: {kind: masked},"

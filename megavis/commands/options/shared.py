@@ -283,12 +283,16 @@ _OPTIONS: dict[str, tuple[type, str]] = {
         float,
         "for ids: guidance grows with the tokens, by this power of their share; default: constant",
     ),
+    "guidance_schedule": (
+        str,
+        "for diffusion: constant, or linear in the share of the tokens known; default: constant",
+    ),
     "beams": (int, "sequences that beam search keeps per image"),
     "fans": (int, "candidates per beam at every token"),
     "rounds": (
         int,
-        "passes in which tokens are generated, several in each; default: 16 for masked models, one"
-        " for each token where they are asked for one by one",
+        "passes in which tokens are generated, several in each; default: 16 for masked models, 64"
+        " where they follow an order, one for each token where they are asked for one by one",
     ),
     "choice_temperature": (float, "randomness of the tokens that masked models keep; default: 35"),
     "groups": (int, "number of groups in which hidden tokens are predicted"),

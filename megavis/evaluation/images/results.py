@@ -205,6 +205,7 @@ class SamplingOptions(Form):
     probability: float | None = None
     guidance: float | None = None
     guidance_power: float | None = None
+    guidance_schedule: str | None = None
     beams: int | None = None
     fans: int | None = None
     rounds: int | None = None

@@ -24,12 +24,16 @@ class AskWord(Section):
     """Which row predicts a token."""
 
     kind: str
+    norm: bool = False
+    """Normalise the rows, with their positions, before the first block."""
     schedules: ClassVar[tuple[str, ...]]
     """Kinds of schedule that fit."""
     has_front: ClassVar[bool] = True
     """Whether a condition can stand in front of all rows."""
     predicts_context: ClassVar[bool] = True
     """Whether tokens of the schedule's context are predicted too."""
+    holds_hidden: ClassVar[bool] = True
+    """Whether there are rows for hidden tokens below the first block."""
 
     @property
     def any_order(self) -> bool:
@@ -249,8 +253,9 @@ class DecoderConfig(Section):
 class Visible(AskWord):
     """An encoder sees only known tokens; a bridge to a decoder adds mask tokens for the others."""
 
-    schedules: ClassVar[tuple[str, ...]] = ("context",)
+    schedules: ClassVar[tuple[str, ...]] = ("context", "rounds")
     predicts_context: ClassVar[bool] = False
+    holds_hidden: ClassVar[bool] = False
 
     kind: Literal["visible"] = "visible"
     decoder: DecoderConfig = DecoderConfig()
@@ -270,12 +275,12 @@ class Visible(AskWord):
 
     def rows(self, schedule: ScheduleWord, front: int, count: int) -> Rows:
         """Return the rows of the encoder, and of the decoder, which reach the head."""
-        seen, _ = schedule.content(count)
+        _, seen = schedule.shown(count)
         return Rows(front + seen, front + count, decoder=front + count)
 
     def num_skipped(self, schedule: ScheduleWord, front: int, count: int) -> int:
-        """Return the rows that the encoder has seen."""
-        return front + schedule.content(count)[0]
+        """Return the rows that the encoder has seen in every image."""
+        return front + schedule.shown(count)[0]
 
 
 AnyAsking = InContext | Visible | Shift | Mask | Query | Instruct

@@ -19,6 +19,11 @@ class ConditionWord(Section):
         return 1
 
     @property
+    def places_front(self) -> bool:
+        """Whether each row in front has a learned position of its own."""
+        return False
+
+    @property
     def lacks_null_label(self) -> bool:
         """Whether there is a class, and no input for "no class"."""
         return False
@@ -53,6 +58,9 @@ class Labels(ConditionWord):
     kind: Literal["labels"] = "labels"
     num_classes: Positive
     """Number of classes."""
+    count: Positive = 1
+    """Rows in front that hold the class, with an asking that has any. Several differ by learned
+    positions of their own, in each stack."""
     dropout: Fraction = 0.1
     """Probability of the null label in training; 0 disables guidance and features."""
     modulation: Literal["none", "class", "class_and_row"] = "none"
@@ -60,6 +68,16 @@ class Labels(ConditionWord):
     output and a gate of each branch, at first zero ("Scalable Diffusion Models with Transformers",
     section 3.2, adaLN-Zero). `class_and_row`: so is its sum with a learned vector of each row of
     the sequence."""
+
+    @property
+    def num_front(self) -> int:
+        """As configured."""
+        return self.count
+
+    @property
+    def places_front(self) -> bool:
+        """Whether there are several rows."""
+        return self.count > 1
 
     @property
     def modulates(self) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
 
 from megavis.config.schema import Positive
-from megavis.config.section import Above0, AtLeast0, DecoderKind, ScaleActivation, Section
+from megavis.config.section import Above0, AtLeast0, DenoiserKind, ScaleActivation, Section
 
 
 class DensityWord(Section):
@@ -114,22 +116,43 @@ class Diffusion(DensityWord):
     is_noisy: ClassVar[bool] = True
 
     kind: Literal["diffusion"] = "diffusion"
-    decoder: DecoderKind = "transformer"
-    """Decoder of the backbone's output and the noisy token."""
+    decoder: DenoiserKind = "transformer"
+    """Decoder of the backbone's output and the noisy token. In `modulated_mlp` the output and an
+    embedding of the noise level modulate residual MLPs that read the noisy token."""
     decoder_layers: Positive = 1
     """Layers of the decoder; ignored by `linear`."""
+    decoder_width: Positive | None = None
+    """Width of an `mlp` or `modulated_mlp` decoder, to which linear maps lead; default: the
+    model's. Layers of an `mlp` are four times as wide inside, those of a `modulated_mlp` are not.
+    """
+    decoder_positions: Literal["none", "learned"] = "none"
+    """Add a learned position of each row to the backbone's output, before the decoder."""
+    noise: Literal["beta", "cosine"] = "beta"
+    """Noise levels: γ, the signal's share of the power, is continuous, or takes `noise_steps`
+    values of a cosine schedule, equally often."""
     noise_a: Above0 = 0.03
-    """a of γ ~ Beta(a, b), the signal's share of the power."""
+    """With `beta`: a of γ ~ Beta(a, b)."""
     noise_b: Above0 = 1.0
-    """b of γ ~ Beta(a, b)."""
+    """With `beta`: b of γ ~ Beta(a, b)."""
+    noise_steps: Annotated[int, Field(gt=1)] = 1000
+    """With `cosine`: steps from a clean token to noise."""
+    noises_per_token: Positive = 1
+    """Noisy copies of each token in training, over which the loss is a mean."""
     predicts: Literal["clean", "noise"] = "clean"
     """Predict the clean token, or the noise."""
+    learns_variance: bool = False
+    """With `cosine`: predict the variance of each step too, trained by the variational bound."""
     condition_on_gamma: bool = False
-    """Condition the decoder on γ."""
+    """Append γ to the noisy token as a channel, which `modulated_mlp` does not need."""
     sampling_steps: Positive = 1000
-    """Denoising steps."""
+    """Denoising steps; with `cosine` at most `noise_steps`, evenly spaced."""
     sampling_temperature: AtLeast0 = 1.0
-    """Multiplies the noise of each step."""
+    """Multiplies the noise of each step, with `beta` also of the start."""
+
+    @property
+    def reads_places(self) -> bool:
+        """Whether there are positions."""
+        return self.decoder_positions != "none"
 
 
 class Place(DensityWord):

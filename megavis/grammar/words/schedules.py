@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
 from megavis.config.schema import Fraction, NonNegative, Positive
-from megavis.config.section import LossAverage, Portion, Section
+from megavis.config.section import Above0, LossAverage, Portion, Section
 from megavis.grammar.boundaries import Cut, boundary_range, context_size
 from megavis.grammar.order import read_order
 
@@ -47,6 +48,16 @@ class ScheduleWord(Section):
         return False
 
     @property
+    def draws_shown(self) -> bool:
+        """Whether the number of shown tokens is drawn for each image."""
+        return False
+
+    @property
+    def needs_likelihood(self) -> bool:
+        """Whether generation depends on the likelihood of sampled tokens."""
+        return False
+
+    @property
     def hidden_share(self) -> float:
         """Share of the tokens outside of a context."""
         return 0.0
@@ -66,6 +77,14 @@ class ScheduleWord(Section):
         Both bound all images, since sizes must not depend on random draws.
         """
         return count, 0
+
+    def shown(self, count: int) -> tuple[int, int]:
+        """Return how many of `count` tokens are shown in every image, and at most in one.
+
+        For rows that hold shown tokens alone.
+        """
+        attended, _ = self.content(count)
+        return attended, attended
 
 
 class OneByOne(ScheduleWord):
@@ -142,10 +161,38 @@ class Rounds(ScheduleWord):
     """Hide a share of the tokens drawn for each image, and generate in rounds, as in MaskGIT."""
 
     kind: Literal["rounds"] = "rounds"
+    chosen: Literal["confidence", "order"] = "confidence"
+    """Which tokens a round of generation keeps: the most likely ones of all that it has sampled, or
+    the next ones in a random order of the image, which alone are sampled."""
     least_masking: Fraction = 0.0
     """The hidden share is cos(π/2 · u) with u uniform in [0, 1 - least_masking)."""
+    masking_deviation: Above0 | None = None
+    """Draw the hidden share from a normal distribution around 1 with this standard deviation
+    instead, cut to [least_masking, 1]."""
     loss_average: LossAverage = "batch"
     """`batch`: all hidden tokens of a step weigh the same in the loss; `images`: all images do."""
+
+    @property
+    def differs_by_image(self) -> bool:
+        """Whether tokens are chosen by order."""
+        return self.chosen == "order"
+
+    @property
+    def draws_shown(self) -> bool:
+        """True: by the hidden share."""
+        return True
+
+    @property
+    def needs_likelihood(self) -> bool:
+        """Whether tokens are kept by confidence."""
+        return self.chosen == "confidence"
+
+    def shown(self, count: int) -> tuple[int, int]:
+        """Return 0, and what the smallest hidden share leaves."""
+        least, is_normal = self.least_masking, self.masking_deviation is not None
+        share = least if is_normal else math.cos(math.pi / 2 * (1.0 - least))
+        # The margin is for shares such as 0.55 of 20, which binary fractions exceed.
+        return 0, count - max(1, math.ceil(share * count - 1e-6))
 
 
 class Groups(ScheduleWord):

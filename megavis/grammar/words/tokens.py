@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from megavis.config.schema import Positive
-from megavis.config.section import AtLeast0, DataConfig, Section
+from megavis.config.section import Above0, AtLeast0, DataConfig, Section
 
 
 class TokenWord(Section):
@@ -89,6 +89,9 @@ class Latents(SquareTokens):
     """Channels of a latent."""
     stacked: Positive = 1
     """Horizontally adjacent latents in one token."""
+    scale: Above0 = 1.0
+    """Multiplies latents before they are read and predicted, so that their deviation is near 1.
+    Likelihoods are of scaled latents."""
     tokenizer: str | None = None
     """Run folder of the VAE, which encodes images and decodes samples; training on latents shards
     needs none."""

@@ -27,6 +27,10 @@ IMAGES = torch.zeros(2, 12, 12, 3).byte()
 LATENTS = torch.zeros(2, 2, 4, 3, 3).half()
 GIVT = "objective={name: givt, latent_channels: 4, downsampling: 4, num_components: 2}"
 MASKGIT = GIVT.replace("givt", "givt_maskgit")
+MAR = (
+    "objective={name: mar, latent_channels: 4, downsampling: 4, num_classes: 3, class_rows: 2,"
+    " decoder: {num_layers: 1, hidden_size: 16, num_attention_heads: 2}, denoiser_width: 8}"
+)
 LABEL_MAPS = "name: vae_label_maps, patch_size: 4, downsampling: 4, latent_channels: 4"
 IDS = ["objective.vocabulary_size=12", "objective.variant=d2d"]
 PAPERS = [
@@ -63,6 +67,7 @@ STEPS = [
         ["objective={name: randar, patch_size: 4, vocabulary_size: 12, num_classes: 3}"],
         torch.zeros(2, 9).byte(),
     ),
+    ([MAR], LATENTS),
     (["finetune={num_classes: 3}", *FINE_TUNED], IMAGES),
     (["finetune={num_classes: 3, generative_weight: 1}", *FINE_TUNED], IMAGES),
     ([f"objective={{{LABEL_MAPS}, target: panoptic}}"], IMAGES),

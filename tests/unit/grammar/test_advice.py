@@ -44,6 +44,8 @@ CHOICES = {
         {"kind": "one_by_one", "order": "random", "drawn": "run", "anneal": [0, 1]},
         {"kind": "masked"},
         {"kind": "rounds"},
+        {"kind": "rounds", "chosen": "order", "masking_deviation": 0.25},
+        {"kind": "rounds", "chosen": "order", "least_masking": 0.999},
         {"kind": "groups", "num_groups": 3},
         {"kind": "groups", "num_groups": 300},
         {"kind": "groups", "length": "given"},
@@ -61,6 +63,7 @@ CHOICES = {
             for start in (True, False)
         ),
         {"kind": "mask"},
+        {"kind": "mask", "norm": True},
         {"kind": "mask", "filler": "zero_token"},
         {"kind": "mask", "marks": True},
         {"kind": "query"},
@@ -91,15 +94,24 @@ CHOICES = {
         {"kind": "gaussian_mixture"},
         {"kind": "correlated_gaussian"},
         {"kind": "diffusion"},
+        *(
+            {"kind": "diffusion", "decoder": decoder, "decoder_width": 5, "noise_steps": 500}
+            | {"noise": noise, "learns_variance": True, "condition_on_gamma": True}
+            | {"decoder_positions": "learned", "noises_per_token": 2}
+            for decoder in ("linear", "mlp", "modulated_mlp")
+            for noise in ("beta", "cosine")
+        ),
         {"kind": "place"},
     ),
     "condition": (
         None,
         None,
         {"kind": "labels", "num_classes": 3},
+        {"kind": "labels", "num_classes": 3, "count": 4},
         {"kind": "labels", "num_classes": 3, "modulation": "class"},
         {"kind": "labels", "num_classes": 3, "modulation": "class_and_row"},
         {"kind": "learned_tokens", "count": 2},
+        {"kind": "learned_tokens", "count": 0},
         {"kind": "pooled_features", "tokenizer": "run", "feature_size": 4},
     ),
     "memory": (

@@ -7,12 +7,12 @@ from scipy import stats
 from torch.distributions import Normal, kl_divergence
 
 from megavis.densities.diffusion import (
-    BetaNoise,
     clean_from_noise,
     corrupt,
     posterior,
     reverse_process,
 )
+from megavis.densities.noise_levels import BetaNoise
 from megavis.parallel.random import uniform
 
 pytestmark = pytest.mark.once

@@ -9,7 +9,6 @@ from compositions import (
     CLASSES,
     CONTENT,
     CONTEXT,
-    DIFFUSION,
     ERROR,
     FEATURES,
     FRAMES,
@@ -212,10 +211,30 @@ from megavis.config.errors import UserError
         ),
         ([PATCHES, CONTEXT, ITSELF, PLACE, FEATURES], [], "condition.kind", "reveal the position"),
         (
-            [PATCHES, CONTEXT, BRIDGE, DIFFUSION],
+            [PATCHES, ONE_BY_ONE, SHIFT, "density: {kind: diffusion, decoder_width: 8}"],
             [],
-            "density.kind",
-            "is not supported with asks visible",
+            "density.decoder_width",
+            "8 is the width of an mlp or modulated_mlp decoder, not of a transformer one",
+        ),
+        (
+            [PATCHES, ONE_BY_ONE, SHIFT]
+            + ["density: {kind: diffusion, decoder: modulated_mlp, condition_on_gamma: true}"],
+            [],
+            "density.condition_on_gamma",
+            "true appends γ to the noisy token, and a modulated_mlp has it already; set it",
+        ),
+        (
+            [PATCHES, ONE_BY_ONE, SHIFT, "density: {kind: diffusion, learns_variance: true}"],
+            [],
+            "density.learns_variance",
+            "true needs steps of a cosine schedule; set it to false, or objective.density.noise to",
+        ),
+        (
+            [PATCHES, ONE_BY_ONE, SHIFT]
+            + ["density: {kind: diffusion, noise: cosine, noise_steps: 50}"],
+            [],
+            "density.sampling_steps",
+            "1000 is more than objective.density.noise_steps 50; set it to 50",
         ),
         ([PATCHES, ONE_BY_ONE, BRIDGE, ERROR], [], "asks.kind", "visible needs schedule contex"),
         (

@@ -23,8 +23,12 @@ TABLES = {
     # Table 3 has six parts and Table 4 two.
     "aim": [1, 2, *(f"3{part}" for part in "abcdef"), "4a", "4b", *range(5, 9)],
     "rar": range(1, 7),
+    "mar": range(1, 7),
 }
-FIGURES = {"igpt": 4, "givt": 21, "darl": 15, "gvp": 2, "mp3": 15, "mae": 11, "aim": 7, "rar": 9}
+FIGURES = {
+    **{"igpt": 4, "givt": 21, "darl": 15, "gvp": 2, "mp3": 15, "mae": 11},
+    **{"aim": 7, "rar": 9, "mar": 8},
+}
 # Printed lines of results, by table, counted in the papers; a table of two directions by its longer
 # one (DARL's Table 4 has a column for each data set, its Table 16 one for each model).
 LINES = {

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megavis.config.errors import UserError
+from megavis.schedules.hidden_share import HiddenShare
 from megavis.schedules.masked import Masked, RoundOptions, Rounds, lowest
 from megavis.schedules.orders import Orders
 from megavis.schedules.schedule import GenerationProgress
@@ -25,7 +26,8 @@ def test_cosine_schedule_reveals_at_least_one_token_per_round(rounds, num_tokens
 
 
 def schedule():
-    return Rounds(Orders(torch.arange(NUM_TOKENS)), least_masking=0.0, loss_average="batch", seed=0)
+    share = HiddenShare(NUM_TOKENS, 0.0, None, 1)
+    return Rounds(Orders(torch.arange(NUM_TOKENS)), share=share, loss_average="batch", seed=0)
 
 
 def hidden_by_step(temperature, rounds=4, seed=0):
@@ -89,5 +91,5 @@ def test_masked_share_is_independent_of_token_order():
     assert plain.is_random
     features = plain.for_features(index)
     assert torch.equal(features.groups, hidden), "features use the same mask"
-    rounds = Rounds(Orders(order), least_masking=0.3, loss_average="batch", seed=4)
+    rounds = Rounds(Orders(order), share=HiddenShare(4, 0.3, None, 1), loss_average="batch", seed=4)
     assert not rounds.for_features(index).groups.any()

@@ -5,6 +5,7 @@ import torch
 
 from megavis.config.errors import UserError
 from megavis.parallel.random import uniform
+from megavis.schedules.hidden_share import HiddenShare
 from megavis.schedules.masked import Context, RoundOptions, Rounds
 from megavis.schedules.one_by_one import OneByOne
 from megavis.schedules.orders import Orders, random_orders
@@ -172,7 +173,12 @@ def test_the_share_that_is_done_grows_to_one():
     shares = [schedule.share_done(step, 0) for step in steps_of(schedule, order, 2, 0)]
     assert shares == pytest.approx([2 / 5, 3 / 5, 4 / 5])
     rounds, options = (
-        Rounds(Orders(torch.arange(5)), least_masking=0.0, loss_average="batch", seed=0),
+        Rounds(
+            Orders(torch.arange(5)),
+            share=HiddenShare(5, 0.0, None, 1),
+            loss_average="batch",
+            seed=0,
+        ),
         RoundOptions(rounds=4),
     )
     step = rounds.first(order, num_images=2, num_given=0, options=options)

@@ -1,0 +1,1 @@
+"""MAR: "Autoregressive Image Generation without Vector Quantization"."""
