@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megavis.model.core import Block
 from megavis.model.dropout import SAMPLES
 from megavis.model.layer_state import LayerState, PackedState
-from megavis.model.parameters import filled, set_start, zeros
+from megavis.model.parameters import filled, set_start, with_decay, zeros
 
 COORDINATES = "coordinates"
 """Name under which the coordinates of rows, int64 `[b or 1, s, axes]`, are carried to blocks."""
@@ -62,13 +62,16 @@ class QueryPositions(nn.Module):
 
     As ViTDet's code has it, after "MViTv2: Improved Multiscale Vision Transformers for
     Classification and Detection" (Li et al., 2022), equation 4: the same vectors for all heads,
-    `rows` float32 `[2H - 1, d]` and `columns` `[2W - 1, d]`, initially zero.
+    `rows` float32 `[2H - 1, d]` and `columns` `[2W - 1, d]`, initially zero. Unlike other tables
+    they have weight decay: detectron2's recipe of ViTDet-B excludes `pos_embed` alone.
     """
 
     def __init__(self, grid: tuple[int, int], head_size: int) -> None:
         super().__init__()
         self.grid = grid
         self.rows, self.columns = (filled(2 * side - 1, head_size, fill=zeros) for side in grid)
+        for table in (self.rows, self.columns):
+            with_decay(table)
         # No pretraining has them; a run that goes on from another of detection may.
         set_start(self.parameters(), "saved or fresh")
 

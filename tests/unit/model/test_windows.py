@@ -10,6 +10,7 @@ from megavis.model.layer_state import LayerState
 from megavis.model.positions import resize_table
 from megavis.model.windows import QueryPositions, Windows
 from megavis.tokenizers.patches import standardize
+from megavis.training.optimizer import decays
 
 pytestmark = pytest.mark.once
 
@@ -35,6 +36,17 @@ def config(name="mae", positions="learned", **keys):
         training={"validate_every": 1},
         finetune=finetune,
     )
+
+
+def test_relative_positions_have_weight_decay_and_absolute_ones_none(build_paper):
+    _, inference = build_paper(config())
+    tables = {name: one for name, one in inference.layers.named_parameters() if "position" in name}
+    relative = [one for name, one in tables.items() if "query_positions" in name]
+    absolute = [one for name, one in tables.items() if "query_positions" not in name]
+    assert len(relative) == 2 * DEPTH
+    assert all(map(decays, relative))
+    assert len(absolute) == 1
+    assert not decays(absolute[0])
 
 
 def test_windows_are_cut_where_a_loop_cuts_them():
