@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from coco_folder import write_coco_shards
+from detection_jobs import trained_in
 from layout_curves import TOLERANCE, largest_difference, make_config, with_layout
 from tiny import VIT, tiny
 
@@ -15,8 +16,9 @@ from megavis.training.parity import train_briefly
 pytestmark = pytest.mark.once
 
 
-def test_layouts_match_one_process(run_job: Any, tmp_path_factory: Any) -> None:
-    folder = write_coco_shards(tmp_path_factory.mktemp("instances"), train=4, validation=2)
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: Any) -> Any:
+    folder = write_coco_shards(tmp_path_factory.mktemp("instances"), train=4, validation=5)
     path = folder / "instances.yaml"
     path.write_text(
         tiny(
@@ -32,11 +34,28 @@ def test_layouts_match_one_process(run_job: Any, tmp_path_factory: Any) -> None:
             },
         )
     )  # fmt: skip
-    config = make_config(path, f"output={folder}")
+    return make_config(path, f"output={folder}")
+
+
+def changed(config: Any, section: str, **keys: Any) -> Any:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=keys)})
+
+
+def test_layouts_match_one_process(run_job: Any, config: Any) -> None:
     (reference,) = run_job(train_briefly, 1, config, 1)
     for stage in (2, 3):
         curves = run_job(train_briefly, 2, with_layout(config, zero_stage=stage), 1)
         assert largest_difference(curves, reference) <= TOLERANCE, stage
     other = config.model_copy(update={"seed": 1})
-    (changed,) = run_job(train_briefly, 1, other, 1)
-    assert largest_difference([changed], reference) > 100 * TOLERANCE
+    (changed_seed,) = run_job(train_briefly, 1, other, 1)
+    assert largest_difference([changed_seed], reference) > 100 * TOLERANCE
+
+
+def test_partitioned_bf16_keeps_losses_float32(run_job: Any, config: Any) -> None:
+    (exact,) = run_job(train_briefly, 1, config, 1)
+    half = changed(config, "training", precision="bf16")
+    half = changed(half, "optimizer", ema_decay=0.9)
+    for loss, weights, outputs in run_job(trained_in, 2, with_layout(half, zero_stage=3)):
+        assert loss == pytest.approx(exact[0][0], rel=0.02)
+        assert weights == {"torch.bfloat16"}
+        assert outputs == {"torch.float32"}
