@@ -142,6 +142,9 @@ def legal_layouts(config: RunConfig, num_processes: int) -> Iterator[ParallelCon
     recomputing = ("none", "selective", "full")
     choices = product(sizes, sizes, sizes, (0, 1, 2, 3), (False, True), recomputing)
     for tensor, context, pipeline, zero, sequence, recompute in choices:
+        # The checks would say so too, but take most of the time of `megavis plan`.
+        if num_processes % (tensor * context * pipeline):
+            continue
         parallel = ParallelConfig(
             tensor_model_parallel_size=tensor,
             context_parallel_size=context,

@@ -142,6 +142,8 @@ def _ways(layouts: Iterable[RunConfig]) -> dict[LayoutKey, RunConfig]:
     """Return one config for each way in which a layer runs, those without recomputation added."""
     ways: dict[LayoutKey, RunConfig] = {}
     for config in layouts:
+        if layout_key(config.parallel) in ways:
+            continue
         plain = config.parallel.model_copy(update={"activation_checkpointing": "none"})
         for parallel in (config.parallel, plain):
             if (key := layout_key(parallel)) not in ways:
