@@ -1,17 +1,33 @@
-"""`index`: build the index of finished shards again, from their JSON indexes."""
+"""`index`: build the index of finished shards again, from their JSON indexes.
+
+The records of each shard are kept in a hidden file until the index is complete, so that a command
+that was killed goes on with the next shard: of a hundred thousand JSON indexes on a network disk,
+each is read once.
+"""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
 
 from data_tools.engines import over_shards
 from data_tools.job_report import say
 from data_tools.jobs import JobSlice
 from data_tools.out_lock import hold_out
 from megavis.config.errors import UserError, counted
-from megavis.data.format.manifest import Manifest
-from megavis.data.format.sample_index import SAMPLE_INDEX_NAME, finish_folder
+from megavis.data.format.manifest import Manifest, ShardEntry
+from megavis.data.format.sample_index import (
+    RECORD,
+    SAMPLE_INDEX_NAME,
+    Each,
+    finish_folder,
+    source_of,
+)
 
 
 def add_index_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,9 +45,58 @@ def run_index(arguments: argparse.Namespace) -> int:
     with hold_out(directory, JobSlice()), over_shards(arguments.workers) as each:
         for partial in directory.glob(f".{SAMPLE_INDEX_NAME}.partial-*"):  # of a killed command
             partial.unlink(missing_ok=True)
-        finish_folder(directory, manifest, each)
+        listed = directory / f".{SAMPLE_INDEX_NAME}.listed"
+        finish_folder(directory, manifest, _keeping(listed, each))
+        listed.unlink()
     num_bytes = (directory / SAMPLE_INDEX_NAME).stat().st_size
     samples, shards = manifest.num_samples, len(manifest.shards)
     what = f"{counted(samples, 'sample')} in {counted(shards, 'shard')}"
     say(f"{directory / SAMPLE_INDEX_NAME}: {what}, {num_bytes / samples:.1f} bytes a sample")
     return 0
+
+
+def _keeping(path: Path, each: Each) -> Each:
+    """Return `each` for `listed_records` with its results kept in a file, where a rerun finds them.
+
+    The file holds what the index is built from, as a hash, and for each shard its records and their
+    SHA-256.
+    """
+
+    def kept(
+        listed: Callable[[ShardEntry], np.ndarray], shards: Iterable[ShardEntry]
+    ) -> Iterator[np.ndarray]:
+        shards = [*shards]
+        path.touch()
+        with path.open("r+b") as file:
+            done = 0
+            for records in _found(file, shards):
+                done += 1
+                yield records
+            for records in each(listed, shards[done:]):
+                file.write(records.data)
+                file.write(hashlib.sha256(records.data).digest())
+                file.flush()
+                yield records
+
+    return kept
+
+
+def _found(file: BinaryIO, shards: Sequence[ShardEntry]) -> Iterator[np.ndarray]:
+    """Yield the records that a file holds of the first shards; leave it ready for the next ones."""
+    source = source_of(shards)
+    if file.read(len(source)) != source:
+        _cut(file, 0)
+        file.write(source)
+        return
+    for shard in shards:
+        start = file.tell()
+        content = file.read(RECORD.itemsize * shard.num_samples)
+        if file.read(len(source)) != hashlib.sha256(content).digest():
+            _cut(file, start)
+            return
+        yield np.frombuffer(content, RECORD)
+
+
+def _cut(file: BinaryIO, size: int) -> None:
+    file.seek(size)
+    file.truncate()

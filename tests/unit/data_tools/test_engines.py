@@ -6,6 +6,8 @@ import argparse
 import errno
 import importlib.util
 import os
+import subprocess
+import sys
 
 import pytest
 from image_files import tree
@@ -45,19 +47,17 @@ def test_invalid_slices(text):
     importlib.util.find_spec("ray") is None,
     reason="Ray is not installed: pip install 'megavis[ray]' (240 MB, not a test dependency)",
 )
-def test_local_ray(command, tmp_path, capsys):
-    import ray
-
+def test_local_ray(command, tmp_path):
+    """In a process of its own: Ray changes signals, hooks and the environment of one."""
     words, whole = command
-    on_ray = [*words, "--out", str(tmp_path / "out"), "--engine", "ray"]
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    try:
-        assert main(on_ray) == 0
-        assert tree(tmp_path / "out") == whole
-        assert main([*on_ray, "--seed", "1"]) == 2
-    finally:
-        ray.shutdown()
-    assert "error: " in capsys.readouterr().err
+    out = tmp_path / "out"
+    on_ray = [sys.executable, "-m", "data_tools", *words, "--out", str(out), "--engine", "ray"]
+    made = subprocess.run(on_ray, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
+    assert tree(out) == whole
+    refused = subprocess.run([*on_ray, "--seed", "1"], capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert "error: " in refused.stderr
     assert tree(tmp_path / "out") == whole
 
 

@@ -11,7 +11,7 @@ from shard_folder import write_folder
 
 from data_tools.__main__ import main
 from megavis.config.errors import UserError
-from megavis.data.format.sample_index import SAMPLE_INDEX_NAME
+from megavis.data.format.sample_index import SAMPLE_INDEX_NAME, listed_records
 from megavis.data.loading.dataset import ShardDataset
 
 pytestmark = pytest.mark.once
@@ -127,6 +127,47 @@ def test_killed_while_it_is_written(folder):
     assert not path.exists()
     assert len(list(folder.glob(f".{SAMPLE_INDEX_NAME}.partial-*"))) == 1
     assert main(["index", str(folder)]) == 0
+    assert path.read_bytes() == whole
+    assert not list(folder.glob(".samples*"))
+
+
+KILLED_AT_THE_THIRD = """
+import os, sys, data_tools.__main__ as command, megavis.data.format.sample_index as module
+list_one = module.listed_records
+module.listed_records = lambda folder, shard: (
+    os.kill(os.getpid(), 9) if shard.name.endswith("2.tar") else list_one(folder, shard)
+)
+command.main(["index", sys.argv[1]])
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "listed"),
+    [
+        (lambda content: content, [2, 3]),
+        (lambda content: content[:-1], [1, 2, 3]),  # of a machine that lost power
+        (lambda content: content[:40] + b"?" + content[41:], [0, 1, 2, 3]),
+        (lambda content: b"other shards" + content[12:], [0, 1, 2, 3]),
+        (lambda content: b"", [0, 1, 2, 3]),
+    ],
+)
+def test_a_rerun_goes_on_after_the_last_shard_listed(folder, monkeypatch, change, listed):
+    path = folder / SAMPLE_INDEX_NAME
+    whole = path.read_bytes()
+    path.unlink()
+    words = [sys.executable, "-c", KILLED_AT_THE_THIRD, str(folder)]
+    assert subprocess.run(words, check=False).returncode == -signal.SIGKILL
+    kept = folder / f".{SAMPLE_INDEX_NAME}.listed"
+    kept.write_bytes(change(kept.read_bytes()))
+    seen = []
+
+    def list_one(directory, shard):
+        seen.append(int(shard.name[6:12]))
+        return listed_records(directory, shard)
+
+    monkeypatch.setattr("megavis.data.format.sample_index.listed_records", list_one)
+    assert main(["index", str(folder)]) == 0
+    assert seen == listed
     assert path.read_bytes() == whole
     assert not list(folder.glob(".samples*"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -199,3 +200,16 @@ def test_an_array_reads_a_bucket_once_and_fills_another(store, local, web, tmp_p
     assert main(["filter", str(web), "--out", str(alone), "--min-side", "8"]) == 0
     for path in alone.glob("dropped-*"):
         assert path.read_bytes() == (selection / path.name).read_bytes()
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None,
+    reason="Ray is not installed: pip install 'megavis[ray]' (240 MB, not a test dependency)",
+)
+def test_ray_reads_a_bucket_and_fills_another(store, local, tmp_path):
+    store.upload(tmp_path / "temporary", "made")
+    words = [sys.executable, "-m", "data_tools", "jpeg", "s3://web", "--out", "s3://made/ray"]
+    words += ["--size", "8", "16", "--engine", "ray"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert without_times(store.download("made", "ray/")) == local
