@@ -116,6 +116,8 @@ def _traced(
 ) -> list[tuple[GraphModule, list[Any]]]:
     """Return the graphs of both passes, each with its inputs."""
     graphs = []
+    # A function that this process compiled for other shapes would be compiled for any shape.
+    torch._dynamo.reset()
 
     def keep(graph: GraphModule, _: Any, **__: Any) -> Callable[[list[Any]], Any]:
         traced = copy.deepcopy(graph)
