@@ -3,10 +3,11 @@
     OMP_NUM_THREADS=1 python -m benchmarks.web_scale
 
 Tars as img2dataset writes them (photographs of 256 pixels a side with captions and metadata; a few
-damaged) are measured by `filter` and written as palette shards of 64² tokens, in one process, and
-the decision is taken for made-up measurements, a fifth of which are near-duplicates. Seconds are
-CPU time. Memory is the most of a process at two sizes: of the two commands for so many tars, and of
-the decision for so many images. The table of hours is arithmetic: no such number was run.
+damaged) are measured by `filter` and written as palette shards of 64² tokens, in one process, one
+after the other and at once. The decision is taken for made-up measurements, a fifth of which are
+near-duplicates. Seconds are CPU time. Memory is the most of a process at two sizes: of the commands
+for so many tars, and of the decision for so many images. The table of hours is arithmetic: no such
+number was run.
 """
 
 from __future__ import annotations
@@ -84,8 +85,9 @@ def _resized(path: Path) -> bytes:
 
 
 def measured(folder: Path, tars: int, *, words: list[str], out: str, count: int) -> Cost:
-    """Run a verb on the first tars, in a process of its own."""
+    """Run a verb on the first tars, in a process of its own; `{out}` in a word is the folder."""
     source = f"{folder}/{{00000..{tars - 1:05d}}}.tar"
+    words = [word.format(out=folder.parent / out) for word in words]
     told = _in_a_child("--verb", *words, source, "--out", str(folder.parent / out))
     paths = (folder.parent / out).rglob("shard-*")
     return Cost(count, told[0], sum(path.stat().st_size for path in paths), told[1])
@@ -133,7 +135,11 @@ def report(options: argparse.Namespace, root: Path) -> None:
     mean = write_tars(root / "web", photographs, tars=options.tars, in_tar=options.in_tar)
     sizes = (max(options.tars // 4, 1), options.tars)
     palette = ["palette", "shards", "--size", "64", "--palette", str(root / "p.npy")]
-    verbs = {"filter": ["filter", "--keep-duplicates"], "palette shards, 64²": palette}
+    verbs = {
+        "filter, measuring": ["filter", "--keep-duplicates"],
+        "palette shards, 64²": palette,
+        "both at once": [*palette, "--measure", "{out}_measured"],
+    }
     costs: dict[str, list[Cost]] = {}
     for name, words in verbs.items():
         costs[name] = [
@@ -141,7 +147,7 @@ def report(options: argparse.Namespace, root: Path) -> None:
                 root / "web",
                 tars,
                 words=words,
-                out=f"{name.split()[0]}{tars}",
+                out=f"{name.split()[0].strip(',')}{tars}",
                 count=tars * options.in_tar,
             )
             for tars in sizes
@@ -160,27 +166,30 @@ def report(options: argparse.Namespace, root: Path) -> None:
     memory = [f"{most / n:.0f} bytes an image at {n:,}" for n, (_, most) in decisions.items()]
     print(f"| near-duplicates | {' and '.join(taken)} | {' | '.join(memory)} |")
     marginal = [more.since(fewer) for fewer, more in costs.values()]
-    _print_hours(marginal[0], marginal[1], decisions, mean)
+    _print_hours(marginal, decisions, mean)
 
 
-def _print_hours(
-    measuring: Cost, writing: Cost, decisions: dict[int, tuple[float, float]], mean: float
-) -> None:
-    """Print hours and bytes for a hundred million images, by arithmetic."""
+def _print_hours(costs: list[Cost], decisions: dict[int, tuple[float, float]], mean: float) -> None:
+    """Print hours and bytes for a hundred million images, by arithmetic.
+
+    Args:
+        costs: of measuring, of writing, and of both at once.
+    """
     count, (seconds, memory) = max(decisions.items())
     deciding = seconds / count * IMAGES * _search_cost(IMAGES) / _search_cost(count) / 3600
     print(f"a hundred million, {CORES} cores a machine, scaled:")
-    print("| machines | measuring | near-duplicates, one core | writing | in all | each reads |")
-    print("|---|---|---|---|---|---|")
+    print("| machines | measuring | near-duplicates | writing | in all | each reads", end=" | ")
+    print("both at once | in all | each reads |\n|---|---|---|---|---|---|---|---|---|")
     for machines in MACHINES:
-        hours = [
-            one.seconds / one.count * IMAGES / 3600 / machines / CORES
-            for one in (measuring, writing)
-        ]
-        cells = [f"{machines}", f"{hours[0]:.2f} h", f"{deciding:.2f} h", f"{hours[1]:.2f} h"]
-        cells += [f"{sum(hours) + deciding:.2f} h", f"{2 * mean * IMAGES / machines / 1e9:,.0f} GB"]
-        print(f"| {' | '.join(cells)} |")
-    written = [one.num_bytes / one.count * IMAGES for one in (measuring, writing)]
+        measuring, writing, both = (
+            one.seconds / one.count * IMAGES / 3600 / machines / CORES for one in costs
+        )
+        gigabytes = mean * IMAGES / machines / 1e9
+        cells = [f"{one:.2f} h" for one in (measuring, deciding, writing)]
+        cells += [f"{measuring + deciding + writing:.2f} h", f"{2 * gigabytes:,.0f} GB"]
+        cells += [f"{both:.2f} h", f"{both + deciding:.2f} h", f"{gigabytes:,.0f} GB"]
+        print(f"| {machines} | {' | '.join(cells)} |")
+    written = [one.num_bytes / one.count * IMAGES for one in costs[:2]]
     print(f"tars {mean * IMAGES / 1e12:.2f} TB, measurements {written[0] / 1e9:.0f} GB,", end=" ")
     print(f"shards and their indexes {written[1] / 1e9:.0f} GB,", end=" ")
     print(f"memory of the decision {memory / count * IMAGES / 1e9:.1f} GB")
