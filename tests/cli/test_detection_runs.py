@@ -32,7 +32,8 @@ parallel: {{zero_stage: 1}}
 training: {{steps: 4, batch_size: 2, validate_every: 2, log_every: 1}}
 checkpoint: {{every: 2}}
 finetune: {{task: instances, num_classes: 3, from_run: {folder}/runs/mae, head_width: 8,
-  layer_decay: 0.8, drop_path: 0.1, detector: cascade, window: 4, relative_positions: true}}
+  layer_decay: 0.8, drop_path: 0.1, detector: cascade, window: 4, global_blocks: [2],
+  relative_positions: true}}
 """
 
 

@@ -30,7 +30,8 @@ def config(tmp_path_factory: Any) -> Any:
             training={"batch_size": 4, "micro_batch_size": 1, "validate_every": 1},
             finetune={
                 "task": "instances", "num_classes": 3, "head_width": 8, "visibility": "full",
-                "detector": "cascade", "window": 4, "relative_positions": True, "drop_path": 0.2,
+                "detector": "cascade", "window": 4, "global_blocks": [2],
+                "relative_positions": True, "drop_path": 0.2,
             },
         )
     )  # fmt: skip
