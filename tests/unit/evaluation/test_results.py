@@ -165,7 +165,7 @@ def test_measures_are_the_numbers_of_a_watch():
 
 
 def test_names_agree_with_options_and_networks():
-    kinds = {float: "float | None", int: "int | None"}
+    kinds = {float: "float | None", int: "int | None", str: "str | None"}
     options = {each.name: each.type for each in fields(of_images.SamplingOptions)}
     assert options == {name: kinds[kind] for name, (kind, _) in _OPTIONS.items()}
     networks = [network.name.lower().replace("-", "") for network in BACKBONES]
