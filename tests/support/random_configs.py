@@ -26,7 +26,7 @@ PARALLEL = (
 )
 INTEGERS = (0, 1, 2, 3, 4, 4, 4, 5, 8, 12, 16, 64, 300)
 NUMBERS = (0.0, 1e-6, 0.01, 0.1, 0.25, 0.5, 0.75, 1.0, 3.0)
-WIDEST = 512
+WIDEST, DEEPEST = 512, 16
 KEY = re.compile(r"objective(?:\.[a-z0-9_]+)+")
 
 
@@ -78,15 +78,17 @@ def _exists(config, key):
     return True
 
 
-def _widest(section):
-    """Return the largest `hidden_size` or width in a section, with defaults."""
-    found = [0]
+def _is_small(section):
+    """Return whether no width and no number of layers in a section, with defaults, is large."""
     for name, value in section:
         if isinstance(value, BaseModel):
-            found.append(_widest(value))
-        elif name == "hidden_size" or name.endswith("width"):
-            found.append(value or 0)
-    return max(found)
+            if not _is_small(value):
+                return False
+        elif name == "hidden_size" or name.endswith(("width", "layers")):
+            most = DEEPEST if name.endswith("layers") else WIDEST
+            if (value or 0) > most:
+                return False
+    return True
 
 
 def check_messages(name, count, seed=0):
@@ -112,14 +114,14 @@ def check_messages(name, count, seed=0):
 def take_steps_of_accepted(build_paper, name, count, seed):
     """Build random configs that are accepted, and train each by a step; count those that trained.
 
-    Wide ones are left out. Those that read or predict through a run, which does not exist, are
-    built alone.
+    Wide and deep ones are left out. Those that read or predict through a run, which does not exist,
+    are built alone.
     """
     numbers, built, trained = random.Random(seed), 0, 0
     while built < count:
         tree = {**drawn(name, numbers), "parallel": {"zero_stage": 0}}
         found = checked(tree)
-        if found is None or found[1] or _widest(found[0].objective) > WIDEST:
+        if found is None or found[1] or not _is_small(found[0].objective):
             continue
         objective, inference = build_paper(yaml.safe_dump(tree), std=0.1)
         assert objective.flops_per_image() > 0
