@@ -16,9 +16,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock, Thread
 
+import pytest
+import s3fs
+
+from megavis.data.loading import stores
+
 HOST = "127.0.0.1"
 BUSY = b"<?xml version='1.0'?><Error><Code>ServiceUnavailable</Code><Message>busy</Message></Error>"
 DENIED = b"<?xml version='1.0'?><Error><Code>AccessDenied</Code><Message>no</Message></Error>"
+
+KEYS = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1"}
 
 Fault = Callable[["Request"], None]
 
@@ -43,22 +50,14 @@ class Request:
 
 
 @dataclass
-class Store:
-    """A server's address, what was asked of it, and what shall go wrong.
+class Server:
+    """A server, of which all tests of a file have the buckets.
 
     Attributes:
-        url: of the proxy.
-        server: of the server itself, as host and port.
-        asked: GET requests of each file.
-        sent: PUT requests of each file.
-        fault: changes answers.
+        server: host and port.
     """
 
-    url: str
     server: tuple[str, int]
-    asked: Counter[str] = field(default_factory=Counter)
-    sent: Counter[str] = field(default_factory=Counter)
-    fault: Fault | None = None
 
     def download(self, bucket: str, prefix: str = "") -> dict[str, bytes]:
         """Return the files of a bucket below a prefix, by name."""
@@ -87,9 +86,26 @@ class Store:
         connection.close()
 
 
+@dataclass
+class Store(Server):
+    """A server behind a proxy, what was asked of it, and what shall go wrong.
+
+    Attributes:
+        url: of the proxy.
+        asked: GET requests of each file.
+        sent: PUT requests of each file.
+        fault: changes answers.
+    """
+
+    url: str
+    asked: Counter[str] = field(default_factory=Counter)
+    sent: Counter[str] = field(default_factory=Counter)
+    fault: Fault | None = None
+
+
 @contextmanager
-def open_store(log: Path) -> Iterator[Store]:
-    """Run a server and its proxy on free ports."""
+def open_server(log: Path) -> Iterator[Server]:
+    """Run a server on a free port."""
     with socket.socket() as free:
         free.bind((HOST, 0))
         port = free.getsockname()[1]
@@ -97,10 +113,25 @@ def open_store(log: Path) -> Iterator[Store]:
     with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as moto:
         try:
             _wait_for(moto, port, log)
-            with _proxy((HOST, port)) as store:
-                yield store
+            yield Server((HOST, port))
         finally:
             moto.kill()
+
+
+@contextmanager
+def open_store(server: Server, patch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """Run a proxy, which the user's environment names until `patch` is undone.
+
+    Each test has one of its own: threads that read ahead for the test before may still be fetching.
+    """
+    with _proxy(server.server) as store:
+        more = {"AWS_ENDPOINT_URL": store.url, "AWS_EC2_METADATA_DISABLED": "true"}
+        for name, value in (KEYS | more).items():
+            patch.setenv(name, value)
+        patch.setattr(stores, "PAUSE_SECONDS", 0.001)
+        # fsspec keeps file systems, with the servers and keys of other tests.
+        s3fs.S3FileSystem.clear_instance_cache()
+        yield store
 
 
 def _wait_for(moto: subprocess.Popen[bytes], port: int, log: Path) -> None:
@@ -196,7 +227,7 @@ class _Proxy(ThreadingHTTPServer):
 
     def __init__(self, server: tuple[str, int]) -> None:
         super().__init__((HOST, 0), _Handler)
-        self.store, self.guard = Store(f"http://{HOST}:{self.server_port}", server), Lock()
+        self.store, self.guard = Store(server, f"http://{HOST}:{self.server_port}"), Lock()
 
 
 @contextmanager

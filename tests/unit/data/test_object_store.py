@@ -15,7 +15,7 @@ import pytest
 import s3fs
 import store_reader
 from loading import inputs_by_position
-from object_store import BUSY, DENIED, open_store
+from object_store import BUSY, DENIED, KEYS, open_server, open_store
 from shard_folder import write_folder
 
 from megavis.config.errors import UserError
@@ -26,7 +26,6 @@ from megavis.training.metrics import read_metrics
 
 pytestmark = pytest.mark.once
 SHARDS, SAMPLES = 8, 6
-KEYS = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1"}
 STEPS = 8  # of 12 samples: two epochs
 
 
@@ -46,24 +45,15 @@ def shards(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(shards):
-    with open_store(shards.parent / "moto.log") as store:
-        store.upload(shards, "bucket")
-        yield store
+    with open_server(shards.parent / "moto.log") as server:
+        server.upload(shards, "bucket")
+        yield server
 
 
 @pytest.fixture
 def store(server, monkeypatch):
-    """The server, without faults, as the user's environment names it."""
-    server.fault = None
-    server.asked.clear()
-    for name, value in KEYS.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setattr(stores, "PAUSE_SECONDS", 0.001)
-    # fsspec keeps file systems, with the keys of the test before.
-    s3fs.S3FileSystem.clear_instance_cache()
-    return server
+    with open_store(server, monkeypatch) as store:
+        yield store
 
 
 def tars(asked):

@@ -6,16 +6,13 @@ import json
 import pickle
 
 import pytest
-import s3fs
 from image_files import tree
 from image_sources import opened, small_jpeg, tar_bytes, web_members, write_tar
-from object_store import BUSY, DENIED, open_store
+from object_store import BUSY, DENIED, open_server, open_store
 
 from data_tools.__main__ import main
-from megavis.data.loading import stores
 
 pytestmark = pytest.mark.once
-KEYS = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1"}
 TARS = 4
 
 
@@ -37,23 +34,15 @@ def web(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(web):
-    with open_store(web.parent / "moto.log") as store:
-        store.upload(web, "web")
-        yield store
+    with open_server(web.parent / "moto.log") as server:
+        server.upload(web, "web")
+        yield server
 
 
 @pytest.fixture
 def store(server, monkeypatch):
-    server.fault = None
-    server.asked.clear()
-    for name, value in KEYS.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setattr(stores, "PAUSE_SECONDS", 0.001)
-    # fsspec keeps file systems, with the servers of other tests.
-    s3fs.S3FileSystem.clear_instance_cache()
-    return server
+    with open_store(server, monkeypatch) as store:
+        yield store
 
 
 def jpeg(source, out, *options):

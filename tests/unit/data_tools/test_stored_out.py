@@ -11,16 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import s3fs
 from image_sources import web_members, write_tar
-from object_store import BUSY, DENIED, open_store
+from object_store import BUSY, DENIED, open_server, open_store
 
 from data_tools.__main__ import main
-from megavis.data.loading import stores
 from megavis.data.loading.dataset import ShardDataset
 
 pytestmark = pytest.mark.once
-KEYS = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1"}
 TARS, IMAGES = 4, 3
 
 
@@ -37,25 +34,17 @@ def web(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(web):
-    with open_store(web.parent / "moto.log") as store:
-        store.upload(web, "web")
-        yield store
+    with open_server(web.parent / "moto.log") as server:
+        server.upload(web, "web")
+        yield server
 
 
 @pytest.fixture
 def store(server, monkeypatch, tmp_path):
-    server.fault = None
-    for counted in (server.asked, server.sent):
-        counted.clear()
-    for name, value in KEYS.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setattr(stores, "PAUSE_SECONDS", 0.001)
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    s3fs.S3FileSystem.clear_instance_cache()
-    return server
+    with open_store(server, monkeypatch) as store:
+        (tmp_path / "temporary").mkdir()
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+        yield store
 
 
 @pytest.fixture(scope="module")
