@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
 
 import imagehash
 import numpy as np
 import pytest
-from image_files import encoded, real_jpegs
+from image_files import encoded
 from image_sources import write_folder, write_tar
 from PIL import Image
+from web_images import (
+    DROPPED,
+    filter_words,
+    jpeg,
+    photograph,
+    write_web,
+)
 
 import megavis
 from data_tools import filter_images, measurements
@@ -28,50 +33,10 @@ from megavis.parallel.context import close_context
 
 pytestmark = pytest.mark.once
 
-NUM_PHOTOGRAPHS = 16
-
-
-def photograph(number, size=(120, 90)):
-    return Image.open(real_jpegs()[number]).convert("RGB").resize(size, Image.Resampling.BICUBIC)
-
-
-def jpeg(image, quality=90):
-    return encoded(image, "JPEG", quality=quality)
-
-
-def web_files():
-    """Name -> bytes: photographs, and an image for each reason to drop it."""
-    files = {f"{number:09d}": jpeg(photograph(number)) for number in range(NUM_PHOTOGRAPHS)}
-    files["100000000"] = jpeg(photograph(3), quality=30)  # dropped: as large as 3, but later
-    files["100000001"] = jpeg(photograph(4, (240, 180)))  # kept: larger than 4
-    files["100000002"] = jpeg(photograph(16, (60, 40)))
-    files["100000003"] = jpeg(photograph(17, (400, 90)))
-    files["100000004"] = jpeg(photograph(18))  # in the evaluation set
-    files["100000005"] = files["000000005"][:500]
-    return files
-
 
 @pytest.fixture(scope="module")
 def web(tmp_path_factory):
-    """Two webdataset tars of `web_files`, an evaluation folder and a list of opt-outs."""
-    root = tmp_path_factory.mktemp("web")
-    files = list(web_files().items())
-    for number, part in enumerate((files[:12], files[12:])):
-        members = [(f"{key}.jpg", content) for key, content in part]
-        write_tar(root / "tars" / f"{number:05d}.tar", members)
-    write_folder(root / "evaluation", {"a.png": encoded(photograph(18, (200, 150)), "PNG")})
-    sha256 = hashlib.sha256(web_files()["000000007"]).hexdigest()
-    perceptual = imagehash.phash(Image.open(io.BytesIO(web_files()["000000008"])))
-    (root / "exclude.txt").write_text(f"# opt-outs\n{sha256}  7.jpg\n\n{perceptual} 8.jpg\n")
-    return root
-
-
-def filter_words(web, out):
-    return [
-        "filter",
-        *(str(web / "tars"), "--out", str(out), "--min-side", "64"),
-        *("--evaluation", str(web / "evaluation"), "--exclude", str(web / "exclude.txt")),
-    ]
+    return write_web(tmp_path_factory.mktemp("web"))
 
 
 def dropped_lines(out):
@@ -79,31 +44,19 @@ def dropped_lines(out):
     return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
 
-EXPECTED = {
-    "000000004.jpg": "near-duplicate of another picture",
-    "000000007.jpg": "excluded",
-    "000000008.jpg": "near-duplicate of an excluded picture",
-    "100000000.jpg": "near-duplicate of another picture",
-    "100000002.jpg": "shorter side below 64 pixels",
-    "100000003.jpg": "aspect ratio above 3",
-    "100000004.jpg": "near-duplicate of an evaluation picture",
-    "100000005.jpg": "truncated",
-}
-
-
 def test_drop_reasons_and_selection(web, tmp_path, capsys):
     out, shards = tmp_path / "selection", tmp_path / "shards"
     assert main(filter_words(web, out)) == 0
     assert "14 of 22 pictures kept" in capsys.readouterr().out
     lines = dropped_lines(out)
-    assert {line["name"].split("/")[1]: line["reason"] for line in lines} == EXPECTED
+    assert {line["name"].split("/")[1]: line["reason"] for line in lines} == DROPPED
     close = {line["name"].split("/")[1]: line.get("close_to") for line in lines}
     assert close["000000004.jpg"] == "00001.tar/100000001.jpg"
     assert close["100000000.jpg"] == "00000.tar/000000003.jpg"
     assert close["100000004.jpg"] == "a.png"
     report = json.loads((out / "report.json").read_text())
     assert report["num_files"] == 22
-    assert sum(report["dropped"].values()) == len(EXPECTED)
+    assert sum(report["dropped"].values()) == len(DROPPED)
     words = ["jpeg", str(web / "tars"), "--out", str(shards), "--selection", str(out)]
     assert main(words) == 0
     manifest = Manifest.read(shards)
@@ -126,7 +79,7 @@ def test_reruns_reuse_measurements(web, tmp_path, monkeypatch):
     monkeypatch.setattr(measurements, "measure", lambda *_: pytest.fail("measured again"))
     assert main([*filter_words(web, out), "--min-side", "1", "--keep-duplicates"]) == 0
     dropped = {line["name"].split("/")[1] for line in dropped_lines(out)}
-    assert dropped == set(EXPECTED) - {"000000004.jpg", "100000000.jpg", "100000002.jpg"}
+    assert dropped == set(DROPPED) - {"000000004.jpg", "100000000.jpg", "100000002.jpg"}
     assert main(filter_words(web, out)) == 0
     assert all((out / name).read_bytes() == (again / name).read_bytes() for name in names)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from image_files import encoded
 from image_sources import write_folder
-from test_filter import EXPECTED, filter_words, jpeg, photograph, web  # noqa: F401 - a fixture
+from web_images import DROPPED, filter_words, jpeg, photograph, write_web
 
 from data_tools import tars
 from data_tools.__main__ import main
@@ -13,6 +13,11 @@ from megavis.data.format.manifest import Manifest
 from megavis.data.format.shards import ShardReader
 
 pytestmark = pytest.mark.once
+
+
+@pytest.fixture(scope="module")
+def web(tmp_path_factory):
+    return write_web(tmp_path_factory.mktemp("web"))
 
 
 def jpeg_words(source, out, *options):
@@ -39,7 +44,7 @@ def files_in(folder):
     }
 
 
-def test_one_reading_gives_what_two_give(web, tmp_path, monkeypatch):  # noqa: F811
+def test_one_reading_gives_what_two_give(web, tmp_path, monkeypatch):
     two, one = tmp_path / "two", tmp_path / "one"
     assert main(filter_words(web, two / "selection")) == 0
     assert main(jpeg_words(web / "tars", two / "kept", "--selection", two / "selection")) == 0
@@ -63,7 +68,7 @@ def test_one_reading_gives_what_two_give(web, tmp_path, monkeypatch):  # noqa: F
     ).read_bytes()
     assert samples(one / "kept") == samples(two / "kept")
     skipped = Manifest.read(one / "kept").skipped
-    assert sum(skipped.values()) == len(EXPECTED)
+    assert sum(skipped.values()) == len(DROPPED)
     assert skipped["truncated"] == 1
     assert skipped["filtered: near-duplicate of another picture"] == 2
 
@@ -83,7 +88,7 @@ def test_an_image_may_be_refused_by_one_of_both(tmp_path):
     assert Manifest.read(tmp_path / "all").skipped == {"aspect ratio above 64": 1}
 
 
-def test_what_does_not_fit_is_said(web, tmp_path, capsys):  # noqa: F811
+def test_what_does_not_fit_is_said(web, tmp_path, capsys):
     words = jpeg_words(web / "tars", tmp_path / "all", "--measure", tmp_path / "selection")
     assert main([*words, "--split", "train"]) == 2
     assert "--measure measures all images" in capsys.readouterr().err

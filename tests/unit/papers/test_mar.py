@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from released_tensors import copy_named
 from small_batches import run_layers
 from tiny import VIT, tiny
 
@@ -268,16 +269,6 @@ def ours(tensors):
     return named
 
 
-def copy(inference, tensors):
-    """Copy the released tensors; every parameter has one."""
-    parameters = dict(inference.layers.named_parameters())
-    named = ours(tensors)
-    assert parameters.keys() == named.keys()
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(named[name])
-
-
 # Equal to it.
 
 
@@ -292,7 +283,7 @@ def test_loss_equals_the_released_equations(make):
     """Images show different numbers of latents, and some have no class."""
     tensors = released()
     objective, inference = make("objective.label_dropout=0.5")
-    copy(inference, tensors)
+    copy_named(inference, ours(tensors))
     samples = batch()
     sequence = objective.training_sequence(samples)
     loss = objective.loss(run_layers(inference.layers.modules, sequence.inputs), sequence.targets)
@@ -347,9 +338,12 @@ def test_samples_equal_the_released_loop(make, tmp_path, monkeypatch, rounds, sc
     """Rounds along an order, with guidance that grows linearly; all noise is zero."""
     tensors = released()
     objective, inference = make("objective.sampling_steps=5")
-    copy(inference, tensors)
-    shape = lambda self, purpose, count: torch.zeros(self.num_tokens, count)  # noqa: E731
-    monkeypatch.setattr(SamplingKeys, "normal", shape)
+    copy_named(inference, ours(tensors))
+
+    def zeros(self, purpose, count):
+        return torch.zeros(self.num_tokens, count)
+
+    monkeypatch.setattr(SamplingKeys, "normal", zeros)
     options = {"rounds": rounds, "guidance": scale - 1}
     options |= {"guidance_schedule": "linear"} if scale > 1 else {}
     sampler = Sampler(inference, objective, tmp_path, options)

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from released_tensors import copy_named
 from small_batches import run_layers
 from tiny import VIT, tiny
 
@@ -166,16 +167,6 @@ def ours(tensors):
     return named
 
 
-def copy(inference, tensors):
-    """Copy the released tensors; every parameter has one."""
-    parameters = dict(inference.layers.named_parameters())
-    named = ours(tensors)
-    assert parameters.keys() == named.keys()
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(named[name])
-
-
 # Equal to it.
 
 
@@ -191,7 +182,7 @@ def test_logits_and_loss_equal_the_released_generator(make, step):
     """In random, mixed and raster orders; step 62 is in the middle of the annealing."""
     tensors = released()
     objective, inference = make("objective.label_dropout=0.5")
-    copy(inference, tensors)
+    copy_named(inference, ours(tensors))
     samples = batch(step)
     sequence = objective.training_sequence(samples)
     predictions = run_layers(inference.layers.modules, sequence.inputs)
@@ -221,7 +212,7 @@ def test_samples_equal_the_released_loop(make, tmp_path, cached, scale, power):
     """Likeliest ids, step by step, with guidance that grows with a power of the steps."""
     tensors = released()
     objective, inference = make()
-    copy(inference, tensors)
+    copy_named(inference, ours(tensors))
     options = {"temperature": 0.0, "guidance": scale - 1, "guidance_power": power}
     sampler = Sampler(inference, objective, tmp_path, options)
     labels = torch.tensor([3, 1])
