@@ -15,10 +15,10 @@ from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import BatchLoader
 from megavis.model.inference import Inference
 from megavis.papers import OBJECTIVES
-from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import Launch
 from megavis.sampling.sampler import Sampler
 from megavis.training.engine import Engine
+from megavis.training.job import open_job
 from megavis.training.parity import train_briefly
 
 pytestmark = pytest.mark.once
@@ -59,14 +59,7 @@ training: {{steps: {STEPS}, batch_size: 8, micro_batch_size: 2}}
 
 def train_and_sample(launch: Launch, config: RunConfig) -> tuple[list[float], list[float]]:
     """Train a few steps; return losses, and the latents of five images made in three rounds."""
-    context = open_context(
-        launch,
-        tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
-        context_parallel_size=config.parallel.context_parallel_size,
-        pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
-        device="cpu",
-    )
-    try:
+    with open_job(config, launch, device="cpu") as context:
         objective = OBJECTIVES[config.objective.name](config, context)
         engine = Engine(config, objective, context)
         with BatchLoader(
@@ -83,8 +76,6 @@ def train_and_sample(launch: Launch, config: RunConfig) -> tuple[list[float], li
         conditions = {"labels": torch.tensor([0, 1, 2, 0, 1])}
         latents = sampler.sample(5, conditions=conditions, batch_size=3)
         return [engine.mean_over_data(loss) for loss in losses], latents.flatten().tolist()
-    finally:
-        close_context()
 
 
 @pytest.mark.parametrize(("processes", "layout"), LAYOUTS)

@@ -14,6 +14,7 @@ from megavis.papers import OBJECTIVES
 from megavis.parallel.context import close_context, open_context
 from megavis.sampling.sampler import Sampler
 from megavis.training.engine import Engine
+from megavis.training.job import open_job
 
 # Other versions of Megatron-Core are covered by the tests of training.
 pytestmark = pytest.mark.once
@@ -38,14 +39,7 @@ LAYOUTS = [
 def sample_after_training(launch, path, overrides, options=None):
     """Train a few steps, sample 5 images, complete 5, and train another step."""
     config = load_config(path, overrides).config
-    context = open_context(
-        launch,
-        tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
-        context_parallel_size=config.parallel.context_parallel_size,
-        pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
-        device="cpu",
-    )
-    try:
+    with open_job(config, launch, device="cpu") as context:
         objective = OBJECTIVES[config.objective.name](config, context)
         engine = Engine(config, objective, context)
         dataset = ShardDataset(config.data.train)
@@ -67,8 +61,6 @@ def sample_after_training(launch, path, overrides, options=None):
             ids = torch.cat([sampler.sample(5, batch_size=3), completed])
             losses.append(engine.train_step(loader, STEPS))
         return ids.tolist(), [engine.mean_over_data(loss) for loss in losses]
-    finally:
-        close_context()
 
 
 def sample_saved(launch, run_folder, tensor_size):
