@@ -6,8 +6,8 @@ Tars as img2dataset writes them (photographs of 256 pixels a side with captions 
 damaged) are measured by `filter` and written as palette shards of 64² tokens, in one process, one
 after the other and at once. The decision is taken for made-up measurements, a fifth of which are
 near-duplicates. Seconds are CPU time. Memory is the most of a process at two sizes: of the commands
-for so many tars, and of the decision for so many images. The table of hours is arithmetic: no such
-number was run.
+for so many tars, and of the decision for so many images. The hours are extrapolated: nothing of
+that size was run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """`index`: build the index of finished shards again, from their JSON indexes.
 
-The records of each shard are kept in a hidden file until the index is complete, so that a command
-that was killed goes on with the next shard: of a hundred thousand JSON indexes on a network disk,
-each is read once.
+The records of each shard are kept in a hidden file until the index is complete, so that a rerun
+after a kill resumes with the next shard, without reading the JSON indexes before it again.
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ def refuse_other_jobs(units: Sequence[Unit]) -> None:
 def finished_index(path: Path, store: Store | None, *, job: str) -> ShardIndex | None:
     """Return the index of an intact tar, or None if it must be written (again).
 
-    A store has told that a tar arrived as it was sent: there only its size is compared.
+    In a store only the size of the tar is compared: the store has checked the bytes on arrival.
 
     Raises UserError if it was written by another job, and OSError if a store does not answer.
     """

@@ -2,8 +2,8 @@
 
 A store shows a file whole or not at all, so what holds for a folder holds here: a shard is finished
 once its JSON index is there, after its tar, and the data set once its manifest is there. A rerun
-asks the store what is finished. On this machine lie, in `TMPDIR`, the tars that the workers are
-writing just now, and the JSON indexes of its shards; at the end those of all shards, from which the
+asks the store what is finished. Local disk (`TMPDIR`) holds only the tars that workers are writing
+and the JSON indexes of their shards, and at the end the JSON indexes of all shards, from which the
 index of samples is made.
 """
 
