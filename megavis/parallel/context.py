@@ -250,7 +250,10 @@ def _store_of_this_machine(launch: Launch, timeout: timedelta) -> dist.Store | N
     if launch.master_address != "127.0.0.1" or kept_by_torchrun:
         return None
     listening = None
-    if launch.rank == 0:
+    if launch.listening:
+        # A copy, since a job may close its context and open another.
+        listening = launch.listening.dup().detach()
+    elif launch.rank == 0:
         listening = socket.create_server((launch.master_address, launch.master_port)).detach()
     return dist.TCPStore(
         launch.master_address,

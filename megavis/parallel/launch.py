@@ -11,7 +11,7 @@ import re
 import reprlib
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megavis.config.errors import UserError
 
@@ -30,6 +30,8 @@ class Launch:
     local_rank: int
     master_address: str
     master_port: int
+    listening: socket.socket | None = field(default=None, compare=False)
+    """A socket that listens at the address already, which rank 0 serves; None to open one."""
 
     def environment(self) -> dict[str, str]:
         """Return the variables that torch and DeepSpeed read."""

@@ -11,15 +11,17 @@ import gc
 import multiprocessing
 import multiprocessing.context
 import os
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import forkserver
+from dataclasses import replace
+from multiprocessing import forkserver, reduction
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from megavis.parallel.launch import Launch, free_port
+from megavis.parallel.launch import Launch
 
 Job = Callable[..., Any]
 
@@ -86,10 +88,15 @@ class WorkerPool:
             self.close()
             self._start()
         self._jobs += 1
-        port = free_port()
-        for rank in range(num_processes):
-            launch = Launch(rank, num_processes, rank, "127.0.0.1", port)
-            self._pipes[rank].send((job, launch, args))
+        # It listens before any worker connects: torch retries a refused connection only after half
+        # a second, longer than a small job takes.
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            address, port = listening.getsockname()
+            for rank in range(num_processes):
+                launch = Launch(rank, num_processes, rank, address, port)
+                self._pipes[rank].send((job, launch, args))
+            if num_processes > 1:
+                reduction.send_handle(self._pipes[0], listening.fileno(), self._processes[0].pid)
         results: dict[int, Any] = {}
         waiting = {self._pipes[rank]: rank for rank in range(num_processes)}
         while waiting:
@@ -166,7 +173,12 @@ def _serve(pipe: Connection, quiet: bool) -> None:
         except (EOFError, ConnectionError):
             return
         try:
-            pipe.send((True, job(launch, *args)))
+            with contextlib.ExitStack() as opened:
+                if launch.rank == 0 and launch.world_size > 1:
+                    listening = socket.socket(fileno=reduction.recv_handle(pipe))
+                    launch = replace(launch, listening=opened.enter_context(listening))
+                value = job(launch, *args)
+            pipe.send((True, value))
         # Also `SystemExit`: a worker that ends silently would be reported as dead, without a
         # reason.
         except BaseException:

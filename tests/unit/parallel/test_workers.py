@@ -2,6 +2,7 @@
 
 import gc
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -53,6 +54,16 @@ def name_parent(launch):
     return os.getppid()
 
 
+def meet_at_the_socket(launch):
+    if launch.rank == 0:
+        other, _ = launch.listening.accept()
+        with other:
+            return other.recv(5)
+    with socket.create_connection((launch.master_address, launch.master_port)) as other:
+        other.sendall(b"hello")
+    return launch.listening
+
+
 class Engine:
     """A cycle of references, as DeepSpeed's engines are."""
 
@@ -99,6 +110,13 @@ def test_results_are_ordered_by_rank_and_workers_are_reused():
     assert [r[3] for r in first] == [r[3] for r in second]
     assert alone[0][:2] == (0, 1)
     assert alone[0][3] == first[0][3]
+
+
+def test_the_meeting_place_listens_before_the_job_begins():
+    """A worker that connects first would wait half a second before it tries again."""
+    with WorkerPool(2, preload=PRELOADED) as pool:
+        for _ in range(2):
+            assert pool.run(meet_at_the_socket, 2) == [b"hello", None]
 
 
 def test_preloaded_workers_fork_from_one_server_and_are_replaced():
