@@ -1,6 +1,6 @@
 """The first hour on a GPU: does megavis work there, how fast, and what to correct.
 
-    python -m benchmarks.gpu_check                 # all nine stages on one GPU
+    python -m benchmarks.gpu_check                 # all ten stages
     python -m benchmarks.gpu_check --stages 1,3    # some of them
     python -m benchmarks.gpu_check --small         # all code paths on tiny sizes, about a minute
     python -m benchmarks.gpu_check --device cpu    # the same without a GPU
@@ -22,6 +22,9 @@ eight.
     7      4        the loader alone and during a step; the stall of a save
     8      3        two equal runs, replica check, a refit of the planner
     9      2        a whole `megavis train`: killed after a save, resumed, with a grid of samples
+    10              two to eight GPUs: all-reduces, layouts against one process, ZeRO-2 with
+                    overlapping communication, a resume in another layout, the host's time under
+                    tensor parallelism; never measured yet
 
 Nothing needs to be installed. With a folder of wheels and no network, from the checkout:
 

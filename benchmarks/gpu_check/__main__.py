@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -15,12 +16,15 @@ import benchmarks.gpu_check as package
 from benchmarks.gpu_check.driver import Clock, Worker, run_stage
 from benchmarks.gpu_check.report import write_report
 from benchmarks.gpu_check.results import Settings, read_stage
-from benchmarks.gpu_check.stages import STAGES, has_gpu
+from benchmarks.gpu_check.stages import STAGES, count_gpus
 from megavis.config.errors import UserError
 
 _OUT = Path("runs/gpu_check")
 _STARTS = 300.0
 """Seconds in which a process must have imported torch."""
+
+_MOST_PROCESSES = 8
+"""Of a stage that needs several: the GPUs of a usual node."""
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C or SIGTERM."""
@@ -96,14 +100,16 @@ def _num_jobs(options: argparse.Namespace) -> int:
 def _settings(options: argparse.Namespace, worker: Worker) -> Settings:
     if options.limit <= 0 or (options.total is not None and options.total <= 0):
         raise UserError("--limit and --total are minutes above 0")
+    processes = 2
     if options.device == "cpu":
         # Libraries that look for a GPU by themselves must not find one.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    elif not worker(has_gpu, timeout=_STARTS):
+    elif not (processes := min(worker(count_gpus, timeout=_STARTS), _MOST_PROCESSES)):
         raise UserError("no GPU found; --device cpu runs every stage on tiny sizes without one")
     options.out.mkdir(parents=True, exist_ok=True)
     device = options.device or "cuda"
-    return Settings(device, options.small or device == "cpu", options.out.resolve())
+    small = options.small or device == "cpu"
+    return Settings(device, small, options.out.resolve(), processes)
 
 
 def _run(options: argparse.Namespace, crew: Sequence[Worker]) -> int:
@@ -115,12 +121,28 @@ def _run(options: argparse.Namespace, crew: Sequence[Worker]) -> int:
             limit = 60 * options.limit if total is None else min(60 * options.limit, total.left)
             if limit <= 0:
                 break
-            run_stage(settings, number, crew, clock=Clock(limit), again=options.again, say=_say)
+            with _crew_of(number, settings, crew) as workers:
+                run_stage(
+                    settings, number, workers, clock=Clock(limit), again=options.again, say=_say
+                )
     except KeyboardInterrupt:
         _say("interrupted; the same command continues with the part that was running")
         code = INTERRUPTED
     finished = _finish(settings, options.stages)
     return code or finished
+
+
+@contextlib.contextmanager
+def _crew_of(number: int, settings: Settings, crew: Sequence[Worker]) -> Iterator[Sequence[Worker]]:
+    """Give the stage its workers: `crew`, or one of several processes, which end afterwards."""
+    if not STAGES[number].several:
+        yield crew
+        return
+    together = Worker(settings.processes)
+    try:
+        yield [together]
+    finally:
+        together.replace()
 
 
 def _finish(settings: Settings, asked: Sequence[int]) -> int:

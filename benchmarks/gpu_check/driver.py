@@ -19,23 +19,28 @@ _MANY_JOBS = 10_000
 
 
 class Worker:
-    """A worker process, started on demand and replaced after a failure."""
+    """Processes that run a job together, started on demand and replaced after a failure."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_processes: int = 1) -> None:
+        self._num_processes = num_processes
         self._pool: WorkerPool | None = None
 
     def __call__(self, job: Callable[..., Any], *args: Any, timeout: float) -> Any:
-        """Run a job; raises WorkerError, after which the next job has a new process."""
+        """Run a job and return rank 0's result.
+
+        Raises:
+            WorkerError: it failed; the next job has new processes.
+        """
         if self._pool is None:
-            self._pool = WorkerPool(1, max_jobs=_MANY_JOBS)
+            self._pool = WorkerPool(self._num_processes, max_jobs=_MANY_JOBS)
         try:
-            return self._pool.run(job, 1, *args, timeout=timeout)[0]
+            return self._pool.run(job, self._num_processes, *args, timeout=timeout)[0]
         except WorkerError:
             self._pool = None
             raise
 
     def replace(self) -> None:
-        """End the process; the next job has a new one."""
+        """End the processes; the next job has new ones."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None

@@ -23,11 +23,13 @@ class Settings:
         device: `cpu` or `cuda`.
         small: use tiny sizes, which run every code path without meaningful times.
         folder: the output folder.
+        processes: of a stage that needs several: one for each GPU, at most eight, or two on a CPU.
     """
 
     device: str
     small: bool
     folder: Path
+    processes: int = 1
 
     @property
     def on_gpu(self) -> bool:

@@ -1,4 +1,4 @@
-"""The nine stages: their modules, and the processes of their parts."""
+"""The ten stages: their modules, and the processes of their parts."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ class Stage:
         fresh: on a GPU, run every part in a new process, so that none inherits memory, kernels
             or settings.
         at_once: parts measure no time, so several may share a GPU.
+        several: every part runs on `Settings.processes` processes, and rank 0's rows count.
     """
 
     title: str
     module: str
     fresh: bool = False
     at_once: bool = False
+    several: bool = False
 
 
 STAGES: Mapping[int, Stage] = {
@@ -44,14 +46,15 @@ STAGES: Mapping[int, Stage] = {
     7: Stage("loader and saves", "loader_and_saves", fresh=True),
     8: Stage("equal runs, refit", "equal_runs"),
     9: Stage("a whole run", "whole_run", at_once=True),
+    10: Stage("several GPUs", "several_gpus", fresh=True, several=True),
 }
 
 
-def has_gpu(launch: Launch) -> bool:
-    """Return whether torch finds a GPU; a job for `WorkerPool`."""
+def count_gpus(launch: Launch) -> int:
+    """Return how many GPUs torch finds; a job for `WorkerPool`."""
     import torch
 
-    return torch.cuda.is_available()
+    return torch.cuda.device_count()
 
 
 def open_stage(

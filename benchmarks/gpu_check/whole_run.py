@@ -40,7 +40,7 @@ def _whole_run(precision: str, launch: Launch, settings: Settings) -> list[Row]:
     seconds = time.monotonic() - began
     killed_at = _kill_after_a_save(folder / "killed", [*words, "name=killed"])
     _finish(_start([*words, "name=killed"]))
-    whole, killed = (_result(folder / name) for name in ("whole", "killed"))
+    whole, killed = (result_of(folder / name) for name in ("whole", "killed"))
     same = whole == killed
     grids = len(list((folder / "whole" / "samples").glob("*.png")))
     name = f"igpt/demo.yaml, ZeRO-1, {precision}"
@@ -105,7 +105,7 @@ def _kill_after_a_save(run: Path, words: list[str]) -> int:
     return int(found.name.removeprefix("step-"))
 
 
-def _result(run: Path) -> tuple[list[dict[str, float]], str]:
+def result_of(run: Path) -> tuple[list[dict[str, float]], str]:
     """Return a run's losses, gradient norms and rates, and the hash of its last weights."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
     metrics = [{name: json.loads(line)[name] for name in _COMPARED} for line in lines]

@@ -251,8 +251,7 @@ def _store_of_this_machine(launch: Launch, timeout: timedelta) -> dist.Store | N
         return None
     listening = None
     if launch.listening:
-        # A copy, since a job may close its context and open another.
-        listening = launch.listening.dup().detach()
+        listening = launch.listening.detach()
     elif launch.rank == 0:
         listening = socket.create_server((launch.master_address, launch.master_port)).detach()
     return dist.TCPStore(

@@ -31,7 +31,7 @@ class Launch:
     master_address: str
     master_port: int
     listening: socket.socket | None = field(default=None, compare=False)
-    """A socket that listens at the address already, which rank 0 serves; None to open one."""
+    """A socket of rank 0 that listens at the address already, for one context."""
 
     def environment(self) -> dict[str, str]:
         """Return the variables that torch and DeepSpeed read."""

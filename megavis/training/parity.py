@@ -37,7 +37,7 @@ Curve = list[tuple[float, float]]
 """Loss and gradient norm of each step."""
 
 
-_PERTURBED_RUNS = 3
+PERTURBED_RUNS = 3
 _MARGIN = 4.0
 """Times the measured noise that a layout may differ: two runs that differ only in rounding moved
 apart by up to this much more than three others did, in small models of every density."""
@@ -142,7 +142,7 @@ def compare_layouts(
     new_pool = functools.partial(WorkerPool, num_processes, preload=preload, quiet=True)
     pool = new_pool()
     try:
-        changes = (None, *range(_PERTURBED_RUNS))
+        changes = (None, *range(PERTURBED_RUNS))
         alone = [pool.run(train_briefly, 1, config, steps, device, each)[0] for each in changes]
         reference = alone[0]
         noise = Noise.of(alone[1:], reference)

@@ -29,7 +29,7 @@ def test_all_stages_run_on_cpu(tmp_path):
     words = ["--device", "cpu", "--out", str(tmp_path)]
     assert in_child(run_stages, words, folder=tmp_path) == 0
     stages = json.loads((tmp_path / "report.json").read_text())
-    assert [stage["stage"] for stage in stages] == list(range(1, 10))
+    assert [stage["stage"] for stage in stages] == list(range(1, 11))
     assert all(stage["finished"] and stage["small"] for stage in stages)
     rows = {
         row["what"]: row for s in stages for part in s["parts"].values() for row in part["rows"]
@@ -41,7 +41,7 @@ def test_all_stages_run_on_cpu(tmp_path):
         assert "GPU" in rows[what]["note"]
     report = (tmp_path / "report.md").read_text()
     assert "| SDPA: causal, bfloat16 | flash_attention_for_cpu |" in report
-    assert report.count("\n## ") == 9
+    assert report.count("\n## ") == 10
     # A second call measures nothing.
     process = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu_check", *words],
@@ -50,4 +50,4 @@ def test_all_stages_run_on_cpu(tmp_path):
         capture_output=True,
     )
     assert process.returncode == 0, process.stdout + process.stderr
-    assert process.stdout.count("finished earlier") == 9
+    assert process.stdout.count("finished earlier") == 10

@@ -183,7 +183,7 @@ def test_invalid_jobs_are_refused(text, capsys):
     assert "is no number of jobs; give for example 8" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["", "0", "1,10", "one"])
+@pytest.mark.parametrize("text", ["", "0", "1,11", "one"])
 def test_invalid_stages_are_refused(text, capsys):
     with pytest.raises(SystemExit) as end:
         parser().parse_args(["--stages", text])
