@@ -27,6 +27,7 @@ from megavis.tokenizers.network_tokenizer import (
     to_pixels,
 )
 from megavis.tokenizers.shapes import VAEShape
+from megavis.tokenizers.taming_layers import group_norm
 
 # Bounds of GIVT's released code.
 _LOWEST_LOG_VARIANCE, _HIGHEST_LOG_VARIANCE = -30.0, 20.0
@@ -206,11 +207,6 @@ class VAENetwork(nn.Module):
         posterior = self.posterior(pixels)
         latents = posterior.sample(noise).to(pixels.dtype)
         return self.decoder(latents), posterior
-
-
-def group_norm(channels: int, groups: int) -> nn.GroupNorm:
-    """Build a group norm with the ε of the released networks."""
-    return nn.GroupNorm(groups, channels, eps=1e-6)
 
 
 def _blocks(inputs: int, outputs: int, shape: VAEShape) -> nn.Sequential:
