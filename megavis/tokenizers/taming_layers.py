@@ -1,7 +1,8 @@
 """Encoder and decoder of "Taming Transformers for High-Resolution Image Synthesis" (2021), table 7.
 
-Residual blocks, half the resolution per level, attention in the coarsest level and in the middle.
-Modules have the names of the released checkpoints.
+Residual blocks, half the resolution per level, attention in the middle and, in the VQGAN, in the
+coarsest level. The VAEs of "High-Resolution Image Synthesis with Latent Diffusion Models" have the
+same layers. Modules have the names of the released checkpoints.
 
 Legend: b images, H and W pixels, h and w sides of the coarsest grid, z channels of the encoder's
 output.
@@ -95,7 +96,7 @@ class Double(nn.Module):
 
 
 class Level(nn.Module):
-    """Residual blocks, each followed by attention in the coarsest level."""
+    """Residual blocks, each followed by attention if the level attends."""
 
     def __init__(self, inputs: int, outputs: int, count: int, groups: int, attends: bool) -> None:
         super().__init__()
@@ -115,25 +116,29 @@ class Level(nn.Module):
 class VQGANEncoder(nn.Module):
     """The encoder of the released VQGAN."""
 
-    def __init__(self, shape: VQGANShape) -> None:
+    def __init__(
+        self, shape: VQGANShape, *, attending: int = 1, outputs: int | None = None
+    ) -> None:
+        """Build with attention in the `attending` coarsest levels, and z or `outputs` channels."""
         super().__init__()
         groups, width = shape.norm_groups, shape.filters
         self.conv_in = _conv(3, width)
         self.down = nn.ModuleList()
         last = len(shape.multipliers) - 1
         for number, multiplier in enumerate(shape.multipliers):
-            outputs = shape.filters * multiplier
-            level = Level(width, outputs, shape.blocks_per_level, groups, number == last)
-            width = outputs
+            channels = shape.filters * multiplier
+            attends = number > last - attending
+            level = Level(width, channels, shape.blocks_per_level, groups, attends)
+            width = channels
             if number < last:
                 level.downsample = Halve(width)
             self.down.append(level)
         self.mid = Middle(width, groups)
         self.norm_out = group_norm(width, groups)
-        self.conv_out = _conv(width, shape.latent_channels)
+        self.conv_out = _conv(width, outputs or shape.latent_channels)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Map `[b, 3, H, W]` in [-1, 1] to `[b, z, h, w]`."""
+        """Map `[b, 3, H, W]` in [-1, 1] to `[b, z, h, w]`, or as many channels as `outputs`."""
         x = self.conv_in(pixels)
         for number, level in enumerate(self.down):
             x = level(x)
@@ -145,7 +150,8 @@ class VQGANEncoder(nn.Module):
 class VQGANDecoder(nn.Module):
     """The decoder of the released VQGAN. Levels are numbered like the encoder's, finest first."""
 
-    def __init__(self, shape: VQGANShape) -> None:
+    def __init__(self, shape: VQGANShape, *, attending: int = 1) -> None:
+        """Build with attention in the `attending` coarsest levels."""
         super().__init__()
         groups, last = shape.norm_groups, len(shape.multipliers) - 1
         width = shape.filters * shape.multipliers[last]
@@ -154,7 +160,8 @@ class VQGANDecoder(nn.Module):
         levels = []
         for number, multiplier in reversed(list(enumerate(shape.multipliers))):
             outputs = shape.filters * multiplier
-            level = Level(width, outputs, shape.blocks_per_level + 1, groups, number == last)
+            attends = number > last - attending
+            level = Level(width, outputs, shape.blocks_per_level + 1, groups, attends)
             width = outputs
             if number > 0:
                 level.upsample = Double(width)
