@@ -326,7 +326,47 @@ dense() {
   finish "runs/mae_segments_demo$tag" "runs/mae_segments_scratch_demo$tag" "$run"
 }
 
-papers=(igpt igpt-bert darl mp3 givt givt-dense gvp mae dense)
+aim() {
+  local run=runs/aim_demo$tag
+  letters_32
+  step "train AIM, 4 layers 128 wide, for 1,200 steps of 64 images" \
+    megavis train yaml_configs/aim/demo.yaml $(seeded aim_demo)
+  step "predict the patches after a prefix" megavis figure reconstructions "$run"
+  step "train an attentive probe to classify letters" \
+    megavis finetune yaml_configs/aim/probe_demo.yaml $(seeded aim_probe_demo aim_demo)
+  finish "$run" "runs/aim_probe_demo$tag"
+}
+
+# vqgan_32: the tokenizer of the papers that read ids, which GVP's demo trains too.
+vqgan_32() {
+  step "train a VQGAN of 256 ids for 600 steps of 32 images" \
+    megavis train yaml_configs/gvp/demo_vqgan.yaml
+}
+
+rar() {
+  local run=runs/rar_demo$tag
+  letters_32
+  vqgan_32
+  step "train RAR, 4 layers 128 wide, for 800 steps of 32 images" \
+    megavis train yaml_configs/rar/demo.yaml $(seeded rar_demo)
+  step "sample A to D, with guidance" \
+    megavis sample "$run" --classes 0,1,2,3 --guidance 2 --guidance-power 1
+  finish "$run" runs/gvp_demo_vqgan
+}
+
+randar() {
+  local run=runs/randar_demo$tag
+  letters_32
+  vqgan_32
+  step "train RandAR, 4 layers 128 wide, for 800 steps of 32 images" \
+    megavis train yaml_configs/randar/demo.yaml $(seeded randar_demo)
+  step "sample A to D in 24 rounds" megavis sample "$run" --classes 0,1,2,3 --rounds 24
+  step "complete half of the ids of eight letters, six times each" \
+    megavis sample "$run" --prefix half --num-images 8 --completions 6
+  finish "$run" runs/gvp_demo_vqgan
+}
+
+papers=(igpt igpt-bert darl mp3 givt givt-dense gvp mae dense aim rar randar)
 
 demo() {
   local began=$SECONDS

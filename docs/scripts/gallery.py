@@ -177,6 +177,38 @@ DEMOS = (
             ),
         ),
     ),
+    Demo(
+        paper="aim",
+        title="AIM: the next patch after a prefix",
+        runs=("aim_demo", "aim_probe_demo"),
+        pictures=(
+            (
+                "aim_demo/evaluation/reconstructions.png",
+                "The prefix of a letter, the prediction of the patches after it, and the letter;"
+                " predicted patches are scaled with their true mean and standard deviation",
+            ),
+        ),
+    ),
+    Demo(
+        paper="rar",
+        title="RAR: ids in random orders that become raster order",
+        runs=("rar_demo", "gvp_demo_vqgan"),
+        pictures=(
+            ("rar_demo/samples/samples-*.png", "Samples of the classes A to D, with guidance"),
+        ),
+    ),
+    Demo(
+        paper="randar",
+        title="RandAR: ids in any order, several at once",
+        runs=("randar_demo", "gvp_demo_vqgan"),
+        pictures=(
+            ("randar_demo/samples/samples-*.png", "Samples of the classes A to D in 24 rounds"),
+            (
+                "randar_demo/samples/completions-*.png",
+                "The original, half of its ids at random places, and six completions",
+            ),
+        ),
+    ),
 )
 
 

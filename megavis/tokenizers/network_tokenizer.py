@@ -11,12 +11,13 @@ d channels of a codebook entry.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import importlib
 import json
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -229,10 +230,16 @@ def to_images(pixels: Tensor) -> Tensor:
     return (pixels.clamp(0.0, 1.0) * 255.0).round().to(torch.uint8).permute(0, 2, 3, 1)
 
 
-def read_weights_file(path: str | Path) -> dict[str, Tensor]:
+def read_weights_file(
+    path: str | Path, *, inside: Sequence[str] = ("state_dict",)
+) -> dict[str, Tensor]:
     """Read a `.safetensors` file, or a file of plain tensors written by `torch.save`.
 
-    From a training checkpoint, return the tensors under `state_dict`. Only tensors are unpickled.
+    Only tensors are unpickled, beside numbers, texts and the options of a command line.
+
+    Args:
+        path: the file.
+        inside: keys of a training checkpoint; the tensors are those of the first that it has.
 
     Raises:
         UserError: the file is missing, or contains something else.
@@ -240,8 +247,11 @@ def read_weights_file(path: str | Path) -> dict[str, Tensor]:
     try:
         if str(path).endswith(".safetensors"):
             return load_tensors(Path(path))
-        content = torch.load(path, map_location="cpu", weights_only=True)
-        return dict(content.get("state_dict", content))
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        parts = (content[key] for key in inside if content.get(key) is not None)
+        found = next(parts, content)
+        return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
     except PermissionError as error:
         raise UserError(describe_os_error(error)) from None
     except pickle.UnpicklingError:

@@ -29,7 +29,9 @@ class _Levels:
         """Return the sizes in the `objective` section of a config."""
         names = [field.name for field in fields(cls)]
         sizes = {name: section[key] for name in names if (key := _KEYS.get(name, name)) in section}
-        return cls(**{**sizes, "multipliers": tuple(sizes["multipliers"])})
+        # Lists in a file.
+        lists = ("multipliers", "attention_levels")
+        return cls(**sizes | {name: tuple(sizes[name]) for name in lists if name in sizes})
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,17 @@ class VAEShape(_Levels):
         blocks_per_level: residual blocks per level, and in the middle.
         groups: groups of each group norm. A group of one channel loses its mean, so narrow networks
             need fewer groups than the paper's.
+        layers: `maskgit` for those of GIVT's VAE; `taming` for those of LDM's, which are the
+            VQGAN's, with 1×1 convolutions around the latents.
+        attention_levels: coarsest levels with attention in encoder and decoder, of `taming`.
     """
 
     latent_channels: int = 16
     filters: int = 128
     blocks_per_level: int = 2
     groups: int = 32
+    layers: str = "maskgit"
+    attention_levels: tuple[int, int] = (1, 1)
 
 
 @dataclass(frozen=True)

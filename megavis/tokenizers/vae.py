@@ -1,8 +1,9 @@
-"""GIVT's convolutional β-VAE as a tokenizer: images to real-valued latents and back.
+"""Convolutional β-VAEs as tokenizers: images to real-valued latents and back.
 
 "GIVT: Generative Infinite-Vocabulary Transformers", section 3.1 and table 6; the layers are those
-of MaskGIT's tokenizer without the quantizer. Resolution halves between levels, so five levels
-downsample by 16, for any image size.
+of MaskGIT's tokenizer without the quantizer. Those of "High-Resolution Image Synthesis with Latent
+Diffusion Models" (LDM), which MAR uses too, are the VQGAN's. Resolution halves between levels, so
+five levels downsample by 16, for any image size.
 
 Legend: b images, H and W pixels, s side of a square image in pixels, h and w sides of the latent
 grid, d (c as a tokenizer) channels of a latent.
@@ -26,7 +27,8 @@ from megavis.tokenizers.network_tokenizer import (
     to_images,
     to_pixels,
 )
-from megavis.tokenizers.shapes import VAEShape
+from megavis.tokenizers.shapes import VAEShape, VQGANShape
+from megavis.tokenizers.taming_layers import VQGANDecoder, VQGANEncoder, group_norm
 
 # Bounds of GIVT's released code.
 _LOWEST_LOG_VARIANCE, _HIGHEST_LOG_VARIANCE = -30.0, 20.0
@@ -39,7 +41,11 @@ class VAE(LatentTokenizer):
     prefix = "vae."
 
     def __init__(self, shape: VAEShape) -> None:
-        super().__init__(asdict(shape))
+        settings = asdict(shape)
+        if shape.layers == VAEShape.layers:
+            # Omit the default, so that networks trained before this option keep their identity.
+            del settings["layers"], settings["attention_levels"]
+        super().__init__(settings)
         self.shape = shape
         self.network = VAENetwork(shape)
 
@@ -65,7 +71,7 @@ class VAE(LatentTokenizer):
     def decode(self, latents: Tensor) -> Tensor:
         """Decode latents `[b, c, h, w]` to images uint8 `[b, s, s, 3]`, clipped."""
         device = next(self.parameters()).device
-        return to_images(self.network.decoder(latents.to(device).float()))
+        return to_images(self.network.decode(latents.to(device).float()))
 
 
 @dataclass(frozen=True)
@@ -186,14 +192,42 @@ class VAENetwork(nn.Module):
 
     def __init__(self, shape: VAEShape) -> None:
         super().__init__()
-        self.shape = shape
-        self.encoder = VAEEncoder(shape)
-        self.decoder = VAEDecoder(shape)
+        self.shape, self.is_taming = shape, shape.layers == "taming"
+        if self.is_taming:
+            self._build_taming(shape)
+            return
+        self.encoder: nn.Module = VAEEncoder(shape)
+        self.decoder: nn.Module = VAEDecoder(shape)
         initialize(self)
+
+    def _build_taming(self, shape: VAEShape) -> None:
+        """Build LDM's layers, with torch's initial weights, as in its code."""
+        channels, (encoder, decoder) = shape.latent_channels, shape.attention_levels
+        sizes = VQGANShape(
+            filters=shape.filters,
+            multipliers=shape.multipliers,
+            blocks_per_level=shape.blocks_per_level,
+            latent_channels=channels,
+            norm_groups=shape.groups,
+        )
+        self.encoder = VQGANEncoder(sizes, attending=encoder, outputs=2 * channels)
+        self.quant_conv = nn.Conv2d(2 * channels, 2 * channels, 1)
+        self.post_quant_conv = nn.Conv2d(channels, channels, 1)
+        self.decoder = VQGANDecoder(sizes, attending=decoder)
 
     def posterior(self, pixels: Tensor) -> Posterior:
         """Encode pixels `[b, 3, H, W]` in [0, 1]."""
+        if self.is_taming:
+            return bounded_posterior(self.quant_conv(self.encoder(2.0 * pixels - 1.0)))
         return bounded_posterior(self.encoder(pixels))
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Decode latents `[b, d, h, w]` to pixels `[b, 3, H, W]`, not clipped to [0, 1]."""
+        if self.is_taming:
+            pixels: Tensor = self.decoder(self.post_quant_conv(latents))
+            return (pixels + 1.0) / 2.0
+        decoded: Tensor = self.decoder(latents)
+        return decoded
 
     def forward(self, pixels: Tensor, noise: Tensor) -> tuple[Tensor, Posterior]:
         """Reconstruct images `[b, 3, H, W]` in [0, 1] from a sample of the posterior.
@@ -205,12 +239,7 @@ class VAENetwork(nn.Module):
         """
         posterior = self.posterior(pixels)
         latents = posterior.sample(noise).to(pixels.dtype)
-        return self.decoder(latents), posterior
-
-
-def group_norm(channels: int, groups: int) -> nn.GroupNorm:
-    """Build a group norm with the ε of the released networks."""
-    return nn.GroupNorm(groups, channels, eps=1e-6)
+        return self.decode(latents), posterior
 
 
 def _blocks(inputs: int, outputs: int, shape: VAEShape) -> nn.Sequential:

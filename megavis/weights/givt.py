@@ -10,14 +10,12 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from megavis.config.errors import UserError
-from megavis.config.load import load_config
 from megavis.config.schema import ModelConfig
 from megavis.papers.givt.config import (
     EncoderDecoderConfig,
@@ -25,7 +23,6 @@ from megavis.papers.givt.config import (
     LatentTokensConfig,
     MaskGITConfig,
 )
-from megavis.papers.vae.config import LabelMapVAEConfig, VAEConfig
 from megavis.weights.flax_layers import (
     adapter_rows,
     decoder_block,
@@ -36,6 +33,7 @@ from megavis.weights.flax_layers import (
 )
 from megavis.weights.released import Released, ReleasedTensors, read_arrays
 from megavis.weights.tables import BATCHED, SAME, Layout, Row, Table, count
+from megavis.weights.vaes import pixels_of_a_latent
 
 Mode = Literal["causal", "maskgit"]
 _IMAGENET_CLASSES = 1000
@@ -62,7 +60,7 @@ def read_transformer(args: argparse.Namespace) -> Released:
     released = ReleasedModel(tensors, mode=args.mode, num_classes=args.num_classes)
     paper = released.objective()
     if args.tokenizer is not None:
-        pixels = _pixels_of_a_latent(args.tokenizer)
+        pixels = pixels_of_a_latent(args.tokenizer)
         update = {"tokenizer": str(args.tokenizer), "downsampling": pixels}
         paper = paper.model_copy(update=update)
     size = released.side * paper.downsampling
@@ -78,16 +76,6 @@ def read_transformer(args: argparse.Namespace) -> Released:
         image_size=size,
         sections={"model": released.model()},
     )
-
-
-def _pixels_of_a_latent(run_folder: Path) -> int:
-    path = run_folder / "config.yaml"
-    paper = load_config(path).config.objective
-    if isinstance(paper, LabelMapVAEConfig):
-        return paper.downsampling
-    if not isinstance(paper, VAEConfig):
-        raise UserError(f"--tokenizer: {run_folder} is a run of {paper.name}, not of a VAE")
-    return paper.shape.downsampling
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,14 @@ import argparse
 import math
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megavis.config.errors import UserError
+from megavis.config.load import load_config
 from megavis.config.schema import ModelConfig
 from megavis.papers.vae.config import LabelMapVAEConfig, VAEConfig
 from megavis.tokenizers.shapes import VAEShape
@@ -28,6 +30,21 @@ from megavis.weights.released import Released, ReleasedTensors, read_arrays
 from megavis.weights.tables import BATCHED, Layout, Row, Table, count
 
 _ENCODER, _DECODER = "encoder/encoderblock_", "decoder/encoderblock_"
+
+
+def pixels_of_a_latent(run_folder: Path) -> int:
+    """Return the side in pixels of the square that a latent of a VAE's run represents.
+
+    Raises:
+        UserError: it is the run of something else.
+    """
+    path = run_folder / "config.yaml"
+    paper = load_config(path).config.objective
+    if isinstance(paper, LabelMapVAEConfig):
+        return paper.downsampling
+    if not isinstance(paper, VAEConfig):
+        raise UserError(f"--tokenizer: {run_folder} is a run of {paper.name}, not of a VAE")
+    return paper.shape.downsampling
 
 
 def read_vae(args: argparse.Namespace) -> Released:

@@ -28,6 +28,8 @@ MODULATED = [
 ]
 VOCABULARY = "objective.vocabulary_size=4096"
 ZERO, AVERAGE = "parallel.zero_stage=", "optimizer.ema_decay=0.9"
+# Of shards, so that no tokenizer is opened.
+IDS = "objective.tokenizer=null"
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,13 @@ ZERO, AVERAGE = "parallel.zero_stage=", "optimizer.ema_decay=0.9"
         ("igpt", 1, [ZERO + "1", *MODULATED]),
         ("igpt", 2, [HALF, ZERO + "1", SELECTIVE, *MODULATED]),
         ("igpt", 2, [TENSOR, ZERO + "1", "parallel.sequence_parallel=true", *MODULATED]),
+        ("aim", 1, [ZERO + "0"]),
+        ("aim", 2, [HALF, ZERO + "1", SELECTIVE]),
+        ("rar", 1, [ZERO + "0", IDS]),
+        ("rar", 2, [HALF, TENSOR, ZERO + "1", IDS]),
+        ("randar", 1, [ZERO + "0", IDS]),
+        ("randar", 2, [HALF, ZERO + "2", IDS]),
+        ("mar", 2, [ZERO + "1", AVERAGE]),
     ],
 )
 def test_planned_states_and_activations(
@@ -106,8 +115,12 @@ STACKS = {
         "model.ffn_hidden_size=512",
         "training.precision=float32",
     ],
+    "aim": ["data.image_size=64"],
+    "mar": ["data.image_size=64", "objective.downsampling=4"],
 }
 FILES = {
+    "aim": "aim/demo",
+    "mar": "mar/demo",
     "darl": "darl/demo",
     "darl_mse": "darl/demo",
     "mae": "mae/tiny",
@@ -142,6 +155,9 @@ SPLIT, STAGES = "parallel.sequence_parallel=true", "parallel.pipeline_model_para
         ("mae", 2, [ZERO + "0", STAGES, "objective.decoder.num_layers=2"]),
         ("givt_encoder_decoder", 2, [ZERO + "0", STAGES]),
         ("givt_encoder_decoder", 2, [ZERO + "0", STAGES, FULL]),
+        ("aim", 1, [ZERO + "0"]),
+        ("mar", 1, [ZERO + "0"]),
+        ("mar", 2, [ZERO + "0", TENSOR, FULL]),
     ],
 )
 def test_planned_memory_of_second_stacks(
@@ -153,7 +169,8 @@ def test_planned_memory_of_second_stacks(
     layout = Layout.of(read(path, words), num_processes)
     if layout.pipeline == 1:
         for found_states, found_saved in run_job(allocated_memory, num_processes, path, words):
-            states = states_of(shape.layers, layout, 0, precision="float32", keeps_average=False)
+            averages = shape.keeps_average
+            states = states_of(shape.layers, layout, 0, precision="float32", keeps_average=averages)
             assert states.total - states.gathered == pytest.approx(found_states, rel=0.1)
             assert activation_memory(shape, layout).saved == pytest.approx(found_saved, rel=0.1)
     if layout.zero_stage == 3:

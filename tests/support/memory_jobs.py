@@ -13,6 +13,7 @@ from deepspeed.runtime.pipe.schedule import ReduceTiedGrads
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from megavis.composition.tokens import Vocabulary
 from megavis.composition.tokens import blank_batch as blank_images
 from megavis.composition.trainable import Trainable
 from megavis.config.load import load_config
@@ -127,10 +128,16 @@ def engine_of(launch: Launch, config: RunConfig) -> Iterator[Engine]:
 
 
 def blank_batch(engine: Engine) -> Batch:
-    """Return a micro-batch, of images if there is a frozen network to encode them."""
+    """Return a micro-batch, of images if there is a frozen network to encode them.
+
+    Without a tokenizer, models of ids read ids.
+    """
     objective, device = engine.objective, torch.device("cpu")
     if not _encodes(objective):
-        return objective.blank_batch(engine.micro_batch_size, device)
+        batch = objective.blank_batch(engine.micro_batch_size, device)
+        if not isinstance(objective.reads, Vocabulary):
+            return batch
+        return replace(batch, inputs=objective.reads.blank(batch.inputs))
     side = objective.config.data.image_size
     return blank_images(engine.micro_batch_size, (side, side, 3), torch.uint8, device)
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from megavis.config.arguments import non_negative, non_negative_number, positive
-from megavis.config.papers import IMAGE_SIZE, FigureSpec, ImportOption, ImportSpec
+from megavis.config.papers import IMAGE_SIZE, TOKENIZER, FigureSpec, ImportOption, ImportSpec
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +46,7 @@ IMPORTS = (
             ImportOption("--mode", "default: read from the file", choices=("causal", "maskgit")),
             ImportOption("--num-classes", "default: read from the file", type=positive),
             ImportOption("--adapter", ".npz file of a separate adapter", type=Path),
-            ImportOption("--tokenizer", "run folder of the VAE", type=Path),
+            TOKENIZER,
         ),
     ),
     ImportSpec(

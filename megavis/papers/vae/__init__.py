@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megavis.config.arguments import positive
-from megavis.config.papers import FigureSpec
+from megavis.config.papers import IMAGE_SIZE, FigureSpec, ImportSpec
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -23,5 +23,15 @@ FIGURES = (
         plot="megavis.papers.vae.posterior_figure:plot_posterior",
         example="runs/givt_vae --draws 5",
         add_options=_add_options,
+    ),
+)
+
+IMPORTS = (
+    ImportSpec(
+        "ldm-vae",
+        help="a checkpoint of one of the KL-regularized autoencoders of latent diffusion (kl-f4,"
+        " kl-f8, kl-f16, kl-f32), or kl16.ckpt of MAR",
+        read="megavis.weights.ldm_vae:read_ldm_vae",
+        options=(IMAGE_SIZE,),
     ),
 )

@@ -8,7 +8,13 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megavis.config.autoencoder import AutoencoderConfig
-from megavis.config.schema import ConfigIssue, ObjectiveConfig, Positive, RunConfig
+from megavis.config.schema import (
+    ConfigIssue,
+    NonNegative,
+    ObjectiveConfig,
+    Positive,
+    RunConfig,
+)
 from megavis.config.section import Above0, AtLeast0
 from megavis.grammar.checks import check_split
 from megavis.grammar.faults import nearest_divisors
@@ -21,6 +27,12 @@ class VAEConfig(AutoencoderConfig):
     name: Literal["vae"] = "vae"
     latent_channels: Positive = 16
     """d, channels of a latent."""
+    layers: Literal["maskgit", "taming"] = "maskgit"
+    """Layers of GIVT's VAE, which are MaskGIT's, or of latent diffusion's VAEs, which are the
+    VQGAN's: residual blocks with biases, attention, and convolutions around the latents."""
+    attention_levels: Annotated[tuple[NonNegative, NonNegative], Field(strict=False)] = (1, 1)
+    """Coarsest levels with attention in encoder and decoder, of `layers: taming`; the middle always
+    has attention."""
     beta: AtLeast0 = 5e-5
     """β, weight of the KL divergence from N(0, 1); 1e-5 for the Large models (table 5)."""
     kl_normalization: Literal["sum", "mean"] = "sum"
@@ -31,6 +43,16 @@ class VAEConfig(AutoencoderConfig):
     def shape(self) -> VAEShape:
         """Sizes of the network."""
         return VAEShape.from_section(dict(self))
+
+    def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
+        """Check the levels with attention too."""
+        yield from super().check(config)
+        levels, key = list(self.attention_levels), "objective.attention_levels"
+        if self.layers != "taming":
+            if self.attention_levels != VAEShape.attention_levels:
+                yield key, f"{levels} is for layers: taming; {self.layers} has no attention"
+        elif max(levels) > len(self.multipliers):
+            yield key, f"{levels} are more than the {len(self.multipliers)} levels of multipliers"
 
 
 class LabelMapVAEConfig(ObjectiveConfig):

@@ -69,7 +69,7 @@ class VAEObjective(AutoencoderObjective):
     def plain_network(self, pixels: Tensor) -> Tensor:
         """Decode the mean."""
         network = VAENetwork(self.paper.shape)
-        return network.decoder(network.posterior(pixels).mean)
+        return network.decode(network.posterior(pixels).mean)
 
 
 class VAELayer(nn.Module):
@@ -86,6 +86,6 @@ class VAELayer(nn.Module):
             Pixels, reconstruction, mean and log-variance.
         """
         pixels, noise = inputs
-        pixels = pixels.to(self.network.encoder.conv_in.weight.dtype)
+        pixels = pixels.to(next(self.network.parameters()).dtype)
         reconstruction, posterior = self.network(pixels, noise)
         return pixels, reconstruction, posterior.mean, posterior.log_variance
