@@ -179,6 +179,7 @@ class _CategoricalSampling(TokenSampler):
         ids = self.choice.draw(logits, draws.uniform_of_position())
         score = None
         if self.scored:
+            # Before temperature and filters, which say what to draw, not how likely it is.
             likely = logits.float().log_softmax(1)
             score = likely.gather(1, ids[:, None]).view(shape)
         return Samples(ids.view(shape), score)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -291,8 +291,9 @@ def _draw(
     from matplotlib.patches import Rectangle
 
     shown_image = image.astype(np.float32) / 255.0
-    for (color, each), mask in zip(_colored(objects), _masks(image, objects), strict=True):
-        tone = np.array(colormaps["tab20"](color)[:3])
+    masks = _masks(image, objects)
+    for place, (each, mask) in enumerate(zip(objects, masks, strict=True)):
+        tone = np.array(colormaps["tab20"](place % 20)[:3])
         shown_image = np.where(mask[..., None] > 0, 0.5 * shown_image + 0.5 * tone, shown_image)
         left, top, width, height = each["box"]
         axis.add_patch(Rectangle((left, top), width, height, fill=False, edgecolor=tone))
@@ -300,10 +301,6 @@ def _draw(
                   backgroundcolor=(*tone, 0.7))  # fmt: skip
     axis.imshow(shown_image)
     axis.axis("off")
-
-
-def _colored(objects: Sequence[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:
-    return ((place % 20, each) for place, each in enumerate(objects))
 
 
 def _masks(image: np.ndarray, objects: Sequence[dict[str, Any]]) -> np.ndarray:

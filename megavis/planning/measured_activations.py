@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,7 @@ from megavis.planning.live_storages import LiveStorages, place_of, saved_tensors
 # A prime that divides no size of a model: a storage grows with the images if and only if the number
 # of its bytes is a multiple. On the meta device many images take no longer than one.
 _IMAGES = 31
+_KINDS = frozenset({"none", "selective", "full"})
 
 
 @dataclass(frozen=True)
@@ -165,10 +166,10 @@ def _in_context(
 
 @dataclass
 class _Ends:
-    """The first and the last layer where they recompute nothing, so that ways share them."""
+    """The first and the last layer by `parallel.activation_checkpointing`, which ways share."""
 
-    first: _Measured | None = None
-    head: _Head | None = None
+    first: dict[str, _Measured] = field(default_factory=dict)
+    head: dict[str, _Head] = field(default_factory=dict)
 
 
 def activations_of(objective: Trainable, ends: _Ends | None = None) -> ModelActivations:
@@ -181,14 +182,17 @@ def activations_of(objective: Trainable, ends: _Ends | None = None) -> ModelActi
     ends = ends or _Ends()
     first, *between, last = objective.layer_plans()
     dtype = DTYPES[objective.config.training.precision]
+    kind = objective.config.parallel.activation_checkpointing
     sequence = objective.blank_sequence(_IMAGES, torch.device("meta"))
     # A compiler would need to run, and Transformer Engine a GPU.
     with plain_kernels():
-        embedding = ends.first or _measured(first, sequence.inputs, dtype)
+        embedding = ends.first.get(kind) or _measured(first, sequence.inputs, dtype)
         stacks, state = _through(between, embedding.output, dtype)
-        head = ends.head or _measured_head(last, state, dtype, objective, sequence.targets)
-    ends.first = None if embedding.recomputes else embedding
-    ends.head = None if head.recomputes else head
+        head = ends.head.get(kind) or _measured_head(
+            last, state, dtype, objective, sequence.targets
+        )
+    ends.first |= dict.fromkeys(_equal_kinds(kind, embedding.recomputing), embedding)
+    ends.head |= dict.fromkeys(_equal_kinds(kind, head.recomputing), head)
     return ModelActivations(
         first=embedding.activations,
         stacks=tuple(stacks),
@@ -198,6 +202,15 @@ def activations_of(objective: Trainable, ends: _Ends | None = None) -> ModelActi
     )
 
 
+def _equal_kinds(kind: str, recomputing: frozenset[str]) -> frozenset[str]:
+    """Return the kinds of activation checkpointing under which a layer runs as under this one.
+
+    Args:
+        recomputing: those under which some part of the layer recomputes.
+    """
+    return frozenset({kind}) if kind in recomputing else _KINDS - recomputing
+
+
 @dataclass(frozen=True)
 class _Head:
     """The last layer with the loss, bytes per image of its output, and those of them it saves."""
@@ -205,7 +218,7 @@ class _Head:
     activations: LayerActivations
     outputs: float
     saved_outputs: float
-    recomputes: bool
+    recomputing: frozenset[str]
 
 
 def _measured_head(
@@ -226,7 +239,7 @@ def _measured_head(
     measured = _measured(plan, state, dtype, score)
     saved = sum(sizes[place] for place in sizes.keys() & measured.saved)
     outputs = sum(sizes.values()) / _IMAGES
-    return _Head(measured.activations, outputs, saved / _IMAGES, measured.recomputes)
+    return _Head(measured.activations, outputs, saved / _IMAGES, measured.recomputing)
 
 
 def _through(
@@ -257,13 +270,13 @@ def _through(
 class _Measured:
     """A layer's activations, its output, and the places of the tensors that it saves.
 
-    `recomputes` tells whether `parallel.activation_checkpointing` changes them.
+    `recomputing` has the values of `parallel.activation_checkpointing` that may change them.
     """
 
     activations: LayerActivations
     output: PackedState
     saved: frozenset[int]
-    recomputes: bool
+    recomputing: frozenset[str]
 
 
 def _apply(layer: nn.Module, state: PackedState) -> PackedState:
@@ -310,8 +323,17 @@ def _measured(
         # Not part of a larger storage, which only the layer above would keep.
         _map(output, lambda each: torch.empty_like(each, requires_grad=each.requires_grad)),
         frozenset(sizes),
-        any(isinstance(module, Block | FeedForward) for module in layer.modules()),
+        _recomputing(layer),
     )
+
+
+def _recomputing(layer: nn.Module) -> frozenset[str]:
+    """Return the kinds of activation checkpointing that may change how a layer runs."""
+    modules = [*layer.modules()]
+    if any(isinstance(module, Block) for module in modules):
+        return frozenset({"selective", "full"})
+    # Outside of a block nothing recomputes all of an MLP.
+    return frozenset({"selective"} if any(isinstance(m, FeedForward) for m in modules) else ())
 
 
 def _built(plan: LayerPlan, dtype: torch.dtype) -> nn.Module:

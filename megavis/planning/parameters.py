@@ -213,14 +213,23 @@ class Layers:
             layer.held(tensor_size) for layer in (self.first, *blocks, *self.bridges, self.last)
         )
 
-    def stages(self, num_stages: int) -> list[PipelineStage]:
+    def stages(self, num_stages: int) -> tuple[PipelineStage, ...]:
         """Return the candidates for the stage that needs the most memory.
 
         If all blocks are equal, these are the first and the last stage with the largest number of
         blocks.
         """
-        if not self.is_even:
-            return self._cut(num_stages)
+        if num_stages not in self._stages:
+            stages = self._even(num_stages) if self.is_even else self._cut(num_stages)
+            self._stages[num_stages] = tuple(stages)
+        return self._stages[num_stages]
+
+    @functools.cached_property
+    def _stages(self) -> dict[int, tuple[PipelineStage, ...]]:
+        """What `stages` has returned; each layout that `megavis plan` compares asks many times."""
+        return {}
+
+    def _even(self, num_stages: int) -> list[PipelineStage]:
         blocks = tuple(-(-stack.num_blocks // num_stages) for stack in self.stacks)
         share, last = sum(blocks) / max(1, self.num_blocks), num_stages - 1
         return [

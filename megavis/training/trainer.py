@@ -195,6 +195,7 @@ class Trainer:
             validate.catch_up(state, self._stopping, metrics, config.folder)
         # A restarted run may have stopped early before.
         is_over = self.task.stopping is not None and self.task.stopping.is_over
+        # A rollback repeats steps but not their data, so batches run ahead of steps.
         loader = self.loader(engine, first_step + bad_steps.batches_skipped)
         watchdog = Watchdog(context, patience=config.training.hang_timeout)
         # A failed run's last metrics are shown too.

@@ -238,6 +238,7 @@ def evaluation_batches(
     """
     _check_sizes(batch_size, data_parallel_rank, data_parallel_size)
     available = len(dataset) if limit is None else min(limit, len(dataset))
+    # Every rank takes part in the same collectives, so none may have a sample more.
     count = available - available % data_parallel_size
     if count < 1:
         raise UserError(

@@ -72,6 +72,7 @@ class SampleOrder:
         self._rows = np.uint64(rows)
         self._columns = np.uint64(-(-num_samples // rows))
         start = np.array([seed], dtype=np.uint64)
+        # With the size: windows of several sizes share a seed, and are to be permuted apart.
         self._key = _mix(_mix(start + _GOLDEN) ^ np.uint64(num_samples))
 
     def dataset_index(self, positions: np.ndarray) -> np.ndarray:
@@ -273,6 +274,8 @@ def block_counts(weights: Sequence[float]) -> list[int]:
     """
     if not weights or min(weights) <= 0:
         raise ValueError(f"weights must be positive, not {list(weights)}")
+    # From their digits: the float 0.7 itself is a fraction with the denominator 2^52, which would
+    # make every block as long as is allowed.
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
     block = min(math.lcm(*(share.denominator for share in shares)), _MAX_BLOCK)

@@ -214,6 +214,8 @@ def roll_back(
         )
     changed = manifest.model_copy(
         update={
+            # Step s, counted from 0, reads batch s + batches_skipped; the first one after the
+            # rollback has s = manifest.step.
             "batches_skipped": streak.next_batch + settings.rollback_margin - manifest.step,
             "rolled_back": RollbackRecord(
                 times=times, first_bad_step=streak.first, last_bad_step=streak.last

@@ -85,7 +85,7 @@ def test_the_largest_moment_depends_on_the_images():
 
 @pytest.mark.parametrize("preset", ["igpt/s_32.yaml", "compose/instructed_latents.yaml"])
 def test_ways_that_are_measured_together_equal_each_alone(preset):
-    """Layers that recompute nothing are shared; RandAR's rows with DARL's MLP recompute in both."""
+    """Layers are shared by the ways in which they run alike; an MLP alone has none of `full`."""
     words = "none", "selective", "full"
     presets = [
         load_config(PRESETS / preset, [f"parallel.activation_checkpointing={word}"]).config
@@ -93,6 +93,8 @@ def test_ways_that_are_measured_together_equal_each_alone(preset):
     ]
     together = activations_of_layouts(presets)
     assert len(together) == 3
+    plain, _, full = (together[layout_key(config.parallel)] for config in presets)
+    assert full.head is plain.head
     context = open_virtual_context(0, 1, device="meta")
     try:
         for config in presets:

@@ -21,6 +21,7 @@ from megavis.planning.host_time import MILLISECONDS
 from megavis.planning.layouts import Layout, layout_key
 from megavis.planning.live_storages import num_bytes, saved_tensors
 from megavis.planning.measured_activations import activations_of
+from megavis.planning.parameters import LayerParameters, Layers, StackParameters
 from megavis.planning.plan import plan_layout
 from megavis.planning.shape import shape_of
 from megavis.planning.states import bucket_of, parameters_held, rank_memory, states_of
@@ -211,6 +212,17 @@ def test_stages_gather_one_layer_ahead(shape):
     assert shape.layers.largest(1) == block
     assert rank_memory(shape, staged).buffers == bucket + 4 * block
     assert rank_memory(shape, alone).buffers == bucket + 4 * (shape.layers.total - block)
+
+
+def test_stages_are_cut_once_for_all_layouts():
+    one = LayerParameters(split=1, whole=1)
+    stacks = (StackParameters(one, 2), StackParameters(one, 2))
+    layers = Layers(one, stacks, (one,), one, weights=(1.0, 1.0, 1.0, 3.0))
+    assert [stage.blocks for stage in layers.stages(2)] == [(2, 1), (0, 1)]
+    assert layers.stages(2) is layers.stages(2)
+    # A copy with other work is cut anew.
+    other = replace(layers, weights=(3.0, 1.0, 1.0, 1.0))
+    assert [stage.blocks for stage in other.stages(2)] == [(1, 0), (1, 2)]
 
 
 def test_hierarchical_partitioning_gathers_inside_a_node(shape):
