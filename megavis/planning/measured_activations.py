@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
+from megavis.composition.finetuned import finetuned_of
 from megavis.composition.trainable import Trainable
 from megavis.config.schema import RunConfig
 from megavis.model.attention import Attention
@@ -27,7 +29,7 @@ from megavis.model.core import Block
 from megavis.model.feed_forward import FeedForward
 from megavis.model.kernels import plain_kernels
 from megavis.model.layer_state import PackedState
-from megavis.model.stack import LayerPlan, Predictions
+from megavis.model.stack import LayerPlan, Predictions, alike_layers
 from megavis.papers import build_objective
 from megavis.parallel.context import ParallelContext, close_context, open_virtual_context
 from megavis.parallel.device import DTYPES
@@ -84,11 +86,21 @@ class StackActivations:
     """Activations of a stack's blocks, and of the bridge above them, if there is one.
 
     The last block continues only with the tokens that are read from it.
+
+    Attributes:
+        lower: all blocks but the last, where they are not all as `block`.
     """
 
     block: LayerActivations
     last_block: LayerActivations
     bridge: tuple[LayerActivations, ...] = ()
+    lower: tuple[LayerActivations, ...] = ()
+
+    @property
+    def mean_saved(self) -> float:
+        """Mean bytes per image that a block saves."""
+        every = (*self.lower, self.last_block) if self.lower else (self.block,)
+        return sum(each.saved for each in every) / len(every)
 
 
 @dataclass(frozen=True)
@@ -101,6 +113,7 @@ class ModelActivations:
         head: of the last layer, with a stack inside it, and of the loss.
         outputs: bytes per image of the last layer's output.
         saved_outputs: what of it is part of `head.saved`.
+        head_flops: operations of the head of fine-tuning and its loss in both passes of an image.
     """
 
     first: LayerActivations
@@ -108,6 +121,7 @@ class ModelActivations:
     head: LayerActivations
     outputs: float = 0.0
     saved_outputs: float = 0.0
+    head_flops: float = 0.0
 
 
 def activations_of_layouts(layouts: Iterable[RunConfig]) -> dict[LayoutKey, ModelActivations]:
@@ -181,12 +195,14 @@ def activations_of(objective: Trainable, ends: _Ends | None = None) -> ModelActi
     ends = ends or _Ends()
     first, *between, last = objective.layer_plans()
     dtype = DTYPES[objective.config.training.precision]
-    sequence = objective.blank_sequence(_IMAGES, torch.device("meta"))
+    inputs = objective.blank_sequence(_IMAGES, torch.device("meta")).inputs
+    handed = _Handed([] if last.handed is None else last.handed)
     # A compiler would need to run, and Transformer Engine a GPU.
     with plain_kernels():
-        embedding = ends.first or _measured(first, sequence.inputs, dtype)
-        stacks, state = _through(between, embedding.output, dtype)
-        head = ends.head or _measured_head(last, state, dtype, objective, sequence.targets)
+        embedding = ends.first or _measured(first, inputs, dtype, handed)
+        handed.found += embedding.handed
+        stacks, state = _through(between, embedding.output, dtype, handed)
+        head = ends.head or _whole_head(last, state, dtype, objective, handed)
     ends.first = None if embedding.recomputes else embedding
     ends.head = None if head.recomputes else head
     return ModelActivations(
@@ -195,7 +211,40 @@ def activations_of(objective: Trainable, ends: _Ends | None = None) -> ModelActi
         head=head.activations,
         outputs=head.outputs,
         saved_outputs=head.saved_outputs,
+        head_flops=head.flops,
     )
+
+
+@dataclass
+class _Handed:
+    """What lower layers hand to the last one; see `LayerPlan.handed`, which is `box`.
+
+    `found` are blank copies of what all of them have handed.
+    """
+
+    box: list[Any]
+    found: list[Any] = field(default_factory=list)
+
+    def narrowed(self, num_images: int) -> _Handed:
+        """Return the same of fewer images; hidden states have these in their second dimension."""
+
+        def part(tensor: Tensor) -> Tensor:
+            return _part(tensor, 0 if len(tensor) == _IMAGES else 1, num_images)
+
+        return _Handed(self.box, [_map(each, part) for each in self.found])
+
+
+def _part(tensor: Tensor, dim: int, num_images: int) -> Tensor:
+    return _blank(tensor.narrow(dim, 0, num_images))
+
+
+def _blank(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same form with a storage of its own."""
+    return torch.empty_like(tensor, requires_grad=tensor.requires_grad)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -206,6 +255,57 @@ class _Head:
     outputs: float
     saved_outputs: float
     recomputes: bool
+    flops: float = 0.0
+
+
+def _whole_head(
+    plan: LayerPlan,
+    state: PackedState,
+    dtype: torch.dtype,
+    objective: Trainable,
+    handed: _Handed,
+) -> _Head:
+    """Measure the last layer; by the difference between one and two images if it takes them singly.
+
+    Then no storage of it grows with their number.
+    """
+    if not objective.takes_images_singly:
+        return _measured_head(plan, state, dtype, objective, handed)
+    plan = replace(plan, factory=partial(objective.fullest, plan.factory))
+    one, two = (
+        _measured_head(plan, _narrowed(state, count), dtype, objective, handed.narrowed(count))
+        for count in (1, 2)
+    )
+    return replace(
+        one,
+        activations=_line(one.activations, two.activations),
+        outputs=(two.outputs - one.outputs) * _IMAGES,
+        saved_outputs=(two.saved_outputs - one.saved_outputs) * _IMAGES,
+        flops=(two.flops - one.flops) * _IMAGES,
+    )
+
+
+def _narrowed(state: PackedState, num_images: int) -> PackedState:
+    """Return the state of the first of `_IMAGES` images; hidden states lead, `[s, b, h]`."""
+    hidden, *carried = _leaves(state)
+    parts = [_part(hidden, 1, num_images)]
+    # One row for all images where it does not differ.
+    parts += [_part(each, 0, min(num_images, len(each))) for each in carried]
+    return parts[0] if isinstance(state, Tensor) else tuple(parts)
+
+
+def _line(one: LayerActivations, two: LayerActivations) -> LayerActivations:
+    """Return what grows evenly with the images, from the totals of one and of two."""
+
+    def through(first: float, second: float) -> tuple[float, float]:
+        return second - first, 2 * first - second
+
+    saved, fixed = through(one.kept(_IMAGES), two.kept(_IMAGES))
+    passes = (
+        Growth((through(low.most(_IMAGES), high.most(_IMAGES)),))
+        for low, high in ((one.forward, two.forward), (one.backward, two.backward))
+    )
+    return LayerActivations(saved, fixed, 0.0, *passes)
 
 
 def _measured_head(
@@ -213,9 +313,11 @@ def _measured_head(
     state: PackedState,
     dtype: torch.dtype,
     objective: Trainable,
-    targets: tuple[Tensor, ...],
+    handed: _Handed,
 ) -> _Head:
     sizes: dict[int, int] = {}
+    num_images = _leaves(state)[0].shape[1]
+    targets = objective.blank_sequence(num_images, torch.device("meta")).targets
 
     def score(head: nn.Module, entering: PackedState) -> Tensor:
         predictions: Predictions = head(entering)
@@ -223,14 +325,33 @@ def _measured_head(
         sizes.update(() if sizes else [(place_of(one), one.nbytes) for one in _leaves(predictions)])
         return objective.loss(predictions, targets)
 
-    measured = _measured(plan, state, dtype, score)
+    measured = _measured(plan, state, dtype, handed, score)
     saved = sum(sizes[place] for place in sizes.keys() & measured.saved)
-    outputs = sum(sizes.values()) / _IMAGES
-    return _Head(measured.activations, outputs, saved / _IMAGES, measured.recomputes)
+    outputs, flops = sum(sizes.values()) / _IMAGES, 0.0
+    tuned = finetuned_of(objective)
+    # With the paper's own loss the workload includes the head.
+    if tuned is not None and not tuned.settings.generative_weight:
+        flops = _flops_of(plan, state, dtype, handed, score) / _IMAGES
+    return _Head(measured.activations, outputs, saved / _IMAGES, measured.recomputes, flops)
+
+
+def _flops_of(
+    plan: LayerPlan,
+    state: PackedState,
+    dtype: torch.dtype,
+    handed: _Handed,
+    run: Callable[[nn.Module, Any], Any],
+) -> float:
+    """Return the operations of both passes."""
+    layer = _built(plan, dtype)
+    handed.box[:] = [_map(each, _leaf) for each in handed.found]
+    with FlopCounterMode(display=False) as counter:
+        run(layer, _map(state, _leaf)).backward()
+    return float(counter.get_total_flops())
 
 
 def _through(
-    plans: Sequence[LayerPlan], state: PackedState, dtype: torch.dtype
+    plans: Sequence[LayerPlan], state: PackedState, dtype: torch.dtype, handed: _Handed
 ) -> tuple[list[StackActivations], PackedState]:
     """Measure stacks and bridges; return the state above them."""
     stacks: list[StackActivations] = []
@@ -239,31 +360,54 @@ def _through(
         if stack is None:
             bridge = []
             for plan in layers:
-                measured = _measured(plan, state, dtype)
+                measured = _measured(plan, state, dtype, handed)
                 bridge.append(measured.activations)
                 state = measured.output
             stacks[-1] = replace(stacks[-1], bridge=tuple(bridge))
             continue
-        # A block's output has the form of its input, so the second to last need not run.
-        block = last = _measured(layers[0], state, dtype)
+        # A block's output has the form of its input, so one of each kind runs.
+        kinds: dict[tuple[str, ...], _Measured] = {}
+        for plan, count in alike_layers(layers):
+            kinds[plan.variant] = last = _measured_kind(plan, count, state, dtype, handed)
+            handed.found += count * last.handed
+            state = last.output
+        every = [kinds[plan.variant].activations for plan in layers]
+        last = kinds[layers[-1].variant]
         if stack.work.num_read != stack.work.num_tokens:
-            last = _measured(layers[-1], state, dtype)
-        stacks.append(StackActivations(block.activations, last.activations))
+            last = _measured(layers[-1], state, dtype, handed)
+        lower = tuple(every[:-1]) if len(kinds) > 1 else ()
+        stacks.append(StackActivations(every[0], last.activations, lower=lower))
         state = last.output
     return stacks, state
+
+
+def _measured_kind(
+    plan: LayerPlan, count: int, state: PackedState, dtype: torch.dtype, handed: _Handed
+) -> _Measured:
+    """Measure one of `count` equal blocks; above frozen layers not the lowest, if there are more.
+
+    The input of the lowest has no gradient.
+    """
+    measured = _measured(plan, state, dtype, handed)
+    enters, leaves = (_leaves(each)[0].requires_grad for each in (state, measured.output))
+    if count > 1 and leaves and not enters:
+        return _measured(plan, measured.output, dtype, handed)
+    return measured
 
 
 @dataclass(frozen=True)
 class _Measured:
     """A layer's activations, its output, and the places of the tensors that it saves.
 
-    `recomputes` tells whether `parallel.activation_checkpointing` changes them.
+    `recomputes` tells whether `parallel.activation_checkpointing` changes them, and `handed` what
+    it hands to the last layer.
     """
 
     activations: LayerActivations
     output: PackedState
     saved: frozenset[int]
     recomputes: bool
+    handed: tuple[Any, ...] = ()
 
 
 def _apply(layer: nn.Module, state: PackedState) -> PackedState:
@@ -275,16 +419,24 @@ def _measured(
     plan: LayerPlan,
     state: PackedState,
     dtype: torch.dtype,
+    handed: _Handed,
     run: Callable[[nn.Module, Any], Any] = _apply,
 ) -> _Measured:
     """Run both passes of a layer, with what `run` adds to it."""
-    layer = _built(plan, dtype)
-    entering = _map(state, lambda each: each.detach().requires_grad_(each.requires_grad))
+    layer, given = _built(plan, dtype), plan.handed is not None
+    entering = _map(state, _leaf)
     hidden, *carried = _leaves(entering)
+
+    def enter() -> None:
+        handed.box[:] = [_map(each, _leaf) for each in handed.found] if given else []
+
+    enter()
     # In a run of its own: what the hooks were given is freed late.
     saved, _ = saved_tensors(partial(run, layer, entering), [layer])
     sizes = {place: tensor.untyped_storage().nbytes() for place, tensor in saved.items()}
+    own = tuple(_map(each, _blank) for each in handed.box)
     del saved, _
+    enter()
     with _Moments() as live:
         live.add(place_of(hidden), hidden.nbytes)
         output = run(layer, entering)
@@ -292,9 +444,11 @@ def _measured(
         live.restart()
         outputs = [each for each in _leaves(output) if each.requires_grad]
         gradients = [torch.empty_like(each) for each in outputs]
-        torch.autograd.backward(outputs, gradients)
+        if outputs:
+            torch.autograd.backward(outputs, gradients)
         del gradients
         backward = live.growth()
+    handed.box.clear()
     shared = 0
     if plan.stack is not None:
         shared = sum(sizes.pop(place_of(each), 0) for each in carried)
@@ -308,9 +462,10 @@ def _measured(
             backward=backward,
         ),
         # Not part of a larger storage, which only the layer above would keep.
-        _map(output, lambda each: torch.empty_like(each, requires_grad=each.requires_grad)),
+        _map(output, _blank),
         frozenset(sizes),
         any(isinstance(module, Block | FeedForward) for module in layer.modules()),
+        own,
     )
 
 
@@ -320,7 +475,8 @@ def _built(plan: LayerPlan, dtype: torch.dtype) -> nn.Module:
         layer = plan.build().to(dtype).train()
     for parameter in layer.parameters():
         # Engines keep or reduce gradients, which are part of the states.
-        parameter.register_post_accumulate_grad_hook(_drop_gradient)
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_drop_gradient)
     for module in layer.modules():
         if isinstance(module, Attention):
             # By hooks, so that it holds where a backward pass recomputes too.

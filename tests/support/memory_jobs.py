@@ -10,9 +10,11 @@ from pathlib import Path
 
 import torch
 from deepspeed.runtime.pipe.schedule import ReduceTiedGrads
+from full_objects import with_full_objects
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from megavis.composition.instances import Instances
 from megavis.composition.tokens import blank_batch as blank_images
 from megavis.composition.trainable import Trainable
 from megavis.config.load import load_config
@@ -127,8 +129,13 @@ def engine_of(launch: Launch, config: RunConfig) -> Iterator[Engine]:
 
 
 def blank_batch(engine: Engine) -> Batch:
-    """Return a micro-batch, of images if there is a frozen network to encode them."""
+    """Return a micro-batch, of images if there is a frozen network to encode them.
+
+    Of detection, one whose losses take all the regions that they may.
+    """
     objective, device = engine.objective, torch.device("cpu")
+    if isinstance(objective, Instances):
+        return with_full_objects(objective.blank_batch(engine.micro_batch_size, device))
     if not _encodes(objective):
         return objective.blank_batch(engine.micro_batch_size, device)
     side = objective.config.data.image_size
