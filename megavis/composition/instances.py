@@ -11,7 +11,6 @@ Legend: b images, S side of an image, s rows, h hidden size, g × g patches, k o
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -184,11 +183,7 @@ class Instances(Finetuned):
     @property
     def global_blocks(self) -> tuple[int, ...]:
         """Numbers, from 1, of the blocks that attend to all patches; by default every quarter."""
-        depth, settings = self.config.model.num_layers, self.settings
-        if settings.window is None:
-            return tuple(range(1, depth + 1))
-        every = tuple(sorted({math.ceil(depth * quarter / 4) for quarter in range(1, 5)}))
-        return every if settings.global_blocks is None else settings.global_blocks
+        return self.settings.blocks_without_window(self.config.model.num_layers)
 
     def layer_plans(self) -> list[LayerPlan]:
         """Return the paper's layers up to its last block, and the head."""
