@@ -11,13 +11,9 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from megavis.planning.activations import Growth, LayerActivations, ModelActivations
 from megavis.planning.fp8_memory import Fp8Difference, fp8_difference
 from megavis.planning.layouts import Layout, layout_key
-from megavis.planning.measured_activations import (
-    Growth,
-    LayerActivations,
-    ModelActivations,
-)
 from megavis.planning.parameters import PipelineStage
 from megavis.planning.shape import ModelShape, StackShape
 

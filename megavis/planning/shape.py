@@ -13,9 +13,9 @@ from megavis.model.flops import Workload
 from megavis.model.stack import PlannedStack, stacks_of
 from megavis.model.visibility import VisibilityKind
 from megavis.parallel.device import DTYPES
+from megavis.planning.activations import ModelActivations
 from megavis.planning.frozen_networks import FrozenNetwork
 from megavis.planning.layouts import Layout, LayoutKey
-from megavis.planning.measured_activations import ModelActivations
 from megavis.planning.parameters import (
     Layers,
     ModelPart,

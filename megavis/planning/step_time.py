@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from megavis.planning.activations import ModelActivations
 from megavis.planning.communication import Transfer
 from megavis.planning.devices import Cluster
 from megavis.planning.host_time import host_time
 from megavis.planning.layouts import Layout, layout_key
-from megavis.planning.measured_activations import ModelActivations
 from megavis.planning.parameters import PipelineStage
 from megavis.planning.shape import ModelShape
 from megavis.planning.states import FLOAT32, parameters_held
