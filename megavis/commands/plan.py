@@ -152,8 +152,8 @@ def as_json(
     """Return all estimates, in bytes, seconds and FLOPs."""
     return {
         "name": loaded.config.name,
-        "parameters": shape.layers.total,
-        "flops_per_image": shape.flops,
+        "parameters": sum(part.parameters for part in shape.parts),
+        "flops_per_image": shape.total_flops,
         **parts_json(shape.parts),
         "frozen": [asdict(network) for network in shape.frozen],
         "uncounted": [encoder.run_folder for encoder in shape.uncounted],
@@ -201,8 +201,8 @@ def _as_table(
 ) -> str:
     device = cluster.device
     lines = [
-        f"{loaded.config.name}: {shape.layers.total:,} parameters,"
-        f" {shape.flops / 1e12:.3f} TFLOP per image in training",
+        f"{loaded.config.name}: {sum(part.parameters for part in shape.parts):,} parameters,"
+        f" {shape.total_flops / 1e12:.3f} TFLOP per image in training",
         *part_lines(shape.parts),
         *_frozen_lines(shape),
         f"{cluster.num_devices} {device.name} of {device.memory_gb:g} GB, of which"

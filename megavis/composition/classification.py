@@ -241,13 +241,18 @@ class Classification(Finetuned):
         below = self.with_frozen(below)
         first = centre - max(around, self.settings.average - 1)
         for place in readable[first : centre + around]:
-            factory = watched(below[place].factory, kept.append)
-            below[place] = dataclasses.replace(below[place], factory=factory)
+            plan = below[place]
+            below[place] = dataclasses.replace(
+                plan,
+                factory=watched(plan.factory, kept.append),
+                variant=(*plan.variant, "read"),
+            )
         build = partial(self._build_head, top.factory, kept)
         if not self.is_joint:
             # Only the norm of the top layer runs, not its block or its decoder.
             top = dataclasses.replace(top, inner=None, stack=None, flops=0.0)
-        return self.with_layer_decay([*below, dataclasses.replace(top, factory=build)])
+        top = dataclasses.replace(top, factory=build, handed=kept)
+        return self.with_layer_decay([*below, top])
 
     def _build_head(self, build_top: Callable[[], nn.Module], below: list[Tensor]) -> Head:
         core, top = self.backbone.core, build_top()

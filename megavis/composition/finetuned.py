@@ -44,7 +44,9 @@ class Finetuned(Trainable):
     def with_frozen(self, plans: Iterable[LayerPlan]) -> list[LayerPlan]:
         """Return the layers below the head, of which some keep their weights."""
         return [
-            dataclasses.replace(plan, factory=_frozen(plan.factory))
+            dataclasses.replace(
+                plan, factory=_frozen(plan.factory), variant=(*plan.variant, "frozen")
+            )
             if self._is_frozen(plan)
             else plan
             for plan in plans
@@ -77,6 +79,12 @@ class Finetuned(Trainable):
         index = torch.arange(len(inputs)) if sample_index is None else sample_index
         batch = Batch(inputs, torch.full((len(inputs),), NO_LABEL), index)
         return self.sequence(batch.to(inputs.device)).inputs
+
+    @property
+    def frozen_share(self) -> float:
+        """Fraction of the blocks that keep their weights and have no backward pass."""
+        plans = [plan for plan in self.layer_plans() if plan.stack is not None]
+        return sum(map(self._is_frozen, plans)) / max(1, len(plans))
 
     @property
     def measures_accuracy(self) -> bool:

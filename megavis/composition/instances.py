@@ -11,8 +11,7 @@ Legend: b images, S side of an image, s rows, h hidden size, g × g patches, k o
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -39,6 +38,8 @@ if TYPE_CHECKING:
 
 NUM_LOSSES = 5
 """Losses of an image, `LOSSES` of `model/detection.py`."""
+BLANK_OBJECTS = 32
+"""Objects of a blank image, whose cost `megavis plan` counts."""
 _NUM_PARTS = 3
 """Tensors that describe objects, in front of the inputs of the paper's first layer."""
 
@@ -66,6 +67,9 @@ class InstanceHead(nn.Module):
         from megavis.model.detection import Detector
 
         self.core, self.grid, self.objects = core, grid, objects
+        self.counts_all = False
+        """Take losses of as many regions as may count: for `megavis plan`, on the meta device,
+        where none can be chosen."""
         self.pyramid = SimplePyramid(core.megatron.hidden_size, channels)
         self.detector = Detector(
             channels,
@@ -94,12 +98,19 @@ class InstanceHead(nn.Module):
         for image in range(len(grids)):
             own = [level[image : image + 1] for level in levels]
             if self.training or classes.shape[1]:
-                wanted = objects_of(classes[image], masks[image])
-                losses.append(self.detector.losses(own, wanted, samples[image : image + 1]))
+                parts = classes[image], masks[image], samples[image : image + 1]
+                losses.append(self._losses(own, *parts))
             if not self.training:
                 found.append(self.detector.detections(own))
         stacked = torch.stack(losses) if losses else grids.new_zeros(len(grids), NUM_LOSSES)
         return stacked.float() if self.training else (stacked.float(), *_padded(found))
+
+    def _losses(
+        self, levels: list[Tensor], classes: Tensor, masks: Tensor, sample: Tensor
+    ) -> Tensor:
+        if self.counts_all:
+            return self.detector.fullest_losses(levels, _with_boxes(classes, masks))
+        return self.detector.losses(levels, objects_of(classes, masks), sample)
 
 
 def objects_of(classes: Tensor, masks: Tensor) -> Objects:
@@ -109,7 +120,10 @@ def objects_of(classes: Tensor, masks: Tensor) -> Objects:
         classes: int64 `[k]`, 0 for none.
         masks: uint8 `[k, S, S / 8]`, each bit a pixel, the leftmost first.
     """
-    classes, masks = classes[classes > 0], masks[classes > 0]
+    return _with_boxes(classes[classes > 0], masks[classes > 0])
+
+
+def _with_boxes(classes: Tensor, masks: Tensor) -> Objects:
     bits = torch.arange(7, -1, -1, device=masks.device, dtype=torch.uint8)
     pixels = (masks[..., None] >> bits & 1).flatten(2)
     down, across = pixels.any(2), pixels.any(1)
@@ -169,11 +183,7 @@ class Instances(Finetuned):
     @property
     def global_blocks(self) -> tuple[int, ...]:
         """Numbers, from 1, of the blocks that attend to all patches; by default every quarter."""
-        depth, settings = self.config.model.num_layers, self.settings
-        if settings.window is None:
-            return tuple(range(1, depth + 1))
-        every = tuple(sorted({math.ceil(depth * quarter / 4) for quarter in range(1, 5)}))
-        return every if settings.global_blocks is None else settings.global_blocks
+        return self.settings.blocks_without_window(self.config.model.num_layers)
 
     def layer_plans(self) -> list[LayerPlan]:
         """Return the paper's layers up to its last block, and the head."""
@@ -188,13 +198,16 @@ class Instances(Finetuned):
         factory = partial(_given_objects, on_grid(below[0].factory, names, order), objects)
         below[0] = dataclasses.replace(below[0], factory=factory)
         for number, place in enumerate(blocks, start=1):
-            factory = self._attending(below[place], number)
-            below[place] = dataclasses.replace(below[place], factory=factory)
+            plan, reach = below[place], "all" if number in self.global_blocks else "window"
+            below[place] = dataclasses.replace(
+                plan, factory=self._attending(plan, number), variant=(*plan.variant, reach)
+            )
         top = LayerPlan(
             "instances",
             partial(self._build_head, objects),
             self.config.seed,
             depth=below[-1].depth + 1,
+            handed=objects,
         )
         return self.with_layer_decay([*below, top])
 
@@ -228,6 +241,18 @@ class Instances(Finetuned):
         """False: the config's checks refuse drawn features."""
         return False
 
+    @property
+    def takes_images_singly(self) -> bool:
+        """True: the regions of an image are its own."""
+        return True
+
+    def fullest(self, build: Callable[[], nn.Module]) -> nn.Module:
+        """Build the head so that losses take all the regions that they may."""
+        head = build()
+        assert isinstance(head, InstanceHead)
+        head.counts_all = True
+        return head
+
     def flops_per_image(self) -> float:
         """Return the FLOPs of a training step for one image, without the head's."""
         (height, width), side = self.backbone.reads.grid, self.settings.window
@@ -238,6 +263,13 @@ class Instances(Finetuned):
         ) / depth  # fmt: skip
         work = Workload(whole, whole, mean, whole, 0)
         return 3 * forward_flops(self.config.model, work)
+
+    def blank_batch(self, num_images: int, device: torch.device) -> Batch:
+        """Return blank images with `BLANK_OBJECTS` objects each, whose masks are empty."""
+        batch, side = super().blank_batch(num_images, device), self.config.data.image_size
+        classes = torch.ones(num_images, BLANK_OBJECTS, dtype=torch.int64, device=device)
+        masks = classes.new_zeros(*classes.shape, side, side // 8, dtype=torch.uint8)
+        return dataclasses.replace(batch, objects=(classes, masks))
 
     def sequence(self, batch: Batch) -> SequenceBatch:
         """Return objects and the image's sequence for features; the targets are the objects."""

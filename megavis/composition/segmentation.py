@@ -121,8 +121,10 @@ class Segmentation(Finetuned):
         *lower, highest = (readable[layer] for layer in sorted(set(self.layers)))
         below = self.with_frozen(plans[:highest])
         for place in lower:
-            factory = partial(_kept, below[place].factory, kept)
-            below[place] = dataclasses.replace(below[place], factory=factory)
+            plan = below[place]
+            below[place] = dataclasses.replace(
+                plan, factory=partial(_kept, plan.factory, kept), variant=(*plan.variant, "read")
+            )
         top = dataclasses.replace(
             plans[highest],
             name="segments",
@@ -131,6 +133,7 @@ class Segmentation(Finetuned):
             inner=None,
             stack=None,
             flops=0.0,
+            handed=kept,
         )
         return self.with_layer_decay([*below, top])
 
@@ -166,6 +169,12 @@ class Segmentation(Finetuned):
         images, maps = batch.inputs[:, 0], batch.inputs[:, 1]
         shown = dataclasses.replace(batch, inputs=images)
         return SequenceBatch(self.backbone.feature_inputs(shown), (pixel_classes(maps),))
+
+    def blank_batch(self, num_images: int, device: torch.device) -> Batch:
+        """Return blank images, with maps of void."""
+        batch = super().blank_batch(num_images, device)
+        pairs = torch.stack([batch.inputs, batch.inputs], dim=1)
+        return dataclasses.replace(batch, inputs=pairs)
 
     def inputs_from(
         self, inputs: Any, *, sample_index: Tensor | None = None, **options: Any

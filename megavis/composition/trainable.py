@@ -7,14 +7,14 @@ Papers with Transformer blocks are a `Model` (`model.py`); autoencoders implemen
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megavis.checkpoint.format.tensor_reader import CheckpointReader
 from megavis.composition.tokens import blank_batch
@@ -76,9 +76,13 @@ class Trainable(ABC):
         """Turn a batch into a sequence for training, by default the same as for evaluation."""
         return self.sequence(batch)
 
+    def blank_batch(self, num_images: int, device: torch.device) -> Batch:
+        """Return a batch of zeros in the form of the shards; by default the backbone's."""
+        return self.backbone.blank_batch(num_images, device)
+
     def blank_sequence(self, num_images: int, device: torch.device) -> SequenceBatch:
         """Return the training sequence of a blank batch, whose size `megavis plan` counts."""
-        return self.training_sequence(self.backbone.blank_batch(num_images, device))
+        return self.training_sequence(self.blank_batch(num_images, device))
 
     @abstractmethod
     def loss(self, predictions: Any, targets: tuple[Tensor, ...]) -> Tensor:
@@ -147,6 +151,18 @@ class Trainable(ABC):
     def reconstructed_maps(self, predictions: Any) -> Tensor:
         """Return label maps uint8 `[b, H, W, 3]` as in shards, or raise UserError."""
         raise UserError(f"runs of {self.config.objective.name} do not reconstruct label maps")
+
+    @property
+    def takes_images_singly(self) -> bool:
+        """True if the last layer runs once for each image of a micro-batch."""
+        return False
+
+    def fullest(self, build: Callable[[], nn.Module]) -> nn.Module:
+        """Build the last layer so that it does as much for each image as it ever may.
+
+        `megavis plan` runs it on the meta device, where nothing depends on values.
+        """
+        return build()
 
     @property
     def measures_accuracy(self) -> bool:

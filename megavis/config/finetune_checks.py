@@ -122,6 +122,9 @@ def _check_instances(config: RunConfig, settings: FinetuneConfig) -> Iterator[Co
         yield "finetune.global_blocks", text
     elif blocks is not None and settings.window is None:
         yield "finetune.global_blocks", "applies only to finetune.window; remove it"
+    elif settings.window is not None and len(settings.blocks_without_window(last)) == last:
+        text = f"{settings.window} limits no block, since all {last} attend to all patches"
+        yield "finetune.window", f"{text}; remove it, or name fewer in finetune.global_blocks"
     if config.model.hidden_size % 4:
         text = f"{config.model.hidden_size} must be a multiple of 4 for the pyramid of instances"
         yield "model.hidden_size", text

@@ -350,6 +350,13 @@ class FinetuneConfig(Section):
     """Folder of test shards on which the best checkpoint is evaluated once; default: half of the
     validation images is held out for this."""
 
+    def blocks_without_window(self, depth: int) -> tuple[int, ...]:
+        """Return the numbers, from 1, of the blocks of `depth` that attend to all patches."""
+        if self.window is None:
+            return tuple(range(1, depth + 1))
+        quarters = {-(-depth * quarter // 4) for quarter in range(1, 5)}
+        return tuple(sorted(quarters)) if self.global_blocks is None else self.global_blocks
+
     @property
     def width_of_head(self) -> int:
         """Channels of the head of a task with one."""

@@ -443,7 +443,10 @@ def _check_instances(grammar: Grammar, run: RunConfig) -> Faults:
         text = f"must be a multiple of {4 * patch}, for the pyramid of finetune.task instances"
         yield Fault("data.image_size", text, f"use {max(1, round(side / (4 * patch))) * 4 * patch}")
     window = run.finetune.window
-    if window is not None and (side // patch) % window:
+    if window == side // patch:
+        text = f"{window} is the whole side of the image in patches, and so limits no block"
+        yield Fault("finetune.window", text, f"set it to {nearest_divisors(window, window)}")
+    elif window is not None and (side // patch) % window:
         text = f"{window} does not divide the image's {side // patch} patches along a side"
         yield Fault("finetune.window", text, f"set it to {nearest_divisors(window, side // patch)}")
     if grammar.is_modulated or grammar.memory is not None:

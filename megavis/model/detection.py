@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.faster_rcnn import FastRCNNConvFCHead, FastRCNNPredictor
@@ -31,8 +32,12 @@ from torchvision.models.detection.roi_heads import (
     maskrcnn_inference,
     maskrcnn_loss,
 )
-from torchvision.models.detection.rpn import RegionProposalNetwork, RPNHead
-from torchvision.ops import MultiScaleRoIAlign, clip_boxes_to_image
+from torchvision.models.detection.rpn import (
+    RegionProposalNetwork,
+    RPNHead,
+    concat_box_prediction_layers,
+)
+from torchvision.ops import MultiScaleRoIAlign, box_iou, clip_boxes_to_image, roi_align
 
 from megavis.model.dense import ChannelNorm
 from megavis.parallel.random import uniform
@@ -63,6 +68,10 @@ _CASCADE = (0.5, 0.6, 0.7)
 """IoU with an object above which a stage's box is one."""
 _CASCADE_WEIGHTS = ((10.0, 10.0, 5.0, 5.0), (20.0, 20.0, 10.0, 10.0), (30.0, 30.0, 15.0, 15.0))
 """Scales of the offsets that a stage predicts, in detectron2's code of ViTDet."""
+_NUM_ANCHORS, _ANCHOR_SHARE = 256, 0.5
+"""Anchors that a loss counts, and the largest share of them that are objects."""
+_NUM_REGIONS, _REGION_SHARE = 512, 0.25
+"""The same of proposals."""
 _NORM = partial(ChannelNorm, eps=1e-6)
 _HIDDEN = 4
 """Width of the box head's linear layer, in those of its convolutions: 1,024 for 256."""
@@ -162,7 +171,7 @@ class Cascade(nn.Module):
         for number, stage in enumerate(self.stages):
             if number:
                 labels, offsets = _matched(stage, chosen, targets)
-            logits, found = self._boxes(stage, features, chosen, shapes)
+            logits, found = self.boxes(stage, features, chosen, shapes)
             of_class, of_box = fastrcnn_loss(logits, found, labels, offsets)
             for name, loss in (("loss_classifier", of_class), ("loss_box_reg", of_box)):
                 losses[name] = losses.get(name, 0.0) + loss
@@ -177,7 +186,7 @@ class Cascade(nn.Module):
     ) -> list[dict[str, Tensor]]:
         shares = []
         for number, stage in enumerate(self.stages):
-            logits, found = self._boxes(stage, features, proposals, shapes)
+            logits, found = self.boxes(stage, features, proposals, shapes)
             shares.append(logits.softmax(-1))
             if number + 1 < len(self.stages):
                 proposals = _refined(stage, found, proposals, shapes)
@@ -189,9 +198,10 @@ class Cascade(nn.Module):
         parts = {"boxes": boxes, "scores": scores, "labels": labels, "masks": masks}
         return [{name: each[0] for name, each in parts.items()}]
 
-    def _boxes(
+    def boxes(
         self, stage: Any, features: Features, boxes: list[Tensor], shapes: list[tuple[int, int]]
     ) -> tuple[Tensor, Tensor]:
+        """Return a stage's logits `[r, c + 1]` and offsets `[r, 4 (c + 1)]` of boxes `[r, 4]`."""
         pooled = stage.box_roi_pool(features, boxes, shapes)
         # Features have the mean gradient of the stages, not its sum.
         share = 1.0 / len(self.stages)
@@ -259,8 +269,8 @@ class Detector(nn.Module):
         self.heads: nn.Module = Cascade(stages) if cascades else stages[0]
         # In the order of use, each with draws of its own.
         self.samplers = [
-            SeededSampler(256, 0.5, seed=seed, purpose="anchors"),
-            SeededSampler(512, 0.25, seed=seed, purpose="proposals"),
+            SeededSampler(_NUM_ANCHORS, _ANCHOR_SHARE, seed=seed, purpose="anchors"),
+            SeededSampler(_NUM_REGIONS, _REGION_SHARE, seed=seed, purpose="proposals"),
         ]
         self.proposals.fg_bg_sampler, stages[0].fg_bg_sampler = self.samplers
         for module in self.modules():
@@ -279,6 +289,60 @@ class Detector(nn.Module):
             sampler.sample = sample
         _, found = self._run(levels, [objects])
         return torch.stack([found[name] for name in LOSSES])
+
+    def fullest_losses(self, levels: Sequence[Tensor], objects: Objects) -> Tensor:
+        """Return the sum of losses `[1]` of one image in which as many regions count as may.
+
+        Does what `losses` does to tensors with shapes but no data, of which no region can be
+        chosen: the first ones count. The first quarter of the proposals are objects, and regions
+        are spread evenly over the levels of the pyramid.
+
+        Args:
+            levels: `[1, w, ...]`, five.
+            objects: of all masks and classes, at least one.
+        """
+        features = {str(place): level.float() for place, level in enumerate(levels)}
+        boxes, loss = self._fullest_proposals(features, objects)
+        stages = self.heads.stages if isinstance(self.heads, Cascade) else [self.heads]
+        count = int(_REGION_SHARE * _NUM_REGIONS)
+        rows, classes = torch.arange(count, device=boxes.device), objects["labels"][:1]
+        labels, inside = classes.expand(_NUM_REGIONS), boxes[:count]
+        for stage in stages:
+            logits, offsets = self._of_stage(stage, features, boxes)
+            offsets = offsets.unflatten(1, (-1, 4))[rows, labels[:count]]
+            loss = loss + F.cross_entropy(logits, labels)
+            loss = loss + F.smooth_l1_loss(offsets, inside, reduction="sum")
+        first: Any = stages[0]
+        pooled = first.mask_roi_pool(features, [inside], self.shapes)
+        masks = first.mask_predictor(first.mask_head(pooled))
+        wanted = torch.cat([rows[:, None].to(inside), inside], dim=1)
+        shown = roi_align(objects["masks"][:, None].to(wanted), wanted, MASK_SIDE)[:, 0]
+        loss = loss + F.binary_cross_entropy_with_logits(masks[rows, labels[:count]], shown)
+        return loss[None]
+
+    def _of_stage(self, stage: Any, features: Features, boxes: Tensor) -> tuple[Tensor, Tensor]:
+        if isinstance(self.heads, Cascade):
+            return self.heads.boxes(stage, features, [boxes], self.shapes)
+        pooled = stage.box_roi_pool(features, [boxes], self.shapes)
+        logits, offsets = stage.box_predictor(stage.box_head(pooled))
+        return logits, offsets
+
+    def _fullest_proposals(self, features: Features, objects: Objects) -> tuple[Tensor, Tensor]:
+        """Return as many proposals `[r, 4]` as may count, and the losses of as many anchors."""
+        network, levels = self.proposals, [*features.values()]
+        scores, offsets = concat_box_prediction_layers(*network.head(levels))
+        images = ImageList(levels[0].new_empty(1).expand(1, 3, *self.shapes[0]), self.shapes)
+        (anchors,) = network.anchor_generator(images, levels)
+        found = network.box_coder.decode(offsets.detach(), [anchors])[:, 0]
+        overlaps = box_iou(objects["boxes"], anchors)
+        matched = objects["boxes"][overlaps.max(0).indices]
+        wanted = network.box_coder.encode([matched], [anchors])[0]
+        chosen = torch.arange(_NUM_ANCHORS, device=found.device)
+        inside = chosen[: int(_ANCHOR_SHARE * _NUM_ANCHORS)]
+        loss = F.smooth_l1_loss(offsets[inside], wanted[inside], reduction="sum")
+        labels = scores.new_ones(_NUM_ANCHORS)
+        loss = loss + F.binary_cross_entropy_with_logits(scores.flatten()[chosen], labels)
+        return found.new_empty(_NUM_REGIONS, 4), loss
 
     def detections(self, levels: Sequence[Tensor]) -> Objects:
         """Return at most `MAX_DETECTIONS` detections of one image, the best first."""
@@ -334,8 +398,8 @@ def _proposals(channels: int, patch_size: int) -> RegionProposalNetwork:
         RPNHead(channels, len(_RATIOS), conv_depth=2),
         fg_iou_thresh=0.7,
         bg_iou_thresh=0.3,
-        batch_size_per_image=256,
-        positive_fraction=0.5,
+        batch_size_per_image=_NUM_ANCHORS,
+        positive_fraction=_ANCHOR_SHARE,
         pre_nms_top_n={"training": 2000, "testing": 1000},
         post_nms_top_n={"training": 1000, "testing": 1000},
         nms_thresh=0.7,
@@ -361,8 +425,8 @@ def _stage(
         predictor(hidden, num_classes + 1),
         fg_iou_thresh=_CASCADE[number],
         bg_iou_thresh=_CASCADE[number],
-        batch_size_per_image=512,
-        positive_fraction=0.25,
+        batch_size_per_image=_NUM_REGIONS,
+        positive_fraction=_REGION_SHARE,
         bbox_reg_weights=_CASCADE_WEIGHTS[number],
         score_thresh=0.05,
         nms_thresh=0.5,
@@ -371,9 +435,28 @@ def _stage(
     )
 
 
+class _Pool(MultiScaleRoIAlign):
+    """Pooling of regions from the levels that fit their sizes; evenly from all on `meta`."""
+
+    def forward(
+        self, x: dict[str, Tensor], boxes: list[Tensor], image_shapes: list[tuple[int, int]]
+    ) -> Tensor:
+        """Map levels `[1, w, ...]` and boxes `[r, 4]` of an image to `[r, w, side, side]`."""
+        if not boxes[0].is_meta:
+            pooled: Tensor = super().forward(x, boxes, image_shapes)
+            return pooled
+        (own,), levels = boxes, [x[name] for name in self.featmap_names]
+        regions = torch.cat([own[:, :1], own], dim=1)
+        result = own.new_zeros(len(own), levels[0].shape[1], *self.output_size)
+        places = torch.arange(len(own), device=own.device).chunk(len(levels))
+        for level, place in zip(levels, places, strict=True):
+            result[place] = roi_align(level, regions[place], self.output_size)
+        return result
+
+
 def _pool(side: int, patch_size: int) -> MultiScaleRoIAlign:
     """Return a pooling whose boxes of 224 pixels are read from the grid of patches of 16."""
-    return MultiScaleRoIAlign(
+    return _Pool(
         list(_POOLED),
         side,
         sampling_ratio=0,

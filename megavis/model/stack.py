@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol, cast
 
@@ -103,6 +103,11 @@ class LayerPlan:
     gives_features: bool = False
     """Whether the layer's norm provides features; see `FeatureLayer`."""
     phase: Phase = "step"
+    variant: tuple[str, ...] = ()
+    """What a block of its stack differs in besides drop rates, such as that it is frozen."""
+    handed: list[Any] | None = field(default=None, compare=False)
+    """What lower layers hand to this one besides hidden states, in the order in which they ran:
+    tensors, or tuples of them. The layer clears the list in every forward pass."""
 
     @property
     def own_flops(self) -> float:
@@ -281,6 +286,15 @@ def distinct_layers(plans: Iterable[LayerPlan]) -> Iterator[tuple[LayerPlan, int
             yield from ((plan, 1) for plan in layers)
         else:
             yield layers[0], len(layers)
+
+
+def alike_layers(plans: Iterable[LayerPlan]) -> Iterator[tuple[LayerPlan, int]]:
+    """Yield one layer of each kind, with how many there are of it: of blocks that differ too."""
+    kinds: dict[tuple[Any, ...], list[LayerPlan]] = {}
+    for plan in plans:
+        kind = (plan.name,) if plan.stack is None else (plan.stack, plan.variant)
+        kinds.setdefault(kind, []).append(plan)
+    yield from ((layers[0], len(layers)) for layers in kinds.values())
 
 
 @dataclass(frozen=True)

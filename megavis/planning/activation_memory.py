@@ -11,13 +11,9 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from megavis.planning.activations import Growth, LayerActivations, ModelActivations
 from megavis.planning.fp8_memory import Fp8Difference, fp8_difference
 from megavis.planning.layouts import Layout, layout_key
-from megavis.planning.measured_activations import (
-    Growth,
-    LayerActivations,
-    ModelActivations,
-)
 from megavis.planning.parameters import PipelineStage
 from megavis.planning.shape import ModelShape, StackShape
 
@@ -114,13 +110,12 @@ def _blocks_on(
     """Yield the blocks of a stage, and the bridges above them, from bottom to top."""
     held = zip(shape.stacks, measured.stacks, holds.blocks, holds.tops, strict=True)
     for stack, found, count, is_top in held:
-        block, last = (
-            _in_fp8(layer, stack, layout, is_last=is_last)
-            for layer, is_last in ((found.block, False), (found.last_block, True))
-        )
-        yield from [block] * (count - is_top)
+        # Models whose blocks differ run on one stage.
+        kinds = found.lower or (found.block,)
+        lower = [_in_fp8(layer, stack, layout, is_last=False) for layer in kinds]
+        yield from lower if found.lower else lower * (count - is_top)
         if is_top:
-            yield last
+            yield _in_fp8(found.last_block, stack, layout, is_last=True)
             yield from found.bridge
 
 

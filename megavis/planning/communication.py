@@ -234,12 +234,15 @@ def _pipeline_transfers(shape: ModelShape, layout: Layout, devices_per_node: int
 
 
 def _replica_transfers(shape: ModelShape, layout: Layout, group: Group) -> list[Transfer]:
-    held = max(parameters_held(shape.layers, layout, stage) for stage in range(layout.pipeline))
+    held, trained = (
+        max(parameters_held(layers, layout, stage) for stage in range(layout.pipeline))
+        for layers in (shape.layers, shape.trained)
+    )
     weights, times = shape.number_size * held, layout.accumulation_steps
-    gradients = shape.gradient_size * held
-    buckets = held // bucket_of(shape, layout) + 1
+    gradients = shape.gradient_size * trained
+    buckets = trained // bucket_of(shape, layout) + 1
     if layout.zero_stage == 0:
-        return [_sent(group, "gradients: all-reduce", FLOAT32 * held, _ALL_REDUCE, buckets)]
+        return [_sent(group, "gradients: all-reduce", FLOAT32 * trained, _ALL_REDUCE, buckets)]
     if layout.zero_stage < 3:
         often = times if layout.zero_stage == 2 else 1
         size, calls = gradients * often, buckets * often
@@ -247,7 +250,13 @@ def _replica_transfers(shape: ModelShape, layout: Layout, group: Group) -> list[
         in_passes = layout.zero_stage == 2 and layout.pipeline > 1
         return [
             replace(reduced, in_passes=in_passes),
-            _sent(group, "ZeRO: all-gather of weights", weights, _GATHER, held // BUCKET + 1),
+            _sent(
+                group,
+                "ZeRO: all-gather of weights",
+                shape.number_size * trained,
+                _GATHER,
+                trained // BUCKET + 1,
+            ),
         ]
     # DeepSpeed keeps gathered weights from the forward to the backward pass up to a limit; not with
     # pipeline stages (`training/zero_pipeline.py`).

@@ -19,7 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
+from megavis.composition.finetuned import finetuned_of
 from megavis.composition.trainable import Trainable
 from megavis.config.schema import RunConfig
 from megavis.model.attention import Attention
@@ -27,10 +29,16 @@ from megavis.model.core import Block
 from megavis.model.feed_forward import FeedForward
 from megavis.model.kernels import plain_kernels
 from megavis.model.layer_state import PackedState
-from megavis.model.stack import LayerPlan, Predictions
+from megavis.model.stack import LayerPlan, Predictions, alike_layers
 from megavis.papers import build_objective
 from megavis.parallel.context import ParallelContext, close_context, open_virtual_context
 from megavis.parallel.device import DTYPES
+from megavis.planning.activations import (
+    Growth,
+    LayerActivations,
+    ModelActivations,
+    StackActivations,
+)
 from megavis.planning.layouts import LayoutKey, layout_key
 from megavis.planning.live_storages import LiveStorages, place_of, saved_tensors
 
@@ -38,77 +46,6 @@ from megavis.planning.live_storages import LiveStorages, place_of, saved_tensors
 # of its bytes is a multiple. On the meta device many images take no longer than one.
 _IMAGES = 31
 _KINDS = frozenset({"none", "selective", "full"})
-
-
-@dataclass(frozen=True)
-class Growth:
-    """The most bytes at any moment, as a function of the images of a micro-batch.
-
-    `moments` are pairs of bytes per image and bytes for all images, such as the gradient of a
-    weight; none is below another in both.
-    """
-
-    moments: tuple[tuple[float, float], ...] = ()
-
-    def most(self, images: int) -> float:
-        """Return the bytes for a number of images."""
-        return max((images * each + fixed for each, fixed in self.moments), default=0.0)
-
-
-@dataclass(frozen=True)
-class LayerActivations:
-    """Activations of a layer on one process of a tensor and a context group.
-
-    Attributes:
-        saved: bytes per image kept for its backward pass.
-        fixed: bytes kept for all images together: gains of norms in float32.
-        shared: bytes per image kept that the layers of a stack share: tensors carried with the
-            hidden states, such as an encoder's output.
-        forward: allocated in its forward pass, with what it keeps in the end.
-        backward: allocated in its backward pass, besides what was kept. The gradients of its
-            outputs are included, recomputed tensors too.
-    """
-
-    saved: float
-    fixed: float = 0.0
-    shared: float = 0.0
-    forward: Growth = Growth()
-    backward: Growth = Growth()
-
-    def kept(self, images: int) -> float:
-        """Return the bytes kept of a micro-batch, without those that are shared."""
-        return images * self.saved + self.fixed
-
-
-@dataclass(frozen=True)
-class StackActivations:
-    """Activations of a stack's blocks, and of the bridge above them, if there is one.
-
-    The last block continues only with the tokens that are read from it.
-    """
-
-    block: LayerActivations
-    last_block: LayerActivations
-    bridge: tuple[LayerActivations, ...] = ()
-
-
-@dataclass(frozen=True)
-class ModelActivations:
-    """Activations of all layers in one kind of layout.
-
-    Attributes:
-        first: of the first layer.
-        stacks: of the blocks, from bottom to top.
-        head: of the last layer, with a stack inside it, and of the loss.
-        outputs: bytes per image of the last layer's output.
-        saved_outputs: what of it is part of `head.saved`.
-    """
-
-    first: LayerActivations
-    stacks: tuple[StackActivations, ...]
-    head: LayerActivations
-    outputs: float = 0.0
-    saved_outputs: float = 0.0
 
 
 def activations_of_layouts(layouts: Iterable[RunConfig]) -> dict[LayoutKey, ModelActivations]:
@@ -183,14 +120,14 @@ def activations_of(objective: Trainable, ends: _Ends | None = None) -> ModelActi
     first, *between, last = objective.layer_plans()
     dtype = DTYPES[objective.config.training.precision]
     kind = objective.config.parallel.activation_checkpointing
-    sequence = objective.blank_sequence(_IMAGES, torch.device("meta"))
+    inputs = objective.blank_sequence(_IMAGES, torch.device("meta")).inputs
+    handed = _Handed([] if last.handed is None else last.handed)
     # A compiler would need to run, and Transformer Engine a GPU.
     with plain_kernels():
-        embedding = ends.first.get(kind) or _measured(first, sequence.inputs, dtype)
-        stacks, state = _through(between, embedding.output, dtype)
-        head = ends.head.get(kind) or _measured_head(
-            last, state, dtype, objective, sequence.targets
-        )
+        embedding = ends.first.get(kind) or _measured(first, inputs, dtype, handed)
+        handed.found += embedding.handed
+        stacks, state = _through(between, embedding.output, dtype, handed)
+        head = ends.head.get(kind) or _whole_head(last, state, dtype, objective, handed)
     ends.first |= dict.fromkeys(_equal_kinds(kind, embedding.recomputing), embedding)
     ends.head |= dict.fromkeys(_equal_kinds(kind, head.recomputing), head)
     return ModelActivations(
@@ -199,6 +136,7 @@ def activations_of(objective: Trainable, ends: _Ends | None = None) -> ModelActi
         head=head.activations,
         outputs=head.outputs,
         saved_outputs=head.saved_outputs,
+        head_flops=head.flops,
     )
 
 
@@ -211,6 +149,38 @@ def _equal_kinds(kind: str, recomputing: frozenset[str]) -> frozenset[str]:
     return frozenset({kind}) if kind in recomputing else _KINDS - recomputing
 
 
+@dataclass
+class _Handed:
+    """What lower layers hand to the last one; see `LayerPlan.handed`, which is `box`.
+
+    `found` are blank copies of what all of them have handed.
+    """
+
+    box: list[Any]
+    found: list[Any] = field(default_factory=list)
+
+    def narrowed(self, num_images: int) -> _Handed:
+        """Return the same of fewer images; hidden states have these in their second dimension."""
+
+        def part(tensor: Tensor) -> Tensor:
+            return _part(tensor, 0 if len(tensor) == _IMAGES else 1, num_images)
+
+        return _Handed(self.box, [_map(each, part) for each in self.found])
+
+
+def _part(tensor: Tensor, dim: int, num_images: int) -> Tensor:
+    return _blank(tensor.narrow(dim, 0, num_images))
+
+
+def _blank(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same form with a storage of its own."""
+    return torch.empty_like(tensor, requires_grad=tensor.requires_grad)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
 @dataclass(frozen=True)
 class _Head:
     """The last layer with the loss, bytes per image of its output, and those of them it saves."""
@@ -219,6 +189,57 @@ class _Head:
     outputs: float
     saved_outputs: float
     recomputing: frozenset[str]
+    flops: float = 0.0
+
+
+def _whole_head(
+    plan: LayerPlan,
+    state: PackedState,
+    dtype: torch.dtype,
+    objective: Trainable,
+    handed: _Handed,
+) -> _Head:
+    """Measure the last layer; by the difference between one and two images if it takes them singly.
+
+    Then no storage of it grows with their number.
+    """
+    if not objective.takes_images_singly:
+        return _measured_head(plan, state, dtype, objective, handed)
+    plan = replace(plan, factory=partial(objective.fullest, plan.factory))
+    one, two = (
+        _measured_head(plan, _narrowed(state, count), dtype, objective, handed.narrowed(count))
+        for count in (1, 2)
+    )
+    return replace(
+        one,
+        activations=_line(one.activations, two.activations),
+        outputs=(two.outputs - one.outputs) * _IMAGES,
+        saved_outputs=(two.saved_outputs - one.saved_outputs) * _IMAGES,
+        flops=(two.flops - one.flops) * _IMAGES,
+    )
+
+
+def _narrowed(state: PackedState, num_images: int) -> PackedState:
+    """Return the state of the first of `_IMAGES` images; hidden states lead, `[s, b, h]`."""
+    hidden, *carried = _leaves(state)
+    parts = [_part(hidden, 1, num_images)]
+    # One row for all images where it does not differ.
+    parts += [_part(each, 0, min(num_images, len(each))) for each in carried]
+    return parts[0] if isinstance(state, Tensor) else tuple(parts)
+
+
+def _line(one: LayerActivations, two: LayerActivations) -> LayerActivations:
+    """Return what grows evenly with the images, from the totals of one and of two."""
+
+    def through(first: float, second: float) -> tuple[float, float]:
+        return second - first, 2 * first - second
+
+    saved, fixed = through(one.kept(_IMAGES), two.kept(_IMAGES))
+    passes = (
+        Growth((through(low.most(_IMAGES), high.most(_IMAGES)),))
+        for low, high in ((one.forward, two.forward), (one.backward, two.backward))
+    )
+    return LayerActivations(saved, fixed, 0.0, *passes)
 
 
 def _measured_head(
@@ -226,9 +247,11 @@ def _measured_head(
     state: PackedState,
     dtype: torch.dtype,
     objective: Trainable,
-    targets: tuple[Tensor, ...],
+    handed: _Handed,
 ) -> _Head:
     sizes: dict[int, int] = {}
+    num_images = _leaves(state)[0].shape[1]
+    targets = objective.blank_sequence(num_images, torch.device("meta")).targets
 
     def score(head: nn.Module, entering: PackedState) -> Tensor:
         predictions: Predictions = head(entering)
@@ -236,14 +259,33 @@ def _measured_head(
         sizes.update(() if sizes else [(place_of(one), one.nbytes) for one in _leaves(predictions)])
         return objective.loss(predictions, targets)
 
-    measured = _measured(plan, state, dtype, score)
+    measured = _measured(plan, state, dtype, handed, score)
     saved = sum(sizes[place] for place in sizes.keys() & measured.saved)
-    outputs = sum(sizes.values()) / _IMAGES
-    return _Head(measured.activations, outputs, saved / _IMAGES, measured.recomputing)
+    outputs, flops = sum(sizes.values()) / _IMAGES, 0.0
+    tuned = finetuned_of(objective)
+    # With the paper's own loss the workload includes the head.
+    if tuned is not None and not tuned.settings.generative_weight:
+        flops = _flops_of(plan, state, dtype, handed, score) / _IMAGES
+    return _Head(measured.activations, outputs, saved / _IMAGES, measured.recomputing, flops)
+
+
+def _flops_of(
+    plan: LayerPlan,
+    state: PackedState,
+    dtype: torch.dtype,
+    handed: _Handed,
+    run: Callable[[nn.Module, Any], Any],
+) -> float:
+    """Return the operations of both passes."""
+    layer = _built(plan, dtype)
+    handed.box[:] = [_map(each, _leaf) for each in handed.found]
+    with FlopCounterMode(display=False) as counter:
+        run(layer, _map(state, _leaf)).backward()
+    return float(counter.get_total_flops())
 
 
 def _through(
-    plans: Sequence[LayerPlan], state: PackedState, dtype: torch.dtype
+    plans: Sequence[LayerPlan], state: PackedState, dtype: torch.dtype, handed: _Handed
 ) -> tuple[list[StackActivations], PackedState]:
     """Measure stacks and bridges; return the state above them."""
     stacks: list[StackActivations] = []
@@ -252,31 +294,54 @@ def _through(
         if stack is None:
             bridge = []
             for plan in layers:
-                measured = _measured(plan, state, dtype)
+                measured = _measured(plan, state, dtype, handed)
                 bridge.append(measured.activations)
                 state = measured.output
             stacks[-1] = replace(stacks[-1], bridge=tuple(bridge))
             continue
-        # A block's output has the form of its input, so the second to last need not run.
-        block = last = _measured(layers[0], state, dtype)
+        # A block's output has the form of its input, so one of each kind runs.
+        kinds: dict[tuple[str, ...], _Measured] = {}
+        for plan, count in alike_layers(layers):
+            kinds[plan.variant] = last = _measured_kind(plan, count, state, dtype, handed)
+            handed.found += count * last.handed
+            state = last.output
+        every = [kinds[plan.variant].activations for plan in layers]
+        last = kinds[layers[-1].variant]
         if stack.work.num_read != stack.work.num_tokens:
-            last = _measured(layers[-1], state, dtype)
-        stacks.append(StackActivations(block.activations, last.activations))
+            last = _measured(layers[-1], state, dtype, handed)
+        lower = tuple(every[:-1]) if len(kinds) > 1 else ()
+        stacks.append(StackActivations(every[0], last.activations, lower=lower))
         state = last.output
     return stacks, state
+
+
+def _measured_kind(
+    plan: LayerPlan, count: int, state: PackedState, dtype: torch.dtype, handed: _Handed
+) -> _Measured:
+    """Measure one of `count` equal blocks; above frozen layers not the lowest, if there are more.
+
+    The input of the lowest has no gradient.
+    """
+    measured = _measured(plan, state, dtype, handed)
+    enters, leaves = (_leaves(each)[0].requires_grad for each in (state, measured.output))
+    if count > 1 and leaves and not enters:
+        return _measured(plan, measured.output, dtype, handed)
+    return measured
 
 
 @dataclass(frozen=True)
 class _Measured:
     """A layer's activations, its output, and the places of the tensors that it saves.
 
-    `recomputing` has the values of `parallel.activation_checkpointing` that may change them.
+    `recomputing` has the values of `parallel.activation_checkpointing` that may change them, and
+    `handed` what it hands to the last layer.
     """
 
     activations: LayerActivations
     output: PackedState
     saved: frozenset[int]
     recomputing: frozenset[str]
+    handed: tuple[Any, ...] = ()
 
 
 def _apply(layer: nn.Module, state: PackedState) -> PackedState:
@@ -288,16 +353,24 @@ def _measured(
     plan: LayerPlan,
     state: PackedState,
     dtype: torch.dtype,
+    handed: _Handed,
     run: Callable[[nn.Module, Any], Any] = _apply,
 ) -> _Measured:
     """Run both passes of a layer, with what `run` adds to it."""
-    layer = _built(plan, dtype)
-    entering = _map(state, lambda each: each.detach().requires_grad_(each.requires_grad))
+    layer, given = _built(plan, dtype), plan.handed is not None
+    entering = _map(state, _leaf)
     hidden, *carried = _leaves(entering)
+
+    def enter() -> None:
+        handed.box[:] = [_map(each, _leaf) for each in handed.found] if given else []
+
+    enter()
     # In a run of its own: what the hooks were given is freed late.
     saved, _ = saved_tensors(partial(run, layer, entering), [layer])
     sizes = {place: tensor.untyped_storage().nbytes() for place, tensor in saved.items()}
+    own = tuple(_map(each, _blank) for each in handed.box)
     del saved, _
+    enter()
     with _Moments() as live:
         live.add(place_of(hidden), hidden.nbytes)
         output = run(layer, entering)
@@ -305,9 +378,11 @@ def _measured(
         live.restart()
         outputs = [each for each in _leaves(output) if each.requires_grad]
         gradients = [torch.empty_like(each) for each in outputs]
-        torch.autograd.backward(outputs, gradients)
+        if outputs:
+            torch.autograd.backward(outputs, gradients)
         del gradients
         backward = live.growth()
+    handed.box.clear()
     shared = 0
     if plan.stack is not None:
         shared = sum(sizes.pop(place_of(each), 0) for each in carried)
@@ -321,9 +396,10 @@ def _measured(
             backward=backward,
         ),
         # Not part of a larger storage, which only the layer above would keep.
-        _map(output, lambda each: torch.empty_like(each, requires_grad=each.requires_grad)),
+        _map(output, _blank),
         frozenset(sizes),
         _recomputing(layer),
+        own,
     )
 
 
@@ -342,7 +418,8 @@ def _built(plan: LayerPlan, dtype: torch.dtype) -> nn.Module:
         layer = plan.build().to(dtype).train()
     for parameter in layer.parameters():
         # Engines keep or reduce gradients, which are part of the states.
-        parameter.register_post_accumulate_grad_hook(_drop_gradient)
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_drop_gradient)
     for module in layer.modules():
         if isinstance(module, Attention):
             # By hooks, so that it holds where a backward pass recomputes too.

@@ -20,6 +20,7 @@ from megavis.model.parameters import partition_dimension
 from megavis.model.stack import (
     LayerPlan,
     StackSize,
+    alike_layers,
     block_weights,
     distinct_layers,
     stack_sizes,
@@ -69,8 +70,8 @@ def count_parameters(objective: Trainable) -> list[Matrix]:
     The objective's context has tensor size 1, so shapes are of full tensors.
     """
     found: Counter[tuple[str, str, tuple[int, ...], bool, bool]] = Counter()
-    # Blocks of a stack differ only in drop rates: build one of them.
-    for plan, copies in distinct_layers(objective.layer_plans()):
+    # Of blocks that differ only in drop rates build one.
+    for plan, copies in alike_layers(objective.layer_plans()):
         # Megatron initializes weights on the CPU; on the meta device this is a no-op.
         with torch.device("meta"):
             layer = plan.build()
@@ -173,7 +174,9 @@ class Layers:
     def of(cls, matrices: list[Matrix], plans: Sequence[LayerPlan]) -> Layers:
         """Group parameters by layer; without blocks, the first part is the first layer."""
         stacks = stacks_of(plans)
-        numbers = {stack.core.stack.name: stack.core.model.num_layers for stack in stacks}
+        numbers = {
+            stack.core.stack.name: sum(plan.stack is stack for plan in plans) for stack in stacks
+        }
         first, *others = by_part(matrices)
         between = _bridges_of(plans)
         names = {name for above in between for name in above} | set(numbers)
@@ -281,8 +284,8 @@ def _counted(matrices: Iterable[Matrix], num_layers: int = 1) -> LayerParameters
     """Return the parameters of one of `num_layers` equal layers with these in total."""
     counts = {True: 0, False: 0}
     for matrix in matrices:
-        counts[matrix.is_split] += matrix.parameters // num_layers
-    return LayerParameters(split=counts[True], whole=counts[False])
+        counts[matrix.is_split] += matrix.parameters
+    return LayerParameters(split=counts[True] // num_layers, whole=counts[False] // num_layers)
 
 
 def stage_bounds(plans: Sequence[LayerPlan], num_stages: int) -> list[int]:

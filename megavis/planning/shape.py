@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from megavis.composition.finetuned import finetuned_of
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.config.schema import RunConfig
@@ -12,10 +13,16 @@ from megavis.model.flops import Workload
 from megavis.model.stack import PlannedStack, stacks_of
 from megavis.model.visibility import VisibilityKind
 from megavis.parallel.device import DTYPES
+from megavis.planning.activations import ModelActivations
 from megavis.planning.frozen_networks import FrozenNetwork
 from megavis.planning.layouts import Layout, LayoutKey
-from megavis.planning.measured_activations import ModelActivations
-from megavis.planning.parameters import Layers, ModelPart, count_parameters, parts_of
+from megavis.planning.parameters import (
+    Layers,
+    ModelPart,
+    count_parameters,
+    parts_of,
+    trained_only,
+)
 from megavis.tokenizers.network_tokenizer import FrozenEncoder
 
 
@@ -110,6 +117,8 @@ class ModelShape:
 
     Attributes:
         layers: parameters by layer.
+        trained: those of them that are not frozen.
+        optimizer: its algorithm.
         parts: parameters by name of the part.
         stacks: stacks of blocks, from bottom to top.
         decoder: the stack inside the last layer, if any.
@@ -117,13 +126,16 @@ class ModelShape:
         gradient_size: bytes per element in the all-reduce of gradients.
         keeps_average: whether an EMA of the weights is kept.
         activations: of its layers, by kind of layout.
-        flops: operations of a training step per image, without recomputation.
+        flops: operations of a training step per image, without recomputation and without the head
+            of fine-tuning; frozen blocks have no backward pass.
         fp8_share: fraction of the operations in FP8.
         frozen: networks that encode images before the passes of each micro-batch.
         uncounted: networks that do too, but do not exist yet, so that nothing counts them.
     """
 
     layers: Layers
+    trained: Layers
+    optimizer: str
     parts: tuple[ModelPart, ...]
     stacks: tuple[StackShape, ...]
     decoder: StackShape | None
@@ -140,6 +152,16 @@ class ModelShape:
     def number_size(self) -> int:
         """Bytes per element in the compute precision."""
         return number_size(self.precision)
+
+    @property
+    def head_flops(self) -> float:
+        """Operations of the head of fine-tuning in a training step per image."""
+        return max((each.head_flops for each in self.activations.values()), default=0.0)
+
+    @property
+    def total_flops(self) -> float:
+        """Operations of a training step per image, the head of fine-tuning included."""
+        return self.flops + self.head_flops
 
     @property
     def main_stack(self) -> StackShape:
@@ -177,8 +199,14 @@ def shape_of(objective: Trainable, activations: Mapping[LayoutKey, ModelActivati
     config, plans = objective.config, objective.layer_plans()
     training = config.training
     inner, matrices = plans[-1].inner, count_parameters(objective)
+    flops, tuned = objective.flops_per_image(), finetuned_of(objective)
+    if tuned is not None:
+        # Of three passes the forward pass alone.
+        flops *= 1 - 2 / 3 * tuned.frozen_share
     return ModelShape(
         layers=Layers.of(matrices, plans),
+        trained=Layers.of(trained_only(matrices), plans),
+        optimizer=config.optimizer.algorithm,
         parts=tuple(parts_of(matrices, plans)),
         stacks=tuple(StackShape.of(stack, training.precision) for stack in stacks_of(plans)),
         decoder=None if inner is None else StackShape.of(inner, training.precision),
@@ -188,7 +216,7 @@ def shape_of(objective: Trainable, activations: Mapping[LayoutKey, ModelActivati
         ),
         keeps_average=bool(config.optimizer.ema_decay),
         activations=activations,
-        flops=objective.flops_per_image(),
+        flops=flops,
         fp8_share=objective.fp8_share(),
     )
 
@@ -199,12 +227,10 @@ def number_size(precision: str) -> int:
 
 
 def require_blocks(config: RunConfig) -> None:
-    """Raise UserError if the config has no Transformer to plan, or fine-tunes one."""
+    """Raise UserError if the config has no Transformer to plan."""
     if not config.objective.has_blocks:
         name = config.objective.name
         raise UserError(
             f"a {name} has no Transformer blocks to plan; it trains data-parallel, so start it"
             " on as many GPUs as divide training.batch_size"
         )
-    if config.finetune is not None:
-        raise UserError("only pre-training can be planned; remove the finetune section")

@@ -175,6 +175,8 @@ def _memory_of(shape: ModelShape, layout: Layout, stage: int) -> RankMemory:
             stage,
             precision=shape.precision,
             keeps_average=shape.keeps_average,
+            trained=shape.trained,
+            num_moments=MOMENTS[shape.optimizer],
             frozen=shape.frozen,
         ),
         activations=activation_memory(shape, layout, stage),
@@ -185,6 +187,7 @@ def _memory_of(shape: ModelShape, layout: Layout, stage: int) -> RankMemory:
 
 def _buffers(shape: ModelShape, layout: Layout, stage: int) -> float:
     held = parameters_held(shape.layers, layout, stage)
+    reduced = parameters_held(shape.trained, layout, stage)
     numbers = max(
         stack.hidden_size * layout.micro_batch_size * stack.work.num_tokens
         for stack in shape.stacks
@@ -195,7 +198,7 @@ def _buffers(shape: ModelShape, layout: Layout, stage: int) -> float:
     if layout.zero_stage == 0 or half:
         # With several replicas, gradients are flattened one bucket at a time.
         flat = FLOAT32 + shape.number_size * half
-        return whole + min(held, BUCKET) * flat * (layout.replicas > 1)
+        return whole + min(reduced, BUCKET) * flat * (layout.replicas > 1)
     gathered = 0.0
     if layout.zero_stage == 3:
         largest = shape.layers.largest(layout.tensor)

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from megavis.planning.activations import ModelActivations
 from megavis.planning.communication import Transfer
 from megavis.planning.devices import Cluster
 from megavis.planning.host_time import host_time
 from megavis.planning.layouts import Layout, layout_key
-from megavis.planning.measured_activations import ModelActivations
 from megavis.planning.parameters import PipelineStage
 from megavis.planning.shape import ModelShape
 from megavis.planning.states import FLOAT32, parameters_held
@@ -112,7 +112,9 @@ def step_time(
     # Work of the busiest stage; embedding and head are spread over the blocks.
     share = shape.layers.busiest(layout.pipeline).share / layout.tensor
     own = images * share * shape.flops / layout.context
-    products = own * _recomputed_passes(layout) / _speed(shape, layout, cluster)
+    # A head of fine-tuning recomputes nothing, and each process of a tensor group runs all of it.
+    own = own * _recomputed_passes(layout) + images * shape.head_flops
+    products = own / _speed(shape, layout, cluster)
     elementwise = images * _elementwise(shape, layout, cluster)
     shown, hidden, ends = _communication(traffic, cluster)
     busy = products + elementwise
@@ -133,7 +135,7 @@ def step_time(
         host_source=slowest.source,
         mfu=0.0,
     )
-    whole = shape.flops * images * layout.data
+    whole = shape.total_flops * images * layout.data
     peak = cluster.peak(shape.number_size, shape.fp8_share) * layout.num_processes
     return replace(time, mfu=whole / time.total / peak)
 
@@ -187,10 +189,11 @@ def _elementwise(shape: ModelShape, layout: Layout, cluster: Cluster) -> float:
 def _busiest(
     measured: ModelActivations, stage: PipelineStage, shape: ModelShape
 ) -> Iterator[float]:
-    """Yield the bytes per image saved in the blocks of each stack, and in a head with a decoder."""
+    """Yield the bytes per image saved in the blocks of each stack, and in a head with networks."""
     for stack, count in zip(measured.stacks, stage.blocks, strict=True):
-        yield count * stack.block.saved
-    yield measured.head.saved * (shape.decoder is not None and stage.is_last)
+        yield count * stack.mean_saved
+    has_work = shape.decoder is not None or measured.head_flops > 0
+    yield measured.head.saved * (has_work and stage.is_last)
 
 
 def _encoding(shape: ModelShape, cluster: Cluster) -> float:
@@ -221,7 +224,7 @@ def _optimizer(shape: ModelShape, layout: Layout, cluster: Cluster) -> float:
     """Return the seconds of Adam, which reads and writes all states including the EMA."""
     # Master weight and two moments in float32; a float32 gradient is added below.
     states = 12 + 4 * shape.keeps_average
-    own = parameters_held(shape.layers, layout) / (layout.replicas if layout.zero_stage else 1)
+    own = parameters_held(shape.trained, layout) / (layout.replicas if layout.zero_stage else 1)
     if layout.parallel.offload_optimizer == "none":
         return own * 2 * (4 + states + shape.number_size) / _memory_speed(cluster)
     moved = own * (4 + shape.number_size) / _PCIE

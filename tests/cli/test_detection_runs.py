@@ -29,7 +29,8 @@ data: {{train: {folder}/train, validation: {folder}/validation, image_size: 64, 
   crop: jittered, jitter: [0.5, 1.5]}}
 model: {{position_scale: 0.5}}
 parallel: {{zero_stage: 1}}
-training: {{steps: 4, batch_size: 2, validate_every: 2, log_every: 1}}
+optimizer: {{ema_decay: 0.9}}
+training: {{steps: 4, batch_size: 2, validate_every: 2, log_every: 1, precision: bf16}}
 checkpoint: {{every: 2}}
 finetune: {{task: instances, num_classes: 3, from_run: {folder}/runs/mae, head_width: 8,
   layer_decay: 0.8, drop_path: 0.1, detector: cascade, window: 4, global_blocks: [2],

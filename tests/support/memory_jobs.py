@@ -10,9 +10,12 @@ from pathlib import Path
 
 import torch
 from deepspeed.runtime.pipe.schedule import ReduceTiedGrads
+from full_objects import with_full_objects
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from megavis.composition.instances import Instances
+from megavis.composition.model import Model
 from megavis.composition.tokens import Vocabulary
 from megavis.composition.tokens import blank_batch as blank_images
 from megavis.composition.trainable import Trainable
@@ -130,14 +133,17 @@ def engine_of(launch: Launch, config: RunConfig) -> Iterator[Engine]:
 def blank_batch(engine: Engine) -> Batch:
     """Return a micro-batch, of images if there is a frozen network to encode them.
 
-    Without a tokenizer, models of ids read ids.
+    Without a tokenizer, models of ids read ids. Of detection, one whose losses take all the regions
+    that they may.
     """
     objective, device = engine.objective, torch.device("cpu")
+    if isinstance(objective, Instances):
+        return with_full_objects(objective.blank_batch(engine.micro_batch_size, device))
     if not _encodes(objective):
         batch = objective.blank_batch(engine.micro_batch_size, device)
-        if not isinstance(objective.reads, Vocabulary):
-            return batch
-        return replace(batch, inputs=objective.reads.blank(batch.inputs))
+        if isinstance(objective, Model) and isinstance(objective.reads, Vocabulary):
+            batch = replace(batch, inputs=objective.reads.blank(batch.inputs))
+        return batch
     side = objective.config.data.image_size
     return blank_images(engine.micro_batch_size, (side, side, 3), torch.uint8, device)
 

@@ -48,7 +48,9 @@ def squares(masks, classes):
 
 def test_an_image_has_its_loss_in_any_batch(build_paper):
     """In training and validation, with draws by sample and not by place in the batch."""
-    objective, inference = build_paper(config(window=4, detector="cascade"), std=0.1)
+    objective, inference = build_paper(
+        config(window=4, global_blocks=[2], detector="cascade"), std=0.1
+    )
     batch = squares([[(2, 2, 14, 20), (10, 4, 30, 28)], [], [(0, 0, 9, 9)]], [[1, 3], [], [2]])
     sequence = objective.sequence(batch)
     whole, *found = inference.predictions(sequence.inputs)
@@ -92,7 +94,13 @@ def test_accuracy_is_the_share_of_objects_that_as_many_detections_find(build_pap
 
 
 REFUSED = [
-    ({"window": 3}, (), "finetune.window: 3 does not divide the image's 8 patches along a side"),
+    (
+        {"window": 3, "global_blocks": [2]},
+        (),
+        "finetune.window: 3 does not divide the image's 8 patches along a side",
+    ),
+    ({"window": 8, "global_blocks": [2]}, (), "finetune.window: 8 is the whole side of the image"),
+    ({"window": 4}, (), "finetune.window: 4 limits no block, since all 2 attend to all patches"),
     ({"window": 4, "global_blocks": [3]}, (), "finetune.global_blocks: [3] must be different"),
     ({"global_blocks": [1]}, (), "finetune.global_blocks: applies only to finetune.window"),
     ({"layers": [1, 1, 2, 2]}, (), "finetune.layers: applies only to finetune.task segments"),

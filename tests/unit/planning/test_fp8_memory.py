@@ -10,14 +10,14 @@ from megavis.config.load import load_config
 from megavis.config.section import ParallelConfig
 from megavis.papers import build_objective
 from megavis.planning.activation_memory import activation_memory
-from megavis.planning.fp8_memory import fp8_difference
-from megavis.planning.layouts import Layout, layout_key
-from megavis.planning.measured_activations import (
+from megavis.planning.activations import (
     Growth,
     LayerActivations,
     ModelActivations,
     StackActivations,
 )
+from megavis.planning.fp8_memory import fp8_difference
+from megavis.planning.layouts import Layout, layout_key
 from megavis.planning.shape import ModelShape, shape_of
 
 pytestmark = pytest.mark.once

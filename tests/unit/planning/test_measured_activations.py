@@ -8,13 +8,9 @@ import pytest
 from megavis.config.load import load_config
 from megavis.papers import build_objective
 from megavis.parallel.context import close_context, open_virtual_context
+from megavis.planning.activations import Growth, ModelActivations
 from megavis.planning.layouts import layout_key
-from megavis.planning.measured_activations import (
-    Growth,
-    ModelActivations,
-    activations_of,
-    activations_of_layouts,
-)
+from megavis.planning.measured_activations import activations_of, activations_of_layouts
 
 pytestmark = pytest.mark.once
 
