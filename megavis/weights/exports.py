@@ -58,6 +58,8 @@ from megavis.weights.vits import (
     vit_table,
 )
 
+_DENSE_TASKS = {"segments": "image-segmentation", "instances": "object-detection"}
+"""The Hub's names of what models of `finetune.task` do."""
 _BICUBIC = 3  # PIL.Image.Resampling.BICUBIC
 _CONTENT = "embedding.content"
 
@@ -276,6 +278,8 @@ def _write_card(
     task = "unconditional-image-generation" if makes_images else "image-feature-extraction"
     if classifies(run):
         task = "image-classification"
+    elif config.finetune is not None:
+        task = _DENSE_TASKS.get(config.finetune.task, task)
     text = model_card(run, weights, library=library, task=task, use=use, limits=limits)
     (folder / CARD).write_text(text, encoding="utf-8")
 
@@ -310,14 +314,18 @@ def as_vit(run: Run, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def classifies(run: Run) -> bool:
     """Return True if the run computes class logits from the class token, like a ViT."""
     tuned = run.config.finetune
-    if tuned is None or tuned.read_out != "first" or max(tuned.concatenate, tuned.average) > 1:
+    if tuned is None or tuned.task != "classes":
+        return False
+    if tuned.read_out != "first" or max(tuned.concatenate, tuned.average) > 1:
         return False
     return not (tuned.linear_evaluation and tuned.standardize)
 
 
 def _vit_of(run: Run) -> Model:
     """Return the model of a run; raise UserError if it is not a ViT."""
-    model, sizes = composition_of(run), run.config.model
+    model, sizes, tuned = composition_of(run), run.config.model, run.config.finetune
+    if tuned is not None and tuned.task != "classes":
+        raise UserError(f"a ViT gives features or classes, and this run finds {tuned.task}")
     if not isinstance(model.reads, Patches):
         raise UserError("a ViT reads patches of pixels, which this run does not")
     if model.reads.embedding_norm:
@@ -333,7 +341,7 @@ def _vit_of(run: Run) -> Model:
     if model.has_transform or "encoder" in model.condition.roles:
         raise UserError("a ViT has neither an adapter nor an encoder")
     sees_all = model.core.visibility_kind in ("full", "context")
-    if run.config.finetune is not None and not sees_all:
+    if tuned is not None and not sees_all:
         raise UserError("a ViT has full attention; finetune.visibility is not full")
     return model
 

@@ -163,7 +163,10 @@ class PlainForm:
             raise UserError("its attention has relative positions")
         if isinstance(model.condition, PooledFeatures):
             raise UserError("its model reads a condition besides the tokens")
-        if run.config.finetune is not None and run.config.finetune.layer is not None:
+        tuned = run.config.finetune
+        if tuned is not None and tuned.task != "classes":
+            raise UserError(f"its head finds {tuned.task} from the features of several blocks")
+        if tuned is not None and tuned.layer is not None:
             raise UserError("its classifier is attached to an inner layer")
 
     @torch.no_grad()

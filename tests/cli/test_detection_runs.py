@@ -1,13 +1,18 @@
 """Fine-tuning a run to find objects, and `megavis evaluate detection`."""
 
+import dataclasses
 import json
 import shutil
 
+import numpy as np
 import pytest
 from coco_folder import write_coco_shards
 
+import megavis
 from data_tools.__main__ import main as data_tools
 from megavis.cli import main
+from megavis.evaluation.detection import detect
+from megavis.parallel.context import close_context
 from megavis.training.metrics import read_metrics
 
 pytestmark = pytest.mark.once
@@ -89,6 +94,34 @@ def test_whole_images_are_evaluated(folder, capsys):
     assert "box: ap " in (out := capsys.readouterr().out)
     assert out.count("ar large") == 2
     assert (folder / "runs/instances/evaluation/detection.png").exists()
+
+
+def found_by(folder):
+    """Return the boxes, scores, classes and masks that a run or an export finds in an image."""
+    opened = megavis.load(folder, device="cpu")
+    try:
+        image = np.random.default_rng(0).integers(0, 256, (48, 40, 3), np.uint8)
+        [found] = detect(opened.inference, opened.objective, [image])
+        return found
+    finally:
+        close_context()
+
+
+def test_export_finds_the_same_objects(folder, tmp_path, capsys):
+    run, out = str(folder / "runs/instances"), tmp_path / "exported"
+    assert main(["export", run, "--to", "timm", str(out)]) == 2
+    assert "--to timm: a ViT gives features or classes, and this run finds instances" in (
+        capsys.readouterr().err
+    )
+    assert not out.exists()
+    assert main(["export", run, "--to", "huggingface", str(out)]) == 0
+    card = (out / "README.md").read_text()
+    assert "pipeline_tag: object-detection" in card
+    assert "Only `megavis.load` opens it: its head finds instances" in card
+    mine, theirs = found_by(run), found_by(out)
+    assert len(mine.scores) > 0
+    for one, other in zip(dataclasses.astuple(mine), dataclasses.astuple(theirs), strict=True):
+        assert np.array_equal(one, other)
 
 
 def test_what_does_not_fit_is_refused(folder, capsys):
