@@ -63,7 +63,7 @@ def _meetings(launch: Launch, settings: Settings, count: int) -> list[Launch]:
     with job(launch, settings) as context:
         ports: list[Any] = [free_port() for _ in range(count)]
         dist.broadcast_object_list(ports, src=0, group=context.world.group)
-    return [replace(launch, master_port=port, listening=None) for port in ports]
+    return [replace(launch, master_port=port) for port in ports]
 
 
 def _all_reduces(launch: Launch, settings: Settings) -> list[Row]:

@@ -35,7 +35,7 @@ from megavis.parallel.device import (
     set_arithmetic,
     set_variables,
 )
-from megavis.parallel.launch import Launch
+from megavis.parallel.launch import LISTENING, Launch
 from megavis.parallel.limits import allow_open_files
 
 Group = dist.ProcessGroup
@@ -250,10 +250,10 @@ def _store_of_this_machine(launch: Launch, timeout: timedelta) -> dist.Store | N
     if launch.master_address != "127.0.0.1" or kept_by_torchrun:
         return None
     listening = None
-    if launch.listening:
-        listening = launch.listening.detach()
-    elif launch.rank == 0:
-        listening = socket.create_server((launch.master_address, launch.master_port)).detach()
+    if launch.rank == 0:
+        address = (launch.master_address, launch.master_port)
+        taken = LISTENING.pop(launch.master_port, None) or socket.create_server(address)
+        listening = taken.detach()
     return dist.TCPStore(
         launch.master_address,
         launch.master_port,

@@ -11,7 +11,7 @@ import re
 import reprlib
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from megavis.config.errors import UserError
 
@@ -19,6 +19,10 @@ from megavis.config.errors import UserError
 _FIRST_ENTRY = re.compile(r"(?:[^\[\],]|\[[^\[\]]+\])+")
 _LAST_PORT = 65535
 _BRACKET = re.compile(r"\[([0-9]+)[^\]]*\]")
+
+LISTENING: dict[int, socket.socket] = {}
+"""Loopback sockets by port that listen already. Rank 0's first context takes the one of its job, so
+that the others can connect before it is there."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,6 @@ class Launch:
     local_rank: int
     master_address: str
     master_port: int
-    listening: socket.socket | None = field(default=None, compare=False)
-    """A socket of rank 0 that listens at the address already, for one context."""
 
     def environment(self) -> dict[str, str]:
         """Return the variables that torch and DeepSpeed read."""

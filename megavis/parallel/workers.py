@@ -15,13 +15,12 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from multiprocessing import forkserver, reduction
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from megavis.parallel.launch import Launch
+from megavis.parallel.launch import LISTENING, Launch
 
 Job = Callable[..., Any]
 
@@ -176,7 +175,8 @@ def _serve(pipe: Connection, quiet: bool) -> None:
             with contextlib.ExitStack() as opened:
                 if launch.rank == 0 and launch.world_size > 1:
                     listening = socket.socket(fileno=reduction.recv_handle(pipe))
-                    launch = replace(launch, listening=opened.enter_context(listening))
+                    LISTENING[launch.master_port] = opened.enter_context(listening)
+                    opened.callback(LISTENING.clear)
                 value = job(launch, *args)
             pipe.send((True, value))
         # Also `SystemExit`: a worker that ends silently would be reported as dead, without a

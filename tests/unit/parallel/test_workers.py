@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megavis.parallel import workers
+from megavis.parallel.launch import LISTENING
 from megavis.parallel.workers import WorkerError, WorkerPool
 
 pytestmark = pytest.mark.once
@@ -56,12 +57,12 @@ def name_parent(launch):
 
 def meet_at_the_socket(launch):
     if launch.rank == 0:
-        other, _ = launch.listening.accept()
+        other, _ = LISTENING[launch.master_port].accept()
         with other:
             return other.recv(5)
     with socket.create_connection((launch.master_address, launch.master_port)) as other:
         other.sendall(b"hello")
-    return launch.listening
+    return LISTENING
 
 
 class Engine:
@@ -116,7 +117,7 @@ def test_the_meeting_place_listens_before_the_job_begins():
     """A worker that connects first would wait half a second before it tries again."""
     with WorkerPool(2, preload=PRELOADED) as pool:
         for _ in range(2):
-            assert pool.run(meet_at_the_socket, 2) == [b"hello", None]
+            assert pool.run(meet_at_the_socket, 2) == [b"hello", {}]
 
 
 def test_preloaded_workers_fork_from_one_server_and_are_replaced():
