@@ -32,6 +32,7 @@ from megavis.grammar.paper import PaperConfig
 from megavis.grammar.words import Labels
 from megavis.papers.darl.config import DARLConfig
 from megavis.papers.givt.config import EncoderDecoderConfig
+from megavis.papers.vae.config import VAEConfig
 from megavis.tokenizers.label_map_vae import LabelMapVAE
 from megavis.tokenizers.network_tokenizer import open_tokenizer
 from megavis.tokenizers.palette import Palette, grey_palette
@@ -55,6 +56,8 @@ SOURCES = {
         for config, words in [retraining(run)]
     },
 }
+# What headers import instead of training it, by run folder: the VAE of MAR's released code.
+IMPORTED = {"runs/kl16": VAEConfig(layers="taming", multipliers=[1, 1, 2, 2, 4])}
 # Folders of maps with the classes that a config has.
 OF_SEGMENTS = r"ade20k|scenes_(labelled|held_out)"
 # Shard kinds by folder name; all others hold JPEG files.
@@ -127,15 +130,17 @@ def tokenizer_of(config):
 @functools.cache
 def tokenizer(folder):
     """Write a tokenizer run of the preset's shape with few filters, and open it."""
-    tree = runs()[folder].model_dump(mode="json")
-    if tree["objective"]["name"] == "vae_label_maps":
+    objective = IMPORTED[folder] if folder in IMPORTED else runs()[folder].objective
+    section = objective.model_dump(mode="json")
+    if objective.name == "vae_label_maps":
+        tree = runs()[folder].model_dump(mode="json")
         small = {"hidden_size": 12, "ffn_hidden_size": 12, "num_layers": 1}
         parts = {"model": {**tree["model"], **small}, "data": tree["data"]}
-        section = {**tree["objective"], "decoder_layers": 1}
+        section |= {"decoder_layers": 1}
         network = LabelMapVAE.from_config({"objective": section, **parts})
         write_run(Path(folder), network, section, **parts)
         return open_tokenizer(folder)
-    section = {**runs()[folder].objective.model_dump(mode="json"), "filters": 32}
+    section |= {"filters": 32}
     network = {"vae": VAE, "vqgan": VQGAN}[section["name"]].from_config({"objective": section})
     write_run(Path(folder), network, section)
     return open_tokenizer(folder)
