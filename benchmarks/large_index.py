@@ -118,7 +118,7 @@ def train(options: argparse.Namespace, root: Path, folder: Path) -> list[dict[st
 
 
 def train_here(config: Path) -> None:
-    """Train as one process of several, and write its memory beside the config."""
+    """Train as one process of several, and write its memory next to the config."""
     if code := megavis(["train", str(config)]):
         sys.exit(code)
     _, share = memory()

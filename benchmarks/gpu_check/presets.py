@@ -56,7 +56,7 @@ PRESETS: Mapping[str, Preset] = {
     "GVP-B": Preset("gvp/vit_b_p2p.yaml", 128, (), 70, "ViT-S, one H100: 22.9 %"),
     "MP3-B": Preset("mp3/vit_b_imagenet.yaml", 256, (), None, "ViT-S, one H100: 22.9 %"),
 }
-"""Presets to measure; a variant's overrides follow those of the preset."""
+"""Presets to measure; a variant's overrides come after the preset's."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""megavis beside the code that people use, step by step.
+"""megavis against the code that people use, step by step.
 
 Each peer is a plain PyTorch loop around a model of `transformers` or `timm`: its own preparation of
 pixels, parameter groups, learning rates, optimizer and loss. Both start from the same weights, see

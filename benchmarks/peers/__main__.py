@@ -1,4 +1,4 @@
-"""megavis beside `transformers` and timm: the same training, step by step.
+"""megavis against `transformers` and timm: the same training, step by step.
 
     OMP_NUM_THREADS=1 python -m benchmarks.peers --images shards/train --tokens shards/tokens
 

@@ -1,7 +1,7 @@
 """Records of finished methods: what the tables read of their runs, without weights.
 
-A few kilobytes a run. They are kept beside the page, so that another machine can go on with a study
-and write the tables of all that has finished.
+A few kilobytes a run. They are kept next to the page, so that another machine can go on with a
+study and write the tables of all that has finished.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class ModelShape:
 
     Attributes:
         layers: parameters by layer.
-        trained: those of them that are not frozen.
+        trained: how many of them are not frozen.
         optimizer: its algorithm.
         parts: parameters by name of the part.
         stacks: stacks of blocks, from bottom to top.

@@ -235,11 +235,11 @@ def read_weights_file(
 ) -> dict[str, Tensor]:
     """Read a `.safetensors` file, or a file of plain tensors written by `torch.save`.
 
-    Only tensors are unpickled, beside numbers, texts and the options of a command line.
+    Only tensors, numbers, strings and the options of a command line are unpickled.
 
     Args:
         path: the file.
-        inside: keys of a training checkpoint; the tensors are those of the first that it has.
+        inside: keys of a training checkpoint; tensors are read from the first that it has.
 
     Raises:
         UserError: the file is missing, or contains something else.

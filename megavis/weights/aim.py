@@ -2,7 +2,7 @@
 
 "Scalable Pre-training of Large Autoregressive Image Models": a folder of the Hub
 (`AIMForImageClassification`: `model.safetensors` and `config.json`), or a file of the trunk's
-weights, with those of a head or without. The head that predicts pixels was not released.
+weights, with or without a probe's. The head that predicts pixels was not released.
 
 Legend: h width of the trunk.
 """
@@ -44,7 +44,7 @@ MODEL = "AIM"
 _PATCHES = "preprocessor.patchifier"
 _BLOCKS = "trunk.blocks."
 _HEAD_SIZE, _IMAGE_SIZE, _PROBED = 128, 224, 6
-"""Of all released networks: width of an attention head, side of the images, averaged layers."""
+"""Width of an attention head, side of the images and averaged layers, in all released networks."""
 # Our classifier has a bias, theirs has none.
 _WITHOUT_BIAS = Layout(
     lambda weight: (weight, weight.new_zeros(len(weight))), lambda weight, bias: weight
@@ -52,13 +52,13 @@ _WITHOUT_BIAS = Layout(
 
 
 def aim_table(*, num_layers: int, num_heads: int, patch_size: int, probed: int) -> Table:
-    """Return the names of a run with a probe, and those of the released code.
+    """Map the tensors of a run with a probe to the released names.
 
     Args:
         num_layers: blocks of the trunk.
         num_heads: attention heads.
         patch_size: side of a patch in pixels.
-        probed: the last block, counted from 1, whose output is probed; those above are left out.
+        probed: the last block, counted from 1, whose output is probed; blocks above it are dropped.
     """
     top = "head" if probed == num_layers else f"blocks.{probed}"
     norm, theirs = f"{top}.norm", "trunk.post_trunk_norm"
@@ -99,9 +99,9 @@ def aim_table(*, num_layers: int, num_heads: int, patch_size: int, probed: int) 
 def read_aim(args: argparse.Namespace) -> Released:
     """Read a folder of the Hub, or a file of weights.
 
-    Sizes are those of the tensors. `config.json`, if there is one, gives `num_heads`, by default
-    width / 128, `img_size`, by default 224, and `probe_layers`, by default the last six. Without a
-    head the probe is zero, to be trained.
+    Sizes are inferred from the tensors. `config.json`, if there is one, gives `num_heads` (default:
+    width / 128), `img_size` (default: 224) and `probe_layers` (default: the last six). If the file
+    has no head, the probe is zero, to be trained.
 
     Raises:
         UserError: it contains no such network.

@@ -132,7 +132,7 @@ def _limits(run: Run) -> Iterator[str]:
     )
     size = run.config.data.image_size
     yield f"It has seen images of {size} × {size} pixels, of the data named above and no other."
-    yield "Biases of the data are those of the model; nobody has looked for them here."
+    yield "The model inherits the biases of its data; nobody has looked for them here."
 
 
 def _record(run: Run) -> RunRecord | None:

@@ -289,7 +289,7 @@ _ADDED = ("learned", "sincos", "learned_sincos", "none")
 
 
 def as_vit(run: Run, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a run as those of a plain ViT, by the names of `vit_table`.
+    """Return a run's tensors as a plain ViT's, by the names of `vit_table`.
 
     Raises UserError if it is not a plain ViT with a class token; names the config key.
     """

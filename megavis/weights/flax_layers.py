@@ -21,7 +21,7 @@ CONVOLUTION = Layout(lambda x: x.permute(3, 2, 0, 1), lambda x: x.permute(2, 3, 
 
 
 def unstacked(tensors: Mapping[str, Tensor], prefix: str, *, axis: int = 0) -> dict[str, Tensor]:
-    """Return arrays of which those of blocks are single, as in `encoder/encoderblock_3/...`.
+    """Return the arrays with the blocks' unstacked, as in `encoder/encoderblock_3/...`.
 
     Args:
         tensors: all arrays.
@@ -132,7 +132,7 @@ def network_rows(
 
 
 def adapter_rows(tensors: Mapping[str, Tensor], ours: str = "", theirs: str = "") -> list[Row]:
-    """Return the rows of an adapter, whose sizes are those of the tensors."""
+    """Return the rows of an adapter of the tensors' sizes."""
     _, _, half, hidden = tensors[f"{theirs}modules_0/Conv_0/kernel"].shape
     blocks = count(tensors, f"{theirs}modules_")
     with torch.device("meta"):

@@ -83,7 +83,7 @@ class ReleasedModel:
     """A released Transformer, and settings that may not follow from its arrays.
 
     Attributes:
-        tensors: its arrays, those of blocks one by one.
+        tensors: its arrays, with the blocks' unstacked.
         mode: causal or masked; None to infer it from the number of positions.
         num_classes: number of classes; None to infer it from the rows of the labels.
     """
@@ -96,7 +96,7 @@ class ReleasedModel:
         """Infer the `objective` section.
 
         Raises:
-            UserError: it cannot be inferred, or the arrays are those of another model.
+            UserError: it cannot be inferred, or the arrays belong to another model.
         """
         stacked = self._stacked()
         keys: dict[str, Any] = {
@@ -218,7 +218,7 @@ class ReleasedModel:
         return masked
 
     def table(self) -> Table:
-        """Return our names and those of the arrays."""
+        """Map our tensors to the arrays' names."""
         head, theirs = self._head(), "decoder/LogitsDense"
         rows = [
             self._label_row(),

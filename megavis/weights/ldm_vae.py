@@ -1,8 +1,8 @@
-"""Released VAEs with the layers of latent diffusion: LDM's own, and the KL-16 of MAR.
+"""Released VAEs of latent diffusion: LDM's, and MAR's KL-16.
 
-"High-Resolution Image Synthesis with Latent Diffusion Models", `AutoencoderKL`. Its checkpoints
-have the tensors under `state_dict`, that of MAR (`kl16.ckpt`) under `model`. Sizes, and the levels
-with attention, are those of the tensors.
+"High-Resolution Image Synthesis with Latent Diffusion Models", `AutoencoderKL`. LDM's checkpoints
+keep the tensors under `state_dict`, MAR's (`kl16.ckpt`) under `model`. Sizes, and which levels have
+attention, are inferred from the tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PARTS = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.")
 
 
 def read_ldm_vae(args: argparse.Namespace) -> Released:
-    """Read a VAE, without its discriminator, which differs here.
+    """Read a VAE; its discriminator, which differs from ours, is dropped.
 
     Raises:
         UserError: the file is not such a checkpoint.
@@ -51,7 +51,7 @@ def read_ldm_vae(args: argparse.Namespace) -> Released:
 
 
 def ldm_vae_shape(tensors: Mapping[str, Tensor]) -> VAEShape:
-    """Infer the sizes of a network from its tensors; a missing one raises as they do."""
+    """Infer the sizes of a network from its tensors, which raise if one is missing."""
     filters = len(tensors["encoder.conv_in.weight"])
     levels = count(tensors, "encoder.down.")
     firsts = (f"encoder.down.{level}.block.0.conv1.weight" for level in range(levels))

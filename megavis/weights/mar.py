@@ -1,7 +1,7 @@
 """Released weights of MAR: "Autoregressive Image Generation without Vector Quantization".
 
-A checkpoint of the released code (`checkpoint-last.pth`), of which the average of the weights is
-read, or a file of such tensors. Sizes are those of the tensors.
+A checkpoint of the released code (`checkpoint-last.pth`), from which the averaged weights are read,
+or a file with the same tensors. Sizes are inferred from the tensors.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def mar_table(
     decoder_heads: int,
     denoiser_layers: int,
 ) -> Table:
-    """Return the names of a run, and those of the released code.
+    """Map the tensors of a run to the released names.
 
     Args:
         class_rows: rows that hold the class.

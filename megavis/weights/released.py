@@ -142,7 +142,7 @@ class Released:
         """Write the run folder; return its number of parameters.
 
         Raises:
-            UserError: the tensors are not exactly those of a network of these sizes.
+            UserError: the tensors do not exactly make up a network of these sizes.
         """
         config = self.config(run_folder)
         own = blank_weights(config)

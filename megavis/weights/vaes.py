@@ -179,7 +179,7 @@ def _channels(args: argparse.Namespace, channels: int) -> dict[str, Any]:
 
 
 def _label_map_table(tensors: ReleasedTensors) -> Table:
-    """Return our names and those of the arrays."""
+    """Map our tensors to the arrays' names."""
     side, _, channels, _ = tensors["embedding/kernel"].shape
     kernel = Layout(lambda x: x.flatten(0, 2), lambda x: x.unflatten(0, (side, side, channels)))
     return [

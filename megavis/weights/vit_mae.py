@@ -51,7 +51,7 @@ MODEL = "ViTMAEForPreTraining"
 _POSITIONS = ("embedding.positions.weight", "bridge.positions.weight")
 _TABLES = ("vit.embeddings.position_embeddings", "decoder.decoder_pos_embed")
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
-# Our class token is [1, h], and has the position that theirs has beside it.
+# Our class token is [1, h], with the position that theirs adds to it.
 _FRONT = Layout(
     lambda token, table: (token[0] + table[0][0], table[0, 1:]),
     lambda front, positions: (front.view(1, 1, -1), with_blank_row(positions)),
@@ -197,7 +197,7 @@ def read_vit_mae(args: argparse.Namespace) -> Released:
 
 
 def _check_settings(path: Path, settings: Mapping[str, Any]) -> None:
-    """Raise UserError if a folder's settings are not those of our MAE."""
+    """Raise UserError if a folder's settings do not describe our MAE."""
     check_vit_settings(path, settings)
     check_sizes(path, settings, *(f"decoder_{key}" for key in _SIZES))
     check_divides(path, settings, "decoder_hidden_size", "decoder_num_attention_heads")

@@ -66,7 +66,7 @@ class ViTNames:
         front, positions, patches, norm, blocks, classifier: outside of the blocks; `blocks` is
             their prefix.
         parts: in a block, as pairs of megavis' and the library's name.
-        projections: in a block, those of queries, keys and values: one stacked matrix, or three.
+        projections: a block's query, key and value projections: one stacked matrix, or three.
     """
 
     front: str
@@ -131,7 +131,7 @@ _OLDER = (
     (r"\.mlp\.fc1\.", ".intermediate.dense."),
     (r"\.mlp\.fc2\.", ".output.dense."),
 )
-"""Names in transformers 5, of its modules or as it saves them, and those of transformers 4."""
+"""Names in transformers 5, of its modules or as it saves them, and in transformers 4."""
 
 
 def with_older_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

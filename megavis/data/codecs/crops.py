@@ -224,7 +224,7 @@ def cut_jittered(
         draws: `[3]` in [0, 1): factor, vertical and horizontal position.
         factors: smallest and largest length of the shorter side, relative to `size`.
         is_map: resize to the nearest pixel, and pad with 0, which is void, instead of `PADDING`.
-        fits: factors are those of the longer side.
+        fits: factors apply to the longer side.
 
     Returns:
         uint8 `[size, size, ...]`.

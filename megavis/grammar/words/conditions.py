@@ -1,4 +1,4 @@
-"""What else a model knows: a condition in the sequence, a memory beside it; and a transform."""
+"""What else a model knows: a condition in the sequence or a memory outside it; and a transform."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class EncoderDecoderConfig(LatentTokensConfig):
     encoder_hidden_size: Positive | None = None
     """Width of the encoder; defaults to that of `model`, as in the paper."""
     encoder_num_attention_heads: Positive | None = None
-    """Attention heads of the encoder; defaults to those of `model`."""
+    """Attention heads of the encoder; default: as many as `model` has."""
     encoder_activation: Activation | None = None
     """Activation of the encoder's MLPs; defaults to that of `model`."""
     encoder_norm_epsilon: Above0 | None = None
