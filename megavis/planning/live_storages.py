@@ -89,9 +89,9 @@ class LiveStorages(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run an operation and record its new storages; views of its arguments have none."""
-        known = {place_of(tensor) for tensor in _tensors((args, kwargs))}
+        known = {place_of(tensor) for tensor in tensors_in((args, kwargs))}
         made = operation(*args, **(kwargs or {}))
-        for storage in map(storage_of, _tensors(made)):
+        for storage in map(storage_of, tensors_in(made)):
             if storage._cdata not in known and storage._cdata not in self.sizes:
                 self.add(storage._cdata, storage.nbytes())
                 weakref.finalize(storage, self.free, storage._cdata)
@@ -99,7 +99,7 @@ class LiveStorages(TorchDispatchMode):
         return made
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def tensors_in(tree: Any) -> list[Tensor]:
     """Return the tensors in nested tuples, lists and dictionaries."""
     if isinstance(tree, Tensor):
         return [tree]
@@ -107,4 +107,4 @@ def _tensors(tree: Any) -> list[Tensor]:
         tree = tree.values()
     elif not isinstance(tree, tuple | list):
         return []
-    return [tensor for part in tree for tensor in _tensors(part)]
+    return [tensor for part in tree for tensor in tensors_in(part)]

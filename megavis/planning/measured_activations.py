@@ -40,6 +40,7 @@ from megavis.planning.activations import (
 from megavis.planning.flash_attention import FlashAttention
 from megavis.planning.layouts import LayoutKey, layout_key
 from megavis.planning.live_storages import LiveStorages, place_of, saved_tensors
+from megavis.planning.remembered_shapes import RememberedShapes
 
 # A prime that divides no size of a model: a storage grows with the images if and only if the number
 # of its bytes is a multiple. On the meta device many images take no longer than one.
@@ -122,7 +123,7 @@ def activations_of(objective: Trainable, ends: _Ends | None = None) -> ModelActi
     inputs = objective.blank_sequence(_IMAGES, torch.device("meta")).inputs
     handed = _Handed([] if last.handed is None else last.handed)
     # A compiler would need to run, and Transformer Engine a GPU.
-    with plain_kernels():
+    with plain_kernels(), RememberedShapes():
         embedding = ends.first.get(kind) or _measured(first, inputs, dtype, handed)
         handed.found += embedding.handed
         stacks, state = _through(between, embedding.output, dtype, handed)
