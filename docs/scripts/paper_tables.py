@@ -29,7 +29,7 @@ from megavis.reports.published import PublishedTable, published_papers
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "papers"
-PAPERS = ("igpt", "givt", "darl", "gvp", "mp3", "mae", "aim", "rar", "mar")
+PAPERS = ("igpt", "givt", "darl", "gvp", "mp3", "mae", "aim", "rar", "randar", "mar")
 STATES = ("run small", "not run", "not possible", "cited", "drawing")
 HEAD = """# {short}: tables and figures
 

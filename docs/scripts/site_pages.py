@@ -38,6 +38,7 @@ PAPERS = {
     "mae": "MAE",
     "aim": "AIM",
     "rar": "RAR",
+    "randar": "RandAR",
     "mar": "MAR",
     "compose": "Compositions",
     "results": "Study",

@@ -1,4 +1,4 @@
-"""Convert released VQGANs, of "Taming Transformers" and of MAGE."""
+"""Convert released VQGANs, of "Taming Transformers", MAGE and RAR."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def read_released(path: Path) -> ReleasedTensors:
 
     The files of "Taming Transformers" have encoder, decoder, codebook and discriminator (`loss.…`,
     ignored here). That of "MAGE: MAsked Generative Encoder to Unify Representation Learning and
-    Image Synthesis" has MaskGIT's layers under the same names.
+    Image Synthesis" has MaskGIT's layers under the same names, that of "Randomized Autoregressive
+    Visual Generation" (`maskgit-vqgan-imagenet-f16-256.bin`) under similar ones.
 
     Raises:
         UserError: the file is missing, contains more than tensors, or no VQGAN.
@@ -70,16 +71,17 @@ _MASKGIT_PARTS = {
 
 
 def _maskgit_name(name: str, last: int) -> str:
-    """Map a tensor's name in MAGE's file to megavis'; `last` is the index of the coarsest level.
+    """Map a tensor's name in MAGE's or RAR's file to megavis'; `last` is the coarsest level.
 
-    MAGE numbers the decoder's levels from the finest one.
+    Both number the decoder's levels from the finest one; RAR's the blocks in the middle from 0.
     """
     name = re.sub(r"down\.(\d+)\.block", r"levels.\1", name)
     name = re.sub(r"up\.(\d+)\.block", lambda found: f"levels.{last - int(found[1])}", name)
     name = re.sub(
-        r"up\.(\d+)\.upsample\.conv", lambda found: f"enlargers.{last - int(found[1])}", name
+        r"up\.(\d+)\.upsample[._]conv", lambda found: f"enlargers.{last - int(found[1])}", name
     )
     name = re.sub(r"mid\.block_(\d)", lambda found: f"middle.{int(found[1]) - 1}", name)
+    name = re.sub(r"mid\.(\d)", r"middle.\1", name)
     return ".".join(_MASKGIT_PARTS.get(part, part) for part in name.split("."))
 
 

@@ -111,10 +111,20 @@ def mage_tensors():
     return {name: torch.randn(shape, generator=generator) / 8 for name, shape in shapes.items()}
 
 
-def test_import_mage_checkpoint(tmp_path):
+def rar_name(name):
+    """Return the name of a tensor of MAGE's in `maskgit-vqgan-imagenet-f16-256.bin` of RAR."""
+    for theirs, own in ((".block_1.", ".0."), (".block_2.", ".1."), ("sample.c", "sample_c")):
+        name = name.replace(theirs, own)
+    return name
+
+
+@pytest.mark.parametrize("named", [str, rar_name])
+def test_import_maskgit_checkpoint(tmp_path, named):
     tensors = mage_tensors()
-    torch.save(tensors, tmp_path / "vqgan_jax_strongaug.ckpt")
-    source, run = str(tmp_path / "vqgan_jax_strongaug.ckpt"), str(tmp_path / "run")
+    stored = {named(name): tensor for name, tensor in tensors.items()}
+    assert len(stored) == len(tensors)
+    torch.save(stored, tmp_path / "maskgit.bin")
+    source, run = str(tmp_path / "maskgit.bin"), str(tmp_path / "run")
     assert main(["import", "vqgan", source, run]) == 0
     tokenizer = open_tokenizer(tmp_path / "run")
     images = torch.randint(256, (2, 8, 8, 3), dtype=torch.uint8)

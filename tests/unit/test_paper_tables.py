@@ -132,7 +132,7 @@ def test_numbers_of_small_runs_stand_where_the_row_points(pages):
 
 
 def test_readme_names_every_table_that_is_not_possible(pages):
-    """Limitations have all that remains: a part of a table or figure by its number."""
+    """Limitations have all that remains: parts of a table or figure by number, others by name."""
     limits = section_of(ROOT / "README.md", "limitations")
     for page in pages.values():
         (row,) = re.findall(rf"^\| {page.published.short}\b.*$", limits, re.MULTILINE)
@@ -143,7 +143,9 @@ def test_readme_names_every_table_that_is_not_possible(pages):
             for line in lines
             if line.state.startswith("not possible")
         }
-        assert lost <= named, f"{page.paper}: {sorted(lost - named)}"
+        unnamed = {name for name in lost - named if re.match(r"Table|Figure", name)}
+        unnamed |= {name for name in lost - named if name.lower() not in row}
+        assert not unnamed, f"{page.paper}: {sorted(unnamed)}"
 
 
 @pytest.fixture
