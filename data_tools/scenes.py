@@ -4,7 +4,8 @@ Balls, boxes and cones stand in front of a wall. The camera looks along the floo
 from the place where an object stands, and its size from its depth; nearer ones hide those behind.
 Textures differ from object to object and say nothing about its class, unless `--class-colors`.
 
-Maps are written in the format of COCO Panoptic, depths as 16-bit PNG in millimetres.
+Maps are written in the format of COCO Panoptic, objects in that of COCO's instances, depths as
+16-bit PNG in millimetres.
 
 Legend: s side of an image in pixels, n its segments.
 """
@@ -35,6 +36,14 @@ CATEGORIES = (
     {"id": 100, "name": "wall", "supercategory": "ground", "isthing": 0},
     {"id": 101, "name": "floor", "supercategory": "ground", "isthing": 0},
 )
+_CATEGORIES = {
+    "panoptic": CATEGORIES,
+    "instances": tuple(
+        {name: each[name] for name in ("id", "name", "supercategory")}
+        for each in CATEGORIES
+        if each["isthing"]
+    ),
+}
 _STREAMS = {"train": 0, "validation": 1}
 _SHAPES, _WALL, _FLOOR = (1, 2, 5), 100, 101
 _HORIZON, _CAMERA = 0.35, 1.3
@@ -77,7 +86,7 @@ def add_scenes_arguments(parser: argparse.ArgumentParser) -> None:
         "out",
         type=Path,
         help="the folder to write: images/, panoptic/ and depth/ with train/ and validation/ in"
-        " each, panoptic_train.json and panoptic_validation.json",
+        " each, and panoptic_train.json, instances_train.json, and both of validation",
     )
     parser.add_argument("--size", type=positive, default=64, help="side of an image in pixels")
     parser.add_argument("--images", type=positive, default=4000, help="training images")
@@ -108,6 +117,7 @@ def run_scenes(arguments: argparse.Namespace) -> int:
     options = ("size", "images", "validation_images", "objects", "wall", "class_colors", "seed")
     record = {name: getattr(arguments, name) for name in options}
     record["wall"] = list(arguments.wall)  # as it is read back from JSON
+    record["annotations"] = list(_CATEGORIES)  # earlier versions wrote panoptic ones only
 
     def write(folder: Path) -> None:
         counts = {"train": arguments.images, "validation": arguments.validation_images}
@@ -127,7 +137,7 @@ def _write_part(
 ) -> None:
     for kind in ("images", "panoptic", "depth"):
         (folder / kind / part).mkdir(parents=True)
-    images, annotations = [], []
+    images, annotations, objects = [], [], list[dict[str, Any]]()
     for number in range(count):
         random = np.random.default_rng([record["seed"], _STREAMS[part], number])
         scene = draw_scene(
@@ -146,9 +156,11 @@ def _write_part(
         images.append({"id": number, "file_name": name, "width": side, "height": side})
         segments = segments_info(scene, ids)
         annotations.append({"image_id": number, "file_name": name, "segments_info": segments})
+        objects += objects_info(scene, image_id=number, first_id=len(objects) + 1)
         bar.advance()
-    content = {"images": images, "annotations": annotations, "categories": CATEGORIES}
-    (folder / f"panoptic_{part}.json").write_text(json.dumps(content), encoding="utf-8")
+    for kind, own in (("panoptic", annotations), ("instances", objects)):
+        content = {"images": images, "annotations": own, "categories": _CATEGORIES[kind]}
+        (folder / f"{kind}_{part}.json").write_text(json.dumps(content), encoding="utf-8")
 
 
 def segments_info(scene: Scene, ids: np.ndarray) -> list[dict[str, Any]]:
@@ -170,6 +182,29 @@ def segments_info(scene: Scene, ids: np.ndarray) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def objects_info(scene: Scene, *, image_id: int, first_id: int) -> list[dict[str, Any]]:
+    """Return COCO's JSON records of the visible objects, with their visible pixels as masks.
+
+    Ids count from `first_id`. Masks are uncompressed run lengths.
+    """
+    found: list[dict[str, Any]] = []
+    for each in segments_info(scene, np.arange(len(scene.categories))):
+        if each["category_id"] in _SHAPES:
+            mask = scene.segments == each["id"]
+            lengths = {"size": list(mask.shape), "counts": _run_lengths(mask)}
+            own = {"id": first_id + len(found), "image_id": image_id, "segmentation": lengths}
+            found.append({**each, **own})
+    return found
+
+
+def _run_lengths(mask: np.ndarray) -> list[int]:
+    """Return the lengths of runs, down the columns of bool `[s, s]`, the first one outside."""
+    pixels = np.concatenate(([False], mask.ravel(order="F")))
+    starts = np.flatnonzero(pixels[1:] != pixels[:-1])
+    lengths: list[int] = np.diff(starts, prepend=0, append=mask.size).tolist()
+    return lengths
 
 
 def draw_scene(

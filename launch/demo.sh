@@ -297,7 +297,8 @@ mae() {
 }
 
 dense() {
-  local run=runs/mae_demo_scenes$tag tune=yaml_configs/mae/segments_demo.yaml part
+  local run=runs/mae_demo_scenes$tag part
+  local segments=yaml_configs/mae/segments_demo.yaml instances=yaml_configs/mae/instances_demo.yaml
   step "draw 6,000 scenes of 64² pixels without labels, and 400 to evaluate on" \
     python -m data_tools scenes demo/scenes_hard --images 6000 --validation-images 400 --objects 3
   step "draw 100 scenes with labels" \
@@ -311,19 +312,35 @@ dense() {
     python -m data_tools maps panoptic demo/scenes_hard/images/validation \
     demo/scenes_hard/panoptic/validation demo/scenes_hard/panoptic_validation.json \
     --out demo/scenes_held_out
+  step "write the objects of those with labels" \
+    python -m data_tools maps instances demo/scenes_few/images/train \
+    demo/scenes_few/instances_train.json --out demo/labelled_instances
+  step "write the objects of those to evaluate on" \
+    python -m data_tools maps instances demo/scenes_hard/images/validation \
+    demo/scenes_hard/instances_validation.json --out demo/held_out_instances
   step "train MAE on scenes, 6 layers 96 wide, for 2,000 steps of 64 images" \
     megavis train yaml_configs/mae/demo_scenes.yaml $(seeded mae_demo_scenes)
   background "fine-tune it to predict classes of pixels from 100 scenes" \
-    megavis finetune "$tune" $(seeded mae_segments_demo mae_demo_scenes)
+    megavis finetune "$segments" $(seeded mae_segments_demo mae_demo_scenes)
   step "the same from scratch" \
-    megavis finetune "$tune" finetune.from_run=null finetune.layer_decay=1.0 \
+    megavis finetune "$segments" finetune.from_run=null finetune.layer_decay=1.0 \
     "name=mae_segments_scratch_demo$tag" "seed=$seed"
   join_background
   for part in segments segments_scratch; do
     step "evaluate whole scenes by sliding windows" \
       megavis evaluate segmentation "runs/mae_${part}_demo$tag"
   done
-  finish "runs/mae_segments_demo$tag" "runs/mae_segments_scratch_demo$tag" "$run"
+  background "fine-tune it to find objects from 100 scenes" \
+    megavis finetune "$instances" $(seeded mae_instances_demo mae_demo_scenes)
+  step "the same from scratch" \
+    megavis finetune "$instances" finetune.from_run=null finetune.layer_decay=1.0 \
+    "name=mae_instances_scratch_demo$tag" "seed=$seed"
+  join_background
+  for part in instances instances_scratch; do
+    step "find the objects of whole scenes" megavis evaluate detection "runs/mae_${part}_demo$tag"
+  done
+  finish "runs/mae_segments_demo$tag" "runs/mae_segments_scratch_demo$tag" \
+    "runs/mae_instances_demo$tag" "runs/mae_instances_scratch_demo$tag" "$run"
 }
 
 aim() {

@@ -168,12 +168,21 @@ DEMOS = (
     ),
     Demo(
         paper="dense",
-        title="MAE: classes of pixels from a hundred labelled scenes",
-        runs=("mae_segments_demo", "mae_segments_scratch_demo"),
+        title="MAE: classes of pixels, and objects, from a hundred labelled scenes",
+        runs=(
+            "mae_segments_demo",
+            "mae_segments_scratch_demo",
+            "mae_instances_demo",
+            "mae_instances_scratch_demo",
+        ),
         pictures=(
             (
                 "mae_segments_demo/evaluation/finetune_test.png",
                 "Unseen scenes, the classes of their pixels, and the predicted ones",
+            ),
+            (
+                "mae_instances_demo/evaluation/detection.png",
+                "The objects of unseen scenes, and those found with a score of at least 0.5",
             ),
         ),
     ),

@@ -10,12 +10,16 @@ from coco_folder import write_coco, write_coco_shards
 from PIL import Image
 from pycocotools import mask as coco
 from pycocotools.coco import COCO
+from scene_shards import write_scenes
 
 from data_tools.__main__ import main
+from data_tools.scenes import CATEGORIES
 from megavis.data.codecs.instances import MAX_OBJECTS, InstancesCodec, masks_of, read_objects
 from megavis.data.codecs.jpeg import join, split
+from megavis.data.codecs.label_maps import to_numbers
 from megavis.data.codecs.transforms import Transform
 from megavis.data.format.manifest import Manifest
+from megavis.data.format.shards import ShardReader
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import read_batch
 
@@ -63,6 +67,42 @@ def test_shards_hold_what_cocos_own_tools_read(folder):
             assert (masks == np.stack([listed.annToMask(n) for n in notes], -1)).all()
             assert (masks.sum(-1) > 1).any()
     assert (expected, crowds) == ({}, 1)
+
+
+def test_scenes_have_objects_that_cocos_own_tools_read(tmp_path):
+    """Each is a segment of a ball, a box or a cone; shards have the same masks."""
+    scenes = write_scenes(tmp_path, images=24)
+    listed = COCO(str(path := scenes / "instances_train.json"))
+    assert sorted(listed.anns) == list(range(1, 1 + len(listed.anns)))
+    things = [(each["id"], each["name"]) for each in CATEGORIES if each["isthing"]]
+    assert [(each["id"], each["name"]) for each in listed.cats.values()] == things
+    segments = json.loads((scenes / "panoptic_train.json").read_text())["annotations"]
+    expected, kinds = {}, set()
+    for key, image in listed.imgs.items():
+        assert (image["height"], image["width"]) == (32, 32)
+        ids = to_numbers(np.array(Image.open(scenes / "panoptic/train" / image["file_name"])))
+        own = [each for each in segments[key]["segments_info"] if each["category_id"] < 100]
+        notes = listed.loadAnns(listed.getAnnIds(imgIds=[key]))
+        assert len(notes) == len(own)
+        masks = np.zeros((32, 32, len(own)), np.uint8)
+        for place, (note, segment) in enumerate(zip(notes, own, strict=True)):
+            for name in ("category_id", "bbox", "area", "iscrowd"):
+                assert note[name] == segment[name]
+            masks[..., place] = listed.annToMask(note)
+            assert (masks[..., place] == (ids == segment["id"])).all()
+            assert coco.toBbox(listed.annToRLE(note)).tolist() == note["bbox"]
+            kinds.add(note["category_id"])
+        expected[image["file_name"]] = masks
+    assert kinds == {1, 2, 5}
+    words = [str(scenes / "images/train"), str(path), "--out", str(tmp_path / "out")]
+    assert main(["maps", "instances", *words]) == 0
+    for shard in Manifest.read(tmp_path / "out").shards:
+        reader = ShardReader(tmp_path / "out" / shard.name)
+        for place, source in enumerate(reader.index.sources):
+            target = read_objects(split(bytes(reader.read(place)))[1])
+            masks = masks_of(target["size"], target["objects"])
+            assert (masks == expected.pop(source)).all()
+    assert not expected
 
 
 def test_objects_move_with_their_image():

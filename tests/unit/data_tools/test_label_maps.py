@@ -33,7 +33,9 @@ def stored_maps(folder):
 def test_scenes_are_exact_and_deterministic(tmp_path):
     scenes = write_scenes(tmp_path / "one", images=24)
     again = write_scenes(tmp_path / "two", images=24)
-    for path in sorted(scenes.rglob("*.png")):
+    paths = [*scenes.rglob("*.png"), *scenes.glob("*.json")]
+    assert len(paths) == 3 * 36 + 5
+    for path in paths:
         assert path.read_bytes() == (again / path.relative_to(scenes)).read_bytes()
     listed = json.loads((scenes / "panoptic_train.json").read_text())
     kinds = {each["id"]: each["name"] for each in listed["categories"]}

@@ -4,7 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from full_objects import with_full_objects
+from small_batches import batch_of, photographs, run_layers
 from small_configs import SMALL, config_writer
+from tiny import VIT, tiny
 
 from megavis.config.load import load_config
 from megavis.model import compiled_blocks, kernels
@@ -17,6 +20,11 @@ pytestmark = pytest.mark.once
 TOLERANCE = 2e-5
 WITH_BLOCKS = [name for name in SMALL if name != "vae_label_maps"]
 DROPOUT = ["model.hidden_dropout=0.2", "model.mlp_dropout=0.3", "model.attention_dropout=0.1"]
+# Papers without and with coordinates, which windows divide too.
+DETECTORS = {
+    "mae": ("{name: mae, patch_size: 4}", "learned"),
+    "darl": ("{name: darl, patch_size: 4}", "rope_2d"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +78,41 @@ def step_of(context, write):
         return loss.detach(), gradients
 
     return step_of
+
+
+def windowed(name):
+    """Return a detector on 8² patches, whose blocks but the third and the last attend to 4²."""
+    objective, positions = DETECTORS[name]
+    finetune = {
+        "task": "instances", "num_classes": 3, "head_width": 8, "visibility": "full", "window": 4,
+        "global_blocks": [3, 6], "relative_positions": True,
+    }  # fmt: skip
+    return tiny(
+        objective,
+        model={**VIT, "num_layers": 6, "positions": positions},
+        data={"image_size": 32, "crop": "jittered"},
+        training={"validate_every": 1},
+        validates=True,
+        finetune=finetune,
+    )
+
+
+@pytest.fixture
+def detector_step(build_paper):
+    """Return loss and gradients of a small detector, with some kernels."""
+
+    def detector_step(name, library, *words):
+        kernels.choose_kernels(library)
+        objective, inference = build_paper(windowed(name), *words, std=0.1)
+        batch = with_full_objects(batch_of(photographs(2, 32)))
+        sequence = objective.training_sequence(batch)
+        layers = [each.train() for each in inference.layers.modules]
+        loss = objective.loss(run_layers(layers, sequence.inputs), sequence.targets)
+        loss.backward()
+        gradients = {name: each.grad for name, each in inference.layers.named_parameters()}
+        return loss.detach(), gradients
+
+    return detector_step
 
 
 def assert_equal(found, expected, tolerance=TOLERANCE):
@@ -171,3 +214,36 @@ def test_blocks_that_zero3_gathers_in_parts_stay_plain(name, stays_plain, traced
         layer for layer in LayerStack(plans, run.objective.loss).layers if hasattr(layer, "run")
     )
     assert block.is_gathered_in_parts == stays_plain
+
+
+@pytest.mark.parametrize("name", DETECTORS)
+def test_blocks_within_windows_share_a_graph(traced, detector_step, name):
+    """One graph for windows of all images, another for whole images, with the plain numbers."""
+    drops = "finetune.drop_path=0.3"
+    expected = detector_step(name, "torch", drops)
+    assert_equal(detector_step(name, "blocks", drops), expected)
+    assert len(traced) == 2
+    recomputes = "parallel.activation_checkpointing=full"
+    assert_equal(detector_step(name, "blocks", drops, recomputes), expected)
+    assert len(traced) == 6, "two without gradients, two with them"
+    taken = take_compilation()
+    assert (taken.graphs, taken.failure) == (6, None)
+
+
+def test_inductor_computes_the_plain_numbers_within_windows(detector_step, monkeypatch):
+    """Windows compiled to C++; positions relative to queries have gradients too."""
+    graphs, inductor = [], torch._dynamo.lookup_backend("inductor")
+
+    def compile_first(graph, inputs):
+        graphs.append(graph)
+        # Another graph, of blocks without windows, would take as long again.
+        return inductor(graph, inputs) if len(graphs) == 1 else graph.forward
+
+    monkeypatch.setattr(compiled_blocks, "BACKEND", {"backend": compile_first})
+    _, gradients = expected = detector_step("mae", "torch")
+    relative = [each for name, each in gradients.items() if "query_positions" in name]
+    assert len(relative) == 12
+    assert all(each.abs().max() > 0 for each in relative)
+    assert_equal(detector_step("mae", "blocks"), expected)
+    taken = take_compilation()
+    assert (taken.graphs, taken.failure) == (2, None)
