@@ -228,22 +228,3 @@ def test_blocks_within_windows_share_a_graph(traced, detector_step, name):
     assert len(traced) == 6, "two without gradients, two with them"
     taken = take_compilation()
     assert (taken.graphs, taken.failure) == (6, None)
-
-
-def test_inductor_computes_the_plain_numbers_within_windows(detector_step, monkeypatch):
-    """Windows compiled to C++; positions relative to queries have gradients too."""
-    graphs, inductor = [], torch._dynamo.lookup_backend("inductor")
-
-    def compile_first(graph, inputs):
-        graphs.append(graph)
-        # Another graph, of blocks without windows, would take as long again.
-        return inductor(graph, inputs) if len(graphs) == 1 else graph.forward
-
-    monkeypatch.setattr(compiled_blocks, "BACKEND", {"backend": compile_first})
-    _, gradients = expected = detector_step("mae", "torch")
-    relative = [each for name, each in gradients.items() if "query_positions" in name]
-    assert len(relative) == 12
-    assert all(each.abs().max() > 0 for each in relative)
-    assert_equal(detector_step("mae", "blocks"), expected)
-    taken = take_compilation()
-    assert (taken.graphs, taken.failure) == (2, None)
