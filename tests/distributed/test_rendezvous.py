@@ -51,7 +51,7 @@ def test_a_port_in_use_is_one_sentence(tiny_config: Path, tmp_path: Path) -> Non
             env={**os.environ, **place, **where},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
             check=False,
         )
     assert done.returncode == 2

@@ -39,7 +39,7 @@ class Browser:
         assert "error" not in answer, answer
         return answer["result"]
 
-    def wait(self, matches, timeout=30.0):
+    def wait(self, matches, timeout=120.0):
         """Read messages until one matches, and return it."""
         end = time.monotonic() + timeout
         while time.monotonic() < end:

@@ -18,7 +18,7 @@ from megavis.data.loading.read_ahead import ReadAhead
 
 SHARDS, SAMPLES = 8, 6
 WINDOWS = WindowedOrder([SAMPLES] * SHARDS, 2, 5)
-LONG = 20
+LONG = 120
 
 
 class File:

@@ -145,7 +145,7 @@ class Meeting(FakeWorker):
         if job is open_stage:
             return {}, ("a", "b", "c", "d")
         self.folders.append(settings.folder)
-        self.barrier.wait(timeout=20)
+        self.barrier.wait(timeout=120)
         return [Row(name, 1)]
 
 
