@@ -141,10 +141,16 @@ def missing(names: Iterable[str]) -> Iterator[str]:
 
 
 def picture(drawn: Path, page: Path, folder: Path, text: str) -> Iterator[str]:
-    """Yield the lines of a picture in a run folder, copied to a folder next to the page."""
-    target = page.parent / folder
-    target.mkdir(parents=True, exist_ok=True)
+    """Yield the lines of a picture in a run folder, copied to a folder next to the page.
+
+    One that is only there, since another machine has drawn it, is shown too.
+    """
     name = f"{drawn.parents[1].name}_{drawn.name}"
-    shutil.copyfile(drawn, target / name)
+    target = page.parent / folder / name
+    if drawn.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(drawn, target)
+    elif not target.exists():
+        return
     yield f"\n![{text}]({folder}/{name})"
     yield f"\n{text}."

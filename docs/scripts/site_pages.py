@@ -40,6 +40,7 @@ PAPERS = {
     "rar": "RAR",
     "mar": "MAR",
     "compose": "Compositions",
+    "comparison": "Comparison",
     "results": "Study",
 }
 DOCUMENTS = {
