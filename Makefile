@@ -14,12 +14,15 @@ BIN := $(abspath $(VENV))/bin
 RUN := env -u PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX="$(abspath $(VENV))/pycache" \
 	PATH="$(BIN):$$PATH"
 
-.PHONY: help install compile lint test test-cluster test-layouts demo demos results docs cards wheel clean
+.PHONY: help install compile lint test test-cluster test-layouts demo demos comparison results docs cards \
+	wheel clean
 
 help:
 	@echo "make demo     train a small iGPT on letters and show what it completes (CPU, minutes)"
 	@echo "              (PAPER=mp3: another paper's demo)"
 	@echo "make demos    the demos of all papers, and docs/gallery.md"
+	@echo "make comparison   all papers on letters, equal in network and images: docs/comparison.md"
+	@echo "              (SMALL=1: every command, on few images; resumes)"
 	@echo "make results DATA=folder   the study of docs/results.md on real data, in results/"
 	@echo "              (SMALL=1: every command, on few images; resumes)"
 	@echo "make test     format, lint, types, import direction, scripts, all tests"
@@ -86,9 +89,12 @@ demo: $(STAMP)
 demos: $(STAMP)
 	$(RUN) bash launch/demo.sh all
 
-DATA ?=
 SMALL ?=
-OUT ?= results$(if $(SMALL),_small)
+OUT ?= $@$(if $(SMALL),_small)
+comparison: $(STAMP)
+	$(RUN) $(BIN)/python -m benchmarks.comparison --out "$(OUT)" $(if $(SMALL),--small) $(OPTIONS)
+
+DATA ?=
 results: $(STAMP)
 	@test -n "$(DATA)" || { echo "make: say DATA=folder, the one with CIFAR-10, MNIST, ... (docs/results.md)" \
 		>&2; exit 2; }

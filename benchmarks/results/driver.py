@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 
-from benchmarks.results.tasks import Task
+from benchmarks.results.tasks import ROOT, Task
 from megavis.config.errors import UserError
 
-ROOT = Path(__file__).parents[2]
 TIMES = "times.jsonl"
 _PROGRAMS = {"megavis": "megavis.cli", "data_tools": "data_tools"}
 _LOG = "study.log"

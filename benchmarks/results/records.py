@@ -8,13 +8,45 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from benchmarks.results.driver import TIMES
-from benchmarks.results.tasks import Method, Study
+from benchmarks.results.tasks import Task
 from megavis.training.metrics import read_json_lines
 
 _FILES = ("config.yaml", "starts.jsonl", "metrics.jsonl", "evaluation/*.json")
+
+
+class TrainedMethod(Protocol):
+    """What the records read of a method of any study."""
+
+    @property
+    def runs(self) -> list[Path]:
+        """Run folders of its trainings, in order."""
+        ...
+
+    @property
+    def last_result(self) -> Path:
+        """File that exists once all has been trained, and the last run evaluated."""
+        ...
+
+
+_Method = TypeVar("_Method", bound=TrainedMethod)
+
+
+class AnyStudy(Protocol[_Method]):
+    """A study whose methods are kept."""
+
+    @property
+    def methods(self) -> Sequence[_Method]:
+        """All methods, in the order in which they run."""
+        ...
+
+    def trainings(self, method: _Method) -> Iterable[Task]:
+        """Return the commands of a method, its trainings among them."""
+        ...
 
 
 class Records:
@@ -28,7 +60,7 @@ class Records:
         """Nothing is read yet."""
         self.folder = folder
 
-    def copy_to(self, study: Study, folder: Path) -> list[Method]:
+    def copy_to(self, study: AnyStudy[_Method], folder: Path) -> list[_Method]:
         """Copy the records of methods that have not been trained in the study's folder.
 
         A method trained on other numbers of images is not one of the study's.
@@ -46,14 +78,14 @@ class Records:
             _copy(method, self.folder, folder)
         return found
 
-    def keep(self, study: Study, folder: Path) -> None:
+    def keep(self, study: AnyStudy[_Method], folder: Path) -> None:
         """Copy every method that has finished in the study's folder."""
         for method in study.methods:
             if _is_finished(study, method, folder):
                 _copy(method, folder, self.folder)
 
 
-def _is_finished(study: Study, method: Method, folder: Path) -> bool:
+def _is_finished(study: AnyStudy[_Method], method: _Method, folder: Path) -> bool:
     if not (folder / method.last_result).exists():
         return False
     steps = [task.steps for task in study.trainings(method) if task.steps]
@@ -64,7 +96,7 @@ def _last_step(run: Path) -> int:
     return max((line["step"] for line in read_json_lines(run / "metrics.jsonl")), default=0)
 
 
-def _copy(method: Method, source: Path, target: Path) -> None:
+def _copy(method: TrainedMethod, source: Path, target: Path) -> None:
     """Copy the small files of a method's runs, and the times that the target lacks."""
     for run in method.runs:
         for path in (path for pattern in _FILES for path in sorted((source / run).glob(pattern))):

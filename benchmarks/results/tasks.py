@@ -17,7 +17,8 @@ from megavis.checkpoint.format.folder import saved_steps
 from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
 
-CONFIGS = Path(__file__).parents[2] / "yaml_configs" / "results"
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "yaml_configs" / "results"
 _STUDY = Path(__file__).with_name("study.yaml")
 _LONGEST_WARMUP = 200
 DataSet = Literal["cifar10", "mnist", "digits"]
@@ -47,6 +48,26 @@ class Task:
     def data(cls, words: Sequence[str], done: Path) -> Task:
         """Return a command of `data_tools`."""
         return cls(("data_tools", *words), done)
+
+    @classmethod
+    def training(cls, command: str, file: str, keys: Sequence[str], images: int) -> Task:
+        """Return a training whose warm-up is at most a tenth of it.
+
+        Args:
+            command: `train` or `finetune`.
+            file: the config, relative to the checkout.
+            keys: overrides.
+            images: that it sees.
+        """
+        found = load_config(ROOT / file, list(keys)).config
+        steps = max(1, images // found.training.batch_size)
+        warmup = min(_LONGEST_WARMUP, steps // 10) or 1
+        words = [file, *keys, f"training.steps={steps}"]
+        words.append(f"schedule.warmup_steps={warmup}")
+        words.append(f"training.validate_every={max(1, steps // 4)}")
+        run = Path(found.folder)
+        made = "evaluation/finetune_test.json" if command == "finetune" else "config.yaml"
+        return cls(("megavis", command, *words), run / made, run, steps)
 
     def is_done(self, folder: Path) -> bool:
         """Return whether the command has finished, in the folder of a study."""
@@ -237,16 +258,7 @@ class Study:
         yield _evaluation(words, run / "evaluation/samples.json")
 
     def _training(self, command: str, config: Sequence[str], images: int) -> Task:
-        """Return a training whose warm-up is at most a tenth of it."""
-        found = config_of(config)
-        steps = max(1, images // found.training.batch_size)
-        warmup = min(_LONGEST_WARMUP, steps // 10) or 1
-        words = [f"yaml_configs/results/{config[0]}", *config[1:], f"training.steps={steps}"]
-        words.append(f"schedule.warmup_steps={warmup}")
-        words.append(f"training.validate_every={max(1, steps // 4)}")
-        run = Path(found.folder)
-        made = "evaluation/finetune_test.json" if command == "finetune" else "config.yaml"
-        return Task(("megavis", command, *words), run / made, run, steps)
+        return Task.training(command, f"yaml_configs/results/{config[0]}", config[1:], images)
 
     def _probe(self, method: Method, part: Literal["held_out", "test"]) -> Task:
         folder = f"shards/{method.reads}"

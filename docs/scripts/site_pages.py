@@ -41,6 +41,7 @@ PAPERS = {
     "randar": "RandAR",
     "mar": "MAR",
     "compose": "Compositions",
+    "comparison": "Comparison",
     "results": "Study",
 }
 DOCUMENTS = {

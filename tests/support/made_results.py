@@ -1,6 +1,7 @@
 """Results of evaluations with chosen numbers, for run folders that a test writes by hand."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 from megavis.evaluation.results import FORMS, LayerScore
@@ -61,3 +62,27 @@ def write_results(folder, **results):
     """Write results to `evaluation/` of a run folder, each under its name without `.json`."""
     for name, result in results.items():
         result.write(folder / "evaluation" / f"{name}.json")
+
+
+def _write(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content))
+
+
+def write_run(folder, name, *, step=4, **evaluation):
+    """Write a run that has trained to a step, with the files of its evaluation."""
+    run = folder / "runs" / name
+    start = {"machine": "Linux, 2 CPUs", "versions": {"torch": "2"}, "likelihood": {"per_loss": 2}}
+    _write(run / "starts.jsonl", start)
+    _write(run / "metrics.jsonl", {"step": step, "validation_loss": 2.0})
+    (run / "config.yaml").write_text("training: {batch_size: 16, validation_images: 500}\n")
+    write_results(run, **evaluation)
+    line = {"done": f"runs/{name}", "processor_seconds": 90, "began": "2026-11-26 07:00"}
+    with (folder / "times.jsonl").open("a") as times:
+        times.write(json.dumps({**line, "commit": "abc"}) + "\n")
+
+
+def rows_of(text):
+    """Return the cells of a table's rows, by the first one."""
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}

@@ -17,7 +17,9 @@ from made_results import (
     made_probe,
     made_reconstruction,
     made_samples,
+    rows_of,
     write_results,
+    write_run,
 )
 
 from benchmarks.results import driver, page
@@ -294,29 +296,6 @@ def test_a_signal_ends_the_command_and_the_study(stub, number):
     child.send_signal(number)
     assert child.wait(30) == 100 + number
     assert not (stub / "x").exists()
-
-
-def write(path, content):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content))
-
-
-def write_run(folder, name, **evaluation):
-    """Write a run that has trained, with the files of its evaluation."""
-    run = folder / "runs" / name
-    start = {"machine": "Linux, 2 CPUs", "versions": {"torch": "2"}, "likelihood": {"per_loss": 2}}
-    write(run / "starts.jsonl", start)
-    write(run / "metrics.jsonl", {"step": 4, "validation_loss": 2.0})
-    (run / "config.yaml").write_text("training: {batch_size: 16, validation_images: 500}\n")
-    write_results(run, **evaluation)
-    line = {"done": f"runs/{name}", "processor_seconds": 90, "began": "2026-11-26 07:00"}
-    with (folder / "times.jsonl").open("a") as times:
-        times.write(json.dumps({**line, "commit": "abc"}) + "\n")
-
-
-def rows_of(text):
-    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
-    return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
 
 
 def test_tables_have_the_numbers_of_the_runs(tmp_path):

@@ -1,5 +1,5 @@
-"""`--dry-run` of every shipped config, and of every row of docs/papers and command of a header that
-overrides its keys, on small shards of the kind it reads.
+"""`--dry-run` of every shipped config, and of every row of docs/papers, command of a header and run
+of docs/comparison.md that overrides its keys, on small shards of the kind it reads.
 
 Batches are the smallest that the layout allows, and shards hold one batch of identical samples.
 Tokenizers have the presets' shapes with fewer filters. Runs to fine-tune consist of a config and an
@@ -22,6 +22,7 @@ from protocols import row_words
 from small_codebook import write_run
 from written_shards import write_payloads
 
+from benchmarks.comparison.study import Study, config_of
 from megavis.checkpoint.state.save import write_weights
 from megavis.config.load import dump_config, load_config
 from megavis.config.schema import FinetuneConfig
@@ -49,6 +50,13 @@ SOURCES = {
     **{f"{path.parent.name}_{path.stem}": (path, ()) for path in sorted(ROOT.glob("*/*.yaml"))},
     **row_words(),
     **commands_with_keys("train", "finetune"),
+    # The study of docs/comparison.md, one seed.
+    **{
+        config_of(words).name: (ROOT / "comparison" / words[0], words[1:])
+        for method in Study.read(small=True).methods
+        for words in (method.pretrain, method.finetune)
+        if words
+    },
     # Section 3.1 of iGPT's paper: all are trained again, also those without a command of their own.
     **{
         config.name: (run.path, tuple(words))
@@ -66,7 +74,7 @@ KINDS = [
     (rf"pairs|coarse|panoptic|_depth|_instances|{OF_SEGMENTS}", "pairs"),
     (r"ids", "ids"),
     (r"speech|digits", "recordings"),
-    (r"cifar\d+_(16|32)|mnist|demo/(train|selection|validation)$", "palette"),
+    (r"cifar\d+_(16|32)|mnist|letters_12|demo/(train|selection|validation)$", "palette"),
 ]
 
 
