@@ -165,7 +165,7 @@ def _config(
         f"model.num_attention_heads={_HEADS}",
         f"model.num_layers={2 if settings.small else _HEADS}",
         "training.batch_size=16",
-        "training.micro_batch_size=1",
+        f"training.micro_batch_size={4 if settings.small else 1}",
         "parallel.zero_stage=1",
     )
     data = (f"data.train={folder / 'palette'}", "data.validation=null", f"data.image_size={side}")

@@ -53,7 +53,7 @@ def _whole_run(precision: str, launch: Launch, settings: Settings) -> list[Row]:
 
 
 def _words(folder: Path, precision: str, settings: Settings) -> list[str]:
-    side, steps = (4, 120) if settings.small else (12, 200)
+    side, steps = (4, 60) if settings.small else (12, 200)
     shards = write_palette_shards(folder, count=8 if settings.small else 64, size=side)
     return [
         *(TINY if settings.small else ()),
