@@ -9,6 +9,7 @@ import pytest
 
 from data_tools.__main__ import build_parser
 from megavis.cli import COMMANDS, read_arguments
+from megavis.config.papers import paper_imports
 
 pytestmark = pytest.mark.once
 
@@ -71,6 +72,13 @@ def test_printed_commands_have_valid_options(path):
 def test_readme_names_every_command():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert not [name for name in COMMANDS if f"`megavis {name}" not in text]
+
+
+def test_readme_names_every_form_of_released_weights():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    named = re.search(r"import released weights \((.*?)\)", text)[1]
+    forms = ["huggingface", *(spec.name for spec in paper_imports())]
+    assert sorted(re.findall("`(.*?)`", named)) == sorted(forms)
 
 
 def config_keys():
