@@ -4,8 +4,8 @@ Balls, boxes and cones stand in front of a wall. The camera looks along the floo
 from the place where an object stands, and its size from its depth; nearer ones hide those behind.
 Textures differ from object to object and say nothing about its class, unless `--class-colors`.
 
-Maps are written in the format of COCO Panoptic, objects in that of COCO's instances, depths as
-16-bit PNG in millimetres.
+Maps are written in the format of COCO Panoptic, objects as COCO instances, and depths as 16-bit PNG
+in millimetres.
 
 Legend: s side of an image in pixels, n its segments.
 """

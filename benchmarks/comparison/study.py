@@ -51,7 +51,7 @@ class Method:
         name: of the row in the table.
         seed: of its trainings.
         pretrain: file and keys of the config to pre-train; empty to train from scratch.
-        finetune: those of the config to fine-tune.
+        finetune: file and keys of the config to fine-tune.
         generates: whether images are generated.
         figure: of `megavis figure`, drawn for the pre-trained run; empty for none.
     """

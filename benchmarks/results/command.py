@@ -32,8 +32,8 @@ def study_parser(prog: str, description: str | None, out: Path) -> argparse.Argu
         "--records",
         type=Path,
         metavar="FOLDER",
-        help="also keep here what the tables read of finished methods, without weights; those of "
-        "other machines are not trained again",
+        help="also keep here what the tables read of finished methods, without weights; methods "
+        "that another machine has recorded are not trained again",
     )
     return made
 

@@ -1,7 +1,7 @@
 """Released weights of RAR: "Randomized Autoregressive Visual Generation".
 
 A file of the generator's weights (`rar_b.bin`, `rar_l.bin`, `rar_xl.bin`, `rar_xxl.bin`). Sizes are
-those of the tensors.
+inferred from the tensors.
 
 The released code adds to the class, as a token, the vector of a position, which is part of the
 class's vector and of the vectors of rows here; and its last norm has no gain and bias, which are 1
@@ -36,7 +36,7 @@ _FRONT = 2
 
 
 def rar_table(*, num_ids: int, vocabulary_size: int, num_layers: int, num_heads: int) -> Table:
-    """Return the names of a run, and those of the released code.
+    """Map the tensors of a run to the released names.
 
     Args:
         num_ids: ids of an image.
