@@ -94,7 +94,7 @@ def wait_for_step(run_folder: Path, step: int) -> None:
 
 
 def wait_for_line(path: Path, count: int) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 600
     while len(path.read_text().splitlines()) < count:
         assert time.monotonic() < end, f"{path} has no {count} lines"
         time.sleep(0.01)

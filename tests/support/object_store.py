@@ -61,7 +61,7 @@ class Server:
 
     def download(self, bucket: str, prefix: str = "") -> dict[str, bytes]:
         """Return the files of a bucket below a prefix, by name."""
-        connection = http.client.HTTPConnection(*self.server, timeout=30)
+        connection = http.client.HTTPConnection(*self.server, timeout=300)
 
         def get(path: str) -> bytes:
             connection.request("GET", path)
@@ -75,7 +75,7 @@ class Server:
 
     def upload(self, folder: Path, bucket: str) -> None:
         """Copy the files of a folder into a new bucket."""
-        connection = http.client.HTTPConnection(*self.server, timeout=30)
+        connection = http.client.HTTPConnection(*self.server, timeout=300)
         for name in ["", *(path.name for path in folder.iterdir())]:
             body = (folder / name).read_bytes() if name else b""
             public = {"x-amz-acl": "public-read"}
@@ -95,12 +95,14 @@ class Store(Server):
         asked: GET requests of each file.
         sent: PUT requests of each file.
         fault: changes answers.
+        raised: by `fault`, which would otherwise look like a connection that breaks.
     """
 
     url: str
     asked: Counter[str] = field(default_factory=Counter)
     sent: Counter[str] = field(default_factory=Counter)
     fault: Fault | None = None
+    raised: list[Exception] = field(default_factory=list)
 
 
 @contextmanager
@@ -132,6 +134,7 @@ def open_store(server: Server, patch: pytest.MonkeyPatch) -> Iterator[Store]:
         # fsspec keeps file systems, with the servers and keys of other tests.
         s3fs.S3FileSystem.clear_instance_cache()
         yield store
+        assert not store.raised
 
 
 def _wait_for(moto: subprocess.Popen[bytes], port: int, log: Path) -> None:
@@ -174,8 +177,8 @@ class _Handler(BaseHTTPRequestHandler):
         with self.server.guard:
             request = Request(name, store.sent[name], 0, b"", is_upload=True)
             store.sent[name] += self.command == "PUT"
-        if store.fault is not None and self.command == "PUT":
-            store.fault(request)
+        if self.command == "PUT":
+            self._change_answer(request)
         headers = {}
         if not request.status:
             answer, request.body = self._answer(content)
@@ -196,8 +199,7 @@ class _Handler(BaseHTTPRequestHandler):
         with self.server.guard:
             request = Request(name, store.asked[name], answer.status, body)
             store.asked[name] += is_get
-        if store.fault is not None:
-            store.fault(request)
+        self._change_answer(request)
         self.send_response(request.status)
         for key in ("ETag", "Last-Modified", "Content-Range", "Content-Type"):
             if answer.getheader(key):
@@ -209,8 +211,17 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(request.body[: request.send])
         self.close_connection = True
 
+    def _change_answer(self, request: Request) -> None:
+        store = self.server.store
+        try:
+            if store.fault is not None:
+                store.fault(request)
+        except Exception as error:
+            store.raised.append(error)
+            raise
+
     def _answer(self, content: bytes | None = None) -> tuple[http.client.HTTPResponse, bytes]:
-        connection = http.client.HTTPConnection(*self.server.store.server, timeout=30)
+        connection = http.client.HTTPConnection(*self.server.store.server, timeout=300)
         connection.request(self.command, self.path, content, dict(self.headers))
         answer = connection.getresponse()
         body = answer.read()

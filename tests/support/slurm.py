@@ -154,7 +154,7 @@ class Slurm:
     def ask(self, *words: str) -> str:
         """Run a SLURM command and return its output; empty if it fails."""
         environment = {**os.environ, **self.environment}
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
         return done.stdout.strip()
 
     def submit(self, folder: Path, *words: str, **variables: str) -> str:
@@ -162,7 +162,7 @@ class Slurm:
         environment = {**os.environ, **self.environment, **variables}
         command = ["sbatch", "--parsable", *words]
         done = subprocess.run(
-            command, env=environment, cwd=folder, capture_output=True, text=True, timeout=30
+            command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300
         )
         number = done.stdout.strip()
         assert number, f"sbatch {words} was refused: {done.stderr}"

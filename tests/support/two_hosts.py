@@ -121,7 +121,7 @@ class TwoHosts:
             self._wait_for_answer(address)
 
     def _wait_for_answer(self, address: str) -> None:
-        end = time.monotonic() + 20
+        end = time.monotonic() + 120
         words = self.command(0, str(self.folder / "bin" / "ssh"), address, "true")
         while (tried := subprocess.run(words, env={"PATH": PATH}, capture_output=True)).returncode:
             logs = "\n".join(log.read_text() for log in self.folder.glob("sshd_*.log"))

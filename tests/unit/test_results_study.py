@@ -288,7 +288,7 @@ except driver.InterruptedStudyError as error:
 def test_a_signal_ends_the_command_and_the_study(stub, number):
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{stub}"}
     child = subprocess.Popen([sys.executable, "-c", WAITING], cwd=stub, env=environment)
-    end = time.monotonic() + 60
+    end = time.monotonic() + 600
     while not (stub / "started").exists():
         assert time.monotonic() < end
         assert child.poll() is None

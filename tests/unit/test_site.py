@@ -178,7 +178,7 @@ def test_search_works_from_disk(site, tmp_path):
     with open_browser(find_browser(), tmp_path / "profile") as browser:
         browser.open((site / "index.html").as_uri() + "?q=tensor_model_parallel_size")
         links = "[...document.querySelectorAll('.md-search-result__link')].map(a => a.href)"
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         while not (found := browser.evaluate(links)) and time.monotonic() < end:
             time.sleep(0.1)
         assert any("/config/index.html" in url for url in found)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import fsspec.config
@@ -81,8 +81,16 @@ def cached(cache):
     return {file.name for file in cache.glob("*/*.tar")}
 
 
+@contextmanager
+def locked(cache):
+    """While a cache is locked, no file of it gets or loses its name or its size."""
+    with (cache / ".lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def wait_for(condition):
-    until = time.monotonic() + 20
+    until = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.01)
@@ -125,7 +133,8 @@ def test_bounded_cache_stays_within_its_size(store, shards, tmp_path, count):
     limit, most = room_for(shards, count), [0]
 
     def measure(request):
-        most.append(sum(os.stat(file).st_size for file in tmp_path.glob("*/*") if file.exists()))
+        with locked(tmp_path):
+            most.append(sum(file.stat().st_size for file in tmp_path.glob("*/*")))
 
     store.fault = measure
     remote = ShardDataset("s3://bucket", cache=tmp_path, cache_limit=limit, window_shards=2)
@@ -326,9 +335,7 @@ def test_kill_leaves_nothing_that_is_taken_for_a_shard(store, shards, tmp_path):
     url, cache = f"{store.url}/bucket", tmp_path / "cache"
     child = reader(url, cache, room_for(shards, 4), 0, tmp_path / "0.npy")
     wait_for(lambda: stopped)
-    with (cache / ".lock").open("wb") as lock:
-        # A file gets its name and its size while this is locked.
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(cache):
         child.kill()
         child.wait()
     partials = list(cache.glob("*/.*.partial"))
