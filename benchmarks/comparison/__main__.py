@@ -10,9 +10,7 @@ from pathlib import Path
 import benchmarks.comparison as package
 from benchmarks.comparison.page import write_page
 from benchmarks.comparison.study import Study
-from benchmarks.results.command import interruptible, run_command, say, study_parser
-from benchmarks.results.driver import run_tasks
-from benchmarks.results.records import Records
+from benchmarks.results.command import run_command, run_methods, study_parser
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,27 +32,13 @@ def _run(options: argparse.Namespace) -> int:
     study = Study.read(small=options.small)
     folder = options.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    records = None if options.records is None else Records(options.records.resolve())
-    recorded = [] if records is None else records.copy_to(study, folder)
-    for method in recorded:
-        say(f"{method.name}, seed {method.seed}: finished, by {options.records}")
-
-    def write() -> list[Path]:
-        if records is not None:
-            records.keep(study, folder)
-        return write_page(study, folder, options.page)
-
-    def run_all() -> None:
-        for method in () if options.tables else study.methods:
-            if method not in recorded:
-                run_tasks(study.shards(method), folder, say=say)
-                run_tasks(study.trainings(method), folder, say=say)
-                write()
-
-    code = interruptible(run_all)
-    for path in write():
-        say(str(path))
-    return code
+    return run_methods(
+        study,
+        study.methods,
+        options,
+        tasks=lambda method: (*study.shards(method), *study.trainings(method)),
+        write_page=lambda: write_page(study, folder, options.page),
+    )
 
 
 if __name__ == "__main__":

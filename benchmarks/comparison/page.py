@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 from PIL import Image
@@ -22,6 +21,7 @@ from benchmarks.results.tables import (
     best_layers,
     facts,
     filled,
+    found,
     missing,
     percent,
     picture,
@@ -31,7 +31,6 @@ from benchmarks.results.tables import (
     write_parts,
 )
 from megavis.evaluation.images.results import ClassesResult
-from megavis.evaluation.result_files import Result
 from megavis.evaluation.results import FinetuneResult, ProbeResult
 
 PICTURES = Path("images/comparison")
@@ -49,7 +48,6 @@ _HEAD = (
     "recognised",
     "samples",
 )
-_Kind = TypeVar("_Kind", bound=Result)
 _IN_A_ROW, _SIDE = 8, 32
 
 
@@ -93,11 +91,11 @@ def _rows(study: Study, folder: Path, page: Path) -> Iterator[str]:
 
 def _row(methods: Sequence[Method], study: Study, folder: Path, page: Path) -> list[str] | None:
     """Return the cells of a method, over the seeds that have a result; None without any."""
-    probes = _found(ProbeResult, folder, methods, _PROBE)
-    tuned = _found(FinetuneResult, folder, methods, _TUNED)
+    probes = found(ProbeResult, folder, methods, _PROBE)
+    tuned = found(FinetuneResult, folder, methods, _TUNED)
     if not probes and not tuned:
         return None
-    recognised = _found(ClassesResult, folder, methods, _RECOGNISED)
+    recognised = found(ClassesResult, folder, methods, _RECOGNISED)
     seen = study.seen(methods[0])[: None if tuned else 1]
     each_run = zip(*(method.runs for method in methods), strict=True)
     times = [_mean_minutes(folder, runs) for runs in each_run][: len(seen)]
@@ -119,19 +117,6 @@ def _mean_minutes(folder: Path, runs: Sequence[Path]) -> float:
     return statistics.fmean(found) if found else 0.0
 
 
-def _found(form: type[_Kind], folder: Path, methods: Sequence[Method], name: Path) -> list[_Kind]:
-    """Return the results of the methods that have one.
-
-    Raises:
-        UserError: a file has another form.
-    """
-    if form is FinetuneResult:
-        runs = [method.finetuned for method in methods]
-    else:
-        runs = [method.pretrained for method in methods if method.pretrain]
-    return [form.read(folder / run / name) for run in runs if (folder / run / name).exists()]
-
-
 def _references(methods: Sequence[Sequence[Method]], folder: Path) -> Iterator[list[str]]:
     """Yield rows to compare with: the probe of pixels, and real and reconstructed letters.
 
@@ -140,12 +125,12 @@ def _references(methods: Sequence[Sequence[Method]], folder: Path) -> Iterator[l
         folder: of the study.
     """
     of_images = [each for seeds in methods for each in seeds if each.reads == IMAGES]
-    if probes := _found(ProbeResult, folder, of_images, _PROBE):
+    if probes := found(ProbeResult, folder, of_images, _PROBE):
         yield ["raw pixels", "", "", "", percent([probes[0].pixels.accuracy]), "", "", ""]
     real: list[str] | None = None
     for kind, name in TOKENIZERS.items():
         for seeds in (seeds for seeds in methods if seeds[0].kind == kind):
-            results = _found(ClassesResult, folder, seeds, _RECOGNISED)
+            results = found(ClassesResult, folder, seeds, _RECOGNISED)
             if not results:
                 continue
             if real is None:

@@ -5,7 +5,6 @@ Paths are relative to the folder of the study, in which all commands run.
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,9 +13,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.results.tasks import ROOT, Task
-from megavis.config.load import load_config
-from megavis.config.schema import RunConfig
+from benchmarks.results.tasks import Task, TrainedMethod, config_of
 from megavis.grammar.paper import PaperConfig
 
 CONFIGS = "yaml_configs/comparison"
@@ -32,34 +29,22 @@ RECONSTRUCTIONS = Path("evaluation/reconstructions.png")
 _STUDY = Path(__file__).with_name("study.yaml")
 
 
-@functools.cache
-def config_of(words: tuple[str, ...]) -> RunConfig:
-    """Return the config of a file in yaml_configs/comparison with overrides."""
-    return load_config(ROOT / CONFIGS / words[0], list(words[1:])).config
-
-
 def tokenizer_run(kind: str) -> Path:
     """Return the run folder of the tokenizer of `ids` or `latents`."""
-    return Path(config_of((f"{TOKENIZERS[kind]}.yaml",)).folder)
+    return Path(config_of((f"{CONFIGS}/{TOKENIZERS[kind]}.yaml",)).folder)
 
 
 @dataclass(frozen=True)
-class Method:
-    """A way to train, with one seed, and its runs.
+class Method(TrainedMethod):
+    """A method of docs/comparison.md.
 
     Attributes:
-        name: of the row in the table.
         seed: of its trainings.
-        pretrain: file and keys of the config to pre-train; empty to train from scratch.
-        finetune: file and keys of the config to fine-tune.
         generates: whether images are generated.
         figure: of `megavis figure`, drawn for the pre-trained run; empty for none.
     """
 
-    name: str
     seed: int
-    pretrain: tuple[str, ...]
-    finetune: tuple[str, ...]
     generates: bool = False
     figure: str = ""
 
@@ -72,21 +57,6 @@ class Method:
     def kind(self) -> str:
         """What it reads: `32`, images; `12`, colours; `ids` or `latents`."""
         return self.reads.name.removeprefix("letters_")
-
-    @property
-    def pretrained(self) -> Path:
-        """Run folder of pre-training."""
-        return Path(config_of(self.pretrain).folder)
-
-    @property
-    def finetuned(self) -> Path:
-        """Run folder of fine-tuning, or of training from scratch."""
-        return Path(config_of(self.finetune).folder)
-
-    @property
-    def runs(self) -> list[Path]:
-        """Run folders of its trainings, in order."""
-        return [*([self.pretrained] if self.pretrain else []), self.finetuned]
 
     @property
     def last_result(self) -> Path:
@@ -173,14 +143,14 @@ class Study:
         """Yield what trains and evaluates."""
         seen = list(self.seen(method))
         if method.pretrain:
-            yield self._training("train", method.pretrain, seen.pop(0))
+            yield Task.training("train", method.pretrain, seen.pop(0))
             yield self._probe(method)
         if method.generates:
             yield from self._samples(method)
         if method.figure:
             words = ("figure", method.figure, str(method.pretrained), "--num-images", "4")
             yield _megavis((*words, "--images", str(IMAGES / "validation")), method.drawn)
-        yield self._training("finetune", method.finetune, seen.pop(0))
+        yield Task.training("finetune", method.finetune, seen.pop(0))
 
     def _letters(self) -> Iterator[Task]:
         words = ["letters", "letters", "--size", "32", "--images", str(self.letters["images"])]
@@ -194,7 +164,7 @@ class Study:
     def _tokens(self, kind: str) -> Iterator[Task]:
         """Yield a tokenizer, what shows its reconstructions, and shards of its tokens."""
         name, run = TOKENIZERS[kind], tokenizer_run(kind)
-        yield self._training("train", (f"{name}.yaml",), self.images[name])
+        yield Task.training("train", (f"{CONFIGS}/{name}.yaml",), self.images[name])
         path = run / RECONSTRUCTIONS
         words = ("sample", str(run), "--images", str(IMAGES / "validation"))
         yield _megavis((*words, "--num-images", "8", "--out", str(path)), path)
@@ -202,9 +172,6 @@ class Study:
             own = [kind, str(IMAGES / part), "--tokenizer", str(run), "--size", "32"]
             own += ["--no-flip"] if kind == "latents" else []
             yield _shards(own, Path(f"shards/letters_{kind}") / part)
-
-    def _training(self, command: str, config: tuple[str, ...], images: int) -> Task:
-        return Task.training(command, f"{CONFIGS}/{config[0]}", config[1:], images)
 
     def _probe(self, method: Method) -> Task:
         """Return a probe of one view of each image, without a vote where views differ.
@@ -256,7 +223,8 @@ def _method(entry: Mapping[str, Any], seed: int, tuned: Mapping[str, Any]) -> Me
     """Return an entry of `study.yaml` with a seed; the runs of all but 0 end in theirs."""
     name = f"comparison_{entry['run']}"
     tag = f"_{seed}" if seed else ""
-    shared = [entry["config"], *_words(entry.get("keys", {})), *([f"seed={seed}"] if seed else [])]
+    shared = [f"{CONFIGS}/{entry['config']}", *_words(entry.get("keys", {}))]
+    shared += [f"seed={seed}"] if seed else []
     pretrain = (*shared, f"name={name}{tag}") if entry.get("pretrain", True) else ()
     reads = config_of(tuple(shared)).data.train_sources[0].path
     folder = str(Path(reads).parent / "validation")
@@ -267,9 +235,9 @@ def _method(entry: Mapping[str, Any], seed: int, tuned: Mapping[str, Any]) -> Me
         finetune = (*shared, *_words(own), f"name={name}{tag}")
     return Method(
         entry["method"],
-        seed,
         pretrain,
         finetune,
+        seed,
         entry.get("samples", False),
         entry.get("figure", "") if not seed else "",
     )

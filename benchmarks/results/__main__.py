@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import benchmarks.results as package
-from benchmarks.results.command import interruptible, run_command, say, study_parser
-from benchmarks.results.driver import run_tasks
+from benchmarks.results.command import run_command, run_methods, say, study_parser
 from benchmarks.results.page import write_page
-from benchmarks.results.records import Records
 from benchmarks.results.sources import NAMES, find_sources, shard_tasks
-from benchmarks.results.tasks import Study
+from benchmarks.results.tasks import Method, Study, Task
 
 
 def parser() -> argparse.ArgumentParser:
@@ -65,27 +63,20 @@ def _run(options: argparse.Namespace) -> int:
     methods = [method for method in study.methods if sources.place(method.data) is not None]
     for data, name in NAMES.items():
         say(f"{name}: {sources.place(data) or 'not found, so its runs are left out'}")
-    records = None if options.records is None else Records(options.records.resolve())
-    recorded = [] if records is None else records.copy_to(study, folder)
-    for method in recorded:
-        say(f"{method.name} ({NAMES[method.data]}): finished, by {options.records}")
 
-    def run_all() -> None:
-        for method in () if options.tables else methods:
-            if method in recorded:
-                continue
-            shards = shard_tasks(sources, method.reads, folder, small=options.small)
-            run_tasks(shards, folder, say=say)
-            run_tasks(study.trainings(method), folder, say=say)
-            if not options.without_test:
-                run_tasks(study.tests(method), folder, say=say)
+    def tasks(method: Method) -> Iterator[Task]:
+        yield from shard_tasks(sources, method.reads, folder, small=options.small)
+        yield from study.trainings(method)
+        if not options.without_test:
+            yield from study.tests(method)
 
-    code = interruptible(run_all)
-    if records is not None:
-        records.keep(study, folder)
-    for path in write_page(study, folder, options.page):
-        say(str(path))
-    return code
+    return run_methods(
+        study,
+        methods,
+        options,
+        tasks=tasks,
+        write_page=lambda: write_page(study, folder, options.page),
+    )
 
 
 if __name__ == "__main__":

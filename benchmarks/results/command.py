@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
-from benchmarks.results.driver import InterruptedStudyError
+from benchmarks.results.driver import InterruptedStudyError, run_tasks
+from benchmarks.results.records import AnyStudy, Records
+from benchmarks.results.tasks import Task, TrainedMethod
 from megavis.config.errors import UserError
+
+_Method = TypeVar("_Method", bound=TrainedMethod)
 
 
 def study_parser(prog: str, description: str | None, out: Path) -> argparse.ArgumentParser:
@@ -51,14 +56,52 @@ def run_command(run: Callable[[argparse.Namespace], int], options: argparse.Name
         return 2
 
 
-def interruptible(run: Callable[[], None]) -> int:
-    """Run the commands of a study; return 0, or 128 and the signal's number when interrupted."""
+def run_methods(
+    study: AnyStudy[_Method],
+    methods: Sequence[_Method],
+    options: argparse.Namespace,
+    *,
+    tasks: Callable[[_Method], Iterable[Task]],
+    write_page: Callable[[], list[Path]],
+) -> int:
+    """Run what has not been recorded, and write page and records after each method.
+
+    Args:
+        study: whose records are copied and kept.
+        methods: of the study that can run here, in order.
+        options: of `study_parser`.
+        tasks: the commands of a method, in order.
+        write_page: returns what it has written.
+
+    Returns:
+        0, or 128 and the signal's number when interrupted.
+
+    Raises:
+        UserError: a command has failed.
+    """
+    folder = options.out.resolve()
+    records = None if options.records is None else Records(options.records.resolve())
+    recorded = [] if records is None else records.copy_to(study, folder)
+    for method in recorded:
+        say(f"{method.name} ({method.runs[-1]}): finished, by {options.records}")
+
+    def write() -> list[Path]:
+        if records is not None:
+            records.keep(study, folder)
+        return write_page()
+
+    code = 0
     try:
-        run()
+        for method in () if options.tables else methods:
+            if method not in recorded:
+                run_tasks(tasks(method), folder, say=say)
+                write()
     except InterruptedStudyError as interrupted:
         say("interrupted; the same command continues")
-        return 128 + interrupted.signal
-    return 0
+        code = 128 + interrupted.signal
+    for path in write():
+        say(str(path))
+    return code
 
 
 def say(line: str) -> None:

@@ -6,12 +6,12 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from benchmarks.results.tables import (
     best_layers,
     facts,
     filled,
+    found,
     missing,
     percent,
     picture,
@@ -22,7 +22,6 @@ from benchmarks.results.tables import (
 )
 from benchmarks.results.tasks import HELD_OUT, TEST, DataSet, Method, Study
 from megavis.evaluation.images.results import ReconstructionResult, SamplesResult
-from megavis.evaluation.result_files import Result
 from megavis.evaluation.results import (
     EnsembleResult,
     FinetuneResult,
@@ -31,7 +30,6 @@ from megavis.evaluation.results import (
 )
 from megavis.reports.run_record import RunRecord
 
-_Kind = TypeVar("_Kind", bound=Result)
 _TUNED, _LIKELIHOOD = (
     Path("evaluation") / name for name in ("finetune_test.json", "likelihood.json")
 )
@@ -100,14 +98,11 @@ def _runs(methods: Sequence[Method]) -> list[Path]:
 
 def _row(methods: Sequence[Method], folder: Path, study: Study) -> list[str] | None:
     """Return the cells of a method, over the seeds that have a result; None without any."""
-    probes, tests = list[ProbeResult](), list[ProbeResult]()
-    tuned, tested, minutes = list[FinetuneResult](), list[EnsembleResult](), []
-    for method in methods:
-        probes += _found(ProbeResult, folder, method, HELD_OUT)
-        tests += _found(ProbeResult, folder, method, TEST)
-        tuned += _found(FinetuneResult, folder, method, _TUNED)
-        tested += _found(EnsembleResult, folder, method, TEST)
-        minutes.append([processor_minutes(folder, run) for run in method.runs])
+    probes = found(ProbeResult, folder, methods, HELD_OUT)
+    tests = found(ProbeResult, folder, methods, TEST)
+    tuned = found(FinetuneResult, folder, methods, _TUNED)
+    tested = found(EnsembleResult, folder, methods, TEST)
+    minutes = [[processor_minutes(folder, run) for run in method.runs] for method in methods]
     if not probes and not tuned:
         return None
     seen = study.seen(methods[0])[: None if tuned else 1]
@@ -124,30 +119,11 @@ def _row(methods: Sequence[Method], folder: Path, study: Study) -> list[str] | N
     ]
 
 
-def _found(form: type[_Kind], folder: Path, method: Method, name: Path) -> list[_Kind]:
-    """Return the result in the run of a method's config, if both are there.
-
-    Raises:
-        UserError: the file has another form.
-    """
-    is_tuned = form in (FinetuneResult, EnsembleResult)
-    if not (method.finetune if is_tuned else method.pretrain):
-        return []
-    path = folder / (method.finetuned if is_tuned else method.pretrained) / name
-    return [form.read(path)] if path.exists() else []
-
-
 def _pixels(methods: Sequence[Method], folder: Path) -> list[str]:
     """Return the accuracies of raw pixels of 32², on held-out and on test images."""
     patches = [method for method in methods if method.reads == "cifar10"]
     return [
-        percent(
-            [
-                probe.pixels.accuracy
-                for method in patches
-                for probe in _found(ProbeResult, folder, method, name)
-            ][:1]
-        )
+        percent([probe.pixels.accuracy for probe in found(ProbeResult, folder, patches, name)][:1])
         for name in (HELD_OUT, TEST)
     ]
 
@@ -221,16 +197,16 @@ def _draw_depth(methods: Sequence[Method], folder: Path, path: Path) -> bool:
     """Plot accuracy over layers of all methods; return whether there is any."""
     from matplotlib.figure import Figure
 
-    found = [
+    probes = [
         (method, probe)
         for method in methods
-        for probe in _found(ProbeResult, folder, method, HELD_OUT)
+        for probe in found(ProbeResult, folder, [method], HELD_OUT)
     ]
-    if not found:
+    if not probes:
         return False
     figure = Figure(figsize=(7, 4))
     axes = figure.subplots()
-    for (method, probe), color in zip(found, _COLORS, strict=False):
+    for (method, probe), color in zip(probes, _COLORS, strict=False):
         layers = [score.layer for score in probe.trained]
         trained = [100 * score.accuracy for score in probe.trained]
         untrained = [100 * score.accuracy for score in probe.untrained[0]]
@@ -267,7 +243,7 @@ def _curve(method: Method, folder: Path) -> Iterator[list[str]]:
     for step, loss in zip(*record.series("validation_loss"), strict=True):
         bits = loss / per_loss / math.log(2)
         yield [method.name, f"{step * batch:,}", "", f"{bits:.3f}", f"{count:,}"]
-    for final in _found(LikelihoodResult, folder, method, _LIKELIHOOD):
+    for final in found(LikelihoodResult, folder, [method], _LIKELIHOOD):
         minutes = f"{processor_minutes(folder, method.pretrained):.0f}"
         bits, seen = final.bits_per_dimension, f"{record.last_step * batch:,}"
         yield [method.name, seen, minutes, f"**{bits:.3f}**", f"{final.num_images:,}"]

@@ -13,24 +13,10 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from benchmarks.results.driver import TIMES
-from benchmarks.results.tasks import Task
+from benchmarks.results.tasks import Task, TrainedMethod
 from megavis.training.metrics import read_json_lines
 
 _FILES = ("config.yaml", "starts.jsonl", "metrics.jsonl", "evaluation/*.json")
-
-
-class TrainedMethod(Protocol):
-    """What the records read of a method of any study."""
-
-    @property
-    def runs(self) -> list[Path]:
-        """Run folders of its trainings, in order."""
-        ...
-
-    @property
-    def last_result(self) -> Path:
-        """File that exists once all has been trained, and the last run evaluated."""
-        ...
 
 
 _Method = TypeVar("_Method", bound=TrainedMethod)

@@ -10,14 +10,18 @@ import shutil
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from benchmarks.results.driver import TIMES
+from benchmarks.results.tasks import TrainedMethod
 from megavis.config.errors import UserError
-from megavis.evaluation.results import ClassAccuracy, FinetuneResult, ProbeResult
+from megavis.evaluation.result_files import Result
+from megavis.evaluation.results import ClassAccuracy, EnsembleResult, FinetuneResult, ProbeResult
 from megavis.reports.run_record import RunRecord
 from megavis.training.metrics import read_json_lines
 
 _SMALL = ("A small study: every command ran, and no number means anything.",)
+_Kind = TypeVar("_Kind", bound=Result)
 
 
 def write_parts(
@@ -90,6 +94,27 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     head, *others = rows
     for line in (head, ["---"] * len(head), *others):
         yield f"| {' | '.join(line)} |"
+
+
+def found(
+    form: type[_Kind], folder: Path, methods: Sequence[TrainedMethod], name: Path
+) -> list[_Kind]:
+    """Return the results of the methods that have one.
+
+    Args:
+        form: of fine-tuned runs, or else of pre-trained ones.
+        folder: of the study.
+        methods: without a run of that kind are left out.
+        name: of the file, in the run folder.
+
+    Raises:
+        UserError: a file has another form.
+    """
+    if form in (FinetuneResult, EnsembleResult):
+        runs = [method.finetuned for method in methods if method.finetune]
+    else:
+        runs = [method.pretrained for method in methods if method.pretrain]
+    return [form.read(folder / run / name) for run in runs if (folder / run / name).exists()]
 
 
 def percent(shares: Sequence[float], seeds: int = 1) -> str:

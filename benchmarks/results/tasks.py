@@ -5,7 +5,9 @@ Paths are relative to the folder of the study, in which all commands run.
 
 from __future__ import annotations
 
+import functools
 import shlex
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,7 @@ from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = ROOT / "yaml_configs" / "results"
+_CONFIGS = "yaml_configs/results"
 _STUDY = Path(__file__).with_name("study.yaml")
 _LONGEST_WARMUP = 200
 DataSet = Literal["cifar10", "mnist", "digits"]
@@ -50,19 +52,18 @@ class Task:
         return cls(("data_tools", *words), done)
 
     @classmethod
-    def training(cls, command: str, file: str, keys: Sequence[str], images: int) -> Task:
+    def training(cls, command: str, config: tuple[str, ...], images: int) -> Task:
         """Return a training whose warm-up is at most a tenth of it.
 
         Args:
             command: `train` or `finetune`.
-            file: the config, relative to the checkout.
-            keys: overrides.
+            config: file, relative to the checkout, and overrides.
             images: that it sees.
         """
-        found = load_config(ROOT / file, list(keys)).config
+        found = config_of(config)
         steps = max(1, images // found.training.batch_size)
         warmup = min(_LONGEST_WARMUP, steps // 10) or 1
-        words = [file, *keys, f"training.steps={steps}"]
+        words = [*config, f"training.steps={steps}"]
         words.append(f"schedule.warmup_steps={warmup}")
         words.append(f"training.validate_every={max(1, steps // 4)}")
         run = Path(found.folder)
@@ -80,32 +81,18 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Method:
+class TrainedMethod(ABC):
     """A way to train, with one seed, and its runs.
 
     Attributes:
-        name: of the row in the table of its data.
-        data: which it is trained on.
-        tokenizer: words of the config of the VAE whose latents are generated; empty for others.
-        pretrain: words of the config to pre-train; empty to train from scratch.
-        finetune: words of the config to fine-tune; empty for a likelihood.
-        is_long: whether training from scratch is as long as pre-training and fine-tuning.
-        figure: of `megavis figure`, drawn for the pre-trained run; empty for none.
+        name: of the row in a table.
+        pretrain: file and overrides of the config to pre-train; empty to train from scratch.
+        finetune: file and overrides of the config to fine-tune; empty for a likelihood.
     """
 
     name: str
-    data: DataSet
-    tokenizer: tuple[str, ...] = ()
-    pretrain: tuple[str, ...] = ()
-    finetune: tuple[str, ...] = ()
-    is_long: bool = False
-    figure: str = ""
-
-    @property
-    def reads(self) -> str:
-        """Folder of its shards below `shards`, as `cifar10_16`."""
-        words = self.pretrain or self.finetune
-        return Path(config_of(words).data.train_sources[0].path).parent.name
+    pretrain: tuple[str, ...]
+    finetune: tuple[str, ...]
 
     @property
     def pretrained(self) -> Path:
@@ -120,8 +107,43 @@ class Method:
     @property
     def runs(self) -> list[Path]:
         """Run folders of its trainings, in order."""
-        configs = (self.tokenizer, self.pretrain, self.finetune)
-        return [Path(config_of(words).folder) for words in configs if words]
+        return [Path(config_of(words).folder) for words in (self.pretrain, self.finetune) if words]
+
+    @property
+    @abstractmethod
+    def last_result(self) -> Path:
+        """File that exists once all has been trained, and the last run evaluated."""
+
+
+@dataclass(frozen=True)
+class Method(TrainedMethod):
+    """A method of docs/results.md.
+
+    Attributes:
+        data: which it is trained on.
+        tokenizer: config of the VAE whose latents are generated, as `pretrain`; empty for others.
+        is_long: whether training from scratch is as long as pre-training and fine-tuning.
+        figure: of `megavis figure`, drawn for the pre-trained run; empty for none.
+    """
+
+    data: DataSet
+    tokenizer: tuple[str, ...] = ()
+    is_long: bool = False
+    figure: str = ""
+
+    @property
+    def reads(self) -> str:
+        """Folder of its shards below `shards`, as `cifar10_16`."""
+        words = self.pretrain or self.finetune
+        return Path(config_of(words).data.train_sources[0].path).parent.name
+
+    @property
+    def runs(self) -> list[Path]:
+        """Run folders of its trainings, in order."""
+        return [
+            *([Path(config_of(self.tokenizer).folder)] if self.tokenizer else []),
+            *super().runs,
+        ]
 
     @property
     def last_result(self) -> Path:
@@ -130,9 +152,10 @@ class Method:
         return self.runs[-1] / f"evaluation/{name}.json"
 
 
-def config_of(words: Sequence[str]) -> RunConfig:
-    """Return the config of a file in yaml_configs/results with overrides."""
-    return load_config(CONFIGS / words[0], list(words[1:])).config
+@functools.cache
+def config_of(words: tuple[str, ...]) -> RunConfig:
+    """Return the config of a file, relative to the checkout, with overrides."""
+    return load_config(ROOT / words[0], list(words[1:])).config
 
 
 @dataclass(frozen=True)
@@ -198,11 +221,11 @@ class Study:
             yield from self._generation(method)
             return
         if method.pretrain:
-            yield self._training("train", method.pretrain, seen.pop(0))
+            yield Task.training("train", method.pretrain, seen.pop(0))
         if method.pretrain and method.data == "cifar10":
             yield self._probe(method, "held_out")
         if method.finetune:
-            yield self._training("finetune", method.finetune, seen.pop(0))
+            yield Task.training("finetune", method.finetune, seen.pop(0))
         if method.figure:
             path = method.pretrained / f"evaluation/{method.figure}.png"
             words = ("megavis", "figure", method.figure, str(method.pretrained))
@@ -230,7 +253,7 @@ class Study:
         training = train + "_features.npz"
         count, reference = (str(number) for number in self.generated)
         network = ("--network", "efficientnet-lite0")
-        yield self._training("train", method.tokenizer, tokens)
+        yield Task.training("train", method.tokenizer, tokens)
         words: tuple[str, ...]
         words = ("evaluate", "reconstruction", str(vae), "--images", held_out)
         words += ("--num-images", count, *network)
@@ -247,7 +270,7 @@ class Study:
             out = f"shards/{method.reads}/{Path(part).name}"
             words = ("latents", part, "--tokenizer", str(vae), "--size", "32", "--out", out)
             yield Task.data(words, Path(out) / "manifest.json")
-        yield self._training("train", method.pretrain, latents)
+        yield Task.training("train", method.pretrain, latents)
         path = run / "evaluation/classes.png"
         words = ("sample", str(run), "--classes", "0,1,2,3,4,5,6,7,8,9", "--out", str(path))
         yield _evaluation(words, path)
@@ -256,9 +279,6 @@ class Study:
         yield _evaluation(words, images)
         words = ("evaluate", "samples", str(run), "--reference", training, *network)
         yield _evaluation(words, run / "evaluation/samples.json")
-
-    def _training(self, command: str, config: Sequence[str], images: int) -> Task:
-        return Task.training(command, f"yaml_configs/results/{config[0]}", config[1:], images)
 
     def _probe(self, method: Method, part: Literal["held_out", "test"]) -> Task:
         folder = f"shards/{method.reads}"
@@ -278,22 +298,25 @@ def _evaluation(words: Sequence[str], done: Path) -> Task:
 
 def _methods(entry: Mapping[str, Any]) -> Iterator[Method]:
     """Yield an entry of `study.yaml` for each of its seeds; the runs of all but 0 end in theirs."""
-    pretrain = shlex.split(entry.get("pretrain", ""))
-    finetune = shlex.split(entry.get("finetune", ""))
-    tokenizer = tuple(shlex.split(entry.get("tokenizer", "")))
+    tokenizer, pretrain, finetune = (
+        tuple(shlex.split(f"{_CONFIGS}/{entry[kind]}")) if kind in entry else ()
+        for kind in ("tokenizer", "pretrain", "finetune")
+    )
     for seed in range(entry.get("seeds", 1)):
-        before, after = list(pretrain), list(finetune)
-        if seed:
-            for words in filter(None, (before, after)):
-                words += [f"seed={seed}", f"name={config_of(words).name}_{seed}"]
-            if before and after:
-                after.append(f"finetune.from_run={config_of(before).folder}")
+        before, after = (
+            (*words, f"seed={seed}", f"name={config_of(words).name}_{seed}")
+            if seed and words
+            else words
+            for words in (pretrain, finetune)
+        )
+        if seed and before and after:
+            after = (*after, f"finetune.from_run={config_of(before).folder}")
         yield Method(
             entry["method"],
+            before,
+            after,
             entry["data"],
             tokenizer,
-            tuple(before),
-            tuple(after),
             entry.get("length") == "both",
             entry.get("figure", "") if not seed else "",
         )

@@ -12,7 +12,8 @@ from PIL import Image
 
 from benchmarks.comparison.__main__ import main
 from benchmarks.comparison.page import write_page
-from benchmarks.comparison.study import CLASSES, PARTS, Study, config_of
+from benchmarks.comparison.study import CLASSES, PARTS, Study
+from benchmarks.results.tasks import config_of
 from data_tools.__main__ import build_parser
 from megavis.cli import read_arguments
 
@@ -181,7 +182,7 @@ def test_what_another_machine_has_finished_is_not_trained_again(tmp_path, capsys
     capsys.readouterr()
     assert main([*words, "--out", str(tmp_path / "here")]) == 0
     said = capsys.readouterr().out
-    assert "MAE, seed 1: finished, by" in said
+    assert "MAE (runs/comparison_mae_finetune_1): finished, by" in said
     assert "from scratch" not in said, "it has seen half of the images"
 
 

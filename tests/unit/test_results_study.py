@@ -206,8 +206,7 @@ def test_networks_and_images_are_equal():
             assert config_of(method.finetune).objective == config_of(method.pretrain).objective
         trained = [task for task in made.trainings(method) if task.steps]
         images[method.name] = [
-            task.steps * config_of((Path(task.words[2]).name,)).training.batch_size
-            for task in trained
+            task.steps * config_of((task.words[2],)).training.batch_size for task in trained
         ]
     assert networks == {(6, 192, 6)}
     assert images.pop("from scratch") == [640]
@@ -408,7 +407,7 @@ def test_records_of_another_machine_are_not_trained_again(tmp_path, capsys):
     for _ in range(2):
         capsys.readouterr()
         assert main([*words, str(here)]) == 0
-        assert "from scratch (CIFAR-10): finished" in capsys.readouterr().out
+        assert "from scratch (runs/results_scratch): finished" in capsys.readouterr().out
         rows = rows_of((here / "results.md").read_text())
         assert rows["from scratch"] == ["256", "2", "", "", "52.0 %"]
         assert rows["MAE"][3] == "40.0 % (layer 1)"

@@ -22,7 +22,8 @@ from protocols import row_words
 from small_codebook import write_run
 from written_shards import write_payloads
 
-from benchmarks.comparison.study import Study, config_of
+from benchmarks.comparison.study import Study
+from benchmarks.results.tasks import config_of
 from megavis.checkpoint.state.save import write_weights
 from megavis.config.load import dump_config, load_config
 from megavis.config.schema import FinetuneConfig
@@ -52,7 +53,7 @@ SOURCES = {
     **commands_with_keys("train", "finetune"),
     # The study of docs/comparison.md, one seed.
     **{
-        config_of(words).name: (ROOT / "comparison" / words[0], words[1:])
+        config_of(words).name: (ROOT.parent / words[0], words[1:])
         for method in Study.read(small=True).methods
         for words in (method.pretrain, method.finetune)
         if words
