@@ -70,7 +70,7 @@ class Asking(ABC):
         return count
 
     def num_final(self, step: PredictionTargets) -> int | None:
-        """Return how many rows no token sampled after a step changes; None: all of that step."""
+        """Return how many rows stay valid whatever a step samples; None: all of its rows."""
         return None
 
     @abstractmethod
@@ -188,7 +188,7 @@ class Shift(Asking):
         return tokens, places, own.expand(len(tokens), -1) if self.by_groups else own
 
     def shape_of(self, rows: AskedRows) -> tuple[int, int]:
-        """Return the number of images, and of rows including a start token and what is before."""
+        """Return the number of images, and of rows including the sink and the start token."""
         sink = self.sink and rows[2].shape[1] > rows[1].shape[1]
         return rows[0].shape[0], rows[2].shape[1] + sink
 
@@ -230,7 +230,7 @@ class Mask(Asking):
         filler: what stands for a hidden token: a learned `vector`, a `zero_embedding`, or the
             embedding of a `zero_token`.
         marks: the first half of the width marks hidden and shown tokens, and the second half holds
-            the token: every second channel of each.
+            the token; each keeps every second channel of its vector.
         places_front: add a learned position to the row in front.
     """
 
@@ -272,12 +272,12 @@ class Mask(Asking):
             hidden = parts.embed_content(tokens.masked_fill(is_hidden, 0.0))
         else:
             hidden = parts.embed_content(tokens)
-            # Hidden tokens were embedded too: so shapes do not depend on the mask.
+            # Hidden tokens are embedded too, so that shapes do not depend on the mask.
             hidden = torch.where(is_hidden, parts.vector("mask", hidden), hidden)
         if self.marks:
             for_hidden, for_shown = parts.part("marks").to(hidden.dtype)
             marks = torch.where(is_hidden, for_hidden, for_shown)
-            # As in GIVT's released code, every second channel of each.
+            # Every second channel of each, as in GIVT's released code.
             hidden = torch.cat([marks[..., ::2], hidden[..., ::2]], dim=-1)
         hidden = parts.add_positions(hidden, places, "positions")
         front = parts.front_rows(hidden, known)
@@ -413,8 +413,8 @@ class InContext(Asking):
         places = torch.arange(hidden.shape[1], device=hidden.device)[None]
         shows = torch.zeros(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
         shows = shows.scatter(1, placed, True)[..., None]
-        # Selected by mask, not indexed: a row keeps its place and shapes stay the same whatever was
-        # drawn.
+        # Select with a mask rather than an index: rows keep their places, and shapes do not depend
+        # on the draw.
         placed_hidden = parts.add_positions(hidden, places, "positions")
         hidden = torch.where(shows, placed_hidden, hidden)
         front = parts.front_rows(hidden, known)
@@ -459,7 +459,7 @@ class Visible(Asking):
         Asked positions are the last, as the head reads them.
         """
         order = asked_last(wanted.arrangement.order, wanted).expand(len(tokens), -1)
-        # Carried to the bridge: a pipeline sends contiguous tensors alone.
+        # Contiguous, because a pipeline stage may send it to the bridge.
         rows = (tokens[:, : wanted.known], order.contiguous())
         groups = wanted.arrangement.groups[:, : wanted.known]
         return (*rows, groups.expand(len(tokens), -1)) if self.hides else rows

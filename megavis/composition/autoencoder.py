@@ -91,7 +91,7 @@ class AutoencoderObjective(Backbone):
                 penalises=paper.r1_weight > 0,
             )
             rate = paper.discriminator_learning_rate
-            # Groups know only a multiple of the one scheduled rate.
+            # Parameter groups can only scale the one scheduled rate.
             scale = 1.0 if rate is None else rate / self.config.optimizer.learning_rate
             options = ParamGroupOptions(scale, paper.discriminator_betas)
             plans.append(LayerPlan("discriminator", build, seed, options=options))
@@ -154,7 +154,7 @@ class AutoencoderObjective(Backbone):
         """
         size = self.config.data.image_size
         counter = FlopCounterMode(display=False)
-        # Counted on shapes: a whole network of its own would otherwise be built for this number.
+        # On the meta device, so that counting does not allocate a second network.
         with torch.device("meta"), torch.no_grad(), counter:
             self.plain_network(torch.empty(1, 3, size, size))
         return 3.0 * counter.get_total_flops()

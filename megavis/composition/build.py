@@ -312,10 +312,10 @@ def under(word: str, key: Key) -> Key:
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """What a density's head is built of.
+    """What a density's head is built from.
 
     Attributes:
-        core: of the blocks below it.
+        core: core of the blocks below it.
         predicts: the predicted tokens.
         num_skipped: leading rows that predict nothing.
         also_return: name of a carried tensor that the density scores.
@@ -356,7 +356,7 @@ class HeadPlan:
 
 @singledispatch
 def build_density(word: words.DensityWord, head: HeadPlan) -> Density:
-    """Return the density. What only some predict is imported when a word needs it."""
+    """Return the density; most are imported only when a word names them."""
     raise TypeError(word)
 
 

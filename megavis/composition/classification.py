@@ -41,11 +41,11 @@ class AttentivePooling(nn.Module):
     """Attention of one learned query to all tokens, with keys and values by linear maps.
 
     "Scalable Pre-training of Large Autoregressive Image Models", section 4.2, equation 4. Scores
-    are divided by the root of a head's width, and weights start as torch's linear layers do, as in
-    the released code; the paper states neither.
+    are divided by the square root of the head width, and weights are initialized as in
+    `torch.nn.Linear`, as in the released code; the paper states neither.
 
     Args:
-        width: of the features, h, a multiple of the heads.
+        width: width h of the features, a multiple of `num_heads`.
     """
 
     def __init__(self, width: int, num_heads: int) -> None:
@@ -312,7 +312,7 @@ class Classification(Finetuned):
             label_smoothing=self.settings.label_smoothing,
             reduction="sum",
         )
-        # Not the mean of the labelled images, of which each micro-batch has another number: the
+        # Not the mean over the labelled images: their number differs between micro-batches, so the
         # loss would depend on the layout.
         loss = nats / len(labels)
         if self.is_joint:

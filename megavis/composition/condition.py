@@ -139,7 +139,7 @@ class Labels(Condition):
 
     Args:
         num_classes: number of classes.
-        role: of the part: the start token, or a row in front of all others.
+        role: role of its part: the start token, or a row in front of all others.
         dropout: probability of the null label in training; 0: there is no null label.
         seed: the run's seed; label dropout is a function of seed and sample.
         deviation: initial standard deviation of the table.
@@ -194,8 +194,8 @@ class Labels(Condition):
         if labels is None and self.has_null_label:
             return torch.full((count,), self.null_row, device=device)
         labels = torch.full((count,), -1) if labels is None else labels
-        # Reading the extremes waits for the device. Training does not come here: it checks its
-        # shards once.
+        # Reading the extremes synchronizes with the device. Training does not call this: it checks
+        # its shards once.
         lowest = -1 if self.has_null_label else 0
         if int(labels.min()) < lowest or int(labels.max()) >= self.num_classes:
             null = " or -1 for no class" if lowest else ", without a null label"
@@ -285,7 +285,7 @@ class PooledFeatures(Condition):
     def tokenizer(self) -> IdTokenizer:
         """The frozen tokenizer; raise UserError if it does not fit the image or feature size."""
         opened = open_ids_tokenizer(self.run_folder, self.key("tokenizer"))
-        # For its error alone.
+        # Called only to raise if the image does not fit.
         opened.num_tokens(self.image_size)
         if opened.feature_size != self.size:
             raise UserError(

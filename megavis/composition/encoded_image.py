@@ -84,7 +84,7 @@ class EncodedImage(Condition):
 
     @property
     def frozen_encoder(self) -> FrozenEncoder | None:
-        """That of the other conditions."""
+        """The frozen encoder of the other conditions."""
         return self.others.frozen_encoder
 
     @property
@@ -179,7 +179,7 @@ class EncodedImage(Condition):
         return list(images_and_targets(examples.inputs))
 
     def encoder_input(self, images: Tensor) -> Tensor:
-        """Return `[b, H, W, 3]` in [-1, 1] for uint8 or such; raise UserError for others."""
+        """Return images, uint8 or in [-1, 1], as `[b, H, W, 3]` in [-1, 1]; raise UserError."""
         side = self.image_size
         if images.shape[1:] != (side, side, 3):
             raise UserError(
@@ -234,7 +234,7 @@ class PretrainedEncoder:
         return cls(checkpoint, source, side, f"{prefix}.", num_patches)
 
     def tensor(self, reader: CheckpointReader, name: str) -> Tensor | None:
-        """Return the whole initial value of a parameter; None for those not of the other run."""
+        """Return the whole initial value of a parameter; None if it is not from the other run."""
         if not name.startswith(self.prefix):
             return None
         inner = name.removeprefix(self.prefix)
@@ -267,7 +267,7 @@ class PretrainedEncoder:
 
 
 def _grammar_of_vit(config: RunConfig) -> tuple[Grammar, Patches] | None:
-    """Return the words of a run with full attention to patches, and those; None for others."""
+    """Return the words of a run with full attention to patches, and its patches; else None."""
     if not isinstance(config.objective, PaperConfig):
         return None
     grammar, tuned = config.objective.grammar(config), config.finetune

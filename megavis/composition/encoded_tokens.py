@@ -1,8 +1,7 @@
 """Tokens of a frozen tokenizer: ids of a codebook, or latents of a VAE.
 
 They are read from shards or encoded from images. "GIVT: Generative Infinite-Vocabulary
-Transformers", section 3.1: latents are drawn from the VAE's posterior every time that an image is
-read.
+Transformers", section 3.1: latents are drawn from the VAE's posterior each time an image is read.
 
 Legend: b images, n tokens of d values, v vocabulary size, c channels, h height and w width of the
 latents, H and W pixels.
@@ -263,8 +262,8 @@ class Latents(Vectors):
         mean, scale = samples.float().unbind(1)
         if index is None:
             return mean
-        # A position of the sample stream is new in each epoch, so every reading draws anew and a
-        # resumed run draws the same.
+        # The index is a position in the sample stream and differs between epochs: every read draws
+        # anew, and a resumed run repeats its draws.
         noise = normal(index, mean[0].numel(), seed=self.seed, purpose="posterior")
         return mean + scale * noise.view_as(mean)
 

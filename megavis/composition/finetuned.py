@@ -88,7 +88,7 @@ class Finetuned(Trainable):
 
     @property
     def measures_accuracy(self) -> bool:
-        """True: of the classes."""
+        """True: every task classifies."""
         return True
 
 

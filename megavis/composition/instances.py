@@ -68,8 +68,8 @@ class InstanceHead(nn.Module):
 
         self.core, self.grid, self.objects = core, grid, objects
         self.counts_all = False
-        """Take losses of as many regions as may count: for `megavis plan`, on the meta device,
-        where none can be chosen."""
+        """Compute losses over the maximum number of regions: for `megavis plan`, on the meta
+        device, where regions cannot be selected by value."""
         self.pyramid = SimplePyramid(core.megatron.hidden_size, channels)
         self.detector = Detector(
             channels,
@@ -238,16 +238,16 @@ class Instances(Finetuned):
 
     @property
     def has_random_sequence(self) -> bool:
-        """False: the config's checks refuse drawn features."""
+        """False: the config's checks reject drawn features."""
         return False
 
     @property
     def takes_images_singly(self) -> bool:
-        """True: the regions of an image are its own."""
+        """True: each image has its own regions."""
         return True
 
     def fullest(self, build: Callable[[], nn.Module]) -> nn.Module:
-        """Build the head so that losses take all the regions that they may."""
+        """Build the head so that losses are computed over the maximum number of regions."""
         head = build()
         assert isinstance(head, InstanceHead)
         head.counts_all = True
@@ -329,7 +329,11 @@ def _none(images: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _num_found(overlaps: Tensor) -> int:
-    """Count objects that detections, the best first, find with an IoU of 0.5: `[m, d]`."""
+    """Count objects that detections find with an IoU of at least 0.5.
+
+    Args:
+        overlaps: IoU of objects and detections `[m, d]`, the best detection first.
+    """
     left, count = overlaps.clone(), 0
     for detection in range(left.shape[1]):
         overlap, place = left[:, detection].max(0)

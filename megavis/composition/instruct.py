@@ -2,7 +2,7 @@
 
 "RandAR: Decoder-only Autoregressive Visual Generation in Random Orders", section 3.2. Both kinds of
 rows are attended to, so that an ordinary causal decoder predicts tokens in any order. Several
-tokens are predicted at once by as many instructions in a row (section 3.3).
+consecutive instructions predict as many tokens at once (section 3.3).
 
 Legend: b images (1 if all images share a tensor), n positions, c rows of tokens, i of instructions,
 q asked positions, h hidden size.
@@ -47,7 +47,7 @@ class Instruct(Asking):
     def num_final(self, step: PredictionTargets) -> int | None:
         """Return the rows up to the first place that was asked.
 
-        Between later ones of the step the tokens are inserted that it has sampled.
+        The tokens that the step samples are inserted between the later ones.
         """
         return 2 * (step.asked.start + 1)
 
@@ -58,7 +58,7 @@ class Instruct(Asking):
         first row then holds a token.
         """
         known, read = wanted.known, wanted.asked.stop - wanted.asked.start
-        # Of the known tokens, those before `cached` have rows, and one more instruction has.
+        # The cache has the known tokens before `cached`, and one more instruction.
         cached = max(since // 2 - 1, 0)
         first = cached + 1 if since else 0
         order = wanted.arrangement.order
@@ -67,7 +67,7 @@ class Instruct(Asking):
             places = F.pad(places, (1, 0), value=START)
         instructions = order[:, first : wanted.asked.stop]
         number = torch.arange(instructions.shape[1], device=places.device)
-        # The instruction with number t follows t + 1 rows of tokens, if there are as many.
+        # Instruction t follows t + 1 rows of tokens, or all of them if there are fewer.
         rows = number + (number + 1).clamp(max=places.shape[1])
         return tokens, places, instructions, rows[None, len(number) - read :].contiguous()
 
@@ -110,7 +110,7 @@ class Instruct(Asking):
 
 
 def _interleaved(content: Tensor, queries: Tensor) -> Tensor:
-    """Interleave `[b, c, ...]` and `[b, i, ...]`; what is left of the second follows."""
+    """Interleave `[b, c, ...]` and `[b, i, ...]`; the rest of the second follows."""
     count = content.shape[1]
     pairs = torch.stack([content, queries[:, :count]], dim=2).flatten(1, 2)
     return torch.cat([pairs, queries[:, count:]], dim=1)

@@ -238,8 +238,8 @@ class Layers(Backbone):
         counts: dict[Role, int] = {"front": front, "row_vectors": self.num_row_vectors}
         counts |= {"front_position": front} if self.grammar.places_front else {}
         built = build_part(role, self.grammar, self.core, self.reads, counts)
-        # MAE's code decays the class token in pre-training; for fine-tuning, its `no_weight_decay`
-        # names it.
+        # MAE's code decays the class token in pre-training; in fine-tuning, its `no_weight_decay`
+        # exempts it.
         if role == "front" and decays and self.config.finetune is None:
             assert isinstance(built, nn.Parameter)
             with_decay(built)
@@ -262,7 +262,7 @@ class Layers(Backbone):
 
     def workload(self) -> Workload:
         """Return the workload of the blocks for one training image."""
-        # Of any sample: the bounds of an arrangement, and so the work, are the same for all.
+        # Any sample will do: the bounds of an arrangement, and so the work, are the same for all.
         arrangement, upper = (
             self.schedule.draw(torch.zeros(1, dtype=torch.int64)),
             self.second_stack,
@@ -299,8 +299,8 @@ class Layers(Backbone):
             flops=decoder.flops * num_read,
             gives_features=not upper,
         )
-        # Inserted last: depths for layer decay are counted without the encoder, which has the
-        # embedding's.
+        # Inserted last: depths for layer decay are counted without the encoder, which is at the
+        # embedding's depth.
         return [embedding, *encoder, *plans[1:], head]
 
     def upper_layers(self) -> list[LayerPlan]:

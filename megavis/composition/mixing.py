@@ -55,9 +55,9 @@ def mix(
     outside = 1.0 - rectangles(_quantile(cutmix, share), row, column, height, width)
     cuts = which < (0.5 if mixup else 1.0) * bool(cutmix)
     own = torch.where(cuts[:, None, None], outside, sums)[..., None]
-    # Rounded, since tokens are made from uint8 images, as without mixing.
+    # Round to uint8: tokens are made from uint8 images, with or without mixing.
     mixed = own * images + (1.0 - own) * _swapped(images)
-    # Of the rectangle as clipped at the border, as CutMix corrects λ.
+    # CutMix corrects λ for rectangles that are clipped at the border.
     share = own.mean(dim=(1, 2))
     classes = F.one_hot(labels, num_classes).float()
     return mixed.round().to(torch.uint8), share * classes + (1.0 - share) * _swapped(classes)

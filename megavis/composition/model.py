@@ -44,7 +44,7 @@ class Model(Layers):
 
     @property
     def measures_accuracy(self) -> bool:
-        """True if the density has one."""
+        """True if the density has an accuracy."""
         return self.density.measures_accuracy
 
     def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
@@ -110,7 +110,7 @@ class Model(Layers):
         return tuple(dict.fromkeys(each for each in found if each is not None))
 
     def check_data(self, manifest: Manifest) -> Iterator[str]:
-        """Check that the shards suit tokens and condition."""
+        """Check that the shards fit the tokens and the condition."""
         yield from self.condition.check(manifest, self.reads, self.config.objective.name)
         # Shards of ids hold no images to make other tokens of.
         if self.predicts is not self.reads and manifest.kind == "ids":
@@ -132,7 +132,7 @@ class Model(Layers):
 
     def _sequence(self, batch: Batch, count: Callable[[Tensor], Tensor]) -> SequenceBatch:
         index, samples = batch.sample_index, self.condition.predicted(batch.inputs)
-        # The step is for schedules that change during training: a function of it, as of the seed.
+        # Schedules that change during training are functions of the step as well as the seed.
         read, arrangement = self._read(samples, index), self.schedule.at(batch.step).draw(index)
         targets: tuple[Tensor, ...] = ()
         extra: tuple[Tensor, ...] = ()
@@ -148,11 +148,11 @@ class Model(Layers):
         return SequenceBatch(inputs, (*targets, *weights))
 
     def _count_of_step(self, index: Tensor) -> Tensor:
-        """Return the mean number of predicted tokens of an image of the whole step, for each of b.
+        """Return the mean number of predicted tokens per image over the whole step, `[b]`.
 
-        Draws are functions of seed and sample, and a step is a range of samples. So each process
-        counts the masks of all of them without a word from the others, and the mean over
-        micro-batches and processes is the sum over the step divided by its count.
+        Draws are functions of seed and sample, and a step is a range of samples, so each process
+        counts the masks of the whole step without communication. Averaging over micro-batches and
+        processes then gives the sum over the step divided by its count.
         """
         size = self.config.training.batch_size
         first = index[:1] // size * size
@@ -160,7 +160,7 @@ class Model(Layers):
         return self.schedule.num_predicted(step).mean().expand(len(index))
 
     def _expected_count(self, index: Tensor) -> Tensor:
-        # Outside of training no step groups the images: the loss must not depend on the batch.
+        # Outside training, images belong to no step, and the loss must not depend on the batch.
         return torch.full((len(index),), self.schedule.expected_predicted, device=index.device)
 
     def _read(self, samples: Any, index: Tensor | None) -> Tensor:
@@ -184,8 +184,8 @@ class Model(Layers):
             inputs: samples in the form of the shards (`Batch.inputs`), or tokens; tokens bypass a
                 transform.
             sample_index: int64 `[b]`, the samples that determine random draws. By default draws are
-                avoided where possible: latents are their mean, and only what features hide is
-                hidden. Orders, groups and noise are then drawn for samples 0 to b - 1.
+                avoided where possible: latents are their mean, and only tokens that features hide
+                are hidden. Orders, groups and noise are then drawn for samples 0 to b - 1.
             **options: those in `option_names`; None means absent. `order`: int64 `[b or 1, n]`,
                 indices of tokens in raster order. `prefix`: number of given tokens, where that is
                 drawn for each image. `boundaries`: ends of groups. `mask`: bool `[b, n]` in raster
@@ -215,7 +215,7 @@ class Model(Layers):
         return (*self.numbered(self.training_rows(read, arrangement)), *known, *extra)
 
     def _asked(self, samples: Any, read: Tensor, arrangement: Arrangement, index: Tensor) -> Tensor:
-        """Return the predicted tokens, made from the samples if others are read."""
+        """Return the predicted tokens, made from the samples unless they are the tokens read."""
         is_read = self.predicts is self.reads
         tokens = read if is_read else self.predicts.of(samples, index)
         asked = self._at(self.predicts.sequence(tokens), arrangement, arrangement.first_asked)
@@ -318,10 +318,10 @@ class Model(Layers):
 
         Args:
             targets: tokens `[b, q, ...]`, absent with a transform; then weights `[b, q]`, absent
-                if all are predicted; then the number by which each image's sum is divided,
-                float32 `[b]`, by default of its predicted tokens.
+                if all are predicted; then the divisor of each image's sum, float32 `[b]`, by
+                default its number of predicted tokens.
         """
-        # A transform is trained by its tokens, which the head returns with the predictions.
+        # A transform is trained through its tokens, which the head returns with the predictions.
         scored = None if self.has_transform else targets[0]
         weights = targets[not self.has_transform :]
         losses = self.density.per_token_loss(predictions, scored)

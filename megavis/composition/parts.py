@@ -1,6 +1,6 @@
 """The parts of the first layer: what embeds tokens, positions and conditions.
 
-Parts are named by their role, the same in every paper; the names begin their parameters'.
+Parts are named by their role, the same in every paper; names of parameters begin with the role.
 
 Legend: b images, m rows, n positions, h hidden size.
 """
@@ -63,8 +63,8 @@ class Parts(nn.Module):
         super().__init__()
         self.roles = tuple(role for role in PARTS if role in parts)
         for role in self.roles:
-            # Under the seed of the whole layer, each part would depend on those that were built
-            # before it.
+            # With one seed for the whole layer, each part would depend on the parts built before
+            # it.
             with seeded(seed, "weights", f"embedding.{role}"):
                 setattr(self, role, parts[role]())
 
@@ -133,8 +133,8 @@ class Parts(nn.Module):
         """Transform tokens on their grid `[b, d, h, w]` to `[b, n, d]`, if there is a transform.
 
         Returns:
-            What is carried to the head, which scores transformed tokens, and the tokens. Tokens
-            `[b, n, d]` have been transformed.
+            Tensors to carry to the head, which scores transformed tokens; and the tokens. Tokens
+            that are `[b, n, d]` have already been transformed.
         """
         part = self.part("transform")
         if part is None:
@@ -156,8 +156,8 @@ def with_whole_norms(build: Callable[[], nn.Module]) -> nn.Module:
     """Build a first layer, in which every process has all tokens.
 
     Raises:
-        TypeError: a norm in it is one of split tokens, whose gradients would be wrong under
-            sequence parallelism, by a factor of the tensor-parallel size.
+        TypeError: it contains a norm of split tokens, whose gradients would be wrong under
+            sequence parallelism by a factor of the tensor-parallel size.
     """
     layer = build()
     wrong = [

@@ -70,7 +70,8 @@ class Reader(Parts):
         if "row_vectors" in self.roles:
             numbers, inputs = inputs[0], inputs[1:]
         known = dict(zip(self.conditions, inputs[: len(self.conditions)], strict=True))
-        # Data, such as noise, have no gradient, and DeepSpeed's pipeline asks each float for one.
+        # DeepSpeed's pipeline expects a gradient for every float tensor; data, such as noise, have
+        # none.
         extras = map(as_bits, inputs[len(self.conditions) :])
         embedded = self.asking.embed(self, rows, known)
         carried = {

@@ -33,7 +33,7 @@ from megavis.model.stack import FeatureLayer, LayerPlan
 from megavis.schedules.orders import gather_tokens
 
 AUXILIARY_LEVEL = 2
-"""Level of the pyramid that the auxiliary head reads: in BEiT's recipe that of the grid's size."""
+"""Level of the pyramid that the auxiliary head reads: the one of the grid's size, as in BEiT."""
 
 _AUXILIARY = 256
 """Channels of the auxiliary head in that recipe, at most UPerNet's."""
@@ -153,7 +153,7 @@ class Segmentation(Finetuned):
 
     @property
     def has_random_sequence(self) -> bool:
-        """False: the config's checks refuse drawn features."""
+        """False: the config's checks reject drawn features."""
         return False
 
     def flops_per_image(self) -> float:

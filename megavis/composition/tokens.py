@@ -169,7 +169,7 @@ class Vectors(Tokens):
     """Real-valued tokens.
 
     Attributes:
-        channels: values that share a noise level's channel, as a pixel's colours do.
+        channels: values of a cell, such as the colours of a pixel, which share one noise level.
     """
 
     value_range: tuple[float, float] | None = None

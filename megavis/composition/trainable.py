@@ -36,7 +36,7 @@ class StartingWeights(Protocol):
         """Folder of a step of that run."""
 
     def tensor(self, reader: CheckpointReader, name: str) -> Tensor | None:
-        """Return the whole initial value of a parameter; None for those not of the other run."""
+        """Return the whole initial value of a parameter; None if it is not from the other run."""
 
 
 class Trainable(ABC):
@@ -140,7 +140,7 @@ class Trainable(ABC):
         return False
 
     def shown(self, inputs: Tensor) -> Tensor:
-        """Return what is reconstructed of `Batch.inputs`, as pictures uint8 `[b, H, W, 3]`."""
+        """Return the part of `Batch.inputs` to reconstruct, as images uint8 `[b, H, W, 3]`."""
         return inputs
 
     def reconstruction(self, predictions: Any) -> Tensor:
@@ -158,7 +158,7 @@ class Trainable(ABC):
         return False
 
     def fullest(self, build: Callable[[], nn.Module]) -> nn.Module:
-        """Build the last layer so that it does as much for each image as it ever may.
+        """Build the last layer so that it does the most work that any image can cause.
 
         `megavis plan` runs it on the meta device, where nothing depends on values.
         """

@@ -3,7 +3,7 @@
 Each word is checked against those before it, in the order tokens, schedule, asking, density,
 condition, memory, transform; what depends on words that do not fit is not checked. A fault names
 keys of the grammar in braces, which a paper replaces by its own (`grammar/paper.py`), and ends in
-choices that work, so following it never leads back.
+choices that work, so that following one message never brings back another.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def _check_density(grammar: Grammar) -> Faults:
         fitting = ("categorical",)
     if density.kind in fitting:
         if asks == "visible" and density.has_decoder:
-            text = "mlp does not read the decoder's blocks of asks visible"
+            text = "mlp cannot follow the decoder blocks of asks visible"
             yield Fault("density.decoder", text, "set it to linear")
         return
     text, remedy = f"{density.kind} cannot predict {kind}", f"set it to {one_of(fitting)}"
@@ -266,7 +266,7 @@ def _check_denoiser(density: Diffusion, run: RunConfig) -> Faults:
 
 
 def _check_positions(grammar: Grammar, run: RunConfig) -> Faults:
-    """Check that the width fits the paper's own positions, and who can use relative ones."""
+    """Check that the width fits the default positions, and that relative ones are supported."""
     kind, model = grammar.positions, run.model
     if kind == "relative_2d" and grammar.asks.kind != "in_context":
         text = "relative_2d is for models that predict positions"
@@ -315,7 +315,7 @@ def _check_condition(grammar: Grammar) -> Faults:
 
 
 def _check_modulation(grammar: Grammar) -> Faults:
-    """Check that one stack of blocks is modulated, and that a row has the same number always."""
+    """Check that there is only one stack, and that row numbers are the same in generation."""
     condition, asks, key = grammar.condition, grammar.asks.kind, "condition.modulation"
     if not isinstance(condition, Labels) or not condition.modulates:
         return
@@ -326,7 +326,7 @@ def _check_modulation(grammar: Grammar) -> Faults:
         text = f"{condition.modulation} cannot be combined with the encoder of {{memory}}"
         yield Fault(key, text, "set it to none, or {memory} to null")
     elif condition.has_row_vectors and asks not in ("shift", "mask", "in_context"):
-        text = f"rows of asks {asks} have other numbers in generation than in training"
+        text = f"rows of asks {asks} are numbered differently in generation and in training"
         yield Fault(key, text, "set it to class or none")
 
 
@@ -368,10 +368,10 @@ def _check_encoder(grammar: Grammar, run: RunConfig) -> Faults:
         text = f"{width} is not divisible by {run.parallel.head_parts_text}"
         yield Fault("memory.hidden_size", text, f"set it to {-(-width // parts) * parts}")
     elif width % heads:
-        text = f"width {width} does not divide by {heads} heads"
+        text = f"width {width} is not divisible by {heads} heads"
         yield Fault(key, text, f"set it to {nearest_divisors(heads, width, parts)}")
     elif heads % parts:
-        text = f"{heads} heads do not divide by {run.parallel.head_parts_text}"
+        text = f"{heads} heads are not divisible by {run.parallel.head_parts_text}"
         yield Fault(key, text, f"set it to {nearest_divisors(heads, width, parts)}")
     count = (side // memory.patch_size) ** 2
     what = f"{count} patches of the encoder"
@@ -424,7 +424,7 @@ def _check_dense(grammar: Grammar, run: RunConfig) -> Faults:
         yield Fault("finetune.task", text, remedy)
         return
     if grammar.schedule.draws_features:
-        text = f"{task} needs a feature of each patch, and {{schedule}} draws what features hide"
+        text = f"{task} needs a feature of each patch, and {{schedule}} hides random patches"
         changes = ("schedule.feature_order",) if grammar.schedule.kind == "groups" else ()
         yield Fault("finetune.task", text, remedy, changes)
     if task == "instances":
@@ -444,13 +444,13 @@ def _check_instances(grammar: Grammar, run: RunConfig) -> Faults:
         yield Fault("data.image_size", text, f"use {max(1, round(side / (4 * patch))) * 4 * patch}")
     window = run.finetune.window
     if window == side // patch:
-        text = f"{window} is the whole side of the image in patches, and so limits no block"
+        text = f"{window} covers the image's whole side in patches, so it restricts no block"
         yield Fault("finetune.window", text, f"set it to {nearest_divisors(window, window)}")
     elif window is not None and (side // patch) % window:
         text = f"{window} does not divide the image's {side // patch} patches along a side"
         yield Fault("finetune.window", text, f"set it to {nearest_divisors(window, side // patch)}")
     if grammar.is_modulated or grammar.memory is not None:
-        text = "instances cannot be found by blocks that a condition or a memory reaches"
+        text = "instances does not support blocks with modulation or a memory"
         yield Fault("finetune.task", text, "set it to classes")
 
 

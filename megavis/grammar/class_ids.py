@@ -1,4 +1,4 @@
-"""Config keys that papers share which predict the ids of an image, given its class."""
+"""Config keys shared by papers that predict the ids of an image given its class."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megavis.grammar.words import Ids
 
 
 class ClassIdsConfig(PaperConfig):
-    """Config keys of a model of a tokenizer's ids that is given the class."""
+    """Config keys of a class-conditional model of a tokenizer's ids."""
 
     names: ClassVar[Mapping[str, str | Renamed]] = {"condition.dropout": "label_dropout"}
 
     patch_size: Positive = 16
-    """Side of the square of pixels that an id represents."""
+    """Side in pixels of the square that an id represents."""
     vocabulary_size: Annotated[int, Field(gt=1)]
     """Entries of the tokenizer's codebook."""
     tokenizer: str | None = None

@@ -1,4 +1,4 @@
-"""A paper without a name: the words themselves, in a YAML file."""
+"""`compose`: a model written directly in the words of the grammar."""
 
 from __future__ import annotations
 

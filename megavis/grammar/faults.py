@@ -1,4 +1,4 @@
-"""What is said of a word that does not fit."""
+"""How a word that does not fit is reported."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Fault(NamedTuple):
         key: of the grammar, such as `schedule.num_groups`, or of the run, such as `data.train`.
         text: what is wrong, beginning with the value; keys of the grammar stand in braces.
         remedy: choices that work.
-        changes: keys of the grammar of which other values may work too; those that a paper fixes
-            are not mentioned.
+        changes: keys of the grammar for which other values may work too; the message omits those
+            that a paper fixes.
     """
 
     key: str
@@ -30,7 +30,7 @@ def nearest_divisors(value: int, whole: int, unit: int = 1) -> str:
     """Return the next smaller and larger divisors of `whole` as words, such as "4 or 8".
 
     Args:
-        value: no divisor itself.
+        value: not a divisor of `whole`.
         whole: 1 or more.
         unit: only its multiples count; at least one divides `whole`.
     """

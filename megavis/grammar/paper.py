@@ -1,4 +1,4 @@
-"""A paper's config section: its own keys, and what they say in the words of the grammar."""
+"""A paper's config section: its own keys, and their translation into the words of the grammar."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class PaperConfig(ObjectiveConfig):
         """Return the paper in words; valid only if `own_faults` has none."""
 
     def own_faults(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yield missing and unused keys, and those that no word can say; none by default."""
+        """Yield missing and unused keys, and those that words cannot express; none by default."""
         yield from ()
 
     def check(self, run: RunConfig) -> Iterator[ConfigIssue]:
@@ -99,7 +99,7 @@ class PaperConfig(ObjectiveConfig):
         return self.grammar(run).num_further_blocks
 
     def warning(self, run: RunConfig) -> str | None:
-        """Return a sentence before training a model that generates no images."""
+        """Return the warning to print before training a model that generates no images."""
         text = self.cannot_generate(run) if self.generates else None
         return text and f"this run will generate no images: {text}"
 

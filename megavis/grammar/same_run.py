@@ -88,7 +88,7 @@ def source_differences(
 
     Args:
         positions: kind of the source's positions.
-        needs_seed: whether its weights have a meaning with its seed alone.
+        needs_seed: whether its weights are valid only with its seed.
     """
     source, config = in_same_words(source, config)
     for section in ("objective", "model"):

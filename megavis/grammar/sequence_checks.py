@@ -79,10 +79,10 @@ def _(schedule: OneByOne, grammar: Grammar, run: RunConfig) -> Faults:
 
 
 def _check_annealing(schedule: OneByOne, shares: tuple[float, float]) -> Faults:
-    """Check that random orders are followed by another, and in which steps."""
+    """Check that annealing ends in a shared order, and does not end before it begins."""
     key, (start, end) = "schedule.anneal", shares
     if schedule.order == "random" and schedule.drawn == "image":
-        text = "needs an order that all images are in at last, and {schedule.order} is random"
+        text = "must end in an order that all images share, and {schedule.order} is random"
         yield Fault(key, text, "set it to null, or {schedule.order} to raster")
     elif start > end:
         text = f"[{start:g}, {end:g}] ends before it begins"
@@ -104,9 +104,9 @@ def _check_prefix(schedule: OneByOne, grammar: Grammar, count: int) -> Faults:
     elif not asks.holds_place:
         yield Fault(key, text, "set it to 0, or {asks.place} to content")
     elif schedule.num_given >= count:
-        text = f"{schedule.prefix} leaves nothing to predict of {count} tokens"
+        text = f"{schedule.prefix} of {count} tokens leaves none to predict"
         if schedule.draws_given:
-            text = "a drawn prefix leaves nothing to predict of one token"
+            text = "a drawn prefix needs at least two tokens, and images have one"
         yield Fault(key, text, f"set it to {count - 1} or less")
 
 
@@ -139,12 +139,12 @@ def _(asks: Shift, grammar: Grammar, run: RunConfig) -> Faults:
         text = "true puts a row before the start token, which {asks.start} leaves out"
         yield Fault("asks.sink", text, "set it to false")
     if not asks.start and not grammar.schedule.num_given:
-        text = "false leaves no row that predicts the first token, which must be given then"
+        text = "false leaves no row to predict the first token, which must then be given"
         yield Fault("asks.start", text, _remedy_without_start(asks, grammar, run))
 
 
 def _remedy_without_start(asks: Shift, grammar: Grammar, run: RunConfig) -> str:
-    """Return how the first token is predicted, or given where it can be."""
+    """Return the changes that predict the first token, or that give it where possible."""
     remedy, schedule = "set it to true", grammar.schedule
     if schedule.differs_by_image or grammar.num_tokens(run) == 1 or grammar.transform is not None:
         return remedy
@@ -158,10 +158,10 @@ def _(asks: Mask, grammar: Grammar, run: RunConfig) -> Faults:
         text = "none makes all tokens that mask asks for indistinguishable"
         yield Fault("model.positions", text, f"set it to {added_positions(run)}")
     if asks.filler == "zero_token" and grammar.reads.is_discrete:
-        text = f"zero_token is no value of {grammar.reads.kind}"
+        text = f"zero_token does not exist for {grammar.reads.kind}"
         yield Fault("asks.filler", text, "set it to vector or zero_embedding")
     if asks.marks and run.model.hidden_size % 2:
-        text = f"{run.model.hidden_size} is odd, and token and mask take half of it each"
+        text = f"{run.model.hidden_size} is odd, and token and mask each take half of it"
         yield Fault("model.hidden_size", text, f"set it to {run.model.hidden_size + 1}")
 
 
@@ -177,7 +177,7 @@ def _(asks: Query, grammar: Grammar, run: RunConfig) -> Faults:
         text = f"must be fixed with num_groups {count} for streams one, one token a group"
         remedy = f"{{schedule.num_groups}} to {count}"
         if schedule.kind == "groups" and schedule.boundaries is not None:
-            # `fixed` refuses them.
+            # `fixed` does not take them.
             remedy = f"{{schedule.boundaries}} to null, {remedy}"
         yield Fault("schedule.length", text, f"set {remedy} and {{schedule.length}} to fixed")
 
@@ -185,7 +185,7 @@ def _(asks: Query, grammar: Grammar, run: RunConfig) -> Faults:
 @check_asking.register
 def _(asks: Instruct, grammar: Grammar, run: RunConfig) -> Faults:
     if grammar.positions == "none":
-        text = "none has no place that a row of asks instruct could hold"
+        text = "none gives the rows of asks instruct no places to hold"
         remedy = f"set it to {added_positions(run)}, rope_1d or rope_2d"
         yield Fault("model.positions", text, remedy)
 
@@ -199,7 +199,7 @@ def _(asks: InContext, grammar: Grammar, run: RunConfig) -> Faults:
     given, context = asks.given_ratio, 1.0 - grammar.schedule.hidden_share
     kind, shows_all_positions = grammar.positions, run.classifies_only
     if given and kind not in ADDED and not shows_all_positions:
-        text = f"{given} of the patches are given their position, and {kind} cannot say it"
+        text = f"{given} of the patches are given their position, which {kind} cannot encode"
         yield Fault("asks.given_ratio", text, "set model.positions to learned or sincos")
     if given >= context and given:
         text = f"{given} leaves no context token without its position"
@@ -211,16 +211,16 @@ def _(asks: InContext, grammar: Grammar, run: RunConfig) -> Faults:
         yield Fault("model.positions", text, "set it to none")
     elif kind not in (*ADDED, "relative_2d") and not given:
         known = ", ".join((*ADDED, "relative_2d"))
-        text = f"{kind} is not for sets of patches"
+        text = f"{kind} does not support sets of patches"
         yield Fault("model.positions", text, f"set it to {known} or none")
 
 
 @check_asking.register
 def _(asks: Visible, grammar: Grammar, run: RunConfig) -> Faults:
-    """Check that an encoder lacks some tokens, and the sizes of its decoder."""
+    """Check that some tokens are hidden from the encoder, and the sizes of its decoder."""
     count, ratio = grammar.num_tokens(run), grammar.schedule.hidden_share
     if count == 1:
-        text = "an encoder that sees some tokens needs two or more, and images have one"
+        text = "an encoder that sees only some tokens needs at least two, and images have one"
         remedy = "use smaller tokens, or set {schedule.kind} to masked and {asks.kind} to mask"
         yield Fault("schedule.kind", text, remedy)
         return
@@ -234,18 +234,18 @@ def _(asks: Visible, grammar: Grammar, run: RunConfig) -> Faults:
         text = f"{grammar.positions} does not reach the decoder"
         yield Fault("model.positions", text, "set it to learned or sincos")
     if run.finetune is not None and run.finetune.generative_weight:
-        text = "needs patches hidden for the paper's own loss, and all seen for classes"
+        text = "needs hidden patches for the paper's own loss, and all patches for classes"
         yield Fault("finetune.generative_weight", text, "set it to 0")
     yield from _check_decoder(asks, run)
 
 
 def _check_rounds(schedule: Rounds, grammar: Grammar, count: int) -> Faults:
-    """Check that an encoder sees tokens in training, and has rows before there are tokens."""
+    """Check that the encoder sees tokens in training, and has rows before any token is known."""
     if schedule.chosen == "confidence":
-        text = "confidence keeps tokens anywhere, and asks visible has rows for the first of an"
-        yield Fault("schedule.chosen", f"{text} order", "set it to order")
+        text = "confidence keeps tokens at any position, and asks visible keeps them in order"
+        yield Fault("schedule.chosen", text, "set it to order")
     if not schedule.shown(count)[1]:
-        text = f"{schedule.least_masking:g} of {count} tokens shows none in any image"
+        text = f"{schedule.least_masking:g} hides all {count} tokens of every image"
         yield Fault("schedule.least_masking", text, "use smaller tokens, or set it to 0")
     if not grammar.num_front:
         text = "leaves the encoder without rows in the first round of generation"

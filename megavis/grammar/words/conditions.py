@@ -15,7 +15,7 @@ class ConditionWord(Section):
 
     @property
     def num_front(self) -> int:
-        """Rows in front of all others, with an asking that has any."""
+        """Rows in front of all others, if the asking kind has any."""
         return 1
 
     @property
@@ -59,15 +59,15 @@ class Labels(ConditionWord):
     num_classes: Positive
     """Number of classes."""
     count: Positive = 1
-    """Rows in front that hold the class, with an asking that has any. Several differ by learned
-    positions of their own, in each stack."""
+    """Rows in front that hold the class, if the asking kind has any. If there are several, each has
+    its own learned position in each stack."""
     dropout: Fraction = 0.1
     """Probability of the null label in training; 0 disables guidance and features."""
     modulation: Literal["none", "class", "class_and_row"] = "none"
-    """What else the class does. `class`: its vector is mapped to a shift and a scale of each norm's
-    output and a gate of each branch, at first zero ("Scalable Diffusion Models with Transformers",
-    section 3.2, adaLN-Zero). `class_and_row`: so is its sum with a learned vector of each row of
-    the sequence."""
+    """How the class modulates the blocks. `class`: its vector is mapped to a shift and a scale of
+    each norm's output and a gate of each branch, all zero at initialization ("Scalable Diffusion
+    Models with Transformers", section 3.2, adaLN-Zero). `class_and_row`: the same, with a learned
+    vector for each row of the sequence added to the class's."""
 
     @property
     def num_front(self) -> int:
@@ -91,7 +91,7 @@ class Labels(ConditionWord):
 
     @property
     def lacks_null_label(self) -> bool:
-        """Whether it is never trained."""
+        """Whether the null label is never trained."""
         return not self.dropout
 
 
@@ -128,11 +128,11 @@ class EncodedImage(Section):
     """Standard deviation of the encoder's learned positions at initialization; default:
     1/√width."""
     learning_rate_scale: Above0 = 1.0
-    """Multiplies the learning rate of the encoder."""
+    """Multiplier of the encoder's learning rate."""
     from_run: str | None = None
     """Run folder of a pretrained Vision Transformer, from whose newest weights the encoder starts:
-    a run of `mae`, or one that `megavis import timm` or `vit` has made. The class token is dropped,
-    and positions are resized to this run's images."""
+    a run of `mae`, or one made by `megavis import timm` or `vit`. The class token is dropped, and
+    positions are resized to this run's images."""
 
 
 class Adapter(Section):

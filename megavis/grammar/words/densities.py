@@ -48,7 +48,7 @@ class Categorical(DensityWord):
 
 
 class SquaredError(DensityWord):
-    """Squared error, as of a Gaussian with unit variance."""
+    """Squared error, which models a Gaussian with unit variance."""
 
     kind: Literal["squared_error"] = "squared_error"
     normalize: bool = False
@@ -58,8 +58,8 @@ class SquaredError(DensityWord):
     decoder_layers: Positive = 1
     """Layers of the decoder; ignored by `linear`."""
     decoder_width: Positive | None = None
-    """Width of an `mlp` decoder, to which a linear map leads; default: the model's, without one.
-    Its layers are four times as wide inside."""
+    """Width of an `mlp` decoder, entered through a linear map; by default the model's, without the
+    map. Hidden layers are four times as wide."""
     decoder_positions: bool = False
     """Add the sin-cos position of each row before an `mlp` decoder."""
 
@@ -122,14 +122,14 @@ class Diffusion(DensityWord):
     decoder_layers: Positive = 1
     """Layers of the decoder; ignored by `linear`."""
     decoder_width: Positive | None = None
-    """Width of an `mlp` or `modulated_mlp` decoder, to which linear maps lead; default: the
-    model's. Layers of an `mlp` are four times as wide inside, those of a `modulated_mlp` are not.
+    """Width of an `mlp` or `modulated_mlp` decoder, entered through linear maps; by default the
+    model's. Hidden layers of an `mlp` are four times as wide; those of a `modulated_mlp` are not.
     """
     decoder_positions: Literal["none", "learned"] = "none"
     """Add a learned position of each row to the backbone's output, before the decoder."""
     noise: Literal["beta", "cosine"] = "beta"
-    """Noise levels: γ, the signal's share of the power, is continuous, or takes `noise_steps`
-    values of a cosine schedule, equally often."""
+    """Distribution of the noise level γ, the signal's share of the power. `beta`: continuous.
+    `cosine`: the `noise_steps` values of a cosine schedule, equally likely."""
     noise_a: Above0 = 0.03
     """With `beta`: a of γ ~ Beta(a, b)."""
     noise_b: Above0 = 1.0
@@ -137,7 +137,7 @@ class Diffusion(DensityWord):
     noise_steps: Annotated[int, Field(gt=1)] = 1000
     """With `cosine`: steps from a clean token to noise."""
     noises_per_token: Positive = 1
-    """Noisy copies of each token in training, over which the loss is a mean."""
+    """Noisy copies of each token in training, over which the loss is averaged."""
     predicts: Literal["clean", "noise"] = "clean"
     """Predict the clean token, or the noise."""
     learns_variance: bool = False
@@ -147,7 +147,7 @@ class Diffusion(DensityWord):
     sampling_steps: Positive = 1000
     """Denoising steps; with `cosine` at most `noise_steps`, evenly spaced."""
     sampling_temperature: AtLeast0 = 1.0
-    """Multiplies the noise of each step, with `beta` also of the start."""
+    """Scales the noise of each sampling step, and with `beta` the initial noise too."""
 
     @property
     def reads_places(self) -> bool:

@@ -102,9 +102,9 @@ class OneByOne(ScheduleWord):
     drawn: Literal["image", "run"] = "image"
     """Draw a `random` order for each image, or one for the run."""
     anneal: Annotated[tuple[Portion, Portion], Field(strict=False)] | None = None
-    """Parts of `training.steps` up to which each image is in a random order of its own, and from
-    which on all are in `order`; the share of random orders falls linearly from 1 to 0. Outside of
-    training it is that of the last step."""
+    """Start and end of annealing, as fractions of `training.steps`. Up to the start, each image is
+    in its own random order; from the end on, all are in `order`. In between, the share of random
+    orders falls linearly from 1 to 0. Outside training, the last step's share is used."""
     order_block: Positive = 2
     """Side of a block in tokens, for `nested_raster` and `round_robin`."""
     prefix: NonNegative | Literal["drawn"] = 0
@@ -162,8 +162,9 @@ class Rounds(ScheduleWord):
 
     kind: Literal["rounds"] = "rounds"
     chosen: Literal["confidence", "order"] = "confidence"
-    """Which tokens a round of generation keeps: the most likely ones of all that it has sampled, or
-    the next ones in a random order of the image, which alone are sampled."""
+    """Which tokens a round of generation keeps. `confidence`: all hidden tokens are sampled, and
+    the most likely ones kept. `order`: only the next ones in the image's random order are sampled.
+    """
     least_masking: Fraction = 0.0
     """The hidden share is cos(π/2 · u) with u uniform in [0, 1 - least_masking)."""
     masking_deviation: Above0 | None = None
@@ -191,7 +192,7 @@ class Rounds(ScheduleWord):
         """Return 0, and what the smallest hidden share leaves."""
         least, is_normal = self.least_masking, self.masking_deviation is not None
         share = least if is_normal else math.cos(math.pi / 2 * (1.0 - least))
-        # The margin is for shares such as 0.55 of 20, which binary fractions exceed.
+        # The margin is for products such as 0.55 * 20, which exceed 11 in floating point.
         return 0, count - max(1, math.ceil(share * count - 1e-6))
 
 

@@ -31,10 +31,10 @@ class TokenWord(Section):
 
 
 class SquareTokens(TokenWord):
-    """Tokens that stand for squares of an image."""
+    """Tokens that represent squares of an image."""
 
     patch_size: Positive = 16
-    """Side in pixels of the square that a token stands for."""
+    """Side in pixels of the square that a token represents."""
 
     def grid(self, data: DataConfig) -> tuple[int, int]:
         """Return √n and √n."""
@@ -90,13 +90,13 @@ class Latents(SquareTokens):
     stacked: Positive = 1
     """Horizontally adjacent latents in one token."""
     scale: Above0 = 1.0
-    """Multiplies latents before they are read and predicted, so that their deviation is near 1.
-    Likelihoods are of scaled latents."""
+    """Factor applied to latents before they are read and predicted, so that their standard
+    deviation is near 1. Likelihoods refer to the scaled latents."""
     tokenizer: str | None = None
     """Run folder of the VAE, which encodes images and decodes samples; training on latents shards
     needs none."""
     tokenizer_beta: AtLeast0 | None = None
-    """Required β of the VAE in `tokenizer`, checked against its run's config. None: any."""
+    """β required of the VAE in `tokenizer`, checked against its run's config. None: any."""
 
     @property
     def lacks_tokenizer(self) -> bool:

@@ -18,11 +18,11 @@ class InitialWeights(Section):
 
     blocks: Above0 | Literal["xavier", "gpt", "lecun"] = "xavier"
     """Matrices of the blocks. `xavier`: all Xavier-uniform, as in MAE's released code. `gpt`: as in
-    iGPT's, attention by width and depth and MLPs 0.02. `lecun`: as in GIVT's, LeCun-normal for
-    attention and Xavier-uniform for MLPs."""
+    iGPT's, scaled by width and depth for attention and 0.02 for MLPs. `lecun`: as in GIVT's,
+    LeCun-normal for attention and Xavier-uniform for MLPs."""
     vectors: Literal["xavier", "lecun"] = "xavier"
     """The map that embeds real-valued tokens."""
     positions: Deviation = 0.02
     """Learned positions."""
     tokens: Deviation = 0.02
-    """Learned tokens: start, query and mask tokens, those in front, and the classes'."""
+    """Learned tokens: start, query, mask and front tokens, and class embeddings."""

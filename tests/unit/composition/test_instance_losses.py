@@ -99,7 +99,7 @@ REFUSED = [
         (),
         "finetune.window: 3 does not divide the image's 8 patches along a side",
     ),
-    ({"window": 8, "global_blocks": [2]}, (), "finetune.window: 8 is the whole side of the image"),
+    ({"window": 8, "global_blocks": [2]}, (), "finetune.window: 8 covers the image's whole side"),
     ({"window": 4}, (), "finetune.window: 4 limits no block, since all 2 attend to all patches"),
     ({"window": 4, "global_blocks": [3]}, (), "finetune.global_blocks: [3] must be different"),
     ({"global_blocks": [1]}, (), "finetune.global_blocks: applies only to finetune.window"),

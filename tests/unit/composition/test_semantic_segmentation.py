@@ -155,7 +155,7 @@ def test_keys_of_segments_are_refused_for_classes(build_paper):
 
 def test_models_without_patches_or_with_drawn_features_are_refused(build_paper):
     text, words = config("gvp", SEGMENTS)
-    with pytest.raises(UserError, match="draws what features hide"):
+    with pytest.raises(UserError, match="hides random patches"):
         build_paper(text, *words, "objective.feature_order=drawn")
     igpt = tiny("{name: igpt, vocabulary_size: 12}", model=VIT)
     with pytest.raises(UserError, match="segments reads patches of an image"):

@@ -81,7 +81,7 @@ from megavis.config.errors import UserError
             [PATCHES, "schedule: {kind: one_by_one, prefix: 16}", CONTENT, ERROR],
             [],
             "schedule.prefix",
-            "16 leaves nothing to predict of 16 tokens",
+            "16 of 16 tokens leaves none to predict",
         ),
         (
             [PATCHES, "schedule: {kind: one_by_one, prefix: drawn}", SHIFT, ERROR],
@@ -94,20 +94,20 @@ from megavis.config.errors import UserError
             + [CONTENT, ERROR],
             [],
             "schedule.prefix",
-            "a drawn prefix leaves nothing to predict of one token",
+            "a drawn prefix needs at least two tokens, and images have one",
         ),
         (
             [PATCHES, ONE_BY_ONE, "asks: {kind: shift, start: false}", ERROR],
             [],
             "asks.start",
-            "false leaves no row that predicts the first token, which must be given then; set it"
+            "false leaves no row to predict the first token, which must then be given; set it"
             " to true, or objective.schedule.prefix to 1 and objective.asks.place to content",
         ),
         (
             [PATCHES, RANDOM, "asks: {kind: shift, place: both, start: false}", ERROR],
             [],
             "asks.start",
-            "which must be given then; set it to true",
+            "which must then be given; set it to true",
         ),
         (
             [PATCHES, "schedule: {kind: one_by_one, prefix: 1}"]
@@ -159,7 +159,7 @@ from megavis.config.errors import UserError
             + [CATEGORICAL],
             [],
             "asks.filler",
-            "zero_token is no value of colors",
+            "zero_token does not exist for colors",
         ),
         (
             [PATCHES, "schedule: {kind: rounds}", MASK, MIXTURE],
@@ -319,7 +319,7 @@ from megavis.config.errors import UserError
             [PATCHES, ONE_BY_ONE, SHIFT, ERROR, MEMORY.replace("}", ", hidden_size: 31}")],
             [],
             "memory.num_attention_heads",
-            "width 31 does not divide by 2 heads",
+            "width 31 is not divisible by 2 heads",
         ),
         (
             [PATCHES, ONE_BY_ONE, SHIFT, ERROR, MEMORY.replace("8", "16")],

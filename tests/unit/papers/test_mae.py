@@ -274,7 +274,7 @@ def test_flops_match_torch_counter(make):
         ),
         (
             ["finetune.num_classes=3", "finetune.generative_weight=1"],
-            "hidden for the paper's own loss, and all seen for classes; set it to 0",
+            "hidden patches for the paper's own loss, and all patches for classes; set it to 0",
         ),
         (
             ["finetune.num_classes=3", "finetune.tuned_blocks=4"],

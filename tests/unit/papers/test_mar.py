@@ -150,7 +150,7 @@ def test_latents_are_scaled(make):
         (["objective.downsampling=16"], "set it to half of data.image_size or less"),
         (
             ["objective.least_masking=0.99"],
-            r"objective.least_masking: 0.99 of 16 tokens shows none",
+            r"objective.least_masking: 0.99 hides all 16 tokens",
         ),
         (
             ["objective.decoder.hidden_size=18"],

@@ -198,7 +198,7 @@ def test_finetuning_reads_frames_like_pretraining(make):
         (["model.positions=relative_2d"], "relative_2d reveals what the model has to predict"),
         (
             ["objective.given_ratio=0.1"],
-            "none cannot say it; set model.positions to learned or sincos",
+            "which none cannot encode; set model.positions to learned or sincos",
         ),
         (
             ["objective.given_ratio=0.5", "model.positions=sincos"],
