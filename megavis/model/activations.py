@@ -5,8 +5,8 @@ Norms and activation functions are recomputed, never matrix products. Megatron-C
 takes as much memory as its input, and is kept only because the matrix product that reads it needs
 it for the gradient of its weight.
 
-"Reducing Activation Recomputation in Large Transformer Models", section 5, recomputes what takes
-much memory and few operations, there the scores of attention. No kernel stores those any more.
+"Reducing Activation Recomputation in Large Transformer Models", section 5, recomputes operations
+that take much memory and few FLOPs, there attention scores. Today's kernels do not store those.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _QuickGelu(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        # SiLU's derivative alone: the inner derivative, 1.702, cancels the factor 1 / 1.702.
+        # Only SiLU's derivative: the inner derivative, 1.702, cancels the factor 1 / 1.702.
         return torch.ops.aten.silu_backward(gradient, QUICK_GELU_FACTOR * x)
 
 
@@ -67,12 +67,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def with_recomputed(
     function: Callable[[Tensor], Tensor], x: Tensor, use: Callable[[Tensor], Branch]
 ) -> Branch:
-    """Return `use(function(x))`; only `x` is kept of `function`, which is computed anew.
+    """Return `use(function(x))`, saving only `x` and recomputing `function` in the backward pass.
 
     Args:
-        function: draws no random numbers. Its parameters accumulate their gradients.
-        use: must be done with its argument, but for the gradient, when it returns. The gradient of
-            its first result starts the recomputation.
+        function: must not draw random numbers. Its parameters accumulate their gradients.
+        use: must not need its argument after it returns, except for gradients. The gradient of its
+            first result starts the recomputation.
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return use(function(x))
@@ -83,7 +83,7 @@ def with_recomputed(
 
 
 class _RecomputedOutput(torch.autograd.Function):
-    """A function of which only the input is kept; `_free` adds what the backward pass needs."""
+    """A function that saves only its input; `_free` adds what the backward pass needs."""
 
     @staticmethod
     def forward(ctx: Any, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -114,11 +114,11 @@ def _free(middle: Tensor, *, until: Tensor) -> None:
         with torch.enable_grad():
             again = node.function(x)
         node.repeated = x, again
-        # In place of the tensor's own data, which autograd would notice.
+        # Refill the storage: autograd would notice if the tensor itself were modified.
         storage.resize_(size)
         storage.copy_(again.untyped_storage())
 
-    # `use` has saved this tensor for its own backward pass. Freed under it, the storage is filled
-    # again by the hook before that pass reads it.
+    # `use` has saved this tensor for its own backward pass. Its storage is freed here, and refilled
+    # by the hook before that pass reads it.
     storage.resize_(0)
     until.register_hook(restore)

@@ -1,9 +1,9 @@
 """Multi-head attention for every visibility, with heads split over tensor and context group.
 
-Queries, keys and values have one projection. Where they belong to different tokens (two streams,
-some tokens as context, an encoder's output, a last block of which only some tokens are read), parts
-of its weight are multiplied: keys and values are computed only for tokens that are attended to,
-queries only for tokens whose output is used.
+Queries, keys and values share one projection. Where they come from different tokens (two streams, a
+context of some tokens, an encoder's output, a last block of which only some tokens are read), parts
+of its weight are multiplied separately: keys and values are computed only for tokens that are
+attended to, queries only for tokens whose output is used.
 
 Legend: s tokens, q queries, c keys, b images, h hidden size, n heads of this process, d head size.
 """
@@ -110,16 +110,16 @@ class Attention(nn.Module):
         Returns:
             `[q, b, h]` (q split likewise) and the output bias `[h]`, which the caller adds.
         """
-        # Megatron's layer passes its mask on untouched, so the context travels under that name.
+        # Megatron's layer passes its mask through unchanged, so the context is passed as the mask.
         attention_context, visible = attention_mask, attention_mask.visibility.visible_tokens
-        # Coordinates are whole on every process, also where hidden states are split: queries and
-        # keys have been traded for all tokens before they are rotated.
+        # Every process has the coordinates of all tokens, even where hidden states are split: the
+        # all-to-all that gives it all tokens precedes the rotation.
         query, key, value = self._projected(hidden_states, attention_context)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-            # A view would keep the queries and keys before their norms.
+            # A view would keep the queries and keys before their norms alive.
             value = value.clone() if torch.is_grad_enabled() else value
-        # Of queries that no rotation has turned.
+        # From the queries before rotation.
         asked = None if self.query_positions is None else self.query_positions(query)
         bias, places = None, attention_context.coordinates
         if places is not None and self.relative_bias is not None:
@@ -129,7 +129,7 @@ class Attention(nn.Module):
         elif places is not None:
             of_queries, of_keys = attention_context.turns or self._turns(attention_context, places)
             query, key = apply_rotary(query, *of_queries), apply_rotary(key, *of_keys)
-            # A view would keep the unturned ones until the backward pass.
+            # A view would keep the unrotated ones alive until the backward pass.
             value = value.clone() if torch.is_grad_enabled() else value
         bias = asked if bias is None else bias if asked is None else bias + asked
         mixed = self._attend(query, key, value, attention_context, bias)
@@ -138,9 +138,9 @@ class Attention(nn.Module):
         return self.linear_proj(mixed)
 
     def prepared(self, context: AttentionContext, hidden: Tensor) -> AttentionContext:
-        """Return a context with what the blocks of a stack share, computed once per step.
+        """Return a context with the tensors that all blocks of a stack share in a step.
 
-        For passes over whole sequences, of which `hidden` may hold a part.
+        For passes over whole sequences, of which `hidden` may be a part.
         """
         turns = mask = None
         if context.coordinates is not None and self.relative_bias is None:
@@ -168,7 +168,7 @@ class Attention(nn.Module):
                 of_queries,
             )
         else:
-            # A dense mask keeps SDPA off its flash kernels: only where no flag says the same.
+            # A dense mask disables SDPA's flash kernels, so use one only where no flag will do.
             made = once(
                 f"mask of {num_queries}",
                 lambda: _seen_and_blind(visibility.mask(num_queries, groups.shape[1])),
@@ -186,8 +186,8 @@ class Attention(nn.Module):
     def _projected(self, hidden: Tensor, context: AttentionContext) -> tuple[Tensor, ...]:
         """Return queries `[b, n, q, d]`, keys and values `[b, n, c, d]` of all tokens.
 
-        With context parallelism, tokens are selected after the heads are traded for them; they are
-        also selected last where the projection cannot multiply parts of its weight.
+        With context parallelism, tokens are selected after the all-to-all; they are also selected
+        last where the projection cannot multiply parts of its weight.
         """
         start, visible = context.query_start, context.visibility.visible_tokens
         divides = splits_context(self.config)
@@ -206,9 +206,9 @@ class Attention(nn.Module):
         return tuple(part.permute(1, 2, 0, 3) for part in chosen)
 
     def _own_heads(self, count: int) -> slice:
-        """Return which of the tensor rank's heads this process attends with, `count` of them."""
-        # The bias table is split by heads over the tensor group alone; the context group divides
-        # these again.
+        """Return the slice of the tensor rank's heads that this process has: `count` heads."""
+        # The bias table is split by heads over the tensor group only; the context group divides
+        # these heads again.
         first = count * self.context_group.rank() if splits_context(self.config) else 0
         return slice(first, first + count)
 
@@ -224,8 +224,8 @@ class Attention(nn.Module):
                 of_keys = turns(seen, self.head_size, scale=self.rotary_scale)
             return (cos[:, :, start:], sin[:, :, start:]), of_keys
 
-        # With a context, keys turn by the places of the chosen tokens, so another choice must not
-        # find these.
+        # With a context, keys are rotated by the places of the chosen tokens, so the cache must
+        # distinguish contexts.
         tensors = [places] if visibility.context is None else [places, visibility.context]
         return context.once(f"turns from {start}", make, *tensors)
 
@@ -239,8 +239,8 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Attend from queries `[b, n, q, d]` to keys and values `[b, n, c, d]`.
 
-        Returns `[q, b, n · d]`, softmax(q · k / √d + bias) · v, where `bias` `[b or 1, n, q, c]` is
-        that of relative positions.
+        Returns `[q, b, n · d]`, softmax(q · k / √d + bias) · v, with the bias `[b or 1, n, q, c]`
+        of relative positions.
         """
         if attention_context.cache is not None:
             key, value = attention_context.cache.extend(self, key, value)
@@ -312,7 +312,7 @@ class CrossAttention(Attention):
         own = to_columns(hidden_states, self.config, self.tensor_group)
         cache = attention_mask.cache
         if cache is None:
-            # In one call, since ZeRO-3 gathers the weight for each.
+            # In one call, since ZeRO-3 gathers the weight in each call.
             memory = to_columns(key_value_states, None, self.tensor_group)
             query, key, value = projected_heads(self.linear_qkv(own, memory), self.head_size)
         else:
@@ -328,7 +328,7 @@ class CrossAttention(Attention):
 
 
 def projected_heads(output: tuple[Tensor, Tensor | None], size: int) -> tuple[Tensor, ...]:
-    """Take apart what `linear_qkv` returns, by the head size.
+    """Split the output of `linear_qkv` into queries, keys and values by head.
 
     Returns:
         Queries `[b, n, q, d]`, keys and values `[b, n, c, d]`.
@@ -373,8 +373,8 @@ def _joined_fill(initialization: Initialization, num_heads: int) -> Fill:
 
     def fill(matrix: Tensor) -> None:
         heads = matrix.unflatten(0, (num_heads, 3, -1))
-        # Drawn as matrices of their own, since fills read fan-in and fan-out from the shape, and
-        # copied, since in `matrix` the parts alternate by head.
+        # Draw separate matrices, since fills read fan-in and fan-out from the shape, and copy them,
+        # since the parts alternate by head in `matrix`.
         for part, draw in (
             (heads[:, :1], initialization.query),
             (heads[:, 1:], initialization.key_value),

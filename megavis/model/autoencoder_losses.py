@@ -32,8 +32,8 @@ from megavis.tokenizers.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 _PARTS = ("weight", "bias")
 _PADDING = {3: 1, 5: 2, 11: 2}  # by kernel size
 _SLOPE, _SMALLEST_SIDE, _LARGEST_MULTIPLE = 0.2, 4, 8
-"""Of the discriminator: slope of leaky ReLU, side of the last grid, and most channels in multiples
-of `filters`."""
+"""The discriminator's slope of leaky ReLU, side of the last grid, and largest number of channels as
+a multiple of `filters`."""
 
 
 class PerceptualDistance:
@@ -93,11 +93,11 @@ class PerceptualDistance:
             )
         self._move(first.device)
         distance = torch.zeros(len(first), device=first.device)
-        # Not as one batch, whose backward pass would go through constant images too.
+        # Two passes rather than one batch, whose backward pass would include constant images.
         pair = [(images.float() - self._mean) / self._deviation for images in (first, second)]
         for number in range(len(self.backbone.levels)):
             pair = [self._level(number, x) for x in pair]
-            # lpips adds its 1e-10 to the norm, where torch takes the maximum: equal but for blank
+            # lpips adds 1e-10 to the norm, and torch takes the maximum: equal except for blank
             # features.
             ours, theirs = (F.normalize(x, dim=1, eps=1e-10) for x in pair)
             squares = (ours - theirs).square()
@@ -179,7 +179,7 @@ BACKBONES = (
         stride=4,
         pool=3,
         pooled=(1, 2),
-        # Of fewer pixels, the second pooling would get less than its window of 3 × 3.
+        # With fewer pixels, the second pooling's input would be smaller than its 3 × 3 window.
         smallest=31,
     ),
 )
@@ -258,7 +258,7 @@ class Discriminator(nn.Module):
 
 def frozen(network: nn.Module, pixels: Tensor) -> Tensor:
     """Score images with a gradient with respect to the images only, not to the weights."""
-    # Not `requires_grad_(False)`: the same weights learn from other scores of this step.
+    # Not `requires_grad_(False)`: the same weights are trained by other scores of this step.
     weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
     return functional_call(network, weights, (pixels,))
 
@@ -269,7 +269,7 @@ def squared_slope(network: nn.Module, pixels: Tensor) -> Tensor:
     The result is differentiable, unless gradients are disabled, as in validation.
     """
     learns = torch.is_grad_enabled()
-    # The slope is a gradient itself, in validation too.
+    # The slope is itself a gradient, so autograd is needed in validation too.
     with torch.enable_grad():
         leaf = pixels.detach().requires_grad_()
         scores = network(leaf).float()

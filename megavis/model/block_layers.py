@@ -1,8 +1,8 @@
 """The linear layers and norms of a block, by library: `training.kernels` selects one.
 
 Their parameters have the same names, shapes and initial values in every library, so a checkpoint
-does not depend on it. The setting is the process's (`choose_kernels`), which only training
-makes: a run that is opened to sample or to be evaluated has plain layers on any device.
+does not depend on it. The setting is process-wide (`choose_kernels`) and made only by training: a
+run that is opened for sampling or evaluation has plain layers on any device.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class BlockLayers:
         gain_norm: the same without bias.
         fp8: returns the context of FP8 for a stack and the size of its tensor group.
         multiplies_parts: whether self-attention multiplies parts of its projection where that saves
-            products; FP8 is for whole weights.
+            products; FP8 needs whole weights.
     """
 
     column_parallel: type

@@ -1,16 +1,16 @@
 """Blocks compiled whole: `torch.compile` makes one graph of each Transformer block in training.
 
-The graph takes the hidden states, what the block attends by, and the block's parameters. All blocks
-of a stack share it, but for the last, which may compute fewer tokens: parameters are inputs of a
-graph, not part of it. What a step computes once for all blocks (`Attention.prepared`) and drop
-path's draws come from outside, and recomputation of a whole block runs the graph again.
+A graph's inputs are the hidden states, the attention context and the block's parameters. Since
+parameters are inputs rather than constants, all blocks of a stack share one graph, except the last,
+which may compute fewer tokens. Values computed once per step (`Attention.prepared`) and drop path's
+draws are inputs too, and recomputing a whole block runs the graph again.
 
 Inductor draws dropout as torch does (`fallback_random`), so masks do not depend on whether blocks
-are compiled. Norms and activation functions are recomputed in the backward pass as far as the
-compiler finds that cheaper than keeping them.
+are compiled. Norms and activation functions are recomputed in the backward pass where the compiler
+finds that cheaper than saving them.
 
-Graphs are compiled when they are first needed, in the first step. If that fails, the process goes
-on with `training.kernels: regions`; `training/callbacks/compilation.py` reports both.
+Graphs are compiled on first use, in the first step. If that fails, the process continues with
+`training.kernels: regions`; `training/callbacks/compilation.py` reports either outcome.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ BACKEND: dict[str, Any] = {"backend": "inductor", "options": {"fallback_random":
 
 @dataclass
 class Compilation:
-    """What compiling blocks took in this process.
+    """Statistics of compiling blocks in this process.
 
     Attributes:
         graphs: number of graphs, forward and backward pass counted as one.
-        seconds: in which forward passes were compiled and ran first; torch compiles a backward pass
-            when it first runs.
+        seconds: time of the first calls, which compile forward passes; torch compiles a backward
+            pass when it first runs.
         failure: why a block could not be compiled; None if all could.
     """
 
@@ -47,13 +47,13 @@ class Compilation:
 
 
 def take_compilation() -> Compilation:
-    """Return what compiling took since the last call, and count anew."""
+    """Return the statistics since the last call, and reset them."""
     taken, _Process.compilation = _Process.compilation, Compilation()
     return taken
 
 
 class _Process:
-    """Of this process, like the setting of `choose_kernels`."""
+    """Process-wide state, like the setting of `choose_kernels`."""
 
     compilation = Compilation()
 
@@ -72,7 +72,7 @@ class CompiledBlocks:
 
         Args:
             plain: a block's own routine.
-            key: what else makes the graph another one.
+            key: whatever else distinguishes graphs.
         """
         if not compiles_blocks(hidden.device):
             return plain(hidden, *inputs)
@@ -85,14 +85,14 @@ class CompiledBlocks:
             result = self._compiled(plain, hidden, *inputs)
         except torch.OutOfMemoryError:
             raise
-        # Dynamo, Inductor, Triton and the compiler raise what they like; what is wrong with the
-        # block itself is raised again.
+        # Dynamo, Inductor, Triton and the compiler may raise any exception. A fault of the block
+        # itself is raised again by the plain call.
         except Exception as error:
             _Process.compilation.failure = _summary(error)
             choose_kernels("regions")
             return plain(hidden, *inputs)
-        # What Dynamo guards on: each combination is another graph, also the first pass of a
-        # checkpoint, which has no gradients.
+        # Dynamo guards on these: each combination is a separate graph, including the first pass of
+        # a checkpointed block, which has no gradients.
         kind = (key, hidden.shape, hidden.requires_grad, torch.is_grad_enabled())
         if kind not in self._known:
             self._known.add(kind)
@@ -112,5 +112,5 @@ def _call(plain: Callable[..., Tensor], hidden: Tensor, *inputs: Any) -> Tensor:
 
 
 def _own(function: types.FunctionType) -> types.FunctionType:
-    """Return the function with code of its own, since torch keeps only some graphs of each code."""
+    """Copy the function's code object, since torch limits the number of graphs of each."""
     return types.FunctionType(function.__code__.replace(), function.__globals__)

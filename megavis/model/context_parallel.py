@@ -6,9 +6,9 @@ all, with 1 / p of the heads: "DeepSpeed Ulysses: System Optimizations for Enabl
 Extreme Long Sequence Transformer Models", section 3.1. Visibility and kernels stay the same.
 
 Gradients are averaged over the context group as over the data-parallel group, while a loss is the
-sum of what its tokens contribute. So gradients of split tensors are p times one process's:
-`all_tokens` multiplies by p in the backward pass, and `own_tokens` divides by p. Layers that see
-all tokens have the gradients of one process.
+sum of its tokens' contributions. Gradients of split tensors are therefore p times those of one
+process: `all_tokens` multiplies by p in the backward pass, and `own_tokens` divides by p. Layers
+that see all tokens have the gradients of one process.
 
 Legend: p processes of the context group, s tokens, b images, h hidden size, n heads, d numbers per
 head.
@@ -117,8 +117,8 @@ class _Average(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        # The gradients that arrive here are p times what each process's tokens contribute (see
-        # above), so that their sum is p times too large.
+        # Incoming gradients are p times the contribution of each process's tokens (see above), so
+        # their sum is p times too large.
         gradient = gradient / ctx.group.size()
         dist.all_reduce(gradient, group=ctx.group)
         return gradient, None

@@ -44,8 +44,8 @@ BLOCKS = "blocks"
 """Name of a paper's first stack, used in parameter names."""
 
 READ_ROWS = "read_rows"
-"""Name under which the indices of the rows that the head reads, int64 `[1, q]`, are carried; others
-do not leave the last block. Without it the head reads all rows, or the queries of two streams."""
+"""Name under which the indices of the rows that the head reads, int64 `[1, q]`, are carried; the
+last block drops all others. Without it the head reads all rows, or the queries of two streams."""
 
 MEMORY = "memory"
 """Name under which an encoder's output `[c, b, h]` is carried; blocks then have cross-attention."""
@@ -108,7 +108,7 @@ class Core:
 
     @functools.cached_property
     def feed_forward(self) -> type:
-        """The MLP of its blocks, one class for all, as one graph needs."""
+        """The MLP of its blocks: one class for all, so that they can share a graph."""
         return feed_forward_type(self)
 
     @property
@@ -165,12 +165,12 @@ def megatron_config(
         add_bias_linear=model.add_bias,
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
-        # The pipeline's size is not set: stages are DeepSpeed's, and no layer knows of them.
+        # The pipeline's size is not set: stages are DeepSpeed's, and layers do not depend on them.
         tensor_model_parallel_size=tensor_size,
         # Only `splits_context` reads it: Megatron's attention, which would exchange keys and
         # values, is replaced by one that trades tokens for heads.
         context_parallel_size=groups.cp.size() if stack.may_split_tokens else 1,
-        # Megatron refuses it without a tensor group, and a run may be evaluated on one process.
+        # Megatron rejects it without a tensor group, and a run may be evaluated on one process.
         sequence_parallel=splits_tokens and tensor_size > 1,
         # Used by Megatron's MLP; other layers take their initialization as an argument.
         init_method=stack.initialization.mlp_input,
@@ -214,8 +214,8 @@ class Block(TransformerLayer):
             "head_norm": _head_norm(model),
         }
         tokens = core.megatron, core.groups.tp
-        # Megatron has one probability for all residual branches; GIVT drops attention's output, and
-        # of the MLP only the inner features.
+        # Megatron has one probability for all residual branches; GIVT drops the output of attention
+        # but only the inner features of the MLP.
         add_attended = add_to_residual(model.residual_dropout, *tokens)
         cross: dict[str, Any] = {}
         if core.has_memory:
@@ -242,13 +242,13 @@ class Block(TransformerLayer):
             self.modulation = Modulation(core.megatron, OF_BLOCK)
         self.checkpointing = parallel.activation_checkpointing
         self.is_last = number == model.num_layers
-        # Draws for replicated tokens agree within a tensor group, which a graph cannot do that also
-        # draws for split heads: such blocks are not compiled.
+        # Draws must agree within a tensor group for replicated tokens and differ for split heads. A
+        # graph cannot switch generators between the two, so such blocks are not compiled.
         splits = core.groups.tp.size() > 1 and model.has_dropout
         agrees = bool(model.hidden_dropout or model.residual_dropout)
         self.draws_alike = splits and agrees and not core.megatron.sequence_parallel
         self.draws_apart = splits and not self.draws_alike
-        # ZeRO-3 gathers such a block's weights in hooks of its layers, which no graph has
+        # ZeRO-3 gathers such a block's weights in hooks of its layers, which a graph does not run
         # (`training/engine.py`).
         self.is_gathered_in_parts = parallel.zero_stage == 3 and bool(core.carried_names)
         self.precision: Precision = contextlib.nullcontext
@@ -282,7 +282,7 @@ class Block(TransformerLayer):
             hidden = self._read(hidden, rows)
         if vectors is None:
             return stream.with_hidden(hidden).pack()
-        # The last norm has those of the tokens that the head reads.
+        # The last norm needs the vectors of the tokens that the head reads.
         vectors = self._from(attention_context.query_start, vectors)
         if rows is not None:
             vectors = self._read(vectors, rows)
@@ -299,7 +299,7 @@ class Block(TransformerLayer):
         attend: Callable[..., Tensor] = self.attend
         stays_plain = self.draws_alike or self.is_gathered_in_parts
         if self.training and compiles_blocks(hidden.device) and not stays_plain:
-            # Outside the graph: each block's graph would compute masks and rotations anew.
+            # Outside the graph, where each block would recompute masks and rotations.
             attention_context = self.self_attention.prepared(attention_context, hidden)
             attend = functools.partial(
                 self.core.compiled, self.attend, attention_context.query_start
@@ -315,7 +315,7 @@ class Block(TransformerLayer):
         return attend(hidden, attention_context, memory, vectors)
 
     def _apart(self, attend: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        """Run with random numbers of this process, since a graph cannot change generators."""
+        """Run with this process's generator, since a graph cannot switch generators."""
         group = self.core.groups.tp
         with rank_local_rng(group.rank(), group.size()):
             return attend(*inputs)
@@ -332,7 +332,7 @@ class Block(TransformerLayer):
         `memory`, `[c, b, h]`, is the output of an encoder, if there is one; `vectors`, `[s, b, h]`,
         modulate norms and branches.
         """
-        # Inside what is recomputed, so that it is recomputed in the same precision.
+        # Inside the recomputed function, so that recomputation uses the same precision.
         with self.precision() if self.training else contextlib.nullcontext():
             return self._attend(hidden, attention_context, memory, vectors)
 
@@ -367,8 +367,8 @@ class Block(TransformerLayer):
 
         Each branch is computed separately from the residual stream, so that it can be dropped.
         """
-        # Parts are numbered by their draws: cross-attention is 2, though it comes second, so that
-        # attention and MLP are dropped alike with and without a memory.
+        # Parts are numbered by their draws: cross-attention is 2, although it runs second, so that
+        # attention and MLP have the same draws with and without a memory.
         seen: dict[str, Any] = {"attention_mask": attention_context}
         residual = self._from(attention_context.query_start, hidden)
         mixed = self._branch(self.input_layernorm, self.self_attention, hidden, **seen)
@@ -431,7 +431,7 @@ class Block(TransformerLayer):
 
     def _added(self, add: Callable[..., Any], mixed: Branch) -> Tensor:
         """Return the output of a branch, with its bias added and dropout applied."""
-        # Megatron's function adds to a residual; a scalar zero in its place gives the branch alone.
+        # Megatron's function adds to a residual; a scalar zero as the residual gives the branch.
         added: Tensor = add(self.training, False)(
             mixed, mixed[0].new_zeros(()), self.hidden_dropout
         )
@@ -442,8 +442,8 @@ class Block(TransformerLayer):
         if first == 0:
             return hidden
         groups, config = self.core.groups, self.config
-        # The tokens from `first` on are those of the last processes: gather and split them anew, so
-        # that each process has equally many.
+        # The last processes hold the tokens from `first` on: gather and split them again, so that
+        # all processes hold equally many.
         return own_tokens(all_tokens(hidden, config, groups)[first:], config, groups)
 
     def _read(self, hidden: Tensor, rows: Tensor) -> Tensor:
@@ -452,7 +452,7 @@ class Block(TransformerLayer):
         Where tokens are split, each process must hold equally many of them.
         """
         groups, first = self.core.groups, 0
-        # As `own_tokens` splits: over the context group, and each part over the tensor group.
+        # As in `own_tokens`: split over the context group, and each part over the tensor group.
         for splits, group in (
             (splits_context(self.config), groups.cp),
             (splits_tokens(self.config), groups.tp),

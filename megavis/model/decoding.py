@@ -1,13 +1,13 @@
 """Decode one token at a time through the blocks of a causal model, bypassing their modules.
 
-For single tokens of a small batch, calling modules takes longer than the matrix products. So the
-blocks' weights are collected once, in the layout that the products need, and the KV cache is one
-preallocated tensor. The computation follows Megatron's layer step by step, and constant factors are
+For single tokens of a small batch, calling modules takes longer than the matrix products. The
+blocks' weights are therefore collected once, in the layout that the products need, and the KV cache
+is one preallocated tensor. The computation follows Megatron's layer step by step, with constants
 folded into the weights: a norm's gain and bias into the projection after it, the 1/√d of attention
 into the query projection, and the 1.702 of iGPT's activation into the matrices around it.
 
-On a GPU, steps are static (`static_step.py`): a CUDA graph saves the host's time, which at small
-batches is longer than the device's.
+On a GPU, steps are static (`static_step.py`): a CUDA graph saves host time, which exceeds device
+time at small batch sizes.
 
 Legend: b images, n heads of this process, d head size, h hidden size, t tokens so far, L blocks.
 """
@@ -36,15 +36,15 @@ from megavis.model.static_step import StaticStep
 from megavis.model.visibility import KeyValueCache
 
 REACH = 256
-"""A static step sees a multiple of this many tokens, or all: each multiple has its own graph."""
+"""CUDA graphs are captured per this many tokens: a step sees a multiple of it, or all tokens."""
 
 
 class IncrementalDecoder(KeyValueCache):
     """A KV cache, together with the blocks that extend it.
 
-    Copies the current weights of the blocks of one stack, which `suits`, so create a new one for
-    each batch of sequences. With `static` it runs static steps; the blocks must not be split over a
-    tensor group. With `strict`, a step that cannot be a CUDA graph on a GPU is an error.
+    Copies the current weights of a stack that `suits`, so create a new one for each batch of
+    sequences. With `static` it runs static steps; the blocks must not be split over a tensor group.
+    With `strict`, failing to capture a step as a CUDA graph on a GPU is an error.
 
     Attributes:
         is_static: whether its steps are static.
@@ -65,8 +65,8 @@ class IncrementalDecoder(KeyValueCache):
     def suits(blocks: Sequence[Block]) -> bool:
         """Return True for a single causal stack of plain blocks, whose weights are present.
 
-        Not with cross-attention, modulated norms, or norms of queries and keys. Under ZeRO-3
-        weights are gathered only while a module runs.
+        Blocks with cross-attention, modulated norms, or norms of queries and keys do not suit. Nor
+        do blocks under ZeRO-3, which gathers weights only while a module runs.
         """
         return bool(blocks) and all(
             block.core is blocks[0].core
@@ -85,7 +85,7 @@ class IncrementalDecoder(KeyValueCache):
     def step(self, state: PackedState) -> PackedState:
         """Run all blocks on the next token, a state of `[1, b, h]`."""
         stream = LayerState.unpack(state, self._carried_names)
-        # A copy, since blocks add to it in place.
+        # Copy, since blocks add to it in place.
         hidden, coordinates = stream.hidden[0].clone(), stream.carried.get("coordinates")
         turn = None if coordinates is None else self._blocks[0].turn(coordinates[:, 0])
         if self.is_static:
@@ -123,7 +123,7 @@ class IncrementalDecoder(KeyValueCache):
         if self._all is None:
             batch, heads, _, size = like.shape
             shape = (len(self._blocks), 2, batch, heads, self.capacity, size)
-            # A static step also multiplies what it hides, by zero.
+            # A static step multiplies even hidden entries by zero, so they must be finite.
             self._all = like.new_zeros(shape) if self.is_static else like.new_empty(shape)
         return self._all[self._places_of[module]]
 
@@ -151,8 +151,7 @@ class _Projection:
         factor: float = 1.0,
     ) -> _Projection:
         """Build from a projection times `factor`, with `gain` times its norm folded in."""
-        # In float32 and rounded once: gain, factor and weight would otherwise be rounded one after
-        # the other.
+        # In float32, to round once rather than after each of gain, factor and weight.
         wide = weight.float() * factor
         bias = None if bias is None else bias.float() * factor
         if norm.bias is not None:
@@ -235,10 +234,10 @@ class _Block:
 
         Args:
             write: writes the new keys and values `[2, b, n, d]` to the cache.
-            keys: all keys including the new ones, as from `_places`; `values` likewise.
+            keys: all keys including the new ones, as `_places` yields them; `values` likewise.
             turn: rotations from `turn`; None without rotary positions.
-            added: to the scores of all tokens, `[t]` in the dtype of `hidden`: 0, or -∞ to hide
-                one; None: nothing.
+            added: added to the scores of all tokens, `[t]` in the dtype of `hidden`: 0, or -∞ to
+                hide a token; None adds nothing.
         """
         batch, size = hidden.shape[0], self.head_size
         heads = self.query_key_value(self.normalise[0](hidden)).view(batch, 3, -1, size)

@@ -1,10 +1,10 @@
 """Pyramids of features, and heads that predict a class for each pixel from them.
 
 "Unified Perceptual Parsing for Scene Understanding" (Xiao et al., 2018), on a plain Vision
-Transformer as the code of "BEiT: BERT Pre-Training of Image Transformers" has it: features of four
-blocks become a pyramid of strides 4, 8, 16 and 32 for patches of 16 pixels. All norms normalise the
-channels of each cell, where BEiT synchronises batch norms: an image's loss then depends neither on
-the other images nor on how they are divided over processes.
+Transformer, as in the code of "BEiT: BERT Pre-Training of Image Transformers": features of four
+blocks become a pyramid of strides 4, 8, 16 and 32 for patches of 16 pixels. BEiT uses synchronized
+batch norms; here all norms are over the channels of each cell, so an image's loss depends neither
+on the other images nor on how they are divided over processes.
 
 Legend: b images, h channels of the features, g × g cells of their grid, w channels of the head,
 c classes.
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 NUM_LEVELS = 4
 _SIMPLE_EPSILON = 1e-6
-"""Of the norms in ViTDet's pyramid."""
+"""ε of the norms in ViTDet's pyramid."""
 _POOLED_SIDES = (1, 2, 3, 6)
 """Sides of the grids to which the smallest level is pooled (UPerNet's pyramid pooling module)."""
 
@@ -99,7 +99,7 @@ class SimplePyramid(nn.Module):
 
 
 class UPerHead(nn.Module):
-    """UPerNet: pools the smallest level, adds each level to the next larger one, joins all.
+    """UPerNet: pool the smallest level, add each level to the next larger one, concatenate all.
 
     Args:
         width: h, channels of the features.
@@ -136,7 +136,7 @@ class UPerHead(nn.Module):
 
 
 class FCNHead(nn.Module):
-    """A convolution and class logits of one level, whose loss helps to train the levels below.
+    """A convolution and class logits of one level; its auxiliary loss helps to train lower levels.
 
     "Fully Convolutional Networks for Semantic Segmentation" (Long et al., 2015); in BEiT's recipe
     on the third level, with 0.4 of the loss.

@@ -5,9 +5,9 @@ Detection" (Li et al., 2022), section 4: two convolutions in the region proposal
 convolutions and a linear layer in the box head, norms over channels. `Cascade` adds "Cascade R-CNN"
 (Cai and Vasconcelos, 2018), which torchvision lacks. Imports torchvision, an extra.
 
-Two things differ from torchvision's `MaskRCNN`. Anchors and proposals that a loss counts are drawn
-by seed and sample, and each image has a loss of its own, so that neither depends on the batch.
-Boxes are float32 whatever the weights are.
+Two things differ from torchvision's `MaskRCNN`. Anchors and proposals are sampled for the losses by
+seed and sample, and each image has its own loss, so neither depends on the batch. Boxes are float32
+at any precision of the weights.
 
 Legend: m objects of an image, r proposals, c classes without background, S side of the image.
 """
@@ -45,8 +45,9 @@ from megavis.parallel.random import uniform
 Features = Mapping[str, Tensor]
 """Levels float32 `[1, w, ...]` of one image by name, the largest first."""
 Objects = Mapping[str, Tensor]
-"""Of one image: `boxes` float32 `[m, 4]` (left, top, right, bottom in pixels), `labels` int64 `[m]`
-from 1, `masks` uint8 `[m, S, S]`; of detections also `scores`, and masks are `[m, 1, 28, 28]`."""
+"""Objects of one image: `boxes` float32 `[m, 4]` (left, top, right, bottom in pixels), `labels`
+int64 `[m]` from 1, `masks` uint8 `[m, S, S]`. Detections also have `scores`, and their masks are
+`[m, 1, 28, 28]`."""
 
 LOSSES = (
     "loss_objectness",
@@ -57,33 +58,33 @@ LOSSES = (
 )
 """Names of torchvision's losses; a cascade's are sums over its stages."""
 MAX_DETECTIONS = 100
-"""Detections of an image, as COCO counts them."""
+"""Most detections of an image, as in COCO's evaluation."""
 MASK_SIDE = 28
 """Side of a predicted mask, which covers its box."""
 
 _POOLED = ("0", "1", "2", "3")
-"""Levels from which regions are pooled; the network of proposals reads one more."""
+"""Levels from which regions are pooled; the region proposal network reads one more."""
 _RATIOS = (0.5, 1.0, 2.0)
 _CASCADE = (0.5, 0.6, 0.7)
-"""IoU with an object above which a stage's box is one."""
+"""IoU with an object above which a stage's box counts as that object."""
 _CASCADE_WEIGHTS = ((10.0, 10.0, 5.0, 5.0), (20.0, 20.0, 10.0, 10.0), (30.0, 30.0, 15.0, 15.0))
 """Scales of the offsets that a stage predicts, in detectron2's code of ViTDet."""
 _NUM_ANCHORS, _ANCHOR_SHARE = 256, 0.5
-"""Anchors that a loss counts, and the largest share of them that are objects."""
+"""Anchors sampled for the loss, and the largest share of them that are objects."""
 _NUM_REGIONS, _REGION_SHARE = 512, 0.25
-"""The same of proposals."""
+"""The same for proposals."""
 _NORM = partial(ChannelNorm, eps=1e-6)
 _HIDDEN = 4
-"""Width of the box head's linear layer, in those of its convolutions: 1,024 for 256."""
+"""Width of the box head's linear layer, in multiples of its convolutions': 1,024 for 256."""
 
 
 class SeededSampler:
     """Chooses anchors or proposals as torchvision's sampler does, by draws of seed and sample.
 
     Args:
-        count: how many are chosen, at most.
-        fraction: the largest share of them that are objects.
-        purpose: names the draws.
+        count: largest number to choose.
+        fraction: largest share of them that are objects.
+        purpose: name of the draws.
     """
 
     def __init__(self, count: int, fraction: float, *, seed: int, purpose: str) -> None:
@@ -96,7 +97,7 @@ class SeededSampler:
         """Return which objects and which others are chosen, bool `[r]` each in lists of one.
 
         Args:
-            labels: of one image, `[r]`: above 0 for an object, 0 for background, below 0 ignored.
+            labels: labels of one image, `[r]`: > 0 for an object, 0 for background, < 0 ignored.
         """
         (own,) = labels
         assert self.sample is not None
@@ -127,12 +128,12 @@ class AgnosticPredictor(FastRCNNPredictor):
 
 
 class Cascade(nn.Module):
-    """Stages that classify and refine the boxes of the stage before; masks of the last boxes.
+    """Stages that classify and refine the previous stage's boxes; the last boxes get masks.
 
     "Cascade R-CNN: Delving into High Quality Object Detection" (Cai and Vasconcelos, 2018), in the
-    form of detectron2's code: scores are averaged over the stages, only the first stage draws
-    proposals, masks learn from those, and a stage passes its share of the gradient on. With one
-    stage it is torchvision's `RoIHeads`.
+    form of detectron2's code: scores are averaged over the stages; only the first stage samples
+    proposals, on which masks are trained; features get the stages' mean gradient. With one stage it
+    is torchvision's `RoIHeads`.
 
     Args:
         stages: each with its box head, whose offsets are the same for all classes, and the first
@@ -191,7 +192,7 @@ class Cascade(nn.Module):
             if number + 1 < len(self.stages):
                 proposals = _refined(stage, found, proposals, shapes)
         last: Any = self.stages[-1]
-        # Their softmax is the mean.
+        # Logits whose softmax is the mean of the scores.
         mean = torch.stack(shares).mean(0).log()
         boxes, scores, labels = last.postprocess_detections(mean, found, proposals, shapes)
         masks = maskrcnn_inference(self._masks(features, boxes, shapes), labels)
@@ -203,7 +204,7 @@ class Cascade(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return a stage's logits `[r, c + 1]` and offsets `[r, 4 (c + 1)]` of boxes `[r, 4]`."""
         pooled = stage.box_roi_pool(features, boxes, shapes)
-        # Features have the mean gradient of the stages, not its sum.
+        # Features get the mean gradient of the stages, not the sum.
         share = 1.0 / len(self.stages)
         pooled = share * pooled + (1.0 - share) * pooled.detach()
         logits, offsets = stage.box_predictor(stage.box_head(pooled))
@@ -224,7 +225,7 @@ def _matched(
     """Return the class of each box by a stage's IoU, and the offsets to its object."""
     objects, classes = ([each[name] for each in targets] for name in ("boxes", "labels"))
     matched, labels = stage.assign_targets_to_proposals(boxes, objects, classes)
-    # Without objects all boxes are background, whose offsets count for nothing.
+    # Without objects all boxes are background, whose offsets are ignored.
     known = objects[0] if len(objects[0]) else objects[0].new_zeros(1, 4)
     return labels, stage.box_coder.encode([known[matched[0]]], boxes)
 
@@ -241,7 +242,7 @@ class Detector(nn.Module):
     """Proposals, boxes and masks from a pyramid.
 
     Args:
-        channels: w of the pyramid's levels and of all heads.
+        channels: width w of the pyramid's levels and of all heads.
         patch_size: pixels of a cell of the third level, a power of two.
         side: S.
         cascades: refine boxes in three stages.
@@ -267,7 +268,7 @@ class Detector(nn.Module):
             for number in range(len(thresholds))
         ]
         self.heads: nn.Module = Cascade(stages) if cascades else stages[0]
-        # In the order of use, each with draws of its own.
+        # In order of use, each with its own draws.
         self.samplers = [
             SeededSampler(_NUM_ANCHORS, _ANCHOR_SHARE, seed=seed, purpose="anchors"),
             SeededSampler(_NUM_REGIONS, _REGION_SHARE, seed=seed, purpose="proposals"),
@@ -291,15 +292,15 @@ class Detector(nn.Module):
         return torch.stack([found[name] for name in LOSSES])
 
     def fullest_losses(self, levels: Sequence[Tensor], objects: Objects) -> Tensor:
-        """Return the sum of losses `[1]` of one image in which as many regions count as may.
+        """Return the sum of losses `[1]` of one image with the maximum number of regions.
 
-        Does what `losses` does to tensors with shapes but no data, of which no region can be
-        chosen: the first ones count. The first quarter of the proposals are objects, and regions
-        are spread evenly over the levels of the pyramid.
+        Runs `losses` on the meta device, where regions cannot be selected by value: the first ones
+        are taken. The first quarter of the proposals are objects, and regions are spread evenly
+        over the levels of the pyramid.
 
         Args:
             levels: `[1, w, ...]`, five.
-            objects: of all masks and classes, at least one.
+            objects: at least one object.
         """
         features = {str(place): level.float() for place, level in enumerate(levels)}
         boxes, loss = self._fullest_proposals(features, objects)
@@ -328,7 +329,7 @@ class Detector(nn.Module):
         return logits, offsets
 
     def _fullest_proposals(self, features: Features, objects: Objects) -> tuple[Tensor, Tensor]:
-        """Return as many proposals `[r, 4]` as may count, and the losses of as many anchors."""
+        """Return the maximum number of proposals `[r, 4]`, and the losses of as many anchors."""
         network, levels = self.proposals, [*features.values()]
         scores, offsets = concat_box_prediction_layers(*network.head(levels))
         images = ImageList(levels[0].new_empty(1).expand(1, 3, *self.shapes[0]), self.shapes)
@@ -352,8 +353,8 @@ class Detector(nn.Module):
     def _run(
         self, levels: Sequence[Tensor], targets: list[Objects] | None
     ) -> tuple[Any, dict[str, Tensor]]:
-        # torchvision's modules choose by this between losses and detections, and none of them
-        # drops anything or has statistics.
+        # In torchvision's modules this only selects between losses and detections: none has dropout
+        # or running statistics.
         self.train(targets is not None)
         features = {str(place): level.float() for place, level in enumerate(levels)}
         # Only the shape is read.
@@ -370,7 +371,7 @@ _COMPUTE_IN_WEIGHTS = (
     MaskRCNNHeads,
     MaskRCNNPredictor,
 )
-"""Networks that compute in the precision of their weights; what is between them, in float32."""
+"""Networks that compute in the precision of their weights; everything else is in float32."""
 
 
 def _to_weights(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -389,7 +390,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _proposals(channels: int, patch_size: int) -> RegionProposalNetwork:
-    """Return the network of proposals of detectron2's Mask R-CNN, with two convolutions."""
+    """Return the region proposal network of detectron2's Mask R-CNN, with two convolutions."""
     # Anchors of 32 to 512 pixels for patches of 16.
     sizes = tuple((2 * patch_size * 2**level,) for level in range(len(_POOLED) + 1))
     anchors = AnchorGenerator(sizes, (_RATIOS,) * len(sizes))

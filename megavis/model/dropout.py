@@ -43,7 +43,7 @@ def draw_kept(
     Args:
         samples: int64 `[b]`.
         rate: probability of 0.
-        block: number of the block, prefixed by the name of its stack unless that is the first.
+        block: number of the block, prefixed by the name of its stack unless it is the first stack.
     """
     draws = uniform(samples, num_parts, seed=seed, purpose=f"drop-path-{block}")
     return ((draws >= rate).float() / (1.0 - rate)).t()[:, :, None]

@@ -75,8 +75,8 @@ class ReplicatedLinear(nn.Linear):
         has_bias: bool = True,
     ) -> None:
         super().__init__(num_inputs, num_outputs, bias=has_bias)
-        # Drawn after torch's own initialization, which advances the generator: without that, every
-        # initial weight would be another.
+        # Keep torch's own initialization, which advances the generator: without it, every initial
+        # weight would change.
         fill(self.weight)
         if has_bias:
             nn.init.zeros_(self.bias)
@@ -100,7 +100,7 @@ class LastNorm(Norm):
         return all_tokens(normalised, self.config, self.groups).transpose(0, 1)
 
     def own(self, normed: Tensor) -> Tensor:
-        """Return this context-parallel process's tokens, `[b, s / p, h]`, of normalised ones."""
+        """Return this context-parallel process's part `[b, s / p, h]` of normalised tokens."""
         return gather_tokens(normed, self.config, self.groups.tp).transpose(0, 1)
 
     def gather(self, predictions: Tensor) -> Tensor:
@@ -110,10 +110,10 @@ class LastNorm(Norm):
 
 
 class WholeNorm(Norm):
-    """A norm of tokens that every process has whole, as in a first layer or inside a head.
+    """A norm where every process has all tokens, as in a first layer or inside a head.
 
-    Their gradients are whole too. A `Norm` of the same core is for the tokens that sequence
-    parallelism splits: it would sum them over the tensor group, as many times too large.
+    Its gradients are then complete on every process. `Norm` is for tokens that sequence parallelism
+    splits: it would sum the gradients over the tensor group, making them too large.
     """
 
     def __init__(self, core: Core) -> None:
@@ -127,7 +127,7 @@ class WholeNorm(Norm):
 
 
 class NormedLinear(ReplicatedLinear):
-    """A linear map of tokens that every process has whole, and a norm of its output."""
+    """A linear map and a norm of its output, where every process has all tokens."""
 
     def __init__(self, core: Core, num_inputs: int, fill: Fill = xavier_uniform) -> None:
         super().__init__(num_inputs, core.megatron.hidden_size, fill)
@@ -166,8 +166,7 @@ class TokenHead(Head):
 
         With `also_return`, return a pair of this and the carried tensor.
         """
-        # Mapped before they are gathered: each process of a context group computes its own tokens
-        # alone.
+        # Map before gathering, so that each process of a context group maps only its own tokens.
         predictions = self.norm.gather(self.linear(self.norm.own(self.normed(state))))
         predictions = predicting(predictions, self.num_skipped)
         if self.also_return is None:

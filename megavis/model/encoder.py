@@ -48,8 +48,8 @@ class EncoderSizes:
         hidden_size: width; None for the decoder's width and MLP size.
         num_heads: attention heads; None for the decoder's.
         learning_rate_scale: multiplies the scheduled learning rate of all its parameters.
-        activation: of its MLPs; None for the decoder's.
-        norm_epsilon: of its norms; None for the decoder's.
+        activation: activation of its MLPs; None for the decoder's.
+        norm_epsilon: ε of its norms; None for the decoder's.
         position_std: standard deviation of its positions at initialization; None for 1 / √width.
     """
 
@@ -104,8 +104,8 @@ class EncoderSizes:
     ) -> list[LayerPlan]:
         """Return the encoder's blocks and output layer, which run once per image.
 
-        Layer decay treats them like the first layer, which embeds the patches. `num_rows` is that
-        of an image in the decoder, whose core is `above`.
+        Layer decay treats them like the first layer, which embeds the patches. `num_rows` is the
+        number of rows of an image in the decoder, whose core is `above`.
         """
         core, width = self.core(above, f"{name}.blocks"), above.model.hidden_size
         patches, own = self.num_patches(image_size), self.hidden_size

@@ -25,8 +25,8 @@ class FeedForward(MLP):
     """Megatron's MLP, with separate initializations of its two matrices and inner dropout.
 
     Attributes:
-        recomputes: whether the activation function is recomputed in the backward pass. Not with
-            dropout, whose mask would be another.
+        recomputes: whether the activation function is recomputed in the backward pass; False with
+            dropout, whose mask would differ.
     """
 
     def __init__(self, config: TransformerConfig, core: Core, **_: Any) -> None:
@@ -52,7 +52,7 @@ class FeedForward(MLP):
         inner, bias = self.linear_fc1(hidden_states)
         if bias is not None:
             inner = inner + bias
-        # A compiler decides itself what is cheaper to recompute than to keep.
+        # The compiler itself decides what is cheaper to recompute than to save.
         if self.recomputes and self.training and not torch.compiler.is_compiling():
             return with_recomputed(self.activation_func, inner, self.linear_fc2)
         return self.linear_fc2(self.activation_func(inner))

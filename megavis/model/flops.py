@@ -19,7 +19,7 @@ class Peak:
     """Dense peak of one device in TFLOP/s, without sparsity.
 
     Attributes:
-        bf16: for fp16 too.
+        bf16: peak in bf16, which is fp16's too.
         fp8: None if the device has no FP8.
     """
 
@@ -101,9 +101,9 @@ def matrix_flops(model: ModelConfig, work: Workload) -> float:
 
 
 def fp8_flops(model: ModelConfig, work: Workload) -> float:
-    """Return the part of `matrix_flops` that FP8 is for.
+    """Return the part of `matrix_flops` that can run in FP8.
 
-    Not queries, keys and values of cross-attention, which are products with parts of a weight.
+    Queries, keys and values of cross-attention are excluded: they multiply parts of a weight.
     """
     crossed = 0.0
     if work.num_memory:
@@ -127,7 +127,7 @@ def peak_flops(device_name: str, fp8_share: float = 0.0) -> float | None:
     matches = [name for name in PEAKS if name in device_name]
     if not matches:
         return None
-    # The longest name: "H100" is also a part of "H100 PCIe".
+    # Take the longest match: "H100" is also a part of "H100 PCIe".
     peak = PEAKS[max(matches, key=len)]
     plain = 1e12 * peak.bf16
     if not fp8_share:
@@ -136,5 +136,5 @@ def peak_flops(device_name: str, fp8_share: float = 0.0) -> float | None:
 
 
 def mixed_peak(plain: float, fp8: float, fp8_share: float) -> float:
-    """Return the rate at which operations run if a share has the peak of FP8, the rest another."""
+    """Return the peak rate if `fp8_share` of the operations run at `fp8`, the rest at `plain`."""
     return 1 / (fp8_share / fp8 + (1 - fp8_share) / plain)

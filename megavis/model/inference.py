@@ -36,7 +36,8 @@ Finish = Callable[[Any, Any], Predictions]
 class Inference:
     """Runs the model, of which this process holds some layers.
 
-    `captures`: whether single tokens may be decoded by CUDA graphs, which keep their memory.
+    Args:
+        captures: whether single tokens may be decoded by CUDA graphs, which keep their memory.
     """
 
     def __init__(
@@ -92,8 +93,8 @@ class Inference:
 
         It is an `IncrementalDecoder`, which also runs the blocks on single tokens, if possible.
         With `static` and one process per layer, its steps are CUDA graphs on a GPU, or raise
-        RuntimeError. By default they are, where that works, if this `captures` and
-        `training.kernels` is not `torch`.
+        RuntimeError. By default, graphs are used where they can be captured if `captures` is set
+        and `training.kernels` is not `torch`.
         """
         blocks = [layer for layer in self.layers.of_phase("step") if isinstance(layer, Block)]
         if not IncrementalDecoder.suits(blocks):

@@ -1,7 +1,7 @@
 """Check that kernels for a GPU can be compiled here, before training depends on them.
 
-Triton compiles the launcher of each kernel with the machine's C compiler against `Python.h`; slim
-containers have neither, and the first step of a run would end in Triton's error.
+Triton compiles the launcher of each kernel with the machine's C compiler against `Python.h`. Slim
+containers have neither, and the first step of a run would fail with Triton's error.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def why_not_compiled(device: torch.device) -> str | None:
     """Return why kernels cannot be compiled, and what would help; None if they can."""
     try:
         compile_and_run(device)
-    # Dynamo, Inductor, Triton and the compiler raise what they like.
+    # Dynamo, Inductor, Triton and the compiler may raise any exception.
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         return missing_tool() or f"{type(error).__name__}: {lines[0]}"
@@ -58,7 +58,7 @@ def missing_tool() -> str | None:
         return f"the C compiler that CC names, {compiler}, is missing: install it, or unset CC"
     if not compiler and not (shutil.which("gcc") or shutil.which("clang")):
         return "there is no C compiler: install gcc (Debian: apt-get install gcc), or set CC"
-    # Triton asks likewise; Debian's own scheme names a folder that does not exist.
+    # The scheme that Triton asks for; Debian's default one names a folder that does not exist.
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     header = Path(sysconfig.get_paths(scheme=scheme)["include"]) / "Python.h"
     if not header.is_file():
@@ -68,7 +68,7 @@ def missing_tool() -> str | None:
 
 
 def require_compiled(context: ParallelContext) -> None:
-    """Use plain kernels on all processes, with a warning, if one cannot compile any.
+    """Use plain kernels on all processes, with a warning, if one of them cannot compile.
 
     Collective over all processes; does nothing on a CPU and for plain kernels.
 

@@ -36,12 +36,12 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from megavis.config.errors import UserError
 from megavis.config.section import KernelLibrary
 
-# torch's own default.
+# torch's default.
 BLOCK = 128
 """Block size of FlexAttention, in queries and in keys."""
 FEW = 4
 """Most keys of `attend_to_few`."""
-# Inductor's template of FlexAttention refuses smaller heads.
+# Inductor's FlexAttention template rejects smaller heads.
 _SMALLEST_HEAD = 16
 # The float32 temporaries of an eighth take 1.5 bytes a logit, less than a gradient in bf16.
 NUM_PIECES = 8
@@ -68,7 +68,7 @@ def chosen_kernels() -> KernelLibrary:
 
 @contextlib.contextmanager
 def plain_kernels() -> Iterator[None]:
-    """Compute by torch's own kernels in this context, as on a CPU."""
+    """Use torch's own kernels in this context, as on a CPU."""
     before = _Setting.library
     _Setting.library = "torch"
     try:
@@ -86,7 +86,7 @@ class _Setting:
 def is_fused(tensor: Tensor) -> bool:
     """Return whether operations on this tensor use fused kernels instead of the plain form.
 
-    They do inside a compiled block too, where fused forms are what the compiler fuses best.
+    They do inside a compiled block too, since the compiler fuses those forms best.
     """
     return torch.compiler.is_compiling() or (tensor.is_cuda and _Setting.library != "torch")
 
@@ -108,7 +108,7 @@ def region(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(plain)
     def run(first: Tensor, *rest: Any) -> Tensor:
-        # Inside a compiled block it is part of that graph.
+        # Inside a compiled block this is part of the block's graph.
         apart = is_fused(first) and not torch.compiler.is_compiling()
         return (compiled(plain) if apart else plain)(first, *rest)
 
@@ -195,7 +195,7 @@ def attend_to_few(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """
     wide, scale = query.float(), query.shape[3] ** -0.5
     keys, values = key.float().split(1, dim=2), value.float().split(1, dim=2)
-    # Scaled here, so that nothing is kept of queries but a view of the projection.
+    # Scale the scores, so that only a view of the projection is saved for queries.
     scores = torch.stack([(wide * each).sum(-1) for each in keys], dim=-1) * scale
     weights = scores.softmax(-1).split(1, dim=-1)
     mixed = weights[0] * values[0]
@@ -213,17 +213,17 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 @in_pieces
 def vocabulary_terms(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return what the cross-entropy needs of a part of the vocabulary.
+    """Return the terms of the cross-entropy for one part of the vocabulary.
 
     Args:
-        logits: of the part, `[s, b, v]`.
-        ids: int64 `[s, b]`, counted from the first of the part; those outside [0, v) are of others.
+        logits: logits of this part, `[s, b, v]`.
+        ids: int64 `[s, b]`, counted from this part's first id; ids outside [0, v) are in others.
 
     Returns:
         log Σ exp(logits), and the logit of the id or 0, float32 `[s, b, 2]`.
     """
     wide = logits.float()
-    # Compared, not gathered: ids of other parts of the vocabulary are out of range here.
+    # Compare rather than gather: ids of other parts of the vocabulary are out of range here.
     is_target = ids.unsqueeze(-1) == torch.arange(wide.shape[-1], device=wide.device)
     return torch.stack([wide.logsumexp(-1), torch.where(is_target, wide, 0.0).sum(-1)], dim=-1)
 
@@ -275,7 +275,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float) -> Tensor:
-        # One pass over x, without its squares as a tensor: on a CPU memory traffic decides.
+        # One pass over x, without materializing its squares: on a CPU this is memory-bound.
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         inverse = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, gain, inverse)
@@ -307,7 +307,7 @@ def two_stream_attention(
     Returns:
         `[b, n, q, d]`.
     """
-    # Inside a compiled block it is part of that graph.
+    # Inside a compiled block this is part of the block's graph.
     run: Callable[..., Any] = flex_attention
     if not torch.compiler.is_compiling():
         run = compiled(flex_attention)
@@ -318,11 +318,11 @@ def two_stream_attention(
 def suits_flex(
     like: Tensor, num_queries: int, head_size: int, dropout: float, *, training: bool
 ) -> bool:
-    """Return whether to use FlexAttention: in training, for large enough queries, no dropout.
+    """Return whether to use FlexAttention: in training, no dropout, enough queries, wide heads.
 
     `like` is a tensor on the device.
     """
-    # Not if gradients are enabled: they are not in a checkpoint's first pass.
+    # Do not test for gradients: they are disabled in the first pass of a checkpointed block.
     large = num_queries >= BLOCK and head_size >= _SMALLEST_HEAD
     return is_fused(like) and large and dropout == 0.0 and training
 

@@ -47,7 +47,7 @@ class LayerState:
 def as_bits(value: Tensor) -> Tensor:
     """View float32 as int32 of the same bits.
 
-    DeepSpeed's pipeline expects a gradient for every float tensor that it passes; data have none.
+    DeepSpeed's pipeline expects a gradient for every float tensor that it passes; data has none.
     """
     return value.float().contiguous().view(torch.int32)
 

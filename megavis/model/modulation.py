@@ -1,11 +1,11 @@
-"""Adaptive norms: what a condition does to the norms and the branches of a block.
+"""Adaptive norms: a condition modulates the norms and the branches of a block.
 
 "Scalable Diffusion Models with Transformers", section 3.2 (adaLN-Zero): a vector is mapped to a
-shift and a scale of each norm's output, and to a gate of each branch. The maps start at zero, so
-that a block starts as the identity.
+shift and a scale of each norm's output, and to a gate of each branch. The maps are initialized to
+zero, so that a block starts as the identity.
 
-The vectors of all rows are carried with the hidden states, and split like these. So each process
-maps those of its own tokens, and the maps are replicated in the tensor group as norms are.
+The vectors of all rows are carried with the hidden states and split like them, so each process maps
+those of its own tokens. The maps are replicated over the tensor group, like norms.
 
 Legend: s tokens, b images, h width.
 """
@@ -40,7 +40,7 @@ class Modulation(nn.Module):
         self.linear = nn.Linear(width, count * width)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
-        # Under sequence parallelism of own tokens, as a norm's.
+        # Gradients of own tokens under sequence parallelism, as for a norm.
         if config.sequence_parallel:
             set_partial_gradient(self.parameters())
 

@@ -18,7 +18,7 @@ from megavis.model.parameters import set_partial_gradient
 
 # As in the linear probe of MAE's code: ε of 1e-6, and torch's default momentum.
 _EPSILON, _MOMENTUM = 1e-6, 0.1
-"""Of batch norm; the momentum is the weight of the current batch in the running statistics."""
+"""Of batch norm; momentum is the weight of the current batch in the running statistics."""
 
 
 class Norm(nn.Module):
@@ -90,12 +90,12 @@ class BatchNorm(nn.Module):
         # A second pass, since E[x²] - E[x]² cancels where a feature's mean is large.
         squares = self._sum((features - mean).square().sum(0))
         self._remember("mean", mean)
-        # Like torch's: the running variance is unbiased, the one that normalises the batch is not.
+        # As in torch: the running variance is unbiased, the batch's normalizing variance is not.
         self._remember("variance", squares / max(1, total - 1))
         return (features - mean) / (squares / total + _EPSILON).sqrt()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BatchNorm:
-        # Casting a network would round the statistics, which are float32 in checkpoints too.
+        # Casting the network would round the statistics, which stay float32 in checkpoints too.
         before = dict(self.named_buffers())
         super()._apply(fn, recurse)
         for name, value in list(self.named_buffers()):

@@ -1,11 +1,11 @@
 """Parameters: their initial values, and how they are trained and split.
 
-What a layer declares where it creates a parameter is an attribute of it, like Megatron's, since
-ZeRO-3 and the pipeline engine keep parameter objects but change their shapes.
+Layers declare these properties as attributes of the parameter, as Megatron does, since ZeRO-3 and
+the pipeline engine keep parameter objects but change their shapes.
 
 Weight decay applies to all parameters with two or more dimensions, unless declared otherwise here:
 tables (embeddings, codebooks, positions) and learned tokens do not decay. As in the released code
-of MAE and GIVT, weights of linear layers and convolutions decay, biases and the gains of norms do
+of MAE and GIVT, weights of linear layers and convolutions decay; biases and the gains of norms do
 not.
 
 A `Fill` initialises a whole logical matrix in place, and Megatron takes each process's shard of it,
@@ -82,7 +82,7 @@ def options_of(parameter: Tensor) -> ParamGroupOptions:
 
 
 def set_start(parameters: Iterable[Tensor], start: Start) -> None:
-    """Declare the weights of parameters when fine-tuning starts; the default is `saved`."""
+    """Declare the weights that parameters start fine-tuning with; the default is `saved`."""
     for parameter in parameters:
         setattr(parameter, _START, start)
 
@@ -136,7 +136,7 @@ def truncated_normal(std: float) -> Fill:
     As in Flax's LeCun and He initializers, the normal is widened so that the values have standard
     deviation `std` after truncation.
     """
-    # `trunc_normal_` of deviation `std`, cut at twice that, would leave 0.88 · std.
+    # `trunc_normal_` with `std`, cut at 2 · std, would have a standard deviation of 0.88 · std.
     wide = std / _TRUNCATED_STD
     return partial(nn.init.trunc_normal_, mean=0.0, std=wide, a=-2.0 * wide, b=2.0 * wide)
 
@@ -171,7 +171,7 @@ def partition_dimension(parameter: nn.Parameter) -> int | None:
 
 
 def set_partial_gradient(parameters: Iterable[Tensor]) -> None:
-    """Declare that a process has only the gradient of its own tokens, not of its tensor group's."""
+    """Declare that each process has only its own tokens' gradient, not its tensor group's."""
     for parameter in parameters:
         setattr(parameter, _PARTIAL, True)
 

@@ -98,7 +98,7 @@ class Positions(nn.Module):
         return hidden
 
     def encode(self, vectors: Tensor, places: Tensor) -> Tensor:
-        """Encode cells `[b or 1, s]` in vectors `[b or 1, s, h]`, of which each kind has its way.
+        """Encode cells `[b or 1, s]` in vectors `[b or 1, s, h]`.
 
         Absolute positions are added. Rotary ones rotate the vector as they rotate queries and keys:
         "RandAR: Decoder-only Autoregressive Visual Generation in Random Orders", section 3.2, and
@@ -143,7 +143,7 @@ class RelativeBias(nn.Module):
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, queries: Tensor, keys: Tensor, heads: slice = slice(None)) -> Tensor:
-        """Return the bias `[b or 1, n, q, c]`, or only some heads'.
+        """Return the bias `[b or 1, n, q, c]` of all heads, or of some.
 
         Queries and keys are rows and columns, or `OFF_GRID`, int64 `[b or 1, q or c, 2]`.
         """
@@ -218,7 +218,7 @@ def turns(coordinates: Tensor, head_size: int, *, scale: float = 1.0) -> tuple[T
 
     Adjacent channels (2i, 2i + 1) form a complex number, rotated by coordinate · θ_i with
     θ_i = 10000^(-2i/d); the channels of a head are divided evenly between the axes (appendix D).
-    Section 3.4 has 2π · coordinate · θ instead, and neither gives θ: `scale` 2π is that.
+    Section 3.4 has 2π · coordinate · θ instead, which is `scale` 2π; neither gives θ.
 
     Args:
         coordinates: `[b or 1, s, axes]`.

@@ -1,7 +1,7 @@
-"""Collectives of sequence parallelism, with gradients, made of torch's public ones.
+"""Differentiable collectives of sequence parallelism, made of torch's public ones.
 
-A compiler traces them into the graph of a block; Megatron's ask CUDA for the current device
-between. Processes hold consecutive tokens, s / p of them.
+The compiler can trace them into the graph of a block; Megatron's query CUDA's current device, which
+breaks the graph. Each process holds s / p consecutive tokens.
 
 Legend: p processes of the group, s tokens, b images, h hidden size.
 """
@@ -41,7 +41,7 @@ def sum_and_scatter(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
 def gathered_linear(
     own: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup
 ) -> Tensor:
-    """Return a linear map of all tokens, of which only this process's are kept for the gradient."""
+    """Return a linear map of all tokens, saving only this process's for the backward pass."""
     result: Tensor = _GatheredLinear.apply(own, weight, bias, group)
     return result
 
@@ -55,7 +55,7 @@ def all_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def own_rows(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return this process's rows, without gradient."""
-    # A view would keep all rows for as long as these are needed: until the backward pass.
+    # A view would keep all rows alive until the backward pass.
     return whole.tensor_split(group.size())[group.rank()].clone()
 
 
@@ -114,8 +114,8 @@ class _GatheredLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         own, weight = ctx.saved_tensors
-        # None of the gradient's numbers are joined: a compiler would otherwise find that the tokens
-        # were gathered before, and keep them.
+        # Concatenate nothing from the gradient, so that the compiler does not recognize the earlier
+        # gather of the same tokens and save its result.
         again = torch.cat([own.flatten(), gradient.flatten()[:0]]).view_as(own)
         rows = gradient.flatten(0, 1)
         of_weight = rows.t() @ all_rows(again, ctx.group).flatten(0, 1)

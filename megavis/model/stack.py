@@ -59,8 +59,7 @@ Phase = Literal["once", "step"]
 """When a layer runs in generation: once per image, or in every step."""
 
 
-# Compared by identity: two stacks of equal sizes are still two, and `distinct_layers` groups by
-# them.
+# Compare by identity: `distinct_layers` groups by stack, and two stacks may have equal sizes.
 @dataclass(frozen=True, eq=False)
 class PlannedStack:
     """A stack of equal blocks.
@@ -104,7 +103,7 @@ class LayerPlan:
     """Whether the layer's norm provides features; see `FeatureLayer`."""
     phase: Phase = "step"
     variant: tuple[str, ...] = ()
-    """What a block of its stack differs in besides drop rates, such as that it is frozen."""
+    """How a block differs from others of its stack besides drop rates, such as being frozen."""
     handed: list[Any] | None = field(default=None, compare=False)
     """What lower layers hand to this one besides hidden states, in the order in which they ran:
     tensors, or tuples of them. The layer clears the list in every forward pass."""
@@ -116,8 +115,8 @@ class LayerPlan:
 
     def build(self) -> nn.Module:
         """Build the layer, with initial weights determined by its name and the seed."""
-        # By name, not by place: a model with a second stack or on several stages starts from the
-        # same weights.
+        # By name rather than by index, so that initial weights do not depend on a second stack or
+        # on pipeline stages.
         with seeded(self.seed, "weights", self.name):
             layer = self.factory()
         add_options(layer.parameters(), self.options)
@@ -289,7 +288,7 @@ def distinct_layers(plans: Iterable[LayerPlan]) -> Iterator[tuple[LayerPlan, int
 
 
 def alike_layers(plans: Iterable[LayerPlan]) -> Iterator[tuple[LayerPlan, int]]:
-    """Yield one layer of each kind, with how many there are of it: of blocks that differ too."""
+    """Yield one layer of each kind and the number of such layers; unequal blocks are separate."""
     kinds: dict[tuple[Any, ...], list[LayerPlan]] = {}
     for plan in plans:
         kind = (plan.name,) if plan.stack is None else (plan.stack, plan.variant)
@@ -358,8 +357,8 @@ def block_weights(plans: Sequence[LayerPlan]) -> tuple[list[int], list[float]]:
     """Return the index of each block in a list of layers, and its cost for balancing a pipeline.
 
     The cost of a block is the average of its stack, in units of a block of the first stack. Other
-    layers belong to the preceding block, and the first layer to the following one; their cost
-    counts only if no stack's workload includes it: decoders do, maps of tokens do not.
+    layers belong to the preceding block, and the first layer to the following one. Their cost is
+    counted only if no stack's workload includes it: that of a decoder is, that of an embedding not.
     """
     places = [i for i, plan in enumerate(plans) if plan.stack is not None]
     costs = [_block_flops(stack) for i in places if (stack := plans[i].stack) is not None]

@@ -1,8 +1,8 @@
-"""A step of decoding over tensors that stay where they are, so that a CUDA graph can replay it.
+"""A decoding step on tensors with fixed addresses, so that a CUDA graph can replay it.
 
 The position is a tensor, and attention hides the part of the cache that is not written yet. A graph
-whose result differs from the step that it replays is not used. On a CPU the same is computed
-without a graph.
+whose result differs from the step that it replays is not used. A CPU runs the same step without a
+graph.
 
 Legend: b images, n heads of this process, d head size, h hidden size, L blocks.
 """
@@ -20,12 +20,12 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 _GRAPH_TOLERANCE = 2**-6
-"""Largest difference of a graph's result, as a share of the largest value: the kernels are those
-of the step, which bf16 rounds to eight bits."""
+"""Largest difference of a graph's result from the step's, relative to the largest value: kernels
+are the same, and bf16 has eight significant bits."""
 
 
 class StaticStep:
-    """All blocks on a token, over a part of the cache; a CUDA graph on a GPU.
+    """Runs all blocks on one token over part of the cache; a CUDA graph on a GPU.
 
     Every call reads and writes the same memory: `hidden`, `turn` and `position` are copied in, the
     result is copied out.
@@ -34,10 +34,10 @@ class StaticStep:
         runs: adds a block's output to the hidden states, for each block
             (`IncrementalDecoder`).
         cache: `[L, 2, b, n, capacity, d]`.
-        reach: number of tokens that it may see.
+        reach: number of cached tokens that a step may see.
         hidden: hidden states of the shape that each call gets.
         turn: rotations likewise.
-        strict: raise RuntimeError instead of going on without a graph.
+        strict: raise RuntimeError instead of continuing without a graph.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class StaticStep:
             self._replay = self._as_graph()
         else:
             self._replay()
-        # The next call overwrites it.
+        # Clone, since the next call overwrites it.
         return self._result.clone()
 
     def _run(self) -> None:
         self._result.copy_(self._hidden)
-        # A number, once for all blocks: each SDPA would turn a boolean into one.
+        # A float mask, made once for all blocks: SDPA would convert a boolean one in each.
         unseen = self._result.new_zeros(self._reach)
         unseen.masked_fill_(self._tokens > self._position, -math.inf)
         for run_, room in self._rooms:
@@ -99,10 +99,11 @@ class StaticStep:
         wanted = self._result.clone()
         try:
             replay = captured(self._run, wanted.device)
-            # A graph that holds nothing would leave the result of the step.
+            # An empty graph would otherwise leave the step's result in place and pass the check.
             self._result.zero_()
             replay()
-        # A RuntimeError too, but no reason to go on without a graph: the caller halves the batch.
+        # Also a RuntimeError, but not one to continue from without a graph: the caller halves the
+        # batch.
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -111,7 +112,7 @@ class StaticStep:
             error_bound = _GRAPH_TOLERANCE * float(wanted.abs().max())
             if torch.allclose(self._result, wanted, rtol=0, atol=error_bound, equal_nan=True):
                 return replay
-            reason = "computes other numbers"
+            reason = "computes different numbers"
         if self._strict:
             raise RuntimeError(f"a CUDA graph of a step {reason}")
         logger.warning("generating without CUDA graphs, which is slower: a graph %s", reason)
@@ -128,7 +129,7 @@ def captured(run: Callable[[], None], device: torch.device) -> Callable[[], None
     """
     if device.type != "cuda":
         return run
-    # Warm up on another stream: capturing allows no first use of a library.
+    # Warm up on another stream: libraries cannot be initialized during capture.
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -1,8 +1,8 @@
 """Tensor- and sequence-parallel building blocks.
 
 `gather_tokens` and `scatter_tokens` gather and split sequences under sequence parallelism. The
-linear layers are Megatron's with two changes: plain matrix products on a CPU, and biases fused into
-the product on a GPU without tensor parallelism, also those that the caller would add.
+linear layers are Megatron's with two changes: plain matrix products on a CPU; and, on a GPU without
+tensor parallelism, biases fused into the product, even those that the caller would add.
 
 Legend: b images, s tokens, h hidden size.
 """
@@ -89,7 +89,7 @@ def to_columns(
 
 
 def fuses_bias(tensor: Tensor) -> bool:
-    """Return whether a bias is added within the matrix product, where nothing is summed between."""
+    """Return whether a bias is fused into a matrix product whose output needs no reduction."""
     return not tensor.is_cpu or torch.compiler.is_compiling()
 
 
@@ -138,9 +138,9 @@ class QueryKeyValue(ColumnParallelLinear):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Map `[s, b, h]` like any column-parallel layer, or two inputs by parts of the weight.
 
-        Of two inputs the first `[q, b, h]` gives queries `[q, b, n · d]`, and the second `[c, b,
-        h]` the keys of all heads, then their values, `[c, b, 2n · d]`; None gives None. They come
-        from `to_columns`.
+        With two inputs, both from `to_columns`, the first, `[q, b, h]`, gives queries
+        `[q, b, n · d]`, and the second, `[c, b, h]`, the keys of all heads, then their values,
+        `[c, b, 2n · d]`; None gives None.
         """
         if len(inputs) == 1:
             return super().forward(inputs[0])
@@ -155,14 +155,14 @@ def multiply_parts(
     if reading is not None and seen is not None and not torch.compiler.is_compiling():
         query, pairs = _Parts.apply(reading, seen, weight, bias, size)
         return query, pairs
-    # Of one input alone, without gradients; or in a compiled block, whose graph keeps no copies.
+    # For a single input, without gradients, or in a compiled block, whose graph saves no copies.
     products = zip((reading, seen), _parts(weight, size), _parts(bias, size), strict=True)
     query, pairs = (None if rows is None else F.linear(rows, *part) for rows, *part in products)
     return query, pairs
 
 
 class _Parts(torch.autograd.Function):
-    """Products with two parts of a weight, of which no copies are kept for the backward pass."""
+    """Products with two parts of a weight, without saving copies of the parts."""
 
     @staticmethod
     def forward(

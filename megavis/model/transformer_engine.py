@@ -62,7 +62,7 @@ class ColumnParallelLinear(TEColumnParallelLinear):
         """Map `[s, b, input_size]` to `[s, b, output_size / tensor size]`.
 
         Raises:
-            UserError: the number of rows does not suit FP8.
+            UserError: FP8 does not support the number of rows.
         """
         if self.sequence_parallel and not splits_tokens(self):
             # Transformer Engine reads the layer's flag, which does not reflect `whole_tokens`.
@@ -117,7 +117,7 @@ class RowParallelLinear(TERowParallelLinear):
         """Map `[s, b, input_size / tensor size]` to `[s, b, output_size]` and the bias.
 
         Raises:
-            UserError: the number of rows does not suit FP8.
+            UserError: FP8 does not support the number of rows.
         """
         if self.sequence_parallel and not splits_tokens(self):
             part = F.linear(input_, self.weight)
@@ -151,10 +151,10 @@ class BlockGainNorm:
 
 
 def fp8(model: ModelConfig, tensor_size: int) -> Any:
-    """Return a function that makes the context in which a stack's matrices are multiplied in FP8.
+    """Return a factory of the autocast context in which a stack runs in FP8.
 
     Raises:
-        UserError: sizes of the stack do not suit FP8.
+        UserError: FP8 does not support the stack's sizes.
     """
     for key, text in check_fp8_sizes(model, tensor_size):
         raise UserError(f"{key.removeprefix('model.')} of a stack of blocks: {text}")
@@ -163,14 +163,14 @@ def fp8(model: ModelConfig, tensor_size: int) -> Any:
 
 
 def _shared(options: Mapping[str, Any]) -> dict[str, Any]:
-    # The rest of what Megatron's blocks pass on is fixed here, or for kernels that are not used.
+    # Megatron's other options are fixed here, or concern kernels that are not used.
     taken = {name: options[name] for name in ("config", "init_method", "tp_group")}
     return {**taken, "is_expert": False}
 
 
 def _finish(layer: Any, bias: bool) -> None:
-    # Weights change between calls without notice to the layer, which would otherwise keep using the
-    # FP8 copy of its first call.
+    # The layer is not told when weights change, and would keep using the FP8 copy of its first
+    # call.
     layer.disable_parameter_transpose_cache = True
     if not bias:
         # Transformer Engine sets an empty tensor; decoding, like torch, expects None.

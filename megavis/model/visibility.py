@@ -136,8 +136,8 @@ class OncePerStep:
 
         The name must include all that it depends on besides the tensors.
         """
-        # Objects are compared, not addresses, which the allocator reuses; weak references keep no
-        # tensor of an earlier step alive.
+        # Compare objects rather than addresses, which the allocator reuses. Weak references keep
+        # tensors of earlier steps from staying alive.
         known, made = self._made.get(name, ([], None))
         if len(known) == len(tensors) and all(
             seen() is tensor and version == tensor._version

@@ -2,7 +2,7 @@
 
 "Exploring Plain Vision Transformer Backbones for Object Detection" (Li et al., 2022), section 3 and
 its released code: most blocks attend within windows that do not overlap, a few to the whole image.
-A window is one more image of the batch to its block, so that blocks need not know of windows.
+To its block, a window is one more image of the batch, so blocks need no code for windows.
 
 Legend: b images, H × W the grid, w side of a window, k windows of an image, n heads, d head size.
 """
@@ -58,12 +58,12 @@ class Windows:
 
 
 class QueryPositions(nn.Module):
-    """Adds to a score what the query says of the key's relative row, and of its relative column.
+    """Bias of attention scores: the query's products with the key's relative row and column.
 
-    As ViTDet's code has it, after "MViTv2: Improved Multiscale Vision Transformers for
-    Classification and Detection" (Li et al., 2022), equation 4: the same vectors for all heads,
-    `rows` float32 `[2H - 1, d]` and `columns` `[2W - 1, d]`, initially zero. Unlike other tables
-    they have weight decay: detectron2's recipe of ViTDet-B excludes `pos_embed` alone.
+    "MViTv2: Improved Multiscale Vision Transformers for Classification and Detection" (Li et al.,
+    2022), equation 4, as in ViTDet's code: the same vectors for all heads, `rows` float32
+    `[2H - 1, d]` and `columns` `[2W - 1, d]`, initially zero. Unlike other tables they have weight
+    decay: detectron2's recipe of ViTDet-B excludes only `pos_embed`.
     """
 
     def __init__(self, grid: tuple[int, int], head_size: int) -> None:
@@ -72,7 +72,7 @@ class QueryPositions(nn.Module):
         self.rows, self.columns = (filled(2 * side - 1, head_size, fill=zeros) for side in grid)
         for table in (self.rows, self.columns):
             with_decay(table)
-        # No pretraining has them; a run that goes on from another of detection may.
+        # Pretrained runs lack these tables, but another detection run may have them.
         set_start(self.parameters(), "saved or fresh")
 
     def forward(self, query: Tensor) -> Tensor:
@@ -96,13 +96,13 @@ def _offsets(length: int, device: torch.device) -> Tensor:
 def on_grid(
     factory: Callable[[], nn.Module], names: tuple[str, ...], order: Tensor
 ) -> Callable[[], nn.Module]:
-    """Return a factory of the same first layer that leaves the patches alone, in raster order.
+    """Return a factory of the same first layer that returns only patches, in raster order.
 
     Rows in front of them, such as a class token, are dropped, as in ViTDet. Uses hooks rather than
     a wrapper module, so that parameters keep their names.
 
     Args:
-        names: of the carried tensors.
+        names: names of the carried tensors.
         order: int64 `[1, n]`, the patch, in raster order, of each of the last n rows.
     """
     rows = order[0].argsort()
