@@ -44,10 +44,10 @@ class CategoricalOptions:
     top_p: float | None = None
     """Keep the smallest set of most likely ids whose probabilities sum to `top_p`, in (0, 1]."""
     guidance: float = 0.0
-    """w of classifier-free guidance, 0 or more: logits are (1 + w) · l - w · l', where l' are those
-    without a class. The scale 1 + w is what other papers call the guidance scale."""
+    """w of classifier-free guidance, 0 or more: logits are (1 + w) · l - w · l', where l' is
+    predicted without a class. Other papers call 1 + w the guidance scale."""
     guidance_power: float | None = None
-    """Let w grow from 0 with the share s of the tokens that are sampled: times
+    """Increase w from 0 with the share s of sampled tokens, multiplying it by
     (1 - cos(π · s^power)) / 2, as in "Randomized Autoregressive Visual Generation" and "Masked
     Diffusion Transformer is a Strong Image Synthesizer"; None: w is constant."""
 
@@ -77,8 +77,8 @@ class CategoricalOptions:
     def probabilities(self, logits: Tensor) -> Tensor:
         """Return the probability of each id after all filters: `[m, v]` for logits `[m, v]`.
 
-        Ties are broken in favour of the lower id. In float64, so that cumulative sums over the
-        vocabulary lose no id to rounding.
+        Ties are broken in favour of the lower id. Computed in float64, so that cumulative sums over
+        the vocabulary lose no id to rounding.
         """
         wide = logits.double()
         if self.temperature > 0:
@@ -105,8 +105,8 @@ class CategoricalOptions:
         top_k = 1 if self.temperature == 0 else self.top_k
         if top_k is not None:
             kept[:, top_k:] = 0.0
-            # Renormalised before top-p, which then counts the probability that top-k has left, as
-            # `transformers` does.
+            # Renormalise before top-p, so that it applies to the probability left by top-k, as in
+            # `transformers`.
             kept /= kept.sum(dim=1, keepdim=True)
         if self.top_p is not None:
             # Keep an id if those before it sum to less than p, so the first is always kept.
@@ -119,7 +119,7 @@ class Categorical(Density):
     """Categorical distribution over a vocabulary, whose logits are split over the tensor group.
 
     Args:
-        has_bias: whether logits have one.
+        has_bias: whether logits have a bias.
         num_skipped: leading rows that predict nothing.
     """
 
@@ -144,7 +144,8 @@ class Categorical(Density):
         Predictions are this process's logits `[num_skipped + q, b, v / tensor size]`, or those of
         its own rows.
         """
-        # Padded rather than cut: with context parallelism, some process has the skipped rows.
+        # Pad targets rather than cut logits: with context parallelism, some process holds the
+        # skipped rows.
         rows = F.pad(targets, (self.num_skipped, 0))
         losses = split_cross_entropy(predictions, rows.t().contiguous(), self.core).t()
         return losses[:, self.num_skipped :]
@@ -179,7 +180,7 @@ class _CategoricalSampling(TokenSampler):
         ids = self.choice.draw(logits, draws.uniform_of_position())
         score = None
         if self.scored:
-            # Before temperature and filters, which say what to draw, not how likely it is.
+            # Score before temperature and filters, which change the draw but not the likelihood.
             likely = logits.float().log_softmax(1)
             score = likely.gather(1, ids[:, None]).view(shape)
         return Samples(ids.view(shape), score)
@@ -213,7 +214,7 @@ class Place(Density):
 
     @property
     def measures_accuracy(self) -> bool:
-        """True: of the positions."""
+        """True: the accuracy of positions."""
         return True
 
     def measures(self, predictions: Tensor, targets: tuple[Tensor, ...]) -> dict[str, Tensor]:

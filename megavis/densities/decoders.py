@@ -5,8 +5,8 @@
 - `linear`: one linear layer. With a noisy patch, it is applied to the sum of the output and the
   patch's embedding.
 - `mlp`: residual layers before the linear one, each a norm and an MLP of the backbone's width, i.e.
-  a Transformer block without attention. The paper only says "residual MLP". A linear map may lead
-  to another width, and sin-cos positions of the rows may be added ("Scalable Pre-training of Large
+  a Transformer block without attention. The paper only says "residual MLP". Optionally, a linear
+  map changes the width and sin-cos positions of the rows are added ("Scalable Pre-training of Large
   Autoregressive Image Models", section 4.2).
 - `transformer`: blocks in which the two tokens of each position, output and noisy patch, attend
   only to each other. The paper does not say which of the two is decoded; here it is the noisy
@@ -50,8 +50,8 @@ class DecoderSpec:
         denoises: whether the decoder takes noisy patches.
         appends_gamma: whether γ is appended to each pixel as an extra channel.
         channels: values of a patch per pixel.
-        hidden_size: width of its layers, to which a linear map leads; None: the backbone's. For
-            `mlp` and `modulated_mlp`, which always has this map.
+        hidden_size: width of its layers, entered through a linear map; None: the backbone's. For
+            `mlp`, and for `modulated_mlp`, which always has this map.
         grid: rows and columns of the tokens whose positions are added; None: none are.
         learns_positions: positions are learned and added to the backbone's output; else they are
             sin-cos and added before the first layer.
@@ -89,7 +89,7 @@ class DecoderSpec:
         return self.num_outputs or self.width
 
     def entry_size(self, core: Core) -> int | None:
-        """Return the width to which a linear map of the output leads; None without one."""
+        """Return the width that a linear map gives to the output; None without a map."""
         if self.kind == "modulated_mlp":
             return self.hidden_size or core.model.hidden_size
         return self.hidden_size
@@ -99,7 +99,7 @@ class DecoderSpec:
         width, entry = core.model.hidden_size, self.entry_size(core)
         inner, count = entry or width, self.num_noises
         embedding = 2.0 * count * self.noisy_width * inner
-        # Of the final linear layer, of which one product with the backbone's width is counted.
+        # The final linear layer, of which one product with the backbone's width is counted already.
         wider = 2.0 * (count * inner - width) * self.outputs
         mapped = 0.0 if entry is None else 2.0 * width * entry
         if self.kind == "transformer":
@@ -116,7 +116,7 @@ class PatchHead(Head):
     """The final norm and a decoder.
 
     Args:
-        core: of the backbone.
+        core: core of the backbone.
         num_skipped: leading rows that predict nothing, for which there are no noisy patches.
     """
 
@@ -140,7 +140,7 @@ class PatchHead(Head):
         self.decoder = self._network(decoder, entry or width)
 
     def _network(self, decoder: DecoderSpec, width: int) -> nn.Module:
-        """Build what follows the maps of output and noisy patch to a width."""
+        """Build the network after the maps of output and noisy patch to its width."""
         if decoder.kind == "modulated_mlp":
             assert decoder.noise is not None
             assert self.entry is not None
@@ -211,7 +211,7 @@ class PatchHead(Head):
         count = noisy.shape[-1] // (self.width + 1)
         if count == 1:
             return self._denoise(output, noisy)
-        # As many images as noisy patches: decoders know no other dimension.
+        # Fold noisy copies into the batch, since decoders have no dimension for them.
         apart = torch.cat(noisy.chunk(count, dim=-1))
         decoded = self._denoise(output.repeat(count, 1, 1), apart)
         return torch.cat(decoded.chunk(count), dim=-1)

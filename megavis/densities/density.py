@@ -94,7 +94,7 @@ class Density(ABC):
 
     @abstractmethod
     def per_token_loss(self, predictions: Any, targets: Any) -> Tensor:
-        """Return the loss of each token, float32 `[b, q]`, given the true ones `[b, q, ...]`."""
+        """Return the loss of each token, float32 `[b, q]`, for true tokens `[b, q, ...]`."""
 
     @property
     def measures_accuracy(self) -> bool:
@@ -121,7 +121,7 @@ class Density(ABC):
 
     def token_sampler(self, options: Any, *, scored: bool) -> TokenSampler:
         """Return a sampler of tokens, if `scored` with log-likelihoods, or raise UserError."""
-        raise UserError("this model predicts nothing that can be sampled")
+        raise UserError("predictions of this model cannot be sampled")
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class SamplingKeys:
 
     @property
     def purpose(self) -> str:
-        """Begins the purposes of all draws at this position."""
+        """Prefix of the purposes of all draws at this position."""
         return f"{self.name}/{self.position}"
 
     def uniform(self, purpose: str) -> Tensor:

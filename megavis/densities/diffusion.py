@@ -6,9 +6,9 @@ sampling the decoder runs many times per patch. Two of the printed formulas devi
 appendix's own derivation, which is followed here: equation (3) has the roots of (4) and (5),
 √α (1 - γ'), and the denominator of (6) is √α √(1 - γ), as in equation (2).
 
-Or the noise levels are the steps of a cosine schedule, of which generation visits some, and the
-variance of a step is predicted too: "Improved Denoising Diffusion Probabilistic Models", sections
-3.1 and 3.2, as in the released code of "Autoregressive Image Generation without Vector
+Alternatively, the noise levels are the steps of a cosine schedule, of which generation visits some,
+and the variance of a step is predicted too: "Improved Denoising Diffusion Probabilistic Models",
+sections 3.1 and 3.2, as in the released code of "Autoregressive Image Generation without Vector
 Quantization". Its classifier-free guidance combines predictions with and without a class.
 
 Legend: b images, q positions, d values of a patch, k noisy copies of each; x⁰ clean patch, x noisy
@@ -56,8 +56,8 @@ class DiffusionOptions:
     sampling_steps: int | None = None
     """Denoising steps, 1 or more."""
     guidance: float = 0.0
-    """w of classifier-free guidance, 0 or more: predictions are (1 + w) · ε - w · ε', where ε' are
-    those without a class. The scale 1 + w is what other papers call the guidance scale."""
+    """w of classifier-free guidance, 0 or more: predictions are (1 + w) · ε - w · ε', where ε' is
+    predicted without a class. Other papers call 1 + w the guidance scale."""
     guidance_schedule: str | None = None
     """`constant` (None), or `linear`: w times the share of the tokens known after a step, as in the
     released code of "Autoregressive Image Generation without Vector Quantization"."""
@@ -166,12 +166,12 @@ class Diffusion(Density):
         """Return the term of the variational bound, in bits per value: `[b, q, k]`.
 
         As in the released code, the last step scores the bin of x⁰ among 255 between -1 and 1, and
-        only the variance learns from the bound.
+        the bound trains only the variance.
 
         Args:
-            error: of the prediction, without gradient, `[b, q, k, d]`.
-            spread: what is predicted of the variance, likewise; see `log_variance`.
-            clean: x⁰, likewise.
+            error: error of the prediction, without gradient, `[b, q, k, d]`.
+            spread: the output that determines the variance, `[b, q, k, d]`; see `log_variance`.
+            clean: x⁰, `[b, q, k, d]`.
             gamma: γ, `[b, q, k]`.
         """
         levels = self.process.noise.on(gamma.device)
@@ -181,7 +181,7 @@ class Diffusion(Density):
         log_scale = log_variance(spread, small, large)
         if self.process.predicts == "noise":
             error = -levels.of_noise[steps] * error
-        # Both means have the same part of x.
+        # The means' terms in x cancel.
         divergence = gaussian_divergence(levels.of_clean[steps] * error, small, log_scale)
         unlikely = -log_bin(clean, clean + error, 0.5 * log_scale)
         return torch.where(steps == 0, unlikely, divergence).mean(-1) / math.log(2.0)
@@ -248,11 +248,11 @@ class _AncestralSampling(TokenSampler):
     def _denoise(
         self, head: PatchHead, output: Tensor, weight: float, noisy: Tensor, gamma: Tensor
     ) -> Estimate:
-        """Estimate x⁰ `[b, q, d]`, with a learned variance also the latter.
+        """Estimate x⁰ `[b, q, d]`, and the variance if it is learned.
 
         Args:
-            output: the decoder's input `[b, q, h]`; with guidance of twice as many rows, of which
-                the second half are without a class.
+            output: the decoder's input `[b, q, h]`; with guidance, twice as many rows, the second
+                half without a class.
             weight: w of the guidance.
         """
         process = self.density.process
@@ -263,7 +263,7 @@ class _AncestralSampling(TokenSampler):
         given, *free = head.decode(output, inputs).float().chunk(self.num_lanes)
         guess, spread = given[..., : self.density.width], given[..., self.density.width :]
         if free:
-            # Of the guess alone: the variance is the one with the class, as in the released code.
+            # Guide only the guess; the variance is the one with the class, as in the released code.
             guess = guess + weight * (guess - free[0][..., : self.density.width])
         if predicts_noise:
             guess = clean_from_noise(noisy, guess, gamma)
@@ -317,7 +317,7 @@ def with_gamma(noisy: Tensor, gamma: Tensor) -> Tensor:
 
 
 Estimate = Tensor | tuple[Tensor, Tensor]
-"""An estimate of x⁰ `[..., d]`, or it and what is predicted of the variance, likewise."""
+"""An estimate of x⁰ `[..., d]`; or it, and the output that determines the variance `[..., d]`."""
 Denoiser = Callable[[Tensor, Tensor], Estimate]
 """Maps noisy patches `[..., d]` and γ `[..., 1]` to an estimate of x⁰."""
 
@@ -365,8 +365,8 @@ def gaussian_divergence(distance: Tensor, log_true: Tensor, log_model: Tensor) -
     """Return KL(true || model) of Gaussians in nats.
 
     Args:
-        distance: of their means.
-        log_true: logarithm of the variance of the true one, and `log_model` of the model's.
+        distance: difference of their means.
+        log_true: logarithm of the true variance; `log_model` is that of the model's.
     """
     ratio = log_true - log_model
     return 0.5 * (ratio.exp() - ratio - 1.0 + distance.square() * torch.exp(-log_model))
@@ -416,7 +416,7 @@ def reverse_process(
         gamma, gamma_before = gammas[step], gammas[step + 1]
         estimate = denoise(noisy, gamma.to(noisy.dtype).expand(*noisy.shape[:-1], 1))
         clean, *spread = (estimate,) if isinstance(estimate, Tensor) else estimate
-        # γ has no dimension, so that the result has the precision of x, whatever the one of γ.
+        # γ is a 0-dim tensor, so that the result has the precision of x, not of γ.
         noisy, variance = posterior(noisy, clean, gamma, gamma_before)
         # The variance of the last step is 0.
         if step + 2 < len(gammas):

@@ -36,12 +36,12 @@ from megavis.model.layer_state import PackedState
 from megavis.parallel.random import normal, uniform
 
 Predictions = Tensor | tuple[Tensor, Tensor]
-"""Parameters `[b, q, num_outputs]`; with a learned transform in front of the model also its output
-`[b, q, d]`, which is scored instead of the targets."""
+"""Parameters `[b, q, num_outputs]`; with a learned transform in front of the model, also the
+transform's output `[b, q, d]`, which is scored instead of the targets."""
 _REACH, _NUM_POINTS = 10.0, 1001
 """The bound of rejection sampling is taken over this many points, at most 10 from the mean."""
-# Its tries per round, 1000 in total. Most values are accepted in the first round; for the rest, a
-# round has a higher overhead than its tries.
+# Tries of rejection sampling per round, 1000 in total. Most values are accepted in the first round;
+# for the rest, the overhead of a round exceeds the cost of its tries.
 _ROUNDS = (16, 64, 256, 664)
 _VALUES_AT_ONCE = 2**14
 """On a GPU: the last round draws 1328 integers of 8 bytes for each."""
@@ -138,8 +138,8 @@ class GaussianMixture(Gaussians):
     def token_sampler(self, options: MixtureOptions, *, scored: bool) -> TokenSampler:
         """Return a sampler of tokens, with or without guidance."""
         if options.guidance:
-            # Always scored: it has the densities anyway, though unnormalised ones, which beams
-            # cannot compare.
+            # Always scored, since it computes the densities anyway; they are unnormalised, so beams
+            # cannot compare them.
             return _GuidedSampling(self, options)
         return _GaussianSampling(self, options.temperature, options.probability, scored)
 
@@ -258,8 +258,8 @@ class Guided:
         # If the parabola opens upward, the vertex is irrelevant and the maximum is at an end.
         shift = other * (self.mean - self.other_mean) / (sharpness - other)
         step = 2.0 * _REACH / (_NUM_POINTS - 1)
-        # A straight line has its vertex at infinity, which is clamped to an end below; a level one
-        # has none, and every point is highest.
+        # A straight line has its vertex at infinity, which is clamped to an end below; for a level
+        # one the vertex is NaN, and any point is a maximum.
         nearest = torch.floor(shift.nan_to_num(nan=0.0) / step)
         offsets = [nearest * step, (nearest + 1.0) * step]
         offsets += [torch.full_like(shift, -_REACH), torch.full_like(shift, _REACH)]
@@ -268,7 +268,7 @@ class Guided:
         return highest + self.proposal_log_scale + 0.5 * math.log(2.0 * math.pi)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Guided:
-        """Return densities whose parameters are changed alike."""
+        """Apply a function to all parameters, and return the densities."""
         parts = (self.mean, self.log_scale, self.other_mean, self.other_log_scale)
         mean, log_scale, other_mean, other_log_scale = map(change, parts)
         return Guided(mean, log_scale, other_mean, other_log_scale, self.weight)
@@ -288,7 +288,7 @@ def draw_guided(guided: Guided, keys: Tensor, *, seed: int, purpose: str) -> tup
         Values float32 `[m]`, and counts of the rejection sampling, int64 `[3]`: values requested,
         values for which a proposal was accepted, and proposals.
     """
-    # Drawn for all values: which of them need it would have to be read from the device.
+    # Draw for all values: selecting those that need it would synchronize with the device.
     fallback = normal(keys, 1, seed=seed, purpose=f"{purpose}/fallback")[:, 0]
     values = guided.mean + guided.log_scale.exp() * fallback
     log_bound, is_found = guided.log_bound(), torch.zeros_like(keys, dtype=torch.bool)
@@ -296,7 +296,7 @@ def draw_guided(guided: Guided, keys: Tensor, *, seed: int, purpose: str) -> tup
     counts[0] = len(keys)
     for rows in torch.arange(len(keys), device=keys.device).split(_VALUES_AT_ONCE):
         for tries in _ROUNDS:
-            # All rounds differ in their tries, which name their draws.
+            # Rounds differ in their number of tries, which therefore names their draws.
             name, waiting = f"{purpose}/{tries}", ~is_found[rows]
             if not keys.is_cuda:
                 rows, waiting = rows[waiting], waiting[waiting]

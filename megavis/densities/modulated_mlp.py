@@ -1,10 +1,10 @@
-"""The `modulated_mlp` decoder: residual MLPs over a noisy token, modulated by what is known.
+"""The `modulated_mlp` decoder: residual MLPs over a noisy token, modulated by backbone and level.
 
 "Autoregressive Image Generation without Vector Quantization", section 3.2 and appendix, and its
 released code: the sum of the backbone's output and an embedding of the noise level gives each
 layer's norm a shift and a scale and its branch a gate, and the last norm a shift and a scale.
-Modulation and the last linear map start at zero, so that the first prediction is zero. Weights do
-not decay. The norms are layer norms, whatever the backbone's are.
+Modulation and the last linear map are initialised to zero, so that the first prediction is zero.
+Weights do not decay. The norms are layer norms, whatever the backbone's are.
 
 All of it is replicated in the tensor group. Legend: b images, s positions, w width, d values of a
 token.
@@ -33,10 +33,10 @@ _LONGEST = 10_000.0
 
 
 class ModulatedDecoder(nn.Module):
-    """Residual layers and a last norm and linear map, all modulated.
+    """Modulated residual layers, and a modulated last norm with a linear map.
 
     Args:
-        width: of all layers.
+        width: width of all layers.
         num_outputs: values predicted for each token.
         noise: which noise levels there are.
     """
@@ -84,7 +84,7 @@ class ModulatedLayer(nn.Module):
 
 
 class LevelEmbedding(nn.Module):
-    """Embeds a noise level: waves of its time, and an MLP of two layers."""
+    """Embeds a noise level: sinusoids of its time, and an MLP of two layers."""
 
     def __init__(self, width: int, noise: NoiseSpec) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class LevelEmbedding(nn.Module):
 
     def forward(self, gamma: Tensor) -> Tensor:
         """Map γ, float32 `[b, s, 1]`, to `[b, s, w]`."""
-        # In float32: a step of up to 999 has more digits than bfloat16.
+        # In float32: bfloat16 cannot represent all steps up to 999.
         times = self.noise.on(gamma.device).times(gamma.float())
         return self.outer(F.silu(self.inner(_waves(times))))
 

@@ -1,4 +1,4 @@
-"""Noise levels of a diffusion density: which are drawn in training, and visited in sampling.
+"""Noise levels of a diffusion density, as drawn in training and visited in sampling.
 
 γ in [0, 1] is the signal's share of the power.
 """
@@ -26,7 +26,7 @@ _OFFSET, _LARGEST_BETA = 0.008, 0.999
 
 @dataclass(frozen=True)
 class NoiseSpec:
-    """Which noise levels there are.
+    """Specification of the noise levels.
 
     Attributes:
         kind: continuous levels γ ~ Beta(a, b), or `steps` levels of a cosine schedule.
@@ -61,8 +61,8 @@ class BetaNoise:
         from scipy.special import betaincinv, expit
 
         logits = np.linspace(-_LARGEST_LOGIT, _LARGEST_LOGIT, _NUM_POINTS)
-        # By NumPy: the table needs no copy back from a device, and torch has no inverse of the
-        # incomplete beta function.
+        # On the host: torch has no inverse of the incomplete beta function, and the table need not
+        # be copied back from a device.
         table = betaincinv(a, b, expit(logits))
         self._table = torch.tensor(table, dtype=torch.float32, device=device)
         self._schedules: dict[int, Tensor] = {}
@@ -76,11 +76,11 @@ class BetaNoise:
 
     def from_uniform(self, draws: Tensor) -> Tensor:
         """Return γ for uniform draws in [0, 1) that are multiples of 2^-24."""
-        # The middle of a draw's cell, which is neither 0 nor 1.
+        # Take the middle of a draw's cell, which is neither 0 nor 1.
         return self.quantile(draws + 2.0**-25)
 
     def times(self, gamma: Tensor) -> Tensor:
-        """Return the time of γ to be embedded, in [0, 1000] as of the cosine schedule's steps."""
+        """Return the time of γ to be embedded, in [0, 1000] like steps of the cosine schedule."""
         return 1000.0 * (1.0 - gamma)
 
     def schedule(self, num_steps: int) -> Tensor:
@@ -94,8 +94,8 @@ class BetaNoise:
         if num_steps not in self._schedules:
             steps = torch.arange(1, num_steps, device=self._table.device)
             gammas = self.quantile(steps / num_steps)
-            # Kept, they would be 0 / 0 in `posterior`: two γ of 0 in α, two of 1 in the divisor 1 -
-            # γ.
+            # `posterior` would compute 0 / 0 from them: in α from two γ of 0, and with the divisor
+            # 1 - γ from two of 1.
             inside = gammas[(gammas > _NOTHING) & (gammas < 1.0 - _NOTHING)]
             ends = inside.new_zeros(1), inside.new_ones(1)
             self._schedules[num_steps] = torch.cat([ends[0], inside, ends[1]])
@@ -150,7 +150,7 @@ class CosineNoise:
 
     def from_uniform(self, draws: Tensor) -> Tensor:
         """Return γ for uniform draws in [0, 1): each step equally often."""
-        # A product with many steps may be rounded up to T.
+        # With many steps, the product may be rounded up to T.
         steps = (draws * self.num_steps).long().clamp(max=self.num_steps - 1)
         return self._table[steps]
 

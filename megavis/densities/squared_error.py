@@ -1,4 +1,4 @@
-"""Squared error of real-valued tokens, as of a Gaussian with unit variance.
+"""Squared error of real-valued tokens, which models a Gaussian with unit variance.
 
 Legend: b images, q predicted positions, d values of a token.
 """

@@ -1,4 +1,4 @@
-"""How many tokens of an image are hidden, where that is drawn for each image.
+"""The number of hidden tokens of an image, where it is drawn for each image.
 
 Legend: b images, n tokens.
 """
@@ -45,8 +45,8 @@ class HiddenShare:
             # In float64, so that every device rounds up to the same number.
             quantile = torch.special.ndtri(below + (0.5 - below) * draws.double())
             share = (1.0 + self.deviation * quantile).float()
-        # Rounded up as the share is above 0: some token is always hidden. Rounding must not hide
-        # fewer than the rows of a model count on.
+        # Round up, so that some token is always hidden, and never hide fewer tokens than the rows
+        # of a model require.
         return (share * self.num_tokens).ceil().clamp(min=self.fewest)
 
     @property
@@ -58,7 +58,7 @@ class HiddenShare:
     def _exceeds(self, share: float) -> float:
         """Return the probability of a larger share."""
         if self.deviation is None:
-            # Where cos(π/2 · span · u) is larger.
+            # The range of u in which cos(π/2 · span · u) is larger.
             end, span = 2 / math.pi * math.acos(share), 1.0 - self.least
             return min(1.0, end / span) if span else 1.0
         if share < self.least:

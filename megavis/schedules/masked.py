@@ -214,14 +214,14 @@ class Rounds(Hiding):
 
 def lowest(confidence: Tensor, count: int) -> Tensor:
     """Return bool `[b, n]`, true at the `count` lowest values of each row of `[b, n]`."""
-    # Stable, and by rank: a threshold would hide a varying number where values tie.
+    # By rank in a stable sort: with a threshold, ties would change the number of hidden tokens.
     places = confidence.argsort(dim=1, stable=True)[:, :count]
     return torch.zeros_like(confidence, dtype=torch.bool).scatter_(1, places, True)
 
 
 def _gumbel(draws: Tensor) -> Tensor:
     """Turn uniform draws in [0, 1) into Gumbel noise."""
-    # Half of the draws' resolution of 2^-24, so that neither logarithm is of 0.
+    # Add half of the draws' resolution of 2^-24, so that neither logarithm is of 0.
     return -torch.log(-torch.log(draws.double() + 2.0**-25)).float()
 
 

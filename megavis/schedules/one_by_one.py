@@ -49,13 +49,13 @@ class RoundOptions:
         if self.rounds is None or (number == 0 and self.rounds > 1):
             return 1
         share = 1.0 - math.cos(math.pi / 2 * (number + 1) / self.rounds)
-        # The last cosine is not exactly 0 in floating point; the one that is added makes up for it.
+        # The last cosine is not exactly 0 in floating point; adding 1 before truncation absorbs it.
         return min(max(int(share * count + 1) - num_done, 1), count - num_done)
 
 
 @dataclass(frozen=True)
 class Annealing:
-    """A share that falls linearly from 1 to 0 in the course of training.
+    """A share that falls linearly from 1 to 0 during training.
 
     "Randomized Autoregressive Visual Generation", section 3.2.
 
@@ -86,17 +86,17 @@ class Annealing:
 class OneByOne(Schedule):
     """Predict one token per step: every position is a group of its own.
 
-    "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", section
-    3.2.1, for the prefix, whose tokens attend to each other.
+    For the prefix, whose tokens attend to each other, see "Exploring the Limits of Transfer
+    Learning with a Unified Text-to-Text Transformer", section 3.2.1.
 
     Args:
         prefix: number of tokens at the start that are given, not predicted; or `drawn` for each
             image, uniformly from 1 to n - 1.
-        first_asked: first position that some row predicts, at most the shortest prefix; as many
-            rows at the end are idle.
+        first_asked: first position that some row predicts, at most the shortest prefix; this is
+            also the number of idle rows at the end.
         asks_several: whether generation can ask for several tokens at once.
-        seed: draws prefixes.
-        annealing: how the share of drawn orders falls; None: it stays.
+        seed: seed of drawn prefixes.
+        annealing: how the share of drawn orders falls; None: it is constant.
     """
 
     is_sequential = True
@@ -181,7 +181,7 @@ class OneByOne(Schedule):
         return self._arranged(order.to(index.device), prefix)
 
     def for_features(self, index: Tensor) -> Arrangement:
-        """Return the order that all images share; if prefixes are drawn, all of it is one."""
+        """Return the order that all images share; if prefixes are drawn, all of it is prefix."""
         order = self.orders.shared(index.device)
         return self._arranged(order, order.shape[1] if self.draws_prefix else self.prefix)
 
@@ -198,8 +198,8 @@ class OneByOne(Schedule):
         """
         count = order.shape[1]
         groups = torch.arange(1, count + 1, device=order.device)[None] - prefix
-        # No token is predicted from the last one. Without a start token an idle row holds it, since
-        # a layout divides n rows more often than n - 1.
+        # No token is predicted from the last one. Without a start token an idle row still holds it,
+        # since more layouts divide n rows than n - 1.
         return Arrangement(
             order,
             groups.clamp(min=0),
@@ -244,6 +244,6 @@ class OneByOne(Schedule):
         if not self.samples_one(options):
             done, count = position - num_given, arrangement.num_positions - num_given
             asked = slice(position, position + options.num_asked(number, done, count))
-        # One name for all steps: the position distinguishes their draws (`SamplingKeys`), which are
-        # then made for many positions at once.
+        # All steps have one name: the position distinguishes their draws (`SamplingKeys`), so that
+        # they can be made for many positions at once.
         return Step(arrangement, position, asked, number, "token", num_given=num_given)

@@ -29,8 +29,8 @@ class OrderedRoundOptions(CosineRounds):
     """Options of generation. Raises UserError: a value is out of its range."""
 
     rounds: int = 64
-    """Forward passes per image, 1 or more. After round i of r a share cos(π/2 · i/r) of the tokens
-    is hidden, rounded down, and at least one less than before."""
+    """Forward passes per image, 1 or more. After round i of r, a share cos(π/2 · i/r) of the tokens
+    is hidden, rounded down, and at least one token fewer than before."""
 
 
 class OrderedRounds(Schedule):
@@ -103,8 +103,7 @@ class OrderedRounds(Schedule):
     def share_known(self, step: Step, options: OrderedRoundOptions) -> float:
         """Return the share of the tokens known after a step.
 
-        In the last step it is that of all tokens but one, by which the released code's guidance
-        grows then.
+        In the last step all tokens but one count as known, as in the guidance of the released code.
         """
         count = step.arrangement.num_positions
         return float(min(step.asked.stop, count - 1) / count)

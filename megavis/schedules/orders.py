@@ -25,10 +25,10 @@ class Orders:
     """The token at each position: shared by all images, or drawn for each.
 
     Args:
-        shared: int64 `[n]`, the order of all images; of features if each image has its own.
-        seed: draws an order for each image; None if all share one.
-        share: probability with which an image has an order of its own, if there is a seed; the
-            others have the shared one.
+        shared: int64 `[n]`, the order of all images; for features, if each image has its own.
+        seed: seed of the orders drawn for each image; None if all images share one.
+        share: probability that an image has its own order, if there is a seed; the others have the
+            shared one.
     """
 
     def __init__(self, shared: Tensor, *, seed: int | None = None, share: float = 1.0) -> None:
@@ -43,14 +43,14 @@ class Orders:
 
     @property
     def is_random(self) -> bool:
-        """True if images have orders of their own."""
+        """True if images have their own orders."""
         return self._seed is not None and self.share > 0
 
     def of(self, index: Tensor) -> Tensor:
         """Return the orders of samples int64 `[b]`: int64 `[b, n]`, or `[1, n]` without a seed."""
         if self._seed is None:
             return self.shared(index.device)
-        # Drawn whatever the share: shapes and work are the same in all steps.
+        # Draw for all images whatever the share, so that shapes and work are the same in all steps.
         drawn = random_orders(index, self.num_positions, seed=self._seed)
         if self.share >= 1:
             return drawn
@@ -140,7 +140,7 @@ def to_raster(ordered: Tensor, order: Tensor) -> Tensor:
 
 
 class DeviceConstant:
-    """A tensor that is copied to each device once, so that no step waits for the host."""
+    """A tensor that is copied to each device only once, so that steps do not wait for the host."""
 
     def __init__(self, value: Tensor) -> None:
         self._value = value

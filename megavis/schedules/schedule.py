@@ -70,7 +70,7 @@ class Schedule(ABC):
         return ()
 
     def at(self, step: int | None) -> Schedule:
-        """Return the schedule of an optimizer step, from 0; None: the one outside of training.
+        """Return the schedule of an optimizer step, from 0; None: the schedule outside training.
 
         By default it is the same in all steps.
         """

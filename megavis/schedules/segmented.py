@@ -221,12 +221,12 @@ def mixed_length(draws: Tensor, share: Tensor, num_groups: int) -> Tensor:
         share: uniform `[b, 1]`, mapped to p.
     """
     num_tokens = draws.shape[1] + 1
-    # By inversion, with one draw: share 0 gives -∞, which the clamp makes the first legal boundary.
+    # By inversion of one draw: a share of 0 gives -∞, which is clamped to the first legal boundary.
     normal = torch.erfinv(2.0 * share - 1.0) * 2.0**0.5
     last = (num_tokens * (MEAN_SHARE + SHARE_DEVIATION * normal)).round()
     last = last.clamp(num_groups, num_tokens - 1).long()
     places = torch.arange(1, num_tokens, device=draws.device)
-    # Draws are below 1, so that places from the last boundary on sort behind all others.
+    # Draws are below 1, so 2 sorts places from the last boundary on behind all others.
     earlier = _smallest(draws.masked_fill(places >= last, 2.0), num_groups - 1)
     return torch.cat([earlier, last], dim=1)
 
@@ -246,8 +246,8 @@ def typical_boundaries(
 
 def _smallest(draws: Tensor, count: int) -> Tensor:
     """Return the positions, counted from 1, of the `count` smallest draws, in ascending order."""
-    # The first of a random permutation are a subset without replacement, drawn without a loop or a
-    # look at the values.
+    # The first elements of a random permutation are a random subset, drawn without a loop and
+    # without synchronizing with the device.
     chosen = draws.argsort(dim=1, stable=True)[:, :count] + 1
     return chosen.sort(dim=1).values
 

@@ -7,7 +7,7 @@ from megavis.config.papers import ImportSpec
 IMPORTS = (
     ImportSpec(
         "aim",
-        help="a folder of AIM on the Hub (model.safetensors and config.json), or a file of its"
+        help="an AIM folder from the Hub (model.safetensors and config.json), or a file with the"
         " trunk's weights; the run has an attentive probe, which can be evaluated and trained",
         read="megavis.weights.aim:read_aim",
     ),

@@ -6,10 +6,10 @@ predicted, so that features can be read with full attention (section 4.2, "Prefi
 MLP head predicts the normalised pixels of the next patch, and is dropped afterwards.
 
 Details not in the paper follow the released code: embedded patches are normalised, and norms and
-the map that embeds patches have biases. That code has no head for pixels. Not published are where
-the positions before the head come from (here the row's own patch), and how the width of the trunk
-becomes that of the head (here by a linear map). Initial weights are those of MAE's code, which the
-released embedding of patches names.
+the patch embedding have biases. That code has no head for pixels. Two details are unpublished: the
+positions added before the head (here those of the row's own patch), and how the trunk's width is
+mapped to the head's (here by a linear map). Initial weights are those of MAE's code, to which the
+released patch embedding refers.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class PixelHead(Section):
     """The head: residual MLPs on each patch alone (section 4.2, tables 3e and 4)."""
 
     num_layers: Positive = 12
-    """Blocks of an MLP and a norm."""
+    """Number of blocks, each a norm and an MLP."""
     hidden_size: Positive = 2048
-    """Their width; they are four times as wide inside."""
+    """Width of the blocks; hidden layers are four times as wide."""
     positions: bool = True
     """Add sin-cos positions before the first block."""
 
@@ -55,8 +55,8 @@ class AIMConfig(PaperConfig):
     patch_size: Positive = 14
     """Side of a patch in pixels, 14 in all models."""
     attention: Literal["prefix", "causal"] = "prefix"
-    """Attention in pre-training (table 3d). `prefix`: of a prefix to all of it; its length is
-    drawn for each image, uniformly from 1 to all patches but one."""
+    """Attention in pre-training (table 3d). `prefix`: causal, but full within a prefix, whose
+    length is drawn for each image, uniformly from 1 to all patches but one."""
     order: Annotated[
         str | Annotated[tuple[int, ...], Field(strict=False)], BeforeValidator(read_order)
     ] = "raster"
@@ -72,11 +72,11 @@ class AIMConfig(PaperConfig):
     def own_faults(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yield orders that the paper does not have."""
         if self.order in ("nested_raster", "round_robin"):
-            text = f"{self.order} is no order of this paper"
+            text = f"{self.order} is not an order of this paper"
             yield "objective.order", f"{text}; set it to raster or random, or list the patches"
 
     def grammar(self, run: RunConfig) -> Grammar:
-        """Return section 4 in words."""
+        """Return the model of section 4."""
         error = SquaredError(normalize=self.normalize_targets)
         if self.head is not None:
             error = SquaredError(

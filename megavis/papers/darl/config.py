@@ -1,6 +1,6 @@
 """DARL: Denoising Autoregressive Representation Learning (Li, Bornschein, Chen, 2024).
 
-The next patch of an image is predicted from those before it: its pixels by squared error, or by a
+Each patch of an image is predicted from those before it: its pixels, by squared error or by a
 denoising decoder conditioned on the backbone's output (section 3), or its id in a frozen tokenizer
 (appendix B.4). Patches are corrupted independently, each with its own γ.
 
@@ -56,7 +56,7 @@ class DARLConfig(PaperConfig):
     vocabulary_size: Annotated[int, Field(gt=1)] | None = None
     """With `ids`: vocabulary size of the tokenizer."""
     normalize_targets: bool = False
-    """With `mse`: standardise each target patch by its own mean and deviation (table 14)."""
+    """With `mse`: standardise each target patch by its mean and standard deviation (table 14)."""
     order: OrderKind = "raster"
     """Order in which patches are predicted (section 4.4)."""
     order_block: Positive = 2
@@ -91,7 +91,7 @@ class DARLConfig(PaperConfig):
     def own_faults(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yield keys that the loss needs or does not use."""
         if self.loss == "mse" and self.decoder_kind == "transformer":
-            text = "transformer pairs outputs with noisy patches, and loss mse has none"
+            text = "transformer pairs outputs with noisy patches, which loss mse does not have"
             yield "objective.decoder", f"{text}; use linear or mlp, or loss diffusion"
         if self.loss != "mse" and self.normalize_targets:
             text = f"belongs to loss mse; set it to false for {self.loss}"

@@ -72,7 +72,7 @@ def measure_patches(
 
 
 def applies(objective: Trainable) -> bool:
-    """Return whether all tokens are predicted one at a time: without a start token one is not."""
+    """Return whether all tokens are predicted one at a time, which needs a start token."""
     model = model_of(objective)
     return model.schedule.is_sequential and not model.grammar.asks.first_asked
 

@@ -47,9 +47,8 @@ class MaskGITConfig(LatentTokensConfig):
     """The mask ratio is cos(π/2 · u) with u uniform in [0, 1 - least_masking): 0.3 in the released
     code, which masks at least 45 %; not stated in the paper; 0 in MaskGIT."""
     loss_average: LossAverage = "batch"
-    """`batch`: the sum over all masked tokens of a step, divided by their number, as in paper
-    (appendix C.1) and released code. `images`: averaged over the masked tokens of each image, and
-    then over images."""
+    """`batch`: averaged over all masked tokens of a step, as in the paper (appendix C.1) and the
+    released code. `images`: averaged over the masked tokens of each image, then over images."""
 
     def grammar(self, run: RunConfig) -> Grammar:
         """Return masking by drawn shares, and one row per token after the label's."""
@@ -76,7 +75,7 @@ class EncoderDecoderConfig(LatentTokensConfig):
 
     name: Literal["givt_encoder_decoder"] = "givt_encoder_decoder"
     num_classes: NonNegative = 0
-    """Number of classes; 0, as in the paper, has a learned start token instead."""
+    """Number of classes; 0, as in the paper, uses a learned start token instead."""
     num_components: Positive = 1
     """k, components of the mixture; 1 in section 4.2."""
     encoder_layers: Positive = 24
@@ -84,24 +83,24 @@ class EncoderDecoderConfig(LatentTokensConfig):
     encoder_patch_size: Positive = 16
     """Side of the encoder's patches in pixels."""
     encoder_hidden_size: Positive | None = None
-    """Width of the encoder; defaults to that of `model`, as in the paper."""
+    """Width of the encoder; defaults to the model's, as in the paper."""
     encoder_num_attention_heads: Positive | None = None
-    """Attention heads of the encoder; default: as many as `model` has."""
+    """Attention heads of the encoder; defaults to the model's."""
     encoder_activation: Activation | None = None
-    """Activation of the encoder's MLPs; defaults to that of `model`."""
+    """Activation of the encoder's MLPs; defaults to the model's."""
     encoder_norm_epsilon: Above0 | None = None
-    """Added to the variance inside the encoder's norms; defaults to that of `model`."""
+    """Added to the variance inside the encoder's norms; defaults to the model's."""
     encoder_from_run: str | None = None
     """Run folder of a pretrained Vision Transformer, from whose newest weights the encoder starts:
-    a run of `mae`, or one that `megavis import timm` or `vit` has made. The class token is dropped,
-    and positions are resized to this run's images."""
+    a run of `mae`, or one made by `megavis import timm` or `vit`. The class token is dropped, and
+    positions are resized to this run's images."""
     encoder_learning_rate_scale: Above0 = 1.0
-    """Multiplies the learning rate of the encoder; 0.1 in the released code, where it starts from a
-    pretrained Vision Transformer."""
+    """Multiplier of the encoder's learning rate; 0.1 in the released code, where the encoder starts
+    from a pretrained Vision Transformer."""
 
     position_std: Above0 | None = None
     """Standard deviation of learned positions at initialization, in encoder and decoder; defaults
-    to 1/√width, as in the released code. Larger ones help an encoder that starts from random
+    to 1/√width, as in the released code. Larger values help an encoder that starts from random
     weights: cross-attention finds the patches of a latent by their positions."""
 
     def grammar(self, run: RunConfig) -> Grammar:

@@ -54,7 +54,7 @@ class LatentTokensConfig(PaperConfig):
     covariance: Literal["diagonal", "full"] = "diagonal"
     """`full`: a single Gaussian with full covariance; requires num_components 1."""
     scale_activation: ScaleActivation = "squareplus"
-    """Maps outputs to scales: `squareplus` in the released code, `softplus` in the paper."""
+    """Map from outputs to scales: `squareplus` in the released code, `softplus` in the paper."""
     scale_floor: Above0 = 1e-6
     """Smallest scale: 1e-6 in the released code, 1e-5 in the paper (appendix C.1)."""
     head_std: AtLeast0 = 0.02
@@ -68,7 +68,7 @@ class LatentTokensConfig(PaperConfig):
     tokenizer: str | None = None
     """Run folder of the VAE, which encodes jpeg shards on the fly and decodes samples."""
     tokenizer_beta: AtLeast0 | None = None
-    """Required β of the VAE in `tokenizer`, checked against its run's config. None: any."""
+    """β required of the VAE in `tokenizer`, checked against its run's config. None: any."""
 
     def own_faults(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Check that a full covariance has one component."""

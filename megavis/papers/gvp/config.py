@@ -8,9 +8,9 @@ attention mask (section 4.3), so masked modelling (one predicted group) and auto
 
 p2p: patches to pixels; p2d: patches to ids; d2d: ids to ids (section 5).
 
-The paper writes G⁽⁰⁾ = w without positions (section 4.1). Then all tokens of a group would get the
-same prediction, but its requirement (1) asks for g(x_{z<t}, z_t), so G⁽⁰⁾ has them here. Positions
-are those of MAE, since the paper does not specify them.
+The paper writes G⁽⁰⁾ = w without positions (section 4.1). All tokens of a group would then get the
+same prediction, whereas its requirement (1) asks for g(x_{z<t}, z_t); here G⁽⁰⁾ has positions. They
+are MAE's, since the paper does not specify them.
 
 Legend: S condition tokens, K predicted groups.
 """
@@ -63,8 +63,8 @@ class GVPConfig(PaperConfig):
     """Run folder of the tokenizer that encodes images as ids or features; d2d on ids shards needs
     none."""
     streams: Literal["two", "one"] = "two"
-    """With `one`, each patch is predicted from the token before it, which lacks that patch's
-    position: the row "+Causal Masks" of table 10."""
+    """With `one`, each patch is predicted from the row of the token before it, which lacks the
+    patch's position: the row "+Causal Masks" of table 10."""
     order: Literal["random", "raster"] = "random"
     """z: a random permutation for each image, or raster order (table 3)."""
     segmentation: Cut = "mixed"
@@ -79,8 +79,8 @@ class GVPConfig(PaperConfig):
     """Channels of the tokenizer's features, whose mean over an image is y_extra instead of learned
     tokens (appendix E); absent for learned tokens."""
     feature_order: Literal["raster", "drawn"] = "raster"
-    """Order and groups of the tokens for features under the causal mask, on which the paper is
-    silent: `raster` order with even groups up to their mean end in training, without random draws;
+    """Order and groups of the tokens for features under the causal mask, which the paper does not
+    specify: `raster` order with even groups up to their mean end in training, without random draws;
     or `drawn` for each image as in training, where probes vote over several draws."""
     normalize_targets: bool = False
     """Standardise each target patch by its own mean and standard deviation, as in MAE."""

@@ -73,7 +73,7 @@ def fill(
 
 
 def _shuffle_rest(order: Tensor, num_given: int, *, seed: int) -> Tensor:
-    """Return another order `[b, n]` that begins with the same cells."""
+    """Shuffle an order `[b, n]` after its first `num_given` cells."""
     rest = order[:, num_given:]
     index = torch.arange(len(order), device=order.device)
     shuffled = gather_tokens(rest, random_orders(index, rest.shape[1], seed=seed))

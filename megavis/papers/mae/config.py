@@ -44,8 +44,8 @@ class MAEConfig(PaperConfig):
     class_token: bool = True
     """Prepend a learned token to the patches (section 3)."""
     tokens_decay: bool = True
-    """Apply weight decay to class and mask token in pre-training, as the released code does since
-    they have three dimensions there; not stated in the paper. They never decay in fine-tuning."""
+    """Apply weight decay to the class and mask tokens in pre-training, as the released code does,
+    where they have three dimensions; not stated in the paper. They never decay in fine-tuning."""
     decoder: DecoderConfig = DecoderConfig()
     """The decoder, used only in pretraining (section 3, table 1)."""
 

@@ -1,4 +1,4 @@
-"""Figure of hidden tokens predicted from the visible ones, for any model that hides some.
+"""Figure of hidden tokens predicted from the visible ones, for any model that hides tokens.
 
 Legend: b images, n tokens, h and w height and width in pixels; all colours are uint8.
 """

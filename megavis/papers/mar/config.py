@@ -5,10 +5,11 @@ hold the class. A decoder adds mask tokens for the others (section 4.2), and an 
 these, given the decoder's output ("Diffusion Loss", sections 3.2 and 4.1). Images are generated in
 rounds along the order.
 
-Details not in the paper follow the released code: learned positions of tokens and class rows in
-encoder, decoder and before the MLP, and a norm of the encoder's input; a normal distribution of the
-masking ratio; four noises for each token; a learned variance, whose bound is part of the loss. Its
-batches draw one ratio for all images on a GPU; here each image has its own, and weighs the same.
+Details not in the paper follow the released code: learned positions of tokens and class rows in the
+encoder, in the decoder and before the MLP, and a norm of the encoder's input; a normal distribution
+of the masking ratio; four noisy copies of each token; a learned variance, trained by the
+variational bound. The code draws one ratio for all images on a GPU; here each image has its own
+ratio and the same weight in the loss.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class MARConfig(PaperConfig):
     downsampling: Positive = 16
     """Pixels per latent along each side."""
     latent_scale: Above0 = 1.0
-    """Multiplies latents, so that their deviation is near 1: 0.2325 for the paper's KL-16 in the
-    released code."""
+    """Factor applied to latents, so that their standard deviation is near 1: 0.2325 for the paper's
+    KL-16 in the released code."""
     tokenizer: str | None = None
     """Run folder of the VAE, which encodes images and decodes samples; training on latents shards
     needs none."""
@@ -67,9 +68,11 @@ class MARConfig(PaperConfig):
     least_masking: Fraction = 0.7
     """Smallest masking ratio (section 4.2)."""
     masking_deviation: Above0 = 0.25
-    """Standard deviation of the masking ratio, normal around 1 and cut to [least_masking, 1]."""
+    """Standard deviation of the masking ratio, normal around 1 and truncated to [least_masking, 1].
+    """
     decoder: DecoderConfig = DecoderConfig(num_layers=16, hidden_size=1024, num_attention_heads=16)
-    """The decoder, of the encoder's size in the paper: half of all blocks each (section 4.2)."""
+    """The decoder, as large as the encoder in the paper: each has half of the blocks (section 4.2).
+    """
     denoiser_layers: Positive = 3
     """Residual blocks of the MLP (section 4.1)."""
     denoiser_width: Positive = 1024
@@ -77,12 +80,12 @@ class MARConfig(PaperConfig):
     noises_per_token: Positive = 4
     """Noisy copies of each latent in training; 4 in the released code."""
     sampling_steps: Positive = 100
-    """Denoising steps in generation, of 1,000 in training (section 4.1)."""
+    """Denoising steps in generation, out of 1,000 in training (section 4.1)."""
     sampling_temperature: AtLeast0 = 1.0
-    """τ, multiplies the noise of each denoising step (section 3.2)."""
+    """τ, which scales the noise of each denoising step (section 3.2)."""
 
     def grammar(self, run: RunConfig) -> Grammar:
-        """Return section 4 in words."""
+        """Return the model of section 4."""
         return Grammar(
             reads=Latents(
                 channels=self.latent_channels,

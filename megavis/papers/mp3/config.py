@@ -5,8 +5,8 @@ them, the context, provides keys and values (section 3.2). A linear head predict
 every patch, inside and outside the context (algorithm 1).
 
 Algorithm 1 keeps η of the patches as context; the text keeps 1 - η, which is followed here. The
-class token comes first (section 3.1 and appendix A); the paper does not say whether patches attend
-to it, here they do at every η.
+class token comes first (section 3.1 and appendix A). The paper does not say whether patches attend
+to it; here they do at every η.
 
 For speech, the frames of a spectrogram are the patches, and the positions of a few of them are
 given (section 4.3). The paper does not say whether these count in the loss; here they do not.
@@ -47,13 +47,13 @@ class MP3Config(PaperConfig):
     mask_ratio: Fraction = 0.75
     """η: share of the patches without keys and values (section 3.2)."""
     given_ratio: Fraction = 0.0
-    """Share of the patches, within the context, whose position is given, encoded as
+    """Share of the patches, within the context, whose position is given, encoded by
     `model.positions` (section 4.3; 0.05 for speech)."""
     patch_size: Annotated[int, Field(gt=0)] = 16
     """Side of a patch in pixels (table 1); a frame of a spectrogram is one patch."""
     initial_deviation: Above0 = 0.02
-    """Initial standard deviation of the blocks' matrices; DeiT's value (section 4.2) suits widths
-    from 384, narrower networks need about 0.7 / √hidden_size."""
+    """Initial standard deviation of the blocks' matrices. DeiT's value (section 4.2) suits widths
+    of 384 and above; narrower networks need about 0.7 / √hidden_size."""
     class_token: bool = True
     """Prepend a learned token, to which all patches attend (section 3.1)."""
 

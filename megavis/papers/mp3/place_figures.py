@@ -145,7 +145,7 @@ def plot_accuracy(scores: Sequence[PositionAccuracy], *, name: str, trained_at: 
     """Plot accuracy over η.
 
     Args:
-        scores: by rising η.
+        scores: in order of increasing η.
         trained_at: η in training.
     """
     figure, axes = plain_axes("mask ratio η at evaluation", "patches put in their place (%)")

@@ -1,15 +1,16 @@
 """RandAR: Decoder-only Autoregressive Visual Generation in Random Orders (Pang et al., 2024).
 
-Ids of an image are predicted one by one in a random order, given its class. Before each token
-stands a position instruction token, which says where it is, so that an ordinary causal decoder
+The ids of an image are predicted one by one in a random order, given its class. Each token is
+preceded by a position instruction token, which holds its place, so that an ordinary causal decoder
 predicts in any order (section 3.2), and generation can ask for several places at once (section
 3.3).
 
 Details not in the paper follow the released code, whose model is LlamaGen's: an instruction is a
-learned vector, rotated by its place as queries and keys are; all matrices start with a standard
-deviation of 0.02, and the projection to logits with zeros. Three things differ from it. Its MLPs
-are gated (SwiGLU). It drops embedded tokens with probability 0.1. And it zeroes queries and keys of
-the class, so that all rows attend to it with the score 0; here it is at a place beside the image.
+learned vector, rotated by its place as queries and keys are; all matrices are initialised with a
+standard deviation of 0.02, and the projection to logits with zeros. Three things differ: the code's
+MLPs are gated (SwiGLU); it applies dropout of 0.1 to embedded tokens; and it zeroes the queries and
+keys of the class, so that all rows attend to it with score 0, where here the class has a place
+beside the image.
 """
 
 from __future__ import annotations
@@ -31,11 +32,10 @@ class RandARConfig(ClassIdsConfig):
     vocabulary_size: Annotated[int, Field(gt=1)] = 16_384
     """Entries of the tokenizer's codebook: 16,384 in LlamaGen's, 1,024 in MaskGIT's."""
     order: Literal["random", "raster"] = "random"
-    """Order of the tokens: drawn for each image, or raster order, which the released code has for
-    comparison."""
+    """Order of the tokens: drawn for each image, or raster order, the released code's baseline."""
 
     def grammar(self, run: RunConfig) -> Grammar:
-        """Return section 3 in words."""
+        """Return the model of section 3."""
         return Grammar(
             reads=self.ids(),
             schedule=OneByOne(order=self.order),

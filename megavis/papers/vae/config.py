@@ -28,16 +28,16 @@ class VAEConfig(AutoencoderConfig):
     latent_channels: Positive = 16
     """d, channels of a latent."""
     layers: Literal["maskgit", "taming"] = "maskgit"
-    """Layers of GIVT's VAE, which are MaskGIT's, or of latent diffusion's VAEs, which are the
-    VQGAN's: residual blocks with biases, attention, and convolutions around the latents."""
+    """`maskgit`: the layers of GIVT's VAE. `taming`: those of latent diffusion's VAEs, as in the
+    VQGAN: residual blocks with biases, attention, and convolutions around the latents."""
     attention_levels: Annotated[tuple[NonNegative, NonNegative], Field(strict=False)] = (1, 1)
-    """Coarsest levels with attention in encoder and decoder, of `layers: taming`; the middle always
-    has attention."""
+    """With `layers: taming`: number of coarsest levels with attention in encoder and decoder; the
+    middle always has attention."""
     beta: AtLeast0 = 5e-5
     """β, weight of the KL divergence from N(0, 1); 1e-5 for the Large models (table 5)."""
     kl_normalization: Literal["sum", "mean"] = "sum"
     """`sum`: nats per image, summed over all latents (section 3.1 flattens them); `mean`: nats per
-    value. Neither paper nor code states which one the image VAE used."""
+    value. Neither the paper nor the code states which of them the image VAE used."""
 
     @property
     def shape(self) -> VAEShape:
@@ -69,7 +69,7 @@ class LabelMapVAEConfig(ObjectiveConfig):
     instance_channels: Annotated[int, Field(ge=2, le=256)] = 100
     """Channels for the segments of a panoptic map, including void; further segments are ignored."""
     depth_bins: Annotated[int, Field(ge=2)] = 256
-    """Number of bins of equal width that `depth_range` is divided into."""
+    """Number of equal bins in `depth_range`."""
     depth_range: Annotated[tuple[AtLeast0, Above0], Field(strict=False)] = (0.001, 10.0)
     """Smallest and largest depth in metres."""
     patch_size: Positive = 16
@@ -126,8 +126,8 @@ def _check_blocks(config: RunConfig) -> Iterator[ConfigIssue]:
     for key, allowed in needed.items():
         if getattr(model, key) not in allowed:
             words = " or ".join(str(value) for value in allowed if value is not None)
-            yield f"model.{key}", f"{getattr(model, key)} is not for label maps; use {words}"
+            yield f"model.{key}", f"{getattr(model, key)} does not fit label maps; use {words}"
     if not (model.add_bias and model.has_biased_attention):
-        yield "model.add_bias", "false is not for label maps, whose VAE has biases; set it to true"
+        yield "model.add_bias", "false does not fit label maps, whose VAE has biases; use true"
     if model.drop_path:
-        yield "model.drop_path", f"{model.drop_path} is not for label maps; use 0"
+        yield "model.drop_path", f"{model.drop_path} does not fit label maps; use 0"

@@ -54,7 +54,7 @@ from megavis.tokenizers.label_map_vae import (
 from megavis.tokenizers.vae import bounded_posterior
 
 NOISE, MOMENTS = "noise", "moments"
-"""Names of the tensors carried with the hidden states: in the encoder, and in the decoder."""
+"""Names of the tensors carried with the hidden states, in the encoder and in the decoder."""
 
 
 class LabelMapVAEObjective(Backbone):

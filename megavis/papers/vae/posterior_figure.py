@@ -41,7 +41,7 @@ def decoded(
         inputs = objective.inputs_from(batch.inputs, sample_index=index)
         return objective.reconstruction(inference.predictions(inputs))
 
-    # Noise is a function of the index, so each draw takes indices that no other has.
+    # Noise is a function of the index, so each draw uses different indices.
     first, count = batch.sample_index, int(batch.sample_index.max()) + 1
     return decode(None), [decode(first + draw * count) for draw in range(draws)]
 

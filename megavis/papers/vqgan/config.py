@@ -23,12 +23,12 @@ class VQGANConfig(AutoencoderConfig):
     latent_channels: Positive = 256
     """Channels of the encoder's output, with `layers: taming`."""
     layers: Literal["taming", "maskgit"] = "taming"
-    """Layers of the released VQGAN, or of MaskGIT's tokenizer, which MAGE and GVP use: without
-    attention, and without convolutions around the codebook."""
+    """`taming`: the layers of the released VQGAN. `maskgit`: those of MaskGIT's tokenizer, used by
+    MAGE and GVP, without attention and without convolutions around the codebook."""
     codebook_weight: AtLeast0 = 1.0
-    """Weight of the squared distance that pulls entries towards the vectors assigned to them."""
+    """Weight of the codebook loss, which pulls entries towards the vectors assigned to them."""
     commitment_weight: AtLeast0 = 0.25
-    """β, weight of the same distance, pulling vectors towards their entries."""
+    """β, weight of the commitment loss, which pulls vectors towards their entries."""
     revival_weight: AtLeast0 = 1.0
     """Weight of the squared distance that pulls entries unused in a process's micro-batch towards
     its vectors, so that no entry stays dead. Not part of either paper."""

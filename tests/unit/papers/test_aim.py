@@ -278,7 +278,7 @@ def test_what_is_no_released_network_is_named(tmp_path, capsys, change, message)
             ["objective.patch_size=16"],
             "objective.attention: a drawn prefix needs at least two tokens",
         ),
-        (["objective.order=round_robin"], "round_robin is no order of this paper"),
+        (["objective.order=round_robin"], "round_robin is not an order of this paper"),
         (["objective.head={hidden_size: 6}"], "objective.head.positions: the width 6"),
         (["model.positions=rope_2d", "model.hidden_size=4"], "head width divisible by 4|rope_2d"),
     ],
