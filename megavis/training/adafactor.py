@@ -1,12 +1,12 @@
-"""Adafactor as the released code of UViM and GIVT has it, of whole matrices or of parts of them.
+"""Adafactor as in the released code of UViM and GIVT, for whole matrices or parts of them.
 
 "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (Shazeer, Stern), algorithm 4
 without update clipping and relative steps; with momentum, and with a bound on β2, as in "Scaling
 Vision Transformers" (Zhai et al.), section 3.4: β2 of step t is min(bound, 1 - t^-0.8).
 
-The mean squares of a matrix are r cᵀ / mean(r), of row means r and column means c. Here that
-product itself is the state, in the matrix's form: r and c are its own means, so nothing is lost,
-and any ZeRO stage partitions, gathers and saves it as it does Adam's. It takes as much memory.
+The mean squares of a matrix are r cᵀ / mean(r), with row means r and column means c. Here the state
+is this product, in the shape of the matrix. Its row and column means are r and c, so no information
+is lost, and any ZeRO stage partitions, gathers and saves it like Adam's state, in as much memory.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Slice:
     """A process's tensor-parallel slice of a parameter.
 
     Attributes:
-        shape: of the slice.
+        shape: shape of the slice.
         split: dimension that is split over the tensor group, or None.
-        is_factored: whether mean squares are kept for rows and columns alone.
-        part: numbers of it that ZeRO-3 gives to each process, the last of which may be padding;
-            None at other stages.
+        is_factored: whether mean squares are kept only for rows and columns.
+        part: number of elements that ZeRO-3 gives to each process, the last of which may be
+            padding; None at other stages.
     """
 
     shape: tuple[int, ...]
@@ -66,13 +66,13 @@ class Slice:
 
 @dataclass(frozen=True)
 class HeldPart:
-    """What a process holds of a slice.
+    """The elements of a slice that a process holds.
 
     Attributes:
         own: the slice.
-        offset: where its numbers are in the process's part of the group.
-        first: the first of them.
-        count: number of them.
+        offset: their offset in the process's part of the group.
+        first: index of the first element in the slice.
+        count: number of elements.
     """
 
     own: Slice
@@ -82,23 +82,23 @@ class HeldPart:
 
     @property
     def within(self) -> slice:
-        """Where the numbers are in the process's part."""
+        """The range of the elements in the process's part."""
         return slice(self.offset, self.offset + self.count)
 
     def rows_and_columns(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return row and column of each number."""
+        """Return row and column of each element."""
         places = torch.arange(self.first, self.first + self.count, device=device)
         columns = self.own.shape[1]
         return places // columns, places % columns
 
 
 def held_parts(slices: Sequence[Slice], length: int, rank: int) -> Iterator[HeldPart]:
-    """Yield what a process holds of each slice of a group.
+    """Yield the elements that a process holds of each slice of a group.
 
-    ZeRO-1 and 2 lay all slices end to end and cut that into equal parts; ZeRO-3 cuts each slice.
+    ZeRO-1 and 2 concatenate all slices and cut the result into equal parts; ZeRO-3 cuts each slice.
 
     Args:
-        length: numbers of the process's part.
+        length: elements in the process's part.
     """
     start, offset = 0, 0
     for each in slices:
@@ -116,9 +116,9 @@ def held_parts(slices: Sequence[Slice], length: int, rank: int) -> Iterator[Held
 class Adafactor(torch.optim.Optimizer):
     """m ← β1 m + (1 - β1) g / √v; w ← w - lr · m - lr' · decay · w.
 
-    lr' is the rate before `learning_rate_scale` of the group: the released code scales no decay. A
-    group has a `Slice` for each of its parameters, and holds these, or this process's part of all
-    of them where ZeRO partitions it.
+    lr' is the rate before the group's `learning_rate_scale`: the released code does not scale
+    decay. A group has a `Slice` for each of its parameters. It holds the parameters themselves, or
+    this process's part of all of them if ZeRO partitions the group.
     """
 
     def __init__(
@@ -138,8 +138,8 @@ class Adafactor(torch.optim.Optimizer):
             betas: the momentum's decay, and the bound of the mean squares'.
             processes: group over which ZeRO partitions parameters; None if each process has all.
             tensor: the tensor group, if it has several processes.
-            device: where sums over processes are taken, from which states may be offloaded; None:
-                where states are.
+            device: device for sums over processes, from which states may be offloaded; None: the
+                device of the states.
         """
         defaults = {"lr": lr, "betas": betas, "weight_decay": 0.0, "learning_rate_scale": 1.0}
         super().__init__(groups, defaults)
@@ -167,19 +167,19 @@ class Adafactor(torch.optim.Optimizer):
         for kind in ("exp_avg", "exp_avg_sq"):
             if kind not in state:
                 state[kind] = torch.zeros_like(parameter)
-        # Skip a step that `GradientNorm` found not finite, like torch's own optimizers; like them
-        # take every step where nobody sets `found_inf`.
+        # Like torch's optimizers, skip a step that `GradientNorm` found non-finite, and take every
+        # step if `found_inf` is not set.
         taken = ~getattr(self, "found_inf", torch.zeros((), device=parameter.device)).bool()
         steps = state["step"] + taken
-        # At 0 the power is infinite: no step is counted while only skipped ones came.
+        # The power is infinite at 0, where the count stays while all steps have been skipped.
         decay = (1.0 - steps.clamp(min=1.0).pow(-_EXPONENT)).clamp(max=bound)
-        # Averaged before it is factored again: means are linear, so those of rows and columns
-        # become the averages that the paper keeps.
+        # Average before factoring again: means are linear, so row and column means become the
+        # averages that the paper keeps.
         squares = torch.lerp(gradient.square() + _EPSILON, state["exp_avg_sq"], decay)
         squares = self._factored(squares, slices)
         # The product of a row's and a column's mean may underflow to 0.
         direction = gradient * squares.clamp(min=_EPSILON).rsqrt()
-        # No correction of its bias towards 0: big_vision's `optax.ema` has `debias=False`.
+        # No bias correction: big_vision's `optax.ema` has `debias=False`.
         mean = torch.lerp(direction, state["exp_avg"], momentum)
         rate = group["lr"]
         decayed = rate / group["learning_rate_scale"] * group["weight_decay"]
@@ -194,11 +194,12 @@ class Adafactor(torch.optim.Optimizer):
             old.copy_(torch.where(taken, new, old))
 
     def _factored(self, squares: Tensor, slices: Sequence[Slice]) -> Tensor:
-        """Replace matrices' by row means times column means, over the mean of all.
+        """Replace each matrix by row means times column means, divided by the mean of all.
 
         Args:
-            squares: of a slice; or, flat, this process's part of several, with padding at the end.
-            slices: their descriptions.
+            squares: squares of a slice; or, flat, this process's part of several slices, with
+                padding at the end.
+            slices: descriptions of the slices.
         """
         if self.processes is None:
             (own,) = slices
@@ -225,11 +226,11 @@ class Adafactor(torch.optim.Optimizer):
         return flat.view_as(squares)
 
     def _means(self, of_rows: Tensor, of_columns: Tensor, own: Slice) -> tuple[Tensor, Tensor]:
-        """Turn the sums of a slice into row means, and column means over the mean of all."""
+        """Turn the sums of a slice into row means, and column means divided by the mean of all."""
         rows, columns = own.shape
         of_rows, of_columns = of_rows / columns, of_columns / rows
         if own.split is not None and self.tensor is not None:
-            # Where rows are split, column means are of equal parts, and vice versa.
+            # If rows are split, column means average equal parts, and vice versa.
             if own.split == 0:
                 of_columns = self._sum(of_columns, self.tensor) / self.tensor.size()
             else:
@@ -238,12 +239,12 @@ class Adafactor(torch.optim.Optimizer):
         return of_rows, of_columns / whole.mean()
 
     def _sum(self, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Return the sum over a group, which may be unable to reduce on the device of states."""
+        """Return the sum over a group, which may not support the device of the states."""
         total = values if self.device is None else values.to(self.device)
         dist.all_reduce(total, group=group)
         return total.to(values.device)
 
 
 def is_factored(shape: tuple[int, ...]) -> bool:
-    """Return whether mean squares are kept for rows and columns alone."""
+    """Return whether mean squares are kept only for rows and columns."""
     return len(shape) == 2 and min(shape) >= _LEAST_SIDE

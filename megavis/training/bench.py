@@ -3,7 +3,7 @@
 Utilization is strict: operations are counted as in `megavis.model.flops` (the visible half of
 causal attention, no recomputation, no embeddings) and compared with the vendor's dense peak and
 with a matrix product of this model's size, measured in the same run. With `training.fp8` the peak
-is the mixture's: products of the blocks with their weights in FP8, all others in bf16.
+is that of the mixture: FP8 for products of the blocks with their weights, bf16 for all others.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _REST = "the rest: norms, activations, losses, Python"
 
 PARTS: Mapping[str, str] = {
     "communication": r"nccl|gloo|c10d|all_?reduce|all_?gather|reduce_?scatter|broadcast_",
-    # Ahead of matrix products, whose pattern matches attention's kernels too (`fmha_cutlassF_...`).
+    # Before matrix products, whose pattern also matches attention's kernels (`fmha_cutlassF_...`).
     "attention": r"flash|fmha|sdpa|attention|efficient_attn",
     "matrix products": r"gemm|gemv|nvjet|cutlass|xmma|(^|::)(add|b|ba)*mm(_|$)|linear|conv",
     "optimizer": r"adam|lamb|lars|muon|multi_tensor|foreach",
@@ -76,12 +76,12 @@ class BenchResult:
         step_seconds: mean over consecutive steps without synchronization.
         slowest_seconds: the same for the slowest process.
         slowest_rank: rank of that process.
-        host_seconds: time to enqueue a step; if close to `step_seconds`, the device waits.
+        host_seconds: time to enqueue a step; if close to `step_seconds`, the device is idle.
         images_per_second: throughput.
         tokens_per_second: throughput in tokens.
         tflops_per_device: operations per second, in 10¹².
         product_tflops: the same for a matrix product of this size.
-        peak_tflops: the vendor's peak, with `training.fp8` the mixture's; None if unknown.
+        peak_tflops: the vendor's peak, of the mixture with `training.fp8`; None if unknown.
         memory_gb: peak memory allocated on the device; on a CPU, the peak of the process.
         parts: fraction of the device's time by part; they sum to 1.
     """
@@ -135,7 +135,7 @@ def bench(
         _repeat(step, WARM_UP)
         clock.start()
         taken = clock.seconds(lambda: _repeat(step, num_steps)) / num_steps
-        # Ahead of the profiler and of the timed product, whose memory is not training's.
+        # Read before the profiler and the timed product, whose memory does not belong to training.
         memory = clock.peak_memory()
         host = median(clock.host_seconds(step) for _ in range(3))
         parts = _parts(step, context.device, trace if context.is_main else None)
@@ -235,9 +235,9 @@ def _repeat(step: Callable[[], object], count: int) -> None:
 
 @contextlib.contextmanager
 def _without_native_messages() -> Iterator[None]:
-    """Discard what torch's profiler writes at its start and end, an error without a GPU among it.
+    """Discard what torch's profiler writes at start and end, including an error without a GPU.
 
-    It comes from C++, past Python's streams and warnings.
+    It is written from C++, bypassing Python's streams and warnings.
     """
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)

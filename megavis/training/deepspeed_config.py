@@ -22,7 +22,7 @@ def deepspeed_config(
     """Return the config dictionary for `deepspeed.initialize`.
 
     Args:
-        config: of the run.
+        config: the run's config.
         data_parallel_size: processes that read different images.
         carries_gradient: whether a tensor other than the hidden states needs a gradient.
         on_gpu: pin host memory, and overlap communication with computation where that is safe.
@@ -42,8 +42,8 @@ def deepspeed_config(
         "gradient_clipping": (
             config.optimizer.gradient_clipping if config.parallel.zero_stage else 0.0
         ),
-        # At ZeRO-1 a gradient is added to its float32 sum, and freed, as soon as it is there; else
-        # both live until the next step.
+        # At ZeRO-1, add each gradient to its float32 sum and free it as soon as it is computed;
+        # otherwise both live until the next step.
         "bf16": {"enabled": training.precision == "bf16", "immediate_grad_update": True},
         "fp16": {"enabled": training.precision == "fp16"},
         "data_types": {"grad_accum_dtype": "fp32"},
@@ -55,7 +55,7 @@ def deepspeed_config(
         "zero_allow_untested_optimizer": True,
         # torch's fused Adam runs on CPU tensors too and needs no compiler.
         "zero_force_ds_cpu_optimizer": False,
-        # It would wait for the device twice a micro-batch; `metrics.jsonl` has the throughput.
+        # It would synchronize twice per micro-batch; `metrics.jsonl` has the throughput.
         "timers": {"throughput": {"enabled": False}},
         "steps_per_print": 2**40,
         "wall_clock_breakdown": False,
@@ -93,8 +93,8 @@ def _zero(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
         section["stage3_prefetch_bucket_size"] = block_parameters(config.model)
         section["zero_hpz_partition_size"] = parallel.hierarchical_partition_size
         if parallel.pipeline_model_parallel_size > 1:
-            # It sums gradient norms over the stages part by part, and stages would have different
-            # numbers of parts.
+            # It sums gradient norms over the stages part by part, but the number of parts would
+            # differ between stages.
             section["sub_group_size"] = 2**62
     for key, target in (
         ("offload_optimizer", parallel.offload_optimizer),

@@ -165,7 +165,7 @@ def _disk(config: RunConfig, num_parameters: int) -> DryRunCheck:
     size = kinds * _FLOAT32 * num_parameters
     every = keep.keep_every or steps + 1
     others = {step for step in keep.keep_at if step <= steps and step % every}
-    # With rollbacks, as many regular ones as newest ones, which may be others.
+    # With rollbacks, regular checkpoints are kept besides as many newest ones, which may differ.
     last = keep.keep_last * (2 if config.training.max_rollbacks else 1)
     count = last + 1 + steps // every + len(others)
     folder = config.folder.absolute()

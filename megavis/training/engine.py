@@ -4,7 +4,7 @@ Both run the same list of layers. Only this file and the experimental `zero_pipe
 differences: which process holds which layers, and how a step is run.
 
 DeepSpeed's pipeline calls `backward` on each floating-point tensor that a stage has sent, which
-would run common parts, such as an encoder whose memory is carried, once for each of them;
+would run shared parts, such as an encoder whose memory is carried, once per tensor;
 `with_one_backward` prevents that.
 """
 
@@ -83,7 +83,7 @@ class Engine:
         )
         self.deepspeed = self._open(module, optimizer, settings)
         end_with_job(self.deepspeed.destroy)
-        # Before the norm, which counts replicated gradients once.
+        # Before the norm is computed, which counts replicated gradients once.
         sum_partial_gradients(
             self.deepspeed.optimizer,
             (parameter for _, parameter in self.layers.named_parameters()),
@@ -95,7 +95,7 @@ class Engine:
             self._norm_of_zero_0 = GradientNorm(
                 optimizer, context.model.group, config.optimizer.gradient_clipping
             )
-        # The pipeline's timers keep two events a step until they are printed, which never happens.
+        # The pipeline's timers keep two events per step until printed, which never happens here.
         self.deepspeed.timers = NoopTimer()
         decay = config.optimizer.ema_decay
         self.states = ParameterStates(
@@ -111,7 +111,7 @@ class Engine:
             model=module,
             optimizer=optimizer,
             config=settings,
-            # With a pipeline DeepSpeed refuses one: the module makes groups of its own from the
+            # With a pipeline DeepSpeed rejects an mpu: the module creates its own groups from the
             # topology.
             mpu=None if self._pipelined else ModelParallelUnit(self.context),
             dist_init_required=False,
@@ -129,12 +129,12 @@ class Engine:
         topology = PipeModelDataParallelTopology(
             num_pp=self.context.pipeline.size,
             num_mp=self.context.tensor.size,
-            # DeepSpeed knows no context axis; it varies faster than the data axis, so both are one
-            # to it.
+            # DeepSpeed has no context axis. It varies faster than the data axis, so the two are
+            # passed as one axis.
             num_dp=self.context.replicas.size,
         )
         built, bounds = _partitioner(self.config, self.context), self._bounds(plans)
-        # One entry a stage: DeepSpeed's own ways to divide a list ignore the workload of layers.
+        # One entry per stage: DeepSpeed's own partitioning ignores the workload of layers.
         stages = [
             LayerSpec(Stage, plans[start:stop], built, is_last=stop == len(plans))
             for start, stop in pairwise(bounds)
@@ -161,7 +161,7 @@ class Engine:
             The mean loss over all images of the step on this data-parallel rank's share, a scalar
             on the device; reading it waits for the device.
         """
-        # Set in each step, from the step alone: a scheduler would have a state to save.
+        # Set from the step number alone, in each step: a scheduler would have state to save.
         rate = self.rate(step)
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = rate * group["learning_rate_scale"]
@@ -178,8 +178,7 @@ class Engine:
                 inputs, targets = next(self._pairs(batches, step))
                 loss = self.deepspeed(inputs, targets)
             self.deepspeed.backward(loss)
-            # Called after each micro-batch: DeepSpeed counts them, and takes the step after the
-            # last.
+            # Called after each micro-batch: DeepSpeed counts them, and steps after the last.
             self.deepspeed.step()
             # Losses are averaged here, gradients by `backward`, which divides each loss by the
             # number of micro-batches.
@@ -211,9 +210,9 @@ class Engine:
 
     def mean_over_data(self, value: Tensor) -> float:
         """Average a scalar over the data-parallel ranks and read it."""
-        # Processes of a tensor or context group have the same loss, that of all tokens.
+        # All processes of a tensor or context group have the loss over all tokens.
         value = value.detach().float().clone()
-        # With stages DeepSpeed has averaged the loss already, and sent it to all of them.
+        # With stages, DeepSpeed has already averaged the loss and sent it to all of them.
         if not self._pipelined:
             dist.all_reduce(value, group=self.context.data.group)
             value /= self.context.data.size
@@ -258,7 +257,7 @@ class Engine:
     def _pairs(self, batches: Iterator[Batch], step: int) -> Iterator[tuple[Any, Any]]:
         while True:
             batch = next(batches).to(self.context.device, non_blocking=True)
-            # The trainer's step, not the loader's: after a rollback data are skipped, steps are
+            # The trainer's step, not the loader's: after a rollback, data is skipped but steps are
             # not.
             sequence = self.objective.training_sequence(replace(batch, step=step))
             yield sequence.inputs, sequence.targets
@@ -283,8 +282,9 @@ def _partitioner(config: RunConfig, context: ParallelContext) -> Callable[[nn.Mo
 class _ZeroPartition:
     """Partitions layers over the processes with the same weights for ZeRO-3.
 
-    Layers are built whole, drawn in float32 on the CPU as in every other layout. Inside DeepSpeed's
-    `zero.Init` they would be drawn on the device, in the compute precision: other weights.
+    Layers are built whole and drawn in float32 on the CPU, as in every other layout. Inside
+    DeepSpeed's `zero.Init` they would be drawn on the device in the compute precision, which gives
+    different weights.
     """
 
     def __init__(self, config: RunConfig, context: ParallelContext) -> None:
@@ -294,18 +294,18 @@ class _ZeroPartition:
         self._dtype = DTYPES[config.training.precision]
         self._context = context
         self._swapper: Any = None
-        # DeepSpeed makes these groups once in a process, which may run several jobs.
+        # DeepSpeed creates these groups once per process, which may run several jobs.
         groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
         self._near: Any = None
 
     def __call__(self, layer: nn.Module) -> None:
         layer.to(self._context.device)
         if isinstance(layer, Block) and not layer.core.carried_names:
-            # Gather its weights at once, which halves the host's time. Not for blocks with inputs
-            # besides hidden states: DeepSpeed frees those too early.
+            # Gather all its weights in one call, which halves host time. Not for blocks with inputs
+            # besides hidden states: DeepSpeed would free their weights too early.
             set_z3_leaf_module(layer, True)
         for parameter in layer.parameters():
-            # Parameters alone: buffers, such as a batch norm's statistics, stay float32.
+            # Only parameters: buffers, such as a batch norm's statistics, stay float32.
             parameter.data = parameter.data.to(self._dtype)
         split = deepspeed.zero.Init(
             module=layer,
@@ -316,7 +316,7 @@ class _ZeroPartition:
             param_swapper=self._swapper,
             zero_param_parallel_group=self._near,
         )
-        # One for all layers: buffers for offloading to disk, and a group to gather from.
+        # Shared by all layers: buffers for offloading to disk, and a group to gather from.
         self._swapper, self._near = split.param_swapper, split.zero_param_process_group
 
 
@@ -342,12 +342,14 @@ class Stage(nn.Module):
 def with_one_backward(outputs: PackedState) -> PackedState:
     """Return the same tensors, such that only the last float runs the stage's backward pass.
 
-    The other floats become leaves that accumulate gradients until then, so it must come last.
+    The other floats become leaves that accumulate gradients until then, so the last float's
+    backward pass must be called last.
     """
     floats = [] if isinstance(outputs, Tensor) else [t for t in outputs if t.is_floating_point()]
     if len(floats) < 2 or not torch.is_grad_enabled():
         return outputs
-    # DeepSpeed calls `backward` of each float that it sent, in order; on a leaf that only adds up.
+    # DeepSpeed calls `backward` on each float that it sent, in order; on a leaf this only
+    # accumulates.
     leaves = [tensor.detach().requires_grad_() for tensor in floats[:-1]]
     sent = iter((*leaves, _Last.apply(leaves, *floats)))
     return tuple(next(sent) if tensor.is_floating_point() else tensor for tensor in outputs)
@@ -373,12 +375,12 @@ class ForwardClock:
     """Times this process's forward passes, including their wait for data.
 
     In plain data parallelism no process waits for another until gradients are reduced, so a slow
-    process shows. On a GPU nothing synchronizes until the clock is read.
+    process is visible. On a GPU nothing synchronizes until the clock is read.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        # Bounded, as nobody reads the clock of a run that logs nothing.
+        # Bounded, since a run that logs nothing never reads the clock.
         self._spans: deque[tuple[Any, Any]] = deque(maxlen=_KEPT)
 
     @contextmanager

@@ -56,12 +56,12 @@ Accuracy = ClassAccuracy | PixelAccuracy | DetectionAccuracy
 
 @dataclass
 class Finetuning:
-    """The side of a training run that fine-tuning adds.
+    """The part of a run that differs from pre-training (`Pretraining`).
 
     Attributes:
         objective: the model with the head of a task.
-        folder: of the run.
-        class_names: of the shards.
+        folder: folder of the run.
+        class_names: names of the shards' classes.
         num_train: images in the training shards.
         validation: images for selecting the step.
         test: images for evaluating it.
@@ -111,7 +111,7 @@ class Finetuning:
         return cls(objective, config.folder, class_names, len(train), *parts, stopping)
 
     def resume(self, step: int, context: ParallelContext) -> None:
-        """Restore the state after `step` steps; if training goes on, remove earlier results."""
+        """Restore the state after `step` steps; if training continues, remove earlier results."""
         patience = self.objective.settings.patience
         self.stopping = EarlyStopping.resume(patience, self.folder, step, context)
         is_extended = step < self.objective.config.training.steps and not self.stopping.is_over
@@ -123,7 +123,7 @@ class Finetuning:
     @property
     def _parts(self) -> dict[Part, Subset]:
         """The images by the name that results give them."""
-        # The test's result is written last: `is_finished` and `finetuned_step` take it for the end.
+        # Write the test result last: `is_finished` and `finetuned_step` treat it as the end.
         return {"selection": self.validation, "test": self.test}
 
     @property
@@ -186,7 +186,7 @@ class Finetuning:
         )
 
     def _picture(self, engine: Engine, accuracy: Accuracy, part: Part, step: int) -> Figure:
-        """Plot the confusion of classes, or some images with what was found; on every process."""
+        """Plot the confusion of classes, or some images with predictions; on every process."""
         where = f"of {accuracy.num_images} {part} images"
         if isinstance(accuracy, ClassAccuracy):
             title = f"step {step}: {accuracy.vote:.1%} {where}"
@@ -257,7 +257,7 @@ def check_source(config: RunConfig, objective: Finetuned, train: Samples) -> Non
     """Reject a source run with another architecture or other tokens.
 
     Args:
-        config: one whose `finetune` section names a run.
+        config: config whose `finetune` section names a run.
 
     Raises:
         UserError: names the key.

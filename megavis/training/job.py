@@ -1,6 +1,6 @@
 """Start a run: join the job in the config's layout, lock and write the run folder, open the shards.
 
-A config or data that would change a run that is resumed are rejected.
+A config or data that would change a resumed run is rejected.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def open_job(
     _order_launches(config.parallel)
     place = choose_device(device, local_rank=launch.local_rank)
     select_device(place)
-    # DeepSpeed's accelerator answers, which `select_device` has set.
+    # This asks DeepSpeed's accelerator, which `select_device` has set.
     _require_precision(config.training)
     _require_engine(config.training, place)
     parallel, training = config.parallel, config.training
     with contextlib.ExitStack() as closing:
         closing.callback(choose_kernels, chosen_kernels())
-        # Before any layer is built: blocks ask for their library then.
+        # Before any layer is built, since blocks then look up the library.
         choose_kernels(training.kernels)
         context = open_context(
             launch,
@@ -68,11 +68,11 @@ def open_job(
 
 
 def _order_launches(parallel: ParallelConfig) -> None:
-    """Make a GPU start kernels in the order in which they are issued, with a tensor group.
+    """With a tensor group, make a GPU start kernels in the order in which they are issued.
 
     Megatron-Core issues a collective before the matrix product that it overlaps with, and relies on
-    this order, up to Hopper. Not under ZeRO-3, whose gathers are issued after the layer before. A
-    variable that is set is kept. CUDA reads it when it starts, so this comes first.
+    this order up to Hopper. Not under ZeRO-3, whose gathers are issued after the previous layer. A
+    variable set by the user is kept. CUDA reads it on startup, so this must come first.
     """
     if parallel.tensor_model_parallel_size > 1 and parallel.zero_stage < 3:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

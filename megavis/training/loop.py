@@ -28,13 +28,13 @@ def train(
         batches: endless micro-batches, starting with the step after `first_step`.
         first_step: steps already taken.
         callbacks: called in this order on every process, and before the very first step.
-        metrics: where the main process writes; None on the others.
+        metrics: writer of the main process; None on the others.
         save: called last, so a checkpoint never contains a step whose metrics are missing.
         watchdog: ends the job if a step takes too long. The first step, which includes warm-up, and
             the work after a step may take ten times as long.
     """
     if first_step == 0:
-        # The untrained model is validated and samples, since curves begin there. It is not saved: a
+        # The untrained model is validated and sampled, since curves begin there. It is not saved: a
         # run without a checkpoint starts from the same weights.
         _after_step(StepState(0, last_step, None, engine), callbacks, metrics)
     for step in range(first_step, last_step):

@@ -42,8 +42,8 @@ class MetricsWriter:
         """Open a run's metrics for writing.
 
         Args:
-            first_step: later steps will be written again; lines of a killed run about them are
-                dropped, so the file equals an uninterrupted run's.
+            first_step: later steps will be written again; a killed run's lines for them are
+                dropped, so that the file equals an uninterrupted run's.
             config: dotted keys and values to show in dashboards.
         """
         self._path = run_folder / "metrics.jsonl"
@@ -54,7 +54,7 @@ class MetricsWriter:
         self._warned: set[str] = set()
         self._dashboards: list[Dashboard] = []
         for kind, dashboard in DASHBOARDS.items():
-            # A run must start again while a dashboard's server is down.
+            # A run must be able to restart while a dashboard's server is down.
             with self._warn_on_error(Exception):
                 if kind in logging:
                     opened = dashboard(run_folder, first_step=first_step, config=config or {})
@@ -79,10 +79,10 @@ class MetricsWriter:
         self._on_dashboards(lambda dashboard: dashboard.scalars(step, values))
 
     def _on_dashboards(self, show: Callable[[Dashboard], None]) -> None:
-        """Call a function with each dashboard; one that fails is given up until the next start.
+        """Call a function with each dashboard; one that fails is disabled until the next start.
 
-        A client may wait for minutes, in every call, for a server that is down. TensorBoard's files
-        wait for a disk, as the run's do.
+        In every call, a client may wait minutes for a server that is down. TensorBoard stays
+        enabled: its files wait for the disk, as the run's own do.
         """
         working = []
         for dashboard in self._dashboards:
@@ -95,10 +95,10 @@ class MetricsWriter:
         self._dashboards = working
 
     def amend(self, step: int, values: Mapping[str, float]) -> None:
-        """Add metrics to the last line if it is of this step, or write a new line.
+        """Add metrics to the last line if it belongs to this step, or write a new line.
 
         Raises:
-            OSError: the file cannot be read, or not be written with the changed line.
+            OSError: the file cannot be read or written.
         """
         written = self._path.read_bytes()[: self._size].decode()
         lines = [*written.splitlines(keepends=True), *self._pending]
@@ -143,7 +143,7 @@ def drop_steps_after(path: Path, step: int) -> None:
     """Truncate `metrics.jsonl` after a step, and drop an incomplete last line.
 
     Raises:
-        UserError: another line is none of a run's; names it.
+        UserError: another line is not a metrics record; names it.
     """
     if not path.exists():
         return
@@ -166,7 +166,7 @@ def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return one JSON object per line, with numbers as they were; none if there is no file."""
+    """Return one JSON object per line, with numbers unchanged; none if there is no file."""
     if not path.exists():
         return []
     records = []
@@ -186,8 +186,7 @@ class Dashboard(ABC):
 
     Attributes:
         package: required package.
-        waits_for_disk: whether a call that fails can be followed by others, which show what it did
-            not.
+        waits_for_disk: whether calls may follow a failed one, and then write its values too.
     """
 
     package: ClassVar[str]
@@ -242,7 +241,7 @@ class WandB(Dashboard):
     package = "wandb"
 
     def __init__(self, run_folder: Path, *, first_step: int, config: Mapping[str, Any]) -> None:
-        # Without it, a server that stops answering would hold the job's nodes at the end.
+        # Without it, a server that stops answering would block the job's nodes at the end.
         os.environ.setdefault("WANDB_FINISH_TIMEOUT", "300")
         self._wandb = importlib.import_module("wandb")
         has_login = "WANDB_API_KEY" in os.environ or (Path.home() / ".netrc").exists()

@@ -50,11 +50,11 @@ def build_optimizer(
     """Return decoupled-decay Adam, Adafactor, SGD or LARS over the trainable parameters.
 
     Args:
-        parameters: trained and frozen ones.
+        parameters: all parameters, trained and frozen.
         stages: the pipeline group, whose processes hold different layers.
         parts: the group over which ZeRO partitions optimizer states.
         tensor: the tensor group, if it has several processes.
-        device: where groups can reduce tensors; None: where states are.
+        device: device on which groups can reduce tensors; None: the device of the states.
         kernels: `apex` takes NVIDIA Apex's Adam, any other torch's.
 
     Raises:
@@ -72,7 +72,7 @@ def build_optimizer(
         return LARS(each, lr=config.learning_rate, momentum=config.betas[0], processes=parts)
     groups = parameter_groups(trained, config.weight_decay)
     if stages is not None:
-        # ZeRO sums gradient norms over the stages group by group, and would wait for missing ones.
+        # ZeRO sums gradient norms over the stages group by group, and would hang on a missing one.
         groups = split_groups(groups, _largest(len(groups), stages))
     elif config.algorithm == "adafactor":
         # ZeRO-3 divides large groups, but a parameter's group stays one.
@@ -94,9 +94,9 @@ def build_optimizer(
     }
     if kernels == "apex":
         fused_adam = skipping(apex_part("optimizers", "FusedAdam"))
-        # It counts steps per group, but only from its first step on; a run resumes before that.
+        # Apex counts steps per group, but only from its first step on; a run resumes before that.
         return fused_adam([{**group, "step": 0} for group in groups], adam_w_mode=True, **options)
-    return torch.optim.AdamW(groups, fused=True, **options)  # only these heed `found_inf`
+    return torch.optim.AdamW(groups, fused=True, **options)  # only fused ones honour `found_inf`
 
 
 def parameter_groups(
@@ -163,7 +163,7 @@ def skipping(kind: Any) -> Any:
     class Skipping(kind):
         @functools.wraps(kind.step)
         def step(self, *args: Any, **options: Any) -> Any:
-            # Like torch's optimizers, which take every step where nobody sets it.
+            # Like torch's optimizers, take every step if `found_inf` is not set.
             if float(getattr(self, "found_inf", 0.0)):
                 return None
             return super().step(*args, **options)
@@ -191,9 +191,9 @@ def learning_rate(step: int, *, peak: float, total_steps: int, config: ScheduleC
 class LARS(torch.optim.Optimizer):
     """Momentum on g' = η ‖w‖ / (‖g‖ + β ‖w‖) · (g + β w), with β the weight decay.
 
-    A group with `adapts` holds one matrix, or this process's share if ZeRO partitions it; others
-    are biases, whose steps are not scaled: with only these it is SGD. A group counts its own
-    steps.
+    A group with `adapts` holds one matrix, or this process's share if ZeRO partitions it. Other
+    groups hold biases, whose steps are not scaled; with only these, the optimizer is SGD. Each
+    group counts its own steps.
     """
 
     def __init__(
@@ -237,8 +237,8 @@ class LARS(torch.optim.Optimizer):
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(parameter)
         momentum = group["momentum"] * state["momentum"] + direction
-        # Skip a step that `GradientNorm` found not finite, like torch's own optimizers; like them
-        # take every step where nobody sets `found_inf`.
+        # Like torch's optimizers, skip a step that `GradientNorm` found non-finite, and take every
+        # step if `found_inf` is not set.
         taken = ~getattr(self, "found_inf", torch.zeros((), device=parameter.device)).bool()
         state["momentum"].copy_(torch.where(taken, momentum, state["momentum"]))
         parameter.copy_(torch.where(taken, parameter - group["lr"] * momentum, parameter))
@@ -246,7 +246,7 @@ class LARS(torch.optim.Optimizer):
     def _norms(self, parameter: Tensor, gradient: Tensor) -> Tensor:
         """Return the norms of a full matrix and of its gradient, `[2]`."""
         squares = torch.stack([t.float().square().sum() for t in (parameter, gradient)])
-        # Not over the tensor group, in which a classifier, all that LARS trains, is replicated.
+        # Not over the tensor group: LARS trains only a classifier, which is replicated in it.
         if self.processes is not None:
             dist.all_reduce(squares, group=self.processes)
         return squares.sqrt()
@@ -255,10 +255,10 @@ class LARS(torch.optim.Optimizer):
 class GradientNorm:
     """Computes and clips the global gradient norm just before each optimizer step.
 
-    Parameters that are partitioned over the tensor group count with all their parts, replicated
-    ones once. If the norm is not finite, the optimizer gets `found_inf` and leaves weights and
-    moments unchanged: torch's fused ones and LARS without synchronization, Apex's through
-    `optimizer.skipping`.
+    All parts of a parameter partitioned over the tensor group count, and replicated parameters
+    count once. If the norm is not finite, `found_inf` makes the optimizer leave weights and moments
+    unchanged: without synchronization in torch's fused optimizers and LARS, through
+    `optimizer.skipping` in Apex's.
 
     Attributes:
         value: the norm of the last step, before clipping, on the device.
@@ -278,13 +278,13 @@ class GradientNorm:
         total = torch.zeros((), device=device)
         if counted:
             total = torch.stack([g.float().pow(2).sum() for g in counted]).sum()
-        # Not over the replicas, whose gradients are equal by now.
+        # Not over the replicas, whose gradients are already equal.
         dist.all_reduce(total, group=self._group)
         self.value = total.sqrt()
         # Optimizers read this attribute, which their type does not declare.
         optimizer.found_inf = (~self.value.isfinite()).float()  # type: ignore[attr-defined]
         if self._clip:
-            # The 1e-6 is that of torch's `clip_grad_norm_`.
+            # The 1e-6 is from torch's `clip_grad_norm_`.
             scale = (self._clip / (self.value + 1e-6)).clamp(max=1.0)
             for parameter in parameters:
                 if parameter.grad is not None:
@@ -300,8 +300,8 @@ class WeightAverage:
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        # Under ZeRO the optimizer steps one flat partition after another, with a call for each;
-        # under ZeRO-0 it is also called for a non-finite step, and skips it.
+        # Under ZeRO the optimizer is called for one flat partition after another; under ZeRO-0 it
+        # is also called for a non-finite step, which it skips.
         share: Any = 1.0 - self.decay
         if hasattr(optimizer, "found_inf"):
             share = share * (1.0 - optimizer.found_inf)

@@ -3,10 +3,10 @@
 The same config, data and seed run for a few steps in each legal layout of N processes, and loss
 and gradient norm of every step are compared with one process.
 
-Layouts add in other orders, so they round differently, and training can amplify that: without
-warm-up Adam's first steps have the size of the learning rate however small the gradient is, and its
-sign may be a matter of rounding. How far rounding alone leads is measured: one process is trained
-again with the last bit of every weight changed, and layouts are judged by what that changes.
+Layouts sum in different orders, so they round differently, and training can amplify this: without
+warm-up, Adam's first steps have the size of the learning rate however small the gradient is, and
+rounding may decide its sign. The effect of rounding alone is measured by training one process again
+with the last bit of every weight changed; layouts are judged relative to it.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ Curve = list[tuple[float, float]]
 
 PERTURBED_RUNS = 3
 _MARGIN = 4.0
-"""Times the measured noise that a layout may differ: two runs that differ only in rounding moved
-apart by up to this much more than three others did, in small models of every density."""
+"""Allowed difference of a layout, in multiples of the measured noise: in small models of every
+density, two runs that differ only in rounding diverged up to this much more than three others."""
 
 
 @dataclass(frozen=True)
 class Noise:
-    """How far training moves apart if the last bit of every weight is changed.
+    """How far training diverges if the last bit of every weight is changed.
 
     Attributes:
-        loss: relative difference of the loss from unchanged weights, one value a step: the
-            largest of several changes, over this step and those before it.
+        loss: relative difference of the loss from the run with unchanged weights, one value per
+            step: the largest of several changes, over this step and all earlier ones.
         gradient_norm: the same for the gradient norm.
     """
 
@@ -58,15 +58,15 @@ class Noise:
 
     @classmethod
     def of(cls, perturbed: Sequence[Curve], reference: Curve) -> Noise:
-        """Compare the curves of changed weights with unchanged weights'."""
+        """Compare the curves of changed weights with those of unchanged ones."""
         loss, norm = zip(*_largest_by_step(perturbed, reference), strict=True)
         return cls(tuple(itertools.accumulate(loss, max)), tuple(itertools.accumulate(norm, max)))
 
     def tolerances(self, least: float) -> list[tuple[float, float]]:
         """Return how much loss and gradient norm of a layout may differ at each step.
 
-        That is `least` at every step if the noise stays within it. Otherwise it is the noise up to
-        that step times a margin, or `least` if that is more, so that early steps, before training
+        This is `least` at every step if the noise stays within it. Otherwise it is the noise up to
+        that step times a margin, and at least `least`, so that early steps, before training
         amplifies rounding, stay strict.
         """
         is_quiet = max(self.loss[-1], self.gradient_norm[-1]) <= least
@@ -87,15 +87,15 @@ class ParityResult:
     gradient_norm_difference: float
     """The same for the gradient norm."""
     loss_noise: float
-    """Largest relative difference of the loss that changing the last bit of weights makes."""
+    """Largest relative difference of the loss caused by changing the last bit of the weights."""
     gradient_norm_noise: float
     """The same for the gradient norm."""
     loss_tolerance: float
-    """The largest difference of the loss that is allowed at any step."""
+    """Largest allowed difference of the loss at any step."""
     gradient_norm_tolerance: float
     """The same for the gradient norm."""
     error: str = ""
-    """The first difference that is not allowed, or the error if the layout did not run."""
+    """First difference that is not allowed, or the error if the layout did not run."""
 
     @property
     def passed(self) -> bool:
@@ -131,13 +131,13 @@ def compare_layouts(
     Args:
         config: from `parity_config`.
         layouts: each for `num_processes` processes.
-        tolerance: relative difference that is allowed in any case; see `Noise.tolerances`.
+        tolerance: relative difference that is always allowed; see `Noise.tolerances`.
         device: `cpu` or `cuda`, with a GPU for each process; default: see `device_for`.
-        report_noise: called with the noise of one process, before any layout is run.
-        report: called with each comparison when it is done.
+        report_noise: called with the noise of one process before any layout runs.
+        report: called with each comparison when it is complete.
     """
     device = device_for(device, num_processes)
-    # Forks of a process that has imported everything start at once; CUDA does not survive a fork.
+    # Forks of a process that has imported everything start quickly; CUDA does not survive a fork.
     preload = () if device == "cuda" else ("megavis.training.trainer",)
     new_pool = functools.partial(WorkerPool, num_processes, preload=preload, quiet=True)
     pool = new_pool()
@@ -211,7 +211,7 @@ def change_last_bits(engine: Engine, config: RunConfig, change: int) -> None:
 
     The directions are drawn from the run's seed, `change` and the parameter's name. Zeros stay.
     """
-    # Of a number between two powers of two this is 0.75 to 1.5 units, which rounds to one.
+    # For a number between two powers of two this is 0.75 to 1.5 units, which rounds to one.
     relative = 0.75 * torch.finfo(DTYPES[config.training.precision]).eps
     for name, parameter in engine.layers.named_parameters():
         weight = engine.states.get(parameter, "weight")
@@ -228,7 +228,7 @@ def judge(
     """Compare the curves of a layout's processes with one process's.
 
     Args:
-        layout: its name.
+        layout: name of the layout.
         tolerance: as for `compare_layouts`.
     """
     by_step = _largest_by_step(curves, reference)

@@ -2,14 +2,13 @@
 
 Under sequence parallelism each process of a tensor group normalises its own tokens and adds biases
 to them, so the gradients of these parameters are partial sums (`parameters.has_partial_gradient`).
-"Reducing Activation Recomputation in Large Transformer Models" (section 4.2.2) has the layout;
-Megatron's code adds such gradients up at the end of a step, in one buffer, as is done here: just
-before the optimizer computes the norm of all gradients. DeepSpeed has then averaged them over the
-data-parallel group, and gives each process the same part of a parameter as the other processes of
-its tensor group.
+"Reducing Activation Recomputation in Large Transformer Models" (section 4.2.2) describes the
+layout. As in Megatron's code, they are summed at the end of a step, in one buffer, just before the
+optimizer computes the norm of all gradients. By then DeepSpeed has averaged them over the
+data-parallel group, and all processes of a tensor group hold the same part of a parameter.
 
 With an offloaded optimizer, gradients leave the device in each backward pass, with their norm
-already computed; they are then summed there, one by one.
+already computed; they are therefore summed in the backward pass, one by one.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ def sum_partial_gradients(
     """Have all partial gradients of this process summed before each step of an optimizer.
 
     Args:
-        optimizer: DeepSpeed's; at ZeRO-0 torch's, whose hooks that are registered later find sums.
-        parameters: all that this process holds, in the same order on all processes of the group.
+        optimizer: DeepSpeed's optimizer; at ZeRO-0 torch's, whose hooks registered later see sums.
+        parameters: all parameters of this process, in the same order on the group's processes.
         group: the tensor group.
     """
     partial = [p for p in parameters if p.requires_grad and has_partial_gradient(p)]
@@ -66,7 +65,7 @@ def sum_partial_gradients(
         add_up(partial, group)
         return plain(*args, **options)
 
-    # Replaced: DeepSpeed's optimizers have no hooks, and compute the norm inside of `step`.
+    # Replace `step`: DeepSpeed's optimizers have no hooks, and compute the norm inside it.
     optimizer.step = step
 
 
@@ -76,7 +75,7 @@ def _sum_of_bf16(parameters: Sequence[Any], group: dist.ProcessGroup) -> None:
 
 
 def _sum_of_fragments(parameters: Sequence[Any], group: dist.ProcessGroup) -> None:
-    """Sum what ZeRO 1 and 2 have of the gradients on this process."""
+    """Sum the parts of the gradients that ZeRO 1 and 2 keep on this process."""
     held = [parameter for parameter in parameters if parameter._hp_mapping is not None]
     _sum_in_one([p._hp_mapping.get_lp_grad_fragment(p._index_in_param_group) for p in held], group)
 

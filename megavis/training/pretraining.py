@@ -1,4 +1,4 @@
-"""What pre-training adds to the loop: an encoder from another run, and stopping by an accuracy."""
+"""The pre-training side of a run: an encoder from another run, and early stopping by accuracy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Pretraining:
         """Open the run that an encoder starts from, if any.
 
         Raises:
-            UserError: it does not fit, or training is to stop by an accuracy that is not measured.
+            UserError: it does not fit, or early stopping needs an accuracy that is not measured.
         """
         encoder, patience = None, config.training.patience
         if objective.pretrained_key is not None:
@@ -65,7 +65,7 @@ class Pretraining:
             )
 
     def finish(self, engine: Engine) -> None:
-        """Record the best step, if accuracy was to stop training."""
+        """Record the best step, with early stopping."""
         folder = self.config.folder
         if self.stopping is not None and engine.context.is_main:
             self.stopping.record(early_stopping_file(folder), saved_steps(folder))

@@ -30,8 +30,8 @@ def record_start(run_folder: Path, first_step: int, **facts: Any) -> None:
     """Add a line; called on the main process. Raises OSError.
 
     Args:
-        first_step: steps that it resumes from.
-        facts: about the job, such as device and number of processes.
+        first_step: step from which it resumes.
+        facts: facts about the job, such as device and number of processes.
     """
     content = {
         "command": command_line(sys.argv),
@@ -64,7 +64,7 @@ def _append(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_starts(run_folder: Path) -> list[dict[str, Any]]:
-    """Return all starts, oldest first; none of runs from before they were recorded."""
+    """Return all starts, oldest first; empty for runs from before starts were recorded."""
     return read_json_lines(run_folder / STARTS_NAME)
 
 

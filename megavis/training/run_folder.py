@@ -1,6 +1,6 @@
-"""The folder of a run: its lock, what a start writes to it, and what it must have in common.
+"""The folder of a run: its lock, the files that a start writes, and the check of a resumed run.
 
-A config or data that would change a run that is resumed are rejected.
+A config or data that would change a resumed run is rejected.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def prepare_folder(
         taken = f"it has taken {counted(first_step, 'step')}, and training.steps is {steps}"
         sys.stderr.write(f"{folder} is finished: {taken}; raise it to train further\n")
     elif (warning := config.objective.warning(config)) and not (
-        config.finetune or config.training.sample_every  # which is refused for this reason
+        config.finetune or config.training.sample_every  # rejected with the same reason
     ):
         sys.stderr.write(f"WARNING: {warning}\n")
     if config.parallel.pipeline_model_parallel_size > 1 and config.parallel.zero_stage > 1:
@@ -72,10 +72,10 @@ def prepare_folder(
             f"WARNING: pipeline stages with parallel.zero_stage {config.parallel.zero_stage} are"
             " experimental: they rely on private parts of DeepSpeed; use zero_stage 1\n"
         )
-    # A finished run keeps the config that it was trained with; fine-tuning may evaluate anew.
+    # A finished run keeps the config that it was trained with; fine-tuning may evaluate again.
     if first_step < steps or config.finetune is not None:
         write_atomically(folder / "config.yaml", dump_config(config).encode())
-    # Sampling finds the palette in the run folder alone; the shards may be gone by then.
+    # Sampling reads the palette only from the run folder; the shards may be gone by then.
     palette = Path(config.data.palette or train.directory / PALETTE_NAME)
     if palette.exists():
         write_atomically(folder / PALETTE_NAME, palette.read_bytes())

@@ -91,12 +91,13 @@ class Trainer:
     tokenizer: str | None
     """SHA-256 of the tokenizer of the shards, or of the images."""
     task: Pretraining | Finetuning
-    """What the two kinds of runs do not share: initial weights, stopping, and what follows."""
+    """The part that differs between pre-training and fine-tuning: initial weights, stopping, and
+    the work after training."""
     copies: HostCopies = field(init=False)
     """Host memory of the run's snapshots."""
 
     def __post_init__(self) -> None:
-        """Keep the memory where copying into it is what a save waits for."""
+        """Keep the host memory of snapshots if a save waits for copies into it."""
         self.copies = HostCopies(keeps=self.context.device.type == "cuda")
 
     @classmethod
@@ -115,13 +116,13 @@ class Trainer:
         held_out, path = None, config.data.validation
         if path is not None:
             held_out = opener.held_out("data.validation", path, train_data)
-        # Reject an unsuitable tokenizer here, not at the first batch.
+        # Reject an unsuitable tokenizer now rather than at the first batch.
         tokenizer = train_data.manifest.identity or objective.backbone.tokenizer_identity
         task: Pretraining | Finetuning
         if (finetuned := finetuned_of(objective)) is None:
             task = Pretraining.open(config, objective, held_out)
         else:
-            # Brings evaluation and figures along.
+            # Imported here, since it imports evaluation and figures.
             from megavis.training.finetune import Finetuning
 
             assert held_out is not None, "required by the config's checks"
@@ -151,8 +152,8 @@ class Trainer:
             count_restart(config.folder, first_step, config.training.max_restarts, context)
         interruption = StopOnSignal(signals)
         engine = Engine(config, self.objective, context)
-        # The engine outlives a rollback: its process groups and compiled blocks stay, and a
-        # checkpoint replaces all that training has changed.
+        # The engine survives a rollback: its process groups and compiled blocks stay, and loading a
+        # checkpoint replaces everything that training has changed.
         while streak := self._train_from(found, engine, interruption, extra_callbacks):
             found = roll_back(config.folder, streak, config.training, context)
         if interruption.has_stopped:
@@ -172,7 +173,7 @@ class Trainer:
         first_step = start.step if start else 0
         with permissions_needed():
             self._restore(found, engine)
-        # Some of these make process groups, so all processes build them in the same order.
+        # Some of these create process groups, so all processes build them in the same order.
         bad_steps = WatchBadSteps(
             config.training,
             config.checkpoint,
@@ -195,10 +196,10 @@ class Trainer:
             validate.catch_up(state, self._stopping, metrics, config.folder)
         # A restarted run may have stopped early before.
         is_over = self.task.stopping is not None and self.task.stopping.is_over
-        # A rollback repeats steps but not their data, so batches run ahead of steps.
+        # A rollback repeats steps but not their data, so the batch index runs ahead of the step.
         loader = self.loader(engine, first_step + bad_steps.batches_skipped)
         watchdog = Watchdog(context, patience=config.training.hang_timeout)
-        # A failed run's last metrics are shown too.
+        # Show a failed run's last metrics too.
         written = contextlib.closing(metrics) if metrics is not None else contextlib.nullcontext()
         with loader, watchdog, written:
             train(
@@ -262,7 +263,7 @@ class Trainer:
         )
         replaced = ReportReplacedSamples(settings.log_every, self.train_data, self.context)
         hardware = WatchHardware(settings.log_every)
-        # Hardware first: it measures the wait for the device, which `log` would take by reading the
+        # Hardware first: it measures the wait for the device, which is over once `log` has read the
         # loss.
         callbacks: list[Callback] = [hardware, log, save.record_stall, replaced]
         if compiles_blocks(self.context.device):
@@ -371,8 +372,8 @@ def run_training(config: RunConfig, launch: Launch, *, device: str | None = None
     """
     check_dashboards(config.logging)
     job = open_job(config, launch, device=device)
-    # Signals before the job: one that ended this process while it joins would leave the others
-    # waiting.
+    # Handle signals before joining the job: a signal that ended this process while it joins would
+    # leave the others waiting.
     with forgiving_messages(), Signals() as signals, job as context:
         with permissions_needed():
             run = Trainer.open(config, context)

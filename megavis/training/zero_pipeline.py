@@ -1,24 +1,24 @@
 """Experimental: ZeRO 2 and 3 with pipeline stages, on private parts of DeepSpeed.
 
-No preset uses it and no plan recommends it: with stages, ZeRO-1 is the first choice. Everything
-that it needs is in this file; docs/architecture.md lists the private names, and a test checks
-them in the installed DeepSpeed.
+No preset uses it and no plan recommends it: with stages, ZeRO-1 is the first choice. All the code
+for it is in this file; docs/architecture.md lists the private names, and a test checks them in the
+installed DeepSpeed.
 
-DeepSpeed's pipeline engine refuses both, since it reduces gradients once per step, when each
-process still has all of its stage. Here each backward pass ends as it does without stages: the
-gradients of the micro-batch are reduced to their owners, which add them up in float32.
+DeepSpeed's pipeline engine rejects both, since it reduces gradients once per step, when each
+process still has all gradients of its stage. Here each backward pass ends as it does without
+stages: the gradients of the micro-batch are reduced to their owners, which sum them in float32.
 
-A stage runs several forward passes before the first backward pass, and DeepSpeed's ZeRO-3 expects
-the two in turn. What follows from that, and is changed here:
+A stage runs several forward passes before the first backward pass, whereas DeepSpeed's ZeRO-3
+expects the two to alternate. This file therefore changes the following:
 
-- It records in which order modules run, to gather weights ahead, and compares the order between all
-  processes. Stages differ, so nothing is recorded: the order follows the stage's layers, along
-  which `GatherAhead` gathers.
+- ZeRO-3 records the order in which modules run, to gather weights ahead, and compares it between
+  all processes. Stages differ, so nothing is recorded: `GatherAhead` gathers in the order of the
+  stage's layers.
 - A module counts the inputs whose gradients are missing until its weights are released, and a
-  forward pass resets the count. So the counts are kept for each micro-batch.
-- It counts micro-batches by forward passes, and adds no gradients to the first one's.
-- It counts a weight that the tensor group replicates on the first process of tensor group and
-  pipeline, so the gradient norm would miss later stages.
+  forward pass resets the count. The counts are therefore kept for each micro-batch.
+- ZeRO-3 counts micro-batches by forward passes, and does not add gradients to the first one's.
+- ZeRO-3 counts a weight that the tensor group replicates only on the first process of tensor group
+  and pipeline, so the gradient norm would miss later stages.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def open_zero_pipeline(
 
     Args:
         module: the stage; under ZeRO-3 its layers are partitioned already.
-        optimizer: of its parameters.
+        optimizer: optimizer of its parameters.
         settings: DeepSpeed's config.
     """
     mpu = module.mpu()
@@ -66,10 +66,10 @@ def open_zero_pipeline(
 
 
 class _BuiltEngine(DeepSpeedEngine):
-    """An engine that no longer reports its ZeRO stage once it is built.
+    """An engine that hides its ZeRO stage once it is built.
 
-    It comes between the pipeline engine and its parent, so that the parent builds the optimizer of
-    the stage, and the pipeline engine, which then refuses all but 0 and 1, sees 1.
+    In the class hierarchy it is between the pipeline engine and its parent: the parent builds the
+    optimizer for the true stage, and the pipeline engine, which rejects all but 0 and 1, sees 1.
     """
 
     _is_hidden = False
@@ -88,11 +88,11 @@ class _ZeroPipelineEngine(PipelineEngine, _BuiltEngine):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        # Only the constructor is to see 1: whatever reduces gradients asks for the stage again.
+        # Only the constructor should see 1: code that reduces gradients asks for the stage again.
         self._is_hidden = False
         # Backward passes reduce their gradients themselves, as without stages.
         self.enable_backward_allreduce = True
-        # By place in the pipeline's buffers; torch's type of a module lacks DeepSpeed's counts.
+        # Indexed by the pipeline's buffer; torch's type of a module lacks DeepSpeed's counts.
         self._missing: dict[int, dict[Any, int]] = {}
         self._counting: list[Any] = []
         self._ahead: GatherAhead | None = None
@@ -114,7 +114,7 @@ class _ZeroPipelineEngine(PipelineEngine, _BuiltEngine):
     def _forward_pass(self, buffer_id: int) -> None:
         with self._gathering_ahead(FORWARD):
             self._exec_forward_pass(buffer_id)
-        # DeepSpeed creates it in a module's first forward pass with gradients.
+        # DeepSpeed creates the count in a module's first forward pass with gradients.
         counted = (m for m in self._counting if hasattr(m, "ds_grads_remaining"))
         self._missing[buffer_id] = {m: m.ds_grads_remaining for m in counted}
 
@@ -153,11 +153,11 @@ class GatherAhead:
     processes that share weights hold the same stage, so they issue the same collectives in the same
     order.
 
-    Within a layer, only weights are gathered ahead that its modules have asked for before, in such
-    a pass: DeepSpeed gathers weights that are read outside their module when they are read, and
-    remembers that it did. What is recomputed in a backward pass uses the weights gathered ahead. If
-    its modules release them afterwards, as blocks with inputs besides hidden states do,
-    they are gathered again when they are needed.
+    Within a layer, a weight is gathered ahead only if a module has asked for it in an earlier pass
+    of the same direction: DeepSpeed gathers weights that are read outside their module when they
+    are read, and remembers that it did. Recomputation in a backward pass uses the weights gathered
+    ahead. If modules release them afterwards, as blocks with inputs besides hidden states do, they
+    are gathered again when needed.
 
     While a layer computes, the process holds its weights and no more of the next layer's than
     DeepSpeed would gather ahead without stages.
@@ -169,11 +169,11 @@ class GatherAhead:
         """Follow the requests for weights.
 
         Args:
-            layers: of the stage, partitioned by DeepSpeed.
-            coordinator: DeepSpeed's, which modules ask for their weights.
-            bucket: parameters of the next layer after which no more of them are gathered, not
-                counting those that DeepSpeed calls persistent.
-            most_live: the same for both layers.
+            layers: layers of the stage, partitioned by DeepSpeed.
+            coordinator: DeepSpeed's coordinator, which modules ask for their weights.
+            bucket: number of parameters of the next layer to gather ahead, not counting those that
+                DeepSpeed calls persistent.
+            most_live: the same limit for both layers together.
         """
         self._place = {
             module: place for place, layer in enumerate(layers) for module in layer.modules()
@@ -200,7 +200,7 @@ class GatherAhead:
             yield
         finally:
             self._step = 0
-        # What no module has asked for this time.
+        # Weights that no module has asked for in this pass.
         for place in [*self._handles]:
             self._wait(place)
         for parameter in self._gathered:
@@ -226,7 +226,7 @@ class GatherAhead:
     @torch.no_grad()
     def _gather(self, parameters: set[Any], room: int) -> list[Any]:
         """Start to gather partitioned parameters in DeepSpeed's order; return what to wait for."""
-        # Those with and without a copy from hierarchical partitioning have different groups.
+        # Parameters with and without a secondary partition have different groups.
         chosen: dict[bool, list[Any]] = {}
         for parameter in sorted(parameters, key=lambda each: each.ds_id):
             if room <= 0:

@@ -275,7 +275,7 @@ class SaveCheckpoint:
         """Save if due, and publish checkpoints that all processes have written."""
         began = time.perf_counter()
         due = state.needs_checkpoint(self._saving) and not state.rolls_back
-        # The snapshot before is published first: the next one is copied into the same memory.
+        # Publish the previous snapshot first: the next one is copied into the same memory.
         if due or state.is_last or self._all_have_written():
             self._publish(required=state.is_last and not due and not state.rolls_back)
         if due:
@@ -307,7 +307,7 @@ class SaveCheckpoint:
         if snapshot is None or self._writer is None:
             return
         self._writer.join()
-        # A pending answer is about this snapshot, and would be taken for the next one's.
+        # A pending exchange is about this snapshot and would be mistaken for the next one's.
         self._agreement.forget()
         try:
             snapshot.publish()

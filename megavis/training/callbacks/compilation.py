@@ -19,10 +19,10 @@ from megavis.training.callbacks.callback import StepState
 
 @dataclass
 class ReportCompilation:
-    """Says once what was compiled in the first step; where a process could not, all go on without.
+    """Reports once what the first step compiled; if one process could not, none uses the graphs.
 
-    For runs whose blocks are compiled (`compiles_blocks`), on all processes alike. The time is that
-    of the whole step: torch compiles a backward pass when it first runs, inside autograd.
+    For runs whose blocks are compiled (`compiles_blocks`), on all processes. The time reported is
+    that of the whole step: torch compiles a backward pass when it first runs, inside autograd.
     """
 
     context: ParallelContext
@@ -46,7 +46,7 @@ class ReportCompilation:
             sys.stderr.write(_line(found, failures, time.perf_counter() - self.began))
 
     def _report_later(self, step: int) -> None:
-        """Say if this process has changed to other kernels since; its numbers hardly change."""
+        """Warn if this process has since changed kernels, which barely changes results."""
         failure = take_compilation().failure
         if failure is not None:
             rank = self.context.world.rank

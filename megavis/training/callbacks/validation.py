@@ -75,8 +75,8 @@ class Validate:
     ) -> None:
         """Repeat the validation that a signal aborted just before the run was saved.
 
-        The metrics are then an uninterrupted run's. Collective over all processes, with
-        the state that was saved. `callbacks` follow the validation, as without interruption; the
+        The metrics then equal an uninterrupted run's. Collective over all processes, with the state
+        that was saved. `callbacks` run after the validation, as without an interruption; the
         metrics in the run folder show whether it was done.
         """
         if not state.is_due(self.every):
@@ -165,7 +165,7 @@ class SampleImages:
             return
         engine = state.engine
         pixels = self._drawn(engine)
-        # A process may have less free memory than others: all draw as many images next time.
+        # One process may have less free memory than others: all draw equally many images next time.
         if not engine.context.smallest(pixels is not None):
             self._draw_fewer(state)
         elif engine.context.is_main:
@@ -190,7 +190,7 @@ class SampleImages:
 
     def _draw_fewer(self, state: StepState) -> None:
         if torch.cuda.is_initialized():
-            # What the grid took, in pieces that a training step may not fit into.
+            # Free the cached memory of the grid, whose fragments may be too small for a step.
             torch.cuda.empty_cache()
         if state.engine.context.is_main and not self._has_warned:
             tqdm.write(
@@ -299,7 +299,7 @@ def evaluate_during(config: RunConfig, context: ParallelContext) -> Iterator[Non
         return
     if not context.is_main:
         yield
-        # Launchers end a process that stays behind the others: srun does after a minute.
+        # Launchers end a process that outlives the others: srun does so after a minute.
         while not context.from_main(True):
             time.sleep(_POLL_SECONDS)
         return
@@ -349,7 +349,7 @@ def _finish(
     child.stdin.close()
     deadline, is_over = time.monotonic() + within, False
     while not is_over:
-        # In short pieces: a collective may time out sooner than the evaluation.
+        # Wait in short intervals: a collective may time out before the evaluation ends.
         patience = min(_POLL_SECONDS, deadline - time.monotonic())
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(max(patience, 0.0))

@@ -1,4 +1,4 @@
-"""Detect bad steps, non-finite gradients and loss spikes, and roll back to before them.
+"""Detect bad steps (non-finite gradients and loss spikes), and roll back to a step before them.
 
 A step with non-finite gradients leaves weights and moments unchanged. A spike changes the weights
 and is detected two steps later, since no step waits for its own loss.
@@ -73,7 +73,8 @@ class WatchBadSteps:
         skipped = state.engine.last_step_was_skipped()
         values = torch.stack([state.loss.detach().float(), skipped])
         known = self._means.exchange(state.step, values)
-        # A checkpoint holds the losses of all steps before it, so that a resumed run decides alike.
+        # A checkpoint holds the losses of all earlier steps, so that a resumed run makes the same
+        # decisions.
         due = state.is_due(self.settings.log_every) or state.needs_checkpoint(self.saving)
         if due or state.is_last:
             known += self._means.settle()
@@ -120,7 +121,7 @@ class BadStepStreak:
 
 
 class BadStepsError(UserError):
-    """Too many bad steps in a row up to `step`, and no rollback that is allowed or possible."""
+    """Too many bad steps in a row up to `step`, and no rollback is allowed or possible."""
 
     def __init__(self, step: int, text: str) -> None:
         super().__init__(text)
@@ -144,18 +145,18 @@ class SpikeDetector:
 
     @property
     def history(self) -> LossHistory:
-        """State stored in checkpoints, so a resumed run decides alike."""
+        """State stored in checkpoints, so that a resumed run makes the same decisions."""
         return LossHistory(
             recent=tuple(self._recent), bad_since=self.bad_since, bad_steps=self._bad_steps
         )
 
     def is_spike(self, loss: float) -> bool:
-        """Compare a loss with those before it; returns False until there are enough."""
+        """Compare a loss with earlier ones; return False until there are enough of them."""
         if not math.isfinite(loss):
             return True
         if not self.threshold or len(self._recent) < self.window:
             return False
-        # Medians: a mean and a deviation would be moved by the spikes that they are to find.
+        # Medians, since the spikes themselves would shift a mean and a standard deviation.
         median = statistics.median(self._recent)
         distance = statistics.median(abs(one - median) for one in self._recent)
         deviation = max(_DEVIATION * distance, _LEAST_SHARE * abs(median))

@@ -34,7 +34,7 @@ Fingerprints = dict[str, int]
 """Checksums by key: processes with the same key must have the same number."""
 
 
-# Elements at a time: as int64 they take 32 MB.
+# Elements per chunk: 32 MB as int64.
 _PIECE = 1 << 22
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -94,7 +94,7 @@ class CheckReplicas:
             with torch.no_grad():
                 losses.append(engine.objective.loss(predictions, sequence.targets).float())
         first, second = torch.stack(losses).tolist()
-        # Parts of one copy of the model may round differently.
+        # Processes with different parts of the model may round differently.
         return Losses(engine.context.model.rank, first, second)
 
     def _first_micro_batch(self, engine: Engine, step: int) -> Batch:
@@ -106,7 +106,7 @@ class CheckReplicas:
 
 @dataclass(frozen=True)
 class Losses:
-    """Losses of one process, which has a part of the model, of two passes over the same images."""
+    """Losses of two passes over the same images on one process, which has a part of the model."""
 
     part: int
     first: float

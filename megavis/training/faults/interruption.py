@@ -1,4 +1,4 @@
-"""Stop on a signal, limit restarts that make no progress, outlive a log that cannot be written."""
+"""Stop on a signal, limit restarts without progress, and survive a log that cannot be written."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ RECORD_NAME = "restarts.json"
 class Signals:
     """Records a signal in `received` instead of terminating; a context manager around the job.
 
-    A second Ctrl-C interrupts at once. A file that exceeds a limit of its size is an OSError.
+    A second Ctrl-C interrupts at once. Exceeding the file size limit raises OSError.
     """
 
     def __init__(self) -> None:
         self.received = False
         self._before: dict[signal.Signals, Any] = {}
         self._handlers: dict[signal.Signals, Any] = dict.fromkeys(SIGNALS, self._receive)
-        # Ignored, a write over the limit fails with an error, which is handled like a full disk.
+        # With SIGXFSZ ignored, a write over the limit raises an error, handled like a full disk.
         self._handlers[signal.SIGXFSZ] = signal.SIG_IGN
 
     def __enter__(self) -> Signals:
-        # Only Python's main thread handles signals; a job in another thread is its owner's.
+        # Python only handles signals in its main thread; a job in another thread leaves them to its
+        # owner.
         if threading.current_thread() is threading.main_thread():
             self._before = {one: signal.signal(one, new) for one, new in self._handlers.items()}
         return self
@@ -48,10 +49,10 @@ class Signals:
             signal.signal(one, handler)
 
     def take_back(self) -> None:
-        """Handle the signals again, whoever handles them now.
+        """Install the signal handlers again, replacing any others.
 
-        When Triton first compiles, its LLVM takes most signals without Python's knowledge: it drops
-        SIGUSR1, and ends the process on SIGXFSZ.
+        When Triton first compiles, LLVM replaces most signal handlers without Python's knowledge:
+        it drops SIGUSR1, and ends the process on SIGXFSZ.
         """
         for one in self._before:
             signal.signal(one, self._handlers[one])
@@ -68,7 +69,7 @@ class Signals:
 class StopOnSignal:
     """End training after a step, with a checkpoint, once any process gets a signal.
 
-    Created on every process. `has_stopped`: it has ended training early.
+    Created on every process. `has_stopped` is set once it has ended training early.
     """
 
     def __init__(self, signals: Signals) -> None:
@@ -82,8 +83,7 @@ class StopOnSignal:
         self._signals.take_back()
         if not self._agreed:
             self._agreed = bool(self._agreement.exchange(self._signals.received))
-        # Not at the last step, which is saved anyway: a run that has ended is finished, not
-        # interrupted.
+        # Not at the last step, which is saved anyway: the run is then finished, not interrupted.
         if self._agreed and state.loss is not None and not state.is_last:
             state.wants_checkpoint = True
             state.stop = "stopped by a signal"
@@ -99,7 +99,7 @@ class StopOnSignal:
 
 
 def count_restart(run_folder: Path, first_step: int, limit: int, context: ParallelContext) -> None:
-    """Count an automatic start in the run folder, else begin at 0; called on every process.
+    """Count automatic starts in the run folder; others reset the count. Called on every process.
 
     Raises UserError on every process after `limit` restarts from the checkpoint of `first_step`.
     """
@@ -114,7 +114,7 @@ def is_automatic(environment: Mapping[str, str]) -> bool:
 
 def _count(record: Path, first_step: int, limit: int) -> None:
     if not is_automatic(os.environ):
-        # Whoever starts a run by hand may have removed the cause of earlier failures.
+        # The cause of earlier failures may have been removed before a manual start.
         record.unlink(missing_ok=True)
         return
     before = json.loads(record.read_text()) if record.exists() else {}
@@ -131,7 +131,7 @@ def _count(record: Path, first_step: int, limit: int) -> None:
 
 
 class _Forgiving:
-    """A text stream that drops what cannot be written."""
+    """A text stream that drops text that cannot be written."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -1,6 +1,6 @@
 """Detect a process that hangs or has died, report it, and end the job.
 
-The other processes are blocked in a collective. So each process runs a thread that writes a
+The other processes are then blocked in a collective, so each process runs a thread that writes a
 heartbeat to a store, and one that watches the time; a process whose heartbeat stops is reported.
 Rank 0 hosts the store: if it hangs, requests never return, so no thread waits for a reply.
 """
@@ -38,7 +38,8 @@ _A_MONTH = 30 * 24 * 3600.0
 class Watchdog:
     """Ends the job if something takes too long; a context manager around training.
 
-    `patience`: seconds that a step may take; 0: no limit. A single process is not watched.
+    Args:
+        patience: seconds that a step may take; 0: no limit. A single process is not watched.
     """
 
     def __init__(self, context: ParallelContext, *, patience: float) -> None:
@@ -49,12 +50,12 @@ class Watchdog:
         self._thread = _background(self._watch)
 
     def __enter__(self) -> Watchdog:
-        # Here, when DeepSpeed and the callbacks have made groups of their own, which have torch's
-        # timeout.
+        # Set timeouts now that DeepSpeed and the callbacks have created their groups, which have
+        # torch's timeout.
         set_timeouts(collective_timeout(self._patience))
         if self._patience:
             self._store = _join_store()
-            # A thread for each: a process that waits in a collective, or for the store, is alive.
+            # Two threads: a process that waits in a collective, or for the store, is still alive.
             _background(self._beat).start()
             self._thread.start()
         return self
@@ -87,7 +88,7 @@ class Watchdog:
 
     def _send_heartbeat(self) -> None:
         word = {"host": socket.gethostname(), "doing": self._doing, "time": time.time_ns()}
-        # The store dies with its host; processes that can still report do.
+        # The store dies with its host; processes that can still report do so.
         with contextlib.suppress(RuntimeError):
             self._store.set(_key(self._rank), json.dumps(word))
 
@@ -100,7 +101,7 @@ class Watchdog:
         faulthandler.dump_traceback(all_threads=True)
         self._report_silent_ranks()
         sys.stderr.flush()
-        # `sys.exit` would end this thread alone, and an orderly exit waits for the ones that hang.
+        # `sys.exit` would end only this thread, and an orderly exit waits for threads that hang.
         os._exit(HUNG_EXIT_CODE)
 
     def _report_silent_ranks(self) -> None:
@@ -129,7 +130,7 @@ class Watchdog:
         others = [rank for rank in range(self._size) if rank != self._rank]
         before = {rank: self._word(rank) for rank in others}
         for _ in range(_SILENT_BEATS):
-            # The others check too, so the heartbeat must continue.
+            # Other processes check too, so keep sending heartbeats.
             self._send_heartbeat()
             time.sleep(_BEAT_SECONDS)
         silent = {}
@@ -152,8 +153,8 @@ class Watchdog:
 def collective_timeout(patience: float) -> float:
     """Return how many seconds a collective may wait: longer than any watched window.
 
-    So the watchdog names a hanging process before NCCL ends any. Without a limit, `patience` 0,
-    that is a month.
+    The watchdog then names a hanging process before NCCL ends any process. Without a limit
+    (`patience` 0) it is a month.
     """
     if not patience:
         return _A_MONTH

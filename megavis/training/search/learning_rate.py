@@ -2,10 +2,10 @@
 
 Rates are tried one after another from large to small, until the final validation loss starts to
 rise or, in fine-tuning, which may stop early, until the best validation accuracy starts to fall.
-Too high a rate shows as a loss spike from which training does not recover, or as too many bad steps
-in a row; such a run is given up as soon as this is clear. Every run is an ordinary run folder, so a
-killed search resumes: finished and given-up runs are kept, an interrupted one resumes. The results
-are a Markdown table, a CSV table and a plot.
+Too high a rate causes a loss spike from which training does not recover, or too many bad steps in a
+row; such a run is given up as soon as this is clear. Every run is an ordinary run folder, so a
+killed search resumes: finished and given-up runs are kept, and an interrupted one resumes. The
+results are a Markdown table, a CSV table and a plot.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class SpikeWatch:
             self._losses = [each["loss"] for each in logged if each["step"] < state.step]
         self._losses.append(state.record["loss"])
         context = state.engine.context
-        # The main process decides, since sums may round differently elsewhere.
+        # Only the main process decides, since sums may round differently on others.
         if not context.from_main(is_lost(self._losses, self._patience)):
             return
         state.stop = "the loss rose and stays high"
@@ -117,11 +117,10 @@ def search_rates(
 ) -> list[TrialResult]:
     """Try rates from large to small until the final validation loss starts to rise.
 
-    Called on every process, as is `report`, with each outcome, including outcomes of an earlier
-    search.
+    Called on every process. So is `report`, with each outcome, also of an earlier search.
 
     Args:
-        config: the one of all runs, except for rate and name.
+        config: config of all runs, except for rate and name.
         rates: in any order, each above 0.
         patience: see `is_lost`.
 
@@ -129,8 +128,8 @@ def search_rates(
         The outcomes, largest rate first.
 
     Raises:
-        UserError: there is nothing to compare: no validation data, or no rate above 0; or a folder
-            holds another run than its rate's.
+        UserError: there are no validation data or no rates above 0, or a folder holds a run other
+            than its rate's.
     """
     if config.data.validation is None:
         raise UserError("the search compares validation losses: set data.validation")

@@ -1,8 +1,8 @@
 """Sweep over a grid of keys; every point is an ordinary run or a chain of runs.
 
-Its examples are in "Denoising Autoregressive Representation Learning": the noise schedules of
-figure 3 (a and b on a logarithmic grid from 0.1 to 10, each pre-trained and then fine-tuned), and
-the sweep of table 12.
+Examples are in "Denoising Autoregressive Representation Learning": the noise schedules of figure 3
+(a and b on a logarithmic grid from 0.1 to 10, each pre-trained and then fine-tuned), and the sweep
+of table 12.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def points_of(axes: Sequence[SweepAxis], loads: Sequence[Load]) -> list[Point]:
 def train_run(config: RunConfig, context: ParallelContext) -> bool:
     """Train one run to its end, from its newest checkpoint.
 
-    Returns False if too many of its steps in a row were bad: it is given up, and not resumed by a
-    later sweep. Raises UserError if the folder holds another run.
+    Returns False if too many steps in a row were bad: the run is given up, and a later sweep does
+    not resume it. Raises UserError if the folder holds another run.
     """
     context.on_main(lambda: check_earlier_run(config))
     # The folder may appear older on another node.

@@ -1,4 +1,4 @@
-"""Train a run of a search or sweep, where divergence is a result, and tell whether it finished."""
+"""Train one run of a search or sweep, where divergence is a result, and check that it finished."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ def given_up_at(config: RunConfig) -> int | None:
     if not path.exists():
         return None
     record = json.loads(path.read_text(encoding="utf-8"))
-    # Another number of steps is another schedule, which may not diverge.
+    # A different number of steps is a different schedule, which may not diverge.
     return int(record["step"]) if record["steps"] == config.training.steps else None
 
 
 def is_finished(config: RunConfig, folder: Path) -> bool:
     """Return whether the last step is saved and validated and, when fine-tuning, evaluated.
 
-    A signal may abort the last validation, or come before the evaluation, when the last step is
-    saved already; a restarted run repeats them. With more steps in the config than the run has had,
-    it is not finished.
+    After the last step is saved, a signal may still abort the last validation or precede the
+    evaluation; a restarted run repeats them. A run is not finished if its config has more steps
+    than it has taken.
     """
     newest = next(iter(checkpoints_by_age(folder)), None)
     step = int(newest.name.removeprefix("step-")) if newest is not None else 0
