@@ -29,7 +29,7 @@ class AsyncFlag:
 
         Returns None if there was no previous exchange.
         """
-        # The last exchange is waited for first: its tensor is about to be replaced.
+        # Wait for the last exchange first: its tensor is about to be replaced.
         before = self._answer()
         self._flag = torch.tensor(int(raised), dtype=torch.uint8)
         self._work = dist.all_reduce(
@@ -92,7 +92,7 @@ class DelayedMean:
         while self._copied:
             key, values, event = self._copied.popleft()
             if event is not None:
-                # Of a copy that was started a step ago, so this hardly waits.
+                # The copy was started a step ago, so this hardly waits.
                 event.synchronize()
             work = dist.all_reduce(values, group=self._group, async_op=True)
             self._sent.append((key, values, work))

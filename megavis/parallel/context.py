@@ -41,8 +41,8 @@ from megavis.parallel.limits import allow_open_files
 Group = dist.ProcessGroup
 _Value = TypeVar("_Value")
 
-# Restores what `open_context` replaced in this process, which has one job at a time: a command that
-# is started later, by a notebook for example, must not take itself for a rank of the job.
+# Restores what `open_context` replaced in this process, which has one job at a time: a command
+# started later, by a notebook for example, must not mistake itself for a rank of the job.
 _on_close = contextlib.ExitStack()
 _end_of_engine: list[Callable[[], None]] = []
 
@@ -92,10 +92,10 @@ class ParallelContext:
         return self.world.rank == 0
 
     def barrier(self) -> None:
-        """Wait until all processes are here.
+        """Wait until all processes have arrived.
 
-        Names this process's GPU: torch would guess it from the rank, and hang where ranks and GPUs
-        are in another order.
+        Passes this process's GPU: torch would guess it from the rank, and hang where ranks and GPUs
+        are ordered differently.
         """
         gpu = [self.device.index] if self.device.type == "cuda" else None
         dist.barrier(group=self.world.group, device_ids=gpu)
@@ -181,13 +181,13 @@ def open_context(
         if place.type == "cuda":
             # DeepSpeed uses it as the index of the GPU.
             variables["LOCAL_RANK"] = str(place.index)
-        # torch's hook, which prefixes the rank, and ZeRO-3's slower `linear` would stay.
+        # torch's exception hook, which prefixes the rank, and ZeRO-3's slower `linear` would stay.
         for owner, name in ((sys, "excepthook"), (F, "linear")):
             replaced.callback(setattr, owner, name, getattr(owner, name))
         replaced.enter_context(set_variables(variables))
         if place.type == "cpu":
             _skip_inference_collectives()
-        # Each of gloo's groups takes three descriptors more than there are processes.
+        # Each gloo group takes three more file descriptors than there are processes.
         allow_open_files()
         backend = "nccl" if place.type == "cuda" else "gloo"
         _join(launch, backend, timedelta(seconds=timeout_seconds))
@@ -201,7 +201,7 @@ def open_context(
             distributed_timeout_minutes=timeout_seconds / 60,
         )
         context = _context_on(place)
-        # Only here: an error before this line restores everything at once.
+        # Keep the stack only now: an error before this line restores everything at once.
         _on_close.push(replaced.pop_all())
     return context
 
@@ -211,7 +211,7 @@ def set_timeouts(seconds: float) -> None:
 
     Groups created by other libraries have torch's default, ten minutes with NCCL.
     """
-    # Public since torch 2.14, which deprecates the private name.
+    # Public since torch 2.14, where the private name is deprecated.
     change = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
     for group in list(distributed_c10d._world.pg_map):
         change(timedelta(seconds=seconds), group)
@@ -331,7 +331,7 @@ def close_context() -> None:
     from deepspeed.runtime.zero.partition_parameters import Init
     from deepspeed.utils import groups
 
-    # Engines of a job that has failed: ending one would wait for its device.
+    # Forget the engines of a failed job: ending one would wait for its device.
     _end_of_engine.clear()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
@@ -346,7 +346,7 @@ def close_context() -> None:
 
 
 def end_with_job(end: Callable[[], None]) -> None:
-    """Register what ends an engine of this process's job; see `end_engines`."""
+    """Register a function that ends an engine of this process's job; see `end_engines`."""
     _end_of_engine.append(end)
 
 

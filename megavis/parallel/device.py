@@ -12,7 +12,7 @@ from megavis.config.errors import UserError
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Element types by the name of the precision in a config or option."""
-# torch's own, put back for a job on a GPU that follows one on the CPU.
+# torch's original, restored for a job on a GPU that follows one on the CPU.
 _CURRENT_CUDA_DEVICE = torch.cuda.current_device
 
 

@@ -21,8 +21,8 @@ _LAST_PORT = 65535
 _BRACKET = re.compile(r"\[([0-9]+)[^\]]*\]")
 
 LISTENING: dict[int, socket.socket] = {}
-"""Loopback sockets by port that listen already. Rank 0's first context takes the one of its job, so
-that the others can connect before it is there."""
+"""Loopback sockets by port that are already listening. Rank 0's first context takes its job's
+socket, so that the other ranks can connect before rank 0 has joined."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     """Read the launch of this process from the environment of any launcher.
 
     Raises:
-        UserError: some of a launcher's variables are missing, or are not the numbers that they are.
+        UserError: some of a launcher's variables are missing or are not valid numbers.
     """
     if "RANK" in environment:
         return _from_torchrun(environment)

@@ -9,9 +9,9 @@ _SHARE_OF_MAPS = 4
 
 
 def allow_open_files() -> None:
-    """Raise this process's soft limit of open files to the hard one, at most 65,536.
+    """Raise this process's soft limit of open files to the hard limit, at most 65,536.
 
-    Many systems keep it at 1,024 only for programs that call `select`.
+    Many systems keep the soft limit at 1,024 only for programs that call `select`.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limits = [limit for limit in (hard, _MOST_OPEN_FILES) if limit != resource.RLIM_INFINITY]

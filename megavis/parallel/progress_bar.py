@@ -19,8 +19,8 @@ def is_silent() -> bool:
     # tqdm itself reads the variable, which `--quiet` sets, only where `disable` is not given.
     if not sys.stderr.isatty() or os.environ.get("TQDM_DISABLE"):
         return True
-    # Set by the launcher, or when a process joins its job. torch knows it too, but reports, which
-    # show bars, do not import it.
+    # Set by the launcher, or when a process joins its job. torch knows the rank too, but reports,
+    # which show bars, do not import torch.
     return int(os.environ.get("RANK", "0")) > 0
 
 
@@ -35,10 +35,10 @@ def shown(
     """Yield parts of some work, with a bar on a terminal if it takes longer than two seconds.
 
     Args:
-        label: what is done.
-        total: number of units in all.
-        unit: of which `total` is the number.
-        size: units of a part; one each when absent.
+        label: description of the work.
+        total: total number of units.
+        unit: name of the unit.
+        size: function from a part to its number of units; one each when absent.
     """
     options: dict[str, Any] = {"delay": _SECONDS_UNTIL_SHOWN, "leave": False, "dynamic_ncols": True}
     with tqdm(total=total, desc=label, unit=unit, disable=is_silent(), **options) as bar:

@@ -1,7 +1,8 @@
 """Counter-based random numbers: functions of seed, sample and purpose, on any device and layout.
 
-A mask or noise vector does not depend on rank, micro-batch or earlier draws. So all layouts draw
-the same values, a resumed run needs no generator state, and draws never synchronize with the host.
+A mask or noise vector does not depend on rank, micro-batch or earlier draws. Therefore all layouts
+draw the same values, a resumed run needs no generator state, and draws never synchronize with the
+host.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
-# Whether the processes of a tensor group draw apart, see `rank_local_rng`.
+# Whether the processes of a tensor group draw different numbers, see `rank_local_rng`.
 _APART: ContextVar[bool] = ContextVar("processes draw apart", default=False)
 
 
@@ -39,7 +40,7 @@ def uniform(sample_index: Tensor, count: int, *, seed: int, purpose: str, first:
         float32 `[b, count]`, multiples of 2^-24.
     """
     counter = torch.arange(first, first + count, device=sample_index.device, dtype=torch.int64)
-    # Mixed twice: keys of consecutive samples would otherwise begin at neighbouring places of one
+    # Mix twice: otherwise, keys of consecutive samples would start at neighbouring places of one
     # sequence.
     key = _mix(sample_index.to(torch.int64) * _GAMMA + derive_seed(seed, purpose))
     bits = _mix(key[:, None] + counter * _GAMMA)
@@ -50,7 +51,7 @@ def uniform(sample_index: Tensor, count: int, *, seed: int, purpose: str, first:
 def normal(sample_index: Tensor, count: int, *, seed: int, purpose: str) -> Tensor:
     """Draw `count` standard normal values for each sample; for the arguments see `uniform`.
 
-    Uses the Box-Muller transform (1958), with two uniform values for each; they are within ±5.8.
+    Uses the Box-Muller transform (1958), with two uniform draws per value; values are within ±5.8.
 
     Returns:
         float32 `[b, count]`.
@@ -64,7 +65,7 @@ def normal(sample_index: Tensor, count: int, *, seed: int, purpose: str) -> Tens
 def derive_seed(seed: int, *names: object) -> int:
     """Derive a signed 64-bit seed from the run's seed and a name."""
     text = "/".join(str(part) for part in (seed, *names))
-    # Not `hash`, which Python seeds anew in each process.
+    # Not `hash`, which Python seeds differently in each process.
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
@@ -86,11 +87,12 @@ def seeded(seed: int, *names: object) -> Iterator[None]:
 def rank_local_rng(rank: int, size: int) -> Iterator[None]:
     """Use independent random numbers on each process of a group inside the block.
 
-    Within a tensor group, dropout must agree on replicated activations and must not on partitioned
-    ones (heads, features of the MLP). All processes seed torch's generators equally; inside the
-    block each uses its own seed, derived from the CPU generator. Activation checkpointing restores
-    that generator, and so repeats the dropout mask. Inside another such block, as the one around a
-    whole Transformer block, nothing changes; nor while a compiler traces what it will run there.
+    Within a tensor group, dropout masks must agree on replicated activations and differ on
+    partitioned ones (heads, features of the MLP). All processes seed torch's generators equally;
+    inside the block each uses its own seed, derived from the CPU generator. Activation
+    checkpointing restores that generator, and so repeats the dropout mask. Nested inside another
+    such block, like the one around a whole Transformer block, it has no effect; nor does it while
+    the compiler traces code to run there.
     """
     if size == 1 or torch.compiler.is_compiling() or _APART.get():
         yield

@@ -43,12 +43,12 @@ class WorkerPool:
         """Start the processes.
 
         Args:
-            max_jobs: jobs after which the processes are restarted, with whatever libraries have
-                kept of earlier jobs.
+            max_jobs: jobs after which the processes are restarted, which frees whatever libraries
+                have kept of earlier jobs.
             preload: modules that a fork server imports once, so that workers start quickly. Only
-                the first pool of a process sets them. Not for jobs on GPUs, since CUDA does not
-                survive a fork.
-            quiet: discard the output of the workers, and of the fork server if this starts it;
+                the first pool of a process sets them. Do not use it for jobs on GPUs, since CUDA
+                does not survive a fork.
+            quiet: discard the output of the workers, and of the fork server if this pool starts it;
                 exceptions are still reported.
         """
         self._num_workers, self._max_jobs = num_workers, max_jobs
@@ -87,8 +87,8 @@ class WorkerPool:
             self.close()
             self._start()
         self._jobs += 1
-        # It listens before any worker connects: torch retries a refused connection only after half
-        # a second, longer than a small job takes.
+        # Listen before any worker connects: torch retries a refused connection only after half a
+        # second, longer than a small job takes.
         with socket.create_server(("127.0.0.1", 0)) as listening:
             address, port = listening.getsockname()
             for rank in range(num_processes):
