@@ -80,7 +80,7 @@ def chosen_checkpoint(run_folder: Path, step: int | None = None) -> Path:
 
 
 def finetuned_step(run_folder: Path) -> int | None:
-    """Return the step that a finished fine-tuning has chosen; None if there is no such result.
+    """Return the step that a finished fine-tuning run has chosen; None if there is no result.
 
     Raises UserError if the result does not name one.
     """
@@ -101,7 +101,7 @@ def early_stopped_step(run_folder: Path) -> int | None:
 
 
 def _step_in(path: Path) -> int | None:
-    # The whole form is evaluation's (`results.py`); a checkpoint only needs to know the step.
+    # `evaluation/results.py` defines the whole file; only the step is needed here.
     if not path.exists():
         return None
     try:
@@ -144,7 +144,7 @@ def checkpoints_by_age(run_folder: Path, *, up_to: int | None = None) -> list[Pa
 
 def set_aside(run_folder: Path, folders: Sequence[Path], *, newest: Path) -> None:
     """Rename damaged checkpoints and make `newest` the latest."""
-    # First: a kill in between must not leave `latest` with the name of a folder that is gone.
+    # Do this first: a kill in between must not leave `latest` naming a folder that is gone.
     write_atomically(run_folder / "checkpoints" / "latest", f"{newest.name}\n".encode())
     for folder in folders:
         target = folder.with_name(folder.name + _ASIDE)
@@ -153,9 +153,10 @@ def set_aside(run_folder: Path, folders: Sequence[Path], *, newest: Path) -> Non
 
 
 def remove_partial(run_folder: Path) -> None:
-    """Delete what a killed process was writing; no other process may be writing to the run.
+    """Delete checkpoints that a killed process was writing; no other process may be writing.
 
-    What cannot be deleted, as a folder with files that are open elsewhere on NFS, is left.
+    Folders that cannot be deleted, for example since their files are open elsewhere on NFS, are
+    left.
     """
     for folder in (run_folder, run_folder / "checkpoints"):
         for path in folder.glob(".*.partial*"):
@@ -169,7 +170,7 @@ def publish(run_folder: Path, step: int) -> Path:
     """Rename a complete checkpoint to its final name, then update `latest`."""
     target = step_folder(run_folder, step)
     if target.exists():
-        # Left by a run that was killed before it updated `latest`, and was restarted.
+        # Left by a run that was killed before it updated `latest`, and then restarted.
         shutil.rmtree(target)
     os.rename(partial_folder(run_folder, step), target)
     # The new name must be on the disk before `latest` points to it.
@@ -188,9 +189,9 @@ def prune(
 ) -> None:
     """Delete all but the newest `keep_last` checkpoints, every `keep_every`-th and `keep_at`.
 
-    With `regular`, also keep the newest `keep_last` whose step is a multiple of it: others, which
-    were saved on request, may lie close together. Checkpoints that were set aside are deleted once
-    they are older than the newest ones kept.
+    With `regular`, also keep the newest `keep_last` whose step is a multiple of it, since those
+    saved on request may lie close together. Checkpoints that were set aside are deleted once they
+    are older than the newest ones kept.
     """
     latest = latest_checkpoint(run_folder)
     steps = saved_steps(run_folder)

@@ -1,4 +1,4 @@
-"""The `manifest.json` of a checkpoint folder, and the damage of files that differ from it.
+"""The `manifest.json` of a checkpoint folder, and the detection of damaged files.
 
 A logical tensor has the same name and shape in every layout. It is stored as slices along at most
 one dimension; each slice is written by one process.
@@ -138,8 +138,8 @@ class CheckpointManifest(_Part):
     def _seal(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Add a checksum of the content, to detect changes."""
         tree = plain(self)
-        # SHA-256 of the files lie in the manifest, and nothing else would notice a flipped bit in
-        # the manifest itself.
+        # The manifest holds the SHA-256 of the files, but nothing else would detect a flipped bit
+        # in the manifest itself.
         return {**tree, _CHECKSUM: _checksum(tree)}
 
     @model_validator(mode="before")
@@ -221,7 +221,7 @@ def _damaged_tensors(path: Path, stored: StoredFile) -> list[str]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         try:
-            # A damaged length could ask for more memory than there is.
+            # A damaged length could request more memory than there is.
             if length > stored.size:
                 raise ValueError
             header = json.loads(file.read(length))

@@ -15,17 +15,17 @@ from torch import Tensor
 def save_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write contiguous tensors as a new file, which the umask alone keeps from others.
+    """Write contiguous tensors as a new file, with the permissions that the umask gives.
 
     Raises:
         OSError, SafetensorError: the file cannot be written.
     """
     path.unlink(missing_ok=True)
-    # The mode of a new file. Asking for the umask would change it for all threads for a moment.
+    # Take the mode of a new file: reading the umask would briefly change it for all threads.
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     save_file(dict(tensors), path, metadata=None if metadata is None else dict(metadata))
-    # safetensors writes another file, which only its owner may read, and renames it.
+    # safetensors writes a temporary file that only its owner may read, and renames it.
     if stat.S_IMODE(path.stat().st_mode) != mode:
         path.chmod(mode)
 
@@ -48,6 +48,6 @@ def open_tensors(path: Path) -> Any:
 
 
 def require_readable(path: Path) -> None:
-    """Raise OSError if a file cannot be read; safetensors then says that there is no such file."""
+    """Raise OSError if a file cannot be read, which safetensors reports as a missing file."""
     with path.open("rb"):
         pass

@@ -26,7 +26,7 @@ class CheckpointReader:
     """Random access to the logical tensors of a checkpoint; a context manager.
 
     Attributes:
-        bytes_read: of the tensors that were read.
+        bytes_read: total size of the tensors that were read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -56,7 +56,7 @@ class CheckpointReader:
     def weights_sha256(self) -> str:
         """Return a hash of the evaluation weights, from the manifest's hashes of their files.
 
-        It depends on the layout that saved them.
+        It depends on the layout that saved the checkpoint.
         """
         tensors, files = self.manifest.tensors, self.manifest.files
         names = sorted(key.removeprefix("weight/") for key in tensors if key.startswith("weight/"))
@@ -81,8 +81,8 @@ class CheckpointReader:
         Args:
             key: `<kind>/<parameter name>`.
             start: first index of the slice.
-            length: of the slice; by default to the end.
-            dimension: of the slice; by default the stored slices' own.
+            length: length of the slice; by default to the end.
+            dimension: dimension of the slice; by default that of the stored slices.
         """
         entry = self._entry(key)
         along = _along(entry, dimension)
@@ -100,10 +100,11 @@ class CheckpointReader:
         *,
         dimension: int | None = None,
     ) -> Tensor:
-        """Return consecutive elements, in row-major order, of what `read` returns, as a vector.
+        """Return consecutive elements, in row-major order, of the result of `read`, as a vector.
 
-        Reads no others, except of a tensor stored in pieces along another dimension than the first:
-        then whole rows of each, or everything if the pieces have another `dimension`.
+        Reads only these elements, unless the tensor is stored in slices along a dimension other
+        than the first: then whole rows of each slice, or everything if the slices are along a
+        dimension other than `dimension`.
         """
         entry = self._entry(key)
         if not elements:

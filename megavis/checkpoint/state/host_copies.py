@@ -1,8 +1,8 @@
 """Host memory for the copies of a snapshot, kept from one save to the next.
 
-The system hands out new memory a page at a time, when it is first written to: on a machine with an
-H100, 8.3 GB took 5.5 s to copy into new memory, and 0.6 s into memory that had been written before.
-Training waits for a snapshot, so the memory is written once in a thread, ahead of the first one.
+The system allocates new memory page by page, on the first write: on a machine with an H100, 8.3 GB
+took 5.5 s to copy into new memory, and 0.6 s into memory that had been written before. Training
+waits for a snapshot, so a thread writes to the memory once, before the first snapshot.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class HostCopies:
     """Copies tensors to host memory, by name.
 
     Args:
-        keeps: keep the memory of each copy for the next of that name, which overwrites it.
+        keeps: keep the memory of each copy for the next copy of that name, which overwrites it.
     """
 
     def __init__(self, *, keeps: bool) -> None:
@@ -27,7 +27,7 @@ class HostCopies:
         self._thread: Thread | None = None
 
     def reserve(self, shapes: Mapping[str, torch.Size]) -> None:
-        """Make memory for float32 tensors ready in a thread, if it is kept and not there yet."""
+        """Allocate memory for float32 tensors in a thread, if it is kept and not allocated yet."""
         if self.keeps and self._thread is None and not self._kept:
             self._thread = Thread(
                 target=self._touch, args=(dict(shapes),), name="host memory", daemon=True
@@ -51,5 +51,5 @@ class HostCopies:
 
     def _touch(self, shapes: Mapping[str, torch.Size]) -> None:
         for name, shape in shapes.items():
-            # Filled again, since the system hands out zeros without touching the pages.
+            # Fill explicitly, since the system provides zeros without touching the pages.
             self._kept[name] = torch.zeros(shape).fill_(0)

@@ -1,8 +1,7 @@
 """A parameter's float32 weight and optimizer states, at any ZeRO stage.
 
 DeepSpeed partitions and flattens them differently at each stage. Here a tensor is always this
-process's tensor-parallel slice, and what a process holds of it is a range of its elements in
-row-major order.
+process's tensor-parallel slice, of which a process holds a range of elements in row-major order.
 """
 
 from __future__ import annotations
@@ -70,13 +69,13 @@ class ParameterStates:
     def held(self, parameter: nn.Parameter, kind: TensorKind) -> range:
         """Return the elements, in row-major order, that `set_held` takes: those held here.
 
-        All of them where a process needs the whole tensor and cannot gather it from the others.
+        These are all elements if a process needs the whole tensor and cannot gather it from others.
         """
         if self._zero_stage == 0 or not parameter.requires_grad:
             return held_elements(parameter)
         if self._zero_stage == 3:
-            # Below DeepSpeed's threshold: every process keeps it whole, so its copy needs all
-            # elements.
+            # Below DeepSpeed's threshold, every process keeps the whole tensor, so its copy needs
+            # all elements.
             if kind == "weight" and parameter.ds_persist:  # type: ignore[attr-defined]
                 return held_elements(parameter)
             return _partition(parameter)
@@ -92,7 +91,7 @@ class ParameterStates:
         self.set_held(parameter, kind, value.flatten()[held.start : held.stop])
 
     def set_held(self, parameter: nn.Parameter, kind: TensorKind, values: Tensor) -> None:
-        """Write the elements of `held`, as a vector; else as `set`."""
+        """Write the elements of `held`, given as a vector; otherwise like `set`."""
         if not parameter.requires_grad:
             set_held_elements(parameter, values)
         elif self._zero_stage == 0:
@@ -107,9 +106,8 @@ class ParameterStates:
                 fragment = mapping.get_hp_fragment(None if kind == "weight" else kind)
                 fragment.data.copy_(values)
             if kind == "weight":
-                # The copy in the compute precision is whole on every process: it is put together
-                # over the network, which is faster than N processes that read the whole tensor from
-                # a disk.
+                # Every process has the whole copy in the compute precision. Gathering it over the
+                # network is faster than N processes reading the whole tensor from disk.
                 parameter.data.copy_(self.get(parameter, kind))
 
     @torch.no_grad()
@@ -130,8 +128,8 @@ class ParameterStates:
         mine = values[part.start : part.stop] if len(values) > len(part) else values
         split: Any = parameter
         local = nn.functional.pad(mine, (0, split.ds_tensor.ds_numel - len(part)))
-        # The partition of a weight on NVMe is one element until it is fetched, and DeepSpeed would
-        # fill the float32 partition with one number.
+        # Until it is fetched, the partition of a weight on NVMe has one element, with which
+        # DeepSpeed would fill the float32 partition.
         is_away = split.ds_tensor.status is not PartitionedParamStatus.AVAILABLE
         with deepspeed.zero.GatheredParameters([parameter], enabled=is_away):
             if kind == "weight":
@@ -188,7 +186,7 @@ class ParameterStates:
 
     @property
     def _counts_by_group(self) -> bool:
-        """Whether groups, not parameters, have the step count: NVIDIA Apex's Adam and LARS."""
+        """Whether groups rather than parameters count steps, as in NVIDIA Apex's Adam and LARS."""
         return "step" in self.optimizer.param_groups[0]
 
     @property
@@ -225,8 +223,9 @@ def set_gathered(parameter: nn.Parameter, value: Tensor) -> None:
 def held_elements(parameter: nn.Parameter) -> range:
     """Return the elements, in row-major order, that `set_held_elements` takes.
 
-    This process's partition under ZeRO-3, else all. All also where the partition has copies: of a
-    parameter that is kept whole or gathered at present, within a node, or on NVMe.
+    Under ZeRO-3 these are this process's partition, otherwise all. They are also all if the
+    partition has copies: in a parameter that is kept whole or currently gathered, within a node, or
+    on NVMe.
     """
     if not _is_split(parameter):
         return range(parameter.numel())
@@ -242,7 +241,7 @@ def held_elements(parameter: nn.Parameter) -> range:
 
 
 def set_held_elements(parameter: nn.Parameter, values: Tensor) -> None:
-    """Set the elements of `held_elements`, a vector, without communication if a process can."""
+    """Set the elements of `held_elements`, given as a vector; without communication if possible."""
     shape = logical_shape(parameter)
     if len(values) == shape.numel():
         set_gathered(parameter, values.view(shape))
@@ -259,7 +258,7 @@ def _partition(parameter: nn.Parameter) -> range:
 
 
 def _mapping(parameter: nn.Parameter) -> Any:
-    """Return DeepSpeed's fragment at ZeRO 1 and 2; None where others update all of it."""
+    """Return DeepSpeed's fragment at ZeRO 1 and 2; None if other processes update all of it."""
     return parameter._hp_mapping  # type: ignore[attr-defined]
 
 

@@ -36,12 +36,12 @@ def load_training_state(
 ) -> CheckpointManifest:
     """Load weights, moments and step count into a DeepSpeed engine of any layout.
 
-    The files of `folder` were verified (`newest_intact_checkpoint`). Raises UserError on every
-    process if the model differs.
+    The files of `folder` must be verified already (`newest_intact_checkpoint`). Raises UserError on
+    every process if the model differs.
     """
     with CheckpointReader(folder) as reader:
         averages = states.averages and reader.evaluated == AVERAGE
-        # torch creates states in its first step, too late to be set.
+        # torch creates states in its first step, which is too late to set them.
         states.create_states(reader.manifest.optimizer_step, with_average=averages)
         for name, parameter in layers.named_parameters():
             for kind in states.kinds(parameter):
@@ -61,7 +61,7 @@ def start_from_weights(
     process if a file is damaged or the model differs.
     """
     check_files(folder, context)
-    # Buffers keep their initial values: all are statistics of batch norms in the head of a task.
+    # Buffers keep their initial values: all are batch-norm statistics in the head of a task.
     with CheckpointReader(folder) as reader:
         for name, parameter in layers.named_parameters():
             is_saved = f"weight/{name}" in reader.manifest.tensors
@@ -109,11 +109,11 @@ def load_weights(folder: Path, layers: LocalLayers, context: ParallelContext) ->
 def check_files(folder: Path, context: ParallelContext) -> CheckpointManifest:
     """Verify size and SHA-256 of all files; the files are divided among the processes.
 
-    Returns the manifest as the main process reads it. On every process, raises OSError where one
-    cannot read a file, which is then not known to be damaged, and else UserError, naming the first
-    damaged file.
+    Returns the manifest as the main process reads it. On every process, raises OSError if any
+    process cannot read a file, which is then not known to be damaged; otherwise UserError, naming
+    the first damaged file.
     """
-    # Other nodes may see an outdated folder, and would resume from another checkpoint.
+    # Other nodes may see an outdated folder, and would resume from a different checkpoint.
     manifest = context.on_main(lambda: read_manifest(folder))
     files = sorted(manifest.files.items())
     mine = files[context.world.rank :: context.world.size]
@@ -125,7 +125,7 @@ def check_files(folder: Path, context: ParallelContext) -> CheckpointManifest:
         complaint = error
     complaints: list[Any] = [None] * context.world.size
     dist.all_gather_object(complaints, complaint, group=context.world.group)
-    # Errors of reading first: a file that one process cannot read is not known to be damaged, and
+    # Report read errors first: a file that one process cannot read is not known to be damaged, and
     # must not be set aside.
     for each in sorted(filter(None, complaints), key=lambda each: not isinstance(each, OSError)):
         raise each if isinstance(each, OSError) else UserError(each)
@@ -133,7 +133,7 @@ def check_files(folder: Path, context: ParallelContext) -> CheckpointManifest:
 
 
 def own_slice(whole: Tensor, parameter: nn.Parameter, context: ParallelContext) -> Tensor:
-    """Return this process's slice of a whole tensor; raises ValueError where shapes differ."""
+    """Return this process's slice of a whole tensor; raise ValueError if shapes differ."""
     shape, dimension = logical_shape(parameter), partition_dimension(parameter)
     if dimension is not None:
         length = shape[dimension]
@@ -205,7 +205,7 @@ def newest_intact_checkpoint(
         UserError: on every process, if there are checkpoints and all are damaged.
         OSError: likewise, if one cannot be read.
     """
-    # Decided by the main process: other nodes may see an outdated folder.
+    # The main process decides, since other nodes may see an outdated folder.
     folders = context.on_main(lambda: checkpoints_by_age(run_folder, up_to=up_to))
     damaged_files: list[str] = []
     for folder in folders:

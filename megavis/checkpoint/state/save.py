@@ -1,8 +1,8 @@
 """Write checkpoints: of a run, for another layout, or of imported weights.
 
 In a run, every process writes the slices that it owns; beyond its own share, it gathers only one
-parameter at a time. Any layout can load any checkpoint without conversion; but with slices of its
-own, each process reads only whole files, which is faster on network file systems. Conversion and
+parameter at a time. Any layout can load any checkpoint without conversion. After conversion to its
+layout, each process reads only whole files, which is faster on network file systems. Conversion and
 import need neither a model nor a job.
 """
 
@@ -47,7 +47,7 @@ from megavis.parallel.progress_bar import shown
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """What a manifest has of a run's progress; with the seed, it determines all later steps."""
+    """A run's progress in a manifest; with the seed, it determines all later steps."""
 
     step: int
     samples_seen: int
@@ -99,10 +99,10 @@ class Snapshot:
             if self._tensors:
                 self._stored = write_tensors(path, self._tensors)
             self._failure = ""
-        # Any: an exception in a thread reaches nobody else.
+        # Any exception: one raised in a thread would not reach the caller.
         except Exception as error:
             self._failure = f"{path}: {error}"
-        # The copies are as large as this process's share of weights and states.
+        # Free the copies, which are as large as this process's share of weights and states.
         self._tensors.clear()
 
     def publish(self) -> None:
@@ -143,7 +143,7 @@ def _collect(
     context: ParallelContext,
     copies: HostCopies,
 ) -> tuple[dict[str, Tensor], dict[str, LogicalTensor]]:
-    """Return what this process writes: its slices, and their entries in the manifest."""
+    """Return the slices that this process writes, and their entries in the manifest."""
     tensors: dict[str, Tensor] = {}
     entries: dict[str, LogicalTensor] = {}
 
@@ -152,7 +152,7 @@ def _collect(
         tensors[key] = copies.copy(key, value)
 
     for key, parameter, kind, is_mine in _states_of(layers, states, context):
-        # On every process, whoever writes it: gathering is collective.
+        # On every process, including those that do not write it: gathering is collective.
         value = states.get(parameter, kind)
         if is_mine:
             add(key, value, partition_dimension(parameter))
@@ -169,7 +169,7 @@ def _states_of(
     load = [0] * context.replicas.size
     for name, parameter in layers.named_parameters():
         for kind in states.kinds(parameter):
-            # The copy of the weights with the least to write so far: all ranks agree without
+            # Choose the replica with the least to write so far: all ranks agree without
             # communication, and none exceeds an equal share by more than one tensor.
             owner = load.index(min(load))
             load[owner] += logical_shape(parameter).numel()
@@ -214,15 +214,15 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> StoredFile:
     OSError or SafetensorError if the file cannot be written, or not be read back as written.
     """
     checksums = {key: _checksum(tensor) for key, tensor in tensors.items()}
-    # In a single entry: safetensors writes several in varying order, and equal tensors must give
-    # equal files.
+    # In one metadata entry: safetensors writes several in varying order, and equal tensors must
+    # give equal files.
     save_tensors(path, tensors, {CHECKSUMS: json.dumps(checksums)})
-    # Opened again, since safetensors keeps its own descriptor: any of them flushes the file.
+    # Reopen the file, since safetensors does not expose its descriptor: any descriptor flushes it.
     with path.open("rb") as file:
         os.fsync(file.fileno())
     flush_folder(path.parent)
-    # A network disk over quota may report that only to who closes the file, which safetensors
-    # ignores; size and hash would then describe what is left.
+    # A network disk over quota may only report an error on close, which safetensors ignores; size
+    # and hash would then describe the truncated file.
     with open_tensors(path) as file:
         for key, checksum in checksums.items():
             if _checksum(file.get_tensor(key)) != checksum:
@@ -260,7 +260,7 @@ def convert(source: Path, run_folder: Path, *, tensor_size: int, data_size: int)
     partial = partial_folder(run_folder, manifest.step)
     if target.exists():
         raise UserError(f"{target}: exists; choose another folder")
-    # Before the folder is made: where a tensor does not divide, nothing is left behind.
+    # Before creating the folder, so that nothing is left behind if a tensor is not divisible.
     entries = _cut(manifest.tensors, tensor_size, data_size)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -326,7 +326,7 @@ def write_weights(
 ) -> Path:
     """Write a checkpoint of step 0 with float32 weights only, without optimizer states.
 
-    The run has none of that step; `tokenizer` is the SHA-256 of its palette, if any.
+    The run must have no checkpoint of that step; `tokenizer` is the SHA-256 of its palette, if any.
     """
     partial, name = partial_folder(run_folder, 0), "weights.safetensors"
     shutil.rmtree(partial, ignore_errors=True)
