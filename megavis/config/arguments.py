@@ -57,7 +57,7 @@ def comma_separated(kind: Callable[[str], Any], what: str) -> Callable[[str], li
 
 
 def output_file(text: str) -> Path:
-    """Parse the path of a file to write, whose folders are created when it is written.
+    """Parse the path of a file to write; folders are created when it is written.
 
     Raises argparse.ArgumentTypeError if it cannot be written there.
     """
@@ -76,23 +76,23 @@ def file_stem(text: str) -> str:
     """Parse the name of a file without folder and ending; raises argparse.ArgumentTypeError."""
     if not re.fullmatch(RUN_NAME, text):
         raise argparse.ArgumentTypeError(
-            f"'{text}' is no name of a file: use only letters, digits, '.', '_' and '-', and begin"
+            f"'{text}' is not a file name: use only letters, digits, '.', '_' and '-', and begin"
             " with a letter or digit"
         )
     return text
 
 
 def accept_all_text() -> None:
-    """Let output replace what its encoding lacks by '?', where Python would raise.
+    """Replace characters that the output's encoding lacks by '?', where Python would raise.
 
-    `×` is missing in ASCII and Latin-2, and bytes of a file's name that are not UTF-8 everywhere.
+    `×` is missing from ASCII and Latin-2, and bytes of file names that are not UTF-8 from any.
     """
     for stream in (sys.stdout, sys.stderr):
-        # Not of streams that a test or a notebook has put in their place.
+        # Not for streams that a test or a notebook has substituted.
         if isinstance(stream, io.TextIOWrapper) and stream.errors != "backslashreplace":
             is_utf_8 = codecs.lookup(stream.encoding).name == "utf-8"
             keeps_bytes = stream.errors == "surrogateescape" and is_utf_8
-            # It writes what waits in the stream: a log on a full disk must not end a run.
+            # This flushes the stream: a log on a full disk must not end a run.
             with contextlib.suppress(OSError):
                 stream.reconfigure(errors="surrogateescape" if keeps_bytes else "replace")
 
@@ -167,7 +167,7 @@ class ArgumentParser(argparse.ArgumentParser):
         self, *, fill: Callable[[ArgumentParser], None] | None = None, **options: Any
     ) -> None:
         super().__init__(**{"formatter_class": HelpFormatter, **options})
-        # Lets a command find out which of its options were given.
+        # Lets a command determine which of its options were given.
         self.set_defaults(default_of=self.get_default)
         self._fill = fill
 

@@ -27,13 +27,13 @@ class AutoencoderConfig(ObjectiveConfig):
     )
     """Channels of each level as multiples of `filters`; resolution halves between levels."""
     blocks_per_level: Positive = 2
-    """Residual blocks per level. A VAE has as many in the middle; a VQGAN's decoder has one more
-    per level."""
+    """Residual blocks per level. A VAE has equally many in the middle; a VQGAN's decoder has one
+    more per level."""
     norm_groups: Positive = 32
     """Groups of each group norm; 32 in the papers. Narrow networks need fewer groups, since a group
     of one channel loses its mean."""
     reconstruction_weight: AtLeast0 = 1.0
-    """Weight of the squared error, averaged over pixels and channels in [0, 1]."""
+    """Weight of the squared error of values in [0, 1], averaged over pixels and channels."""
     perceptual_weight: AtLeast0 = 0.1
     """Weight of the perceptual distance in VGG-16 features; 0 disables it."""
     perceptual_weights: str | None = None

@@ -43,7 +43,7 @@ def check_config(config: RunConfig) -> Iterator[ConfigIssue]:
         text = f"{algorithm} is for finetune.linear_evaluation, whose matrix is not partitioned"
         yield "optimizer.algorithm", f"{text}; use adam here"
     if algorithm == "adafactor" and config.parallel.offload_optimizer == "nvme":
-        text = "nvme has not been run with adafactor; use cpu, or adam"
+        text = "nvme has not been tested with adafactor; use cpu, or adam"
         yield "parallel.offload_optimizer", text
     if config.optimizer.ema_decay and config.parallel.offload_optimizer == "nvme":
         text = "its average cannot be kept on a disk; set parallel.offload_optimizer to cpu"
@@ -160,7 +160,7 @@ def _check_sizes(config: RunConfig) -> Iterator[ConfigIssue]:
 def _check_stages(config: RunConfig) -> Iterator[ConfigIssue]:
     """Check that each pipeline stage has a block."""
     stages = config.parallel.pipeline_model_parallel_size
-    # A fine-tuned model is the backbone alone.
+    # A fine-tuned model is only the backbone.
     blocks = config.model.num_layers
     blocks += config.objective.num_further_blocks(config) if config.finetune is None else 0
     if stages > max(1, blocks):
@@ -171,7 +171,7 @@ def _check_stages(config: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def _check_positions(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Check sizes: rotary positions rotate pairs of channels, equally many for each axis."""
+    """Check sizes: rotary positions rotate pairs of channels, divided evenly between the axes."""
     model = config.model
     if model.positions == "relative_2d" and not config.objective.has_relative_positions:
         yield "model.positions", f"{config.objective.name} has no relative_2d positions"
@@ -317,12 +317,12 @@ def _divisors(value: int) -> str:
 
 
 FP8_MULTIPLE = 16
-"""Sides of a matrix product in FP8 are multiples of this, as the documentation of Transformer
-Engine's `autocast` says."""
+"""Sides of a matrix product in FP8 must be multiples of this (documentation of Transformer Engine's
+`autocast`)."""
 
 
 def check_transformer_engine(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield the keys that Transformer Engine excludes."""
+    """Reject settings that Transformer Engine does not support or that we have not verified."""
     training, parallel = config.training, config.parallel
     if training.kernels != "transformer_engine":
         if training.fp8:
@@ -357,7 +357,7 @@ def _check_fp8(config: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def check_fp8_sizes(model: ModelConfig, tensor_size: int) -> Iterator[ConfigIssue]:
-    """Yield the sizes of a stack whose matrices, split over a tensor group, do not suit FP8."""
+    """Yield the sizes of a stack that FP8 does not support, split over a tensor group."""
     unit = FP8_MULTIPLE * tensor_size
     parts = f" × tensor_model_parallel_size {tensor_size}" if tensor_size > 1 else ""
     sizes = {"hidden_size": model.hidden_size, "ffn_hidden_size": model.mlp_size}

@@ -1,4 +1,4 @@
-"""Exceptions that the command line reports in one message with its exit code, and their words."""
+"""Exceptions that the command line reports in one message with an exit code, and their wording."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class UserError(ValueError):
 
 @contextlib.contextmanager
 def blame(key: str) -> Iterator[None]:
-    """Blame a config key for the UserErrors of the block that blame none."""
+    """Blame a config key for UserErrors in the block that do not blame one."""
     try:
         yield
     except UserError as error:
@@ -44,10 +44,10 @@ def blame(key: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def permissions_needed(what: str | None = None) -> Iterator[None]:
-    """Raise UserError where the block may not read or write: no launcher should try it again.
+    """Raise UserError if the block lacks a permission, so that no launcher tries again.
 
-    For what comes before the first step. A disk that turns read-only later is not a user's mistake.
-    The message names `what` instead of the file.
+    For work before the first step: a disk that turns read-only later is not a user's mistake. If
+    `what` is given, the message names it instead of the file.
     """
     try:
         yield
@@ -78,7 +78,7 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
 
     Args:
         count: at least 0.
-        noun: in the singular.
-        plural: if it is not the noun with an s.
+        noun: noun in the singular.
+        plural: plural, if it is not the noun with an s.
     """
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"

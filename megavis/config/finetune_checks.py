@@ -23,7 +23,7 @@ def check_null_label(config: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def check_finetuning(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Check that a step can be chosen by accuracy, and that no token sees its own target."""
+    """Check that a step can be selected by accuracy, and that no token sees its own target."""
     settings = config.finetune
     yield from _check_patience(config)
     if settings is None:
@@ -113,7 +113,7 @@ def _check_undivided(config: RunConfig, why: str, keys: Iterable[str]) -> Iterat
 
 
 def _check_instances(config: RunConfig, settings: FinetuneConfig) -> Iterator[ConfigIssue]:
-    """Check that windows cover the image, that blocks exist, and that no one divides an image."""
+    """Check that windows cover the image, that blocks exist, and that images are not split."""
     last, blocks = config.model.num_layers, settings.global_blocks
     if blocks is not None and (
         not blocks or list(blocks) != sorted({*blocks}) or blocks[-1] > last
@@ -148,9 +148,9 @@ def _check_patience(config: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def _check_whole_tuning(config: RunConfig, settings: FinetuneConfig) -> Iterator[ConfigIssue]:
-    """Every layer learns."""
+    """Check that every layer is trained, and that no key of linear evaluation is set."""
     if config.model.features == "blocks":
-        text = "blocks leaves the last norm out, which would learn nothing; fine-tune on norms"
+        text = "blocks leaves out the last norm, which would not be trained; fine-tune on norms"
         yield "model.features", f"{text}, or set finetune.linear_evaluation"
     yield from _check_tuned_blocks(config, settings)
     for key in ("concatenate", "average", "standardize"):
@@ -159,7 +159,7 @@ def _check_whole_tuning(config: RunConfig, settings: FinetuneConfig) -> Iterator
 
 
 def _check_tuned_blocks(config: RunConfig, settings: FinetuneConfig) -> Iterator[ConfigIssue]:
-    """Check that some blocks are frozen, in a layout that frozen ones allow."""
+    """Check that some blocks are frozen, and that the layout supports it."""
     tuned = settings.tuned_blocks
     if tuned is None:
         return
@@ -170,7 +170,8 @@ def _check_tuned_blocks(config: RunConfig, settings: FinetuneConfig) -> Iterator
         text = "freezes layers of the paper's own loss; set finetune.generative_weight to 0"
         yield "finetune.tuned_blocks", text
     if config.parallel.zero_stage == 3:
-        # DeepSpeed frees the weights of a layer before its backward pass if its input has none.
+        # DeepSpeed frees the weights of a layer before its backward pass if its input has no
+        # gradient.
         text = "must be 2 or less for finetune.tuned_blocks: 3 needs a gradient in every layer"
         yield "parallel.zero_stage", text
     yield from _check_frozen_layers(config, "finetune.tuned_blocks")
@@ -240,7 +241,7 @@ def check_finetuning_batch(
     if settings is None:
         return
     if max(settings.mixup, settings.cutmix) > 0 and micro % 2:
-        text = f"the micro-batch has {micro} images, and mixup and cutmix mix two: make it even"
+        text = f"the micro-batch has {micro} images, and mixup and cutmix mix pairs: make it even"
         yield "training.micro_batch_size", text
     if settings.linear_evaluation and micro * data_parallel != config.training.batch_size:
         yield (

@@ -1,8 +1,8 @@
 """From a YAML file and `key=value` words to a checked `RunConfig`.
 
-Every error names the file, the line and the key, and says what would be right. All errors of
-one reading are raised as one `UserError`. An export contains its tokenizers, and its config names
-their run folders relative to its own; `load_run_config` finds them.
+Every error names the file, the line and the key, and says what would be right. All errors of a
+config are raised as one `UserError`. An export contains its tokenizers, and its config names their
+run folders relative to its own; `load_run_config` resolves them.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _validate(
         tree["objective"] = names.objective.model_validate(tree["objective"])
     except ValidationError as error:
         complaints += names.explain(error.errors(), ["objective"])
-        # A stand-in, so that mistakes in the other sections are found in the same reading.
+        # A placeholder, so that mistakes in the other sections are reported too.
         tree["objective"] = ObjectiveConfig(name="")
     try:
         config = RunConfig.model_validate(tree)
@@ -209,7 +209,7 @@ def did_you_mean(given: Any, legal: Iterable[str]) -> str:
 
 
 def _in_yaml(error: Mapping[str, Any]) -> str:
-    """Say how YAML 1.2 writes what was meant, if the wrong value is a word of YAML 1.1."""
+    """Suggest the spelling of YAML 1.2, if the wrong value is a word of YAML 1.1."""
     given = error["input"]
     if error["type"] == "string_type" and isinstance(given, int | float):
         return "; write it in quotes to keep it as text"

@@ -1,12 +1,12 @@
 """Find papers by the names of their folders in `megavis/papers`.
 
-A paper is a folder with its keys, `config.py`, which say what it is in the words of the grammar.
-This imports no torch, so mistakes in a config are reported immediately. What no word says, such as
-an autoencoder, has a model of its own in `paper.py`, which is imported when the model is built.
+A paper is a folder whose `config.py` declares its keys and translates them into the words of the
+grammar. This imports no torch, so mistakes in a config are reported immediately. Models that words
+cannot express, such as autoencoders, are in `paper.py`, which is imported when the model is built.
 Adding a paper only adds files, and a run imports no other paper. A folder may hold variants of its
 paper, whose names begin with the folder's: the keys of `givt_maskgit` are a class in
-`givt/config.py`. The model of `vae_label_maps` has a file of its own, `vae/label_maps.py`. The
-paper without a name, `compose`, is the grammar itself.
+`givt/config.py`. The model of `vae_label_maps` has its own file, `vae/label_maps.py`. `compose` is
+the grammar itself.
 
 The `__init__.py` of a folder declares the paper's figures and forms of released weights, in the
 tuples `FIGURES` and `IMPORTS`, also without torch; their code is imported when it is needed.
@@ -118,7 +118,7 @@ class FigureSpec:
     """A figure of a run and of held-out images.
 
     Attributes:
-        name: as users type it.
+        name: name, as users type it.
         help: one line on what it shows.
         description: what is computed and plotted.
         num_images: default of `--num-images`.
@@ -162,13 +162,13 @@ class ImportSpec:
     """A form of released weights.
 
     Attributes:
-        name: as users type it.
+        name: name, as users type it.
         help: what is read, as a sentence after the name.
         read: function as "module:function"; takes the command's arguments, and returns a
             `Released` (`megavis.weights.released`).
-        options: besides the source and the run folder.
-        model_types: values of `model_type` in the `config.json` of a folder of the Hub that is read
-            this way; `timm` for a folder of timm, which names an architecture instead.
+        options: options besides the source and the run folder.
+        model_types: values of `model_type` in the `config.json` of Hub folders that are read this
+            way; `timm` for a timm folder, which names an architecture instead.
     """
 
     name: str

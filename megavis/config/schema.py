@@ -37,7 +37,7 @@ class ObjectiveConfig(Section):
     """Keys common to all papers; each paper's own class adds its keys."""
 
     has_blocks: ClassVar[bool] = True
-    """Whether there is a Transformer, and so a `model` section."""
+    """Whether there is a Transformer, and therefore a `model` section."""
 
     takes_frames: ClassVar[bool] = False
     """Whether samples may be frames of a spectrogram instead of images."""
@@ -52,11 +52,11 @@ class ObjectiveConfig(Section):
         return None
 
     def cannot_generate(self, config: RunConfig) -> str | None:
-        """Return a sentence on why models with these keys generate no images; None if they do."""
+        """Return why models with these keys cannot generate images; None if they can."""
         return f"runs of {self.name} generate no images"
 
     def warning(self, config: RunConfig) -> str | None:
-        """Return a sentence to report before training, on what the model cannot do; often None."""
+        """Return a warning to print before training, on limitations of the model; often None."""
         return None
 
     def num_further_blocks(self, config: RunConfig) -> int:
@@ -98,24 +98,26 @@ class ModelConfig(Section):
     hidden_dropout: Fraction = 0.0
     """Dropout on the output of attention and MLP, before it is added to the residual stream."""
     attention_output_dropout: Fraction | None = None
-    """The same for attention alone; default: `hidden_dropout`."""
+    """The same for attention only; default: `hidden_dropout`."""
     attention_dropout: Fraction = 0.0
     """Dropout on attention probabilities."""
     mlp_dropout: Fraction = 0.0
     """Dropout inside the MLP, after its activation."""
     drop_path: Fraction = 0.0
     """Stochastic depth: probability that an image skips a branch (attention, MLP) of the last block
-    in training; it grows linearly from 0 in the first. An encoder's blocks skip nothing."""
+    in training; it increases linearly from 0 in the first block. Not used in an encoder's blocks.
+    """
     positions: PositionKind | None = None
-    """Position encoding; default: the paper's. `learned_sincos`: learned, and initially sin-cos, as
-    MAE's released code fine-tunes a model with sin-cos positions. `relative_2d`: attention has a
-    bias for each offset, initially zero."""
+    """Position encoding; default: the paper's. `learned_sincos`: learned and initially sin-cos, as
+    in MAE's released code when it fine-tunes a model with sin-cos positions. `relative_2d`: a
+    learned bias of attention for each offset, initially zero."""
     features: Literal["norms", "blocks"] = "norms"
     """Features of a layer: the output of its first norm (iGPT, section 2.4), or the input of that
     norm, which is the output of the block before it (GIVT, appendix F)."""
     position_scale: Above0 = 1.0
-    """Multiplies coordinates of rotary and sin-cos positions. Trained side / present side
-    interpolates them; for `rope_1d`, whose coordinate is the place in the sequence, its square."""
+    """Factor for the coordinates of rotary and sin-cos positions. To interpolate, use the image
+    side in training divided by the new side; for `rope_1d`, whose coordinate is the index in the
+    sequence, the square of that."""
 
     @property
     def has_biased_attention(self) -> bool:
@@ -130,7 +132,7 @@ class ModelConfig(Section):
 
     @property
     def has_dropout(self) -> bool:
-        """Whether anything is drawn from torch's generators; `drop_path` is not."""
+        """Whether anything is drawn from torch's generators, unlike `drop_path`."""
         return any(
             (self.hidden_dropout, self.residual_dropout, self.attention_dropout, self.mlp_dropout)
         )
@@ -160,14 +162,14 @@ class OptimizerConfig(Section):
     algorithm: Literal["adam", "adafactor", "sgd", "lars"] = "adam"
     """`adafactor`: with momentum, and mean squares of the rows and columns of each matrix, as in
     the released code of UViM and GIVT; `epsilon` does not apply, and a layer's own learning rate
-    scales no decay. `sgd`: plain momentum, for linear evaluation (iGPT, section 3.4). `lars` scales
-    each matrix's step by its norm, for large batches (MAE)."""
+    does not scale its decay. `sgd`: plain momentum, for linear evaluation (iGPT, section 3.4).
+    `lars`: scales each matrix's step by its norm, for large batches (MAE)."""
 
     learning_rate: Above0
     """Peak learning rate."""
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
-    """Adam's decay rates; the first is the momentum of Adafactor, SGD and LARS, the second bounds
-    Adafactor's decay of mean squares, which rises with the steps."""
+    """Adam's decay rates. The first is the momentum of Adafactor, SGD and LARS; the second bounds
+    Adafactor's decay of mean squares, which increases with the step."""
     epsilon: Above0 = 1e-8
     """Adam's denominator constant."""
     weight_decay: AtLeast0 = 0.0
@@ -176,8 +178,8 @@ class OptimizerConfig(Section):
     gradient_clipping: AtLeast0 = 0.0
     """Maximum global gradient norm; 0 disables clipping."""
     ema_decay: Fraction = 0.0
-    """Decay per step of a moving average of the weights, which replaces the weights in validation,
-    image grids and wherever the run is opened; 0: none."""
+    """Decay per step of an EMA of the weights, which replaces the weights in validation, in image
+    grids and wherever the run is opened; 0: none."""
 
 
 class ScheduleConfig(Section):
@@ -190,7 +192,7 @@ class ScheduleConfig(Section):
     warmup_steps: NonNegative = 0
     """Steps of linear increase from 0."""
     warmup_rate: Above0 | None = None
-    """Constant learning rate of the warm-up steps, instead of the increase."""
+    """Constant learning rate during warm-up, instead of the linear increase."""
     halve_every: NonNegative = 0
     """With `constant`: halve the rate every N steps after warm-up; 0: never."""
 
@@ -213,18 +215,18 @@ class TrainingConfig(Section):
     """Round the inputs of float32 matrix products and convolutions to TensorFloat-32 on GPUs:
     several times as fast, with 10 of 23 bits. Frozen tokenizers never do."""
     deterministic: bool = False
-    """On GPUs use only deterministic kernels, so a resumed run continues bit for bit; slower. A CPU
-    is always deterministic."""
+    """On GPUs, use only deterministic kernels, so that a resumed run continues bit for bit; slower.
+    A CPU is always deterministic."""
     kernels: KernelLibrary = "auto"
-    """On GPUs: `auto`, as `blocks`, which compiles each Transformer block whole for training;
-    `regions`, torch's fastest kernels and small regions that it compiles; `torch`, plain operators;
-    `apex`, as `regions` with the norms and Adam of NVIDIA Apex; `transformer_engine`, as `regions`
-    with NVIDIA Transformer Engine's linear layers and norms in the blocks. Both libraries must be
-    installed. On a CPU plain operators, and compiled blocks with `blocks` alone."""
+    """On GPUs: `blocks` (and `auto`) compiles each Transformer block whole for training; `regions`
+    uses torch's fastest kernels and compiles small regions; `torch` uses plain operators; `apex` is
+    `regions` with the norms and Adam of NVIDIA Apex; `transformer_engine` is `regions` with NVIDIA
+    Transformer Engine's linear layers and norms in the blocks. Both libraries must be installed. A
+    CPU uses plain operators, and compiled blocks only with `blocks`."""
     fp8: bool = False
     """Multiply the blocks' matrices in FP8 in training (E4M3, gradients E5M2, each tensor scaled by
     its own maximum), with `kernels: transformer_engine` and `precision: bf16`. Master weights,
-    norms, attention, embedding, head, loss and evaluation stay as without it."""
+    norms, attention, embedding, head, loss and evaluation are unchanged."""
     log_every: Positive = 10
     """Steps between lines of metrics."""
     validate_every: NonNegative = 0
@@ -277,16 +279,16 @@ class FinetuneConfig(Section):
     num_classes: Annotated[int, Field(gt=1)]
     """Number of classes, without void; must match the shards."""
     generative_weight: AtLeast0 = 0.0
-    """Weight of the paper's own loss, relative to 1 for the classes. At 0 images are read as for
+    """Weight of the paper's own loss, relative to 1 for the classes. At 0, images are read as for
     features."""
     visibility: Literal["kept", "full"] = "kept"
     """Attention masks: as in pre-training, or none."""
     read_out: Literal["mean", "first", "last", "attention"] = "mean"
-    """Where class logits are read from the last norm's output: the mean over tokens, the first
-    token (a class token), the last one, or `attention`: a learned query attends to all tokens
-    (AIM, section 4.2)."""
+    """How class logits are read from the last norm's output: from the mean over tokens, the first
+    token (a class token), the last token, or by `attention` of a learned query to all tokens (AIM,
+    section 4.2)."""
     layer: NonNegative | None = None
-    """Layer l whose features are read, from 0, before the first block, to `model.num_layers`, the
+    """Layer l whose features are read, from 0 (before the first block) to `model.num_layers`, the
     default. Blocks above it are dropped (iGPT, sections 2.4, 4.5)."""
     concatenate: Positive = 1
     """With `linear_evaluation`: odd number of adjacent layers around `layer` whose features are
@@ -306,13 +308,13 @@ class FinetuneConfig(Section):
     cutmix: AtLeast0 = 0.0
     """The same for a rectangle of the other image pasted into the first."""
     mixing: Literal["batch", "pair", "elem"] = "batch"
-    """Images that share α's draw, the rectangle, and the choice between the two, as timm's `mode`:
-    `batch`, as in the code of DeiT and MAE; two that are mixed with each other; or none."""
+    """Images that share a draw of λ, the rectangle, and the choice between the two, like timm's
+    `mode`: a `batch`, as in the code of DeiT and MAE; the mixed `pair`; or none (`elem`)."""
     mixing_batch: Positive = 32
-    """Images of a `batch`, an even number: there of one process, 32 in MAE's fine-tuning and 64
-    in DeiT's training."""
+    """Images of a `batch`, an even number. In those codes, the images of one process: 32 in MAE's
+    fine-tuning and 64 in DeiT's training."""
     drop_path: Fraction | None = None
-    """Replaces `model.drop_path` in this run; default: that value."""
+    """Drop path rate of this run; default: `model.drop_path`."""
     linear_evaluation: bool = False
     """Train only the classifier, on features of the frozen network, instead of fine-tuning."""
     standardize: bool = True
@@ -324,11 +326,11 @@ class FinetuneConfig(Section):
     layer_decay: Share = 1.0
     """Learning rate of each layer relative to the layer above it."""
     layers: Annotated[tuple[Positive, ...], Field(strict=False)] | None = None
-    """With `segments`: the four numbers of blocks after which features are read, the lowest first;
-    default: every quarter of the model's."""
+    """With `segments`: the four blocks after which features are read, in ascending order; default:
+    every quarter of the model's."""
     head_width: Annotated[int, Field(gt=1)] | None = None
-    """With `segments`: channels of UPerNet, by default 512; the auxiliary head has as many, but at
-    most 256. With `instances`: channels of pyramid and heads, by default 256."""
+    """With `segments`: channels of UPerNet, by default 512; the auxiliary head has the same number,
+    but at most 256. With `instances`: channels of pyramid and heads, by default 256."""
     head_dropout: Fraction = 0.1
     """With `segments`: share of the heads' last channels that are set to 0 in training."""
     auxiliary_weight: AtLeast0 = 0.4
@@ -336,14 +338,14 @@ class FinetuneConfig(Section):
     detector: Literal["mask", "cascade"] = "mask"
     """With `instances`: Mask R-CNN, or Cascade Mask R-CNN, which refines boxes in three stages."""
     window: Positive | None = None
-    """With `instances`: patches along a side of the windows to which attention is limited, except
-    in `global_blocks`; must divide the image's; default: all blocks attend to all patches."""
+    """With `instances`: side in patches of the windows to which attention is limited, except in
+    `global_blocks`; must divide the image's side; default: all blocks attend to all patches."""
     global_blocks: Annotated[tuple[Positive, ...], Field(strict=False)] | None = None
     """With `window`: numbers of the blocks that attend to all patches; default: every quarter of
     the model's."""
     relative_positions: bool = False
-    """With `instances`: add to each score what the query says of the key's relative row and column,
-    as in ViTDet; these weights start at 0."""
+    """With `instances`: add a bias of the query and the key's relative row and column to attention
+    scores, as in ViTDet; these weights are initialised to 0."""
     patience: NonNegative = 0
     """Stop after this many validations without a new best accuracy; 0: never."""
     test: str | None = None
@@ -390,8 +392,7 @@ class RunConfig(Section):
     """Parent of the run folders."""
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
     """Seed of initial weights, sample order and every random draw."""
-    # pydantic writes a field by its declared class, and would leave out the keys of the paper's
-    # own.
+    # pydantic serializes a field by its declared class, and would omit the paper's own keys.
     objective: SerializeAsAny[ObjectiveConfig]
     """The paper's own keys; `name` selects the paper."""
     model: ModelConfig = NO_BLOCKS
@@ -426,7 +427,7 @@ class RunConfig(Section):
 
     @property
     def classifies_only(self) -> bool:
-        """Whether it is fine-tuned without the paper's own loss, on images read as for features."""
+        """Whether it fine-tunes without the paper's own loss, on images read as for features."""
         return self.finetune is not None and not self.finetune.generative_weight
 
     @property

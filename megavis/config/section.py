@@ -1,6 +1,6 @@
 """Base class for the sections of a YAML file, choices that keys and layers share, and sections.
 
-`parallel`, `evaluation` and `data` are here; `schema.py` has the others.
+The sections here are `parallel`, `evaluation` and `data`; `schema.py` has the others.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from megavis.config.watching import WATCH_OPTIONS, Measure
 
 ConfigIssue = tuple[str, str]
-"""The wrong key, and a sentence that says what would be right."""
+"""The wrong key, and a sentence on what would be right."""
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -32,7 +32,7 @@ Activation = Literal["quick_gelu", "gelu", "gelu_tanh"]
 DecoderKind = Literal["linear", "mlp", "transformer"]
 DenoiserKind = Literal["linear", "mlp", "transformer", "modulated_mlp"]
 DashboardKind = Literal["tensorboard", "wandb", "mlflow", "jsonl"]
-"""Where the numbers of a run are shown; `jsonl` is the record that every run writes."""
+"""Dashboards for a run's metrics; `jsonl` is the record that every run writes."""
 Crop = Literal[
     "random_resized", "inception", "scaled", "jittered", "window", "shifted", "center", "none"
 ]
@@ -57,8 +57,7 @@ def interpolation(kind: PositionKind | None, trained_side: float, side: float) -
 class Section(BaseModel):
     """A group of keys: strict types, no unknown keys, immutable once read."""
 
-    # Strict types accept no list for a tuple, and YAML has only lists: hence `strict=False` at
-    # tuples.
+    # Strict types reject a list for a tuple, and YAML has only lists: tuples are `strict=False`.
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
@@ -74,15 +73,15 @@ class ParallelConfig(Section):
     sequence_parallel: bool = False
     """Split the norms' and residual's activations over the tensor group as well."""
     context_parallel_size: Positive = 1
-    """Processes that share the tokens of the same images; attention trades tokens for heads."""
+    """Processes that share the tokens of the same images; attention exchanges tokens for heads."""
     pipeline_model_parallel_size: Positive = 1
     """Processes that hold consecutive blocks."""
     zero_stage: Literal[0, 1, 2, 3] = 1
     """DeepSpeed ZeRO: 1 partitions optimizer states, 2 also gradients, 3 also weights."""
     hierarchical_partition_size: Positive = 1
-    """With ZeRO-3: size of ZeRO++'s secondary partition, usually the GPUs of a node. These
-    consecutive processes keep another copy of the weights, from which all passes of a step but the
-    first gather (ZeRO++, section 3.2.2)."""
+    """With ZeRO-3: size of ZeRO++'s secondary partition, usually the GPUs of a node. This many
+    consecutive processes keep a second copy of the weights, from which all passes of a step except
+    the first gather (ZeRO++, section 3.2.2)."""
     offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
     """Location of the optimizer states."""
     offload_parameters: Literal["none", "cpu", "nvme"] = "none"
@@ -135,7 +134,7 @@ class EvaluationConfig(Section):
     inception: str | None = None
     """For `frechet`: a file with Inception's weights, for FID."""
     network: Literal["efficientnet-lite0"] | None = None
-    """For `frechet`: another network."""
+    """For `frechet`: a network other than Inception."""
     num_samples: Annotated[int, Field(ge=2)] = _watched("num_samples")
     device: Literal["cpu", "cuda"] = "cpu"
     """Device; cuda shares a GPU with training."""
@@ -143,7 +142,7 @@ class EvaluationConfig(Section):
     """Threads of the process."""
     interval: Above0 = _watched("interval")
     finish_within: AtLeast0 = 600.0
-    """Seconds that training waits at its end for the evaluation of the last checkpoint."""
+    """Seconds to wait at the end of training for the evaluation of the last checkpoint."""
 
 
 # The labels of the two forms are not keys: `SchemaNames` removes them from pydantic's errors.
@@ -158,8 +157,8 @@ class MixedSource(Section):
     weight: Above0
     """Share of the training images from this folder; weights need not sum to 1."""
     crop: SourceCrop | None = None
-    """Crop of this folder's images instead of `data.crop`; `center` is the centre that validation
-    takes (iGPT, section 3.1: web images are not augmented)."""
+    """Crop of this folder's images instead of `data.crop`; `center` is the centre crop of
+    validation (iGPT, section 3.1: web images are not augmented)."""
 
 
 def _form(train: object) -> str:
@@ -184,8 +183,8 @@ class DataConfig(Section):
     cache: str | None = None
     """Local folder that caches data sets read from a URL; all runs of a machine can share it."""
     cache_gib: Above0 | None = None
-    """Size of that folder in GiB, above which the shards that were opened longest ago are deleted;
-    two windows of `window_shards` are right; default: all data sets have room."""
+    """Size limit of `cache` in GiB, above which the least recently opened shards are deleted; two
+    windows of `window_shards` are a good size; default: no limit."""
     image_size: NonNegative = 0
     """Side of the square images in pixels; without a crop it must equal the shards'. Frames
     have none."""
@@ -202,8 +201,7 @@ class DataConfig(Section):
     loudness and the stationary effects of microphone and room; not in TC-ResNet's preparation."""
     palette: str | None = None
     """Palette for reading JPEG shards as colours: a file written by `data_tools palette fit`.
-    Images
-    are augmented as in JPEG shards."""
+    Images are augmented as in JPEG shards."""
     crop: Crop = "none"
     """Crop applied when images are read. For JPEG shards only: `random_resized`, a random region,
     resized (torchvision's rule, as in MAE's recipe); `inception`, a random region by TensorFlow's
@@ -212,12 +210,12 @@ class DataConfig(Section):
     resized (iGPT, section 3.1); `center`, the centre, resized. For palette shards too: `window`, a
     random square of larger stored images, and `shifted`, which shifts training images by up to 4
     pixels. `jittered`: a random square after resizing the shorter side to `image_size` times a
-    random factor of `jitter`; where the image ends, the mean colour follows, and void in label
-    maps. `none`: no crop. Validation uses the centre. Pairs with label maps take `inception`,
-    `random_resized`, `jittered` and `center`, which resizes the whole image to the square; so does
-    validation, but with `jittered` it cuts the centre."""
+    random factor of `jitter`, padded with the mean colour, and with void in label maps. `none`: no
+    crop. Validation uses the centre. Pairs with label maps support `inception`, `random_resized`,
+    `jittered` and `center`, which resizes the whole image to the square, as does their validation,
+    except with `jittered`, where it crops the centre."""
     border: Literal["reflect", "zeros"] = "reflect"
-    """With `shifted`: fill at the border, the image's reflection or zeros (black; for palette
+    """With `shifted`: padding at the border, the image's reflection or zeros (black; for palette
     shards the first colour)."""
     short_sides: Annotated[tuple[Positive, Positive], Field(strict=False)] = (256, 384)
     """With `scaled`: minimum and maximum length of the shorter side."""
@@ -229,7 +227,7 @@ class DataConfig(Section):
     scale: Annotated[tuple[Share, Share], Field(strict=False)] = (0.2, 1.0)
     """Minimum and maximum share of an image's area for a `random_resized` or `inception` crop."""
     aspect: Annotated[tuple[Above0, Above0], Field(strict=False)] = (3 / 4, 4 / 3)
-    """Minimum and maximum width / height of such a crop."""
+    """Minimum and maximum aspect ratio (width / height) of such a crop."""
     short_side: Positive | None = None
     """Length of the shorter side before the centre crop; default: `image_size`."""
     flip: bool = False
@@ -238,7 +236,7 @@ class DataConfig(Section):
     rand_augment: (
         Annotated[tuple[Annotated[float, Field(ge=0, le=10)], AtLeast0], Field(strict=False)] | None
     ) = None
-    """RandAugment of training images, for JPEG shards only: magnitude out of 10, and its standard
+    """RandAugment for training images, for JPEG shards only: magnitude out of 10, and its standard
     deviation between operations; default: none."""
     color_distortion: bool = False
     """Change brightness, contrast, saturation and hue of training images at random, as in
@@ -250,14 +248,14 @@ class DataConfig(Section):
     """Repeated Augmentation: number of samples with separate draws from one image, 32 samples
     apart; an epoch then covers the corresponding share of the images."""
     images_per_class: Positive | None = None
-    """Train on N images of each class alone, drawn by `seed`; on all when absent (iGPT,
+    """Train on only this many images per class, drawn by `seed`; default: all (iGPT,
     section 4.7)."""
     window_shards: Positive | None = None
-    """For training data of more shards than files may be open: each epoch reads its shards in a
-    random order, and mixes the samples of at most so many shards at a time; default: of all."""
+    """For training data with more shards than files may be open: each epoch reads its shards in a
+    random order, and mixes the samples of at most this many shards at a time; default: all."""
     may_change: bool = False
-    """Resume a run on other training data than it was started with, which is refused otherwise: the
-    sample order depends on it."""
+    """Allow resuming a run on training data other than it was started with. Rejected by default,
+    since the sample order depends on the data."""
     threads: Positive = 4
     """Threads per process that read and decode ahead; affects only speed."""
 

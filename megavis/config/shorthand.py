@@ -14,7 +14,7 @@ from megavis.config.errors import blame
 from megavis.config.section import Above0, ConfigIssue, Positive, Section
 
 CountImages = Callable[[str], int | None]
-"""Return the number of images in a folder of shards; None if there are no shards yet."""
+"""Returns the number of images in a folder of shards; None if there are no shards yet."""
 _VIT = {"normalization": "layer_norm", "norm_epsilon": 1e-6, "activation": "gelu", "add_bias": True}
 _IN_STEPS = {
     "epochs": "steps",
@@ -110,7 +110,7 @@ def shorthand_keys(section: str) -> list[str]:
 
 
 def write_out_preset(model: dict[str, Any], *, wins: bool = False) -> dict[str, Any]:
-    """Expand the preset of a `model` section; one of an unknown name stays, to be reported.
+    """Expand the preset of a `model` section; an unknown one stays, to be reported later.
 
     With `wins`, the preset overrides keys of the section.
     """

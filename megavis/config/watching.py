@@ -1,7 +1,7 @@
-"""What the section `evaluation` and the options of `megavis evaluate watch` share.
+"""Defaults and descriptions shared by the `evaluation` section and `megavis evaluate watch`.
 
-Training starts that command with the section's keys. Here are their defaults and descriptions,
-without pydantic, which `--help` need not wait for.
+Training starts that command with the section's keys. This file does not import pydantic, so that
+`--help` is fast.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 Measure = Literal["loss", "probe", "neighbors", "samples", "frechet"]
-"""What may be measured of a checkpoint as it appears."""
+"""Metrics that can be measured for each new checkpoint."""
 
 MEASURES: tuple[Measure, ...] = get_args(Measure)
 """All of them."""

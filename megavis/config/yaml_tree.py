@@ -35,7 +35,7 @@ _CORE_SCHEMA = (
         r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
         list("-+.0123456789"),
     ),
-    # No scalar of the core schema, but what `<<` has always meant to PyYAML.
+    # Not a scalar of the core schema, but PyYAML's usual meaning of `<<`.
     ("merge", "<<", ["<"]),
 )
 """Words that are not text, by YAML 1.2's core schema (section 10.3.2), and their first letters."""
@@ -57,7 +57,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """PyYAML's safe dumper, quoting what YAML 1.1 or `_Loader` does not read as text."""
+    """PyYAML's safe dumper, which quotes text that YAML 1.1 or `_Loader` would not read as text."""
 
 
 for _side in (_Loader, _Dumper):
@@ -152,7 +152,7 @@ def read_tree(path: Path, source: ConfigSource, above: tuple[Path, ...] = ()) ->
 def _merge(beneath: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """Merge section by section; `above` takes precedence.
 
-    A section of another kind has other keys, and so replaces the one beneath.
+    A section of another kind has different keys, and so replaces the one beneath.
     """
     merged = {key: value for key, value in beneath.items() if RIVALS.get(key) not in above}
     for key, value in above.items():
@@ -164,7 +164,7 @@ def _merge(beneath: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def _same_keys(section: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
-    """Return whether two sections are of one kind, as far as the second one says.
+    """Return whether two sections are of the same kind, if the second one specifies its kind.
 
     Forms of a paper share keys (`givt`, `givt_maskgit`); papers do not.
     """
@@ -186,7 +186,7 @@ def expand_home(value: Any) -> Any:
     if not (isinstance(value, str) and value.startswith("~/")):
         return value
     path = os.path.expanduser(value)
-    # An empty HOME would make it a path below the root.
+    # An empty HOME would give a path below the root.
     if path == value or os.environ.get("HOME") == "":
         raise UserError(
             f"{value}: the home folder is not known, as HOME is not set: write the path itself"
@@ -233,7 +233,7 @@ def _parse(text: str, source: ConfigSource) -> dict[str, Any] | None:
     except UserError:
         raise
     except ValueError as error:
-        # PyYAML lets exceptions of other tags through, such as the calendar's of !!timestamp.
+        # PyYAML does not catch exceptions from some tags, such as invalid dates of !!timestamp.
         raise yaml.YAMLError(str(error)) from None
     finally:
         loader.dispose()
@@ -243,7 +243,7 @@ def _note_lines(node: yaml.MappingNode, prefix: str, source: ConfigSource) -> No
     for key_node, value_node in node.value:
         key = f"{prefix}{key_node.value}"
         line = key_node.start_mark.line + 1
-        # PyYAML would take the last of two equal keys without a word.
+        # PyYAML would silently take the last of two equal keys.
         if key in source.lines:
             raise source.error([(key, f"is given twice, also on line {line}; keep one")])
         source.lines[key] = (source.path, line)

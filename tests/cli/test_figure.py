@@ -128,8 +128,8 @@ def test_probe_of_many_classes_chooses_on_a_part(run, many_classes, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--name", "../depth"], "'../depth' is no name of a file"),
-        (["--name", ""], "'' is no name of a file"),
+        (["--name", "../depth"], "'../depth' is not a file name"),
+        (["--name", ""], "'' is not a file name"),
         (["--classifier", "sgd"], "choose from"),
     ],
 )

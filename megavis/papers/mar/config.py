@@ -68,11 +68,9 @@ class MARConfig(PaperConfig):
     least_masking: Fraction = 0.7
     """Smallest masking ratio (section 4.2)."""
     masking_deviation: Above0 = 0.25
-    """Standard deviation of the masking ratio, normal around 1 and truncated to [least_masking, 1].
-    """
+    """Standard deviation of the masking ratio: a normal around 1, cut to [least_masking, 1]."""
     decoder: DecoderConfig = DecoderConfig(num_layers=16, hidden_size=1024, num_attention_heads=16)
-    """The decoder, as large as the encoder in the paper: each has half of the blocks (section 4.2).
-    """
+    """The decoder; in the paper, encoder and decoder each have half of the blocks (section 4.2)."""
     denoiser_layers: Positive = 3
     """Residual blocks of the MLP (section 4.1)."""
     denoiser_width: Positive = 1024

@@ -166,7 +166,7 @@ def test_block_features_are_means_of_block_outputs(build, tmp_path, images, name
             "applies only to finetune.linear_evaluation",
         ),
         (("finetune.standardize=false",), "applies only to finetune.linear_evaluation"),
-        (("model.features=blocks",), r"model\.features: blocks leaves the last norm out"),
+        (("model.features=blocks",), r"model\.features: blocks leaves out the last norm"),
         (("optimizer.algorithm=sgd",), "sgd is for finetune.linear_evaluation"),
         (
             ("finetune.layer=1", "parallel.pipeline_model_parallel_size=2"),

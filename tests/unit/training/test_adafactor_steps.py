@@ -158,5 +158,5 @@ def test_numbers_of_a_group_are_found_in_parts(count, stage):
 def test_offload_to_a_disk_is_refused(tiny_config):
     words = ["optimizer.algorithm=adafactor", "parallel.zero_stage=3", "parallel.nvme_path=/d"]
     load_config(tiny_config, [*words, "parallel.offload_optimizer=cpu"])
-    with pytest.raises(UserError, match="parallel.offload_optimizer: nvme has not been run"):
+    with pytest.raises(UserError, match="parallel.offload_optimizer: nvme has not been tested"):
         load_config(tiny_config, [*words, "parallel.offload_optimizer=nvme"])
