@@ -71,8 +71,8 @@ class ColorDistortion:
     def __call__(self, image: np.ndarray, draws: np.ndarray) -> np.ndarray:
         """Return uint8 `[h, w, 3]`.
 
-        Draws `[NUM_COLOR_DRAWS]` in [0, 1) are whether and how much, of brightness, contrast,
-        saturation and hue, and whether contrast comes last.
+        Draws `[NUM_COLOR_DRAWS]` in [0, 1) are, for brightness, contrast, saturation and hue,
+        whether to change it and by how much; and whether contrast comes last.
         """
         amounts = [None if draws[i] >= 0.5 else float(draws[i + 1]) for i in range(0, 8, 2)]
         brightness, contrast, saturation, hue = amounts
@@ -96,7 +96,7 @@ def _with_color(pixels: np.ndarray, saturation: float | None, hue: float | None)
     if saturation is not None:
         changed[..., 1] = (changed[..., 1] * (0.5 + saturation)).clip(0, 255)
     if hue is not None:
-        # 18 of 180 are a tenth of the circle, of 256 here.
+        # 18 of 180 is a tenth of the circle, which has 256 steps here.
         changed[..., 0] = (changed[..., 0] + 25.6 * (2.0 * hue - 1.0)) % 256.0
     turned = Image.fromarray(changed.astype(np.uint8), mode="HSV").convert("RGB")
     return np.asarray(turned).astype(np.float32)

@@ -48,11 +48,11 @@ class Codec(ABC):
     def decode(self, payloads: Payloads, positions: np.ndarray) -> tuple[np.ndarray, Refusals]:
         """Decode payloads of valid length.
 
-        Positions int64 `[b]` determine random crops and flips. Whether a payload is refused depends
-        on its bytes only.
+        Positions int64 `[b]` determine random crops and flips. Whether a payload is rejected
+        depends only on its bytes.
 
         Returns:
-            An array with b rows, undefined in the refused ones, and the reason for each refusal.
+            An array with b rows, undefined in rejected ones, and the reason for each rejection.
         """
 
     def valid_lengths(self, lengths: np.ndarray) -> np.ndarray:
@@ -149,7 +149,7 @@ def _stack(payloads: Payloads, num_bytes: int | None) -> np.ndarray:
 
 
 def _unknown_ids(ids: np.ndarray, vocabulary_size: int) -> Refusals:
-    # Test the whole batch first; rows are rarely worth testing.
+    # Test the whole batch first, since rows rarely need testing.
     if not ids.size or ids.max() < vocabulary_size:
         return {}
     rows = np.flatnonzero((ids >= vocabulary_size).any(axis=1))

@@ -111,10 +111,10 @@ def inception_window(
 ) -> Window:
     """Return the window of TensorFlow's `sample_distorted_bounding_box` without boxes.
 
-    The crop of big_vision, and so of GIVT and UViM. Unlike in `random_window`, width / height is
-    uniform itself, the height is uniform among the heights of an allowed area, and after a hundred
-    attempts the window is the whole image: of a 4:3 photograph no square has 80 % of the area, so
-    with a ratio of 1 all of it is squeezed into the square.
+    This is the crop of big_vision, and therefore of GIVT and UViM. Unlike in `random_window`, width
+    / height itself is uniform, the height is uniform among those with an allowed area, and after a
+    hundred attempts the window is the whole image: no square has 80 % of the area of a 4:3
+    photograph, so with a ratio of 1 the whole photograph is squeezed into the square.
 
     Args:
         draws: `[400]` in [0, 1): four per attempt (ratio, height, top, left).
@@ -123,7 +123,7 @@ def inception_window(
     """
     # In float32, like the op: 0.8 · 500 · 400 must not exceed 160,000.
     areas = [float(np.float32(share) * np.float32(width) * np.float32(height)) for share in scale]
-    # A hundred attempts take longer than decoding a photograph; most of GIVT's would be in vain.
+    # A hundred attempts take longer than decoding a photograph, and most of GIVT's would fail.
     if _largest_area(height, width, ratio) >= areas[0]:
         for proportion, *places in draws.reshape(-1, _DRAWS_AN_ATTEMPT).tolist():
             shape = _between(proportion, ratio)

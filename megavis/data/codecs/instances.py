@@ -24,7 +24,7 @@ from megavis.data.codecs.label_maps import MAX_SEGMENTS, painted
 from megavis.data.codecs.transforms import Transform
 
 MAX_OBJECTS = 100
-"""Objects of an image that training learns from: the largest, if a crop has more."""
+"""Largest number of objects of an image in training; if a crop has more, the largest are kept."""
 
 
 def require_dense(what: str) -> None:
@@ -68,7 +68,7 @@ class InstancesCodec(Codec):
                 return
             moved = transform(masks_of(annotation["size"], own), draws[row], is_map=True)
             sizes = moved.sum((0, 1), dtype=np.int64)
-            # The largest, in the order of the annotation.
+            # Keep the largest, in the order of the annotation.
             kept = np.sort(np.argsort(-sizes, kind="stable")[:MAX_OBJECTS])
             kept = kept[sizes[kept] > 0]
             samples["classes"][row, : len(kept)] = [own[place]["class"] for place in kept.tolist()]

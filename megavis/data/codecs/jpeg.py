@@ -87,7 +87,7 @@ def decode_rgb(content: bytes | np.ndarray) -> np.ndarray:
 def decode_strictly(
     content: bytes | np.ndarray, *, min_side: int = 0, max_pixels: int | None = None
 ) -> np.ndarray:
-    """Decode a JPEG file whose pixels are whole, whatever its metadata is.
+    """Decode a JPEG file with intact pixels, whatever its metadata.
 
     Args:
         content: the file.
@@ -98,7 +98,7 @@ def decode_strictly(
         uint8 `[h, w, 3]`.
 
     Raises:
-        UnsupportedJpegError: only Pillow may support the file, or it is none.
+        UnsupportedJpegError: only Pillow may support the file, or it is not a JPEG.
         TooManyPixelsError: the image is larger than `max_pixels`.
         DamagedImageError: the pixels are cut or damaged.
     """
@@ -124,7 +124,7 @@ def _decode_strictly(
         height, width, _, _ = simplejpeg.decode_jpeg_header(content)
     except ValueError as error:
         raise UnsupportedJpegError(str(error)) from None
-    # By the header, before decoding: a small file may claim gigabytes of pixels.
+    # Check the header before decoding: a small file may claim gigabytes of pixels.
     if max_pixels is not None and height * width > max_pixels:
         raise TooManyPixelsError(f"{height} x {width} pixels")
     try:
@@ -148,10 +148,10 @@ def _decode_with_pillow(content: bytes) -> np.ndarray:
 
 
 def _ignore_warnings_of_pillow() -> None:
-    """Ignore them from now on: they are about odd metadata, which does not matter here.
+    """Permanently ignore Pillow's warnings, which concern odd metadata that does not matter here.
 
-    `warnings.catch_warnings` exchanges the filters of the whole process, and this runs in threads:
-    of two that are inside at once, the last to leave would put back the filters of the other.
+    `warnings.catch_warnings` replaces the filters of the whole process, and this runs in threads:
+    if two are inside at once, the last to leave would restore the other's filters.
     """
     if warnings.filters[:1] != [_PILLOW]:
         warnings.filterwarnings("ignore", module=_PILLOW[3].pattern)

@@ -1,8 +1,8 @@
-"""Reduce JPEG and PNG files to what determines their pixels.
+"""Reduce JPEG and PNG files to the parts that determine their pixels.
 
 Decoders complain about metadata as they do about pixels: libjpeg's warnings about profiles,
-versions and unused fields cannot be told from those about missing data, and Pillow refuses long
-texts. A file without its metadata is decoded strictly instead, so that nothing but damage to the
+versions and unused fields cannot be distinguished from those about missing data, and Pillow rejects
+long texts. The file without its metadata is decoded strictly instead, so that only damage to the
 pixels is an error.
 """
 
@@ -12,7 +12,7 @@ import re
 import struct
 
 _START, _END, _SCAN = 0xD8, 0xD9, 0xDA
-# Without a length: TEM and the restart markers.
+# Markers without a length: TEM and the restart markers.
 _BARE = {0x01, *range(0xD0, 0xD8)}
 _SEQUENTIAL = {0xC0, 0xC1, 0xC9}
 _JFIF, _ADOBE, _COMMENT = 0xE0, 0xEE, 0xFE

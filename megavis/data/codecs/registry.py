@@ -1,6 +1,6 @@
 """The codec of each kind of shard.
 
-Those that need Pillow or SciPy are imported when a folder needs them.
+Codecs that need Pillow or SciPy are imported only when a folder needs them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def codec_of(
         UserError: the kind of shard does not support the transform or the palette.
     """
     # Images stored at the final size would be enlarged to `crop_size` and reduced again, which
-    # blurs.
+    # blurs them.
     if transform is not None and transform.crop == "scaled_center":
         was_resized = manifest.image_size == transform.image_size
         transform = replace(transform, crop="none") if was_resized else transform
@@ -129,7 +129,7 @@ def _pairs(manifest: Manifest, transform: Transform | None) -> Codec:
 
 
 def _instances(transform: Transform | None) -> Codec:
-    """Return the codec of images with objects, whose longer side a square's factors are of."""
+    """Return the codec of images with objects, where resize factors apply to the longer side."""
     from megavis.data.codecs.instances import InstancesCodec, require_dense
 
     require_dense("a folder of images with objects")

@@ -4,9 +4,9 @@ As in TC-ResNet's released code ("Temporal Convolution for Real-time Keyword Spo
 Devices", Choi et al., 2019), which calls TensorFlow. 40 coefficients per 10 ms in the papers:
 windows of 30 ms, one every 10 ms, 64 mel bands from 80 to 7600 Hz, triangles on HTK's mel scale
 (`tf.signal.linear_to_mel_weight_matrix`), ln(power + 1e-6), and a cosine transform that scales all
-coefficients by √(2 / 64), also the first (`tf.signal.mfccs_from_log_mel_spectrograms`). TensorFlow
-has 98 windows in a second; here one more begins before it and one ends after it, filled with
-silence, so that every 10 ms have a window in whose middle they are.
+coefficients, including the first, by √(2 / 64) (`tf.signal.mfccs_from_log_mel_spectrograms`).
+TensorFlow has 98 windows in a second; here one more begins before it and one ends after it, filled
+with silence, so that every 10 ms are at the center of a window.
 
 A recording is shifted by up to 100 ms with zero padding, and in four of five a random part of a
 noise is mixed in at a volume of up to 0.1 (method `anchored_slice_or_pad_with_shift`).
@@ -46,7 +46,7 @@ FULL_SCALE = 32768.0
 NUM_SOUND_DRAWS = 5
 """Uniform draws per recording."""
 _SHARE, _LARGEST_VOLUME = 0.8, 0.1
-"""Of the noise: share of recordings that it is mixed into, and largest volume."""
+"""Share of recordings that noise is mixed into, and its largest volume."""
 
 
 def cepstra(samples: np.ndarray, count: int) -> np.ndarray:
@@ -92,7 +92,7 @@ class SoundAugment:
     """Shift a recording and mix noise into it.
 
     Attributes:
-        largest_shift: in samples.
+        largest_shift: largest shift in samples.
         noises: int16 arrays, none shorter than a recording; none to mix no noise.
     """
 
@@ -126,7 +126,7 @@ def move(samples: np.ndarray, shift: int) -> np.ndarray:
 
 
 def sound_augment(time_shift: float, noise: str | None, *, num_samples: int) -> SoundAugment | None:
-    """Return the augmentation of recordings, or None if nothing is changed.
+    """Return the augmentation of recordings, or None if there is none.
 
     Shifts are in seconds; `noise` is a file of `write_noises`.
 

@@ -96,8 +96,9 @@ class Transform:
         scale: smallest and largest fraction of the area that a random window covers.
         ratio: smallest and largest width / height of a random window.
         short_sides: smallest and largest length of the shorter side for `scaled`.
-        jitter: smallest and largest length of the shorter side for `jittered`, in `image_size`.
-        fits: `jitter`, and the 1 of `fitted`, are lengths of the longer side instead.
+        jitter: smallest and largest length of the shorter side for `jittered`, in multiples of
+            `image_size`.
+        fits: `jitter`, and the 1 of `fitted`, apply to the longer side instead.
         crop_size: side of the squares of `scaled` and `scaled_center` before the last resize.
         short_side: length of the shorter side from which `center` crops; defaults to
             `image_size`.
@@ -195,7 +196,7 @@ class Transform:
     def _jittered(self, image: np.ndarray, draws: np.ndarray, is_map: bool) -> np.ndarray:
         factors = self.jitter
         if self.crop == "fitted":
-            # The middle of the places that the square may have.
+            # The middle of the range of positions of the square.
             draws, factors = np.array([0.0, 0.5, 0.5]), (1.0, 1.0)
         return cut_jittered(
             image,
@@ -257,7 +258,7 @@ def training_transform(
         own = _HELD_OUT["scaled"]
     sound = None
     if config.frames is not None:
-        # Recordings alone need SciPy.
+        # Only recordings need SciPy.
         from megavis.data.codecs.sound import HOP, sound_augment
 
         num_samples = HOP * config.frames[0]

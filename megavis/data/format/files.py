@@ -24,7 +24,7 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
     The bytes go to a hidden file in the same folder, which is flushed to disk and renamed. After a
     crash or an exception `path` is unchanged. Raises OSError as `open` does.
     """
-    # Random, not the PID: machines that share the folder may have processes with equal PIDs.
+    # Random rather than the PID: machines that share the folder may have equal PIDs.
     partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(8)}")
     try:
         with partial.open("wb") as file:
@@ -47,11 +47,11 @@ def write_atomically(path: Path, content: bytes) -> None:
 def append(path: Path, content: bytes, *, size: int) -> int:
     """Append to a file of `size` bytes and return its new size; raises OSError.
 
-    Of a file that is longer, the rest was left by an attempt that failed, and is replaced.
+    If the file is longer, a failed attempt has left the rest, which is replaced.
     """
     written = 0
-    # Opened anew: on a network disk a full quota shows when a file is closed, and a file that
-    # another host has replaced is stale. Unbuffered: a buffer discards what does not fit.
+    # Reopen the file: on a network disk, a full quota is only reported on close, and a file that
+    # another host has replaced is stale. Unbuffered, since a buffer discards bytes that do not fit.
     with open(path, "ab", buffering=0) as file:
         start = min(size, os.fstat(file.fileno()).st_size)
         file.truncate(start)
@@ -67,21 +67,21 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
-    """Return JSON that any parser reads: its standard has neither NaN nor infinities.
+    """Return JSON that any parser can read: the standard has neither NaN nor infinities.
 
-    They become null, and the object that holds them gets a key `not_finite` with their names and
-    what they were: `nan`, `inf` or `-inf`. A number in a list is named `key.index`.
+    These become null, and the object that holds them gets a key `not_finite` with their names and
+    original values: `nan`, `inf` or `-inf`. A number in a list is named `key.index`.
     """
     return json.dumps(_without_infinities(value, "", {}), indent=indent, allow_nan=False)
 
 
 def from_json(text: str | bytes) -> Any:
-    """Invert `to_json`; read NaN and infinities as Python writes them too. Raises ValueError."""
+    """Invert `to_json`; also read NaN and infinities as Python writes them. Raises ValueError."""
     return json.loads(text, object_hook=_with_infinities)
 
 
 def _without_infinities(value: Any, name: str, found: dict[str, str]) -> Any:
-    """Return the value with nulls, and add the names of those in it to `found`."""
+    """Replace NaN and infinities by null, and add their names to `found`."""
     if isinstance(value, float) and not math.isfinite(value):
         found[name] = str(float(value))
         return None
@@ -115,7 +115,7 @@ def _restored(value: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
 
 
 def copy_folder(source: Path, target: Path) -> None:
-    """Copy the files below a folder into a new one, with the modes of new files. Raises OSError."""
+    """Copy the files below a folder to a new one, with the modes of new files. Raises OSError."""
     target.mkdir(parents=True)
     for entry in source.iterdir():
         if entry.is_dir():

@@ -1,10 +1,10 @@
 """Lock a folder: one job at a time trains in a run folder, or writes to a shard folder.
 
 The first rank keeps a file `.lock-N` there, which names its process, and renews its modification
-time every few seconds. Taking over means creating the file with the next number, which only one
-process can do, on network disks too; neither `flock` nor synchronized clocks are needed. On the
+time every few seconds. To take over, a process creates the file with the next number, which only
+one can do, even on network disks; neither `flock` nor synchronized clocks are needed. On the
 holder's own host, a lock whose process has ended is taken over at once. From another host, the file
-is watched, and a holder that does not renew it for `SILENCE_SECONDS` counts as dead.
+is watched, and a holder that does not renew it for `SILENCE_SECONDS` is considered dead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megavis.config.errors import UserError
 BEAT_SECONDS = 5.0
 """Interval of heartbeats."""
 SILENCE_SECONDS = 60.0
-"""When a holder on another host counts as dead: file attributes may be cached this long."""
+"""Silence after which a holder on another host is dead; file attributes may be cached as long."""
 LONG_DEAD_SECONDS = 1800.0
 """A lock this much older than a new file is not watched; clocks of two hosts differ by less."""
 TAKEN_OVER_EXIT_CODE = 2
@@ -45,9 +45,9 @@ class FolderLock:
     Args:
         folder: the folder.
         patience: seconds to wait for a live holder to finish.
-        name: of one of several locks in the folder, without slashes; they do not exclude each
-            other.
-        use: what holders do there, for messages.
+        name: name of one of several locks in the folder, which do not exclude each other; without
+            slashes.
+        use: how holders use the folder, for messages.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class FolderLock:
         """Release the lock."""
         self._over.set()
         self._beats.join()
-        # If the disk fails and leaves it behind, it is taken over like any ended process's.
+        # If the disk fails and the file stays, the lock is taken over like any ended process's.
         with contextlib.suppress(OSError):
             if self._is_mine():
                 self._path.unlink(missing_ok=True)
@@ -84,7 +84,7 @@ class FolderLock:
     def _take(self, deadline: float) -> None:
         """Become the holder with the highest number, once all others are dead."""
         while not self._try(deadline):
-            # Of random length: two processes that gave way to each other would collide again.
+            # A random pause: two processes that gave way to each other would collide again.
             time.sleep(secrets.SystemRandom().uniform(0.0, _LOOK_SECONDS))
 
     def _try(self, deadline: float) -> bool:
@@ -101,7 +101,7 @@ class FolderLock:
             return False
         others = _locks(self._folder, self._prefix)
         others = {path: holder for path, holder in others.items() if path != self._path}
-        # Somebody came between the two listings: whoever sees that gives way and tries again.
+        # Another process came between the two listings: give way and try again.
         if any(path not in dead or dead[path] != holder for path, holder in others.items()):
             self._path.unlink(missing_ok=True)
             return False
@@ -112,7 +112,7 @@ class FolderLock:
     def _beat(self) -> None:
         """Renew the heartbeat; end this process if another job has taken over."""
         while not self._over.wait(BEAT_SECONDS):
-            # A disk that is briefly unavailable is no reason to stop.
+            # Do not stop if the disk is briefly unavailable.
             with contextlib.suppress(OSError):
                 if self._is_mine():
                     os.utime(self._path)
@@ -131,7 +131,7 @@ class FolderLock:
             f" {holders or 'nobody (was it deleted?)'}; this job ends without saving\n"
         )
         sys.stderr.flush()
-        # `sys.exit` would end this thread alone.
+        # `sys.exit` would end only this thread.
         os._exit(TAKEN_OVER_EXIT_CODE)
 
 
@@ -140,10 +140,10 @@ class Holder:
     """A process that holds a lock.
 
     Attributes:
-        host: its name.
+        host: name of its host.
         machine: boot, process namespace and user; if they agree, the process can be looked up.
-        process: process number.
-        started: clock ticks from boot to its start, which distinguishes a reused number.
+        process: process id.
+        started: clock ticks from boot to its start, which distinguishes reused ids.
         since: when it took the lock, ISO 8601.
         token: random, unique to this holder.
     """
@@ -179,11 +179,11 @@ class Holder:
 
 @dataclass(frozen=True)
 class LockUse:
-    """What the holder of a lock does.
+    """The use of a lock, for messages.
 
     Attributes:
-        folder: what the folder is.
-        words: what the other job does in it.
+        folder: description of the folder.
+        words: description of the other job's work.
         advice: how to work elsewhere.
     """
 
@@ -204,7 +204,7 @@ TRAINING = LockUse(
 
 
 def lock_prefix(name: str) -> str:
-    """Return how the files of a lock begin; a number follows."""
+    """Return the prefix of a lock's files; a number follows."""
     return f"{_PREFIX}{name}-" if name else _PREFIX
 
 
@@ -255,7 +255,7 @@ def _print_waiting(path: Path, holder: Holder | None) -> None:
 def _modified(path: Path) -> int | None:
     """Return the modification time of a file in ns; None if it is gone."""
     try:
-        # Opening queries a network disk; a stat alone may be answered from the host's cache.
+        # Opening a file queries a network disk; a stat may be answered from the host's cache.
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime_ns
     except FileNotFoundError:
@@ -275,7 +275,7 @@ def _age(path: Path) -> float:
 def _create(path: Path, holder: Holder) -> bool:
     """Create a file with its content; return whether it did not exist."""
     content = json.dumps(asdict(holder)).encode()
-    # A process that is killed between creating a file and filling it would look alive for a minute.
+    # A process killed between creating a file and filling it would look alive for a minute.
     partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(8)}")
     try:
         _write(partial, content)

@@ -1,7 +1,7 @@
-"""What a folder of a user holds: images, class folders, tars, shards, or none of them.
+"""Contents of a user's folder: images, class folders, tars, shards, or none of them.
 
-Hidden entries and those that systems and tools add do not count. A folder that cannot be listed is
-an error: the number of a class is its place among all of them.
+Hidden entries and those added by systems and tools are ignored. A folder that cannot be listed is
+an error, since the number of a class is its position among all of them.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from megavis.config.errors import UserError, counted
 MANIFEST_NAME = "manifest.json"
 _SUFFIXES = "jpg jpeg jpe jfif png webp gif bmp dib tif tiff ppm pgm pbm pnm jp2 j2k"
 IMAGE_SUFFIXES = frozenset(f".{suffix}" for suffix in _SUFFIXES.split())
-"""Of image files, in lower case; images with other names are known by their first bytes."""
+"""Suffixes of image files, in lower case; other images are recognized by their first bytes."""
 START_BYTES = 16
-"""How many bytes of a file `looks_like_image` needs."""
+"""Number of bytes of a file that `looks_like_image` needs."""
 
-# Of Synology and QNAP disks, macOS, Windows and ext4.
+# Added by Synology and QNAP disks, macOS, Windows and ext4.
 _OF_SYSTEMS = frozenset(
     ("@eadir", "#recycle", "@recycle", "__macosx", "$recycle.bin", "lost+found")
 ) | {"system volume information"}
 COMPRESSED_TARS = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
-# A bitmap has four reserved bytes, without which every text that starts with BM would be one.
+# Check a bitmap's four reserved bytes: otherwise any text that starts with BM would match.
 _IMAGE_START = re.compile(
     rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|GIF8[79]a|RIFF....WEBP|II\*\0|MM\0\*|BM....\0\0\0\0"
     rb"|P[1-6]\s|\0\0\0\x0cjP  \r\n|\xff\x4f\xff\x51",
@@ -41,7 +41,7 @@ _SPLITS = frozenset(
 
 
 def named_like_splits(folders: Iterable[str]) -> bool:
-    """Return whether all folders have names of parts of a data set, which are not classes."""
+    """Return whether all folders are named like splits of a data set, which are not classes."""
     return all(name.lower() in _SPLITS for name in folders)
 
 
@@ -51,7 +51,7 @@ def counts(name: str) -> bool:
 
 
 def list_folder(folder: Path) -> list[os.DirEntry[str]]:
-    """Return the entries of a folder that count, by name. Raises UserError if it has no list."""
+    """Return the entries of a folder that count, by name. Raises UserError if not listable."""
     try:
         return _entries(folder)
     except OSError as error:
@@ -65,11 +65,11 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def holds_manifest(folder: Path) -> bool:
-    """Return whether a folder is one of shards. Raises UserError if it may not be entered."""
+    """Return whether a folder is a shard folder. Raises UserError if it may not be entered."""
     try:
         return (folder / MANIFEST_NAME).is_file()
     except PermissionError as error:
-        # Not of the manifest, which may not be there.
+        # Name the folder rather than the manifest, which may not exist.
         raise UserError(f"{folder} cannot be listed: {error.strerror}") from None
 
 
@@ -139,7 +139,7 @@ def is_image(path: Path) -> bool:
 def holds_image(folder: Path) -> bool:
     """Return whether there is an image anywhere below a folder. Raises UserError."""
     try:
-        # A class of many images is not listed to its end.
+        # Do not list all of a class with many images.
         with os.scandir(folder) as entries:
             for entry in entries:
                 if counts(entry.name) and has_image_suffix(entry.name) and not entry.is_dir():
@@ -156,11 +156,11 @@ def holds_image(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Contents:
-    """What lies directly in a folder, by name.
+    """The direct contents of a folder, by name.
 
     Attributes:
         image_folders: folders with images at any depth.
-        other_folders: the others.
+        other_folders: all other folders.
         tars: uncompressed tars.
         images: files with the name of an image.
         others: all other files.
@@ -191,7 +191,7 @@ class Contents:
 
 
 def why_no_images(root: Path) -> str:
-    """Return why a folder without images has none: what it holds instead, and what to do."""
+    """Explain a folder without images: what it holds instead, and what to do."""
     contents = Contents.of(root)
     compressed = [name for name in contents.others if name.lower().endswith(COMPRESSED_TARS)]
     if compressed:

@@ -51,7 +51,7 @@ class TokenizerIdentity(_Strict):
 
 
 class TargetMaps(_Strict):
-    """What the targets of pairs show: label maps (`codecs/label_maps.py`), or objects.
+    """Content of the targets of pairs: label maps (`codecs/label_maps.py`), or objects.
 
     Objects, of kind `instances`, are described in `codecs/instances.py`.
     """
@@ -90,7 +90,7 @@ class SourceIdentity(_Strict):
 
 
 class ShardEntry(_Strict):
-    """One tar file, with its hash and its index's."""
+    """One tar file, with the hashes of the tar and its index."""
 
     name: FileName
     num_samples: Annotated[int, Field(ge=1)]

@@ -1,7 +1,7 @@
-"""Say what a path is that was given instead of a shard folder, and how to make shards of it.
+"""Explain what a path given instead of a shard folder is, and how to make shards of it.
 
-The path may be any, a home folder or a whole disk, so this looks at a few entries only, and passes
-over what it may not list.
+The path may be anything, even a home folder or a whole disk, so only a few entries are examined,
+and folders that may not be listed are skipped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TAR_MAGIC = (257, b"ustar")
 
 
 def what_it_is(path: Path) -> str:
-    """Return a sentence about a path that has no manifest: what it is, and what would be right."""
+    """Return a sentence on what a path without a manifest is, and on what would be right."""
     if not os.path.lexists(path):
         return _not_there(path)
     if path.is_symlink() and not path.exists():
@@ -83,7 +83,7 @@ def _folder(path: Path) -> str:
         names = _names(path)
     except OSError as error:
         return f"{path} cannot be listed: {error.strerror}, and {MANIFEST_NAME} is not in it"
-    # os.path, since a path in a forbidden folder does not exist for it, and raises for pathlib.
+    # os.path, which treats a path in a forbidden folder as missing, where pathlib raises.
     finished = [name for name in names if os.path.exists(path / name / MANIFEST_NAME)]
     if finished:
         return f"{path} holds the shard folders {_listed(finished)}: give one of them"

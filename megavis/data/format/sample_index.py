@@ -1,15 +1,15 @@
-"""The index of a shard folder: where each sample lies, in one file that is memory-mapped.
+"""The index of a shard folder: the location of each sample, in one memory-mapped file.
 
-The JSON indexes of the shards are for those who write and check shards: parsed, they take hundreds
-of bytes a sample. This file is made from them, takes 16 bytes a sample, and all processes of a node
-share its pages. Keys and source names stay in the JSON indexes, and are read when someone asks.
+The JSON indexes of the shards are for writing and checking shards: parsed, they take hundreds of
+bytes per sample. This file is built from them and takes 16 bytes per sample, and all processes of a
+node share its pages. Keys and source names stay in the JSON indexes, and are read on demand.
 
     header   magic, version, numbers of shards and samples, hash of what it was built from, own hash
     summary  of each shard: bounds of its records, and their SHA-256
     records  of each sample, in the order of the manifest's shards: offset, length, label
 
-Header and summaries are checked when the file is opened, the records of a shard before the first of
-them is used: opening takes time and memory for the shards, not for the samples.
+Header and summaries are checked when the file is opened, the records of a shard before their first
+use: time and memory for opening grow with the number of shards, not of samples.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ SUMMARY = np.dtype(
 """A shard: bounds over its records (`end`: of offset + length), and the SHA-256 of their bytes."""
 
 _MAGIC, _VERSION = b"megavis\0", 2
-# Magic, version, numbers of shards and samples, and two hashes: of what the manifest says of the
+# Magic, version, numbers of shards and samples, and two hashes: of the manifest's entries of the
 # shards, and of the summaries.
 _HEADER = struct.Struct("<8sQQQ32s32s")
 
 Each = Callable[[Callable[[ShardEntry], np.ndarray], Iterable[ShardEntry]], Iterable[np.ndarray]]
-"""How a function is applied to shards: `map`, or `map` of an executor of processes."""
+"""Applies a function to shards: `map`, or `map` of a process executor."""
 
 
 class SampleIndex:
@@ -63,8 +63,9 @@ class SampleIndex:
         json_index: finds the JSON index of a shard, for its keys; default: in the folder.
 
     Attributes:
-        first: the first sample of each shard, int64 `[S + 1]`; the last element is their number.
-        summaries: of the shards, `SUMMARY` `[S]`.
+        first: the first sample of each shard, int64 `[S + 1]`; the last element is the number of
+            samples.
+        summaries: summaries of the shards, `SUMMARY` `[S]`.
 
     Raises:
         UserError: the file is missing, damaged, of an earlier format, or not the manifest's.
@@ -162,7 +163,7 @@ class SampleIndex:
 
 
 def finish_folder(directory: Path, manifest: Manifest, each: Each = map) -> Manifest:
-    """Write the index of samples and, last, the manifest, which finishes a shard folder.
+    """Write the index of samples and, last, the manifest, which completes a shard folder.
 
     Args:
         each: applies a function to every shard, in order; by default in this process.
@@ -207,10 +208,10 @@ def write_sample_index(
     """Write the index of a folder atomically, and return its SHA-256.
 
     Args:
-        blocks: the records of each shard, `RECORD` `[n]`; one of them in memory at a time.
+        blocks: the records of each shard, `RECORD` `[n]`; only one is in memory at a time.
 
-    Raises OSError, UserError if a shard has not as many records as samples, ValueError if there are
-    not as many blocks as shards, and what `blocks` raises.
+    Raises OSError, UserError if a shard's numbers of records and samples differ, ValueError if the
+    numbers of blocks and shards differ, and any exception of `blocks`.
     """
     path = directory / SAMPLE_INDEX_NAME
     summaries = np.zeros(len(shards), SUMMARY)
@@ -231,7 +232,7 @@ def write_sample_index(
 
 
 def source_of(shards: Sequence[ShardEntry]) -> bytes:
-    """Return the SHA-256 of what an index is built from: entries of a manifest."""
+    """Return the SHA-256 of the manifest's entries from which an index is built."""
     digest = hashlib.sha256()
     for shard in shards:
         counts = f"{shard.num_samples} {shard.num_bytes}"

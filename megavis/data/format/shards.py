@@ -1,12 +1,11 @@
 """A shard: a plain webdataset tar with a JSON index for random access.
 
 The tar holds one member per sample, such as `<key>.tok` for palette tokens. webdataset's TarWriter
-writes it, with times and owners of zero, so equal samples give equal bytes. Three things are ours,
-since it has no option for them: it reports no offsets, which are computed from where its tar ends
-after a member (headers of any length, as PAX writes them for long names, are before that); nothing
-that fills the last record of 10,240 bytes is kept beyond the two blocks that end a tar; and the
-SHA-256 is computed while writing. Labels are stored in the index: as tar members they would cost
-1,024 bytes each, a third of a 32x32 sample.
+writes it, with times and owners of zero, so equal samples give equal bytes. We add three things for
+which it has no options: offsets, computed from the end of the tar after each member (headers of any
+length, such as PAX headers of long names, precede it); removal of the padding to a record of 10,240
+bytes beyond the two blocks that end a tar; and a SHA-256 computed while writing. Labels are stored
+in the index: as tar members they would cost 1,024 bytes each, a third of a 32x32 sample.
 
 Palette tokens have nine bits each: N tokens below 512 become N bytes with the low eight bits of
 each token in raster order, followed by ceil(N / 8) bytes with the packed ninth bits, the first
@@ -72,7 +71,7 @@ class ShardIndex:
     Attributes:
         shard: file name of the tar.
         job: identity of the job that made it; a rerun keeps a shard only if this is equal.
-        num_bytes, sha256: of the tar.
+        num_bytes, sha256: size and hash of the tar.
         keys, offsets, lengths, labels, sources: one entry per sample; offsets are bytes from the
             start of the tar.
         skipped: `[source name, reason]` of each rejected source file.
@@ -127,7 +126,7 @@ class ShardWriter:
     """Writes a tar and collects its index; created by `open_shard`."""
 
     def __init__(self, file: BinaryIO, index: ShardIndex, *, suffix: str) -> None:
-        # Imported here, since readers do without it.
+        # Imported here, since readers do not need it.
         from webdataset import TarWriter
 
         self.index = index
@@ -151,7 +150,7 @@ class ShardWriter:
             raise ValueError(f"key {key!r} must be non-empty, without dots and slashes")
         stream, length = self._tar.tarstream, len(payload)
         self._tar.write({"__key__": key, self._suffix: payload})
-        stream.members.clear()  # it would keep them all
+        stream.members.clear()  # otherwise it keeps them all
         index = self.index
         index.keys.append(key)
         index.offsets.append(stream.offset - length - -length % _BLOCK)
@@ -166,7 +165,7 @@ class ShardWriter:
         self.index.num_bytes, self.index.sha256 = self._file.end, self._file.digest.hexdigest()
 
     def discard(self) -> None:
-        """Write nothing any more, not even what the tar's stream holds back."""
+        """Stop writing, and drop bytes that the tar's stream still buffers."""
         self._file.end = 0
 
 
@@ -194,7 +193,7 @@ def open_shard(path: Path, *, job: str, suffix: str) -> Iterator[ShardWriter]:
 
     Args:
         job: identity of the job that makes it.
-        suffix: of the member names, as the codec declares it: `tok`, `jpg`, `lat`, `ids`.
+        suffix: suffix of the member names, as declared by the codec: `tok`, `jpg`, `lat`, `ids`.
 
     Raises:
         OSError: writing fails.

@@ -54,7 +54,7 @@ class BlendedDataset:
 
     @property
     def labels(self) -> np.ndarray:
-        """Labels int64 `[N]`, as indexes of `class_names`; made anew when asked for."""
+        """Labels int64 `[N]`, as indices of `class_names`; not cached."""
         parts = zip(self._label_tables, self.parts, strict=True)
         return np.concatenate([table[part.labels] for table, part in parts])
 
@@ -96,7 +96,7 @@ class BlendedDataset:
             )
             samples.append(part_samples)
             labels.append(self._label_tables[number][part_labels])
-        # Read source by source, then brought back into the order that was asked for.
+        # Read source by source, then restore the requested order.
         inverse = np.argsort(np.concatenate(rows))
         return np.concatenate(samples)[inverse], np.concatenate(labels)[inverse]
 

@@ -107,8 +107,8 @@ class ShardDataset:
         return int(self._index.first[-1])
 
     def __getstate__(self) -> dict[str, Any]:
-        # Maps would be pickled as their content, and a lock cannot be; the receiver opens the files
-        # again.
+        # Maps would be pickled by content, and locks cannot be pickled; the receiver reopens the
+        # files.
         return {**self.__dict__, "_open": None, "_lock": None, "_index": None, "_ahead": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -122,7 +122,7 @@ class ShardDataset:
 
     @property
     def labels(self) -> np.ndarray:
-        """Labels int64 `[N]`, -1 for a sample without a label; made anew when asked for.
+        """Labels int64 `[N]`, -1 for a sample without a label; not cached.
 
         A replaced sample has the label of its replacement.
         """
@@ -152,7 +152,7 @@ class ShardDataset:
             return list(self._skipped_names)
 
     def order(self, seed: int) -> Order:
-        """Return the training order; for a URL, asking it for positions fetches shards ahead."""
+        """Return the training order; for a URL, using it also fetches shards ahead."""
         sizes = [shard.num_samples for shard in self.manifest.shards]
         windows = WindowedOrder(sizes, self._window_shards or len(sizes), seed)
         order = SampleOrder(len(self), seed) if self.num_windows == 1 else windows
@@ -176,9 +176,9 @@ class ShardDataset:
 
     @property
     def most_open_shards(self) -> int:
-        """How many shards this process keeps open: of two windows, if the system allows it."""
+        """Number of shards that this process keeps open: two windows, if the system allows it."""
         most = most_open_maps(self.num_parts)
-        # A batch may lie on the border of two windows.
+        # A batch may span two windows.
         return most if self.num_windows == 1 else min(most, 2 * (self._window_shards or 1))
 
     def read(
@@ -216,7 +216,7 @@ class ShardDataset:
             for row, reason in refused.items():
                 self._name_skipped(int(indices[row]), reason)
             rows = np.array(sorted(refused))
-            # The next sample may have a wrong length and a replacement of its own.
+            # The next sample may have a wrong length too, and need its own replacement.
             indices[rows] = self._valid((indices[rows] + 1) % len(self))
             samples[rows], still = self._decode(indices[rows], positions[rows])
             refused = {int(rows[place]): reason for place, reason in still.items()}

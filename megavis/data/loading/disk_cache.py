@@ -1,18 +1,19 @@
 """A folder of fetched files that all processes of a machine share, of bounded size.
 
-fsspec's `filecache` has neither a bound, nor locks between processes, nor hashes, and writes under
-the final name, where a killed process leaves a part that is taken for the whole.
+fsspec's `filecache` has no size limit, no locks between processes and no hashes, and it writes
+under the final name, where a killed process leaves a partial file that is mistaken for a complete
+one.
 
-Locks are flock's, which the kernel drops when a process ends, however it ends:
+Locks are flock's, which the kernel releases when a process ends, however it ends:
 
-- the folder's `.lock` is held for moments, while names appear and vanish and sizes are added up;
-- `.NAME.partial` is locked by the process that fills it, and has the size that it will have, so
-  that others leave room for it. One that nobody has locked is left over from a killed process;
-- a file is locked for sharing by every process that has it open or mapped, or holds it for later,
-  from the moment that it has its name. An eviction locks it for itself, without waiting, so it
-  passes over such files.
+- the folder's `.lock` is held briefly, while names appear and vanish and sizes are added up;
+- `.NAME.partial` is locked by the process that fills it, and has its final size, so that others
+  leave room for it. One that is not locked was left by a killed process;
+- a file has a shared lock of every process that has it open or mapped, or holds it for later, from
+  the moment that it has its name. Eviction takes an exclusive lock without waiting, so it skips
+  such files.
 
-A file's time stamp is its last use: when it was opened last.
+A file's time stamp is the time it was last opened.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _POLL_SECONDS = 0.1
 
 
 class FullCacheError(OSError):
-    """Nothing can be evicted: all that is there is in use."""
+    """Nothing can be evicted: all files are in use."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class Wanted:
     """A file that should be in a cache.
 
     Attributes:
-        path: in a folder of the cache.
-        size: in bytes, or None if it is not known before it has been fetched.
+        path: path in a folder of the cache.
+        size: size in bytes, or None if it is unknown before fetching.
         fill: writes the content into an open file; raises if it cannot.
     """
 
@@ -58,8 +59,8 @@ class DiskCache:
     """Files in the folders of a folder.
 
     Args:
-        folder: is created.
-        limit: bytes of all files together, None for no bound. Only tars are evicted.
+        folder: the folder, which is created.
+        limit: size limit of all files together in bytes; None: no limit. Only tars are evicted.
 
     Raises:
         OSError: the folder cannot be written.
@@ -69,14 +70,14 @@ class DiskCache:
         self.folder, self.limit = folder, limit
         folder.mkdir(parents=True, exist_ok=True)
         with self._locked():
-            # What killed processes have left.
+            # Remove files left by killed processes.
             for partial in folder.glob(f"*/.*{_PARTIAL}"):
                 _evict(partial)
 
     def open(self, wanted: Wanted, *, when_full: Callable[[], None] = lambda: None) -> FileIO:
-        """Return an open file, which is not evicted before it is closed; fill it if it is absent.
+        """Return an open file, which is not evicted while open; fill it if it is absent.
 
-        A map of the file keeps it too, after the file object is closed.
+        A map of the file also prevents eviction, even after the file object is closed.
 
         Args:
             when_full: called when there is no room; may close files of this process.
@@ -102,14 +103,14 @@ class DiskCache:
                 return file
 
     def hold(self, wanted: Wanted, spare: Callable[[], Collection[str]]) -> FileIO | None:
-        """Keep a file from being evicted until the returned one is closed; fill it if it is absent.
+        """Keep a file from being evicted until the returned file is closed; fill it if absent.
 
         Args:
-            spare: names of files that are not evicted for it. Asked when nothing else can change
-                the folder: a file that it does not name is not filled.
+            spare: returns the names of files that must not be evicted for it. Called while nothing
+                else can change the folder; a file that it does not name is not filled.
 
         Returns:
-            None if another process or thread fills it, or `spare` does not name it any more.
+            None if another process or thread fills it, or `spare` no longer names it.
 
         Raises:
             FullCacheError: there is no room.
@@ -120,9 +121,9 @@ class DiskCache:
     def _fetch(
         self, wanted: Wanted, spare: Callable[[], Collection[str]], *, wait: bool
     ) -> FileIO | None:
-        """Fill a file that is absent, and open it; with `wait`, also what another is filling.
+        """Fill an absent file and open it; with `wait`, also wait for another process to fill it.
 
-        Returns None if that has failed, or the file is there by now.
+        Returns None if that has failed, or if the file has appeared in the meantime.
         """
         partial = wanted.path.with_name(f".{wanted.path.name}{_PARTIAL}")
         with self._locked():
@@ -147,7 +148,7 @@ class DiskCache:
                 fcntl.flock(file, fcntl.LOCK_SH)
             else:
                 return None
-            # While it is still locked as what it was filled under.
+            # While it is still locked under its partial name.
             return self._open_whole(wanted)
 
     def _fill(self, file: BinaryIO, partial: Path, wanted: Wanted) -> None:
@@ -161,7 +162,7 @@ class DiskCache:
             raise
         with self._locked():
             partial.rename(wanted.path)
-            # Nobody can evict it in between.
+            # The folder's lock prevents eviction in between.
             fcntl.flock(file, fcntl.LOCK_SH)
 
     def _open_whole(self, wanted: Wanted) -> FileIO | None:
@@ -170,15 +171,15 @@ class DiskCache:
             file = FileIO(wanted.path)
         except FileNotFoundError:
             return None
-        # Waits for an eviction, after which the file has no name any more.
+        # This may wait for an eviction, after which the file no longer has a name.
         fcntl.flock(file, fcntl.LOCK_SH)
         if _has_name(file, wanted.path):
             if wanted.size in (None, os.fstat(file.fileno()).st_size):
-                # Another user's file keeps its time.
+                # The time of another user's file cannot be changed.
                 with contextlib.suppress(PermissionError):
                     os.utime(wanted.path)
                 return file
-            # After a power failure, or somebody's change.
+            # Truncated by a power failure, or changed.
             with self._locked():
                 if _has_name(file, wanted.path):
                     wanted.path.unlink()
@@ -186,7 +187,7 @@ class DiskCache:
         return None
 
     def _make_room(self, wanted: Wanted, spare: Collection[str]) -> None:
-        """Evict files, those that were opened longest ago first. Raises FullCacheError."""
+        """Evict files, the least recently opened first. Raises FullCacheError."""
         if self.limit is None:
             return
         files = list(cached_files(self.folder))
@@ -196,7 +197,7 @@ class DiskCache:
                 return
             if path.suffix == _EVICTED and path.name not in spare and _evict(path):
                 excess -= stat.st_size
-        # What is never evicted must be there in any case, and whoever sets the bound counts it.
+        # Files that are never evicted count towards the limit too.
         if excess > 0 and wanted.path.suffix == _EVICTED:
             raise FullCacheError(
                 f"{self.folder} is full: data.cache_gib allows {self.limit / 2**30:.3g} GiB, and"
@@ -213,7 +214,7 @@ class DiskCache:
 def cached_files(cache: Path) -> Iterator[tuple[Path, os.stat_result]]:
     """Yield all files of a cache, also unfinished ones, with their sizes and times."""
     for folder in cache.iterdir():
-        # Others delete folders without asking.
+        # Other processes or users may delete folders at any time.
         with (
             contextlib.suppress(FileNotFoundError, NotADirectoryError),
             os.scandir(folder) as each,
@@ -231,7 +232,7 @@ def _try_lock(file: BinaryIO | FileIO) -> bool:
 
 
 def _evict(path: Path) -> bool:
-    """Delete a file unless somebody has locked it; return whether it is gone."""
+    """Delete a file unless it is locked; return whether it is gone."""
     try:
         with FileIO(path) as file:
             if not _try_lock(file):

@@ -99,7 +99,7 @@ def _compare(held_out: Shards, folder: Shards) -> int | None:
 
 
 def overlap_of_manifests(one: Manifest, other: Manifest) -> str | None:
-    """Return as a clause how two manifests show the same images, or None if they do not."""
+    """Return a clause on why two manifests describe the same images, or None if they do not."""
     names = {shard.sha256: shard.name for shard in other.shards}
     for shard in one.shards:
         if shard.sha256 in names:

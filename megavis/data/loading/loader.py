@@ -139,16 +139,16 @@ class Prefetcher(Generic[Item]):
 
 
 class InTurn:
-    """Does what is asked for under the numbers `first`, `first + 1`, ... in this order.
+    """Runs functions in the order of their numbers `first`, `first + 1`, ...
 
-    Each number is asked for once, by a thread that may wait for those before it.
+    Each number is submitted once, by a thread that may have to wait for lower ones.
     """
 
     def __init__(self, first: int) -> None:
         self._next, self._changed = first, Condition()
 
     def __call__(self, number: int, do: Callable[[], Item]) -> Item:
-        """Return what `do` returns, and raise what it raises, after all lower numbers."""
+        """Run `do` after all lower numbers; return its result or raise its exception."""
         with self._changed:
             self._changed.wait_for(lambda: self._next == number)
             try:
@@ -162,7 +162,7 @@ class BatchLoader(Prefetcher[Batch]):
     """Endless iterator of a rank's micro-batches; `accumulation_steps` of them make a step.
 
     Args:
-        seed: of the sample order.
+        seed: seed of the sample order.
         micro_batch_size: samples b per micro-batch and rank.
         data_parallel_rank: rank of this reader; tensor- and pipeline-parallel ranks with the same
             data-parallel rank get the same batches.
@@ -205,7 +205,7 @@ class BatchLoader(Prefetcher[Batch]):
         def read(number: int) -> Batch:
             # A rank's micro-batches are evenly spaced, within and across steps.
             positions = own + number * stride
-            # What is fetched ahead is given up when later samples are begun.
+            # Shards fetched ahead are given up once reading of later samples begins.
             indices = in_turn(number, lambda: order.dataset_index(positions))
             batch = read_batch(dataset, indices, positions)
             if device is None or device.type != "cuda":
@@ -238,7 +238,7 @@ def evaluation_batches(
     """
     _check_sizes(batch_size, data_parallel_rank, data_parallel_size)
     available = len(dataset) if limit is None else min(limit, len(dataset))
-    # Every rank takes part in the same collectives, so none may have a sample more.
+    # Every rank takes part in the same collectives, so all have the same number of samples.
     count = available - available % data_parallel_size
     if count < 1:
         raise UserError(

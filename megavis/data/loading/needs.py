@@ -1,6 +1,6 @@
-"""What training data need of a machine: open files, an index in memory, room in a cache.
+"""Requirements of training data: open files, an index in memory, and room in a cache.
 
-Computed from manifests alone. Rates are a sample, for whoever knows how many are read a second.
+Computed from manifests only. Rates are per sample; multiply them by the samples read per second.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class FolderNeeds:
-    """What one training folder needs.
+    """Requirements of one training folder.
 
     Attributes:
-        num_samples, num_shards: of the folder.
-        share: of the training samples.
-        num_windows: of an epoch.
-        window_shards: of the largest window.
-        at_once: shards that a process reads from at once: of two windows, since a batch may lie on
-            a border, or all.
-        kept: how many of them it keeps open.
-        num_bytes: of all shards.
-        window_bytes: of the largest shards that one window can have.
-        index_bytes: of the index that all processes of a machine map.
+        num_samples, num_shards: size of the folder.
+        share: share of the training samples.
+        num_windows: windows of an epoch.
+        window_shards: shards of the largest window.
+        at_once: shards that a process reads from at once: two windows, since a batch may span two,
+            or all shards.
+        kept: number of these that it keeps open.
+        num_bytes: size of all shards.
+        window_bytes: size of the largest shards that one window can have.
+        index_bytes: size of the index that all processes of a machine map.
         is_remote: whether shards are fetched into the cache.
     """
 
@@ -52,18 +52,18 @@ class FolderNeeds:
     def opens_a_sample(self) -> float:
         """Files that a process opens for each sample that it reads from this folder."""
         if self.kept >= self.window_shards:
-            # Each once, or, in windows, each once an epoch.
+            # Each shard once, or once per epoch with windows.
             return 0.0 if self.num_windows == 1 else self.num_shards / self.num_samples
         return 1 - self.kept / self.window_shards
 
 
 @dataclass(frozen=True)
 class DataNeeds:
-    """What the training data of a config need.
+    """Requirements of a config's training data.
 
     Attributes:
-        folders: by training folder.
-        cache_limit: bytes of `data.cache`, None for no bound.
+        folders: requirements of each training folder.
+        cache_limit: size limit of `data.cache` in bytes, or None.
         allowed: files that a process may have open.
     """
 
@@ -78,7 +78,7 @@ class DataNeeds:
 
     @property
     def kept(self) -> int:
-        """How many of them it keeps open."""
+        """Number of these shards that it keeps open."""
         return sum(folder.kept for folder in self.folders)
 
     @property
@@ -112,17 +112,17 @@ class DataNeeds:
 
     @property
     def fetched_a_sample(self) -> float:
-        """Bytes that a machine fetches for each sample that all machines read together.
+        """Bytes that each machine fetches per sample read by all machines together.
 
-        Each machine reads from all shards of a window, so it fetches all, once an epoch, unless the
-        cache keeps them.
+        Each machine reads from all shards of a window, so it fetches all of them once per epoch,
+        unless the cache keeps them.
         """
         if self.cache_limit is None or self.cache_limit >= self.cache_bytes():
             return 0.0
         return sum(each.share * each.num_bytes / each.num_samples for each in self.remote)
 
     def complaints(self) -> Iterator[ConfigIssue]:
-        """Yield what cannot work, each with the key to change."""
+        """Yield requirements that cannot be met, each with the key to change."""
         yield from self._cache_complaints()
         if self.at_once > self.allowed:
             most = max(1, self.allowed // 8 // len(self.folders))
@@ -157,7 +157,7 @@ def data_needs(data: DataConfig, manifests: Sequence[Manifest], allowed: int) ->
 
     Args:
         data: the config.
-        manifests: of each training folder, in the config's order.
+        manifests: manifest of each training folder, in the config's order.
         allowed: files that a process may have open.
     """
     sources = data.train_sources
@@ -198,7 +198,7 @@ def _folder_needs(
 
 
 def needs_lines(needs: DataNeeds) -> Iterator[str]:
-    """Yield sentences on what the data need, of which a cache has one of its own."""
+    """Yield sentences on the requirements of the data, with a separate one for a cache."""
     samples = sum(folder.num_samples for folder in needs.folders)
     shards = counted(sum(folder.num_shards for folder in needs.folders), "shard")
     kept = f"keeps {needs.kept:,} of them open"

@@ -22,9 +22,9 @@ class Content(Protocol):
 
 
 class ShardFile:
-    """A shard that is read without a map: what was read holds neither it nor its pages.
+    """A shard that is read without a map, so that read bytes hold neither the file nor its pages.
 
-    The file is closed when this is dropped.
+    The file is closed when this object is dropped.
     """
 
     def __init__(self, file: FileIO) -> None:
@@ -44,14 +44,14 @@ class ShardFile:
 
 
 class OpenShards:
-    """Opens shards when they are read first, and keeps those that were read last; thread-safe.
+    """Opens shards on first use, and keeps the most recently used ones open; thread-safe.
 
-    Threads that read different shards open them at the same time, and those that read the same one
-    wait for the first of them. A shard that was passed over is closed when its last user drops it,
-    so a thread that drops each before it asks for the next holds one at most.
+    Threads that read different shards open them concurrently; threads that read the same shard wait
+    for the first of them. A shard that is no longer kept is closed when its last user drops it, so
+    a thread that drops each shard before asking for the next holds at most one.
 
     Args:
-        release: called with a shard that is no longer kept.
+        release: called with each shard that is no longer kept.
     """
 
     def __init__(self, release: Callable[[int], None]) -> None:
@@ -62,7 +62,7 @@ class OpenShards:
     def get(self, shard: int, open_one: Callable[[int], Content], *, most: int) -> Content:
         """Return a shard, and keep at most `most` of them open.
 
-        Raises what `open_one` raises, which is called if it is not open.
+        `open_one` is called if the shard is not open; its exceptions are raised.
         """
         passed_over: list[int] = []
         with self._lock:
@@ -80,7 +80,7 @@ class OpenShards:
         return found.result()
 
     def keep_only(self, shards: Collection[int]) -> None:
-        """Close all others that are open and not in use."""
+        """Close all other shards that are not in use."""
         with self._lock:
             others = [
                 shard

@@ -22,8 +22,8 @@ class ShardOpener:
 
     Attributes:
         config: names the folders.
-        palette: colours of palette shards, or those in which images are encoded; None: the shards'.
-        check: yields a reason for each way in which such shards do not fit the model.
+        palette: colours of palette shards, or for encoding images; None: the shards'.
+        check: yields each reason why shards do not fit the model.
         needs_labels: whether every sample must have a class.
     """
 
@@ -110,7 +110,7 @@ class ShardOpener:
         except UserError as error:
             if source.crop is None:
                 raise
-            # Name the key that has the crop of this folder.
+            # Blame the key with this folder's crop.
             raise UserError.of(
                 (key, text.replace("data.crop", f"{where}.crop")) for key, text in error.issues
             ) from error

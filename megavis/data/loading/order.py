@@ -11,8 +11,8 @@ bijection of the grid. Cells at or beyond N are permuted again until they fall b
 walking), which is rare, since the grid exceeds N by less than `rows`.
 
 A random order over many shards needs all of them open at once. With windows, the shards of an epoch
-are permuted, cut into windows, and the samples of each window permuted by a network of their own;
-a table of shards, never of samples, says where windows begin.
+are permuted and cut into windows, and a separate network permutes the samples of each window; a
+table of shards, never of samples, holds where windows begin.
 
 Several data sets are blended in blocks of T positions, of which source k gets exactly c_k. A
 permutation of the same kind maps a position to one of the T slots of its block; slots
@@ -72,7 +72,7 @@ class SampleOrder:
         self._rows = np.uint64(rows)
         self._columns = np.uint64(-(-num_samples // rows))
         start = np.array([seed], dtype=np.uint64)
-        # With the size: windows of several sizes share a seed, and are to be permuted apart.
+        # Include the size: windows of several sizes share a seed, but need different permutations.
         self._key = _mix(_mix(start + _GOLDEN) ^ np.uint64(num_samples))
 
     def dataset_index(self, positions: np.ndarray) -> np.ndarray:
@@ -109,8 +109,8 @@ class SampleOrder:
 class WindowedOrder:
     """Permutes the shards of each epoch, and the samples within each window of shards.
 
-    A window has at most `window_shards` shards, as many as the others or one fewer. Its samples
-    are permuted as an epoch of their own, and no other sample is read meanwhile.
+    A window has at most `window_shards` shards; sizes of windows differ by at most one shard. Its
+    samples are permuted like an epoch, and no other sample is read in between.
 
     Args:
         shard_sizes: number of samples of each shard, positive.
@@ -170,8 +170,8 @@ class WindowedOrder:
         for window in np.unique(windows).tolist():
             here, begin = windows == window, int(bounds[window])
             own = SampleOrder(int(bounds[window + 1]) - begin, self._seed)
-            # Each window is an epoch of a network of its size. Counted over all windows, those of
-            # one size differ, in one epoch and between epochs.
+            # Each window is an epoch of a network of its size. The epoch number counts all windows,
+            # so windows of one size differ within an epoch and between epochs.
             turn = epoch * self._num_windows + window
             place = turn * own.num_samples + places[here] - begin
             permuted[here] = begin + own.dataset_index(place)
@@ -185,7 +185,7 @@ class WindowedOrder:
             num_shards = self._shards.num_samples
             shards = self._shards.dataset_index(np.arange(num_shards) + epoch * num_shards)
             found = shards, np.cumsum([0, *np.diff(self._first)[shards]])
-            # Threads may still read the epoch before. Replaced as a whole, it needs no lock.
+            # Threads may still read the previous epoch. Replacing the whole dict needs no lock.
             self._epochs = dict([*self._epochs.items()][-1:]) | {epoch: found}
         return found
 
@@ -219,13 +219,13 @@ class BlendedOrder:
     and 0.3).
 
     Args:
-        orders: the order of each source, by its seed.
+        orders: function from a seed to the order, for each source.
         weights: relative weights of the sources, positive.
         seed: any non-negative integer below 2^64.
 
     Attributes:
         counts: c_k, samples of each source in one block; their sum is T.
-        num_samples: of all sources together.
+        num_samples: samples of all sources together.
 
     Raises:
         ValueError: a weight or the seed is out of range, or there are not as many weights as
@@ -274,8 +274,8 @@ def block_counts(weights: Sequence[float]) -> list[int]:
     """
     if not weights or min(weights) <= 0:
         raise ValueError(f"weights must be positive, not {list(weights)}")
-    # From their digits: the float 0.7 itself is a fraction with the denominator 2^52, which would
-    # make every block as long as is allowed.
+    # Use the decimal digits: as a float, 0.7 is a fraction with denominator 2^52, which would give
+    # every block the maximum length.
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
     block = min(math.lcm(*(share.denominator for share in shares)), _MAX_BLOCK)

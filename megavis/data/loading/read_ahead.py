@@ -1,7 +1,7 @@
-"""Fetch the shards of the window that is read, and of the next, while samples are being read.
+"""Fetch the shards of the current window and of the next while samples are being read.
 
-A shard that was fetched is held until it is opened or given up: the cache cannot evict it, for this
-process or another, because nobody has read it yet.
+A fetched shard is held until it is opened or given up: otherwise the cache could evict it, for this
+process or another, before it has been read.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ Needed = Callable[[], Collection[int]]
 
 
 class Held(Protocol):
-    """A fetched shard, which is not evicted until this is closed."""
+    """A fetched shard, which is not evicted until this object is closed."""
 
     def close(self) -> None: ...  # noqa: D102 - see above
 
 
 class ReadAhead:
-    """Knows which window is read, and fetches its shards and the next one's in threads.
+    """Tracks the current window, and fetches its shards and the next window's in threads.
 
-    They neither keep the process alive, nor report what fails: whoever reads such a shard fetches
-    it again, and then reports it. A window is left when no thread reads it and a later one has been
-    begun, so threads begin in the order of their positions (`InTurn`).
+    These threads neither keep the process alive nor report failures: the reader of such a shard
+    fetches it again, and then reports the failure. A window is left when no thread reads it and a
+    later one has begun, so threads must begin in the order of their positions (`InTurn`).
 
     Args:
         windows: the order in which samples are read.
-        hold: fetches a shard and holds it; returns None if another process fetches it, or it is no
-            longer among the needed shards, which must not make room for it. Raises FullCacheError.
-        leave: called with the shards that are still needed, when others no longer are.
-        most: how many shards are held at once.
+        hold: fetches a shard and holds it; returns None if another process fetches it, or if it is
+            no longer among the needed shards. Must not evict needed shards. Raises FullCacheError.
+        leave: called with the shards that are still needed when others no longer are.
+        most: largest number of shards held at once.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ReadAhead:
         self._threads: list[Thread] = []
 
     def restart(self) -> None:
-        """Expect any positions next: a run may go back to a checkpoint."""
+        """Accept any positions next, since a run may go back to a checkpoint."""
         with self._changed:
             self._newest = self._current = -1
 
@@ -82,7 +82,7 @@ class ReadAhead:
                 self._move()
 
     def end(self) -> None:
-        """Note that this thread has read them."""
+        """Note that this thread has finished reading."""
         with self._changed:
             if self._reading.pop(get_ident(), None) is not None:
                 self._move()
@@ -93,10 +93,10 @@ class ReadAhead:
             self._give_up({shard})
 
     def make_way(self) -> Collection[int]:
-        """Give up shards that are held, since a reader finds no room for one that it needs.
+        """Give up held shards to make room for one that a reader needs.
 
-        Those of the next window first; if there are none, all. Returns the shards that other
-        readers should keep.
+        Gives up the next window's shards first; if there are none, all. Returns the shards that
+        other readers should keep.
         """
         with self._changed:
             kept = self._read_now
@@ -106,7 +106,7 @@ class ReadAhead:
             return kept
 
     def close(self) -> None:
-        """End the threads after what they are fetching. Can be called repeatedly."""
+        """Stop the threads after their current fetches. Can be called repeatedly."""
         with self._changed:
             self._is_closed = True
             self._give_up(set(self._held))
@@ -118,7 +118,7 @@ class ReadAhead:
                 held.close()
 
     def _move(self) -> None:
-        """Go on to the next window when no thread reads the one before any more."""
+        """Move on to the next window once no thread reads the previous one."""
         current = min(self._reading.values(), default=self._newest)
         if current <= self._current or self._is_closed:
             return
@@ -126,7 +126,7 @@ class ReadAhead:
         self._read_now = frozenset(self._windows.shards_in(current))
         shards = [*self._windows.shards_in(current), *self._windows.shards_in(current + 1)]
         self._needed = needed = frozenset(shards)
-        # Before others are fetched, which take their places.
+        # Release them before others are fetched in their place.
         self._give_up(self._held.keys() - needed)
         self._leave(needed)
         self._todo = deque(dict.fromkeys(shards))
@@ -146,10 +146,10 @@ class ReadAhead:
                 todo = self._todo
                 shard = todo.popleft()
             try:
-                # The window may be left before the cache is free for this one.
+                # The window may be left before the cache has room for this shard.
                 held = self._hold(shard, lambda: self._needed)
             except FullCacheError:
-                # The shards of the window before are still open in some process.
+                # Shards of the previous window are still open in some process.
                 with self._changed:
                     todo.appendleft(shard)
                     self._changed.wait(pause)
@@ -172,7 +172,7 @@ class ReadAhead:
 
 
 class AnnouncedOrder:
-    """An order that announces the samples that it is asked for."""
+    """An order that announces the requested samples to `ReadAhead`."""
 
     def __init__(self, order: Order, ahead: ReadAhead) -> None:
         self._order, self._ahead = order, ahead

@@ -1,4 +1,4 @@
-"""A shard folder at a URL, whose files are fetched into a cache when they are needed.
+"""A shard folder at a URL, whose files are fetched into a cache on demand.
 
 A cached file is complete and matches the manifest's hash. All processes of a machine share the
 cache; the folder in it is named after the manifest's hash, so different data sets and versions
@@ -62,7 +62,7 @@ class RemoteFolder:
         Args:
             url: see `Store`.
             cache: folder of the caches of all data sets.
-            limit: bytes of all of them together; None: no bound.
+            limit: size limit of all caches together in bytes; None: no limit.
 
         Raises:
             UserError: `cache` is None, cannot be written or is too small, or a file cannot be
@@ -84,7 +84,7 @@ class RemoteFolder:
         directory.mkdir(parents=True, exist_ok=True)
         if not (directory / MANIFEST_NAME).exists():
             write_atomically(directory / MANIFEST_NAME, content)
-        # Before training: shards are fetched as they are needed, and the disk could fill up days
+        # Check before training: shards are fetched on demand, and the disk could fill up days
         # later.
         folder._check_room(manifest)
         if manifest.kind == "palette":
@@ -101,22 +101,23 @@ class RemoteFolder:
             when_full: see `DiskCache.open`.
 
         Raises:
-            OSError: the folder was found before, so this is not a user's mistake, and a scheduler
-                should start the run again.
-            UserError: the store says that the tar does not exist, or may not be read.
+            OSError: the tar cannot be fetched. The folder was found before, so this is not a user's
+                mistake, and a scheduler should restart the run.
+            UserError: the store reports that the tar does not exist, or may not be read.
         """
         return self.cache.open(self._shard(entry), when_full=when_full)
 
     def hold(self, entry: ShardEntry, needed: Callable[[], Collection[str]]) -> FileIO | None:
-        """Fetch a tar that is neither there nor being fetched, and keep it from being evicted.
+        """Fetch a tar unless it is cached or being fetched, and keep it from being evicted.
 
         Args:
-            needed: names of the tars that are not evicted for it, this one among them.
+            needed: returns the names of tars that must not be evicted for it, including itself.
 
         Returns:
-            An open file, which keeps it until it is closed; None as `DiskCache.hold`.
+            An open file, which prevents eviction until it is closed; None as in `DiskCache.hold`.
 
-        Raises as `open_shard`, and FullCacheError: there is no room.
+        Raises:
+            FullCacheError: there is no room. Other exceptions are those of `open_shard`.
         """
         return self.cache.hold(self._shard(entry), needed)
 
@@ -151,7 +152,7 @@ class RemoteFolder:
             raise UserError(f"{error}; if it is lost, run {command} it") from None
 
     def _check_room(self, manifest: Manifest) -> None:
-        """Check that the disk has room for what the cache may still take; raises UserError."""
+        """Check that the disk has room for the cache to grow to its limit; raises UserError."""
         present = sum(stat.st_size for _, stat in cached_files(self.cache.folder))
         absent = [shard for shard in manifest.shards if not (self.directory / shard.name).exists()]
         missing = sum(shard.num_bytes for shard in absent)

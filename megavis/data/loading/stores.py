@@ -1,8 +1,8 @@
 """Files of a folder at a URL: `s3://`, `gs://`, `https://` by fsspec, `pipe:` by gopen.
 
-fsspec's libraries find credentials and endpoints where the user's other tools do. What they repeat
-differs: s3fs some errors and not a 500, gcsfs most, HTTP none, and none knows what a file's hash
-should be. They are asked once, for a block at a time, and this file decides what is tried again.
+fsspec's libraries find credentials and endpoints where the user's other tools do. Their retries
+differ: s3fs retries some errors but not a 500, gcsfs most, HTTP none, and none knows a file's
+expected hash. They are asked only once, for a block at a time, and this file decides on retries.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from megavis.config.errors import UserError
 
 ATTEMPTS = 6
 PAUSE_SECONDS, MOST_SECONDS = 0.5, 30.0
-"""The longest first pause, doubled after each failure, and the longest of all."""
+"""Upper bounds in seconds of the first pause, doubled after each failure, and of all pauses."""
 
 _BLOCK_BYTES = 16 << 20
 _FILE = "{file}"
 _PIPE = "pipe:"
 _STALLED_SECONDS = 60.0
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
-# Libraries whose exceptions have no common class, and come from a network or a server.
+# Libraries whose exceptions have no common class and come from a network or a server.
 _CLIENTS = {"aiobotocore", "aiohttp", "botocore", "gcsfs", "google", "http", "paramiko", "requests"}
 _LOGIN = {
     "s3": "AWS_PROFILE, AWS_ACCESS_KEY_ID, ~/.aws or the machine's role, AWS_ENDPOINT_URL",
@@ -37,7 +37,7 @@ _LOGIN = {
 }
 _NO_LOGIN = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
 _PASSING = {408, 425, 429}
-"""Statuses below 500 of what another try may get: timeout, too early, too many requests."""
+"""Statuses below 500 that are worth retrying: timeout, too early, too many requests."""
 
 
 class AbsentFileError(UserError):
@@ -45,7 +45,7 @@ class AbsentFileError(UserError):
 
 
 class DamagedDownloadError(OSError):
-    """The bytes are not what the manifest says."""
+    """The bytes do not match the manifest."""
 
 
 class Store:
@@ -54,7 +54,7 @@ class Store:
     Args:
         url: `{file}` in it is replaced by a file's name; otherwise a slash and the name are
             appended.
-        attempts: how often a block is asked for before a file is given up.
+        attempts: number of attempts for a block before a file is given up.
     """
 
     def __init__(self, url: str, *, attempts: int = ATTEMPTS) -> None:
@@ -74,19 +74,19 @@ class Store:
     def copy(
         self, name: str, file: BinaryIO, *, size: int | None = None, sha256: str | None = None
     ) -> None:
-        """Write a file's content into an open one, from its beginning.
+        """Write a file's content into an open file, from its beginning.
 
-        Failures of the way are tried again after pauses that double and are drawn at random, so
-        that processes which failed together do not come back together. Blocks that have arrived are
-        kept; with a wrong size or hash all are fetched again.
+        Transfer failures are retried after random pauses with a doubling bound, so that processes
+        that failed together do not retry together. Blocks that have arrived are kept; with a wrong
+        size or hash, all are fetched again.
 
         Args:
-            size: in bytes, if it is known: then the file is read in blocks.
-            sha256: of the content, if it is known.
+            size: size in bytes, if known; the file is then read in blocks.
+            sha256: hash of the content, if known.
 
         Raises:
             UserError: the file does not exist, or may not be read.
-            OSError: it cannot be fetched after all attempts, or not be written.
+            OSError: it cannot be fetched after all attempts, or cannot be written.
         """
         url = self.url_of(name)
         digest, done, furthest, failures = hashlib.sha256(), 0, 0, 0
@@ -109,14 +109,17 @@ class Store:
             file.write(block)
             digest.update(block)
             done += len(block)
-            if done > furthest:  # it goes on, so what failed before does not count
+            if done > furthest:  # progress: earlier failures no longer count
                 furthest, failures = done, 0
 
     def put(self, name: str, path: Path) -> None:
-        """Upload a file, which replaces one of this name when all of it has arrived.
+        """Upload a file, which replaces one of this name once the upload is complete.
 
-        Tried again as `copy`. Raises UserError: the store may not be written. OSError: it cannot be
-        written after all attempts.
+        Retries like `copy`.
+
+        Raises:
+            UserError: the store may not be written.
+            OSError: it cannot be written after all attempts.
         """
         url = self.url_of(name)
         self._answer(url, lambda system: system.put_file(str(path), url), "written")
@@ -127,7 +130,7 @@ class Store:
         self._answer(url, lambda system: system.rm_file(url), "written")
 
     def sizes(self) -> dict[str, int]:
-        """Return the size in bytes of each file of the folder, as it is now. Raises as `copy`."""
+        """Return the current size in bytes of each file of the folder. Raises as `copy`."""
         entries = self._answer(self.url, lambda system: _fresh(system).ls(self.url, detail=True))
         files = (
             entry for entry in entries if entry["type"] == "file" and entry["size"] is not None
@@ -135,7 +138,7 @@ class Store:
         return {entry["name"].rpartition("/")[2]: int(entry["size"]) for entry in files}
 
     def size(self, name: str) -> int:
-        """Return the size of a file in bytes. Raises as `copy`, and UserError if it is not told."""
+        """Return the size of a file in bytes. Raises as `copy`, and UserError if unknown."""
         url = self.url_of(name)
         size = self._answer(url, lambda system: _fresh(system).info(url)["size"])
         if size is None:
@@ -143,7 +146,7 @@ class Store:
         return int(size)
 
     def _answer(self, url: str, ask: Callable[[Any], Any], what: str = "fetched") -> Any:
-        """Return what a file system answers, asked as often as `copy` asks for a block."""
+        """Return a file system's answer, with as many attempts as `copy` has for a block."""
         if url.startswith(_PIPE):
             raise UserError(f"{url}: what a command writes cannot be listed: give s3://, gs:// ...")
         for failures in itertools.count(1):
@@ -154,18 +157,18 @@ class Store:
         raise AssertionError("the loop ends by itself")
 
     def _blocks(self, url: str, start: int, size: int | None) -> Iterator[bytes]:
-        """Yield the content from byte `start` on; raises what the libraries raise."""
+        """Yield the content from byte `start` on; raises the libraries' exceptions."""
         if url.startswith(_PIPE):
             yield from _piped(url)
             return
         system = self._opened(url)
         if size is None:
-            yield system.cat_file(url, start=0)  # without it, s3fs asks for the size first
+            yield system.cat_file(url, start=0)  # without `start`, s3fs asks for the size first
             return
         while start < size:
             asked = min(_BLOCK_BYTES, size - start)
             block = system.cat_file(url, start=start, end=start + asked)
-            if len(block) > asked:  # the server knows no ranges, and has sent the whole file
+            if len(block) > asked:  # no support for ranges: the server has sent the whole file
                 block = block[start:]
             if len(block) < asked and start + asked <= size:
                 raise OSError(f"it sends {start + len(block)} of {size} bytes")
@@ -181,7 +184,7 @@ class Store:
 
 
 def _fresh(system: Any) -> Any:
-    """Return a file system without what it remembers of folders, which others write too."""
+    """Return a file system with its listings forgotten, since others may change the folders."""
     system.invalidate_cache()
     return system
 
@@ -199,7 +202,7 @@ def _open_system(url: str) -> Any:
     elif scheme in ("http", "https"):
         from aiohttp import ClientTimeout
 
-        # The default ends any body after five minutes.
+        # The default ends any transfer after five minutes.
         limits = ClientTimeout(
             total=None, sock_connect=_STALLED_SECONDS, sock_read=_STALLED_SECONDS
         )
@@ -218,7 +221,7 @@ def _open_system(url: str) -> Any:
 
 
 def _piped(url: str) -> Iterator[bytes]:
-    """Yield what a command writes; raises OSError if it fails."""
+    """Yield the output of a command; raises OSError if it fails."""
     from webdataset.gopen import gopen
 
     with gopen(url, "rb") as stream:
@@ -236,9 +239,10 @@ def _check(digest: str, done: int, size: int | None, sha256: str | None) -> None
 def _give_up_or_wait(
     url: str, error: Exception, failures: int, attempts: int, what: str = "fetched"
 ) -> None:
-    """Pause after a failure; raise UserError at once where another try cannot help.
+    """Pause after a failure; raise UserError at once if a retry cannot help.
 
-    Raises OSError after as many failures as attempts, and other errors than the way's as they are.
+    Raises OSError after as many failures as attempts. Errors other than transfer failures are
+    re-raised.
     """
     if isinstance(error, UserError):
         raise error
@@ -256,17 +260,17 @@ def _give_up_or_wait(
         reason = _short_reason(error)
         raise OSError(f"{url} cannot be {what} after {failures} attempts: {reason}") from error
     pause = min(MOST_SECONDS, PAUSE_SECONDS * 2 ** (failures - 1))
-    # Not from a generator that draws are made with.
+    # Not from a generator used for other draws.
     time.sleep(pause * secrets.SystemRandom().uniform(0.5, 1.0))
 
 
 def _refusal(url: str, error: Exception, what: str) -> str | None:
-    """Return why a file may not be read or written, or None if it may on another try."""
+    """Return why a file may not be read or written; None if a retry may succeed."""
     scheme = url.partition("://")[0]
     login = _LOGIN.get({"s3a": "s3", "gcs": "gs", "http": "https"}.get(scheme, scheme), "its mode")
     status = _status(error)
     if isinstance(error, PermissionError) or status in (401, 403) or "Forbidden" in str(error):
-        # S3 says 403 for an absent file too, to those who may not list the bucket.
+        # S3 returns 403 for an absent file too, if the user may not list the bucket.
         may_not = f"may not be {what}, or does not exist"
         return f"{url} {may_not} ({_short_reason(error)}): check {login}"
     if type(error).__name__ in _NO_LOGIN:
@@ -277,9 +281,9 @@ def _refusal(url: str, error: Exception, what: str) -> str | None:
 
 
 def _status(error: Exception) -> int | None:
-    """Return the HTTP status of an error, if it has one, which each library keeps elsewhere."""
-    # By name: importing a client that is not used, or not installed, only to know its error would
-    # cost a start seconds. So the type checker knows none of these attributes.
+    """Return the HTTP status of an error, if any; libraries keep it in different places."""
+    # By name: importing an unused client, which may not be installed, only for its error class
+    # would take seconds. The type checker therefore does not know these attributes.
     library, kind = type(error).__module__.partition(".")[0], type(error).__name__
     if library == "aiohttp" and kind == "ClientResponseError":
         return error.status  # type: ignore[attr-defined]
@@ -292,7 +296,7 @@ def _status(error: Exception) -> int | None:
 
 
 def _is_of_the_way(error: Exception) -> bool:
-    """Return whether a network, a server or a command failed, and not a line of code."""
+    """Return whether a network, server or command failed, rather than our code."""
     modules = {base.__module__.partition(".")[0] for base in type(error).__mro__}
     return isinstance(error, OSError | TimeoutError) or not modules.isdisjoint(_CLIENTS)
 

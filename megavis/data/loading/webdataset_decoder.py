@@ -1,11 +1,11 @@
-"""Samples of a shard folder in anybody's webdataset loop.
+"""Decode the samples of a shard folder in any webdataset loop.
 
     decoder = ShardDecoder("shards/train")
     url = "shards/train/shard-{000000..000127}.tar"
     samples = wds.WebDataset(url, shardshuffle=100).decode(decoder).map(decoder.with_label)
 
-A loop of webdataset reads shards as streams, shuffled in a buffer. It has no positions, so that
-random crops stay its own matter, and what `ShardDataset` replaces is an error here.
+A webdataset loop reads shards as streams, shuffled in a buffer. It has no positions, so random
+crops are left to the loop, and samples that `ShardDataset` would replace are errors here.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class ShardDecoder:
 
     Args:
         directory: the shard folder or its URL, whose manifest says how samples are decoded.
-        transform: crop of images, such as `Transform(image_size=224, crop="center")`, without which
-            JPEG folders of any size cannot be read; if None, samples are as stored.
+        transform: crop of images, such as `Transform(image_size=224, crop="center")`; needed for
+            JPEG folders of any size; if None, samples are as stored.
         palette: maps the pixels of JPEG shards to ids, as `data.palette` does.
 
     Attributes:
-        manifest: the folder's.
+        manifest: the folder's manifest.
 
     Raises:
         UserError: the folder has no manifest, the shards do not support transform or palette, or
-            the transform draws at random, for which a loop of webdataset has no positions.
+            the transform draws at random, for which a webdataset loop has no positions.
         OSError: the manifest at a URL cannot be fetched.
     """
 
@@ -78,13 +78,13 @@ class ShardDecoder:
         """Decode a member of a tar.
 
         Args:
-            key: its suffix with a dot, such as `.tok`.
-            data: its bytes.
+            key: suffix of the member with a dot, such as `.tok`.
+            data: content of the member.
 
         Returns:
-            None if another handler shall decode it, or the sample, a row of what `ShardDataset`
-            reads: ids uint16 `[n]`, pixels uint8 `[h, w, 3]`, pairs uint8 `[2, h, w, 3]`, latents
-            float16 `[2, c, h, w]`, recordings float32 `[frames, coefficients]`.
+            None if another handler should decode it; otherwise the sample, as a row of a batch from
+            `ShardDataset`: ids uint16 `[n]`, pixels uint8 `[h, w, 3]`, pairs uint8 `[2, h, w, 3]`,
+            latents float16 `[2, c, h, w]`, recordings float32 `[frames, coefficients]`.
 
         Raises:
             ValueError: the sample is invalid; webdataset gives its `handler` a DecodingError.
@@ -101,8 +101,8 @@ class ShardDecoder:
     def with_label(self, sample: dict[str, Any]) -> dict[str, Any]:
         """Return a sample with its label as `cls`, -1 for none, from its shard's JSON index.
 
-        The index of one shard is kept, so map this before samples of several are shuffled. Raises
-        OSError, and UserError if the shard is none of the folder or its index is damaged.
+        Only one shard's index is kept, so map this before shuffling samples of several shards.
+        Raises OSError, and UserError if the shard is not in the folder or its index is damaged.
         """
         name = str(sample["__url__"]).partition("?")[0].rpartition("/")[2]
         if self._labels[0] != name:
