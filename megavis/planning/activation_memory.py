@@ -1,8 +1,8 @@
-"""Activation memory: what a process keeps from the forward to the backward pass, and its peak.
+"""Activation memory that a process keeps from the forward to the backward pass, and its peak.
 
 The layers' activations are measured (`measured_activations.py`); here they are added up for a
-pipeline stage. What blocks in FP8 keep is computed (`fp8_memory.py`), since the library that does
-so needs a GPU.
+pipeline stage. The memory of FP8 blocks is computed (`fp8_memory.py`), since Transformer Engine
+needs a GPU.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ class ActivationMemory:
         blocks: saved in all blocks and bridges, with the tensors that blocks share.
         head: saved in the last layer and the loss, if this process has them.
         in_flight: micro-batches whose backward pass has not finished.
-        passes: at the worst moment of a micro-batch's passes, besides what it has saved after its
-            forward pass: gradients, recomputed tensors and temporaries; less what has been freed by
-            then.
+        passes: bytes at the worst moment of a micro-batch's passes beyond those saved by its
+            forward pass: gradients, recomputed tensors and temporaries, less what has been freed.
         transit: hidden states received from and sent to neighbouring stages.
         outputs: outputs of the last layer that DeepSpeed's pipeline keeps, besides those in `head`.
         encoding: tensors of a frozen network that encodes the images of a micro-batch, before its
@@ -55,7 +54,7 @@ class ActivationMemory:
     @property
     def total(self) -> float:
         """Peak: in encoding, or in the passes of a micro-batch."""
-        # Nothing of the micro-batch that is being encoded is saved yet.
+        # The micro-batch that is being encoded has not saved anything yet.
         before = self.saved * (self.in_flight - 1) / self.in_flight + self.encoding
         return max(self.saved + self.passes, before) + self.transit + self.outputs
 
@@ -90,10 +89,10 @@ def activation_memory(shape: ModelShape, layout: Layout, stage: int = 0) -> Acti
 
 
 def _passes(layers: list[LayerActivations], images: int, *, keeps_last: bool) -> float:
-    """Return the most bytes during both passes of a micro-batch, besides what all layers save.
+    """Return the peak bytes during both passes of a micro-batch beyond those that layers save.
 
-    With `keeps_last`, what the last layer saves is freed after the backward pass of all, as it was
-    found to be in DeepSpeed's pipeline engine.
+    With `keeps_last`, tensors saved by the last layer are freed only after the backward pass of all
+    layers, as was found in DeepSpeed's pipeline engine.
     """
     below = [*itertools.accumulate((layer.kept(images) for layer in layers), initial=0.0)]
     moments = []

@@ -29,9 +29,9 @@ class LayerActivations:
         fixed: bytes kept for all images together: gains of norms in float32.
         shared: bytes per image kept that the layers of a stack share: tensors carried with the
             hidden states, such as an encoder's output.
-        forward: allocated in its forward pass, with what it keeps in the end.
-        backward: allocated in its backward pass, besides what was kept. The gradients of its
-            outputs are included, recomputed tensors too.
+        forward: bytes allocated in its forward pass, including those it keeps.
+        backward: bytes allocated in its backward pass besides those kept, including the gradients
+            of its outputs and recomputed tensors.
     """
 
     saved: float
@@ -52,7 +52,7 @@ class StackActivations:
     The last block continues only with the tokens that are read from it.
 
     Attributes:
-        lower: all blocks but the last, where they are not all as `block`.
+        lower: all blocks but the last, if they do not all equal `block`.
     """
 
     block: LayerActivations
@@ -72,11 +72,11 @@ class ModelActivations:
     """Activations of all layers in one kind of layout.
 
     Attributes:
-        first: of the first layer.
-        stacks: of the blocks, from bottom to top.
-        head: of the last layer, with a stack inside it, and of the loss.
+        first: activations of the first layer.
+        stacks: activations of the blocks, from bottom to top.
+        head: activations of the last layer, with a stack inside it, and of the loss.
         outputs: bytes per image of the last layer's output.
-        saved_outputs: what of it is part of `head.saved`.
+        saved_outputs: the part of them that is included in `head.saved`.
         head_flops: operations of the head of fine-tuning and its loss in both passes of an image.
     """
 

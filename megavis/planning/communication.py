@@ -75,7 +75,8 @@ class Transfer:
     """One kind of communication: purpose and collective, and bytes and calls of a process per step.
 
     Bytes are those sent inside the node and between nodes. A hidden transfer overlaps with
-    computation; the passes of a micro-batch wait for one in them, so pipeline bubbles grow with it.
+    computation. The passes of a micro-batch wait for a transfer in them, so pipeline bubbles grow
+    with it.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""What the training data of a plan need of a node: files, bytes a second, and room in a cache."""
+"""Requirements of a plan's training data on a node: files and bytes per second, and cache size."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _TRIES = 2
 
 @dataclass(frozen=True)
 class DataRates:
-    """What a node does for the training data while a layout trains.
+    """Rates at which a node reads training data while a layout trains.
 
     Attributes:
-        read: bytes a second that its processes read; those of one data-parallel rank read the same.
-        opened: files a second that they open.
-        fetched: bytes a second that it fetches from stores.
+        read: bytes per second that its processes read; those of a data-parallel rank read the same.
+        opened: files per second that they open.
+        fetched: bytes per second that it fetches from stores.
     """
 
     read: float
@@ -65,7 +65,7 @@ def _manifest(path: str) -> Manifest:
 
 
 def complaints(data: DataConfig, needs: DataNeeds) -> Iterator[ConfigIssue]:
-    """Yield what cannot work, each with the key to change; the disk counts if it is here."""
+    """Yield problems, each with the key to change; the disk is checked if it is on this machine."""
     yield from needs.complaints()
     folder = Path(data.cache or "")
     if not needs.remote or data.cache is None or not folder.is_dir():
@@ -82,7 +82,7 @@ def complaints(data: DataConfig, needs: DataNeeds) -> Iterator[ConfigIssue]:
 
 
 def rate_lines(needs: DataNeeds, rates: DataRates, name: str) -> Iterator[str]:
-    """Yield what the data need, and what a node does for them in a layout of that name."""
+    """Yield the data's requirements, and a node's rates in the layout of that name."""
     yield from needs_lines(needs)
     fetched = ""
     if needs.remote:
@@ -96,7 +96,7 @@ def rate_lines(needs: DataNeeds, rates: DataRates, name: str) -> Iterator[str]:
 
 
 def data_json(needs: DataNeeds, rates: DataRates | None) -> dict[str, Any]:
-    """Return what the data need, in bytes, and rates a second of a node."""
+    """Return the data's requirements in bytes, and a node's rates per second."""
     return {
         **asdict(needs),
         "index_bytes": needs.index_bytes,

@@ -114,9 +114,9 @@ def open_device(name: str, *, memory: str | None = None, interconnect: str | Non
     """Return a device of `DEVICES`, or from a YAML file with the keys of `Device`.
 
     Args:
-        name: of the device or the file.
-        memory: for example `80GB`; default: the device's own.
-        interconnect: of `NETWORKS`, or GB/s per GPU; default: the device's own.
+        name: name of the device or the file.
+        memory: memory, for example `80GB`; default: the device's own.
+        interconnect: name in `NETWORKS`, or GB/s per GPU; default: the device's own.
 
     Raises:
         UserError: the device is unknown, or a value is invalid.

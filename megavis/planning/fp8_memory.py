@@ -1,4 +1,4 @@
-"""What a block's products in FP8 keep for the backward pass, besides or instead of bf16.
+"""Memory that a block's FP8 products save for the backward pass, in addition to or instead of bf16.
 
 Read in the sources of Transformer Engine 2.9.0, 2.11.0 and 2.20.2 (`_Linear` and
 `Float8TensorStorage`), for the recipe `Float8CurrentScaling`:
@@ -25,13 +25,13 @@ _ORDERS = 2
 
 @dataclass(frozen=True)
 class Fp8Difference:
-    """Bytes that a block in FP8 has more than one in bf16; negative if less.
+    """Additional bytes of a block in FP8 compared with bf16; negative if fewer.
 
     Attributes:
-        saved: kept for the backward pass of an image.
-        fixed: kept for all images of a micro-batch.
-        backward: recomputed, or gradients, in the backward pass of an image.
-        backward_fixed: recomputed for all images.
+        saved: bytes kept for the backward pass of an image.
+        fixed: bytes kept for all images of a micro-batch.
+        backward: recomputed tensors and gradients in the backward pass of an image.
+        backward_fixed: tensors recomputed for all images.
     """
 
     saved: float
@@ -41,17 +41,17 @@ class Fp8Difference:
 
 
 def fp8_difference(shape: StackShape, layout: Layout, *, is_last: bool = False) -> Fp8Difference:
-    """Return what a block keeps more in FP8 than in bf16.
+    """Return the additional memory of a block in FP8 compared with bf16.
 
     Args:
         shape: stack of the block.
-        layout: whose tensor, sequence and context parallelism divide the activations.
+        layout: layout, whose tensor, sequence and context parallelism divide the activations.
         is_last: the last block of the stack, which continues only with the tokens that are read.
     """
     read = shape.work.num_last_queries if is_last else shape.work.num_tokens
     kind = layout.parallel.activation_checkpointing
     inside = read * shape.mlp_size / shape.parts(layout)
-    # Inputs of products, rounded instead of in bf16; `selective` does not keep the MLP's.
+    # Inputs of products, in FP8 instead of bf16; `selective` does not keep the MLP's.
     less = FP8 - shape.number_size
     kept = less * inside
     if kind != "selective":
@@ -59,7 +59,7 @@ def fp8_difference(shape: StackShape, layout: Layout, *, is_last: bool = False) 
     kept += _attention_difference(shape, layout, read)
     # A gradient of the MLP's width exists in bf16 and in both orders of FP8.
     gradients = (_ORDERS * FP8) * inside
-    # Weights, but for queries, keys and values of cross-attention.
+    # Weights, except for queries, keys and values of cross-attention.
     width, crosses = shape.hidden_size, shape.work.num_memory > 0
     matrices = width * ((4 + crosses) * width + 2 * shape.mlp_size)
     copies = FP8 * _ORDERS * matrices / layout.tensor
@@ -69,10 +69,10 @@ def fp8_difference(shape: StackShape, layout: Layout, *, is_last: bool = False) 
 
 
 def _attention_difference(shape: StackShape, layout: Layout, read: int) -> float:
-    """Return the bytes per image that attention keeps more than in bf16, for `read` queries."""
+    """Return the additional bytes per image of attention in FP8, for `read` queries."""
     work, parts = shape.work, shape.parts(layout)
     is_split = shape.is_sequence_parallel(layout)
-    # All tokens, of which some are chosen afterwards.
+    # FP8 projects all tokens and chooses some afterwards.
     projected = work.num_tokens / shape.token_parts(layout)
     # In bf16 chosen tokens are projected: all of the tensor group's, and keys' and values' again.
     selects = shape.in_bf16.multiplies_parts(layout)

@@ -25,7 +25,7 @@ from megavis.tokenizers.network_tokenizer import FrozenEncoder, initial_tokenize
 # Two, so that no dimension of size 1 is broadcast.
 _IMAGES = 2
 _ENCODED = ("latents", "ids")
-"""Kinds of shards that hold what a tokenizer gives, so that none runs in training."""
+"""Kinds of shards that hold a tokenizer's outputs, so that none runs in training."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class FrozenNetwork:
     """A network that encodes the images of each micro-batch, on every process that loads them.
 
     Attributes:
-        name: its run folder.
-        parameters: of the whole network, of which training runs a part.
+        name: run folder of the network.
+        parameters: parameters of the whole network, of which training runs a part.
         weights: bytes of the parameters and buffers.
         working: peak bytes of an image's tensors in the pass.
         flops: operations for an image.
@@ -86,7 +86,7 @@ def frozen_networks(
 
 
 def encodes_images(config: RunConfig) -> bool:
-    """Return whether training reads images; those that are not at hand are taken for images."""
+    """Return whether training reads images; unavailable data is assumed to be images."""
     train = config.data.train
     folders = [train] if isinstance(train, str) else [source.path for source in train]
     present = [folder for folder in folders if (Path(folder) / MANIFEST_NAME).exists()]

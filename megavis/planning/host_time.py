@@ -1,11 +1,11 @@
-"""Time in which the host launches the kernels of a block, measured on a CPU or by `gpu_check`.
+"""Time that the host takes to launch the kernels of a block, measured on a CPU or by `gpu_check`.
 
 A step is no faster than its host, which launches kernels one by one, and gathers and frees weights
-under ZeRO-3: at once for a block of hidden states alone, but module by module for one that carries
-other tensors, such as coordinates, groups or noise (`Block.is_gathered_in_parts`).
+under ZeRO-3: all at once for a block with only hidden states, but module by module for one that
+carries other tensors, such as coordinates, groups or noise (`Block.is_gathered_in_parts`).
 
-`python -m benchmarks.host_time` measures it for each paper; a GPU's own machine is measured by
-`python -m benchmarks.gpu_check`, whose folder `megavis plan --measured` reads.
+`python -m benchmarks.host_time` measures it for each paper; `python -m benchmarks.gpu_check`
+measures it on a machine with a GPU and writes a folder that `megavis plan --measured` reads.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from megavis.config.errors import UserError
 from megavis.data.format.files import from_json
 
 MACHINE = "one core of an AMD EPYC, 2026-11-26"
-"""Where `MILLISECONDS` were measured, on eager blocks so narrow that their arithmetic counts for
-little."""
+"""Where `MILLISECONDS` were measured, on eager blocks so narrow that their arithmetic is
+negligible."""
 MILLISECONDS: Mapping[tuple[bool, int], float] = {
     (False, 1): 2.9,
     (False, 3): 5.6,
@@ -34,13 +34,13 @@ stage: the largest of the papers' presets (docs/performance.md, "The host's time
 
 @dataclass(frozen=True)
 class Measured:
-    """What `gpu_check` has measured on a machine.
+    """Measurements of `gpu_check` on a machine.
 
     Attributes:
         device: CUDA's name of the GPU.
         host: seconds of the host per block and micro-batch, keyed as `MILLISECONDS`.
         bf16_tflops: speed of a large product in bf16; None if it was not measured.
-        memory_gb_per_s: speed of a copy in memory, reading and writing; None likewise.
+        memory_gb_per_s: speed of a copy in memory, reads and writes; None if it was not measured.
     """
 
     device: str
@@ -51,7 +51,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class HostTime:
-    """Seconds of the host per block and micro-batch, and a phrase that says how they are known."""
+    """Seconds of the host per block and micro-batch, and a phrase on their source."""
 
     seconds: float
     source: str
@@ -60,9 +60,9 @@ class HostTime:
 def host_time(*, carries: bool, zero_stage: int, measured: Measured | None = None) -> HostTime:
     """Return the host's time for a block; `carries`: with other tensors than hidden states.
 
-    A machine's own figure is used if there is one; for other blocks and stages the figure of
-    `MACHINE` is scaled by the median ratio of the two. ZeRO 0 and 2 count as ZeRO-1, whose blocks
-    run alike.
+    A machine's own figure is used if there is one; for other blocks and stages, the figure of
+    `MACHINE` is scaled by the median ratio of the two machines. ZeRO 0 and 2 use ZeRO-1's figure,
+    since their blocks run alike.
     """
     key = (carries, 3 if zero_stage == 3 else 1)
     shipped = 1e-3 * MILLISECONDS[key]

@@ -142,7 +142,7 @@ def legal_layouts(config: RunConfig, num_processes: int) -> Iterator[ParallelCon
     recomputing = ("none", "selective", "full")
     choices = product(sizes, sizes, sizes, (0, 1, 2, 3), (False, True), recomputing)
     for tensor, context, pipeline, zero, sequence, recompute in choices:
-        # The checks would say so too, but take most of the time of `megavis plan`.
+        # The config checks would reject these too, but take most of the time of `megavis plan`.
         if num_processes % (tensor * context * pipeline):
             continue
         parallel = ParallelConfig(
@@ -163,7 +163,7 @@ def is_legal(config: RunConfig, num_processes: int) -> bool:
 
 
 def layout_issues(config: RunConfig, num_processes: int) -> list[ConfigIssue]:
-    """Return what the config checks say against `config` on `num_processes`."""
+    """Return the issues that the config checks find in `config` on `num_processes`."""
     return [*check_config(config), *check_world(config, num_processes)]
 
 
@@ -174,7 +174,7 @@ def with_layout(config: RunConfig, parallel: ParallelConfig) -> RunConfig:
 
 def all_layouts(config: RunConfig, num_processes: int) -> Iterator[Layout]:
     """Yield every legal layout with every micro-batch size that divides a process's batch."""
-    # The full share as micro-batch, so that legality does not depend on the config's own.
+    # Use the full share as the micro-batch, so that legality does not depend on the config's.
     plain = config.model_copy(
         update={"training": config.training.model_copy(update={"micro_batch_size": None})}
     )
@@ -185,7 +185,7 @@ def all_layouts(config: RunConfig, num_processes: int) -> Iterator[Layout]:
 
 
 def with_offload(config: RunConfig, layouts: Iterable[Layout]) -> Iterator[Layout]:
-    """Yield those layouts that are legal with the optimizer offloaded, with it."""
+    """Yield the layouts with an offloaded optimizer, where this is legal."""
     for layout in layouts:
         parallel = layout.parallel.model_copy(update={"offload_optimizer": "cpu"})
         micro = {"micro_batch_size": layout.micro_batch_size}

@@ -1,4 +1,4 @@
-"""Which tensors exist during a computation, and which of them autograd keeps.
+"""Track the tensors that exist during a computation, and those that autograd saves.
 
 On the meta device tensors have shapes but no data, so both are found without allocating memory.
 """
@@ -20,7 +20,7 @@ Storages = dict[int, Tensor]
 def saved_tensors(
     run: Callable[[], Any], modules: Iterable[nn.Module] = ()
 ) -> tuple[Storages, Any]:
-    """Return the tensors but parameters that autograd saves during `run`, and its result."""
+    """Return the tensors, except parameters, that autograd saves during `run`, and its result."""
     parameters = [parameter for module in modules for parameter in module.parameters()]
     # Keep the tensors alive: the address of a freed storage may be reused.
     saved: Storages = {}
@@ -43,7 +43,7 @@ def num_bytes(storages: Storages) -> int:
 
 
 def place_of(tensor: Tensor) -> int:
-    """Return what identifies the storage of a tensor while it exists."""
+    """Return a key that identifies the storage of a tensor while it exists."""
     # On the meta device every address is 0; this is the address of the storage object itself.
     place: int = storage_of(tensor)._cdata
     return place

@@ -1,10 +1,10 @@
-"""Measure what each layer keeps for the backward pass, and what it allocates in both passes.
+"""Measure the memory that each layer saves for the backward pass and allocates in both passes.
 
 The layers of a model (the first one, one block and the last block of each stack, bridges, the head
 with its loss) run on the meta device, where tensors have shapes but no data, so a paper's layers
 need no formulas of their own. Tensor and context parallelism, sequence parallelism and activation
 checkpointing each change them, so they run once per kind of layout, as one process of both groups.
-Attention is taken for a flash kernel's, which keeps no scores.
+Attention is assumed to use a flash kernel, which saves no scores.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from megavis.planning.layouts import LayoutKey, layout_key
 from megavis.planning.live_storages import LiveStorages, place_of, saved_tensors
 from megavis.planning.remembered_shapes import RememberedShapes
 
-# A prime that divides no size of a model: a storage grows with the images if and only if the number
-# of its bytes is a multiple. On the meta device many images take no longer than one.
+# A prime that divides no size of a model: a storage grows with the images if and only if its number
+# of bytes is a multiple. On the meta device many images take no longer than one.
 _IMAGES = 31
 _KINDS = frozenset({"none", "selective", "full"})
 
@@ -51,8 +51,8 @@ _KINDS = frozenset({"none", "selective", "full"})
 def activations_of_layouts(layouts: Iterable[RunConfig]) -> dict[LayoutKey, ModelActivations]:
     """Measure a model in every way in which it runs in these layouts of a config.
 
-    Ways without recomputation are added, since estimates of time compare with them. There must be
-    no open parallel context.
+    Ways without recomputation are added, since time estimates compare with them. No parallel
+    context may be open.
     """
     found: dict[LayoutKey, ModelActivations] = {}
     ways = sorted(_ways(layouts).items())
@@ -72,7 +72,7 @@ def activations_of_layouts(layouts: Iterable[RunConfig]) -> dict[LayoutKey, Mode
 
 
 def activations_of_run(objective: Trainable) -> dict[LayoutKey, ModelActivations]:
-    """Measure a model in the layout of its own context, and that without recomputation."""
+    """Measure a model in the layout of its own context, with and without recomputation."""
     return _in_context(_ways([objective.config]), objective.context)
 
 
@@ -103,7 +103,7 @@ def _in_context(
 
 @dataclass
 class _Ends:
-    """The first and the last layer by `parallel.activation_checkpointing`, which ways share."""
+    """The first and last layer by `parallel.activation_checkpointing`, shared between ways."""
 
     first: dict[str, _Measured] = field(default_factory=dict)
     head: dict[str, _Head] = field(default_factory=dict)
@@ -113,8 +113,8 @@ def activations_of(objective: Trainable, ends: _Ends | None = None) -> ModelActi
     """Measure the layers of a model in the objective's own context.
 
     Args:
-        ends: what is known from another way that differs in activation checkpointing only; what
-            this one adds is kept there.
+        ends: measurements of another way that differs only in activation checkpointing; new ones
+            are added to it.
     """
     ends = ends or _Ends()
     first, *between, last = objective.layer_plans()
@@ -151,16 +151,16 @@ def _equal_kinds(kind: str, recomputing: frozenset[str]) -> frozenset[str]:
 
 @dataclass
 class _Handed:
-    """What lower layers hand to the last one; see `LayerPlan.handed`, which is `box`.
+    """Tensors that lower layers hand to the last one; see `LayerPlan.handed`, which is `box`.
 
-    `found` are blank copies of what all of them have handed.
+    `found` are blank copies of everything that they have handed.
     """
 
     box: list[Any]
     found: list[Any] = field(default_factory=list)
 
     def narrowed(self, num_images: int) -> _Handed:
-        """Return the same of fewer images; hidden states have these in their second dimension."""
+        """Return the same for fewer images, the second dimension of hidden states."""
 
         def part(tensor: Tensor) -> Tensor:
             return _part(tensor, 0 if len(tensor) == _IMAGES else 1, num_images)
@@ -173,7 +173,7 @@ def _part(tensor: Tensor, dim: int, num_images: int) -> Tensor:
 
 
 def _blank(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same form with a storage of its own."""
+    """Return a tensor of the same form with its own storage."""
     return torch.empty_like(tensor, requires_grad=tensor.requires_grad)
 
 
@@ -183,7 +183,7 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Head:
-    """The last layer with the loss, bytes per image of its output, and those of them it saves."""
+    """The last layer with the loss, bytes per image of its output, and the saved part of them."""
 
     activations: LayerActivations
     outputs: float
@@ -199,9 +199,10 @@ def _whole_head(
     objective: Trainable,
     handed: _Handed,
 ) -> _Head:
-    """Measure the last layer; by the difference between one and two images if it takes them singly.
+    """Measure the last layer.
 
-    Then no storage of it grows with their number.
+    If it takes images singly, none of its storages grows with their number, so the measurements of
+    one and two images are compared.
     """
     if not objective.takes_images_singly:
         return _measured_head(plan, state, dtype, objective, handed)
@@ -223,13 +224,13 @@ def _narrowed(state: PackedState, num_images: int) -> PackedState:
     """Return the state of the first of `_IMAGES` images; hidden states lead, `[s, b, h]`."""
     hidden, *carried = _leaves(state)
     parts = [_part(hidden, 1, num_images)]
-    # One row for all images where it does not differ.
+    # Tensors that images share have one row.
     parts += [_part(each, 0, min(num_images, len(each))) for each in carried]
     return parts[0] if isinstance(state, Tensor) else tuple(parts)
 
 
 def _line(one: LayerActivations, two: LayerActivations) -> LayerActivations:
-    """Return what grows evenly with the images, from the totals of one and of two."""
+    """Return the linear growth with the images, from the totals for one and for two."""
 
     def through(first: float, second: float) -> tuple[float, float]:
         return second - first, 2 * first - second
@@ -255,7 +256,7 @@ def _measured_head(
 
     def score(head: nn.Module, entering: PackedState) -> Tensor:
         predictions: Predictions = head(entering)
-        # Of the first run, in which `saved` is found.
+        # Only in the first run, which determines `saved`.
         sizes.update(() if sizes else [(place_of(one), one.nbytes) for one in _leaves(predictions)])
         return objective.loss(predictions, targets)
 
@@ -299,7 +300,7 @@ def _through(
                 state = measured.output
             stacks[-1] = replace(stacks[-1], bridge=tuple(bridge))
             continue
-        # A block's output has the form of its input, so one of each kind runs.
+        # A block's output has the form of its input, so running one of each kind is enough.
         kinds: dict[tuple[str, ...], _Measured] = {}
         for plan, count in alike_layers(layers):
             kinds[plan.variant] = last = _measured_kind(plan, count, state, dtype, handed)
@@ -318,9 +319,9 @@ def _through(
 def _measured_kind(
     plan: LayerPlan, count: int, state: PackedState, dtype: torch.dtype, handed: _Handed
 ) -> _Measured:
-    """Measure one of `count` equal blocks; above frozen layers not the lowest, if there are more.
+    """Measure one of `count` equal blocks; above frozen layers, not the lowest if possible.
 
-    The input of the lowest has no gradient.
+    The input of the lowest block has no gradient.
     """
     measured = _measured(plan, state, dtype, handed)
     enters, leaves = (_leaves(each)[0].requires_grad for each in (state, measured.output))
@@ -356,7 +357,7 @@ def _measured(
     handed: _Handed,
     run: Callable[[nn.Module, Any], Any] = _apply,
 ) -> _Measured:
-    """Run both passes of a layer, with what `run` adds to it."""
+    """Run both passes of a layer, including what `run` adds."""
     layer, given = _built(plan, dtype), plan.handed is not None
     entering = _map(state, _leaf)
     hidden, *carried = _leaves(entering)
@@ -365,7 +366,7 @@ def _measured(
         handed.box[:] = [_map(each, _leaf) for each in handed.found] if given else []
 
     enter()
-    # In a run of its own: what the hooks were given is freed late.
+    # In a separate run: tensors passed to hooks are freed late.
     saved, _ = saved_tensors(partial(run, layer, entering), [layer])
     sizes = {place: tensor.untyped_storage().nbytes() for place, tensor in saved.items()}
     own = tuple(_map(each, _blank) for each in handed.box)
@@ -395,7 +396,7 @@ def _measured(
             forward=forward,
             backward=backward,
         ),
-        # Not part of a larger storage, which only the layer above would keep.
+        # Not a view of a larger storage, which only the layer above would keep.
         _map(output, _blank),
         frozenset(sizes),
         _recomputing(layer),
@@ -408,7 +409,7 @@ def _recomputing(layer: nn.Module) -> frozenset[str]:
     modules = [*layer.modules()]
     if any(isinstance(module, Block) for module in modules):
         return frozenset({"selective", "full"})
-    # Outside of a block nothing recomputes all of an MLP.
+    # Outside a block, no MLP is recomputed as a whole.
     return frozenset({"selective"} if any(isinstance(m, FeedForward) for m in modules) else ())
 
 
@@ -417,12 +418,12 @@ def _built(plan: LayerPlan, dtype: torch.dtype) -> nn.Module:
     with torch.device("meta"):
         layer = plan.build().to(dtype).train()
     for parameter in layer.parameters():
-        # Engines keep or reduce gradients, which are part of the states.
+        # Drop gradients, which engines keep or reduce, and which are part of the states.
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
     for module in layer.modules():
         if isinstance(module, Attention):
-            # By hooks, so that it holds where a backward pass recomputes too.
+            # With hooks, so that it also applies to recomputation in the backward pass.
             flash = FlashAttention()
             module.register_forward_pre_hook(flash.begin)
             module.register_forward_hook(flash.end)
@@ -459,12 +460,12 @@ class _Moments(LiveStorages):
         return size
 
     def restart(self) -> None:
-        """Forget the moments; count from the storages that are live now."""
+        """Forget the moments, and start from the storages that are live now."""
         self._before = (self.num_bytes - self.fixed, self.fixed)
         self._moments: set[tuple[int, int]] = {(0, 0)}
 
     def record(self) -> None:
-        """Note the live storages unless both numbers were higher at another moment."""
+        """Record the live storages, unless both numbers were higher at another moment."""
         growing, fixed = self._before
         now = (self.num_bytes - self.fixed - growing, self.fixed - fixed)
         if not any(now[0] <= each and now[1] <= other for each, other in self._moments):

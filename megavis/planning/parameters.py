@@ -30,7 +30,7 @@ from megavis.model.stack import (
 
 @dataclass(frozen=True)
 class Matrix:
-    """A parameter tensor, and the number of layers that have one of this name and shape."""
+    """A parameter tensor, and the number of layers that have it with this name and shape."""
 
     name: str
     """Name with `*` for the block index: `blocks.*.mlp.linear_fc1.weight`."""
@@ -70,7 +70,7 @@ def count_parameters(objective: Trainable) -> list[Matrix]:
     The objective's context has tensor size 1, so shapes are of full tensors.
     """
     found: Counter[tuple[str, str, tuple[int, ...], bool, bool]] = Counter()
-    # Of blocks that differ only in drop rates build one.
+    # Build only one of the blocks that differ only in drop rates.
     for plan, copies in alike_layers(objective.layer_plans()):
         # Megatron initializes weights on the CPU; on the meta device this is a no-op.
         with torch.device("meta"):
@@ -229,7 +229,7 @@ class Layers:
 
     @functools.cached_property
     def _stages(self) -> dict[int, tuple[PipelineStage, ...]]:
-        """What `stages` has returned; each layout that `megavis plan` compares asks many times."""
+        """Cache of `stages`, which each layout that `megavis plan` compares calls many times."""
         return {}
 
     def _even(self, num_stages: int) -> list[PipelineStage]:
@@ -298,7 +298,7 @@ def stage_bounds(plans: Sequence[LayerPlan], num_stages: int) -> list[int]:
     return [0, *(places[block] for block in inner), len(plans)]
 
 
-# Asked for again by each of the hundreds of layouts that `megavis plan` compares.
+# Cached, since each of the hundreds of layouts that `megavis plan` compares calls it.
 @functools.cache
 def balanced_bounds(weights: tuple[float, ...], num_parts: int) -> tuple[int, ...]:
     """Divide weights into consecutive non-empty parts with the least possible largest sum.

@@ -17,8 +17,8 @@ from megavis.planning.step_time import StepTime, step_time
 _DAY = 86_400.0
 # Estimates within this factor count as equal; then the simpler layout wins.
 _EQUAL = 1.03
-# With fewer parameters than these, ZeRO-3 is left out where ZeRO 0 to 2 fit: states take little
-# memory, and that its gathers overlap with computation is an assumption.
+# With fewer parameters than this, ZeRO-3 is left out if ZeRO 0 to 2 fit: states take little memory,
+# and the overlap of its gathers with computation is only assumed.
 _FEW = 3e9
 _CHECKPOINTING = ("none", "selective", "full")
 
@@ -27,8 +27,8 @@ _CHECKPOINTING = ("none", "selective", "full")
 class Plan:
     """A layout and its cost.
 
-    `memory` is of the process with the highest peak, `traffic` of one process per step, and
-    `steps` the length of the run.
+    `memory` is that of the process with the highest peak, `traffic` that of one process per step,
+    and `steps` the length of the run.
     """
 
     layout: Layout
@@ -102,7 +102,7 @@ def recommend(config: RunConfig, shape: ModelShape, cluster: Cluster) -> Recomme
     proven = [plan for plan in fitting if not plan.layout.is_experimental]
     if not proven:
         return Recommendation(ordered, None, (_only_experimental(fitting[0]),))
-    # Waiting for the host is wasted time of the device, and the least certain of the estimates.
+    # Waiting for the host wastes device time, and is the least certain estimate.
     chosen = [plan for plan in proven if not plan.time.waits_for_host] or proven
     if shape.layers.total < _FEW:
         chosen = [plan for plan in chosen if plan.layout.zero_stage < 3] or chosen
@@ -173,10 +173,10 @@ def _reasons(
 
     Args:
         best: the recommended plan.
-        plans: all of them.
-        equal: those that count as the fastest.
-        cluster: for which they are.
-        is_small: whether ZeRO-3 is left out where another stage fits.
+        plans: all plans.
+        equal: the plans that count as the fastest.
+        cluster: the cluster of the plans.
+        is_small: whether ZeRO-3 is left out if another stage fits.
     """
     plans = list(plans)
     num_fitting = sum(plan.fits for plan in plans)

@@ -14,10 +14,10 @@ from megavis.planning.live_storages import place_of, tensors_in
 
 
 class RememberedShapes(TorchDispatchMode):
-    """Answers an operation on the meta device with new tensors of the shapes that it gave before.
+    """Replaces a repeated operation on the meta device by new tensors of the shapes it returned.
 
-    Torch finds some of them in Python, such as those of a norm and its gradients, by a dozen other
-    operations. Operations that change an argument, or return its storage, always run.
+    torch computes some shapes, such as those of a norm and its gradients, in Python with a dozen
+    other operations. Operations that change an argument or return its storage always run.
     """
 
     def __torch_dispatch__(
@@ -53,7 +53,7 @@ class _Results:
         """Describe the results of an operation, or return None if others cannot replace them.
 
         Args:
-            operation: which has given them.
+            operation: the operation that returned them.
             results: a tensor, several, or something else, such as the work of a collective.
             arguments: places of the arguments' storages.
         """
@@ -82,7 +82,7 @@ class _Results:
 
 
 _KNOWN: dict[Hashable, _Results | None] = {}
-"""Results by operation and arguments. Nothing else changes them, so all contexts share these."""
+"""Results by operation and arguments. They depend on nothing else, so all contexts share them."""
 
 
 def _made(form: _Shape) -> Tensor:
@@ -91,12 +91,12 @@ def _made(form: _Shape) -> Tensor:
 
 
 def _form(argument: Any) -> Hashable:
-    """Return what shapes depend on: all of the arguments but the tensors' data."""
+    """Return everything that shapes depend on: the arguments without the tensors' data."""
     if isinstance(argument, Tensor):
         return argument.shape, argument.stride(), argument.dtype, argument.device
     if isinstance(argument, tuple | list):
         return tuple(map(_form, argument))
     if isinstance(argument, Mapping):
         return tuple((name, _form(each)) for name, each in argument.items())
-    # The type too, since 1, 1.0 and True are equal.
+    # Include the type, since 1, 1.0 and True are equal.
     return type(argument), argument

@@ -42,7 +42,7 @@ class StackShape:
         number_size: bytes per element in the compute precision.
         num_passing: see `PlannedStack`.
         is_fp8: whether the blocks multiply their matrices in FP8.
-        carries: whether blocks carry other tensors than hidden states.
+        carries: whether blocks carry tensors other than hidden states.
     """
 
     num_layers: int
@@ -84,7 +84,7 @@ class StackShape:
 
     @property
     def chooses(self) -> bool:
-        """Whether keys and values belong to chosen tokens alone."""
+        """Whether only chosen tokens have keys and values."""
         return self.visibility in ("two_stream", "context")
 
     def multiplies_parts(self, layout: Layout) -> bool:
@@ -117,20 +117,20 @@ class ModelShape:
 
     Attributes:
         layers: parameters by layer.
-        trained: how many of them are not frozen.
-        optimizer: its algorithm.
+        trained: number of parameters that are not frozen.
+        optimizer: algorithm of the optimizer.
         parts: parameters by name of the part.
         stacks: stacks of blocks, from bottom to top.
         decoder: the stack inside the last layer, if any.
         precision: `float32`, `bf16` or `fp16`.
         gradient_size: bytes per element in the all-reduce of gradients.
         keeps_average: whether an EMA of the weights is kept.
-        activations: of its layers, by kind of layout.
+        activations: activations of its layers, by kind of layout.
         flops: operations of a training step per image, without recomputation and without the head
             of fine-tuning; frozen blocks have no backward pass.
         fp8_share: fraction of the operations in FP8.
         frozen: networks that encode images before the passes of each micro-batch.
-        uncounted: networks that do too, but do not exist yet, so that nothing counts them.
+        uncounted: such networks that do not exist yet, and are therefore not counted.
     """
 
     layers: Layers
@@ -201,7 +201,7 @@ def shape_of(objective: Trainable, activations: Mapping[LayoutKey, ModelActivati
     inner, matrices = plans[-1].inner, count_parameters(objective)
     flops, tuned = objective.flops_per_image(), finetuned_of(objective)
     if tuned is not None:
-        # Of three passes the forward pass alone.
+        # Frozen blocks run only the forward pass, a third of the operations.
         flops *= 1 - 2 / 3 * tuned.frozen_share
     return ModelShape(
         layers=Layers.of(matrices, plans),

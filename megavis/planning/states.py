@@ -20,11 +20,11 @@ from megavis.planning.shape import ModelShape, number_size
 FLOAT32 = 4
 MOMENTS = {"adam": 2, "adafactor": 2, "sgd": 1, "lars": 1}
 """Moments by `optimizer.algorithm`; Adafactor's product of row and column means is stored whole."""
-# DeepSpeed's defaults in elements: what it flattens at once at ZeRO-0 and in bf16 at ZeRO-1, where
-# no key changes it, and the limit of gathered weights under ZeRO-3.
+# DeepSpeed's defaults in elements: those flattened at once at ZeRO-0 and in bf16 at ZeRO-1, which
+# no key changes, and the limit of gathered weights under ZeRO-3.
 BUCKET, MOST_GATHERED = 500_000_000, 1_000_000_000
 SMALLEST_BUCKET = 5_000_000
-"""Elements of the smallest bucket: in float32 20 MB, below which a network is bound by latency."""
+"""Elements of the smallest bucket: 20 MB in float32, below which latency bounds the network."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class StateMemory:
     """Bytes on one process at the start of a step; offloaded states are not counted.
 
     Attributes:
-        weights: in the compute precision, with the copy of hierarchical partitioning.
-        gradients: in float32.
+        weights: weights in the compute precision, with the copy of hierarchical partitioning.
+        gradients: gradients in float32.
         optimizer: moments and, under ZeRO 1 to 3, float32 master weights, which DeepSpeed
             keeps even if the weights are float32.
         average: EMA of the weights (`optimizer.ema_decay`) in float32; partitioned and offloaded
@@ -60,15 +60,15 @@ class StateMemory:
 
 
 def has_bf16_optimizer(zero_stage: int, precision: str) -> bool:
-    """Return whether DeepSpeed's `BF16_Optimizer` updates, which has whole float32 gradients."""
+    """Return whether DeepSpeed's `BF16_Optimizer` is used, which keeps whole float32 gradients."""
     return zero_stage == 1 and precision == "bf16"
 
 
 def bucket_size(hidden_size: int, mlp_size: int, tensor_size: int) -> int:
-    """Return the gradients that ZeRO reduces at once, in elements: about one block's.
+    """Return the number of gradients that ZeRO reduces at once, in elements: about one block's.
 
-    DeepSpeed's own 5·10⁸ is 3/4 of a ViT-H: reduction would begin when most of the backward pass is
-    over.
+    DeepSpeed's default, 5·10⁸, is 3/4 of a ViT-H: reduction would only begin near the end of the
+    backward pass.
     """
     block = hidden_size * (4 * hidden_size + 2 * mlp_size)
     return max(block // tensor_size, SMALLEST_BUCKET)
@@ -104,7 +104,7 @@ def states_of(
         keeps_average: whether an EMA of the weights is kept.
         frozen: networks that encode images, on the first and last stage.
         trained: the parameters that are not frozen; default: all.
-        num_moments: for each trained parameter; default: as Adam and Adafactor have.
+        num_moments: moments of each trained parameter; default: as in Adam and Adafactor.
     """
     parallel, zero_stage, size = layout.parallel, layout.zero_stage, number_size(precision)
     num_parameters = parameters_held(layers, layout, stage)
@@ -140,7 +140,7 @@ class RankMemory:
 
     Attributes:
         states: weights, gradients, optimizer.
-        activations: of the micro-batches in flight.
+        activations: activations of the micro-batches in flight.
         buffers: DeepSpeed's gradient bucket, weights that ZeRO-3 keeps gathered beyond the largest
             layer, and Megatron's buffer for gathered sequences.
         stage: pipeline stage of the process.

@@ -29,9 +29,9 @@ _LINK_SHARE, _MEMORY_SHARE, _LATENCY = 0.8, 0.7, 20e-6
 # Memory accesses per saved activation: written once, read by the next operation and in the backward
 # pass; its gradient is written and read.
 _TOUCHES = 5.0
-# Of each that `selective` frees: its function's input read, itself written, and copied into place.
+# For each activation that `selective` frees: read the input, write the output, copy it into place.
 _TOUCHES_AGAIN = 4.0
-# Fraction of overlapped communication by which it slows down computation.
+# Slowdown of computation, as a fraction of the communication that overlaps with it.
 _FELT = 0.1
 # Seconds of the host per collective; blocks were measured without tensor and context parallelism.
 _HOST_CALL = 20e-6
@@ -52,8 +52,8 @@ class StepTime:
         overlapped: communication that does, which the total leaves out.
         optimizer: Adam.
         host: time in which the host launches all kernels, ahead of the device.
-        host_block: its part per block and micro-batch without collectives, for the slowest blocks.
-        host_source: how that is known.
+        host_block: host time per block and micro-batch without collectives, of the slowest blocks.
+        host_source: source of this number.
         mfu: fraction of peak used by the model's operations, without recomputation.
     """
 
@@ -235,7 +235,7 @@ def _optimizer(shape: ModelShape, layout: Layout, cluster: Cluster) -> float:
 
 
 def sources(time: StepTime, cluster: Cluster) -> dict[str, str]:
-    """Return how each kind of number is known: measured, counted or assumed."""
+    """Return the source of each kind of number: measured, counted or assumed."""
     measured = cluster.measured
     on = f"measured on this {measured.device}" if measured else ""
     product, memory = f"{_product_share(cluster):.0%}", f"{_memory_speed(cluster) / 1e9:,.0f}"
