@@ -1,11 +1,11 @@
 """Accuracy of classification: fine-tuned networks, ensembles, nearest neighbours, generated images.
 
 An ensemble averages class probabilities; networks with different pre-training make different
-errors. Nearest neighbours are those among the features of each layer. For the sources of these
-evaluations, see docs/evaluation.md. They do not specify the vote of neighbours; here features are
+errors. Nearest neighbours are found among the features of each layer. For the sources of these
+evaluations, see docs/evaluation.md. They do not specify the neighbours' vote; here features are
 centered and compared by cosine similarity, each of the k nearest neighbours has one vote, and ties
-go to the class of the nearest. A small classifier scores class-conditional samples; it is fitted on
-labelled images only, independently of the generative models.
+go to the class of the nearest. A small classifier scores class-conditional samples; it is fitted
+only on labelled images, independently of the generative models.
 
 Legend: m networks, b images (N of a set), c classes, t training images, v validation images,
 h hidden size, H and W pixels.
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _BATCH_SIZE = 64
 _WIDTHS, _GRID, _LEARNING_RATE = (24, 48, 96), 4, 3e-3
-"""Of the classifier of generated images: channels, side of the last grid, and rate."""
+"""Channels, side of the last grid, and learning rate of the classifier of generated images."""
 
 
 @torch.no_grad()
@@ -152,7 +152,7 @@ def neighbor_accuracy(
     nearest = (asked @ known.t()).topk(min(k, len(known)), dim=1).indices
     classes = torch.from_numpy(train_labels)[nearest]
     votes = F.one_hot(classes, int(train_labels.max()) + 1).sum(1).double()
-    # Half a vote more for the nearest only breaks ties.
+    # Half an extra vote for the nearest neighbour only breaks ties.
     votes.scatter_add_(1, classes[:, :1], torch.full((len(votes), 1), 0.5, dtype=torch.float64))
     return float((votes.argmax(1) == torch.from_numpy(labels)).float().mean())
 

@@ -39,9 +39,9 @@ _NUMBERS = (
     *("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large"),
     *("ar1", "ar10", "ar100", "ar_small", "ar_medium", "ar_large"),
 )
-"""COCO's twelve, in its order."""
+"""COCO's twelve metrics, in its order."""
 _SURE = 0.5
-"""Least score of the detections in a picture."""
+"""Smallest score of detections that are drawn."""
 _INSIDE = 0.5
 """Probability above which a pixel belongs to a mask."""
 
@@ -86,7 +86,7 @@ def evaluate_detection(
     if not count:
         raise UserError(f"{dataset.directory} has no images to evaluate")
     own: list[tuple[int, dict[str, Any], Found]] = []
-    # All ranks make equally many passes, as ZeRO-3 needs; those of an image too many count nothing.
+    # All ranks run the same number of passes, as ZeRO-3 requires; surplus images are not counted.
     span = batch_size * context.data.size
     starts = range(context.data.rank * batch_size, span * -(-count // span), span)
     for start in shown(
@@ -136,16 +136,16 @@ def _in_original(
 
     height, width = size
     scale = side / max(size)
-    # As images are resized: to whole pixels.
+    # Round to whole pixels, as in resizing images.
     down, across = (length / max(1, round(length * scale)) for length in size)
     boxes = boxes * boxes.new_tensor([across, down, across, down])
     boxes = clip_boxes_to_image(boxes, (height, width))
-    # Of the padding, or none.
+    # Drop boxes in the padding, and empty ones.
     has_area = (boxes[:, 2:] > boxes[:, :2]).all(1) & (scores > 0)
     boxes, scores, labels, masks = (each[has_area].cpu() for each in (boxes, scores, labels, masks))
     lengths = []
     for box, mask in zip(boxes, masks, strict=True):
-        # One at a time: a hundred of a photograph's size take 100 MB.
+        # One mask at a time: a hundred masks of a photograph's size take 100 MB.
         pasted = paste_masks_in_image(mask[None, None], box[None], (height, width))
         inside = (pasted[0, 0] > _INSIDE).to(torch.uint8).numpy()
         lengths.append(coco.encode(np.asfortranarray(inside))["counts"].decode())
@@ -176,7 +176,7 @@ def _precision(
     ]
     categories = [{"id": number, "name": str(number)} for number in range(1, num_classes + 1)]
     notes = [_annotated(images), _detected(images, kind)]
-    # pycocotools prints what it does.
+    # pycocotools prints its progress.
     with contextlib.redirect_stdout(io.StringIO()):
         sets = []
         for own in notes:
@@ -230,7 +230,7 @@ def _detected(
         parts = (found.boxes.tolist(), found.scores.tolist(), found.classes.tolist(), found.masks)
         for box, score, label, lengths in zip(*parts, strict=True):
             mask = {"size": annotation["size"], "counts": lengths}
-            # As COCO's `loadRes`: the area of what is compared.
+            # As in COCO's `loadRes`: the area of the mask or box that is compared.
             area = box[2] * box[3] if kind == "bbox" else float(coco.area(mask))
             notes.append(
                 {

@@ -1,8 +1,8 @@
-"""Files of events for TensorBoard, written without a thread.
+"""TensorBoard event files, written without a thread.
 
-TensorBoard's own writer starts a thread that ends with the first error of the disk, and with it all
-that would still have been shown; the thread also outlives an error or signal while the writer
-opens. Here events that cannot be written wait in memory for the next attempt.
+TensorBoard's own writer starts a thread that dies on the first disk error, which loses all later
+events; the thread also outlives an error or signal while the writer opens. Here, events that cannot
+be written wait in memory for the next attempt.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     import numpy as np
 
 _MOST_PENDING = 1 << 28
-"""Bytes of events that wait for a disk."""
+"""Largest size in bytes of the events that wait for a disk."""
 
 
 class EventFile:
-    """A new file of events in a folder, which is created with the first of them.
+    """A new event file in a folder, which is created with the first event.
 
     Args:
-        folder: of a run, for TensorBoard.
+        folder: TensorBoard folder of a run.
         suffix: appended to the file's name.
     """
 
@@ -37,7 +37,7 @@ class EventFile:
         self._records = importlib.import_module("tensorboard.summary.writer.record_writer")
         self._summary = importlib.import_module("torch.utils.tensorboard.summary")
         self._folder = folder
-        # Of two files of a run, TensorBoard takes the later name for the later file.
+        # TensorBoard orders the files of a run by name.
         unique = f"{socket.gethostname()}.{os.getpid()}.{time.time_ns()}{suffix}"
         self._path = folder / f"events.out.tfevents.{int(time.time()):010d}.{unique}"
         self._pending: list[bytes] = []
@@ -45,7 +45,7 @@ class EventFile:
         self._add(file_version="brain.Event:2")
 
     def start_at(self, step: int) -> None:
-        """Make TensorBoard forget what earlier files have from this step on."""
+        """Make TensorBoard discard events of earlier files from this step on."""
         start = self._proto.SessionLog(status=self._proto.SessionLog.START)
         self._add(step, session_log=start)
 
@@ -58,13 +58,13 @@ class EventFile:
         self._add(step, summary=self._summary.image(name, pixels, dataformats="HWC"))
 
     def write(self) -> None:
-        """Append the pending events, the oldest of which are dropped if there are too many.
+        """Append the pending events; the oldest are dropped if there are too many.
 
         Raises:
-            OSError: they are not written, and wait for the next call.
+            OSError: they cannot be written, and wait for the next call.
         """
         while sum(map(len, self._pending)) > _MOST_PENDING and len(self._pending) > 2:
-            # After the first two, without which it is not an event file.
+            # Keep the first two, without which it is not an event file.
             del self._pending[0 if self._size else 2]
         self._folder.mkdir(parents=True, exist_ok=True)
         self._size = append(self._path, b"".join(self._pending), size=self._size)

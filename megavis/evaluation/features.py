@@ -1,9 +1,9 @@
 """Features of a data set, one vector per image and layer, and their cache in a run folder.
 
-Raw pixels are a baseline. The cache is under a hash of everything that features depend on: a
+Raw pixels are a baseline. The cache is keyed by a hash of everything that features depend on: a
 safetensors file holds the features of one network and one view for the first images of a data set,
-`layers` float32 `[L + 1, b, h]` and `labels` int64 `[b]`. Its name is the hash of the key and the
-number of images; its header has the key in readable form.
+`layers` float32 `[L + 1, b, h]` and `labels` int64 `[b]`. Its name consists of the hash of the key
+and the number of images; its header has the key in readable form.
 
 Legend: b images, n tokens of an image, L blocks, h hidden size.
 """
@@ -115,7 +115,7 @@ def pixel_features(
         limit: maximum number of images, from the first.
 
     Raises:
-        UserError: the shards hold ids, which are not quantities.
+        UserError: the shards hold ids, which cannot serve as pixels.
     """
     pixels, labels = [], []
     for batch in evaluation_batches(dataset, batch_size=batch_size, limit=limit):
@@ -171,7 +171,7 @@ class FeatureCache:
             return
         path = self.folder / f"{_name(key)}-{len(features.labels)}.safetensors"
         tensors = {"layers": np.ascontiguousarray(features.layers), "labels": features.labels}
-        # In a single entry: safetensors writes several in varying order.
+        # In one metadata entry: safetensors writes several in varying order.
         about = {"key": key, "crc32": _checksum(features)}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -185,14 +185,14 @@ class FeatureCache:
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
-        """Count what is computed in the block."""
+        """Count and time the features computed in the block."""
         start = time.monotonic()
         yield
         self.num_computed += 1
         self.seconds += time.monotonic() - start
 
     def report(self) -> str:
-        """Say in one line what was read and what was computed."""
+        """Return a line on how many feature sets were read and computed."""
         computed = f"{self.num_computed} sets computed in {self.seconds:.1f} s"
         return f"features: {computed}, {self.num_read} read from {self.folder}"
 
@@ -210,7 +210,7 @@ def identity_of_network(
     """Return everything that a network's features depend on except the images.
 
     Args:
-        config: of the run. Its seed matters: random masks and fresh weights depend on it.
+        config: config of the run, including its seed: random masks and fresh weights depend on it.
         checkpoint: folder of the weights; None for freshly initialized ones.
         tokenizer: SHA-256 of the tokenizer that encodes images on the fly, if any.
 
@@ -251,7 +251,7 @@ class CachedFile:
     """One file of features.
 
     Attributes:
-        key: what its features are of; None where it is damaged.
+        key: key of its features; None if the file is damaged.
         shape: `(L + 1, b, h)`.
     """
 
@@ -261,7 +261,7 @@ class CachedFile:
 
 
 def cached_features(run_folder: Path) -> list[CachedFile]:
-    """Return what a run folder keeps, sorted by path; reads no features."""
+    """Return the cached files of a run folder, sorted by path; reads no features."""
     found = []
     for path in sorted((run_folder / FOLDER).glob("*.safetensors")):
         about, shape = _about(path), ()

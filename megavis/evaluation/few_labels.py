@@ -1,8 +1,8 @@
 """Linear classifiers on one layer's features with few labels.
 
 iGPT, section 4.7 and Table 4: 4, 25 or 400 images per class, 5 random subsets, mean and standard
-deviation. A penalty is selected by cross-validation inside each subset, so labels outside of it
-influence only the choice of the layer.
+deviation. A penalty is selected by cross-validation within each subset, so labels outside it affect
+only the choice of the layer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megavis.evaluation.linear import (
 from megavis.evaluation.results import LowDataScore
 
 MAXIMUM_FOLDS = 5
-"""Most folds of the cross-validation; at most the number of images per class."""
+"""Largest number of folds of the cross-validation; at most the number of images per class."""
 
 
 def score_low_data(
@@ -43,7 +43,7 @@ def score_low_data(
         name: name of the features, for the record.
         images_per_class: sizes of subsets, each at least 2.
         draws: subsets of each size, at least 2.
-        seed: of the subsets, which are the same for all features.
+        seed: seed of the subsets, which are the same for all features.
     """
     scores = []
     for count in images_per_class:

@@ -205,7 +205,7 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> lis
 
 def plain_axes(x: str, y: str) -> tuple[Figure, Axes]:
     """Return an empty figure with two labelled axes."""
-    # Without pyplot, which has global state and may need a display.
+    # Avoid pyplot, which has global state and may need a display.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 4.2), dpi=150, layout="constrained")

@@ -149,7 +149,8 @@ def score_layers(
     chosen = range(len(train.layers)) if layers is None else layers
     x = train.layers[0]
     workers = len(os.sched_getaffinity(0)) if x.nbytes <= SINGLE_THREAD_BYTES else 1
-    # Outside the threads: these settings are global, and the first fit to end would reset them.
+    # Set outside the threads: these settings are global, and the first fit to finish would reset
+    # them.
     with _settings_of_fits(x), ThreadPoolExecutor(workers) as pool:
         scores = pool.map(lambda i: _score(i, train, validation, selection, recipe), chosen)
         return [*shown(scores, "classifiers", total=len(chosen), unit="layer")]
@@ -255,7 +256,7 @@ def _settings_of_fits(x: np.ndarray) -> Iterator[None]:
     with threadpool_limits(threads, user_api="blas"), warnings.catch_warnings():
         # A weak penalty on separable features converges very slowly; the result is good enough.
         warnings.simplefilter("ignore", ConvergenceWarning)
-        # A few images of each of many classes are no regression.
+        # Few images of many classes do not mean a regression task.
         warnings.filterwarnings("ignore", "The number of unique classes", UserWarning)
         yield
 

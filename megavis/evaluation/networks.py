@@ -92,7 +92,7 @@ class Network:
         assert self.identity is not None
         key = {**self.identity, **identity_of_data(dataset), "view": number}
         kept = cache.read(key, count) if self.context.is_main else None
-        # The others may not share the main process's disk.
+        # Other processes may not share the main process's disk.
         if self.context.from_main(kept is not None):
             return kept or NOTHING
         with cache.timed():

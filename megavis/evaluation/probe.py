@@ -85,7 +85,7 @@ class ProbeData:
         return self._fitted(read), read(self.validation, self.num_validation)
 
     def features(self, network: Network, *, num_views: int = 1) -> Pair:
-        """Return a network's features likewise, with `num_views` views of validation images.
+        """Return a network's features in the same form, with `num_views` validation views.
 
         Collective over all processes of a job; only the main one gets the features.
         """
@@ -110,7 +110,7 @@ class ProbeData:
             return divide(labels, share=settings.held_out_share, seed=settings.seed)
         first = len(labels) - int((self.selection.labels >= 0).sum())
         fitted, held_out = np.split(np.arange(len(labels)), [first])
-        # A class that is not fitted counts as wrong: a few images of many classes lack some.
+        # Classes that are not fitted count as wrong: few images of many classes lack some.
         if not set(labels[held_out]) & set(labels[fitted]):
             raise UserError(
                 f"{self.selection.directory} cannot select the layer: its images need labels, some"
@@ -130,7 +130,7 @@ class ProbeSettings:
     """Settings of a probe.
 
     Attributes:
-        seed: of the split of the training images, and of subsets.
+        seed: seed of the split of the training images, and of subsets.
         held_out_share: fraction of the training images to select layer and penalty on, without a
             `selection` set.
         concatenate: number of adjacent layers to score together, around the best one; 0 for none.

@@ -28,9 +28,9 @@ _KEYS = {
 }
 """Keys that differ from the names of their fields."""
 _TAGS = ("classes", "segments", "instances")
-"""Tags of the forms that an inline field may have, which pydantic names like keys."""
+"""Tags of the forms that an inline field may have, which pydantic reports like keys."""
 INLINE = {"inline": True}
-"""Metadata of a field whose own keys stand in the object around it; at most one of a class."""
+"""Metadata of a field whose keys are inlined in the enclosing object; at most one per class."""
 
 
 def _key(name: str) -> str:
@@ -60,11 +60,11 @@ class Form:
 
     @classmethod
     def parse(cls, content: Any, *, strict: bool = True) -> Self:
-        """Invert `record`; raise ValueError, which says what is wrong, for another form.
+        """Invert `record`; raise ValueError with the reason for content of another form.
 
         Args:
-            content: of the file.
-            strict: refuse numbers that are written as text.
+            content: content of the file.
+            strict: reject numbers that are written as text.
         """
         if not isinstance(content, dict):
             raise ValueError(f"it should hold JSON objects, not {str(content)[:40]!r}")
@@ -101,7 +101,7 @@ class Result(Form):
     """A JSON file with one object.
 
     Attributes:
-        command: what writes it, for messages.
+        command: command that writes it, for messages.
     """
 
     command: ClassVar[str]
@@ -121,14 +121,14 @@ class Row(Form):
     """A row of a CSV file, a line of a `.jsonl` file, or an item of a JSON list.
 
     Attributes:
-        command: what writes the file, for messages.
+        command: command that writes the file, for messages.
     """
 
     command: ClassVar[str]
 
     @classmethod
     def read(cls, path: Path) -> list[Self]:
-        """Read all rows; of an unfinished last line none. Raises UserError as `Result.read`."""
+        """Read all rows, except an unfinished last line. Raises UserError as `Result.read`."""
         with _named(path, cls.command):
             rows: list[Self] = []
             for content in _rows(path):
@@ -146,7 +146,7 @@ class Row(Form):
         write_json(path, [row.record() for row in rows])
 
     def append(self, path: Path) -> None:
-        """Append a line, in place of one that a kill has left unfinished. Raises OSError."""
+        """Append a line, replacing one that a kill has left unfinished. Raises OSError."""
         before = path.read_text(encoding="utf-8") if path.exists() else ""
         line = to_json(self.record()) + "\n"
         append(path, line.encode(), size=len(_finished(before).encode()))
@@ -173,7 +173,7 @@ def _finished(text: str) -> str:
 
 @contextlib.contextmanager
 def _named(path: Path, command: str) -> Iterator[None]:
-    """Raise UserError, with file and command, for what the block raises."""
+    """Raise UserError, with file and command, for exceptions of the block."""
     try:
         yield
         return

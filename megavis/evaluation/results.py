@@ -98,9 +98,9 @@ class ProbeResult(Result):
     """Result of a probe.
 
     Attributes:
-        best_layer: of the trained network, on the held-out training images.
-        untrained_accuracy: mean over the untrained networks, which depend on their random
-            initialization, of their best layers' accuracies.
+        best_layer: best layer of the trained network on the held-out training images.
+        untrained_accuracy: accuracy of the best layer, averaged over untrained networks, since it
+            depends on their random initialization.
         trained: scores of the run's network by layer.
         untrained: the same for networks with the same config and fresh weights.
         num_fitted: training images on which candidates were fitted.
@@ -187,7 +187,7 @@ class PixelAccuracy(Form):
     """Quality of predicted classes of pixels; shares are in [0, 1].
 
     Attributes:
-        pixel_accuracy: share of the pixels whose class is right.
+        pixel_accuracy: share of the pixels whose class is correct.
         mean_accuracy: share of each class's pixels, averaged over the classes that occur.
         mean_iou: intersection over union, averaged over the classes that occur or were predicted.
         iou: of each class; None for those that neither occur nor were predicted.
@@ -208,10 +208,10 @@ class AveragePrecision(Form):
 
     Attributes:
         ap: average precision, over IoU of 0.5, 0.55, ..., 0.95 and all classes.
-        ap50: at an IoU of 0.5; `ap75`: of 0.75.
-        ap_small: of objects of fewer than 32² pixels; `ap_medium`: up to 96²; `ap_large`: of more.
-        ar1: average recall with one detection of an image; `ar10`, `ar100`: with so many.
-        ar_small: average recall by size, with 100.
+        ap50: average precision at an IoU of 0.5; `ap75`: at 0.75.
+        ap_small: that of objects below 32² pixels; `ap_medium`: up to 96²; `ap_large`: above.
+        ar1: average recall with 1 detection per image; `ar10`, `ar100`: with 10 and 100.
+        ar_small: average recall by size, with 100 detections.
         by_class: average precision of each class.
     """
 
@@ -232,7 +232,7 @@ class AveragePrecision(Form):
 
 @dataclass(frozen=True)
 class DetectionAccuracy(Form):
-    """Quality of the objects that were found, by their boxes and by their masks."""
+    """Quality of detected objects, by boxes and by masks."""
 
     num_images: int
     box: AveragePrecision
@@ -252,7 +252,7 @@ def _task(accuracy: object) -> str:
 
 
 Part = Literal["selection", "test"]
-"""The images that select the step of fine-tuning, and others."""
+"""Images on which a fine-tuned network is evaluated: those that select the step, and others."""
 
 
 @dataclass(frozen=True)
@@ -345,7 +345,7 @@ class SweepScore(Result):
 
 @dataclass(frozen=True, kw_only=True)
 class WatchedCheckpoint(Row):
-    """The measures of one checkpoint that were asked for; numbers of images are maxima."""
+    """The requested metrics of one checkpoint; numbers of images are maxima."""
 
     command = "`megavis evaluate watch`"
     step: int
@@ -364,7 +364,7 @@ class WatchedCheckpoint(Row):
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The measures by name, and the seconds that they took."""
+        """The metrics by name, and the seconds that they took."""
         others = ("step", "distance_of", "train_images", "validation_images", "seed")
         return {key: value for key, value in self.record().items() if key not in others}
 

@@ -1,8 +1,8 @@
 """Semantic segmentation: accuracy of pixels and intersection over union of classes.
 
 All numbers come from one confusion matrix over the pixels of the whole set, as in ADE20K's and the
-PASCAL VOC challenge's evaluation: the IoU of a class is its right pixels divided by those that have
-or were given it. Void pixels count for nothing.
+PASCAL VOC challenge's evaluation: the IoU of a class is the number of its correct pixels divided by
+the number of pixels that have or were given it. Void pixels are ignored.
 
 Images of any size are evaluated as in BEiT's recipe: the shorter side is resized to that of
 training, windows of that side slide over the image, the logits of pixels in several windows are
@@ -157,7 +157,7 @@ def sliding_logits(
     """
     side, (height, width) = objective.config.data.image_size, image.shape[:2]
     scale = side / min(height, width)
-    # Rounding must leave no side shorter than a window.
+    # Rounding must not make a side shorter than a window.
     rows, columns = (max(side, round(scale * length)) for length in (height, width))
     pixels = torch.from_numpy(resize(image, height=rows, width=columns))
     device, num_classes = inference.context.device, objective.settings.num_classes

@@ -1,4 +1,4 @@
-"""How tokens of a layer are related by position: attention of each head, correlation of features.
+"""Relations of a layer's tokens by position: attention of each head, correlation of features.
 
 Attention weights are averaged by offset from the query, with their entropy. They are computed from
 the projections of each block, since fused kernels do not return them. The correlation is Pearson's
@@ -254,7 +254,7 @@ def correlation(first: Tensor, second: Tensor) -> Tensor:
 
 
 def has_blocks(objective: Trainable) -> bool:
-    """Return whether the model has blocks; raise UserError, which says why, if it has none."""
+    """Return whether the model has blocks; raise UserError with the reason if it has none."""
     model_of(objective)
     return True
 

@@ -91,7 +91,7 @@ def transfer(
     The best layer comes first. `step` is the checkpoint's, for the record.
 
     `settings` has the candidates, the recipe of the fits, and sizes, number and seed of the subsets
-    with few labels. Pixels have a single layer, whatever is asked for.
+    with few labels. Pixels have a single layer, whichever is requested.
 
     Raises:
         UserError: a class has fewer images than `images_per_class`.

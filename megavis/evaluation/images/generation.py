@@ -39,7 +39,7 @@ from megavis.evaluation.images.set_metrics import (
 PUBLISHED_COUNT = 50_000
 """Number of samples in published tables."""
 MANIFOLD_COUNT = 50_000
-"""Most feature vectors of a set that are kept for precision and recall."""
+"""Largest number of feature vectors of a set that are kept for precision and recall."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class FeatureSummary:
     """Summary of a set of images.
 
     Attributes:
-        network: of the features; None for statistics of other tools, which do not record it.
+        network: network of the features; None for statistics of other tools, which lack it.
         source: path of the images.
         num_images: N; None if unknown.
-        spatial: of the spatial features, if any.
+        spatial: statistics of the spatial features, if any.
         features: float32 `[m, d]` of evenly spaced images, if kept.
         class_score: mean and standard deviation over splits; None without logits.
     """
@@ -69,7 +69,7 @@ class FeatureCollector:
     """Collect the features of one set of images.
 
     Args:
-        num_kept: most feature vectors to keep.
+        num_kept: largest number of feature vectors to keep.
 
     Raises:
         UserError: there is only one image, which has no covariance.

@@ -51,7 +51,7 @@ class NpzImages:
     def __init__(self, path: Path) -> None:
         self.path, self.sha256 = path, sha256_of_file(path)
         try:
-            # A stream, since numpy would load all images at once.
+            # Read a stream, since numpy would load all images at once.
             archive = zipfile.ZipFile(path)
             self._file: IO[bytes] = archive.open(_MEMBER)  # noqa: SIM115 - read as long as this lives
             shape, fortran, dtype = _read_header(self._file)

@@ -3,7 +3,7 @@
 The lower part of an image is completed from the rows above; the baseline repeats the last given
 row. The score is the peak signal-to-noise ratio of the completed part. The completion with the
 least squared error is the mean over all possible ones: even a sample from the true distribution has
-twice its squared error. So both single completions and the mean of several are scored.
+twice its squared error. Therefore both single completions and the mean of several are scored.
 
 Label maps are encoded as in shards (`data/codecs/label_maps.py`). Panoptic quality: "Panoptic
 Segmentation" (Kirillov et al., 2019), section 4.1; void and crowds are treated as in the authors'
@@ -47,7 +47,7 @@ WINDOW = 11
 _SIGMA = 1.5
 _RANGE = 255.0
 _C1, _C2 = (0.01 * _RANGE) ** 2, (0.03 * _RANGE) ** 2
-"""Of SSIM: window and standard deviation in pixels, range of values, and constants."""
+"""SSIM's window and standard deviation in pixels, range of values, and constants."""
 
 
 def repeat_last_row(images: Tensor, num_rows: int) -> Tensor:

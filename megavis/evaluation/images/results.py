@@ -114,7 +114,7 @@ class SamplesResult(Result):
 
 @dataclass(frozen=True)
 class NamedRight(Form):
-    """Fractions of images, in [0, 1], that a classifier names right: of all, and by class."""
+    """Fractions of images, in [0, 1], that are classified correctly: of all, and by class."""
 
     images: int
     overall: float
@@ -196,7 +196,7 @@ class FilledHidden(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions(Form):
-    """Sampling options that were typed; None for the run's own."""
+    """Sampling options given on the command line; None for the run's own."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -278,7 +278,7 @@ class DepthResult(LabelMapResult):
 
 @dataclass(frozen=True)
 class BaselineAnswer(Row):
-    """What can be said of label maps without a model."""
+    """A baseline prediction of label maps without a model."""
 
     command = "`python -m benchmarks.label_map_baselines`"
     answer: str

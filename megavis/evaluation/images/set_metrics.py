@@ -28,7 +28,7 @@ NUM_SPLITS = 10
 NEIGHBORS = 3
 """k of published precision and recall."""
 _BLOCK = 1 << 26
-"""Most distances in memory at once."""
+"""Largest number of distances in memory at once."""
 
 
 @dataclass(frozen=True)
