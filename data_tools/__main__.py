@@ -16,8 +16,8 @@ from megavis.config.errors import NOT_ALLOWED, UserError, describe_os_error
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
-    Returns 0 on success, 1 if `verify` finds an error or writing fails, 2 for a user's mistake or
-    where permission is denied, 130 if interrupted.
+    Returns 0 on success, 1 if `verify` finds an error or writing fails, 2 for a user's mistake or a
+    missing permission, 130 if interrupted.
     """
     accept_all_text()
     try:
@@ -173,7 +173,7 @@ VERBS = (
     ),
     Verb(
         "index",
-        "build the index of finished shards again, from their JSON indexes",
+        "rebuild the index of finished shards from their JSON indexes",
         "shards/train --workers 8",
         "indexing",
     ),

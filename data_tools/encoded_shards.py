@@ -61,8 +61,8 @@ class NetworkEncoder(ShardEncoder):
     """Decode images, cut squares, and encode them with a network.
 
     Attributes:
-        run_folder: of the tokenizer, which is opened once per process.
-        kind: of the tokenizer.
+        run_folder: run folder of the tokenizer, which is opened once per process.
+        kind: kind of the tokenizer.
         sha256: identity of the tokenizer.
         device: `cpu` or `cuda`.
         size: side of the squares.
@@ -137,7 +137,7 @@ class NetworkEncoder(ShardEncoder):
 def open_encoding(
     arguments: argparse.Namespace,
 ) -> tuple[dict[str, Any], LatentTokenizer | IdTokenizer]:
-    """Return an encoder's fields but `flip`, and the network, from the options."""
+    """Return an encoder's fields except `flip`, and the network, from the options."""
     if min(arguments.size, arguments.batch_size) < 1:
         raise UserError("--size and --batch-size must be at least 1")
     from megavis.tokenizers.network_tokenizer import open_tokenizer

@@ -99,7 +99,7 @@ def _in_processes(units: Sequence[Unit], *, workers: int) -> Iterator[UnitResult
 
 @contextmanager
 def over_shards(workers: int) -> Iterator[Each]:
-    """Yield a `map` over worker processes, or, for 0 of them, the one of this process.
+    """Yield a `map` over worker processes, or, for 0 workers, Python's `map`.
 
     Raises UserError if processes cannot be started, and OSError if one was killed.
     """

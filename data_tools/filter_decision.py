@@ -32,7 +32,7 @@ from megavis.data.format.files import write_atomically, write_json
 
 LIKE = "like"
 TABLE = np.dtype([("width", "<u4"), ("height", "<u4"), ("perceptual", "<u8")])
-"""What is kept of each image in memory."""
+"""Fields of each image that are kept in memory."""
 _EXAMPLES = 5
 _EXCLUDED = "excluded"
 _UNLIKE = "unlike the pictures of --like"
@@ -48,12 +48,12 @@ class Thresholds:
     """Criteria for keeping an image.
 
     Attributes:
-        min_side: least shorter side in pixels.
+        min_side: smallest shorter side in pixels.
         max_aspect: largest ratio of longer to shorter side.
         near: largest Hamming distance between perceptual hashes of near-duplicates.
         keep_duplicates: do not compare images with each other.
-        min_likeness: least probability to belong to `--like`; None for no comparison.
-        like_count: most images of each side to train the classifier on.
+        min_likeness: smallest probability of belonging to `--like`; None for no comparison.
+        like_count: largest number of images of each side to train the classifier on.
     """
 
     min_side: int
@@ -68,8 +68,7 @@ class Thresholds:
 class Reference:
     """Images to exclude with their near-duplicates: opt-outs, then evaluation sets.
 
-    `hashes` are uint64 `[m]`; the name of an opt-out, of which there are `num_excluded`, is its
-    hash.
+    `hashes` are uint64 `[m]`. The first `num_excluded` are opt-outs, whose names are their hashes.
     """
 
     hashes: np.ndarray
@@ -113,7 +112,7 @@ def decide(
     for _, tar, index in measured_units(out / MEASURED):
         values = read_measurements(tar, index)
         columns.append(np.empty(len(values), TABLE))
-        for name in TABLE.names or ():  # a view of several would keep all that was measured
+        for name in TABLE.names or ():  # a view of several fields would keep all measurements
             columns[-1][name] = values[name]
         reasons.append(own_reasons(values, thresholds, excluded, likeness))
     reason = np.concatenate(reasons)
@@ -165,7 +164,7 @@ def drop_near(
 ) -> np.ndarray:
     """Set the reason of near-duplicates among the images that have none yet.
 
-    Of near-duplicates, the one with the most pixels is kept, the first of equal ones.
+    Among near-duplicates, the image with the most pixels is kept; of equal ones, the first.
 
     Args:
         table: `TABLE` `[n]`.
@@ -174,8 +173,8 @@ def drop_near(
         reference: images to exclude.
 
     Returns:
-        int64 `[n]`: the image of which each is a near-duplicate, as an index into the reference
-        (m) followed by the table; -1 for other images.
+        int64 `[n]`: the image that each is a near-duplicate of, as an index into the reference (m)
+        followed by the table; -1 for other images.
     """
     num_fixed = len(reference.hashes)
     kept = np.flatnonzero(reason == "")
@@ -215,7 +214,7 @@ def _some_features(folder: Path, *, count: int) -> np.ndarray:
 def _write_lists(
     out: Path, reason: np.ndarray, close: np.ndarray, reference: Reference
 ) -> tuple[dict[str, int], dict[str, list[str]], int]:
-    """Write one list per unit; return counts and first names by reason, and how many images."""
+    """Write one list per unit; return counts and first names by reason, and the image count."""
     names = _names(out, close, reference)
     dropped: Counter[str] = Counter()
     examples: dict[str, list[str]] = defaultdict(list)
@@ -266,7 +265,7 @@ def _say(out: Path, report: dict[str, Any]) -> None:
 class Likeness:
     """A trained classifier of features `[n, D]`.
 
-    `area` is that under the ROC curve on held-out images of both collections; 0.5 is chance.
+    `area` is the area under the ROC curve on held-out images of both collections; 0.5 is chance.
     """
 
     model: Any

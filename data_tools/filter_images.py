@@ -1,8 +1,8 @@
 """`filter`: select images of a web collection, and record why others are dropped.
 
 Images are measured once, unit by unit; the decision is fast and can be repeated with other
-thresholds. Images stay in place: `--selection` of the other verbs skips the dropped ones. What a
-verb has measured while it wrote shards (`--measure`) is not read again.
+thresholds. Images stay in place: `--selection` of the other verbs skips the dropped ones. Images
+measured while a verb wrote shards (`--measure`) are not read again.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def run_filter(arguments: argparse.Namespace) -> int:
         label = f"measuring {job[-1].out.name}"
         if failed := run_job(*job, label=label, finish=lambda *_: None):
             return failed
-    # Another machine may have finished a job that was not finished when this one left it. Two that
-    # decide at the same time write the same bytes.
+    # Another machine may finish a job that this one left unfinished. Two machines that decide at
+    # the same time write the same bytes.
     if all(is_finished(*job) for job in jobs):
         decide(
             arguments.out,

@@ -94,8 +94,8 @@ class GroundTruth:
     def _first_is_header(self, stems: Collection[str]) -> bool:
         """Return whether the first line of names and labels is probably a header.
 
-        It names no image here, though a list of the whole set may do so; but then the name has a
-        digit or a suffix, and other images have the same class.
+        A header names no image here. Neither may the first line of a list of the whole set, but
+        then its name has a digit or a suffix, and other images have the same class.
         """
         first = _stem(self.header)
         if not first or first in stems:
@@ -132,7 +132,7 @@ def read_truth(path: Path, class_names: Sequence[str] | None = None) -> GroundTr
         class_names: of `--classes-from`; the classes that numbers after names count, from 0.
 
     Raises:
-        UserError: all else, with the number of the line.
+        UserError: the file has none of these forms; names the line.
     """
     try:
         return _read(path, class_names)

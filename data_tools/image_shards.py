@@ -1,12 +1,12 @@
 """`jpeg` and `pairs`: shards of images as JPEG files, alone or with target images as PNG.
 
 `jpeg` with `--size` resizes every image, crops it to a square and encodes it again, for any number
-of sizes in one decode. Without, JPEG files are kept byte for byte and only other formats are
-encoded; training crops them. With `--lossless`, what is encoded is PNG, under the same suffix.
+of sizes in one decode. Without it, JPEG files are kept byte for byte and only other formats are
+encoded; training crops them. With `--lossless`, images are encoded as PNG, under the same suffix.
 
 `pairs` combines two folders of files with equal names. The second has the targets to predict from
 the first: maps of labels or depths, other colours. Targets are stored losslessly and resized to the
-nearest pixel, since interpolated colours of labels are other labels. `TargetEncoder`, for the
+nearest pixel, since interpolated label colours would be different labels. `TargetEncoder`, for the
 verbs `maps`, keeps the original size.
 """
 
@@ -376,7 +376,7 @@ def png_of_map(content: bytes, read_map: Callable[[bytes], np.ndarray]) -> tuple
 class TargetEncoder(ShardEncoder):
     """Keep JPEG files, re-encode other images as JPEG, and store targets of the same size.
 
-    `target` is the manifest's; `read_target` is picklable and raises RefusedImageError.
+    `target` is the manifest's field; `read_target` is picklable and raises RefusedImageError.
     """
 
     quality: int

@@ -1,7 +1,7 @@
-"""`index`: build the index of finished shards again, from their JSON indexes.
+"""`index`: rebuild the index of finished shards from their JSON indexes.
 
 The records of each shard are kept in a hidden file until the index is complete, so that a rerun
-after a kill resumes with the next shard, without reading the JSON indexes before it again.
+after a kill resumes with the next shard, without rereading earlier JSON indexes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def run_index(arguments: argparse.Namespace) -> int:
         raise UserError("--workers must not be negative")
     manifest = Manifest.read(directory)
     with hold_out(directory, JobSlice()), over_shards(arguments.workers) as each:
-        for partial in directory.glob(f".{SAMPLE_INDEX_NAME}.partial-*"):  # of a killed command
+        for partial in directory.glob(f".{SAMPLE_INDEX_NAME}.partial-*"):  # from a killed command
             partial.unlink(missing_ok=True)
         listed = directory / f".{SAMPLE_INDEX_NAME}.listed"
         finish_folder(directory, manifest, _keeping(listed, each))
@@ -55,9 +55,9 @@ def run_index(arguments: argparse.Namespace) -> int:
 
 
 def _keeping(path: Path, each: Each) -> Each:
-    """Return `each` for `listed_records` with its results kept in a file, where a rerun finds them.
+    """Return `each` for `listed_records` that also keeps its results in a file for a rerun.
 
-    The file holds what the index is built from, as a hash, and for each shard its records and their
+    The file holds a hash of what the index is built from, and for each shard its records and their
     SHA-256.
     """
 
@@ -81,7 +81,7 @@ def _keeping(path: Path, each: Each) -> Each:
 
 
 def _found(file: BinaryIO, shards: Sequence[ShardEntry]) -> Iterator[np.ndarray]:
-    """Yield the records that a file holds of the first shards; leave it ready for the next ones."""
+    """Yield the records of the first shards from a file; leave it positioned for the next ones."""
     source = source_of(shards)
     if file.read(len(source)) != source:
         _cut(file, 0)

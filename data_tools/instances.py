@@ -126,7 +126,7 @@ def _objects(
     classes: Mapping[int, int],
     path: Path,
 ) -> tuple[dict[int, list[Object]], int]:
-    """Return the objects of each image, and how many boxes without area were dropped."""
+    """Return the objects of each image, and the number of dropped boxes without area."""
     found: dict[int, list[Object]] = {number: [] for number in images}
     dropped: Counter[str] = Counter()
     for each in annotations:

@@ -91,7 +91,7 @@ class ProgressBar:
 
 @dataclass
 class JobOutcome:
-    """Results of the finished units, in any order, and what ended the job early, if anything."""
+    """Results of the finished units, in any order, and the failure that ended the job, if any."""
 
     results: list[UnitResult] = field(default_factory=list)
     failure: Failure | None = None
@@ -130,10 +130,10 @@ def write_report(
 ) -> dict[str, list[str]]:
     """Write the report of a job; return names of rejected files by reason. Raises OSError.
 
-    Of each shard and reason there are at most a hundred.
+    There are at most a hundred names per shard and reason.
 
-    Values under `measured` differ between runs; all others depend only on the images. Of the failed
-    shards, existing ones, `finished`, are excluded.
+    Values under `measured` differ between runs; all others depend only on the images. Failed shards
+    that exist, `finished`, are excluded.
     """
     results = outcome.results
     skipped: dict[str, list[str]] = defaultdict(list)

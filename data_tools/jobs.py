@@ -81,7 +81,7 @@ def add_job_arguments(
         "--samples-per-shard", type=int, default=10_000, help="source files per shard"
     )
     if shuffles:
-        parser.add_argument("--seed", type=int, default=0, help="of the shuffle before sharding")
+        parser.add_argument("--seed", type=int, default=0, help="seed of the shuffle")
     else:
         parser.set_defaults(seed=0)
     parser.add_argument("--workers", type=int, default=0, help="worker processes; 0 for none")
@@ -144,7 +144,7 @@ def _write_shards(
     outcome = _run(mine, arguments, label=label)
     if outcome.failure is not None:
         return _tell_failure(outcome, mine, _report_path(arguments, alone=alone), arguments)
-    # Again: a worker of a killed parent may have started a file after this run did.
+    # Once more: a worker of a killed parent may have started a file after this run started.
     _remove_partials(mine, alone=alone)
     if not alone:
         write_report(_report_path(arguments, alone=False), outcome)
@@ -209,7 +209,7 @@ def _units(source: ImageSource, encoder: ShardEncoder, arguments: argparse.Names
 
 
 def _none_valid(root: Path | str, skipped: Mapping[str, int], report: str) -> str:
-    """Say that no file could be used, and why most could not."""
+    """Return an error that no file could be used, with the most frequent reason."""
     text = f"no file of {root} is a valid image"
     if not skipped:
         return f"{text}; for reasons, see {report}"
@@ -323,7 +323,7 @@ def write_manifest(
     """Write index and manifest, which finishes a shard folder. Raises OSError.
 
     Args:
-        name: what to call the folder; default: by its path.
+        name: name of the folder in the message; default: its path.
     """
     with over_shards(workers if len(manifest.shards) > _FEW_SHARDS else 0) as each:
         finish_folder(directory, manifest, each)

@@ -164,8 +164,8 @@ def _read_pair(file: SourceFile, root: Path) -> bytes:
 def read_panoptic(content: bytes) -> np.ndarray:
     """Decode a map with its segments to class + 256 · segment + 65536 · crowd, int64 `[h, w]`.
 
-    Raises RefusedImageError for other than a PNG, a pixel of an unlisted segment, or a segment
-    without pixels.
+    Raises RefusedImageError if it is not a PNG, a pixel belongs to an unlisted segment, or a
+    segment has no pixels.
     """
     listed, png = split(content)
     segments = json.loads(listed)
@@ -203,7 +203,7 @@ def add_depth_arguments(parser: argparse.ArgumentParser) -> None:
         "depths", type=Path, help="a folder of 16-bit PNG files with the same names; 0: unknown"
     )
     parser.add_argument(
-        "--units-per-metre", type=float, default=1000.0, help="of the PNG files; 1000: millimetres"
+        "--units-per-metre", type=float, default=1000.0, help="unit of the PNG files; 1000: mm"
     )
     add_quality_argument(parser)
     add_job_arguments(parser, stores=True)
@@ -322,7 +322,7 @@ def _array(path: Path, name: str) -> Any:
 def _read_nyu(file: SourceFile, root: Path) -> bytes:
     assert isinstance(file, NyuFile)
     path = root / file.path
-    # MATLAB's dimensions are reversed here.
+    # HDF5 has MATLAB's dimensions in reverse order.
     image = np.asarray(_array(path, "images")[file.offset]).transpose(2, 1, 0)
     depth = np.asarray(_array(path, "depths")[file.offset]).T
     if file.cuts:

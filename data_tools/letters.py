@@ -67,7 +67,7 @@ class LetterRecipe:
         glyph: range of a letter's larger side, in per cent of `size`.
         colors: `eight`, `black-white` or `any`.
         clutter: background: `none` for one colour, or `photographs`.
-        seed: of all draws.
+        seed: seed of all draws.
     """
 
     size: int
@@ -129,7 +129,7 @@ def add_letters_arguments(parser: argparse.ArgumentParser) -> None:
         "--colors",
         choices=(*COLORS, "any"),
         default="eight",
-        help=f"of ink and ground, whose luminances differ by at least {LEAST_CONTRAST} of 255",
+        help=f"colours of ink and ground; luminances differ by at least {LEAST_CONTRAST} of 255",
     )
     parser.add_argument(
         "--clutter",
@@ -138,7 +138,7 @@ def add_letters_arguments(parser: argparse.ArgumentParser) -> None:
         help="the background: one colour, or crops of the photographs in scikit-image and"
         " scikit-learn, from separate regions for each part",
     )
-    parser.add_argument("--seed", type=non_negative, default=0, help="of all draws")
+    parser.add_argument("--seed", type=non_negative, default=0, help="seed of all draws")
     parser.add_argument(
         "--workers", type=non_negative, default=0, help="worker processes; 0 for none"
     )

@@ -7,7 +7,7 @@ Near-duplicates by perceptual hash are an exact search in memory. Two hashes of 
 in at most t bits are equal in one of t + 1 bands ("Fast Search in Hamming Space with Multi-Index
 Hashing", Norouzi, Punjani and Fleet, section 3), and in k of t + k, so only pairs that are equal in
 some k bands are compared. More bands are more sorts and fewer comparisons, which is what many
-hashes need.
+hashes require.
 
 Features of a trained network may replace colour and texture. `filter` is the only data tool that
 opens a run of any paper; all others need only tokenizers.
@@ -290,8 +290,8 @@ class RunFeatures:
     from Pixels, section 4.1).
 
     Attributes:
-        run_folder: of the run, opened once per process.
-        sha256: of the manifest of its newest checkpoint, which has the hashes of all weights.
+        run_folder: folder of the run, opened once per process.
+        sha256: hash of its newest checkpoint's manifest, which has the hashes of all weights.
         width: D, features per image.
     """
 

@@ -1,8 +1,8 @@
 """`--measure`: measure images for `filter` while their shards are written.
 
-The source is read once: shards of all images and their measurements are made of the same bytes,
-`filter` finds the measurements and decides, and `reshard --selection` copies what it keeps. The
-measurements are those that `filter` makes itself, byte for byte.
+The source is read once: the shards and measurements of all images are made from the same bytes,
+`filter` finds the measurements and decides, and `reshard --selection` copies the images it keeps.
+The measurements are byte for byte those that `filter` would make itself.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def measuring_too(encoder: ShardEncoder, arguments: argparse.Namespace) -> Shard
 
 @dataclass(frozen=True)
 class MeasuringEncoder(ShardEncoder):
-    """Encodes images, and measures them into a folder of its own, an absolute path."""
+    """Encodes images, and measures them into a separate folder, given as an absolute path."""
 
     inner: ShardEncoder
     measured: str
@@ -86,7 +86,7 @@ class MeasuringEncoder(ShardEncoder):
         self._of(str(directory)).prepare(directory)
 
     def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
-        """Return payloads and measurement of each image, either of which may be refused alone."""
+        """Return payloads and measurement of each image; either may be rejected separately."""
         both = zip(self.inner.encode(pictures), self.measure.encode(pictures), strict=True)
         count = len(self.inner.folders)
         return [[*_each(encoded, count), *_each(measured, 1)] for encoded, measured in both]

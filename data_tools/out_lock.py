@@ -30,12 +30,12 @@ class Slice(Protocol):
 def hold_out(out: Path, part: Slice) -> Iterator[None]:
     """Hold the lock of `out` for a slice of its shards.
 
-    Slices of one division have locks of their own. Raises UserError if another command writes to
-    the folder, or it cannot be written.
+    Slices of one division have separate locks. Raises UserError if another command writes to the
+    folder, or it cannot be written.
     """
     name = "" if part.count == 1 else f"slice-{part.number}-of-{part.count}"
     with FolderLock(out, name=name, use=WRITING):
-        # Only now: of two that start together at least one sees the other.
+        # Check only now: of two commands that start together, at least one sees the other.
         for other in _rivals(out, part.count):
             if (holder := holder_of(out, other)) is not None:
                 raise WRITING.refusal(out, holder)
@@ -43,7 +43,7 @@ def hold_out(out: Path, part: Slice) -> Iterator[None]:
 
 
 def _rivals(out: Path, count: int) -> Iterator[str]:
-    """Yield the names of locks that a slice of a division by `count` excludes, but its own."""
+    """Yield the names of the other locks that a slice of a division by `count` excludes."""
     if count > 1:
         yield ""
     for name in os.listdir(out):

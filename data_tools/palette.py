@@ -60,11 +60,11 @@ def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `palette fit` to its parser."""
     add_source_arguments(parser)
     parser.add_argument("--out", type=output_file, required=True, help="the .npy file to write")
-    parser.add_argument("--num-colors", type=int, default=MAX_COLORS, help="of the palette")
+    parser.add_argument("--num-colors", type=int, default=MAX_COLORS, help="colours of the palette")
     parser.add_argument("--pixels", type=int, default=500_000, help="pixels to fit on")
     parser.add_argument("--size", type=int, default=32, help="side that images are resized to")
     add_resize_argument(parser)
-    parser.add_argument("--seed", type=int, default=0, help="of the sampled pixels and the fit")
+    parser.add_argument("--seed", type=int, default=0, help="seed of sampled pixels and fit")
     parser.add_argument(
         "--curve",
         type=color_counts,
@@ -132,8 +132,8 @@ def sample_pixels(
     """Return at most `num_pixels` random pixels uint8 `[n, 3]` of resized images.
 
     Images come in random order and give equally many pixels, at least 64 each, so that only part of
-    a large source is read: of webdataset tars, in random order, only the beginnings. Invalid files
-    are skipped. Raises UserError if no file is a valid image.
+    a large source is read; of webdataset tars, in random order, only the beginnings are read.
+    Invalid files are skipped. Raises UserError if no file is a valid image.
     """
     random = np.random.default_rng(seed)
     parts = source.parts(files_per_part=_ALL, seed=seed)

@@ -42,7 +42,7 @@ _FLAT = 8.0
 _CONTRAST = 50.0
 """Standard deviation in grey levels of a close-up's channel with the highest contrast."""
 _ATTEMPTS = 20
-"""Most attempts to draw a square that is not flat."""
+"""Largest number of attempts to draw a square that is not flat."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def add_photographs_arguments(parser: argparse.ArgumentParser) -> None:
         " --size with normalized contrast; by default sides are at least a quarter of its height",
     )
     parser.add_argument(
-        "--seed", type=non_negative, default=0, help="of positions, sizes and flips"
+        "--seed", type=non_negative, default=0, help="seed of positions, sizes and flips"
     )
 
 
@@ -254,7 +254,7 @@ def cut_close_ups(
             leaves room.
         count: number of squares.
         size: side of the results in pixels.
-        seed: of all draws.
+        seed: seed of all draws.
         sides: range of the side in pixels of the reduced region, log-uniform.
         turned: flip and rotate squares by multiples of 90° at random, since details have no
             orientation.

@@ -188,7 +188,7 @@ def _whole_shard(path: Path, shard: ShardEntry) -> ShardReader:
 
 @dataclass(frozen=True)
 class MergedSource:
-    """The concatenation of shard folders, without what a selection leaves out."""
+    """The concatenation of shard folders, without images that a selection drops."""
 
     folders: tuple[Folder, ...]
     selection: ImageSelection = ImageSelection()

@@ -47,9 +47,9 @@ class Crop:
             `inception`: a random window of 80 % to 100 % of the area, or the whole image if none
             fits (`inception_window`), resized.
         count: random crops stored per image.
-        seed: of the random crops, which depend only on it and the image's name.
+        seed: seed of the random crops, which depend only on it and the image's name.
         aspect: smallest and largest width / height of `inception`; 1 in GIVT's released code.
-        library: what resizes.
+        library: library that resizes.
     """
 
     kind: CropKind = "center"

@@ -1,8 +1,8 @@
 """`scenes`: images of objects on a floor, with exact panoptic maps and depths.
 
-Balls, boxes and cones stand in front of a wall. The camera looks along the floor, so depth follows
-from the place where an object stands, and its size from its depth; nearer ones hide those behind.
-Textures differ from object to object and say nothing about its class, unless `--class-colors`.
+Balls, boxes and cones stand in front of a wall. The camera looks along the floor, so an object's
+position determines its depth, and its depth determines its size; nearer objects hide farther ones.
+Textures differ between objects and are independent of the class, except with `--class-colors`.
 
 Maps are written in the format of COCO Panoptic, objects as COCO instances, and depths as 16-bit PNG
 in millimetres.
@@ -98,14 +98,14 @@ def add_scenes_arguments(parser: argparse.ArgumentParser) -> None:
         nargs=2,
         default=_WALLS,
         metavar=("NEAREST", "FARTHEST"),
-        help="range of the wall's distance in metres; objects stand before it",
+        help="range of the wall's distance in metres; objects stand in front of it",
     )
     parser.add_argument(
         "--class-colors",
         action="store_true",
-        help="give each class colors of its own; otherwise textures say nothing about the class",
+        help="give each class its own colors; otherwise textures are independent of the class",
     )
-    parser.add_argument("--seed", type=non_negative, default=0, help="of all draws")
+    parser.add_argument("--seed", type=non_negative, default=0, help="seed of all draws")
 
 
 def run_scenes(arguments: argparse.Namespace) -> int:
@@ -200,7 +200,7 @@ def objects_info(scene: Scene, *, image_id: int, first_id: int) -> list[dict[str
 
 
 def _run_lengths(mask: np.ndarray) -> list[int]:
-    """Return the lengths of runs, down the columns of bool `[s, s]`, the first one outside."""
+    """Return the run lengths of bool `[s, s]` down its columns, starting with false."""
     pixels = np.concatenate(([False], mask.ravel(order="F")))
     starts = np.flatnonzero(pixels[1:] != pixels[:-1])
     lengths: list[int] = np.diff(starts, prepend=0, append=mask.size).tolist()
@@ -215,9 +215,9 @@ def draw_scene(
     walls: tuple[float, float] = _WALLS,
     class_colors: bool = False,
 ) -> Scene:
-    """Draw a scene of one to `most_objects` objects, before a wall at a distance in metres.
+    """Draw a scene of one to `most_objects` objects in front of a wall at a distance in metres.
 
-    With `class_colors`, a texture's colors are near its class's.
+    With `class_colors`, a texture's colors are near those of its class.
     """
     rows, columns = (np.indices((size, size)) + 0.5) / size
 

@@ -17,9 +17,9 @@ Split = Literal["all", "train", "validation"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 DECISION_NAME = "report.json"
 MEASURED = "measurements"
-"""Where `filter` has its measurements, in its folder."""
+"""Folder of the measurements in the folder of `filter`."""
 DEFAULT_SHARE = 0.04
-"""Of a validation split, as in iGPT (section 3.1)."""
+"""Share of a validation split, as in iGPT (section 3.1)."""
 _HASH_RANGE = 1 << 64
 
 

@@ -1,4 +1,4 @@
-"""`maps semantic`: write images and maps of one class a pixel as shards of pairs.
+"""`maps semantic`: write images and maps with one class per pixel as shards of pairs.
 
 A map is a PNG whose values are class numbers, as ADE20K's scene parsing benchmark publishes them
 ("Scene Parsing through ADE20K Dataset", Zhou et al., 2017): 0 for other pixels, then the classes in
@@ -89,7 +89,8 @@ def read_class_names(path: Path) -> tuple[str, ...]:
 def read_semantic(content: bytes, *, num_classes: int, void: int) -> np.ndarray:
     """Decode a map to class + 256 · segment, int64 `[h, w]`, 0 for void.
 
-    Raises RefusedImageError for other than a PNG of one number a pixel, or one without a class.
+    Raises RefusedImageError if it is not a PNG with one number per pixel, or if a number is not a
+    class.
     """
     try:
         picture = Image.open(io.BytesIO(content), formats=("PNG",))

@@ -27,11 +27,11 @@ from megavis.data.format.manifest import FORMAT_VERSION, ShardEntry
 from megavis.data.format.shards import ShardIndex, ShardWriter, index_path, open_shard, write_index
 from megavis.data.loading.stores import Store
 
-# Result of an encoder for one image: for each of its folders the payloads of the image's samples
-# (one, or several crops), or the reason why the image is rejected there, or in all of them.
+# Result of an encoder for one image: for each of its folders, the payloads of the image's samples
+# (one, or several crops) or the reason for rejecting the image there; or one reason for all.
 Encoded = Sequence[Sequence[bytes] | RefusedImageError] | RefusedImageError
 
-# Of millions of rejected files, the process that collects the results keeps a part.
+# The process that collects the results keeps only a part of the names of rejected files.
 _MOST_NAMES = 100
 
 
@@ -39,7 +39,7 @@ class ShardEncoder(Protocol):
     """Encodes images as samples.
 
     It is picklable and small: large data (tables, weights) is loaded on the first call of `encode`
-    and kept for the next unit of the process.
+    and kept for the process's next units.
     """
 
     @property
@@ -96,7 +96,7 @@ class Unit:
     """The task of writing one shard, with the same file name in each of the shard folders.
 
     It is small enough to send to another process. `jobs` has the identity of the job for each
-    folder, `stores` where its files go from there, None to stay.
+    folder, and `stores` the store to which its files are uploaded; None: they stay.
     """
 
     directories: tuple[Path, ...]
@@ -121,7 +121,7 @@ class UnitResult:
         shards: one entry per folder; None if every file was rejected.
         skipped: number of rejected files by reason.
         names: names of these, at most 100 for each reason; all are in the shard's JSON index.
-        was_there: whether it was finished before.
+        was_there: whether it had been finished before.
         peak_memory: peak memory so far of the process that ran it, in bytes.
         unread: number of members of its tar that were not read, by suffix.
     """
@@ -170,7 +170,7 @@ def plan_units(
 
 
 def do_unit(unit: Unit, advance: Callable[[int], None] | None = None) -> UnitResult:
-    """Write what is missing of a unit; call `advance` with numbers of processed files.
+    """Write the missing shards of a unit; call `advance` with numbers of processed files.
 
     Raises UserError if a folder has shards of another job, and OSError.
     """

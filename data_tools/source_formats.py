@@ -67,7 +67,7 @@ def add_source_arguments(parser: argparse.ArgumentParser, *, selects: bool = Tru
         "a labelled data set as published: "
         f"{', '.join(DATA_SETS)}",
     )
-    parser.add_argument("--layout", choices=LAYOUTS, default="auto", help="of the source")
+    parser.add_argument("--layout", choices=LAYOUTS, default="auto", help="layout of the source")
     parser.add_argument(
         "--ground-truth",
         type=Path,
@@ -106,7 +106,7 @@ def _add_selection_arguments(parser: argparse.ArgumentParser) -> None:
         "--validation-share",
         type=float,
         default=DEFAULT_SHARE,
-        help="of --split; default: as in iGPT",
+        help="share of the images in --split validation; default: as in iGPT",
     )
     parser.add_argument(
         "--only-classes",
@@ -120,7 +120,7 @@ def _add_selection_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def open_source(arguments: argparse.Namespace) -> ImageSource:
-    """Open the source chosen by `add_source_arguments`, and say what it was taken for.
+    """Open the source chosen by `add_source_arguments`, and report how it was interpreted.
 
     Raises UserError and OSError.
     """
@@ -235,7 +235,7 @@ def open_unlabelled(place: Path) -> ImageSource:
 
 
 def find_layout(place: Path) -> str:
-    """Detect the layout of a path. Raises UserError if it has none that is known, and OSError."""
+    """Detect the layout of a path. Raises UserError if it has no known layout, and OSError."""
     if place.is_dir():
         return _folder_layout(place)
     if "{" in str(place) and not place.exists():
@@ -267,7 +267,7 @@ def _folder_layout(place: Path) -> str:
     contents = Contents.of(place)
     if contents.image_folders:
         return "folder"
-    # Before tars: the tar of these images may lie among them.
+    # Check before tars: the tar of these images may lie among them.
     if any(map(_is_validation, contents.images)):
         return "imagenet-validation"
     if contents.tars:

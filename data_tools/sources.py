@@ -1,9 +1,9 @@
 """Sources of images: a source is divided into parts, and a part yields file contents.
 
-A part is what one unit of work reads. It is small, is sent to other processes, and opens files only
-there. `FileSource` is a list of files that is shuffled and divided into slices; its files may be in
-a folder or, by offset, inside a tar. Names, and with them order, keys and bytes of shards, are the
-same for both.
+A part is the input of one unit of work. It is small, is sent to other processes, and opens files
+only there. `FileSource` is a list of files that is shuffled and divided into slices; its files may
+be in a folder or, by offset, inside a tar. Names, and therefore order, keys and bytes of shards,
+are the same for both.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megavis.data.format.folders import has_image_suffix, is_image, walk_files, 
 # Called with name and reason of each rejected file.
 Refuse = Callable[[str, str], None]
 
-# No photograph is larger; larger files are not read into memory.
+# Larger than any photograph; larger files are not read into memory.
 MAX_FILE_BYTES = 1 << 30
 CUT_OFF = "cut off by the end of its tar"
 TOO_LARGE = "too large"
@@ -67,7 +67,7 @@ class SourcePart(Protocol):
 
         Args:
             refuse: called for files that cannot be read.
-            unread: counts, by suffix, what belongs to images and is neither read nor rejected.
+            unread: counts, by suffix, files of images that are neither read nor rejected.
         """
 
 
@@ -78,7 +78,7 @@ class ImageSource(Protocol):
         description: one line for the manifest.
         class_names: names of the classes, indexed by label.
         sha256: identity of the list of names and sizes.
-        root: its folder or file, or their URL.
+        root: folder or file of the source, or its URL.
     """
 
     @property
@@ -124,7 +124,7 @@ class SourceFile:
         if self.offset < 0:
             return place.read_bytes()
         with place.open("rb", buffering=0) as tar:
-            # Never more than the tar has, even if a header says so.
+            # Never read more than the tar has, even if a header says so.
             length = min(self.num_bytes, max(os.fstat(tar.fileno()).st_size - self.offset, 0))
             return os.pread(tar.fileno(), length, self.offset)
 
@@ -170,7 +170,7 @@ class FileSource:
     Attributes:
         description: one line for the manifest.
         root: the folder or tar.
-        files: all files, including other files than images, which are rejected and counted later.
+        files: all files, including those that are not images, which are rejected and counted later.
         class_names: names of the classes, indexed by label.
         sha256: identity of the list of names and sizes.
         read: reads the bytes of a file.
@@ -196,7 +196,7 @@ class FileSource:
     ) -> FileSource:
         """Return a source of files in any order; `extra` is part of its identity.
 
-        Of files with the same name the last one counts, as when a tar is unpacked.
+        If files have the same name, the last one is used, as when a tar is unpacked.
         """
         ordered = sorted(files, key=lambda file: file.name)
         for place, (file, following) in enumerate(itertools.pairwise(ordered)):
@@ -232,10 +232,10 @@ def printable(name: str) -> str:
 def list_images(root: Path | str, *, class_names: Sequence[str] | None = None) -> FileSource:
     """List the files below `root`; the first folder on the path to a file is its class.
 
-    Files directly in `root` have no class, and a folder without images is none. Hidden files and
-    folders are skipped; links are followed, but each folder is visited once. With `class_names` of
-    another data set, its numbering is used. Raises UserError if `root` is not a folder, has no
-    images, or holds a folder that cannot be listed, or a class is not among them.
+    Files directly in `root` have no class, and a folder without images is not a class. Hidden files
+    and folders are skipped; links are followed, but each folder is visited once. With `class_names`
+    of another data set, its numbering is used. Raises UserError if `root` is not a folder, has no
+    images or holds a folder that cannot be listed, or if a class is not in `class_names`.
     """
     root = Path(root)
     if not root.is_dir():
@@ -271,8 +271,8 @@ def label_by_folder(
 ) -> FileSource:
     """Return a source of files whose class is the first folder of their name, if any.
 
-    Only `folders` are classes. They are numbered in order of their names, or as in `class_names`,
-    those of another data set; a class that is not among them raises UserError.
+    Only `folders` are classes. They are numbered in order of their names, or as in `class_names` of
+    another data set; a class that is not among these raises UserError.
     """
     number = number_classes(sorted(set(folders) - {""}), class_names, root=root)
     labelled = (

@@ -4,8 +4,8 @@ It writes a Speech Commands folder as folders of recordings: train, validation, 
 `validation_list.txt` and `testing_list.txt` in the folder list the files of the latter two ("Speech
 Commands", Warden, 2018). With `--words`, only these words are classes: all others are `_unknown_`,
 and seconds of zeros are `_silence_`, each a tenth as many as the recordings of `--words`, rounded
-up, as in the twelve classes of TC-ResNet. Which recordings of other words these are, a hash of
-their names decides; `--split-lists` takes TC-ResNet's own. Recordings of `_background_noise_` that
+up, as in the twelve classes of TC-ResNet. A hash of their names selects the recordings of other
+words; `--split-lists` uses TC-ResNet's lists. Recordings of `_background_noise_` that
 last a second or more are written to `background_noise.npz`, which training mixes into recordings
 (`data.background_noise`).
 """
@@ -47,9 +47,9 @@ _OTHERS = 10
 
 
 def num_others(wanted: int) -> int:
-    """Return how many recordings of unknown words, and how many silences, join `wanted` ones.
+    """Return the number of recordings of unknown words, and of silences, for `wanted` recordings.
 
-    Rounded up, as by TensorFlow's script, whose lists TC-ResNet publishes: 1,854 for 18,538.
+    Rounded up, as in TensorFlow's script, whose lists TC-ResNet publishes: 1,854 for 18,538.
     """
     return math.ceil(wanted / _OTHERS)
 
@@ -99,7 +99,7 @@ def run_speech(arguments: argparse.Namespace) -> int:
 
 
 def _counts(part: str, source: FileSource, words: Sequence[str]) -> str:
-    """Say how many recordings a part has."""
+    """Return a line on the number of recordings of a part."""
     labels = [min(file.label - len(words), 1) for file in source.files]
     unknown, silent = labels.count(0), labels.count(1)
     wanted = len(labels) - unknown - silent
@@ -117,8 +117,8 @@ def sources(
     Without `words`, all of them are classes. `split_lists` is a folder of TC-ResNet's lists.
 
     Raises:
-        UserError: this is not a folder, or it or one of its parts does not have these words, or a
-            list is unsuitable.
+        UserError: `root` is not a folder, it or one of its parts lacks these words, or a list is
+            unsuitable.
     """
     if split_lists is not None and not words:
         raise UserError("--split-lists needs --words: the lists are of wanted and other words")
@@ -163,7 +163,7 @@ def _nothing_in(root: Path, part: str, words: Sequence[str]) -> UserError:
 
 
 def _listed(path: Path, names: Sequence[str]) -> list[str]:
-    """Return the names in a list. Raises UserError if there are some, but none of a recording."""
+    """Return the names in a list. Raises UserError if it has names, but none of a recording."""
     if not path.is_file():
         raise UserError(f"{path} is missing: it lists the files that are held out")
     lines = numbered_lines(path)
@@ -266,12 +266,12 @@ def read_wav(content: bytes, *, resample: bool = False) -> np.ndarray:
     """Read the samples of a mono WAV file, at 16 kHz, int16 `[t]`.
 
     Args:
-        content: of the file.
+        content: content of the file.
         resample: convert another rate by a polyphase filter.
 
     Raises:
-        RefusedImageError: the file is damaged, has several channels, no 16 bits, or, without
-            `resample`, another rate.
+        RefusedImageError: the file is damaged, has several channels, does not have 16 bits, or,
+            without `resample`, has another rate.
     """
     from scipy.io import wavfile
 

@@ -39,7 +39,7 @@ def read_split_lists(
     """Read the lists of all parts.
 
     Args:
-        folder: of the three lists.
+        folder: folder of the three lists.
         recordings: names of the existing recordings.
         words: wanted words; each part must have a recording of one.
 

@@ -1,10 +1,10 @@
 """`--out` at a URL: shards are written in a temporary folder, uploaded one by one, and deleted.
 
-A store shows a file whole or not at all, so what holds for a folder holds here: a shard is finished
-once its JSON index is there, after its tar, and the data set once its manifest is there. A rerun
-asks the store what is finished. Local disk (`TMPDIR`) holds only the tars that workers are writing
-and the JSON indexes of their shards, and at the end the JSON indexes of all shards, from which the
-index of samples is made.
+Files in a store are complete or absent, so the rules for local folders apply: a shard is finished
+once its JSON index exists, which follows its tar, and the data set once its manifest exists. A
+rerun asks the store what is finished. Local disk (`TMPDIR`) holds only the tars that workers are
+writing and the JSON indexes of their shards, and at the end the JSON indexes of all shards, from
+which the index of samples is made.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def any_folder(text: str) -> Path | str:
 
 @contextmanager
 def local_out(arguments: argparse.Namespace) -> Iterator[argparse.Namespace]:
-    """Yield the arguments with a local `out`, and in `url` where its files go: "" to stay there."""
+    """Yield the arguments with a local `out`, and its destination as `url`; "" if it is local."""
     if not isinstance(arguments.out, str):
         yield argparse.Namespace(**{**vars(arguments), "url": ""})
         return
@@ -75,7 +75,7 @@ def finished_shards(folder: Path, store: Store | None) -> Iterator[Path]:
 
 
 def names_in(store: Store) -> set[str]:
-    """Return the names of a folder's files; of one that does not exist, none."""
+    """Return the names of a folder's files; empty if it does not exist."""
     try:
         return set(store.sizes())
     except AbsentFileError:
@@ -83,7 +83,7 @@ def names_in(store: Store) -> set[str]:
 
 
 def fetch_index(store: Store, shard: Path) -> None:
-    """Fetch the JSON index of a shard that is finished, unless it is here. Raises OSError."""
+    """Fetch the JSON index of a finished shard, unless it exists locally. Raises OSError."""
     path = index_path(shard)
     if path.exists():
         return
@@ -96,7 +96,7 @@ def fetch_index(store: Store, shard: Path) -> None:
 
 
 def has_tar(store: Store, name: str, num_bytes: int) -> bool:
-    """Return whether a tar of this size is there. Raises OSError, and UserError if refused."""
+    """Return whether a tar of this size exists. Raises OSError, and UserError if refused."""
     try:
         return store.size(name) == num_bytes
     except AbsentFileError:
@@ -106,7 +106,7 @@ def has_tar(store: Store, name: str, num_bytes: int) -> bool:
 def upload_shard(store: Store, shard: Path) -> None:
     """Upload a tar, if there is one, and its JSON index, which finishes it; delete the tar.
 
-    Raises OSError and UserError; then the index is deleted too.
+    Raises OSError and UserError, after deleting the index too.
     """
     path = index_path(shard)
     try:
@@ -121,7 +121,7 @@ def upload_shard(store: Store, shard: Path) -> None:
 
 
 def upload_rest(arguments: argparse.Namespace, folders: Iterable[str]) -> None:
-    """Upload what is in `--out` besides shards, manifests last. Raises OSError and UserError."""
+    """Upload all files in `--out` besides shards, manifests last. Raises OSError and UserError."""
     if not arguments.url:
         return
     last = []

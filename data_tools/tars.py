@@ -1,11 +1,11 @@
 """Read tars member by member, and detect where they are damaged or truncated.
 
 Webdataset tars, as written by img2dataset, have jpg, json and txt members with a common key. Each
-of them is one part of a source and becomes one shard, so huge collections are never listed.
+tar is one part of a source and becomes one shard, so huge collections are never listed.
 
-Which members are one sample is webdataset's own rule, `group_by_keys`. What it groups are headers:
-its expander would read every member whole into memory, captions and gigabytes alike, end without a
-word at a damaged header as if the tar ended there, and pass over links.
+webdataset's own `group_by_keys` decides which members form a sample. It is applied to headers:
+webdataset's expander would read every member into memory, however large, stop silently at a damaged
+header as if the tar ended there, and skip links.
 
 Tars at a URL are fetched one at a time by each worker, into an unnamed temporary file (`TMPDIR`),
 and read once.
@@ -49,10 +49,10 @@ CUT = "tar cut off: what follows in it is lost"
 _SPARSE = "sparse member of a tar"
 _LINK = "link in a tar"
 _LABEL = ".cls"
-# Members that are no images; of others the first bytes are read.
+# Suffixes of members that are not images; of others the first bytes are read.
 _NEVER_IMAGES = frozenset((_LABEL, ".json", ".txt", ".npy", ".npz", ".tar"))
 _MAX_LABEL_BYTES = 64
-# What webdataset's expander passes over, as it defines it.
+# Members that webdataset's expander skips, by its own definition.
 _META = re.compile(r"__[^/]*__($|/)")
 _SECOND_IMAGE = "another image of its sample"
 _SECOND_NAME = "another file of its sample with this suffix"
@@ -169,12 +169,12 @@ class TarPart:
 
     Attributes:
         path: path of the tar; its name, if it is at a URL.
-        num_bytes: its size.
-        number: its index among the tars of the source.
+        num_bytes: size of the tar.
+        number: index among the tars of the source.
         num_files: number of images according to img2dataset's `_stats.json`; 0 without it.
         num_classes: upper bound of labels (`.cls` members); 0 to count them as unread.
         selection: images to select.
-        store: of its folder, if that is a URL.
+        store: store of its folder, if that is a URL.
     """
 
     path: Path
@@ -205,7 +205,7 @@ class TarPart:
                         key, name, label, _content(file, sample.image, MAX_FILE_BYTES)
                     )
         except OSError:
-            if self.store is not None:  # of the way, and not of the tar: a rerun fetches it
+            if self.store is not None:  # a transfer error, not damage: a rerun fetches it again
                 raise
             refuse(self.path.name, "unreadable file")
 
@@ -245,7 +245,7 @@ class TarPart:
         self, file: BinaryIO, refuse: Refuse, unread: Counter[str]
     ) -> Iterator[list[tarfile.TarInfo]]:
         """Yield the members of each sample, which webdataset finds by their names."""
-        # Imported here, since other layouts do without it.
+        # Imported here, since other layouts do not need it.
         from webdataset.tariterators import base_plus_ext, group_by_keys
 
         last: tarfile.TarInfo | None = None
@@ -291,7 +291,7 @@ class TarPart:
 class TarSource:
     """Webdataset tars, paths and sizes in order of names, and a selection of their images.
 
-    `store` is that of their folder, if that is a URL; paths are then names.
+    `store` is the store of their folder, if that is a URL; paths are then names.
     """
 
     description: str
@@ -386,7 +386,7 @@ def _is_named_tar(name: str) -> bool:
 
 
 def _expanded(pattern: str) -> list[str]:
-    """Return the names of a pattern with braces; one without is a name."""
+    """Return the names of a pattern with braces; a pattern without braces is a name."""
     if "{" not in pattern:
         return [pattern]
     from braceexpand import braceexpand
@@ -418,7 +418,7 @@ def _content(file: BinaryIO, member: tarfile.TarInfo, limit: int) -> bytes:
 
 
 def stated_counts(path: Path) -> dict[str, int]:
-    """Return what img2dataset counted for a tar, from its `_stats.json`; empty without it."""
+    """Return img2dataset's counts for a tar, from its `_stats.json`; empty without it."""
     try:
         stats = json.loads(path.with_name(f"{path.stem}_stats.json").read_bytes())
         return {name: value for name, value in stats.items() if isinstance(value, int)}

@@ -1,4 +1,4 @@
-"""Lines that say what a source was taken for, and what in it is not read."""
+"""Lines on how a source was interpreted, and on files in it that are not read."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _LABEL = ".cls"
 
 
 def summary(source: ImageSource, labels_from: str, *, by_suffix: bool) -> str:
-    """Return one line: how many images and classes, and where the labels are from.
+    """Return one line with the numbers of images and classes, and the origin of the labels.
 
-    `by_suffix`: the files were not listed as images, so they count as such by their names.
+    `by_suffix`: the files were not listed as images, so images are counted by their suffix.
     """
     parts = [f"{source.root}: {_size(source, by_suffix=by_suffix)}"]
     if not source.class_names:
@@ -48,7 +48,7 @@ def _size(source: ImageSource, *, by_suffix: bool) -> str:
 
 
 def besides(place: Path, layout: str) -> Iterator[str]:
-    """Yield what lies in a folder of a detected layout and is not read, and how to read it."""
+    """Yield a line on files in a folder of a detected layout that are not read, and how to."""
     if not place.is_dir() or layout not in ("folder", "webdataset", "imagenet-validation"):
         return
     contents = Contents.of(place)
@@ -79,7 +79,7 @@ def folders_in_tars(source: TarSource) -> Iterator[str]:
 
 
 def failures_of_downloads(source: TarSource) -> Iterator[str]:
-    """Yield a line of what img2dataset counted, if it made the tars and its counts are there."""
+    """Yield a line of img2dataset's counts, if it made the tars and the counts exist."""
     if source.store is not None:
         return
     counts = [stated_counts(path) for path, _ in source.tars]
@@ -112,7 +112,7 @@ def refuse_splits(place: Path) -> None:
 
 
 def unread_lines(counts: Iterable[Mapping[str, int]], class_names: Sequence[str]) -> Iterator[str]:
-    """Yield what was not read in tars, from the numbers of members by suffix of each tar."""
+    """Yield lines on unread members of tars, from their numbers by suffix in each tar."""
     total: dict[str, int] = {}
     for each in counts:
         for suffix, count in each.items():

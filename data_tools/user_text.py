@@ -1,8 +1,8 @@
 """Text files that users write: lists of names, labels and hashes, and CSV tables.
 
-They come from spreadsheets, from Windows and from other tools, so a byte order mark is dropped,
-lines end with LF, CR LF or CR, and blank lines do not count. Everything else that is odd is an
-error with the number of its line: nobody notices a label that is read wrongly.
+They come from spreadsheets, from Windows and from other tools, so byte order marks are dropped,
+lines may end with LF, CR LF or CR, and blank lines are ignored. Everything else that is unexpected
+is an error with its line number, since a label that is read wrongly goes unnoticed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def text_of(content: bytes, path: Path) -> str:
             f"{path} line {line} is not UTF-8 text (byte 0x{content[error.start]:02x}): save the"
             " file as UTF-8"
         ) from None
-    # Marks stand inside a file too, if it was joined from several.
+    # A file joined from several has marks inside too.
     return text.replace(_MARK, "").replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -56,7 +56,7 @@ def numbered_lines(path: Path) -> list[tuple[int, str]]:
 
 def lines_of(text: str) -> list[tuple[int, str]]:
     """Return the non-blank lines of a text, stripped, with their numbers from 1."""
-    # Not `splitlines`, which also ends lines at form feeds and at separators of Unicode.
+    # Not `splitlines`, which also ends lines at form feeds and Unicode separators.
     numbered = enumerate(text.split("\n"), 1)
     return [(number, stripped) for number, line in numbered if (stripped := line.strip())]
 
@@ -86,7 +86,7 @@ def read_columns(path: Path, count: int) -> list[list[str]]:
 
 
 def read_names(path: Path) -> tuple[str, ...]:
-    """Return the lines of a list in which no name occurs twice. Raises UserError."""
+    """Return the lines of a list without repeated names. Raises UserError."""
     places: dict[str, int] = {}
     for number, name in numbered_lines(path):
         if name in places:

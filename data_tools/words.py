@@ -38,7 +38,9 @@ def add_words_arguments(parser: argparse.ArgumentParser) -> None:
         "--held-out-voices", type=int, default=15, help="other voices, for validation and test"
     )
     parser.add_argument("--takes", type=int, default=4, help="recordings per word and voice")
-    parser.add_argument("--seed", type=int, default=0, help="of voices, accents, speeds and noise")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of voices, accents, speeds and noise"
+    )
 
 
 def run_words(arguments: argparse.Namespace) -> int:
@@ -154,7 +156,7 @@ class Synthesizer:
         Args:
             text: text to speak.
             voice: accent and voice, for example `en-us+f3`.
-            speed: in words per minute.
+            speed: speed in words per minute.
             pitch: 0 to 99.
         """
         from scipy.signal import resample_poly

@@ -3,10 +3,10 @@
 torchrun exits with 1; the process's own code lets a launcher distinguish a user's mistake (2) from
 a run to be resumed (75).
 
-With fixed nodes, torchrun's own --max-restarts counts on each node alone: if one fails twice before
-another has noticed, their processes look for each other under different numbers and never meet.
-`--restarts N` restarts torchrun itself instead, at the next port. No node can be ahead, since an
-attempt begins when all nodes have come to its port.
+With fixed nodes, each node counts torchrun's own --max-restarts separately: if one fails twice
+before another has noticed, their processes look for each other under different numbers and never
+meet. `--restarts N` restarts torchrun itself instead, at the next port. No node can get ahead,
+since an attempt begins only when all nodes have joined at its port.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.run import main
 
 MISTAKE, STOPPED = 2, 75
 PATIENCE = 1800
-"""Seconds that a node waits to restart with the others, which may notice a failure only after
+"""Seconds that a node waits for the others before a restart; they may only notice a failure after
 `training.hang_timeout`."""
 
 
@@ -31,7 +31,7 @@ def run(words: Sequence[str]) -> int:
     code = 0
     try:
         for attempt in range(restarts + 1):
-            # `training.max_restarts` counts restarts, and a lock is waited for.
+            # Makes `training.max_restarts` count restarts, and a held lock be waited for.
             os.environ["MEGAVIS_RESTART_COUNT"] = str(attempt)
             code = _run_once(arguments(words, attempt))
             if code in (0, MISTAKE, STOPPED):
@@ -61,7 +61,7 @@ def _run_once(words: list[str]) -> int:
     except ChildFailedError as error:
         sys.stderr.write(f"{error}\n")
         _, failure = error.get_first_failure()
-        # Signals are negative numbers here, and 128 + number in a shell.
+        # Signals are negative numbers in Python, and 128 + number in a shell.
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     return 0
 

@@ -1,7 +1,7 @@
 """Data sets stored as arrays: dSprites, smallNORB and PatchCamelyon; .mat files of others.
 
-The first three are for the tasks of VTAB, which splits dSprites and smallNORB by the order in which
-TensorFlow Datasets stores them; here the SHA-256 of an image's index determines the split, in the
+The first three are tasks of VTAB, which splits dSprites and smallNORB by the order in which
+TensorFlow Datasets stores them. Here the SHA-256 of an image's index determines the split, in the
 same proportions. SVHN, Flowers-102 and Stanford Cars have labels or images in .mat files.
 """
 

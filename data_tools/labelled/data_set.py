@@ -44,13 +44,13 @@ class LabelledSet:
     """A data set with official splits, in a supported format.
 
     Attributes:
-        name: as in `--layout`.
+        name: name, as in `--layout`.
         markers: groups of files or folders, or patterns of their names; a folder with all of one
             group has this data set.
         sizes: published number of images in each split.
         list_split: lists one split of the data set at a path. Raises UserError if a file is
             missing, has the wrong size, or another format.
-        is_at: tells data sets apart whose files have the same names.
+        is_at: distinguishes data sets whose files have the same names.
     """
 
     name: str
@@ -65,7 +65,7 @@ class LabelledSet:
         return marked and self.is_at(root)
 
     def parts_of(self, split: str) -> tuple[str, ...]:
-        """Return the official splits that `--split` stands for. Raises UserError for others.
+        """Return the official splits for a value of `--split`. Raises UserError for others.
 
         `all` is everything that may be used for training. Without an official validation set,
         the caller splits the training set into `train` and `validation`.
@@ -78,7 +78,7 @@ class LabelledSet:
         return (split,)
 
     def open(self, root: Path, split: str, *, class_names: Sequence[str] | None) -> FileSource:
-        """Return the images of the official splits that `--split` stands for.
+        """Return the images of the official splits for a value of `--split`.
 
         `root` is the unpacked folder; `class_names`, of `--classes-from`, must match the data
         set. Raises UserError if a file is missing, has the wrong size or is damaged, or a label is
@@ -124,7 +124,7 @@ def _check_labels(
 
 
 def image_file(root: Path, name: str, label: int, *, listed_in: str) -> SourceFile:
-    """Return a listed image by its path below `root`; raises UserError if there is none to read."""
+    """Return a listed image by its path below `root`; raises UserError if it is not readable."""
     try:
         size = (root / name).stat().st_size
     except FileNotFoundError:

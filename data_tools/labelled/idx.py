@@ -49,7 +49,7 @@ def list_mnist(root: Path, split: str) -> Listing:
 
 
 def _find(root: Path, part: str, kind: str) -> Path:
-    """Return the file of a part, unpacked if it is there in both forms, under any prefix."""
+    """Return the file of a part, under any prefix; the unpacked one if both forms exist."""
     name = f"{part}-{kind}-idx{_DIMENSIONS[kind]}-ubyte"
     found = [*find_files(root, f"*{name}"), *find_files(root, f"*{name}.gz")]
     if not found:

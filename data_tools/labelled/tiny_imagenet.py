@@ -1,7 +1,8 @@
 """Tiny ImageNet (`tiny-imagenet-200`): 200 classes of ImageNet at 64².
 
-The authors published no labels of `test`: papers report `val`, which is the test set here. Names of
-training images are as if the folder `train` were read alone, so a split by their hash is the same.
+The authors published no labels for `test`: papers report `val`, which is the test set here.
+Training images have the names that reading only the folder `train` would give, so that a split by
+hash is the same.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def list_tiny_imagenet(root: Path, split: str) -> Listing:
 
 
 def _training_files(root: Path, classes: Mapping[str, int]) -> list[SourceFile]:
-    """List `train/n01443537/images/...`; boxes of objects, in text files beside, are no images."""
+    """List `train/n01443537/images/...`; text files beside them, with boxes, are not images."""
     files = []
     for file in list_images(root / "train").files:
         name = file.name.split("/")[0]

@@ -246,10 +246,10 @@ _CLASSES = ["no retinopathy", "mild", "moderate", "severe", "proliferative"]
 
 
 def is_retinopathy(root: Path) -> bool:
-    """Return whether these are the competition's files; others name theirs alike (CIFAR-10)."""
+    """Return whether these are the competition's files; CIFAR-10 on Kaggle has similar names."""
     path = root / _SPLITS[TRAIN][0]
     if not path.is_file():
-        return True  # by the other file, whose name says it
+        return True  # recognized by the other file's name
     header = read_text(path).partition("\n")[0].replace('"', "").split(",")
     return {"image", "level"} <= {name.strip() for name in header}
 
