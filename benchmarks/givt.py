@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=2 python -m benchmarks.givt --what cache
 
-The model is GIVT-Causal at 256 tokens; `--layers` leaves out blocks. All matrices are random, also
-the head's, which starts as zero.
+The model is GIVT-Causal at 256 tokens; `--layers` reduces the number of blocks. All matrices are
+random, even the head's, which is normally initialised to zero.
 """
 
 from __future__ import annotations

@@ -2,15 +2,14 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.host_time [--papers igpt darl] [--json FILE]
 
-On a GPU the host launches kernels one by one, and a step is no faster than that. Its time
-hardly depends on the widths, so blocks are so narrow (32 channels, 2 heads, few tokens) that their
-arithmetic on a CPU counts for little: what is left is Python,
-DeepSpeed and torch's dispatcher, and small kernels in place of a GPU's launches. Time is that of
-the main thread on its core (`time.thread_time`), which other jobs on the machine change little. A
-step has one micro-batch of one image; the difference between two depths, divided by the blocks
-between them, is a block's time, without what a step takes whatever its depth.
-Blocks run eagerly, in bf16, on one process; with tensor parallelism there are more calls, which
-this does not measure.
+On a GPU the host launches kernels one by one, and a step is no faster than that. Host time hardly
+depends on the widths, so blocks are so narrow (32 channels, 2 heads, few tokens) that their
+arithmetic on a CPU is negligible: what remains is Python, DeepSpeed and torch's dispatcher, and
+small kernels in place of a GPU's launches. Time is that of the main thread on its core
+(`time.thread_time`), which other jobs on the machine hardly affect. A step has one micro-batch of
+one image; a block's time is the difference between two depths divided by the number of blocks
+between them, which excludes the costs of a step that do not depend on depth. Blocks run eagerly, in
+bf16, on one process; tensor parallelism needs more calls, which are not measured here.
 
 `megavis plan` has the largest figure of each kind of block in `planning/host_time.py`.
 """
@@ -55,10 +54,10 @@ def block_milliseconds(
     both; the result is the median of the rounds' differences for each block.
 
     Args:
-        preset: path in `yaml_configs`, of `PRESETS`.
+        preset: path in `yaml_configs`; one of `PRESETS`.
         stage: ZeRO stage.
         rounds: timed steps of each depth.
-        launch: of this process.
+        launch: launch of this process.
         depths: numbers of blocks of the two models.
     """
     settings = Settings(device="cpu", small=True, folder=Path())

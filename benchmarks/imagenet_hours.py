@@ -5,9 +5,8 @@
 Every verb writes shards of a few hundred photographs of ImageNet's mean size, 500x375 pixels in
 108 KB (138 GB of training images), on one core. Time and bytes per image, times 1,331,167 images
 of training and validation set, are printed as the Markdown table of `docs/data.md`. Time is CPU
-time, on which other jobs have little effect. Networks have random weights and the
-sizes of `yaml_configs/givt/vae.yaml` and `yaml_configs/gvp/vqgan.yaml`: they cost as much as
-trained ones.
+time, which other jobs hardly affect. Networks have random weights and the sizes of
+`yaml_configs/givt/vae.yaml` and `yaml_configs/gvp/vqgan.yaml`: they cost as much as trained ones.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What can be said of label maps without a model: numbers below which no model is worth its name.
+"""Baselines for label maps without a model, which a model should exceed.
 
     python -m benchmarks.label_map_baselines shards/panoptic --run runs/givt_panoptic
 
-Panoptic maps: one segment of the commonest class, and the map of the nearest training image.
-Depths: the mean training map, and again that of the nearest training image. Training maps are
-squashed to the size of 64² and then enlarged to the held-out original, as predictions are.
+Panoptic maps: one segment of the most common class, and the map of the nearest training image.
+Depths: the mean training map, and the map of the nearest training image. Training maps are resized
+to 64² and then enlarged to the held-out original, as predictions are.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from megavis.evaluation.images.pair_metrics import DepthErrors, PanopticQuality
 from megavis.evaluation.images.results import BaselineAnswer, DepthScores, Quality
 
 _SIDE, _LOOK = 64, 8
-"""Sides of the maps that are answered, and of the blocks over which images are compared."""
+"""Sides of the predicted maps, and of the blocks over which images are compared."""
 
 
 def main() -> None:
-    """Print the scores of each answer as a line of JSON."""
+    """Print the scores of each baseline as a line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="with the shard folders train and validation")
     parser.add_argument(

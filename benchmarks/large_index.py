@@ -3,13 +3,13 @@
     OMP_NUM_THREADS=1 python -m benchmarks.large_index --samples 100_000_000
 
 Makes the index of shards of 10,000 samples, with sparse files as tars, in a temporary folder (16
-bytes a sample on the disk), and opens it in processes that start together, after another has read
-it into the page cache. `before` and `opened` are MB of a process's resident memory (RSS) before it
-opens the folder, with all imports, and after; `read` after it has also read a thousand batches of
-the order in windows. PSS divides pages by the number of processes that map them.
+bytes per sample on disk), and opens it in processes that start together, after another process has
+read it into the page cache. `before` and `opened` are MB of a process's resident memory (RSS)
+before it opens the folder, with all imports, and after; `read` is after it has also read a thousand
+batches of the order in windows. PSS divides pages by the number of processes that map them.
 
-With `--steps 10` a tiny iGPT is then trained so long on the folder, on windows of 8² of its tokens,
-by as many processes of torchrun, each of which tells the most that it had (VmHWM).
+With `--steps 10`, a tiny iGPT is then trained for that many steps on windows of 8² of the folder's
+tokens, by as many torchrun processes, each of which reports its peak memory (VmHWM).
 """
 
 from __future__ import annotations
@@ -99,14 +99,14 @@ checkpoint: {{every: {steps}}}
 
 
 def train(options: argparse.Namespace, root: Path, folder: Path) -> list[dict[str, object]]:
-    """Train in processes of torchrun; return a row for each."""
+    """Train in torchrun processes; return a row for each."""
     config = root / "large.yaml"
     config.write_text(_CONFIG.format(root=root, folder=folder, window=WINDOW, steps=options.steps))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     command += [str(options.processes), "--module", "benchmarks.large_index"]
     command += ["--train", str(config)]
     begin = time.perf_counter()
-    subprocess.run(command, check=True, stdout=sys.stderr)  # noqa: S603 - only this program
+    subprocess.run(command, check=True, stdout=sys.stderr)  # noqa: S603 - this program itself
     seconds = time.perf_counter() - begin
     found = [json.loads(path.read_text()) for path in sorted(root.glob("rank-*.json"))]
     records = (root / "runs/large/metrics.jsonl").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Folders of many made-up palette shards: a few are written, and the others are links to them."""
+"""Folders of many synthetic palette shards: a few are written, and the others are links to them."""
 
 from __future__ import annotations
 

@@ -2,10 +2,11 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.many_shards
 
-Shards of made-up 64² palette tokens: ten are written, the others are hard links to them, so that
-the page cache has all of them and the disk does not count. A round reads one window of shards, all
-samples once, so that every file is opened once a round. The order of all samples, for which most
-samples reopen a file, reads fewer of them. `slow` sleeps before each open, as a network disk does.
+Shards of synthetic 64² palette tokens: ten are written, the others are hard links to them, so that
+the page cache has all of them and the disk does not matter. A round reads all samples of one window
+of shards once, so that every file is opened once per round. The order of all samples, for which
+most samples reopen a file, reads fewer of them. `slow` sleeps before each open, like a network
+disk.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Reading:
         self.dataset = ShardDataset(folder, window_shards=options.window if windows else None)
         self.opened = self.taken = 0
         self._delay, self._open_shard = delay, self.dataset._open_shard
-        # Counts what is opened, and waits as a slow disk would.
+        # Count opened files, and wait as for a slow disk.
         self.dataset._open_shard = self._open  # type: ignore[method-assign]
         self._order, self._threads = self.dataset.order(0), options.threads
         self.count = options.window * options.in_shard // (1 if windows else options.fewer)

@@ -4,8 +4,8 @@
 
 All run on one core in one process: 500x375 crops of photographs from scikit-image, scikit-learn
 and foolbox, as JPEG of quality 90, read from the disk cache. Tokens of a sample are compared
-with Pillow's resize and the nearest of all colours in float64. Shares of decoding are also given by
-processor time, on which other jobs have less effect.
+with Pillow's resize and the nearest of all colours in float64. Shares of decoding are also given in
+processor time, which other jobs affect less.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def resized(path: Path, size: int) -> np.ndarray:
 
 
 def plain_loop(paths: list[Path], palette: Palette, size: int) -> list[np.ndarray]:
-    """Encode straightforwardly: Pillow, numpy, nearest colours by a matrix product."""
+    """Encode with a plain loop: Pillow, numpy, nearest colours by a matrix product."""
     centers = palette.centers
     squares = (centers**2).sum(axis=1)
     tokens = []

@@ -1,4 +1,4 @@
-"""Cost of a check of `training.check_replicas_every`, relative to the steps between two.
+"""Cost of a check of `training.check_replicas_every`, relative to the steps between two checks.
 
     OMP_NUM_THREADS=1 python -m benchmarks.replica_check
 

@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.sample_orders
 
-Nothing is read: orders are computed for made-up shards of equal size, stored sorted by class as
-many collections are. Shuffle buffers are webdataset's, over shards in a new random order each
-epoch, as its documentation has it. Columns, over one epoch unless they say otherwise:
+Nothing is read: orders are computed for synthetic shards of equal size, sorted by class as many
+collections are. Shuffle buffers are webdataset's, over shards in a new random order each epoch, as
+in its documentation. Columns, over one epoch unless stated otherwise:
 
     rank correlation    Spearman's, of the position in the epoch and the place on disk
     with shards in turn the same, if the shards lay on disk in the order in which the epoch reads
@@ -71,7 +71,7 @@ def mixing(stream: Stream, num_shards: int, in_shard: int, *, kept_open: int) ->
 
 
 def opened(shards: np.ndarray, kept_open: int) -> int:
-    """Count the files opened by a reader that closes the one it has not read for longest."""
+    """Count the files opened by a reader that closes the least recently read one."""
     kept, count = OrderedDict[int, None](), 0
     for shard in shards.tolist():
         if shard not in kept:

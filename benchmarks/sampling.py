@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=2 python -m benchmarks.sampling
 
-The ImageGPT has random weights, which megavis gets as from `megavis import`. Both start from the
+The ImageGPT has random weights, which megavis converts as in `megavis import`. Both start from the
 same first tokens and must choose the same ids. Another line is megavis without a cache, which runs
 the whole sequence for each id; `--uncached-tokens` of them are timed, and the rest is extrapolated.
-The bound is a lower limit for any implementation in torch: for each id only its matrix products,
+The bound is a lower limit for any implementation in torch: for each id, only its matrix products
 and the two of attention with all keys and values so far.
 """
 

@@ -4,7 +4,7 @@
 
 Both have the same weights and see the same images: forward, backward, fused AdamW, no dropout, no
 gradient clipping. megavis runs as in `megavis train`: objective, layers, DeepSpeed's engine. The
-bound is a lower limit for any implementation in torch: only matrix products, by the library that
+bound is a lower limit for any implementation in torch: only matrix products, in the library that
 megavis uses, and attention, forward and backward.
 """
 

@@ -75,9 +75,9 @@ def image_gpt(config: RunConfig, *, dropout: float = 0.0) -> Any:
     attention (without `attn_implementation`): matrices of scores, mask, softmax.
 
     Args:
-        config: of the run.
-        dropout: of residuals, embeddings and attention; `transformers` uses 0.1 by default, the
-            paper and megavis none.
+        config: config of the run.
+        dropout: dropout of residuals, embeddings and attention; `transformers` uses 0.1 by default,
+            the paper and megavis none.
     """
     import transformers
 

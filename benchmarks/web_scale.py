@@ -4,10 +4,10 @@
 
 Tars as img2dataset writes them (photographs of 256 pixels a side with captions and metadata; a few
 damaged) are measured by `filter` and written as palette shards of 64² tokens, in one process, one
-after the other and at once. The decision is taken for made-up measurements, a fifth of which are
-near-duplicates. Seconds are CPU time. Memory is the most of a process at two sizes: of the commands
-for so many tars, and of the decision for so many images. The hours are extrapolated: nothing of
-that size was run.
+after the other and at once. The decision is made for synthetic measurements, a fifth of which are
+near-duplicates. Seconds are CPU time. Memory is a process's peak at two sizes: numbers of tars for
+the commands, and numbers of images for the decision. The hours are extrapolated: nothing of that
+size was run.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from data_tools.shard_tasks import peak_memory
 MILLION, IMAGES = 1_000_000, 100_000_000
 MACHINES, CORES, SIDE, IN_TAR = (1, 16, 256), 32, 256, 1_000
 _NEAR = 4  # bits
-_SHARE = 5  # of the made-up images, one of so many is a near-duplicate
+_SHARE = 5  # one in this many synthetic images is a near-duplicate
 
 
 @dataclass(frozen=True)
 class Cost:
-    """CPU seconds of a command, bytes that it wrote, and the most memory of its process."""
+    """CPU seconds of a command, bytes that it wrote, and the peak memory of its process."""
 
     count: int
     seconds: float
@@ -49,7 +49,7 @@ class Cost:
     memory: float
 
     def since(self, fewer: Cost) -> Cost:
-        """Return what the images beyond those of `fewer` cost, without start-up."""
+        """Return the cost of the images beyond those of `fewer`, without start-up."""
         values = (self.seconds - fewer.seconds, self.num_bytes - fewer.num_bytes)
         return Cost(self.count - fewer.count, *values, self.memory)
 
@@ -85,7 +85,7 @@ def _resized(path: Path) -> bytes:
 
 
 def measured(folder: Path, tars: int, *, words: list[str], out: str, count: int) -> Cost:
-    """Run a verb on the first tars, in a process of its own; `{out}` in a word is the folder."""
+    """Run a verb on the first tars in a separate process; `{out}` in a word is the folder."""
     source = f"{folder}/{{00000..{tars - 1:05d}}}.tar"
     words = [word.format(out=folder.parent / out) for word in words]
     told = _in_a_child("--verb", *words, source, "--out", str(folder.parent / out))
@@ -94,7 +94,7 @@ def measured(folder: Path, tars: int, *, words: list[str], out: str, count: int)
 
 
 def _in_a_child(*words: str) -> tuple[float, float]:
-    """Return CPU seconds and the most memory of this program with other words."""
+    """Return CPU seconds and peak memory of this program with other words."""
     command = [sys.executable, "-m", "benchmarks.web_scale", *words]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE)  # noqa: S603 - ourselves
     seconds, memory = json.loads(done.stdout.splitlines()[-1])
@@ -102,7 +102,7 @@ def _in_a_child(*words: str) -> tuple[float, float]:
 
 
 def verb_here(words: list[str]) -> None:
-    """Run a verb of `data_tools`; print CPU seconds without imports, and the most memory."""
+    """Run a verb of `data_tools`; print CPU seconds without imports, and peak memory."""
     begin = time.process_time()
     with contextlib.redirect_stdout(io.StringIO()):
         run_verb(*words)
@@ -110,7 +110,7 @@ def verb_here(words: list[str]) -> None:
 
 
 def decide_here(count: int) -> None:
-    """Find near-duplicates among made-up measurements; print seconds, and memory beyond these."""
+    """Find near-duplicates among synthetic measurements; print seconds and additional memory."""
     random = np.random.default_rng(0)
     table = np.empty(count, TABLE)
     table["width"], table["height"] = random.integers(64, 1_024, (2, count))
@@ -173,7 +173,7 @@ def _print_hours(costs: list[Cost], decisions: dict[int, tuple[float, float]], m
     """Print hours and bytes for a hundred million images, by arithmetic.
 
     Args:
-        costs: of measuring, of writing, and of both at once.
+        costs: costs of measuring, of writing, and of both at once.
     """
     count, (seconds, memory) = max(decisions.items())
     deciding = seconds / count * IMAGES * _search_cost(IMAGES) / _search_cost(count) / 3600
@@ -196,7 +196,7 @@ def _print_hours(costs: list[Cost], decisions: dict[int, tuple[float, float]], m
 
 
 def _search_cost(count: int) -> float:
-    """Return what the search for near-duplicates expects to do for each image."""
+    """Return the expected cost per image of the search for near-duplicates."""
     return search_cost(count, best_bands(count, distance=_NEAR), distance=_NEAR)
 
 

@@ -1,10 +1,10 @@
-"""Samples a second of a webdataset loop with our decoder, and of our own reader.
+"""Samples per second of a webdataset loop with our decoder, and of our own reader.
 
     OMP_NUM_THREADS=1 python -m benchmarks.webdataset_loop
 
-Shards of made-up palette tokens at 32² and 64² and of JPEG photographs at 224², read whole in one
-thread: in order and through a buffer of 1,000 samples by webdataset, shuffled by our reader. All
-shards are in the page cache.
+Shards of synthetic palette tokens at 32² and 64² and of JPEG photographs at 224² are read whole in
+one thread: by webdataset in order and through a buffer of 1,000 samples, by our reader shuffled.
+All shards are in the page cache.
 """
 
 from __future__ import annotations

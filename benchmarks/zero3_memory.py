@@ -27,11 +27,11 @@ class Growth:
 
     Attributes:
         model: bytes of the model's float32 weights.
-        largest_layer: likewise of its largest layer.
+        largest_layer: bytes of the float32 weights of its largest layer.
         peak: peak while the layers were built.
-        built: after they were built.
-        engine: after the engine allocated master weights and gradients.
-        trained: after the first step, which allocates Adam's moments and activations.
+        built: bytes after they were built.
+        engine: bytes after the engine allocated master weights and gradients.
+        trained: bytes after the first step, which allocates Adam's moments and activations.
     """
 
     model: int

@@ -1,7 +1,7 @@
-"""Measure inside one checkout: a process that reads jobs as lines of JSON and answers.
+"""Measure inside one checkout: a process that reads jobs as lines of JSON and replies.
 
 Started by `__main__.py` with a PYTHONPATH that selects the checkout's `megavis`. The current folder
-is that of the recording; all paths are relative to it.
+is the recording's; all paths are relative to it.
 """
 
 from __future__ import annotations

@@ -5,6 +5,6 @@
 
 Each paper is pre-trained and probed, generates images if it can, and is fine-tuned to classify,
 with three seeds. Letters, palette, VAE and VQGAN are made once. Shards, runs, logs and tables go to
-`--out`. An interrupted study continues when it is started again: what is there is not made anew.
-`--records FOLDER` shares a study among machines: what has finished on one is in the table of all.
+`--out`. An interrupted study continues when it is started again: existing results are kept.
+`--records FOLDER` shares a study among machines: each machine's table has all finished results.
 """

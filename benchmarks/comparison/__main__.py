@@ -22,8 +22,8 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the study, and write its table.
 
     Returns:
-        0 where everything has finished, 2 after a user's mistake or a command that failed, 128
-        and the signal's number when interrupted.
+        0 if everything has finished, 2 after a user's mistake or a failed command, 128 plus the
+        signal's number if interrupted.
     """
     return run_command(_run, parser().parse_args(words))
 

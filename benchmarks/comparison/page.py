@@ -55,8 +55,8 @@ def write_page(study: Study, folder: Path, page: Path | None) -> list[Path]:
     """Write `comparison.md` with the pictures that it shows, and the parts of another page.
 
     Args:
-        study: whose runs are read, as far as they have finished.
-        folder: of the study.
+        study: study whose runs are read, as far as they have finished.
+        folder: folder of the study.
         page: also gets the parts and the pictures; None for no other page.
 
     Returns:
@@ -146,7 +146,7 @@ def _references(methods: Sequence[Sequence[Method]], folder: Path) -> Iterator[l
 def _strip(method: Method, folder: Path, page: Path) -> str:
     """Return a cell with a method's first images, drawn next to the page.
 
-    One that is only there, since another machine has drawn it, is shown too.
+    A strip that is already there, drawn by another machine, is shown too.
     """
     if not method.generates:
         return ""

@@ -23,7 +23,7 @@ PARTS = ("train", "selection", "validation")
 CLASSES = 26
 PALETTE_SIZE = 128
 TOKENIZERS = {"ids": "vqgan", "latents": "vae"}
-"""What makes shards of each kind of tokens that a network makes."""
+"""The command that makes shards of each kind of network tokens."""
 RECONSTRUCTIONS = Path("evaluation/reconstructions.png")
 """In the run folder of a tokenizer: images, and below them their reconstructions."""
 _STUDY = Path(__file__).with_name("study.yaml")
@@ -55,7 +55,7 @@ class Method(TrainedMethod):
 
     @property
     def kind(self) -> str:
-        """What it reads: `32`, images; `12`, colours; `ids` or `latents`."""
+        """Kind of its input: `32`, images; `12`, colours; `ids` or `latents`."""
         return self.reads.name.removeprefix("letters_")
 
     @property
@@ -132,7 +132,7 @@ class Study:
         return tuple(self.images[kind] for kind in kinds)
 
     def shards(self, method: Method) -> Iterator[Task]:
-        """Yield what makes the shards that a method reads, and their tokenizer."""
+        """Yield the tasks that make the shards of a method, and their tokenizer."""
         yield from self._letters()
         if method.kind == "12":
             yield from _colors()
@@ -140,7 +140,7 @@ class Study:
             yield from self._tokens(method.kind)
 
     def trainings(self, method: Method) -> Iterator[Task]:
-        """Yield what trains and evaluates."""
+        """Yield the tasks that train and evaluate."""
         seen = list(self.seen(method))
         if method.pretrain:
             yield Task.training("train", method.pretrain, seen.pop(0))
@@ -162,7 +162,7 @@ class Study:
             yield _shards(words, IMAGES / part)
 
     def _tokens(self, kind: str) -> Iterator[Task]:
-        """Yield a tokenizer, what shows its reconstructions, and shards of its tokens."""
+        """Yield the tasks for a tokenizer, a picture of its reconstructions, and token shards."""
         name, run = TOKENIZERS[kind], tokenizer_run(kind)
         yield Task.training("train", (f"{CONFIGS}/{name}.yaml",), self.images[name])
         path = run / RECONSTRUCTIONS
@@ -220,7 +220,7 @@ def _megavis(words: tuple[str, ...], done: Path) -> Task:
 
 
 def _method(entry: Mapping[str, Any], seed: int, tuned: Mapping[str, Any]) -> Method:
-    """Return an entry of `study.yaml` with a seed; the runs of all but 0 end in theirs."""
+    """Return an entry of `study.yaml` with a seed; names of runs end in the seed unless it is 0."""
     name = f"comparison_{entry['run']}"
     tag = f"_{seed}" if seed else ""
     shared = [f"{CONFIGS}/{entry['config']}", *_words(entry.get("keys", {}))]

@@ -1,15 +1,14 @@
-"""The first hour on a GPU: does megavis work there, how fast, and what to correct.
+"""The first hour on a GPU: whether megavis works, how fast it is, and what to correct.
 
     python -m benchmarks.gpu_check                 # all ten stages
     python -m benchmarks.gpu_check --stages 1,3    # some of them
     python -m benchmarks.gpu_check --small         # all code paths on tiny sizes, about a minute
     python -m benchmarks.gpu_check --device cpu    # the same without a GPU
 
-Each stage stops after `--limit` minutes (9.5) and keeps what it has measured; the same command
-continues with the parts that are missing. Finished stages are skipped unless `--again`. Ctrl-C, a
-time limit or a crash loses the parts that were running and nothing else. Stages 2, 3, 4 and 9
-measure no time: on a GPU `--jobs` of their parts run at once, by default one for two cores, up to
-eight.
+Each stage stops after `--limit` minutes (9.5) and keeps its measurements; the same command
+continues with the missing parts. Finished stages are skipped unless `--again` is given. Ctrl-C, a
+time limit or a crash loses only the parts that were running. Stages 2, 3, 4 and 9 measure no time:
+on a GPU, `--jobs` of their parts run at once, by default one for two cores, up to eight.
 
     stage  minutes  what
     1      3        versions, an all-reduce, speed of products and memory, SDPA kernels, a CPU run
@@ -47,10 +46,10 @@ The output folder holds `stage-N.json`, `report.json` (a list of all of them), `
 A row is one measurement:
 
     what             for example "GVP-B, ZeRO-1: MFU"
-    value            number, string or true/false; null where it means something on a GPU alone
-    unit             of the value; may be empty
+    value            number, string or true/false; null if it is meaningful only on a GPU
+    unit             unit of the value; may be empty
     aim              the number to reach or to compare with, as text; may be empty
-    passed           true/false where there is a right answer; null where the row only informs
-    note             what the reader must know, such as why there is no value
-    detail           anything more for machines: curves, kernels, what was compared
+    passed           true/false if there is a right answer; null if the row is only informative
+    note             a note for the reader, such as why there is no value
+    detail           further data for programs: curves, kernels, what was compared
 """

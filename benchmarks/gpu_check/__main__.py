@@ -21,10 +21,10 @@ from megavis.config.errors import UserError
 
 _OUT = Path("runs/gpu_check")
 _STARTS = 300.0
-"""Seconds in which a process must have imported torch."""
+"""Seconds within which a process must have imported torch."""
 
 _MOST_PROCESSES = 8
-"""Of a stage that needs several: the GPUs of a usual node."""
+"""Largest number of processes of a stage that needs several: the GPUs of a usual node."""
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C or SIGTERM."""
@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--stages", type=_stages, default=list(STAGES), help="default: all; 1,3")
     made.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda; cpu means --small")
     made.add_argument("--small", action="store_true", help="tiny sizes: run every code path")
-    made.add_argument("--again", action="store_true", help="measure finished stages anew")
+    made.add_argument("--again", action="store_true", help="measure finished stages again")
     made.add_argument("--jobs", type=_jobs, help="parts at once, where none measures time")
     made.add_argument("--limit", type=float, default=9.5, help="minutes a stage; default: 9.5")
     made.add_argument("--total", type=float, help="minutes of this call; default: no limit")
@@ -69,11 +69,11 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the stages and write the report.
 
     Returns:
-        0 where all that was asked for has finished and is right, 1 where not, 2 after a user's
-        mistake, 130 when interrupted.
+        0 if all requested stages have finished and passed, 1 if not, 2 after a user's mistake, 130
+        if interrupted.
     """
     options = parser().parse_args(words)
-    # Both: a job of a shell's background ignores the first, until it is set otherwise.
+    # Set both: a background job of a shell ignores SIGINT unless a handler is set.
     before = {each: signal.signal(each, _interrupt) for each in (signal.SIGINT, signal.SIGTERM)}
     crew = [Worker() for _ in range(_num_jobs(options))]
     try:
@@ -102,7 +102,7 @@ def _settings(options: argparse.Namespace, worker: Worker) -> Settings:
         raise UserError("--limit and --total are minutes above 0")
     processes = 2
     if options.device == "cpu":
-        # Libraries that look for a GPU by themselves must not find one.
+        # Hide GPUs from libraries that look for one themselves.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     elif not (processes := min(worker(count_gpus, timeout=_STARTS), _MOST_PROCESSES)):
         raise UserError("no GPU found; --device cpu runs every stage on tiny sizes without one")
@@ -134,7 +134,7 @@ def _run(options: argparse.Namespace, crew: Sequence[Worker]) -> int:
 
 @contextlib.contextmanager
 def _crew_of(number: int, settings: Settings, crew: Sequence[Worker]) -> Iterator[Sequence[Worker]]:
-    """Give the stage its workers: `crew`, or one of several processes, which end afterwards."""
+    """Yield the stage's workers: `crew`, or one with several processes, which end afterwards."""
     if not STAGES[number].several:
         yield crew
         return
@@ -146,7 +146,7 @@ def _crew_of(number: int, settings: Settings, crew: Sequence[Worker]) -> Iterato
 
 
 def _finish(settings: Settings, asked: Sequence[int]) -> int:
-    """Write the report of all stages that there are; return 0 where those asked for are right."""
+    """Write the report of all existing stages; return 0 if the requested ones passed."""
     found = {number: read_stage(settings.folder, number) for number in STAGES}
     results = [result for result in found.values() if result is not None]
     _say(f"report: {write_report(settings.folder, results)}")

@@ -71,10 +71,10 @@ def run_stage(
     """Run the unfinished parts of a stage within the time limit.
 
     Args:
-        settings: of the whole check.
-        number: of the stage.
-        crew: run the parts: the first alone, or all at once where no part measures time.
-        clock: of the stage.
+        settings: settings of the whole check.
+        number: number of the stage.
+        crew: workers that run the parts: only the first, or all at once if no part measures time.
+        clock: clock of the stage.
         again: discard earlier results.
         say: prints a line.
 
@@ -107,7 +107,7 @@ def run_stage(
 
 
 _Measured = Iterator[tuple[str, Part | None]]
-"""Names and parts; None for a part that the time limit has left out."""
+"""Names and parts; None for a part that did not run within the time limit."""
 
 
 def _one_by_one(
@@ -123,7 +123,7 @@ def _one_by_one(
 def _at_once(
     settings: Settings, number: int, names: Sequence[str], crew: Sequence[Worker], clock: Clock
 ) -> _Measured:
-    """Run a part on each worker at a time; each but the first has a folder of its own."""
+    """Run one part at a time on each worker; all but the first have their own folders."""
     free: SimpleQueue[tuple[Settings, Worker]] = SimpleQueue()
     for place, worker in enumerate(crew):
         folder = settings.folder / "jobs" / str(place) if place else settings.folder
@@ -143,7 +143,7 @@ def _at_once(
         for job in as_completed(jobs):
             yield jobs[job], job.result()
     finally:
-        # After Ctrl-C the caller ends the processes, and with them the jobs.
+        # After Ctrl-C, the caller ends the processes and thereby the jobs.
         pool.shutdown(wait=False, cancel_futures=True)
 
 

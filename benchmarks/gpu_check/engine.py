@@ -14,7 +14,7 @@ from megavis.training.bench import random_batch
 
 _DEMO = "gvp/demo.yaml"
 _IMAGES = 16
-"""FP8 multiplies matrices of 16 rows, or multiples."""
+"""FP8 needs matrices whose number of rows is a multiple of 16."""
 _FP8_LOSS = 2.0**-4
 """Largest relative error of rounding a number to E4M3."""
 _PLAIN = ("training.precision=bf16", "parallel.zero_stage=1", "training.kernels=torch")
@@ -39,7 +39,7 @@ def transformer_engine(launch: Launch, settings: Settings) -> list[Row]:
         return [*rows, Row(f"{name}: FP8", None, note="skipped: this GPU has no FP8")]
     found = _pass(launch, settings, *_ENGINE, "training.fp8=true")
     loss, gradients = differences(f"{name}: {_DEMO}, FP8", found, plain, (_FP8_LOSS, float("inf")))
-    # How far gradients may be is not known; they say how noisy a step is.
+    # No tolerance of gradients is known; they indicate how noisy a step is.
     return [*rows, loss, Row(gradients.what, gradients.value, detail=gradients.detail)]
 
 

@@ -43,7 +43,7 @@ SMALL_IMAGES: Mapping[str, tuple[str, ...]] = {
     "givt/causal_large.yaml": ("data.image_size=64",),
     "darl/vit_h14_diff.yaml": ("data.image_size=28", "data.short_side=32"),
     "gvp/vit_b_p2p.yaml": ("data.image_size=32", "objective.num_groups=2", "data.short_side=36"),
-    # Attention to four patches or fewer takes none of SDPA's kernels.
+    # Attention to four patches or fewer uses none of SDPA's kernels.
     "mp3/vit_b_imagenet.yaml": ("data.image_size=80", "data.short_side=90"),
 }
 """Words that make a preset's images tiny."""

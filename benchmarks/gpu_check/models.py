@@ -79,7 +79,7 @@ def read_demo(path: str, folder: Path, words: Sequence[str] = ()) -> RunConfig:
 
 def plain_model(config: RunConfig, context: ParallelContext) -> tuple[Trainable, LayerStack]:
     """Return the objective and its layers on the CPU, in float32, without an engine."""
-    # A part whose blocks could not be compiled leaves other kernels behind.
+    # A part whose blocks could not be compiled has changed the process's kernels.
     choose_kernels(config.training.kernels)
     objective = build_objective(config, context)
     return objective, LayerStack(objective.layer_plans(), objective.loss).train()
@@ -91,7 +91,7 @@ def write_jpeg_shards(folder: Path, *, count: int) -> Path:
 
 
 def write_palette_shards(folder: Path, *, count: int, size: int) -> Path:
-    """Write palette shards of the same, with 512 colours; return their folder."""
+    """Write palette shards of the same crops, with 512 colours; return their folder."""
     images = _write_images(folder, count)
     run_verb("palette", "fit", images, "--out", folder / "palette.npy", "--pixels", 20_000)
     palette = ("--palette", folder / "palette.npy", "--size", size)

@@ -46,11 +46,11 @@ def differences(
     """Return the relative differences of the loss and of the concatenated gradients.
 
     Args:
-        name: of the comparison.
+        name: name of the comparison.
         found: a pass.
         wanted: the reference pass.
         limits: tolerances of loss and gradients.
-        note: for the reader.
+        note: note for the reader.
     """
     assert found.gradients.keys() == wanted.gradients.keys()
     squares, total, shares = 0.0, 0.0, {}
@@ -78,11 +78,11 @@ def differences(
 
 
 def compilation_row(name: str, *, whole: bool) -> Row:
-    """Return what compiling blocks took in this process since the last call.
+    """Return the time of compiling blocks in this process since the last call.
 
     Args:
-        name: of what ran.
-        whole: whether its blocks are to be compiled whole, or may not.
+        name: name of the run.
+        whole: whether its blocks must be compiled whole, or must not.
     """
     found = take_compilation()
     passed = not found.failure and bool(found.graphs) == whole

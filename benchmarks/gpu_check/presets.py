@@ -29,7 +29,7 @@ class Preset:
     """A shipped config on one GPU.
 
     Attributes:
-        path: of the config.
+        path: path of the config.
         images: images per micro-batch.
         words: overrides.
         estimate: roofline estimate of a micro-batch's forward and backward pass in milliseconds.
@@ -61,12 +61,12 @@ PRESETS: Mapping[str, Preset] = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to run presets; blocks are compiled whole where no override says otherwise.
+    """A way to run presets; blocks are compiled whole unless an override says otherwise.
 
     Attributes:
-        zero_stage: of the run.
+        zero_stage: ZeRO stage of the run.
         words: further overrides.
-        micro_batches: per step; several share the time of the optimizer.
+        micro_batches: micro-batches per step; several share the time of the optimizer.
     """
 
     zero_stage: int
@@ -167,7 +167,7 @@ def _mfu_row(title: str, flops: float, rate: float, preset: Preset, settings: Se
 def strict_mfu(flops_per_image: float, images_per_s: float, peak: float) -> float:
     """Return the fraction of peak FLOP/s used by the model's operations.
 
-    Recomputation does not count, and of causal attention only the visible half does.
+    Recomputation is not counted, and only the visible half of causal attention is.
     """
     return flops_per_image * images_per_s / peak
 

@@ -25,7 +25,7 @@ def host_row(
 
     Args:
         name: name of the preset.
-        carries: whether its blocks carry other tensors than hidden states.
+        carries: whether its blocks carry tensors other than hidden states.
         stage: ZeRO stage.
         depths: numbers of blocks of two models.
         measured: seconds per step of each.
@@ -48,7 +48,7 @@ def suggestions(rows: Mapping[int, Sequence[Row]], device: Device | None) -> lis
     """Return suggested constants.
 
     Args:
-        rows: of stages 1, 5 and 8.
+        rows: rows of stages 1, 5 and 8.
         device: the planner's device of this GPU; None without a GPU.
     """
     return [*_host(rows[8]), *_shares(rows[1], device), *_steps(rows[5])]

@@ -23,7 +23,7 @@ class Settings:
         device: `cpu` or `cuda`.
         small: use tiny sizes, which run every code path without meaningful times.
         folder: the output folder.
-        processes: of a stage that needs several: one for each GPU, at most eight, or two on a CPU.
+        processes: processes of a stage with several: one per GPU, at most eight, or two on a CPU.
     """
 
     device: str
@@ -76,12 +76,12 @@ class StageResult:
 
     @property
     def seconds(self) -> float:
-        """Of all parts."""
+        """Seconds of all parts."""
         return sum(part.seconds for part in self.parts.values())
 
     @property
     def rows(self) -> list[Row]:
-        """Of all parts."""
+        """Rows of all parts."""
         return [row for part in self.parts.values() for row in part.rows]
 
     def as_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Stage 10: what two to eight GPUs exchange: links, layouts, saves, and the host's time."""
+"""Stage 10: two to eight GPUs: links, layouts, saves, and the host's time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from megavis.training.parity import (
 from megavis.training.trainer import run_training
 
 _HEADS = 8
-"""Of the model that is compared, and its layers, so that eight processes can share either."""
+"""Heads and layers of the compared model, so that eight processes can share either."""
 
 
 def parts(settings: Settings) -> Mapping[str, Measure]:
@@ -59,7 +59,7 @@ def _skipped(launch: Launch, settings: Settings) -> list[Row]:
 
 
 def _meetings(launch: Launch, settings: Settings, count: int) -> list[Launch]:
-    """Return a place for each further context of this part: one port serves one context."""
+    """Return a launch for each further context of this part, since a port serves one context."""
     with job(launch, settings) as context:
         ports: list[Any] = [free_port() for _ in range(count)]
         dist.broadcast_object_list(ports, src=0, group=context.world.group)
@@ -87,7 +87,7 @@ def _all_reduces(launch: Launch, settings: Settings) -> list[Row]:
 
 
 def chosen_layouts(config: RunConfig, num_processes: int) -> list[ParallelConfig]:
-    """Return the layouts to compare: every axis by two and by all, alone and with others.
+    """Return the layouts to compare: each axis of size two and of full size, alone and combined.
 
     Data parallelism alone is compared at every ZeRO stage, other layouts at ZeRO-1.
     """
@@ -118,7 +118,7 @@ def _compare_layouts(precision: str, launch: Launch, settings: Settings) -> list
     train = functools.partial(train_briefly, steps=steps, device=settings.device)
     alone: list[Curve] = []
     if launch.rank == 0:
-        # Meanwhile the others wait in the first layout.
+        # The other processes wait in the first layout meanwhile.
         single = Launch(0, 1, 0, launch.master_address, launch.master_port)
         alone = [train(single, plain, change=each) for each in (None, *range(PERTURBED_RUNS))]
     rows = []
@@ -154,7 +154,7 @@ def _config(
 ) -> RunConfig:
     """Return a config of a demo that eight processes can share; rank 0 writes its shards.
 
-    The others need them only after all have met.
+    The others need them only after all processes have joined.
     """
     side, images = (4, 16) if settings.small else (12, 64)
     if launch.rank == 0:
@@ -210,7 +210,7 @@ def _losses(launch: Launch, settings: Settings, *words: str) -> list[float]:
 
 
 def _resume(precision: str, launch: Launch, settings: Settings) -> list[Row]:
-    """Train whole at ZeRO-3; then continue from the middle with other axes, at ZeRO-1."""
+    """Train a whole run at ZeRO-3; then resume from the middle with other axes, at ZeRO-1."""
     folder = settings.folder / "scratch" / f"several_gpus_resume_{precision}"
     steps = 4 if settings.small else 20
     words = (

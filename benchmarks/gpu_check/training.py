@@ -27,7 +27,7 @@ class Trainer:
 
     Attributes:
         engine: megavis's engine.
-        steps_taken: since the start of the run.
+        steps_taken: steps since the start of the run.
         copies: host memory of snapshots.
     """
 
@@ -58,7 +58,7 @@ class Trainer:
             yield self._batches[self.steps_taken % len(self._batches)]
 
     def prepare_snapshots(self) -> None:
-        """Make host memory ready for snapshots, as training does after its first step; wait."""
+        """Allocate host memory for snapshots, as training does after its first step, and wait."""
         engine = self.engine
         reserve_copies(self.copies, engine.layers, engine.states, engine.context)
         self.copies.wait()

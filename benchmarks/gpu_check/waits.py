@@ -26,7 +26,7 @@ _PRESETS = (
     "gvp/vit_b_p2p.yaml",
     "mp3/vit_b_imagenet.yaml",
 )
-# DeepSpeed's throughput timer, for one, waits from its third step on.
+# DeepSpeed's throughput timer, for example, waits from its third step on.
 _BEFORE = 5
 _NO_GPU = "no GPU: the passes ran, and waits are CUDA's"
 

@@ -77,7 +77,7 @@ def _words(folder: Path, precision: str, settings: Settings) -> list[str]:
 
 def _start(words: list[str]) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "megavis.cli", "train", str(CONFIGS / "igpt/demo.yaml")]
-    # A part that is stopped is killed, and must not leave a run behind.
+    # A stopped part is killed, and must not leave a run behind.
     libc = ctypes.CDLL(None)
     return subprocess.Popen(  # noqa: S603 - ourselves
         [*command, *words], preexec_fn=lambda: end_with_parent(libc)

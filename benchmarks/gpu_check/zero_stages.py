@@ -79,8 +79,8 @@ def _train(
     """Train a demo's model for some steps; return their losses.
 
     Args:
-        launch: of the process.
-        settings: of the check.
+        launch: launch of the process.
+        settings: settings of the check.
         precision: compute precision.
         stage: ZeRO stage.
         steps: number of steps.

@@ -67,7 +67,7 @@ def main(words: Sequence[str] | None = None) -> int:
         made.error("give --images for mae and finetune, --tokens for igpt")
     for kind in kinds:
         _need(_NEEDS[kind])
-    # Importing torch and DeepSpeed takes seconds, which --help need not wait for.
+    # Imported here: importing torch and DeepSpeed takes seconds, which --help should not need.
     from megavis.parallel.context import open_context
     from megavis.parallel.launch import read_launch
 
@@ -103,7 +103,7 @@ def _lines(facts: dict[str, Any]) -> str:
 
 
 def _processor() -> str:
-    """Return the processor's name, where Linux tells it."""
+    """Return the processor's name, if Linux reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

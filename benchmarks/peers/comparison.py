@@ -44,15 +44,15 @@ class Peer:
 
 @dataclass
 class Result:
-    """What a comparison found.
+    """Result of a comparison.
 
     Attributes:
-        name: what was trained.
+        name: name of what was trained.
         peer: the other library's model.
         batch_size: images per step.
-        losses: of each step: megavis', the peer's, and those of the peer after one rounding of its
-            first weights, if that was trained too.
-        seconds: of each step likewise, processor seconds of the thread that trains.
+        losses: losses of each step: of megavis, of the peer, and of the peer after one rounding of
+            its first weights, if it was trained too.
+        seconds: processor seconds of the training thread in each step, in the same order.
         weights: largest difference of a weight after the last step.
         average: largest difference of an averaged weight; None without an average.
     """
@@ -67,22 +67,22 @@ class Result:
 
     @property
     def difference(self) -> float:
-        """Largest difference of the losses in the first `COMPARED` steps; NaN if one is."""
+        """Largest difference of the losses in the first `COMPARED` steps; NaN if any is NaN."""
         return self._largest(0)
 
     @property
     def rounding(self) -> float | None:
-        """The same of the peer and the peer after one rounding; None if that was not trained."""
+        """The same between the peer and the peer after one rounding; None if not trained."""
         return self._largest(2) if len(self.losses[0]) > 2 else None
 
     def _largest(self, side: int) -> float:
-        # Unlike max(), torch's maximum is NaN if one value is.
+        # Unlike max(), torch's maximum is NaN if any value is.
         losses = torch.tensor(self.losses[:COMPARED], dtype=torch.float64)
         return float((losses[:, side] - losses[:, 1]).abs().max())
 
     @property
     def agrees(self) -> bool:
-        """True if the losses agree within the tolerance; a loss that is not a number does not."""
+        """True if the losses agree within the tolerance; NaN does not."""
         return self.difference <= TOLERANCE
 
     def row(self) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def compare(
         losses, seconds = [0.0] * len(steps), [0.0] * len(steps)
         places = range(len(steps))
         for place in places if number % 2 else reversed(places):
-            # A thread's own seconds hardly depend on other load; the loader has its threads.
+            # A thread's own seconds hardly depend on other load; the loader has its own threads.
             began = time.thread_time()
             losses[place] = steps[place](batch, number)
             seconds[place] = time.thread_time() - began

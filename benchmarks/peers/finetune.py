@@ -99,7 +99,7 @@ def layer_groups(model: torch.nn.Module, num_layers: int) -> list[dict[str, Any]
 
 
 class TimmPeer:
-    """timm's ViT in timm's loop, with the draws of mixing handed over."""
+    """timm's ViT in timm's loop, with megavis' draws for mixing."""
 
     def __init__(self, sizes: Sizes, num_classes: int) -> None:
         import timm

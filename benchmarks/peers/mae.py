@@ -66,7 +66,7 @@ def positions(side: int, width: int) -> Tensor:
 
 
 class MAEPeer:
-    """`ViTMAEForPreTraining` with the order of the patches handed over as its noise."""
+    """`ViTMAEForPreTraining`, which gets the order of the patches as its noise."""
 
     def __init__(self, config: RunConfig, paper: Model) -> None:
         import transformers
@@ -77,7 +77,7 @@ class MAEPeer:
             transformers.ViTMAEConfig(**self.settings)
         ).train()
         side = config.data.image_size // self.settings["patch_size"]
-        # A model that transformers makes from a config has zeros in both, which it never trains.
+        # A model that transformers builds from a config has zeros in both, and never trains them.
         with torch.no_grad():
             for table in (
                 self.model.vit.embeddings.position_embeddings,

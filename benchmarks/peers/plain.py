@@ -63,7 +63,7 @@ def step_of(
 
 @torch.no_grad()
 def round_once(model: torch.nn.Module) -> None:
-    """Change the trained weights by a rounding of float32, up or down at random."""
+    """Change the trained weights by one float32 rounding, up or down at random."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.requires_grad:

@@ -12,14 +12,14 @@ class Sizes:
     """Sizes shared by all comparisons.
 
     Attributes:
-        layers, width, heads: of the network; the decoder's are MAE's.
+        layers, width, heads: sizes of the network; the decoder's are MAE's.
         image_size: side of the images; iGPT's is that of its shards.
         patch_size: side of a patch; iGPT reads single pixels.
         batch_size: images per step, an even number.
         steps: length of the run.
         warmup: steps of linear warm-up.
         rate: peak learning rate.
-        seed: of weights, order of samples, and draws.
+        seed: seed of weights, order of samples, and draws.
         control: train a second peer too, whose first weights differ by one rounding.
     """
 

@@ -10,7 +10,7 @@ DATA is a folder with any of these, packed or unpacked, at the top or one folder
 - the Free Spoken Digit Dataset: `7_speaker_0.wav`, or `7/speaker_0.wav`.
 
 Shards, runs, logs and tables go to `--out`. An interrupted study continues when it is started
-again: shards, trained runs and results that are there are not made anew. The classes of the test
-images are looked at once for each method, by its last commands; `--without-test` leaves them out.
-`--records FOLDER` shares a study among machines: what has finished on one is in the tables of all.
+again: existing shards, trained runs and results are kept. The classes of the test images are read
+once for each method, by its last commands; `--without-test` omits these commands.
+`--records FOLDER` shares a study among machines: each machine's tables have all finished results.
 """

@@ -1,4 +1,4 @@
-"""What the commands of all studies share: options, mistakes and interruptions."""
+"""Shared code of the studies' commands: options, mistakes and interruptions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def study_parser(prog: str, description: str | None, out: Path) -> argparse.Argu
 
     Args:
         prog: the command.
-        description: of the study, as it is laid out.
+        description: description of the study, shown as it is laid out.
         out: default of `--out`.
     """
     made = argparse.ArgumentParser(
@@ -44,7 +44,7 @@ def study_parser(prog: str, description: str | None, out: Path) -> argparse.Argu
 
 
 def run_command(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """Run a study; return 2 after a user's mistake or a command that failed."""
+    """Run a study; return 2 after a user's mistake or a failed command."""
     try:
         if options.small and (options.page or options.records):
             raise UserError(

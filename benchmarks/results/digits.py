@@ -37,12 +37,12 @@ def _recordings(place: Path) -> Iterator[tuple[str, str, Path]]:
 def link_digits(place: Path, folder: Path) -> None:
     """Make a folder of links in Speech Commands' layout, with its lists of held-out recordings.
 
-    In the order of their names, the last speaker tests, the one before it chooses, and the others
-    train.
+    In order of their names, the last speaker is for testing, the one before for selecting the step,
+    and the others for training.
 
     Args:
-        place: with the recordings, which is only read.
-        folder: to make; nothing is done if it is there.
+        place: folder with the recordings, which is only read.
+        folder: folder to make; nothing is done if it exists.
 
     Raises:
         UserError: there are fewer than three speakers.

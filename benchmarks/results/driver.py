@@ -1,4 +1,4 @@
-"""Run the commands of a study one after the other; a signal ends the running one with a save."""
+"""Run the commands of a study one after another; a signal ends the running one after a save."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class InterruptedStudyError(Exception):
     """A signal has ended the study.
 
     Attributes:
-        signal: its number.
+        signal: number of the signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -37,7 +37,7 @@ class InterruptedStudyError(Exception):
 def run_tasks(tasks: Iterable[Task], folder: Path, *, say: Callable[[str], None]) -> None:
     """Run each command that has not finished.
 
-    Output goes to `study.log` in the folder, the time that each took to `times.jsonl`.
+    Output goes to `study.log` in the folder, and the time of each command to `times.jsonl`.
 
     Raises:
         UserError: a command failed, or ended without its result.
@@ -56,7 +56,7 @@ def _run(task: Task, folder: Path) -> None:
     with (folder / _LOG).open("a") as log, _Signals() as signals:
         log.write(f"\n$ {task}\n")
         log.flush()
-        # A session of its own: of Ctrl-C, which a terminal sends to all, the child gets one.
+        # A separate session: a terminal sends Ctrl-C to all processes, but it should arrive once.
         child = subprocess.Popen(  # noqa: S603 - words of this package
             program,
             cwd=folder,
@@ -86,7 +86,7 @@ class _Signals:
         self.caught: int | None = None
 
     def watch(self, child: subprocess.Popen[bytes]) -> None:
-        """Pass signals on to a command, also one that came before it had started."""
+        """Pass signals on to a command, including one that arrived before it started."""
         self.child = child
         if self.caught is not None:
             child.send_signal(signal.SIGTERM)
@@ -107,9 +107,9 @@ class _Signals:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of a command: modules of this checkout, and threads that sleep.
+    """Return the environment of a command: this checkout's modules, and waiting threads that sleep.
 
-    Waiting threads that spin take most of a core that others need; see launch/demo.sh.
+    Spinning threads take most of a core that others need; see launch/demo.sh.
     """
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     waiting = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}

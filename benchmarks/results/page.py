@@ -51,8 +51,8 @@ def write_page(study: Study, folder: Path, page: Path | None) -> list[Path]:
     """Write `results.md` with the pictures that it shows, and parts of another page.
 
     Args:
-        study: whose runs are read, as far as they have finished.
-        folder: of the study.
+        study: study whose runs are read, as far as they have finished.
+        folder: folder of the study.
         page: also gets the parts and the pictures; None for no other page.
 
     Returns:

@@ -1,7 +1,7 @@
-"""Records of finished methods: what the tables read of their runs, without weights.
+"""Records of finished methods: the files of their runs that the tables read, without weights.
 
-A few kilobytes a run. They are kept next to the page, so that another machine can go on with a
-study and write the tables of all that has finished.
+A few kilobytes per run. They are kept next to the page, so that another machine can continue a
+study and write the tables of all finished methods.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class AnyStudy(Protocol[_Method]):
         ...
 
     def trainings(self, method: _Method) -> Iterable[Task]:
-        """Return the commands of a method, its trainings among them."""
+        """Return the commands of a method, including its trainings."""
         ...
 
 
@@ -39,7 +39,7 @@ class Records:
     """A folder laid out as that of a study.
 
     Args:
-        folder: with `runs/` and `times.jsonl`; made when the first method is kept.
+        folder: folder with `runs/` and `times.jsonl`; created when the first method is kept.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -49,7 +49,7 @@ class Records:
     def copy_to(self, study: AnyStudy[_Method], folder: Path) -> list[_Method]:
         """Copy the records of methods that have not been trained in the study's folder.
 
-        A method trained on other numbers of images is not one of the study's.
+        A method trained on other numbers of images does not belong to the study.
 
         Returns:
             The methods that need not be trained.

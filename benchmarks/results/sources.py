@@ -1,4 +1,4 @@
-"""Find the raw data in a folder, and say which commands make shards of it."""
+"""Find the raw data in a folder, and list the commands that make shards of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.results.tasks import DataSet, Task
 from megavis.config.errors import UserError
 
 HELD_OUT = 0.1
-"""Share of CIFAR-10's training images that choose, and are never trained on."""
+"""Share of CIFAR-10's training images for selection, which are never trained on."""
 _PARTS = {"train": ("train", 0.15), "selection": ("validation", 0.004), "test": ("test", 0.02)}
 """Name of a part of CIFAR-10, its `--split`, and the share that a small study keeps."""
 _MNIST = "*train-images-idx3-ubyte*"
@@ -27,11 +27,11 @@ NAMES: Mapping[DataSet, str] = {
 
 @dataclass(frozen=True)
 class Sources:
-    """Where the raw data are; None for what is missing.
+    """Folders of the raw data; None if missing.
 
     Attributes:
-        cifar10: the folder of its authors' files, or with `train/` and `test/`.
-        has_class_folders: whether it is the latter.
+        cifar10: the folder of its authors' files, or one with `train/` and `test/`.
+        has_class_folders: whether it has `train/` and `test/`.
         mnist: the folder of its authors' files.
         digits: the folder of the recordings.
     """
@@ -103,9 +103,9 @@ def shard_tasks(sources: Sources, reads: str, folder: Path, *, small: bool) -> I
     """Yield the commands that make the shards that a method reads.
 
     Args:
-        sources: of the raw data.
+        sources: folders of the raw data.
         reads: `cifar10`, JPEG files of 32²; `cifar10_16`, tokens of 16²; `mnist` or `digits`.
-        folder: of the study, in which recordings of digits are linked.
+        folder: folder of the study, in which recordings of digits are linked.
         small: make shards of few images.
     """
     if reads == "digits" and sources.digits is not None:

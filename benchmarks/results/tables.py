@@ -1,4 +1,4 @@
-"""What the pages of all studies share: parts between marks, tables, and facts of finished runs.
+"""Shared code of the studies' pages: parts between marks, tables, and facts of finished runs.
 
 A part of a page is between `<!-- NAME -->` and `<!-- end of NAME -->`.
 """
@@ -36,8 +36,8 @@ def write_parts(
     Args:
         own: page of the parts alone, in the folder of the study.
         page: a page with the marks of all parts; None for none.
-        parts_for: returns the lines of each part, by name, and copies what they show next to the
-            page that it is given.
+        parts_for: takes a page; returns the lines of each part by name, and copies their pictures
+            next to the page.
         small: whether to say that no number means anything.
 
     Returns:
@@ -80,7 +80,7 @@ def _replaced(text: str, name: str, part: str, path: Path) -> str:
 
 
 def filled(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return rows without the columns of which only the head is filled."""
+    """Return rows without columns that are empty except for the head."""
     keep = [
         number
         for number in range(len(rows[0]))
@@ -160,7 +160,7 @@ def facts(folder: Path, runs: Sequence[Path]) -> Iterator[str]:
 
 
 def missing(names: Iterable[str]) -> Iterator[str]:
-    """Yield a line that names what has not finished; nothing for no names."""
+    """Yield a line that names unfinished methods; nothing if there are none."""
     if found := "; ".join(names):
         yield f"Not finished yet: {found}."
 
@@ -168,7 +168,7 @@ def missing(names: Iterable[str]) -> Iterator[str]:
 def picture(drawn: Path, page: Path, folder: Path, text: str) -> Iterator[str]:
     """Yield the lines of a picture in a run folder, copied to a folder next to the page.
 
-    One that is only there, since another machine has drawn it, is shown too.
+    A picture that is already there, drawn by another machine, is shown too.
     """
     name = f"{drawn.parents[1].name}_{drawn.name}"
     target = page.parent / folder / name

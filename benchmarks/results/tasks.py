@@ -1,4 +1,4 @@
-"""A study as commands, in order: what `study.yaml` lists, for the numbers of images that are asked.
+"""A study as commands, in order: what `study.yaml` lists, for the requested numbers of images.
 
 Paths are relative to the folder of the study, in which all commands run.
 """
@@ -37,8 +37,8 @@ class Task:
     Attributes:
         words: `megavis` or `data_tools`, and its arguments.
         done: the file that exists once the command has finished.
-        run: of a training, the run folder, which is finished when a checkpoint has the last step.
-        steps: of a training.
+        run: run folder of a training, which is finished once a checkpoint has the last step.
+        steps: steps of a training.
     """
 
     words: tuple[str, ...]
@@ -58,7 +58,7 @@ class Task:
         Args:
             command: `train` or `finetune`.
             config: file, relative to the checkout, and overrides.
-            images: that it sees.
+            images: number of images that it sees.
         """
         found = config_of(config)
         steps = max(1, images // found.training.batch_size)
@@ -163,9 +163,9 @@ class Study:
     """All methods, and the sizes at which they run.
 
     Attributes:
-        images: seen in `pretraining` and `finetuning`, by data set.
+        images: images seen in `pretraining` and `finetuning`, by data set.
         probe: training images for probes, `held_out` and `test`.
-        generated: images of which Fréchet distances are, and training images of the reference.
+        generated: numbers of generated images and of training images for Fréchet distances.
         methods: in the order in which they run.
         small: whether every command runs, on few images.
     """
@@ -215,7 +215,7 @@ class Study:
         return tuple(numbers[kind] for kind, words in kinds.items() if words)
 
     def trainings(self, method: Method) -> Iterator[Task]:
-        """Yield what trains and chooses, which reads no test images with classes."""
+        """Yield the tasks that train and select, which read no classes of test images."""
         seen = list(self.seen(method))
         if method.tokenizer:
             yield from self._generation(method)
@@ -232,7 +232,7 @@ class Study:
             yield Task((*words, "--num-images", "8" if self.small else "64"), path)
 
     def tests(self, method: Method) -> Iterator[Task]:
-        """Yield what evaluates on test images; nothing for generated ones."""
+        """Yield the tasks that evaluate on test images; none for generation."""
         if method.tokenizer:
             return
         images = f"shards/{method.reads}/test"
@@ -297,7 +297,7 @@ def _evaluation(words: Sequence[str], done: Path) -> Task:
 
 
 def _methods(entry: Mapping[str, Any]) -> Iterator[Method]:
-    """Yield an entry of `study.yaml` for each of its seeds; the runs of all but 0 end in theirs."""
+    """Yield an entry of `study.yaml` per seed; names of runs end in the seed unless it is 0."""
     tokenizer, pretrain, finetune = (
         tuple(shlex.split(f"{_CONFIGS}/{entry[kind]}")) if kind in entry else ()
         for kind in ("tokenizer", "pretrain", "finetune")
