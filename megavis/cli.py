@@ -39,7 +39,7 @@ class Command(NamedTuple):
         options: module of `commands/options` whose function `add_NAME` adds its options.
         help: its line in `megavis --help`.
         is_recorded: whether the run's report lists it among the commands to repeat.
-        adds: the function, where it has another name than the command.
+        adds: name of the function, if it differs from the command's.
     """
 
     options: str
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     """Do the work, and record the command in its runs.
 
-    Here and below, a namespace has only the options of its own command: the others have defaults.
+    Here and below, a namespace has only the options of its own command; others have defaults.
     """
     set_verbosity(quiet=parsed.quiet, verbose=parsed.verbose)
     is_recorded = COMMANDS[parsed.command].is_recorded
@@ -134,7 +134,7 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
 def _explain(error: BaseException, *, is_training: bool) -> int:
     """Write one line on an error; return the exit code. Raises errors that are not the user's.
 
-    A disk that turns read-only during training is none: at code 1 a launcher starts the job again.
+    A disk that turns read-only during training is not: with code 1, a launcher restarts the job.
     """
     if isinstance(error, BrokenPipeError):
         return close_output(error)
@@ -184,12 +184,12 @@ def _add_options(name: str, parser: ArgumentParser) -> None:
     command = COMMANDS[name]
     options = importlib.import_module(f"megavis.commands.options.{command.options}")
     getattr(options, command.adds or f"add_{name.replace('-', '_')}")(parser)
-    # Not in front of the command alone: it is where users write them.
+    # After the command too, where users write them.
     _add_verbosity(parser, default=argparse.SUPPRESS)
 
 
 def _add_verbosity(parser: argparse.ArgumentParser, *, default: Any) -> None:
-    """Add how much is said on the way, to verbs too; results are always written."""
+    """Add the options for the amount of output, to verbs too; results are always written."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for verb in action.choices.values():

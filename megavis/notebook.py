@@ -91,11 +91,11 @@ class Run:
 
         Args:
             run_folder: `runs/<name>`, as written by `megavis train`.
-            step: of the checkpoint; default: the one that fine-tuning chose, or else the newest.
+            step: step of the checkpoint; default: the one that fine-tuning chose, or the newest.
             device: `cpu` or `cuda`; default: the best available.
             dtype: data type of the weights.
-            image_size: of the input images; default: as in training. Positions for
-                another size are interpolated: rotary ones are scaled, learned ones resized.
+            image_size: side of the input images; default: as in training. Positions for another
+                size are interpolated: rotary ones are scaled, learned ones resized.
 
         Raises:
             UserError: the folder holds no run or no such checkpoint, or this process's job
@@ -143,8 +143,8 @@ class Run:
         Args:
             inputs: in the model's own form: ids `[b, n]` in raster order, patches, latents; if
                 the run has a palette also photographs, as for `to_ids`.
-            **options: of the model, by name; see `Model.inputs_from`. For example
-                `mask`, bool `[b, n]`, for iGPT's BERT mode.
+            **options: options of the model by name; see `Model.inputs_from`. For example `mask`,
+                bool `[b, n]`, for iGPT's BERT mode.
 
         Returns:
             The outputs of the model's head; for iGPT logits `[b, n, v]` in the run's order.
@@ -204,9 +204,9 @@ class Run:
         Args:
             seed: random seed.
             spell: formats option names as the user typed them, for errors.
-            **options: of the model's density, schedule and search: temperature, top_k, top_p,
-                sampling_steps, probability, guidance, guidance_power, guidance_schedule, beams,
-                fans, rounds, choice_temperature, groups. None leaves an option to the model.
+            **options: options of the model's density, schedule and search: temperature, top_k,
+                top_p, sampling_steps, probability, guidance, guidance_power, guidance_schedule,
+                beams, fans, rounds, choice_temperature, groups. None leaves an option to the model.
 
         Raises:
             UserError: the model generates no images, or an option does not apply.
@@ -288,8 +288,8 @@ class Run:
     def to_ids(self, inputs: Any) -> Tensor:
         """Return ids int64 `[b, n]` on the run's device.
 
-        `inputs` are ids `[b, n]`, or photographs uint8 `[b, h, w, 3]` of the run's image size; all
-        else raises UserError.
+        `inputs` are ids `[b, n]`, or photographs uint8 `[b, h, w, 3]` of the run's image size;
+        anything else raises UserError.
         """
         array = torch.as_tensor(inputs)
         side = self.config.data.image_size

@@ -94,7 +94,7 @@ def completion_grid(
 
 
 def sample_grid(images: np.ndarray, *, num_columns: int = 8) -> np.ndarray:
-    """Arrange images `[b, h, w, 3]` row by row; cells that are left over are white."""
+    """Arrange images `[b, h, w, 3]` row by row; unused cells are white."""
     num_columns = min(num_columns, len(images))
     blank = np.full((-len(images) % num_columns, *images.shape[1:]), _LINE_SHADE, np.uint8)
     filled = list(np.concatenate([images, blank]))
@@ -116,7 +116,7 @@ class Gallery:
 
     def __init__(self, objective: Trainable, folder: Path) -> None:
         self.objective, self.folder = objective, folder
-        # Checked here and not in `draw`: a run must fail before its first step, not at its first
+        # Check now rather than in `draw`: a run must fail before its first step, not at its first
         # grid.
         if not objective.reconstructs:
             model = generator_of(objective)
@@ -273,7 +273,7 @@ def write_npz(
 
     Args:
         path: the file; batches are kept in `<path>.parts` until all are complete.
-        batches: their size, if it is still to be chosen, follows existing batches.
+        batches: the batches; if their size is not chosen yet, that of existing batches is used.
         settings: JSON values that determine the images, including the network.
 
     Raises:
@@ -298,7 +298,7 @@ def write_npz(
         if context.tensor.rank == context.context.rank == 0:
             with atomic_writer(_part(folder, start)) as file:
                 np.save(file, images.cpu().numpy())
-    # All parts must be there before the first process reads them.
+    # All parts must exist before the first process reads them.
     context.barrier()
     if context.is_main:
         joined = np.concatenate([np.load(_part(folder, start)) for start in starts])

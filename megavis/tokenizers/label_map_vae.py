@@ -70,7 +70,7 @@ class LabelChannels:
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the cross-entropy in nats, `[b]`: the mean over pixels, summed over groups.
 
-        In depth maps, pixels of the first bin, which has the unknown depths, are left out of the
+        In depth maps, pixels of the first bin, which includes unknown depths, are excluded from the
         mean. In panoptic maps, labels without a channel contribute zero to it.
 
         Logits are `[b, C, ...]`, labels int64 `[b, g, ...]` with pixels in the same order.
@@ -79,7 +79,8 @@ class LabelChannels:
         groups = logits.float().flatten(2).split(self.sizes, dim=1)
         for number, group in enumerate(groups):
             wanted = labels[:, number].flatten(1)
-            # `ignore_index` is one label; here every label from the group's size on has no channel.
+            # `ignore_index` is a single label, but here all labels from the group's size on have no
+            # channel.
             known = wanted < group.shape[1]
             losses = F.cross_entropy(group, wanted.where(known, 0), reduction="none") * known
             if self.kind == "depth":

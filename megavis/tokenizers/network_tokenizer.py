@@ -1,6 +1,6 @@
 """Tokenizers that are trained networks: images to latents or ids, and back.
 
-Such a tokenizer is a run of its own and is named by its run folder. Its identity, the SHA-256 of
+Such a tokenizer is a separate run and is named by its run folder. Its identity, the SHA-256 of
 kind, settings and weights, is recorded in every shard that it encodes, and training rejects shards
 of another tokenizer. To add a tokenizer, derive from `LatentTokenizer` or `IdTokenizer` and add it
 to `TOKENIZERS`. The functions at the end are shared by networks that downsample an image to a grid.
@@ -66,7 +66,7 @@ class NetworkTokenizer(nn.Module, ABC):
         digest = hashlib.sha256(json.dumps([self.kind, self.settings], sort_keys=True).encode())
         for name, tensor in sorted(self.state_dict().items()):
             digest.update(f"\0{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
-            # As bytes, since NumPy has no bfloat16.
+            # Hash bytes, since NumPy has no bfloat16.
             content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
             digest.update(content.numpy().data)
         return digest.hexdigest()
@@ -77,7 +77,7 @@ class LatentTokenizer(NetworkTokenizer):
 
     @property
     def target_kind(self) -> TargetKind | None:
-        """What the images are, where they are label maps; None for colour images."""
+        """Kind of the label maps that it encodes; None for colour images."""
         return None
 
     @abstractmethod

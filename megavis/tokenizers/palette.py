@@ -40,8 +40,8 @@ class Palette:
         self.centers = _checked_centers(centers)
         self.sha256 = hashlib.sha256(self.centers.astype("<f4").tobytes()).hexdigest()
         self._tree = cKDTree(self.centers.astype(np.float64))
-        # Per colour its token + 1, or 0 if it is not known yet. Created here, since several threads
-        # encode with one palette; pages of zeros take no memory until they are written to.
+        # The token + 1 of each colour, or 0 if it is not known yet. Created here, since several
+        # threads encode with one palette; pages of zeros take no memory until they are written to.
         self._table = np.zeros(1 << 24, np.uint16)
 
     def __reduce__(self) -> tuple[type[Palette], tuple[np.ndarray]]:
@@ -69,7 +69,7 @@ class Palette:
         if len(unknown):
             new, places = np.unique(codes[unknown], return_inverse=True)
             colors = np.stack([new >> 16, new >> 8 & 0xFF, new & 0xFF], axis=1).astype(np.uint8)
-            # From here and not from the table, whatever other threads do to it meanwhile.
+            # Return these rather than reading the table, which other threads may be changing.
             found = self._nearest(colors)
             tokens[unknown] = found[places]
             self._table[new] = found + 1
@@ -127,7 +127,7 @@ def to_unit(pixels: np.ndarray) -> np.ndarray:
 
 
 def grey_palette(num_greys: int = MAX_GREYS) -> Palette:
-    """Return greys from black to white, evenly spaced: of all 256, a token is its pixel's value.
+    """Return evenly spaced greys from black to white; with all 256, a token is its pixel's value.
 
     Encoding grey images is then lossless, and the likelihood of tokens is that of the 8-bit greys.
 
@@ -166,7 +166,7 @@ def fit_palette(
         )
     points = to_unit(pixels).astype(np.float32)
     means = MiniBatchKMeans(num_colors, random_state=seed, batch_size=4096, n_init=1, max_iter=50)
-    # With one thread the order of sums, and so the result, does not depend on the number of cores.
+    # With one thread, the order of sums, and thus the result, does not depend on the core count.
     with threadpool_limits(limits=1):
         means.fit(points)
     palette = Palette(means.cluster_centers_.astype(np.float32).clip(-1.0, 1.0))

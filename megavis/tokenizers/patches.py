@@ -44,7 +44,7 @@ def to_uint8(images: Tensor) -> Tensor:
 def for_other_pixels(
     weight: Tensor, bias: Tensor, trained: Statistics, given: Statistics
 ) -> tuple[Tensor, Tensor]:
-    """Return an embedding of patches standardised otherwise than those that it was trained on.
+    """Adapt an embedding to patches that are standardised differently than in training.
 
     Args:
         weight: `[h, d]`.
@@ -59,9 +59,9 @@ def for_other_pixels(
         (torch.tensor(numbers, dtype=torch.float64) for numbers in each)
         for each in (trained, given)
     )
-    # In float64, so that the embedding is rounded once.
+    # In float64, so that the embedding is rounded only once.
     by_channel = weight.double().unflatten(1, (-1, 3))
-    # A pixel as in training is (given pixel · its deviation + its mean - mean) / deviation.
+    # The pixel as in training is (given pixel · given deviation + given mean - mean) / deviation.
     matrix = by_channel * (given_deviation / deviation)
     shift = (by_channel * ((given_mean - mean) / deviation)).sum((1, 2))
     return matrix.flatten(1).float(), (bias.double() + shift).float()

@@ -29,7 +29,7 @@ class _Levels:
         """Return the sizes in the `objective` section of a config."""
         names = [field.name for field in fields(cls)]
         sizes = {name: section[key] for name in names if (key := _KEYS.get(name, name)) in section}
-        # Lists in a file.
+        # Config files have lists.
         lists = ("multipliers", "attention_levels")
         return cls(**sizes | {name: tuple(sizes[name]) for name in lists if name in sizes})
 

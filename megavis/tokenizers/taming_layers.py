@@ -24,7 +24,7 @@ def group_norm(channels: int, groups: int) -> nn.GroupNorm:
 
 
 class VQGANResidualBlock(nn.Module):
-    """A residual block of twice norm, swish, 3×3 convolution."""
+    """A residual block of two sequences of norm, swish and 3×3 convolution."""
 
     def __init__(self, inputs: int, outputs: int, groups: int) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Halve(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[b, width, h, w]` to `[b, width, h / 2, w / 2]`."""
-        # `nn.Conv2d` pads both sides alike, and the released weights were trained with one.
+        # `nn.Conv2d` pads both sides equally; the released weights were trained with one padded.
         return self.conv(F.pad(x, (0, 1, 0, 1)))
 
 

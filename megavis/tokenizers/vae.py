@@ -1,9 +1,9 @@
 """Convolutional β-VAEs as tokenizers: images to real-valued latents and back.
 
 "GIVT: Generative Infinite-Vocabulary Transformers", section 3.1 and table 6; the layers are those
-of MaskGIT's tokenizer without the quantizer. Those of "High-Resolution Image Synthesis with Latent
-Diffusion Models" (LDM), which MAR uses too, are the VQGAN's. Resolution halves between levels, so
-five levels downsample by 16, for any image size.
+of MaskGIT's tokenizer without the quantizer. The VAEs of "High-Resolution Image Synthesis with
+Latent Diffusion Models" (LDM), also used by MAR, have the VQGAN's layers. Resolution halves between
+levels, so five levels downsample by 16, for any image size.
 
 Legend: b images, H and W pixels, s side of a square image in pixels, h and w sides of the latent
 grid, d (c as a tokenizer) channels of a latent.
@@ -105,13 +105,13 @@ class Posterior:
 
 
 def bounded_posterior(moments: Tensor) -> Posterior:
-    """Return the posterior of means and log-variances `[b, 2 · d, h, w]`, these kept in bounds."""
+    """Return the posterior of means and log-variances `[b, 2 · d, h, w]`, clamping the latter."""
     mean, log_variance = moments.float().chunk(2, dim=1)
     return Posterior(mean, log_variance.clamp(_LOWEST_LOG_VARIANCE, _HIGHEST_LOG_VARIANCE))
 
 
 class VAEResidualBlock(nn.Module):
-    """A residual block of twice norm, swish, 3×3 convolution."""
+    """A residual block of two sequences of norm, swish and 3×3 convolution."""
 
     def __init__(self, inputs: int, outputs: int, groups: int) -> None:
         super().__init__()
