@@ -19,7 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megavis.config.errors import UserError
-from megavis.densities.density import Density, Samples, SamplingKeys, TokenSampler, for_each_key
+from megavis.densities.density import (
+    Density,
+    Samples,
+    SamplingKeys,
+    TokenSampler,
+    check_guidance_schedule,
+    for_each_key,
+)
 from megavis.model.core import Core
 from megavis.model.heads import (
     Head,
@@ -50,6 +57,9 @@ class CategoricalOptions:
     """Increase w from 0 with the share s of sampled tokens, multiplying it by
     (1 - cos(π · s^power)) / 2, as in "Randomized Autoregressive Visual Generation" and "Masked
     Diffusion Transformer is a Strong Image Synthesizer"; None: w is constant."""
+    guidance_schedule: str | None = None
+    """`constant` (None), or `linear`: w times that share, as in the released code of "RandAR:
+    Decoder-only Autoregressive Visual Generation in Random Orders"."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -65,11 +75,14 @@ class CategoricalOptions:
             raise UserError(f"the power of the guidance must be 0 or more, not {power}")
         if power is not None and not self.guidance:
             raise UserError("the power of the guidance needs a guidance above 0")
+        check_guidance_schedule(self.guidance_schedule, self.guidance)
+        if power is not None and self.guidance_schedule is not None:
+            raise UserError("guidance must grow by a power or by a schedule, not by both")
 
     def guided(self, logits: Tensor, share_done: float) -> Tensor:
         """Combine logits of both halves of the rows, with and without a class, `[2 · r, q, v]`."""
         given, free = logits.chunk(2)
-        weight = self.guidance
+        weight = self.guidance * (share_done if self.guidance_schedule == "linear" else 1.0)
         if self.guidance_power is not None:
             weight *= (1.0 - math.cos(math.pi * share_done**self.guidance_power)) / 2.0
         return given + weight * (given - free)

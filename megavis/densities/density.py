@@ -25,6 +25,8 @@ from megavis.schedules.schedule import NoOptions
 
 UNSCORED = "beam search and generation in rounds need likelihoods, which {} lacks"
 """Error of `Density.token_sampler` for samples without a log-likelihood."""
+GUIDANCE_SCHEDULES = ("constant", "linear")
+
 _BLOCK = 32
 """Positions whose draws are generated together, which takes no longer than generating one."""
 
@@ -54,6 +56,15 @@ class DecoderWork:
 
 NO_DECODER = DecoderWork()
 """Work of a head that is a norm and a linear layer."""
+
+
+def check_guidance_schedule(schedule: str | None, guidance: float) -> None:
+    """Check an option `guidance_schedule`; raise UserError if it is unknown or has no effect."""
+    if schedule is not None and schedule not in GUIDANCE_SCHEDULES:
+        known = " or ".join(GUIDANCE_SCHEDULES)
+        raise UserError(f"the schedule of the guidance must be {known}, not {schedule}")
+    if schedule is not None and not guidance:
+        raise UserError("the schedule of the guidance needs a guidance above 0")
 
 
 class Density(ABC):

@@ -37,14 +37,13 @@ from megavis.densities.density import (
     Samples,
     SamplingKeys,
     TokenSampler,
+    check_guidance_schedule,
     for_each_key,
 )
 from megavis.densities.noise_levels import CosineNoise, NoiseSpec
 from megavis.model.heads import Head
 from megavis.model.layer_state import PackedState
 from megavis.parallel.random import normal, uniform
-
-GUIDANCE_SCHEDULES = ("constant", "linear")
 
 
 @dataclass(frozen=True)
@@ -69,12 +68,7 @@ class DiffusionOptions:
             raise UserError(f"the temperature must be at least 0, not {self.temperature}")
         if not 0 <= self.guidance < float("inf"):
             raise UserError(f"the guidance must be 0 or more, not {self.guidance}")
-        schedule = self.guidance_schedule
-        if schedule is not None and schedule not in GUIDANCE_SCHEDULES:
-            known = " or ".join(GUIDANCE_SCHEDULES)
-            raise UserError(f"the schedule of the guidance must be {known}, not {schedule}")
-        if schedule is not None and not self.guidance:
-            raise UserError("the schedule of the guidance needs a guidance above 0")
+        check_guidance_schedule(self.guidance_schedule, self.guidance)
 
     def weight(self, share_known: float) -> float:
         """Return w for a step after which this share of the tokens is known."""

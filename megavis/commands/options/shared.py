@@ -285,7 +285,8 @@ _OPTIONS: dict[str, tuple[type, str]] = {
     ),
     "guidance_schedule": (
         str,
-        "for diffusion: constant, or linear in the share of the tokens known; default: constant",
+        "for ids and diffusion: constant, or linear in the share of the tokens known; default:"
+        " constant",
     ),
     "beams": (int, "sequences that beam search keeps per image"),
     "fans": (int, "candidates per beam at every token"),

@@ -86,6 +86,8 @@ def test_tiny_temperature_is_greedy():
         ({"guidance": 2.0, "guidance_power": 1.0}, 0.5, 1.0),
         ({"guidance": 2.0, "guidance_power": 2.0}, 0.5, 2.0 * (1 - math.cos(math.pi / 4)) / 2),
         ({"guidance": 3.0, "guidance_power": 0.0}, 0.3, 3.0),
+        ({"guidance": 3.0, "guidance_schedule": "constant"}, 0.3, 3.0),
+        ({"guidance": 3.0, "guidance_schedule": "linear"}, 0.25, 0.75),
     ],
 )
 def test_guidance_leads_away_from_what_no_class_predicts(settings, share, weight):
@@ -105,6 +107,9 @@ def test_guidance_leads_away_from_what_no_class_predicts(settings, share, weight
         {"guidance": -0.1},
         {"guidance": 1.0, "guidance_power": -1.0},
         {"guidance_power": 1.0},
+        {"guidance_schedule": "linear"},
+        {"guidance": 1.0, "guidance_schedule": "cosine"},
+        {"guidance": 1.0, "guidance_power": 1.0, "guidance_schedule": "linear"},
         {"temperature": -0.1},
         {"temperature": math.inf},
         {"top_k": 0},
