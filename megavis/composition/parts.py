@@ -57,10 +57,12 @@ class Parts(nn.Module):
     Args:
         parts: how to build each part. Its initial weights are a function of the run's `seed` and
             its role, so that they do not depend on which other parts there are.
+        dropout: of embedded tokens, in training.
     """
 
-    def __init__(self, parts: Mapping[Role, Part], *, seed: int) -> None:
+    def __init__(self, parts: Mapping[Role, Part], *, seed: int, dropout: float = 0.0) -> None:
         super().__init__()
+        self.dropout = dropout
         self.roles = tuple(role for role in PARTS if role in parts)
         for role in self.roles:
             # With one seed for the whole layer, each part would depend on the parts built before
@@ -74,7 +76,7 @@ class Parts(nn.Module):
 
     def embed_content(self, tokens: Tensor) -> Tensor:
         """Embed tokens `[b, m, ...]` as `[b, m, h]`."""
-        return self.part("content")(tokens)
+        return F.dropout(self.part("content")(tokens), self.dropout, self.training)
 
     def add_positions(self, hidden: Tensor, places: Tensor, role: PositionRole) -> Tensor:
         """Add absolute positions of the cells `[b or 1, m]` to `hidden` `[b, m, h]`."""

@@ -50,7 +50,7 @@ class Reader(Parts):
         conditions: Sequence[Role] = (),
         extras: Sequence[str] = (),
     ) -> None:
-        super().__init__(parts, seed=seed)
+        super().__init__(parts, seed=seed, dropout=core.model.embedding_dropout)
         self.core, self.asking = core, asking
         self.conditions, self.extras = tuple(conditions), tuple(extras)
 

@@ -86,7 +86,8 @@ class ModelConfig(Section):
     norm_epsilon: Above0 = 1e-5
     """Added to the variance inside every norm."""
     activation: Activation = "quick_gelu"
-    """`quick_gelu` is x · sigmoid(1.702 x)."""
+    """`quick_gelu` is x · sigmoid(1.702 x). `swiglu` is gated, SiLU(Ux) · Vx, with three matrices
+    of `ffn_hidden_size` rows or columns ("GLU Variants Improve Transformer", equation 6)."""
     add_bias: bool = False
     """Biases on the linear layers of the blocks."""
     attention_bias: bool | None = None
@@ -95,6 +96,8 @@ class ModelConfig(Section):
     """Normalise the queries and keys of each head of self-attention, as `normalization` says, with
     one gain (and bias) for all heads ("Scaling Vision Transformers to 22 Billion Parameters",
     section 2)."""
+    embedding_dropout: Fraction = 0.0
+    """Dropout on embedded tokens, before positions are added."""
     hidden_dropout: Fraction = 0.0
     """Dropout on the output of attention and MLP, before it is added to the residual stream."""
     attention_output_dropout: Fraction | None = None
@@ -131,16 +134,21 @@ class ModelConfig(Section):
         return self.hidden_dropout if given is None else given
 
     @property
-    def has_dropout(self) -> bool:
-        """Whether anything is drawn from torch's generators, unlike `drop_path`."""
+    def blocks_have_dropout(self) -> bool:
+        """Whether blocks draw from torch's generators; `drop_path` does not."""
         return any(
             (self.hidden_dropout, self.residual_dropout, self.attention_dropout, self.mlp_dropout)
         )
 
+    @property
+    def has_dropout(self) -> bool:
+        """Whether anything is drawn from torch's generators."""
+        return self.blocks_have_dropout or self.embedding_dropout > 0
+
     def without_dropout(self) -> ModelConfig:
         """Return the same model without dropout."""
-        names = ("hidden_dropout", "attention_output_dropout", "attention_dropout", "mlp_dropout")
-        return self.model_copy(update=dict.fromkeys(names, 0.0))
+        names = ("hidden", "attention_output", "attention", "mlp", "embedding")
+        return self.model_copy(update={f"{name}_dropout": 0.0 for name in names})
 
     @property
     def head_size(self) -> int:
@@ -151,6 +159,16 @@ class ModelConfig(Section):
     def mlp_size(self) -> int:
         """Width of the MLP, given or 4 × hidden_size."""
         return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def mlp_input_size(self) -> int:
+        """Width before the activation: twice the MLP's where it is gated."""
+        return self.mlp_size * (2 if self.activation == "swiglu" else 1)
+
+    @property
+    def block_parameters(self) -> int:
+        """Parameters in the matrices of a block: attention's four, and the MLP's."""
+        return self.hidden_size * (4 * self.hidden_size + self.mlp_input_size + self.mlp_size)
 
 
 NO_BLOCKS = ModelConfig(num_layers=0, hidden_size=1, num_attention_heads=1)

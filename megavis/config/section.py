@@ -28,7 +28,7 @@ PositionKind = Literal[
 ]
 ScaleActivation = Literal["squareplus", "softplus"]
 LossAverage = Literal["batch", "images"]
-Activation = Literal["quick_gelu", "gelu", "gelu_tanh"]
+Activation = Literal["quick_gelu", "gelu", "gelu_tanh", "swiglu"]
 DecoderKind = Literal["linear", "mlp", "transformer"]
 DenoiserKind = Literal["linear", "mlp", "transformer", "modulated_mlp"]
 DashboardKind = Literal["tensorboard", "wandb", "mlflow", "jsonl"]

@@ -108,7 +108,8 @@ class DecoderSpec:
             layers = modulated_flops(inner, self.num_layers)
         else:
             sizes = core_of_decoder(core, self.num_layers, self.hidden_size).model
-            layers = self.num_layers * 4.0 * sizes.hidden_size * sizes.mlp_size
+            inner_sizes = sizes.mlp_input_size + sizes.mlp_size
+            layers = self.num_layers * 2.0 * sizes.hidden_size * inner_sizes
         return DecoderWork(embedding + count * layers + mapped + wider)
 
 

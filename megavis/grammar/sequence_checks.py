@@ -188,6 +188,9 @@ def _(asks: Instruct, grammar: Grammar, run: RunConfig) -> Faults:
         text = "none gives the rows of asks instruct no places to hold"
         remedy = f"set it to {added_positions(run)}, rope_1d or rope_2d"
         yield Fault("model.positions", text, remedy)
+    if asks.zero_start and not grammar.positions.startswith("rope"):
+        text = f"positions of kind {grammar.positions} do not rotate queries and keys"
+        yield Fault("asks.zero_start", text, "set it to false")
 
 
 @check_asking.register

@@ -56,10 +56,22 @@ class _QuickGelu(torch.autograd.Function):
         return torch.ops.aten.silu_backward(gradient, QUICK_GELU_FACTOR * x)
 
 
+@region
+def swiglu(x: Tensor) -> Tensor:
+    """Return SiLU(gate) · value for pairs of a gate and a value, `[..., 2 n]` to `[..., n]`.
+
+    "GLU Variants Improve Transformer", equation 6. Gates and values alternate, so that any part of
+    a tensor group has both of its own.
+    """
+    gate, value = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return F.silu(gate) * value
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "quick_gelu": quick_gelu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "swiglu": swiglu,
 }
 """Activations by their names in `model.activation`."""
 

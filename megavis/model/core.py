@@ -244,7 +244,7 @@ class Block(TransformerLayer):
         self.is_last = number == model.num_layers
         # Draws must agree within a tensor group for replicated tokens and differ for split heads. A
         # graph cannot switch generators between the two, so such blocks are not compiled.
-        splits = core.groups.tp.size() > 1 and model.has_dropout
+        splits = core.groups.tp.size() > 1 and model.blocks_have_dropout
         agrees = bool(model.hidden_dropout or model.residual_dropout)
         self.draws_alike = splits and agrees and not core.megatron.sequence_parallel
         self.draws_apart = splits and not self.draws_alike

@@ -31,7 +31,7 @@ from megavis.model.core import Block
 from megavis.model.kernels import is_fused
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.norms import Norm
-from megavis.model.positions import angles
+from megavis.model.positions import turns
 from megavis.model.static_step import StaticStep
 from megavis.model.visibility import KeyValueCache
 
@@ -252,8 +252,7 @@ class _Block:
 
     def turn(self, coordinates: Tensor) -> Tensor:
         """Return rotations for coordinates `[b or 1, axes]`: complex `[b or 1, 1, 1, d / 2]`."""
-        turned = angles(coordinates, self.head_size, scale=self.rotary_scale)
-        return torch.polar(torch.ones_like(turned), turned)[:, None, None]
+        return torch.complex(*turns(coordinates[:, None], self.head_size, scale=self.rotary_scale))
 
 
 def _queries_keys_values(attention: Attention) -> tuple[Tensor, Tensor | None]:

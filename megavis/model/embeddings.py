@@ -40,7 +40,12 @@ def token_embedding(core: Core, vocabulary_size: int, fill: Fill) -> VocabParall
 
 
 def grid_positions(
-    core: Core, kind: PositionKind, grid: tuple[int, int], *, fill: Fill
+    core: Core,
+    kind: PositionKind,
+    grid: tuple[int, int],
+    *,
+    fill: Fill,
+    zeroes_start: bool = False,
 ) -> Positions:
     """Return positions on a grid of rows and columns, scaled by `model.position_scale`."""
     height, width = grid
@@ -52,6 +57,7 @@ def grid_positions(
         fill=fill,
         scale=core.model.position_scale,
         head_size=core.model.head_size,
+        zeroes_start=zeroes_start,
     )
 
 

@@ -37,7 +37,9 @@ class FeedForward(MLP):
         super().__init__(
             config,
             submodules,
-            ffn_hidden_size=config.ffn_hidden_size,
+            # Megatron's gated layers have all gates of a part before its values, so that a weight
+            # would be laid out in another way at each tensor-parallel size.
+            ffn_hidden_size=core.model.mlp_input_size,
             tp_group=core.groups.tp,
         )
         dropout = core.model.mlp_dropout

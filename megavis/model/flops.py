@@ -95,7 +95,7 @@ def matrix_flops(model: ModelConfig, work: Workload) -> float:
     """Return the part of `forward_flops` in products of the blocks with their weights."""
     width = model.hidden_size
     # Query and output projection, of cross-attention too, and the MLP; then keys and values.
-    own = 2 * width * (width * (1 + (work.num_memory > 0)) + model.mlp_size)
+    own = width * (2 * width * (1 + (work.num_memory > 0)) + model.mlp_input_size + model.mlp_size)
     keys = 2 * width * width * (work.num_visible + work.num_memory)
     return 2 * (own * _queries(model, work) + keys * model.num_layers)
 

@@ -34,6 +34,9 @@ START = -1
 NOWHERE = -2
 """Place of a token off the grid, such as a class token."""
 
+UNTURNED = -(2**31)
+"""Coordinate of a token whose queries and keys are zeroed in place of a rotation."""
+
 PLACES = "places"
 """Name under which the places of all rows, int64 `[b or 1, m]`, are carried to a head."""
 
@@ -53,6 +56,7 @@ class Positions(nn.Module):
         scale: multiplies the coordinates of sin-cos positions, and of rotary ones in `encode`; see
             `interpolation`.
         head_size: width of an attention head, for `encode`.
+        zeroes_start: whether rotary kinds zero the queries and keys of a start token.
     """
 
     def __init__(
@@ -65,8 +69,10 @@ class Positions(nn.Module):
         fill: Fill,
         scale: float = 1.0,
         head_size: int | None = None,
+        zeroes_start: bool = False,
     ) -> None:
         super().__init__()
+        self.zeroes_start = zeroes_start
         self.kind, self.width, self.hidden_size, self.scale = kind, width, hidden_size, scale
         self.head_size = hidden_size if head_size is None else head_size
         # Frames of a spectrogram.
@@ -123,6 +129,8 @@ class Positions(nn.Module):
         coordinates = place_coordinates(places, self.width)
         if self.kind == "rope_1d":
             coordinates = coordinates[..., :1] * self.width + coordinates[..., 1:]
+        if self.zeroes_start:
+            coordinates = coordinates.masked_fill((places == START)[..., None], UNTURNED)
         return dict.fromkeys(names, coordinates.contiguous())
 
 
@@ -225,16 +233,12 @@ def turns(coordinates: Tensor, head_size: int, *, scale: float = 1.0) -> tuple[T
         scale: multiplies coordinates; see `interpolation`.
 
     Returns:
-        Cosines and sines, float32 `[b or 1, 1, s, d / 2]` each.
+        Cosines and sines, float32 `[b or 1, 1, s, d / 2]` each; zeros at `UNTURNED`.
     """
-    by = angles(coordinates, head_size, scale=scale)[:, None]
-    return by.cos(), by.sin()
-
-
-def angles(coordinates: Tensor, head_size: int, *, scale: float = 1.0) -> Tensor:
-    """Return the angle of each pair of channels in radians: `[..., d / 2]` for `[..., axes]`."""
     frequencies = scale * _frequencies(head_size // coordinates.shape[-1], coordinates)
-    return (coordinates[..., None].float() * frequencies).flatten(-2)
+    angles = (coordinates[..., None].float() * frequencies).flatten(-2)[:, None]
+    turned = (coordinates[..., :1] != UNTURNED)[:, None]
+    return angles.cos() * turned, angles.sin() * turned
 
 
 def _frequencies(width: int, like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

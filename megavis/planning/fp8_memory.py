@@ -50,6 +50,7 @@ def fp8_difference(shape: StackShape, layout: Layout, *, is_last: bool = False) 
     """
     read = shape.work.num_last_queries if is_last else shape.work.num_tokens
     kind = layout.parallel.activation_checkpointing
+    entering = read * shape.mlp_input_size / shape.parts(layout)
     inside = read * shape.mlp_size / shape.parts(layout)
     # Inputs of products, in FP8 instead of bf16; `selective` does not keep the MLP's.
     less = FP8 - shape.number_size
@@ -57,11 +58,11 @@ def fp8_difference(shape: StackShape, layout: Layout, *, is_last: bool = False) 
     if kind != "selective":
         kept += less * shape.hidden_size * read / shape.token_parts(layout)
     kept += _attention_difference(shape, layout, read)
-    # A gradient of the MLP's width exists in bf16 and in both orders of FP8.
-    gradients = (_ORDERS * FP8) * inside
+    # The gradient of the MLP's input exists in bf16 and in both orders of FP8.
+    gradients = (_ORDERS * FP8) * entering
     # Weights, except for queries, keys and values of cross-attention.
     width, crosses = shape.hidden_size, shape.work.num_memory > 0
-    matrices = width * ((4 + crosses) * width + 2 * shape.mlp_size)
+    matrices = shape.block_parameters + crosses * width**2
     copies = FP8 * _ORDERS * matrices / layout.tensor
     if kind == "full":
         return Fp8Difference(0.0, 0.0, kept + gradients, copies)

@@ -34,6 +34,8 @@ class StackShape:
         num_layers: number of blocks.
         hidden_size: width of the residual stream.
         mlp_size: width of the MLP.
+        mlp_input_size: width before its activation.
+        block_parameters: in the matrices of a block, without cross-attention.
         num_heads: attention heads.
         work: tokens per image, by computation.
         visibility: attention mask; tokens of `work.num_memory` are always visible.
@@ -48,6 +50,8 @@ class StackShape:
     num_layers: int
     hidden_size: int
     mlp_size: int
+    mlp_input_size: int
+    block_parameters: int
     num_heads: int
     work: Workload
     visibility: VisibilityKind
@@ -66,6 +70,8 @@ class StackShape:
             num_layers=model.num_layers,
             hidden_size=model.hidden_size,
             mlp_size=model.mlp_size,
+            mlp_input_size=model.mlp_input_size,
+            block_parameters=model.block_parameters,
             num_heads=model.num_attention_heads,
             work=stack.work,
             visibility=stack.core.visibility_kind,

@@ -64,22 +64,20 @@ def has_bf16_optimizer(zero_stage: int, precision: str) -> bool:
     return zero_stage == 1 and precision == "bf16"
 
 
-def bucket_size(hidden_size: int, mlp_size: int, tensor_size: int) -> int:
+def bucket_size(block_parameters: int, tensor_size: int) -> int:
     """Return the number of gradients that ZeRO reduces at once, in elements: about one block's.
 
     DeepSpeed's default, 5·10⁸, is 3/4 of a ViT-H: reduction would only begin near the end of the
     backward pass.
     """
-    block = hidden_size * (4 * hidden_size + 2 * mlp_size)
-    return max(block // tensor_size, SMALLEST_BUCKET)
+    return max(block_parameters // tensor_size, SMALLEST_BUCKET)
 
 
 def bucket_of(shape: ModelShape, layout: Layout) -> int:
     """Return the gradients that a layout reduces at once, in elements."""
     if layout.zero_stage == 0 or has_bf16_optimizer(layout.zero_stage, shape.precision):
         return BUCKET
-    stack = shape.main_stack
-    return bucket_size(stack.hidden_size, stack.mlp_size, layout.tensor)
+    return bucket_size(shape.main_stack.block_parameters, layout.tensor)
 
 
 def parameters_held(layers: Layers, layout: Layout, stage: int = 0) -> float:

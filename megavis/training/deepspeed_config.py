@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megavis.config.schema import ModelConfig, RunConfig
+from megavis.config.schema import RunConfig
 from megavis.planning.states import bucket_size
 
 # Smaller tensors stay whole on every process under ZeRO-3: gathering a norm's gain costs more in
@@ -67,18 +67,13 @@ def micro_batch_size(config: RunConfig, data_parallel_size: int) -> int:
     return config.training.micro_batch_size or config.training.batch_size // data_parallel_size
 
 
-def block_parameters(model: ModelConfig) -> int:
-    """Return the parameters in the matrices of a block: four of attention, two of the MLP."""
-    return model.hidden_size * (4 * model.hidden_size + 2 * model.mlp_size)
-
-
 def _zero(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
     parallel = config.parallel
     model, tensor_size = config.model, parallel.tensor_model_parallel_size
     section: dict[str, Any] = {
         "stage": parallel.zero_stage,
         "contiguous_gradients": True,
-        "reduce_bucket_size": bucket_size(model.hidden_size, model.mlp_size, tensor_size),
+        "reduce_bucket_size": bucket_size(model.block_parameters, tensor_size),
     }
     if parallel.zero_stage < 3:
         # In bf16 at ZeRO-1 `BF16_Optimizer` ignores it. At ZeRO-2 DeepSpeed's second stream has
@@ -90,7 +85,7 @@ def _zero(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
     if parallel.zero_stage == 3:
         section["stage3_param_persistence_threshold"] = _PERSISTENCE_THRESHOLD
         # Prefetch the next block's weights while this one computes.
-        section["stage3_prefetch_bucket_size"] = block_parameters(config.model)
+        section["stage3_prefetch_bucket_size"] = model.block_parameters
         section["zero_hpz_partition_size"] = parallel.hierarchical_partition_size
         if parallel.pipeline_model_parallel_size > 1:
             # It sums gradient norms over the stages part by part, but the number of parts would

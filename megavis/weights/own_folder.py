@@ -36,7 +36,7 @@ from megavis.config.load import dump_config, exported_names, with_tokenizers
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.model.inference import Inference
 from megavis.model.layer_state import LayerState
-from megavis.model.positions import angles
+from megavis.model.positions import turns
 from megavis.model.stack import watch_features
 from megavis.notebook import Run
 from megavis.tokenizers.network_tokenizer import open_tokenizer
@@ -128,8 +128,8 @@ class PlainForm:
         order = arrangement.order[0] if model.asks.permutes else torch.arange(self.tokens.shape[1])
         self.tensors = {f"{_PREFIX}rows": rows, f"{_PREFIX}order": order.clone()}
         if "coordinates" in carried:
-            turns = angles(carried["coordinates"][0], sizes.head_size, scale=sizes.position_scale)
-            self.tensors[f"{_PREFIX}turns"] = torch.polar(torch.ones_like(turns), turns)
+            by = turns(carried["coordinates"], sizes.head_size, scale=sizes.position_scale)
+            self.tensors[f"{_PREFIX}turns"] = torch.complex(*by)[0, 0]
         if "content_groups" in carried:
             groups = carried["content_groups"][0]
             self.tensors[f"{_PREFIX}mask"] = groups <= groups[:, None]

@@ -1,11 +1,25 @@
 """Features of an exported run in plain PyTorch; model cards contain the source below."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+
+
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """Return SiLU(gate) · value of alternating gates and values."""
+    return F.silu(x[..., ::2]) * x[..., 1::2]
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "swiglu": swiglu,
+}
 
 
 def features(folder: str, tokens: torch.Tensor) -> torch.Tensor:
@@ -21,11 +35,6 @@ def features(folder: str, tokens: torch.Tensor) -> torch.Tensor:
         if c["normalization"] == "rms_norm":
             return F.rms_norm(x, gain.shape, gain, c["epsilon"])
         return F.layer_norm(x, gain.shape, gain, bias, c["epsilon"])
-
-    def activation(x: torch.Tensor) -> torch.Tensor:
-        if c["activation"] == "quick_gelu":
-            return x * torch.sigmoid(1.702 * x)
-        return F.gelu(x, approximate="tanh" if c["activation"] == "gelu_tanh" else "none")
 
     def turn(x: torch.Tensor) -> torch.Tensor:  # rotary positions
         pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
@@ -45,8 +54,7 @@ def features(folder: str, tokens: torch.Tensor) -> torch.Tensor:
             q, k = turn(q), turn(k)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=c["causal"])
         x = x + linear(y.transpose(1, 2).flatten(2), f"blocks.{i}.self_attention.linear_proj")
-        y = activation(
-            linear(norm(x, f"blocks.{i}.pre_mlp_layernorm"), f"blocks.{i}.mlp.linear_fc1")
-        )
+        y = linear(norm(x, f"blocks.{i}.pre_mlp_layernorm"), f"blocks.{i}.mlp.linear_fc1")
+        y = ACTIVATIONS[c["activation"]](y)
         x = x + linear(y, f"blocks.{i}.mlp.linear_fc2")
     return norm(x, c["norm"])

@@ -20,14 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megavis.config.errors import UserError
-from megavis.config.load import load_config
 from megavis.config.schema import ModelConfig
 from megavis.papers.rar.config import RARConfig
-from megavis.papers.vqgan.config import VQGANConfig
 from megavis.tokenizers.network_tokenizer import read_weights_file
 from megavis.weights.released import Released, ReleasedTensors
 from megavis.weights.tables import Layout, Row, Table, count, layer
 from megavis.weights.vits import TIMM
+from megavis.weights.vqgan import with_tokenizer
 
 _SPARE_PLACES, _SPARE_STEPS = 1024, 100
 """Rows of the released tables of positions and of steps, besides those of the ids."""
@@ -145,14 +144,7 @@ def read_rar(args: argparse.Namespace) -> Released:
         )
     # At the end of training there are no random orders.
     paper = RARConfig(vocabulary_size=vocabulary_size, num_classes=classes, randomness=(0.0, 0.0))
-    if args.tokenizer is not None:
-        config = load_config(args.tokenizer / "config.yaml").config.objective
-        if not isinstance(config, VQGANConfig):
-            raise UserError(
-                f"--tokenizer: {args.tokenizer} is a run of {config.name}, not of a VQGAN"
-            )
-        update = {"tokenizer": str(args.tokenizer), "patch_size": config.shape.downsampling}
-        paper = paper.model_copy(update=update)
+    paper = with_tokenizer(paper, args.tokenizer)
     layers, heads = count(tensors, TIMM.blocks), width // head
     return Released(
         paper,

@@ -7,17 +7,37 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from megavis.config.errors import UserError
+from megavis.config.load import load_config
+from megavis.grammar.class_ids import ClassIdsConfig
 from megavis.papers.vqgan.config import VQGANConfig
 from megavis.tokenizers.network_tokenizer import read_weights_file
 from megavis.tokenizers.shapes import VQGANShape
 from megavis.tokenizers.vqgan import VQGANNetwork
 from megavis.weights.released import Released, ReleasedTensors
 from megavis.weights.tables import Row, count
+
+_Paper = TypeVar("_Paper", bound=ClassIdsConfig)
+
+
+def with_tokenizer(paper: _Paper, run: Path | None) -> _Paper:
+    """Return the config of a model of ids with the VQGAN of `--tokenizer`, if one is given.
+
+    Raises:
+        UserError: the run is of something else.
+    """
+    if run is None:
+        return paper
+    config = load_config(run / "config.yaml").config.objective
+    if not isinstance(config, VQGANConfig):
+        raise UserError(f"--tokenizer: {run} is a run of {config.name}, not of a VQGAN")
+    update = {"tokenizer": str(run), "patch_size": config.shape.downsampling}
+    return paper.model_copy(update=update)
 
 
 def read_vqgan(args: argparse.Namespace) -> Released:

@@ -222,27 +222,40 @@ def test_decoder_runs_on_own_positions(
     assert largest_difference(curves, reference(name)) <= TOLERANCE
 
 
-def dropped(launch: Launch, config: RunConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Return the outputs of DARL's decoder in a step, and a mask of the first block's tokens."""
-    decoded = []
+def dropped(launch: Launch, config: RunConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the outputs of DARL's decoder in a step, and masks.
+
+    Of embedded tokens in the step, and of tokens of the first block.
+    """
+    decoded, embedded = [], []
     with open_job(config, launch, device="cpu") as context:
         run = Trainer.open(config, context)
         engine = Engine(config, run.objective, context)
-        _, block, *_, head = engine.layers.modules
+        reader, block, *_, head = engine.layers.modules
+        embed = reader.embed_content
+
+        def recorded(tokens: torch.Tensor) -> torch.Tensor:
+            embedded.append(embed(tokens))
+            return embedded[-1]
+
+        reader.embed_content = recorded
         head.decoder.register_forward_hook(lambda _, given, out: decoded.append(out.detach()))
         blank = run.objective.backbone.blank_batch(engine.micro_batch_size, context.device)
         engine.train_step(itertools.repeat(blank), 0)
         ones = torch.ones(8, 2, 32)
         added = block.mlp_bda(True, False)((ones, None), torch.zeros_like(ones), 0.0)
-        return torch.stack(decoded).numpy(), (added == 0).numpy()
+        masks = [(each == 0).numpy() for each in (torch.stack(embedded).detach(), added)]
+        return torch.stack(decoded).numpy(), masks[0], masks[1]
 
 
 def test_dropout_under_sequence_parallelism(run_job: Any, patch_config: Any) -> None:
-    """Blocks mask the tokens of each process independently, the decoder masks all alike."""
+    """Blocks mask the tokens of each process independently; decoder and first layer all alike."""
     config = make_config(patch_config("darl"))
     config = with_layout(config, tensor_model_parallel_size=2, sequence_parallel=True)
-    model = config.model.model_copy(update={"hidden_dropout": 0.5})
+    model = config.model.model_copy(update={"hidden_dropout": 0.5, "embedding_dropout": 0.5})
     first, second = run_job(dropped, 2, config.model_copy(update={"model": model}))
     np.testing.assert_array_equal(first[0], second[0])
+    np.testing.assert_array_equal(first[1], second[1])
+    assert 0.4 < first[1].mean() < 0.6
     # Two independent masks agree on half of the elements.
-    assert 0.4 < (first[1] == second[1]).mean() < 0.6
+    assert 0.4 < (first[2] == second[2]).mean() < 0.6

@@ -67,7 +67,10 @@ def gathers_of_a_step(
     """
     with pytest.MonkeyPatch.context() as patch:
         if bucket is not None:
-            patch.setattr(deepspeed_config, "block_parameters", lambda model: bucket)
+            made, own = deepspeed_config._zero, {"stage3_prefetch_bucket_size": bucket}
+            patch.setattr(
+                deepspeed_config, "_zero", lambda *args, **keys: made(*args, **keys) | own
+            )
         with engine_of(launch, read(path, words)) as engine:
             batches = itertools.repeat(blank_batch(engine))
             engine.train_step(batches, 0)

@@ -103,6 +103,7 @@ SMALL = {
     ),
     "randar": SmallConfig(
         "{name: randar, patch_size: 4, vocabulary_size: 12, num_classes: 10, tokenizer: TOKENIZER}",
+        model="activation: swiglu",
         in_every_pair=True,
     ),
     # An encoder in which the number of known tokens is drawn; head and noise above a bridge.

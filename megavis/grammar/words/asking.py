@@ -204,6 +204,9 @@ class Instruct(AskWord):
     has_front: ClassVar[bool] = False
 
     kind: Literal["instruct"] = "instruct"
+    zero_start: bool = False
+    """Zero the queries and keys of the start token, or of the class in its place, instead of
+    rotating them: every row attends to it with a score of 0."""
 
     @property
     def has_start(self) -> bool:

@@ -7,10 +7,8 @@ predicts in any order (section 3.2), and generation can ask for several places a
 
 Details not in the paper follow the released code, whose model is LlamaGen's: an instruction is a
 learned vector, rotated by its place as queries and keys are; all matrices are initialised with a
-standard deviation of 0.02, and the projection to logits with zeros. Three things differ: the code's
-MLPs are gated (SwiGLU); it applies dropout of 0.1 to embedded tokens; and it zeroes the queries and
-keys of the class, so that all rows attend to it with score 0, where here the class has a place
-beside the image.
+standard deviation of 0.02, and the projection to logits with zeros; and queries and keys of the
+class, which has no place, are zeros.
 """
 
 from __future__ import annotations
@@ -36,12 +34,13 @@ class RandARConfig(ClassIdsConfig):
 
     def grammar(self, run: RunConfig) -> Grammar:
         """Return the model of section 3."""
+        positions = run.model.positions or "rope_2d"
         return Grammar(
             reads=self.ids(),
             schedule=OneByOne(order=self.order),
-            asks=Instruct(),
+            asks=Instruct(zero_start=positions.startswith("rope")),
             density=Categorical(head_std=0.0),
             condition=Labels(num_classes=self.num_classes, dropout=self.label_dropout),
             weights=InitialWeights(blocks=0.02),
-            positions=run.model.positions or "rope_2d",
+            positions=positions,
         )

@@ -69,6 +69,7 @@ CHOICES = {
         {"kind": "query"},
         {"kind": "query", "start": False, "streams": "one"},
         {"kind": "instruct"},
+        {"kind": "instruct", "zero_start": True},
         {"kind": "in_context"},
         {"kind": "in_context", "given_ratio": 0.5},
         *(

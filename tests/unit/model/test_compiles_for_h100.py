@@ -65,6 +65,11 @@ REGIONS = {
         1,
         lambda dtype: [3 * random(12, 4, 80, dtype=dtype)],
     ),
+    "swiglu": (
+        activations.swiglu,
+        1,
+        lambda dtype: [3 * random(12, 4, 80, dtype=dtype)],
+    ),
 }
 # The largest error, as a share of the largest value. bf16 has eight bits.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8}

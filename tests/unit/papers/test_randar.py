@@ -15,7 +15,7 @@ from megavis.sampling.sampler import Sampler
 pytestmark = pytest.mark.once
 
 PRESETS = Path(__file__).parents[3] / "yaml_configs" / "randar"
-# Blocks, width, heads, and the width of gated MLPs, of LlamaGen's sizes, on which RandAR's are
+# Blocks, width, heads, and the width of the MLPs, of LlamaGen's sizes, on which RandAR's are
 # based. The released configs are of L and XL.
 SIZES = {"l": (24, 1024, 16, 2816), "xl": (36, 1280, 20, 3584), "xxl": (48, 1536, 24, 4096)}
 # As papers print them, in millions.
@@ -25,16 +25,12 @@ PARAMETERS = {"l": 343, "xl": 775, "xxl": 1411}
 @pytest.mark.parametrize("size", SIZES)
 def test_presets_have_the_released_sizes(size):
     config = load_config(PRESETS / f"{size}.yaml").config
-    layers, width, heads, gated = SIZES[size]
+    layers, width, heads, inner = SIZES[size]
     model = config.model
-    assert (model.num_layers, model.hidden_size, model.num_attention_heads) == (
-        layers,
-        width,
-        heads,
-    )
-    # Two matrices of the MLP here, three there.
-    assert 2 * model.mlp_size == 3 * gated
-    blocks = layers * (4 * width**2 + 2 * width * model.mlp_size + 2 * width)
+    found = (model.num_layers, model.hidden_size, model.num_attention_heads, model.mlp_size)
+    assert found == (layers, width, heads, inner)
+    assert model.activation == "swiglu"
+    blocks = layers * (4 * width**2 + 3 * width * inner + 2 * width)
     vocabulary = config.objective.vocabulary_size
     total = blocks + 2 * vocabulary * width + (1001 + 2) * width
     assert round(total / 1e6) == PARAMETERS[size]
@@ -53,10 +49,9 @@ def test_presets_have_the_released_recipe():
     assert (config.objective.label_dropout, config.objective.vocabulary_size) == (0.1, 16_384)
 
 
-CONFIG = tiny(
-    "{name: randar, patch_size: 4, vocabulary_size: 12, num_classes: 3}",
-    model={"hidden_size": 16, "num_attention_heads": 2},
-)
+OBJECTIVE = "{name: randar, patch_size: 4, vocabulary_size: 12, num_classes: 3}"
+MODEL = {"hidden_size": 16, "num_attention_heads": 2}
+CONFIG = tiny(OBJECTIVE, model=MODEL)
 
 
 def test_first_loss_is_that_of_equal_logits(build_paper):
@@ -70,6 +65,20 @@ def test_first_loss_is_that_of_equal_logits(build_paper):
     assert isinstance(objective.asks, Instruct)
     assert objective.position_kind == "rope_2d"
     assert objective.likelihood is not None
+
+
+def test_embedded_tokens_are_dropped(build_paper):
+    """In training: neither the class nor instructions are."""
+    objective, _ = build_paper(tiny(OBJECTIVE, model={**MODEL, "embedding_dropout": 0.5}))
+    reader = objective.layer_plans()[0].build()
+    ids = torch.randint(12, (3, 16), generator=torch.Generator().manual_seed(0))
+    inputs = objective.sequence(batch_of(ids)).inputs
+    whole, found = (reader.train(is_training)(inputs)[0] for is_training in (False, True))
+    assert torch.equal(found[0], whole[0])
+    assert torch.equal(found[1::2], whole[1::2])
+    tokens, kept = whole[2::2], found[2::2] != 0
+    torch.testing.assert_close(found[2::2], 2 * tokens * kept)
+    assert 0.4 < kept.float().mean() < 0.6
 
 
 def test_rounds_complete_an_image(build_paper, tmp_path):

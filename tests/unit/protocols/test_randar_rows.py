@@ -7,8 +7,8 @@ pytestmark = pytest.mark.once
 
 PAPER = "randar"
 
-# The released configs: layers, width and heads; of XXL those of LlamaGen-XXL.
-SIZES = {"l": (24, 1024, 16), "xl": (36, 1280, 20), "xxl": (48, 1536, 24)}
+# The released configs: layers, width, heads and width of the MLPs; of XXL those of LlamaGen-XXL.
+SIZES = {"l": (24, 1024, 16, 2816), "xl": (36, 1280, 20, 3584), "xxl": (48, 1536, 24, 4096)}
 IDS = {
     "data.train": "shards/imagenet_ids_16384/train",
     "data.validation": "shards/imagenet_ids_16384/validation",
@@ -29,10 +29,12 @@ RECIPE = {
     "objective.label_dropout": 0.1,
     "objective.order": "random",
     "model.hidden_dropout": 0.1,
+    "model.embedding_dropout": 0.1,
     "model.attention_dropout": 0.0,
     "model.normalization": "rms_norm",
     "model.norm_epsilon": 1e-5,
     "model.add_bias": False,
+    "model.activation": "swiglu",
     "optimizer.learning_rate": 4e-4,
     "optimizer.betas": (0.9, 0.95),
     "optimizer.weight_decay": 0.05,
@@ -50,7 +52,8 @@ CONSTANT = {"schedule.decay": "constant", "schedule.min_rate": 0.0}
 
 
 def pretraining(size, rate, ids=IDS):
-    keys = ("model.num_layers", "model.hidden_size", "model.num_attention_heads")
+    keys = ("num_layers", "hidden_size", "num_attention_heads", "mlp_size")
+    keys = tuple(f"model.{key}" for key in keys)
     return {**RECIPE, **dict(zip(keys, SIZES[size], strict=True)), **rate, **ids}
 
 

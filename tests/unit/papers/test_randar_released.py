@@ -1,0 +1,152 @@
+"""`megavis import randar`: released weights of RandAR become runs."""
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from randar_equations import CLASSES, HEAD, IDS, SIDE, WIDTH, generator_logits, released
+from safetensors.torch import save_file
+from small_batches import run_layers
+from small_vqgan import SMALL
+
+import megavis
+from megavis.cli import main
+from megavis.config.load import load_config
+from megavis.data.loading.loader import Batch
+from megavis.sampling.sampler import Sampler
+from megavis.weights import randar
+from megavis.weights.released import blank_weights
+from megavis.weights.tables import ours_of, write_table
+
+pytestmark = pytest.mark.once
+
+PRESETS = Path(__file__).parents[3] / "yaml_configs" / "randar"
+
+
+def imported(tmp_path, tensors, name="randar"):
+    """Save a file, import it on a tokenizer of 16 ids, and return exit code and run folder."""
+    folder = tmp_path / "vqgan"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text(SMALL.format(output=tmp_path, shards="nowhere"))
+    save_file(tensors, tmp_path / "randar.safetensors")
+    run = tmp_path / "runs" / name
+    words = [str(tmp_path / "randar.safetensors"), str(run), "--tokenizer", str(folder)]
+    return main(["import", "randar", *words]), run
+
+
+def opened(tmp_path, tensors):
+    """Import, and open the run for images of 4 × 4 ids."""
+    code, folder = imported(tmp_path, tensors)
+    assert code == 0
+    path = folder / "config.yaml"
+    config = load_config(path).config
+    assert (config.objective.patch_size, config.data.image_size) == (4, 64)
+    text = path.read_text()
+    assert "image_size: 64" in text
+    path.write_text(text.replace("image_size: 64", f"image_size: {4 * SIDE}"))
+    run = megavis.load(folder)
+    assert run.config.model.head_size == HEAD
+    for module in run.inference.layers.modules:
+        # An imported run has dropout.
+        module.eval()
+    return run
+
+
+@pytest.mark.usefixtures("context")
+def test_imported_weights_equal_the_released_generator(tmp_path):
+    tensors = released()
+    run = opened(tmp_path, tensors)
+    ids = torch.randint(IDS, (3, SIDE**2), generator=torch.Generator().manual_seed(3))
+    samples = Batch(ids, torch.tensor([0, 4, -1]), torch.arange(7, 10))
+    sequence = run.objective.sequence(samples)
+    predictions = run_layers(run.inference.layers.modules, sequence.inputs)
+    found = run.objective.outputs(predictions)
+    orders = run.objective.schedule.at(None).draw(samples.sample_index).order.tolist()
+    labels = [None if label == CLASSES else label for label in sequence.inputs[4].tolist()]
+    assert labels[2] is None
+    for image, (order, label) in enumerate(zip(orders, labels, strict=True)):
+        expected = generator_logits(tensors, ids[image][order], label, order)
+        torch.testing.assert_close(found[image], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("context")
+def test_sampling_reads_the_released_logits(tmp_path):
+    """With cached keys, of which the class's are zeros: the likeliest id at every place."""
+    tensors = released()
+    run = opened(tmp_path, tensors)
+    sampler = Sampler(run.inference, run.objective, tmp_path, {"temperature": 0})
+    numbers, labels = torch.arange(2), torch.tensor([0, 3])
+    *_, tokens = sampler.rounds(numbers, conditions={"labels": labels})
+    for image, order in enumerate(sampler.order_of(numbers).tolist()):
+        ids = tokens[image]
+        logits = generator_logits(tensors, ids, int(labels[image]), order)
+        assert ids.tolist() == logits.argmax(-1).tolist()
+
+
+def shapes(width, layers, inner):
+    """Return names and shapes of a released generator."""
+    found = {
+        "tok_embeddings.weight": (16_384, width),
+        "cls_embedding.embedding_table.weight": (1001, width),
+        "pos_instruct_embeddings": (1, width),
+        "norm.weight": (width,),
+        "output.weight": (16_384, width),
+    }
+    for number in range(layers):
+        block = f"layers.{number}"
+        found |= {
+            f"{block}.attention_norm.weight": (width,),
+            f"{block}.attention.wqkv.weight": (3 * width, width),
+            f"{block}.attention.wo.weight": (width, width),
+            f"{block}.ffn_norm.weight": (width,),
+            f"{block}.feed_forward.w1.weight": (inner, width),
+            f"{block}.feed_forward.w2.weight": (width, inner),
+            f"{block}.feed_forward.w3.weight": (inner, width),
+        }
+    return found
+
+
+@pytest.mark.parametrize(
+    ("preset", "width", "layers", "inner"),
+    [("l", 1024, 24, 2816), ("xl", 1280, 36, 3584), ("xxl", 1536, 48, 4096)],
+)
+def test_released_sizes_are_the_presets(monkeypatch, preset, width, layers, inner):
+    """Names and shapes of the released networks, on the meta device."""
+    tensors = {
+        name: torch.empty(shape, device="meta")
+        for name, shape in shapes(width, layers, inner).items()
+    }
+    monkeypatch.setattr(randar, "read_weights_file", lambda path: tensors)
+    found = randar.read_randar(argparse.Namespace(source=Path("a.safetensors"), tokenizer=None))
+    config = found.config(Path("runs/randar"))
+    own = blank_weights(config)
+    found.tensors.check(write_table(found.table, own))
+    assert ours_of(found.table) == own.keys()
+
+    wanted = load_config(PRESETS / f"{preset}.yaml").config
+    assert config.objective == wanted.objective.model_copy(update={"tokenizer": None})
+    assert config.model == wanted.model
+    assert config.data.image_size == wanted.data.image_size
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"output.weight": None}, "the weights have no output.weight, which RandAR has"),
+        ({"layers.1.ffn_norm.weight": None}, "the weights have no layers.1.ffn_norm.weight"),
+        ({"mask": torch.zeros(1)}, "mask does not belong to RandAR"),
+        (
+            {"layers.1.feed_forward.w3.weight": torch.zeros(95, WIDTH)},
+            r"w3.weight has shape \[95, 128\]; the other tensors imply \[96, 128\]",
+        ),
+        ({"output.weight": torch.zeros(IDS, 96)}, "a width of 96 and 5 classes are no sizes"),
+    ],
+)
+def test_what_is_no_released_network_is_named(tmp_path, capsys, change, message):
+    tensors = {n: t for n, t in (released() | change).items() if t is not None}
+    code, run = imported(tmp_path, tensors)
+    assert code == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not run.exists()
