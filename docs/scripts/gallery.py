@@ -130,11 +130,11 @@ DEMOS = (
         pictures=(
             (
                 "givt_demo_panoptic/samples/samples-*.png",
-                "Unseen scenes, their panoptic maps, and those that GIVT predicts",
+                "Unseen scenes, their panoptic maps, and GIVT's predictions",
             ),
             (
                 "givt_demo_depth/samples/samples-*.png",
-                "The same scenes, their depths, and those that GIVT predicts; nearer is brighter",
+                "The same scenes, their depths, and GIVT's predictions; nearer is brighter",
             ),
         ),
     ),
