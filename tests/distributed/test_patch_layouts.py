@@ -25,7 +25,7 @@ from megavis.training.job import open_job
 from megavis.training.parity import Curve, train_briefly
 from megavis.training.trainer import Trainer
 
-STEPS = 6
+STEPS = 3
 NAMES = [name for name, small in SMALL.items() if small.data == "images"]
 SPLIT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 # Tensor parallelism depends on the version of Megatron-Core, ZeRO-3 does not.
