@@ -139,7 +139,7 @@ def read_aim(args: argparse.Namespace) -> Released:
                 linear_evaluation=True,
             ),
         },
-        # Of the batch norm, and of what is above the probed blocks.
+        # The batch norm's counter, and everything above the probed blocks.
         ignored=_above(probed.stop, num_layers),
         validates=True,
     )
@@ -209,7 +209,7 @@ def _above(probed: int, num_layers: int) -> str:
     names = [r"head\.bn\.num_batches_tracked$"]
     if probed < num_layers:
         names.append(r"trunk\.post_trunk_norm\.")
-        # Of the first block above, the norm is watched.
+        # The norm of the first block above is kept: features are read there.
         names.append(rf"trunk\.blocks\.{probed}\.(?!norm_1\.)")
         names += [rf"trunk\.blocks\.{number}\." for number in range(probed + 1, num_layers)]
     return "|".join(names)

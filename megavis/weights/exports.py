@@ -59,13 +59,13 @@ from megavis.weights.vits import (
 )
 
 _DENSE_TASKS = {"segments": "image-segmentation", "instances": "object-detection"}
-"""The Hub's names of what models of `finetune.task` do."""
+"""The Hub's name for each `finetune.task`."""
 _BICUBIC = 3  # PIL.Image.Resampling.BICUBIC
 _CONTENT = "embedding.content"
 
 
 class Exported(NamedTuple):
-    """What opens a written folder, and the difference of the card's loader from the run, if any."""
+    """How to open a written folder, and the largest error of the card's loader, if tried."""
 
     form: str
     difference: float | None = None
@@ -92,7 +92,7 @@ def write_huggingface(run: Run, folder: Path) -> Exported:
             limits = (*limits, _SQUASHES)
         _write_card(run, weights, folder, library="transformers", use=use, limits=limits)
         return Exported(f"transformers' {name}")
-    # The last reason is why it is no ViT, of which any paper may be one.
+    # Any paper may be a ViT, so report the last reason: why this run is not one.
     return _write_own(run, weights, folder, why=why)
 
 
@@ -347,7 +347,7 @@ def _vit_of(run: Run) -> Model:
 
 
 def _check_norms(model: Model) -> None:
-    """Raise UserError if a norm is none of a ViT's."""
+    """Raise UserError if a norm does not belong to a ViT."""
     if model.core.model.qk_norm:
         raise UserError("a ViT does not normalise queries and keys; model.qk_norm is true")
     if model.grammar.is_modulated:

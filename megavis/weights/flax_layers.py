@@ -1,7 +1,7 @@
 """Tables of names of GIVT's released layers, which Flax stores.
 
 Kernels are input first, and those of attention `[h, n, d]`, or `[n, d, h]` for the output. `ours`
-and `theirs` are the names of a layer, or prefixes of those of its parts.
+and `theirs` are the names of a layer, or prefixes of its parts' names.
 
 Legend: n heads, d head size, h hidden size.
 """

@@ -244,7 +244,7 @@ class ReleasedModel:
         return rows + self._encoder_rows() if self.has_encoder else rows
 
     def _position_row(self) -> Row:
-        """Return the row of positions, the first of which is that of MaskGIT's label."""
+        """Return the row of positions, the first of which is for MaskGIT's label."""
         ours, theirs = "embedding.positions.weight", "decoder/pos_emb"
         if not self.is_masked:
             return Row(ours, theirs, BATCHED)
@@ -254,7 +254,7 @@ class ReleasedModel:
         return Row(("embedding.front_position", ours), theirs, layout)
 
     def _label_row(self) -> Row:
-        """Return the row of labels; MaskGIT's special rows of it are parts of their own."""
+        """Return the row of labels, apart from MaskGIT's special rows, which are separate parts."""
         theirs, classes = "EmbedLabels/embedding", self._labels()["num_classes"]
         if not self.is_masked:
             return (
@@ -272,7 +272,7 @@ class ReleasedModel:
             return torch.cat([front[:first], marks, mask[None], front[first:]])
 
         front = "embedding.front.weight" if classes else "embedding.front"
-        # Marks are those of masked tokens and of others.
+        # The marks of masked tokens and of others.
         return Row((front, "embedding.marks", "embedding.mask"), theirs, Layout(read, write))
 
     def _encoder_rows(self) -> list[Row]:

@@ -122,7 +122,7 @@ class PlainForm:
         reader.eval()
         rows, carried = _embedded(reader, inputs, fill=0.0)
         marked, _ = _embedded(reader, inputs, fill=1.0)
-        # Rows that do not depend on the content are of start and class tokens, and precede all
+        # Rows that do not depend on the content belong to start and class tokens, and precede all
         # others.
         changed = (marked != rows).any(-1).nonzero()[:, 0]
         order = arrangement.order[0] if model.asks.permutes else torch.arange(self.tokens.shape[1])

@@ -29,9 +29,9 @@ from megavis.weights.vits import TIMM
 from megavis.weights.vqgan import with_tokenizer
 
 _SPARE_PLACES, _SPARE_STEPS = 1024, 100
-"""Rows of the released tables of positions and of steps, besides those of the ids."""
+"""Unused rows of the released tables of positions and of steps."""
 _FRONT = 2
-"""Positions before those of the ids: of the learned token and of the class."""
+"""Positions that precede the ids': the learned token's and the class's."""
 
 
 def rar_table(*, num_ids: int, vocabulary_size: int, num_layers: int, num_heads: int) -> Table:
@@ -142,7 +142,7 @@ def read_rar(args: argparse.Namespace) -> Released:
             f"{args.source}: a width of {width} with heads of {head}, and {classes} classes beside"
             f" {vocabulary_size} ids, are no sizes of RAR"
         )
-    # At the end of training there are no random orders.
+    # Training has ended with raster order.
     paper = RARConfig(vocabulary_size=vocabulary_size, num_classes=classes, randomness=(0.0, 0.0))
     paper = with_tokenizer(paper, args.tokenizer)
     layers, heads = count(tensors, TIMM.blocks), width // head
@@ -167,7 +167,7 @@ def read_rar(args: argparse.Namespace) -> Released:
                 activation="gelu",
                 add_bias=True,
                 qk_norm=True,
-                # Of further training.
+                # For further training.
                 hidden_dropout=0.1,
                 attention_dropout=0.1,
                 mlp_dropout=0.1,

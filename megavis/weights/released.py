@@ -44,7 +44,7 @@ class ReleasedTensors(dict[str, Tensor]):
     Attributes:
         source: their file or folder.
         model: what has such tensors, for messages.
-        saved: names of the classes that were saved, as far as `config.json` says so.
+        saved: names of the saved classes, if `config.json` gives them.
         implied: what determines their names and shapes, with its verb.
     """
 
@@ -150,7 +150,7 @@ class Released:
             write_table(self.table, {**self.derived(own), **own}), ignored=self.ignored
         )
         found = read_table(self.table, self.tensors)
-        # Of what is derived, a run has nothing to store.
+        # A run stores nothing for derived tensors.
         weights = {name: tensor for name, tensor in found.items() if name in own}
         assert weights.keys() == own.keys(), "a table has a row for every tensor of the run"
         write_run(run_folder, config, weights, palette=self.palette)
@@ -206,7 +206,7 @@ def import_own(source: Path, run_folder: Path) -> None:
     names = {"name": run_folder.name, "output": str(run_folder.parent)}
     config = load_config(source / "config.yaml").config.model_copy(update=names)
     inside = tokenizers_inside(config, source)
-    # The config of a run that is trained further names them from where the command runs.
+    # In the config of a run that is trained further, paths are relative to where the command runs.
     config = with_tokenizers(config, {name: str(run_folder / name) for name in inside})
     palette = source / PALETTE_NAME
     colors = Palette.load(palette) if palette.exists() else None

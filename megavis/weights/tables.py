@@ -1,4 +1,4 @@
-"""Tables of names: our tensors, those of another library, and how either is laid out.
+"""Tables of names: our tensors, another library's tensors, and how both are laid out.
 
 A row is read in both directions: ours to theirs for an export, theirs to ours for an import.
 Applied to a run's parameters on the meta device, a table gives the names and shapes that a file of

@@ -84,7 +84,7 @@ def vae_shape(tensors: Mapping[str, Tensor]) -> VAEShape:
     latent_channels = tensors["cnn_decoder/Conv_0/kernel"].shape[-2]
     # The decoder has `conv_in`, one convolution per doubling of the resolution, and `conv_out`.
     num_levels = sum(bool(re.fullmatch(r"cnn_decoder/Conv_\d+/kernel", n)) for n in tensors) - 1
-    # The middle has as many blocks as a level.
+    # The middle has the same number of blocks as a level.
     per_level = count(tensors, "cnn_encoder/ResBlock_") // (num_levels + 1)
     firsts = (f"cnn_encoder/ResBlock_{level * per_level}" for level in range(num_levels))
     widths = [tensors[f"{first}/Conv_1/kernel"].shape[-1] for first in firsts]

@@ -131,7 +131,7 @@ _OLDER = (
     (r"\.mlp\.fc1\.", ".intermediate.dense."),
     (r"\.mlp\.fc2\.", ".output.dense."),
 )
-"""Names in transformers 5, of its modules or as it saves them, and in transformers 4."""
+"""Names in transformers 5, as modules or as saved, and in transformers 4."""
 
 
 def with_older_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -145,7 +145,7 @@ def with_older_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {older(name): tensor for name, tensor in tensors.items()}
 
 
-# The class token has a position of its own, which we add to the token once and for all.
+# The class token has its own position, which is added to the token on import.
 _TOKEN = Layout(
     lambda token, table: (token[0, 0] + table[0, 0], table[0, 1:]),
     lambda start, positions: (start.view(1, 1, -1), with_blank_row(positions)),
@@ -216,7 +216,7 @@ def from_timm(
 def read_timm(args: argparse.Namespace) -> Released:
     """Read a folder written by timm's `save_for_hf`; `config.json` may be missing.
 
-    Attention heads are those of `--heads`, by default width / 64, as in timm's standard ViTs except
+    `--heads` gives the attention heads, by default width / 64, as in timm's standard ViTs except
     the huge ones (16).
 
     Raises:
@@ -268,7 +268,7 @@ def _released(
     """Return the run of a ViT; `settings` are in the words of transformers."""
     classifier = tensors.get(f"{names.classifier}.weight")
     if classifier is None:
-        # A run has one; it is trained from zero.
+        # A run has a classifier; this one starts at zero.
         tensors[f"{names.classifier}.weight"] = torch.zeros(2, settings["hidden_size"])
         tensors[f"{names.classifier}.bias"] = torch.zeros(2)
     elif len(classifier) < 2:
@@ -297,14 +297,14 @@ def _released(
                 read_out="first",
             ),
         },
-        # Of a pooled output, and of masked pre-training.
+        # Used for a pooled output, and for masked pre-training.
         ignored=r"(vit\.)?(pooler\.|embeddings\.mask_token$)|decoder\.0\.",
         validates=True,
     )
 
 
 def vit_model(settings: Mapping[str, Any], positions: Any) -> ModelConfig:
-    """Return the section `model` for the `config.json` of a ViT."""
+    """Return the `model` section for the `config.json` of a ViT."""
     return ModelConfig(
         num_layers=settings["num_hidden_layers"],
         hidden_size=settings["hidden_size"],
@@ -320,7 +320,7 @@ def vit_model(settings: Mapping[str, Any], positions: Any) -> ModelConfig:
 
 
 def vit_sizes(config: RunConfig, *, num_layers: int, patch_size: int) -> dict[str, Any]:
-    """Return what the `config.json` of every ViT of transformers says, for the model of a run."""
+    """Return the keys of a run's model that the `config.json` of any ViT of transformers has."""
     model = config.model
     return {
         "hidden_size": model.hidden_size,
@@ -349,13 +349,13 @@ def transformers_settings(sizes: Mapping[str, Any], num_classes: int) -> dict[st
 def timm_settings(sizes: Mapping[str, Any], num_classes: int) -> dict[str, Any]:
     """Return the `config.json` for `timm.create_model("local-dir:DIR")`.
 
-    Raises UserError if the norms' epsilon is not that of timm's ViTs.
+    Raises UserError if the norms have another epsilon than timm's ViTs.
     """
     epsilon, side, width = sizes["layer_norm_eps"], sizes["image_size"], sizes["hidden_size"]
     if epsilon != EPSILON:
         raise UserError(f"timm's ViTs have model.norm_epsilon {EPSILON}, not {epsilon}")
     return {
-        # One name for all sizes: timm lets `model_args` override those of the architecture.
+        # One name for all sizes: `model_args` override the architecture's.
         "architecture": "vit_base_patch16_224",
         "num_classes": num_classes,
         "num_features": width,
