@@ -1,5 +1,6 @@
 """What a test can change for all tests after it in its process."""
 
+import contextlib
 import gc
 import os
 import re
@@ -90,7 +91,11 @@ def end_process_groups() -> None:
     Each of their groups has threads, which wake all the time: after some hundred files in one
     process they take most of a machine.
     """
-    names = (thread.read_text() for thread in Path("/proc/self/task").glob("*/comm"))
+    names = []
+    for thread in Path("/proc/self/task").glob("*/comm"):
+        # A thread may end between the listing and this.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            names.append(thread.read_text())
     # The last job's world group remains until the next job is opened.
     if sum(name.startswith("gloo") for name in names) > 1:
         gc.collect()
