@@ -5,7 +5,7 @@
 On a GPU the host launches kernels one by one, and a step is no faster than that. Host time hardly
 depends on the widths, so blocks are so narrow (32 channels, 2 heads, few tokens) that their
 arithmetic on a CPU is negligible: what remains is Python, DeepSpeed and torch's dispatcher, and
-small kernels in place of a GPU's launches. Time is that of the main thread on its core
+small kernels in place of a GPU's launches. The time is the main thread's CPU time
 (`time.thread_time`), which other jobs on the machine hardly affect. A step has one micro-batch of
 one image; a block's time is the difference between two depths divided by the number of blocks
 between them, which excludes the costs of a step that do not depend on depth. Blocks run eagerly, in

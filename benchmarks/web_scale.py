@@ -49,7 +49,7 @@ class Cost:
     memory: float
 
     def since(self, fewer: Cost) -> Cost:
-        """Return the cost of the images beyond those of `fewer`, without start-up."""
+        """Return the cost of the images that `fewer` lacks, without start-up."""
         values = (self.seconds - fewer.seconds, self.num_bytes - fewer.num_bytes)
         return Cost(self.count - fewer.count, *values, self.memory)
 

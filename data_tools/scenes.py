@@ -217,7 +217,7 @@ def draw_scene(
 ) -> Scene:
     """Draw a scene of one to `most_objects` objects in front of a wall at a distance in metres.
 
-    With `class_colors`, a texture's colors are near those of its class.
+    With `class_colors`, a texture's colors are close to its class's colors.
     """
     rows, columns = (np.indices((size, size)) + 0.5) / size
 

@@ -40,7 +40,7 @@ def list_tiny_imagenet(root: Path, split: str) -> Listing:
 
 
 def _training_files(root: Path, classes: Mapping[str, int]) -> list[SourceFile]:
-    """List `train/n01443537/images/...`; text files beside them, with boxes, are not images."""
+    """List `train/n01443537/images/...`, ignoring the text files of boxes next to them."""
     files = []
     for file in list_images(root / "train").files:
         name = file.name.split("/")[0]
