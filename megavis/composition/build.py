@@ -488,8 +488,8 @@ def build_part(
         return reads.embedding(core)
     if role in ("positions", "asked_positions"):
         fill = normal(deviation(weights.positions, core.model))
-        zeroes = isinstance(grammar.asks, words.Instruct) and grammar.asks.zero_start
-        return grid_positions(core, grammar.positions, reads.grid, fill=fill, zeroes_start=zeroes)
+        kind, zeroes = grammar.positions, grammar.asks.zeroes_start
+        return grid_positions(core, kind, reads.grid, fill=fill, zeroes_start=zeroes)
     assert role != "encoder", "the condition builds its encoder"
     spread = weights.positions if role in ("front_position", "row_vectors") else weights.tokens
     shapes: dict[Role, tuple[int, ...]] = {"marks": (2,)}

@@ -26,6 +26,8 @@ OrderKind = Literal["raster", "nested_raster", "round_robin", "random"]
 PositionKind = Literal[
     "none", "learned", "sincos", "learned_sincos", "rope_1d", "rope_2d", "relative_2d"
 ]
+ROTARY: tuple[PositionKind, ...] = ("rope_1d", "rope_2d")
+"""Kinds of positions that rotate queries and keys."""
 ScaleActivation = Literal["squareplus", "softplus"]
 LossAverage = Literal["batch", "images"]
 Activation = Literal["quick_gelu", "gelu", "gelu_tanh", "swiglu"]

@@ -11,7 +11,7 @@ from typing import Any
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
-from megavis.config.section import PositionKind, Section, interpolation
+from megavis.config.section import ROTARY, PositionKind, Section, interpolation
 from megavis.grammar.compose import in_same_words
 
 _MAY_DIFFER = re.compile(
@@ -128,7 +128,7 @@ def _other_size(source: RunConfig, config: RunConfig, position_kind: PositionKin
     """
     sizes = source.data.image_size, config.data.image_size
     # Spectrogram frames have no side, and their number may not change.
-    if position_kind not in ("sincos", "learned_sincos", "rope_1d", "rope_2d") or not all(sizes):
+    if position_kind not in ("sincos", "learned_sincos", *ROTARY) or not all(sizes):
         return
     scale = source.model.position_scale * interpolation(position_kind, *sizes)
     if not math.isclose(config.model.position_scale, scale, rel_tol=1e-3):

@@ -6,6 +6,7 @@ import math
 from functools import singledispatch
 
 from megavis.config.schema import RunConfig
+from megavis.config.section import ROTARY
 from megavis.grammar.boundaries import boundaries_error, context_size, max_groups
 from megavis.grammar.faults import Fault, Faults, nearest_divisors
 from megavis.grammar.grammar import Grammar
@@ -188,7 +189,7 @@ def _(asks: Instruct, grammar: Grammar, run: RunConfig) -> Faults:
         text = "none gives the rows of asks instruct no places to hold"
         remedy = f"set it to {added_positions(run)}, rope_1d or rope_2d"
         yield Fault("model.positions", text, remedy)
-    if asks.zero_start and not grammar.positions.startswith("rope"):
+    if asks.zero_start and grammar.positions not in ROTARY:
         text = f"positions of kind {grammar.positions} do not rotate queries and keys"
         yield Fault("asks.zero_start", text, "set it to false")
 

@@ -16,7 +16,6 @@ from megavis.config.errors import UserError
 from megavis.config.schema import ModelConfig
 from megavis.grammar.words import DecoderConfig
 from megavis.papers.mar.config import MARConfig
-from megavis.tokenizers.network_tokenizer import read_weights_file
 from megavis.weights.released import Released, ReleasedTensors
 from megavis.weights.tables import BATCHED, TOKEN, Layout, Row, Table, count, layer
 from megavis.weights.vaes import pixels_of_a_latent
@@ -109,9 +108,7 @@ def read_mar(args: argparse.Namespace) -> Released:
     Raises:
         UserError: the file is not such a checkpoint.
     """
-    stored = read_weights_file(args.source, inside=("model_ema", "model"))
-    floats = {name: tensor.float() for name, tensor in stored.items()}
-    tensors = ReleasedTensors(floats, source=args.source, model="MAR")
+    tensors = ReleasedTensors.of_file(args.source, model="MAR", inside=("model_ema", "model"))
     width, decoder_width = len(tensors["z_proj.bias"]), len(tensors["decoder_embed.bias"])
     heads, decoder_heads = (
         _heads(size, chosen)

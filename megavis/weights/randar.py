@@ -16,9 +16,8 @@ from torch import Tensor
 from megavis.config.errors import UserError
 from megavis.config.schema import ModelConfig
 from megavis.papers.randar.config import RandARConfig
-from megavis.tokenizers.network_tokenizer import read_weights_file
 from megavis.weights.released import Released, ReleasedTensors
-from megavis.weights.tables import Layout, Row, Table, count, joined_heads
+from megavis.weights.tables import BATCHED, Layout, Row, Table, count, joined_heads
 from megavis.weights.vqgan import with_tokenizer
 
 _HEAD_SIZE, _GRID = 64, 16
@@ -35,7 +34,7 @@ def randar_table(*, num_layers: int, num_heads: int) -> Table:
     table = [
         Row("embedding.content.weight", "tok_embeddings.weight"),
         Row("embedding.start.weight", "cls_embedding.embedding_table.weight"),
-        Row("embedding.query", "pos_instruct_embeddings", _VECTOR),
+        Row("embedding.query", "pos_instruct_embeddings", BATCHED),
         Row("head.norm.weight", "norm.weight"),
         Row("head.linear.weight", "output.weight"),
     ]
@@ -60,9 +59,6 @@ def randar_table(*, num_layers: int, num_heads: int) -> Table:
     return table
 
 
-_VECTOR = Layout(lambda x: x[0], lambda x: x[None])
-
-
 def _joined(gates: Tensor, values: Tensor) -> Tensor:
     """Let rows of gates and of values `[f, h]` alternate, as `swiglu` has them: `[2 f, h]`."""
     return torch.stack([gates, values], dim=1).flatten(0, 1)
@@ -83,9 +79,7 @@ def read_randar(args: argparse.Namespace) -> Released:
     Raises:
         UserError: the file is not of such a generator.
     """
-    stored = read_weights_file(args.source)
-    floats = {name: tensor.float() for name, tensor in stored.items()}
-    tensors = ReleasedTensors(floats, source=args.source, model="RandAR")
+    tensors = ReleasedTensors.of_file(args.source, model="RandAR")
     vocabulary_size, width = tensors["output.weight"].shape
     classes = len(tensors["cls_embedding.embedding_table.weight"]) - 1
     if classes < 1 or width % _HEAD_SIZE:
@@ -108,7 +102,7 @@ def read_randar(args: argparse.Namespace) -> Released:
                 ffn_hidden_size=len(tensors["layers.0.feed_forward.w1.weight"]),
                 num_attention_heads=heads,
                 activation="swiglu",
-                # Of further training.
+                # For further training.
                 embedding_dropout=0.1,
                 hidden_dropout=0.1,
             )

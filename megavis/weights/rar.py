@@ -22,7 +22,6 @@ from torch import Tensor
 from megavis.config.errors import UserError
 from megavis.config.schema import ModelConfig
 from megavis.papers.rar.config import RARConfig
-from megavis.tokenizers.network_tokenizer import read_weights_file
 from megavis.weights.released import Released, ReleasedTensors
 from megavis.weights.tables import Layout, Row, Table, count, layer
 from megavis.weights.vits import TIMM
@@ -131,9 +130,7 @@ def read_rar(args: argparse.Namespace) -> Released:
     Raises:
         UserError: the file is not of such a generator.
     """
-    stored = read_weights_file(args.source)
-    floats = {name: tensor.float() for name, tensor in stored.items()}
-    tensors = ReleasedTensors(floats, source=args.source, model="RAR")
+    tensors = ReleasedTensors.of_file(args.source, model="RAR")
     vocabulary_size, width = tensors["lm_head.weight"].shape
     num_ids, head = _num_ids(tensors), len(tensors["blocks.0.attn.q_norm.weight"])
     classes = len(tensors["embeddings.weight"]) - vocabulary_size - 2

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from megavis.data.format.files import copy_folder
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.papers import build_objective
 from megavis.parallel.context import close_context, current_context, open_virtual_context
+from megavis.tokenizers.network_tokenizer import read_weights_file
 from megavis.tokenizers.palette import Palette
 from megavis.weights.tables import Table, read_table, write_table
 
@@ -59,6 +60,15 @@ class ReleasedTensors(dict[str, Tensor]):
     ) -> None:
         super().__init__(tensors)
         self.source, self.model, self.saved, self.implied = source, model, saved, implied
+
+    @classmethod
+    def of_file(
+        cls, source: Path, *, model: str, inside: Sequence[str] = ("state_dict",)
+    ) -> ReleasedTensors:
+        """Read a file of weights, in float32; `inside` and errors are `read_weights_file`'s."""
+        stored = read_weights_file(source, inside=inside)
+        floats = {name: tensor.float() for name, tensor in stored.items()}
+        return cls(floats, source=source, model=model)
 
     def __missing__(self, name: str) -> Tensor:
         saved = f"; config.json names {self.saved}" if self.saved else ""

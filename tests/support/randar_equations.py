@@ -10,30 +10,35 @@ import torch
 WIDTH, HEAD, LAYERS, CLASSES, IDS, SIDE, INNER = 128, 64, 2, 5, 12, 4, 96
 
 
+def shapes(width, layers, inner, *, ids, classes):
+    """Return the shapes of a released generator's tensors by name."""
+    found = {
+        "tok_embeddings.weight": (ids, width),
+        "cls_embedding.embedding_table.weight": (classes + 1, width),
+        "pos_instruct_embeddings": (1, width),
+        "norm.weight": (width,),
+        "output.weight": (ids, width),
+    }
+    for i in range(layers):
+        found |= {
+            f"layers.{i}.attention_norm.weight": (width,),
+            f"layers.{i}.attention.wqkv.weight": (3 * width, width),
+            f"layers.{i}.attention.wo.weight": (width, width),
+            f"layers.{i}.ffn_norm.weight": (width,),
+            f"layers.{i}.feed_forward.w1.weight": (inner, width),
+            f"layers.{i}.feed_forward.w3.weight": (inner, width),
+            f"layers.{i}.feed_forward.w2.weight": (width, inner),
+        }
+    return found
+
+
 def released():
     """Return random tensors under the names of the released code."""
     generator = torch.Generator().manual_seed(2)
-    shapes = {
-        "tok_embeddings.weight": (IDS, WIDTH),
-        "cls_embedding.embedding_table.weight": (CLASSES + 1, WIDTH),
-        "pos_instruct_embeddings": (1, WIDTH),
-        "norm.weight": (WIDTH,),
-        "output.weight": (IDS, WIDTH),
-    }
-    for i in range(LAYERS):
-        shapes |= {
-            f"layers.{i}.attention_norm.weight": (WIDTH,),
-            f"layers.{i}.attention.wqkv.weight": (3 * WIDTH, WIDTH),
-            f"layers.{i}.attention.wo.weight": (WIDTH, WIDTH),
-            f"layers.{i}.ffn_norm.weight": (WIDTH,),
-            f"layers.{i}.feed_forward.w1.weight": (INNER, WIDTH),
-            f"layers.{i}.feed_forward.w3.weight": (INNER, WIDTH),
-            f"layers.{i}.feed_forward.w2.weight": (WIDTH, INNER),
-        }
     scale = {1: 1.0, 2: WIDTH**-0.5}
     return {
         name: scale[len(shape)] * 2 * torch.randn(*shape, generator=generator)
-        for name, shape in shapes.items()
+        for name, shape in shapes(WIDTH, LAYERS, INNER, ids=IDS, classes=CLASSES).items()
     }
 
 

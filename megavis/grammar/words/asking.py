@@ -71,6 +71,11 @@ class AskWord(Section):
         return 0
 
     @property
+    def zeroes_start(self) -> bool:
+        """Whether the start token's queries and keys are zeros, in place of a rotation."""
+        return False
+
+    @property
     def learned_tokens_decay(self) -> bool:
         """Whether weight decay is applied to learned tokens in pre-training."""
         return False
@@ -207,6 +212,11 @@ class Instruct(AskWord):
     zero_start: bool = False
     """Zero the queries and keys of the start token, or of the class in its place, instead of
     rotating them: every row attends to it with a score of 0."""
+
+    @property
+    def zeroes_start(self) -> bool:
+        """As configured."""
+        return self.zero_start
 
     @property
     def has_start(self) -> bool:

@@ -18,6 +18,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megavis.config.schema import RunConfig
+from megavis.config.section import ROTARY
 from megavis.grammar.class_ids import ClassIdsConfig
 from megavis.grammar.grammar import Grammar
 from megavis.grammar.words import Categorical, InitialWeights, Instruct, Labels, OneByOne
@@ -38,7 +39,7 @@ class RandARConfig(ClassIdsConfig):
         return Grammar(
             reads=self.ids(),
             schedule=OneByOne(order=self.order),
-            asks=Instruct(zero_start=positions.startswith("rope")),
+            asks=Instruct(zero_start=positions in ROTARY),
             density=Categorical(head_std=0.0),
             condition=Labels(num_classes=self.num_classes, dropout=self.label_dropout),
             weights=InitialWeights(blocks=0.02),

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from mar_equations import HEADS, MLP, TOKENS, UPPER, UPPER_HEADS, WIDTH, Sizes, check_loss, released
+from released_tensors import assert_is_preset, on_meta
 from tiny import tiny
 
 import megavis
 from megavis.cli import main
 from megavis.config.load import load_config
 from megavis.weights import mar
-from megavis.weights.released import blank_weights
-from megavis.weights.tables import ours_of, write_table
+from megavis.weights import released as released_weights
 
 pytestmark = pytest.mark.once
 
@@ -63,23 +63,14 @@ def test_released_sizes_are_the_presets(
 ):
     """Names and shapes of the released networks, of models/mar.py and its commands."""
     sizes = Sizes(width, width, layers, 16, 256, 1000, 64, mlp, mlp_layers)
-    tensors = {name: torch.empty(s, device="meta") for name, s in sizes.shapes().items()}
-    monkeypatch.setattr(mar, "read_weights_file", lambda path, inside: tensors)
+    tensors = on_meta(sizes.shapes())
+    monkeypatch.setattr(released_weights, "read_weights_file", lambda path, inside: tensors)
     args = argparse.Namespace(source=Path("a.pth"), heads=None, decoder_heads=None, tokenizer=None)
-    found = mar.read_mar(args)
-    config = found.config(Path("runs/mar"))
-    own = blank_weights(config)
-    found.tensors.check(write_table(found.table, own))
-    assert ours_of(found.table) == own.keys()
+    own = assert_is_preset(
+        mar.read_mar(args), f"mar/{preset}.yaml", tokenizer=None, latent_scale=0.2325
+    )
     # Table 4.
     assert sum(each.numel() for each in own.values()) == pytest.approx(published * 1e6, rel=2e-3)
-
-    file = Path(__file__).parents[3] / "yaml_configs" / "mar" / f"{preset}.yaml"
-    wanted = load_config(file).config
-    trained_on = {"tokenizer": None, "latent_scale": 0.2325}
-    assert config.objective == wanted.objective.model_copy(update=trained_on)
-    assert config.model == wanted.model
-    assert config.data.image_size == wanted.data.image_size
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from randar_equations import CLASSES, HEAD, IDS, SIDE, WIDTH, generator_logits, released
+from randar_equations import CLASSES, HEAD, IDS, SIDE, WIDTH, generator_logits, released, shapes
+from released_tensors import assert_is_preset, on_meta
 from safetensors.torch import save_file
 from small_batches import run_layers
 from small_vqgan import SMALL
@@ -17,12 +18,9 @@ from megavis.config.load import load_config
 from megavis.data.loading.loader import Batch
 from megavis.sampling.sampler import Sampler
 from megavis.weights import randar
-from megavis.weights.released import blank_weights
-from megavis.weights.tables import ours_of, write_table
+from megavis.weights import released as released_weights
 
 pytestmark = pytest.mark.once
-
-PRESETS = Path(__file__).parents[3] / "yaml_configs" / "randar"
 
 
 def imported(tmp_path, tensors, name="randar"):
@@ -85,50 +83,16 @@ def test_sampling_reads_the_released_logits(tmp_path):
         assert ids.tolist() == logits.argmax(-1).tolist()
 
 
-def shapes(width, layers, inner):
-    """Return names and shapes of a released generator."""
-    found = {
-        "tok_embeddings.weight": (16_384, width),
-        "cls_embedding.embedding_table.weight": (1001, width),
-        "pos_instruct_embeddings": (1, width),
-        "norm.weight": (width,),
-        "output.weight": (16_384, width),
-    }
-    for number in range(layers):
-        block = f"layers.{number}"
-        found |= {
-            f"{block}.attention_norm.weight": (width,),
-            f"{block}.attention.wqkv.weight": (3 * width, width),
-            f"{block}.attention.wo.weight": (width, width),
-            f"{block}.ffn_norm.weight": (width,),
-            f"{block}.feed_forward.w1.weight": (inner, width),
-            f"{block}.feed_forward.w2.weight": (width, inner),
-            f"{block}.feed_forward.w3.weight": (inner, width),
-        }
-    return found
-
-
 @pytest.mark.parametrize(
     ("preset", "width", "layers", "inner"),
     [("l", 1024, 24, 2816), ("xl", 1280, 36, 3584), ("xxl", 1536, 48, 4096)],
 )
 def test_released_sizes_are_the_presets(monkeypatch, preset, width, layers, inner):
     """Names and shapes of the released networks, on the meta device."""
-    tensors = {
-        name: torch.empty(shape, device="meta")
-        for name, shape in shapes(width, layers, inner).items()
-    }
-    monkeypatch.setattr(randar, "read_weights_file", lambda path: tensors)
+    tensors = on_meta(shapes(width, layers, inner, ids=16_384, classes=1000))
+    monkeypatch.setattr(released_weights, "read_weights_file", lambda path, inside: tensors)
     found = randar.read_randar(argparse.Namespace(source=Path("a.safetensors"), tokenizer=None))
-    config = found.config(Path("runs/randar"))
-    own = blank_weights(config)
-    found.tensors.check(write_table(found.table, own))
-    assert ours_of(found.table) == own.keys()
-
-    wanted = load_config(PRESETS / f"{preset}.yaml").config
-    assert config.objective == wanted.objective.model_copy(update={"tokenizer": None})
-    assert config.model == wanted.model
-    assert config.data.image_size == wanted.data.image_size
+    assert_is_preset(found, f"randar/{preset}.yaml", tokenizer=None)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from rar_equations import (
     generator_logits,
     released,
 )
+from released_tensors import assert_is_preset, on_meta
 from small_batches import run_layers
 from small_vqgan import SMALL
 
@@ -23,12 +24,9 @@ from megavis.cli import main
 from megavis.config.load import dump_config, load_config
 from megavis.data.loading.loader import Batch
 from megavis.weights import rar
-from megavis.weights.released import blank_weights
-from megavis.weights.tables import ours_of, write_table
+from megavis.weights import released as released_weights
 
 pytestmark = pytest.mark.once
-
-PRESETS = Path(__file__).parents[3] / "yaml_configs" / "rar"
 
 
 def saved(tensors):
@@ -120,26 +118,14 @@ def shapes(width, layers, mlp):
 )
 def test_released_sizes_are_the_presets(monkeypatch, preset, width, layers, mlp, published):
     """Names and shapes of the released networks, on the meta device."""
-    tensors = {
-        name: torch.empty(shape, device="meta")
-        for name, shape in shapes(width, layers, mlp).items()
-    }
+    tensors = on_meta(shapes(width, layers, mlp))
     # Table 1.
     assert sum(each.numel() for each in tensors.values()) == pytest.approx(
         published * 1e6, rel=2e-3
     )
-    monkeypatch.setattr(rar, "read_weights_file", lambda path: tensors)
+    monkeypatch.setattr(released_weights, "read_weights_file", lambda path, inside: tensors)
     found = rar.read_rar(argparse.Namespace(source=Path("a.bin"), tokenizer=None))
-    config = found.config(Path("runs/rar"))
-    own = blank_weights(config)
-    found.tensors.check(write_table(found.table, own))
-    assert ours_of(found.table) == own.keys()
-
-    wanted = load_config(PRESETS / f"{preset}.yaml").config
-    trained = {"tokenizer": None, "randomness": (0.0, 0.0)}
-    assert config.objective == wanted.objective.model_copy(update=trained)
-    assert config.model == wanted.model
-    assert config.data.image_size == wanted.data.image_size
+    assert_is_preset(found, f"rar/{preset}.yaml", tokenizer=None, randomness=(0.0, 0.0))
 
 
 def test_pixels_of_an_id_are_those_of_the_tokenizer(tmp_path):
