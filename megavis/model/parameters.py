@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from megavis.parallel.context import tensor_rank
 
-_DECAYS, _OPTIONS, _START = "weight_decay_applies", "group_options", "finetuning_start"
+_DECAYS, _EMBEDDING = "weight_decay_applies", "is_embedding"
+_OPTIONS, _START = "group_options", "finetuning_start"
 _PARTIAL = "gradient_is_partial"
 
 Start = Literal["saved", "fresh", "saved or fresh"]
@@ -58,6 +59,17 @@ class ParamGroupOptions:
 def without_decay(parameter: Tensor) -> None:
     """Exclude a parameter from weight decay."""
     setattr(parameter, _DECAYS, False)
+
+
+def as_embedding(parameter: Tensor) -> None:
+    """Exclude a parameter from weight decay unless `optimizer.decay_embeddings` is set."""
+    without_decay(parameter)
+    setattr(parameter, _EMBEDDING, True)
+
+
+def is_embedding(parameter: Tensor) -> bool:
+    """Return whether a parameter was declared with `as_embedding`."""
+    return getattr(parameter, _EMBEDDING, False)
 
 
 def with_decay(parameter: Tensor) -> None:
@@ -123,7 +135,7 @@ def filled(*shape: int, fill: Fill) -> nn.Parameter:
     """Return an initialised parameter without weight decay: a table or a learned token."""
     parameter = nn.Parameter(torch.empty(*shape))
     fill(parameter)
-    without_decay(parameter)
+    as_embedding(parameter)
     return parameter
 
 

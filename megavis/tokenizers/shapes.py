@@ -70,6 +70,7 @@ class VQGANShape(_Levels):
         norm_groups: groups of each group norm.
         layers: `taming` for the released VQGAN's; `maskgit` for MaskGIT's
             tokenizer, which GIVT's VAE shares: no attention, and d channels after the encoder.
+        normalize_codes: scale vectors and entries to length 1.
     """
 
     codebook_size: int = 16384
@@ -79,3 +80,4 @@ class VQGANShape(_Levels):
     latent_channels: int = 256
     norm_groups: int = 32
     layers: str = "taming"
+    normalize_codes: bool = False

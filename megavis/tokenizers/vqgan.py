@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megavis.parallel.device import full_float32
@@ -39,9 +40,10 @@ class VQGAN(IdTokenizer):
 
     def __init__(self, shape: VQGANShape) -> None:
         settings = asdict(shape)
-        if shape.layers == VQGANShape.layers:
-            # Omit the default, so that networks trained before this option keep their identity.
-            del settings["layers"]
+        for key in ("layers", "normalize_codes"):
+            # Omit defaults, so that networks trained before these options keep their identity.
+            if settings[key] == getattr(VQGANShape, key):
+                del settings[key]
         super().__init__(settings)
         self.shape = shape
         self.network = VQGANNetwork(shape)
@@ -109,7 +111,7 @@ class VQGANNetwork(nn.Module):
             VAEEncoder(vae, outputs=code) if self.is_maskgit else VQGANEncoder(shape)
         )
         self.quant_conv = self._around(coarse, code)
-        self.quantize = Codebook(shape.codebook_size, code)
+        self.quantize = Codebook(shape.codebook_size, code, normalized=shape.normalize_codes)
         self.post_quant_conv = self._around(code, coarse)
         self.decoder: nn.Module = VAEDecoder(vae) if self.is_maskgit else VQGANDecoder(shape)
         if self.is_maskgit:
@@ -124,7 +126,7 @@ class VQGANNetwork(nn.Module):
         vectors: Tensor = self.quant_conv(
             self.encoder(pixels if self.is_maskgit else 2.0 * pixels - 1.0)
         )
-        return vectors
+        return F.normalize(vectors, dim=1) if self.quantize.normalized else vectors
 
     def decode(self, codes: Tensor) -> Tensor:
         """Decode codes `[b, d, h, w]` to pixels `[b, 3, H, W]`, not clipped to [0, 1]."""
@@ -157,17 +159,31 @@ class Quantized:
 
 
 class Codebook(nn.Module):
-    """A learned codebook of K vectors, which quantizes to the nearest one."""
+    """A learned codebook of K vectors, which quantizes to the nearest one.
 
-    def __init__(self, size: int, code_size: int) -> None:
+    If `normalized`, the entries are its weights scaled to length 1.
+    """
+
+    def __init__(self, size: int, code_size: int, *, normalized: bool = False) -> None:
         super().__init__()
+        self.normalized = normalized
         self.embedding = nn.Embedding(size, code_size)
         # The initialization of taming-transformers.
         nn.init.uniform_(self.embedding.weight, -1.0 / size, 1.0 / size)
+        if normalized:
+            # The length of a weight divides its gradient.
+            with torch.no_grad():
+                self.embedding.weight.copy_(F.normalize(self.embedding.weight, dim=1))
+
+    @property
+    def entries(self) -> Tensor:
+        """Entries `[K, d]`, differentiable."""
+        weight = self.embedding.weight
+        return F.normalize(weight.float(), dim=1) if self.normalized else weight
 
     def forward(self, vectors: Tensor) -> Quantized:
         """Quantize `[b, d, h, w]` to the nearest entries by squared distance, in float32."""
-        entries = self.embedding.weight.float()
+        entries = self.entries.float()
         flat = vectors.detach().float().permute(0, 2, 3, 1).flatten(0, 2)
         # |v|² is constant over the entries.
         distances = entries.square().sum(1) - 2.0 * flat @ entries.detach().t()
@@ -176,7 +192,7 @@ class Codebook(nn.Module):
 
     def codes(self, ids: Tensor) -> Tensor:
         """Look up ids `[b, h, w]`: entries `[b, d, h, w]`."""
-        return self.embedding(ids).permute(0, 3, 1, 2)
+        return F.embedding(ids, self.entries).permute(0, 3, 1, 2)
 
 
 def usage(ids: Tensor, size: int) -> Tensor:

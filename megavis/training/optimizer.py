@@ -29,7 +29,13 @@ from megavis.checkpoint.state.parameter_states import AVERAGE, ParameterStates, 
 from megavis.config.schema import OptimizerConfig, ScheduleConfig
 from megavis.config.section import KernelLibrary
 from megavis.model.kernels import apex_part
-from megavis.model.parameters import ParamGroupOptions, declared_decay, is_first_copy, options_of
+from megavis.model.parameters import (
+    ParamGroupOptions,
+    declared_decay,
+    is_embedding,
+    is_first_copy,
+    options_of,
+)
 from megavis.model.stack import LocalLayers
 from megavis.training.adafactor import Adafactor, Slice
 
@@ -62,7 +68,7 @@ def build_optimizer(
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     # ZeRO flattens a group, and LARS needs the norm of each matrix, Adafactor its rows and columns.
-    alone = [group for one in trained for group in parameter_groups([one], config.weight_decay)]
+    alone = [group for one in trained for group in parameter_groups([one], config)]
     if config.algorithm in ("sgd", "lars"):
         adapts = config.algorithm == "lars"
         each = [
@@ -70,7 +76,7 @@ def build_optimizer(
             for group in alone
         ]
         return LARS(each, lr=config.learning_rate, momentum=config.betas[0], processes=parts)
-    groups = parameter_groups(trained, config.weight_decay)
+    groups = parameter_groups(trained, config)
     if stages is not None:
         # ZeRO sums gradient norms over the stages group by group, and would hang on a missing one.
         groups = split_groups(groups, _largest(len(groups), stages))
@@ -100,16 +106,18 @@ def build_optimizer(
 
 
 def parameter_groups(
-    parameters: Iterable[nn.Parameter], weight_decay: float
+    parameters: Iterable[nn.Parameter], config: OptimizerConfig
 ) -> list[dict[str, Any]]:
     """Group parameters by optimizer settings.
 
     First by weight decay (`decays`), then by their declared options.
     `learning_rate_scale` of a group multiplies the scheduled rate.
     """
+    weight_decay = config.weight_decay
     groups: dict[tuple[bool, ParamGroupOptions], list[nn.Parameter]] = {}
     for parameter in parameters:
-        key = (bool(weight_decay) and decays(parameter), options_of(parameter))
+        decayed = bool(weight_decay) and decays(parameter, embeddings=config.decay_embeddings)
+        key = (decayed, options_of(parameter))
         groups.setdefault(key, []).append(parameter)
     # Decaying parameters first, regardless of layer order.
     ordered = sorted(groups.items(), key=lambda item: not item[0][0])
@@ -124,12 +132,18 @@ def parameter_groups(
     ]
 
 
-def decays(parameter: nn.Parameter) -> bool:
+def decays(parameter: nn.Parameter, *, embeddings: bool = False) -> bool:
     """Return whether weight decay applies: two or more dimensions, and not declared otherwise.
 
     As in MAE's code, biases and the gains of norms have one dimension. A parameter that ZeRO-3 has
     partitioned counts by its logical shape.
+
+    Args:
+        parameter: one of a model's.
+        embeddings: embeddings, positions and learned tokens decay too.
     """
+    if embeddings and is_embedding(parameter):
+        return True
     declared = declared_decay(parameter)
     return len(logical_shape(parameter)) > 1 if declared is None else declared
 

@@ -1,11 +1,11 @@
-"""Convert released VQGANs, of "Taming Transformers", MAGE and RAR."""
+"""Convert released VQGANs, of "Taming Transformers", MAGE, RAR and LlamaGen."""
 
 from __future__ import annotations
 
 import argparse
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -43,11 +43,34 @@ def with_tokenizer(paper: _Paper, run: Path | None) -> _Paper:
 def read_vqgan(args: argparse.Namespace) -> Released:
     """Read a VQGAN, without its discriminator, which differs here.
 
+    A `.safetensors` file, or a `.ckpt`, `.pt` or `.bin` file of plain tensors. The files of "Taming
+    Transformers" have encoder, decoder, codebook and discriminator (`loss.…`). That of "MAGE:
+    MAsked Generative Encoder to Unify Representation Learning and Image Synthesis" has MaskGIT's
+    layers under the same names, that of "Randomized Autoregressive Visual Generation"
+    (`maskgit-vqgan-imagenet-f16-256.bin`) under similar ones. Those of "Autoregressive Model Beats
+    Diffusion: Llama for Scalable Image Generation" (`vq_ds16_c2i.pt`) have the layers of "Taming
+    Transformers" under other names; of a checkpoint of its training the averaged weights are read.
+
     Raises:
-        UserError: the file is not such a checkpoint.
+        UserError: the file is missing, contains more than tensors, or no VQGAN.
     """
-    tensors = read_released(args.source)
-    shape = vqgan_shape(tensors)
+    path = args.source
+    stored = read_weights_file(path, inside=("state_dict", "ema", "model"))
+    kept = {n: t.float().contiguous() for n, t in stored.items() if n.startswith(_PARTS)}
+    if "quantize.embedding.weight" not in kept:
+        raise UserError(f"{path} has no quantize.embedding.weight: it is not a released VQGAN")
+    is_llamagen = any(name.startswith("decoder.conv_blocks.") for name in kept)
+    if is_llamagen:
+        kept.pop("quantize.codebook_used", None)  # the ids of its last training images
+        coarsest = count(kept, "decoder.conv_blocks.") - 1
+        kept = {_llamagen_name(name, coarsest): tensor for name, tensor in kept.items()}
+    # MaskGIT's layers: no attention, and no convolutions around the codebook.
+    elif "quant_conv.weight" not in kept and "encoder.mid.attn_1.norm.weight" not in kept:
+        coarsest = count(kept, "decoder.up.") - 1
+        kept = {_maskgit_name(name, coarsest): tensor for name, tensor in kept.items()}
+    tensors = ReleasedTensors(kept, source=path, model="a VQGAN")
+    # Its files do not say whether codes are normalized; all released ones are.
+    shape = replace(vqgan_shape(tensors), normalize_codes=is_llamagen)
     with torch.device("meta"):
         names = VQGANNetwork(shape).state_dict()
     paper = VQGANConfig(**asdict(shape), perceptual_weight=0.0, adversarial_weight=0.0)
@@ -56,28 +79,22 @@ def read_vqgan(args: argparse.Namespace) -> Released:
 
 
 _PARTS = ("encoder.", "decoder.", "quantize.", "quant_conv.", "post_quant_conv.")
+_MIDDLE = ("block_1", "attn_1", "block_2")
 
 
-def read_released(path: Path) -> ReleasedTensors:
-    """Read the VQGAN in a `.safetensors` file, or in a `.ckpt` or `.pt` file of plain tensors.
+def _llamagen_name(name: str, coarsest: int) -> str:
+    """Map a tensor's name in LlamaGen's files to megavis'; its decoder's first level is coarsest.
 
-    The files of "Taming Transformers" have encoder, decoder, codebook and discriminator (`loss.…`,
-    ignored here). That of "MAGE: MAsked Generative Encoder to Unify Representation Learning and
-    Image Synthesis" has MaskGIT's layers under the same names, that of "Randomized Autoregressive
-    Visual Generation" (`maskgit-vqgan-imagenet-f16-256.bin`) under similar ones.
-
-    Raises:
-        UserError: the file is missing, contains more than tensors, or no VQGAN.
+    Args:
+        name: such as `decoder.conv_blocks.0.res.1.conv1.weight`.
+        coarsest: number of the coarsest level.
     """
-    tensors = read_weights_file(path)
-    kept = {n: t.float().contiguous() for n, t in tensors.items() if n.startswith(_PARTS)}
-    if "quantize.embedding.weight" not in kept:
-        raise UserError(f"{path} has no quantize.embedding.weight: it is not a released VQGAN")
-    # MaskGIT's layers: no attention, and no convolutions around the codebook.
-    if "quant_conv.weight" not in kept and "encoder.mid.attn_1.norm.weight" not in kept:
-        last = count(kept, "decoder.up.") - 1
-        kept = {_maskgit_name(name, last): tensor for name, tensor in kept.items()}
-    return ReleasedTensors(kept, source=path, model="a VQGAN")
+    name = re.sub(r"encoder\.conv_blocks\.", "encoder.down.", name)
+    name = re.sub(
+        r"decoder\.conv_blocks\.(\d+)", lambda found: f"decoder.up.{coarsest - int(found[1])}", name
+    )
+    name = re.sub(r"mid\.([0-2])\.", lambda found: f"mid.{_MIDDLE[int(found[1])]}.", name)
+    return name.replace(".res.", ".block.")
 
 
 _MASKGIT_PARTS = {
@@ -90,15 +107,15 @@ _MASKGIT_PARTS = {
 }
 
 
-def _maskgit_name(name: str, last: int) -> str:
-    """Map a tensor's name in MAGE's or RAR's file to megavis'; `last` is the coarsest level.
+def _maskgit_name(name: str, coarsest: int) -> str:
+    """Map a tensor's name in MAGE's or RAR's file to megavis'; `coarsest` numbers its level.
 
     Both number the decoder's levels from the finest one; RAR's the blocks in the middle from 0.
     """
     name = re.sub(r"down\.(\d+)\.block", r"levels.\1", name)
-    name = re.sub(r"up\.(\d+)\.block", lambda found: f"levels.{last - int(found[1])}", name)
+    name = re.sub(r"up\.(\d+)\.block", lambda found: f"levels.{coarsest - int(found[1])}", name)
     name = re.sub(
-        r"up\.(\d+)\.upsample[._]conv", lambda found: f"enlargers.{last - int(found[1])}", name
+        r"up\.(\d+)\.upsample[._]conv", lambda found: f"enlargers.{coarsest - int(found[1])}", name
     )
     name = re.sub(r"mid\.block_(\d)", lambda found: f"middle.{int(found[1]) - 1}", name)
     name = re.sub(r"mid\.(\d)", r"middle.\1", name)

@@ -1,8 +1,12 @@
 """`megavis import vqgan`: released checkpoints become tokenizers."""
 
+from argparse import Namespace
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
+from janus_network import janus_network
 from safetensors.torch import save_file
 
 from megavis.cli import main
@@ -134,6 +138,45 @@ def test_import_maskgit_checkpoint(tmp_path, named):
     assert (tokenizer.decode(ids).int() - shown).abs().max() <= 1
     plain = {**tokenizer.settings}
     assert plain.pop("layers") == "maskgit"
+
+
+def llamagen_name(name):
+    """Return the name in LlamaGen's files of a tensor of Janus's network."""
+    for number, part in enumerate(("block_1", "attn_1", "block_2")):
+        name = name.replace(f"mid.{part}.", f"mid.{number}.")
+    for side in ("down", "up"):
+        name = name.replace(f"coder.{side}.", "coder.conv_blocks.")
+    return name.replace(".block.", ".res.")
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_import_llamagen_checkpoint(tmp_path, averaged):
+    shape = replace(SHAPE, blocks_per_level=1, multipliers=(1, 2, 2))
+    network = janus_network(shape, side=4)
+    images = torch.randint(256, (2, 16, 16, 3), dtype=torch.uint8)
+    with torch.no_grad():
+        encoded = network.encoder(images.permute(0, 3, 1, 2) / 127.5 - 1)
+        # Centre the vectors, which else have one direction.
+        network.quant_conv.bias -= network.quant_conv(encoded).mean((0, 2, 3))
+        vectors = F.normalize(network.quant_conv(encoded)).flatten(2).mT
+        entries = F.normalize(network.quantize.embedding.weight)
+        ids = torch.cdist(vectors, entries[None]).argmin(-1)
+        made = network.decode(ids)  # from entries of length 1
+    assert len(ids.unique()) > 3
+    tensors = {llamagen_name(name): tensor for name, tensor in network.state_dict().items()}
+    assert "decoder.conv_blocks.0.res.1.norm1.weight" in tensors
+    tensors["quantize.codebook_used"] = torch.zeros(65536)
+    content = {"model": tensors}
+    if averaged:
+        last = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        content = {"model": last, "ema": tensors, "steps": 3, "args": Namespace(lr=1e-4)}
+    torch.save(content, tmp_path / "vq_ds16_c2i.pt")
+    source, run = str(tmp_path / "vq_ds16_c2i.pt"), str(tmp_path / "run")
+    assert main(["import", "vqgan", source, run]) == 0
+    tokenizer = open_tokenizer(tmp_path / "run")
+    assert torch.equal(tokenizer.encode(images), ids)
+    shown = ((made + 1).clamp(0, 2) * 127.5).round().permute(0, 2, 3, 1)
+    assert (tokenizer.decode(ids).int() - shown).abs().max() <= 1
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from megavis.config.papers import IMAGE_SIZE, ImportSpec
 IMPORTS = (
     ImportSpec(
         "vqgan",
-        help="a checkpoint of taming-transformers, or MaskGIT's VQGAN as MAGE or RAR released it",
+        help="a VQGAN of taming-transformers or LlamaGen, or MaskGIT's as MAGE or RAR released it",
         read="megavis.weights.vqgan:read_vqgan",
         options=(IMAGE_SIZE,),
     ),

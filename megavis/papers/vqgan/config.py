@@ -25,6 +25,9 @@ class VQGANConfig(AutoencoderConfig):
     layers: Literal["taming", "maskgit"] = "taming"
     """`taming`: the layers of the released VQGAN. `maskgit`: those of MaskGIT's tokenizer, used by
     MAGE and GVP, without attention and without convolutions around the codebook."""
+    normalize_codes: bool = False
+    """Scale vectors and entries to length 1, so that the nearest entry is the one with the most
+    similar direction: "Vector-quantized Image Modeling with Improved VQGAN", section 3.2."""
     codebook_weight: AtLeast0 = 1.0
     """Weight of the codebook loss, which pulls entries towards the vectors assigned to them."""
     commitment_weight: AtLeast0 = 0.25

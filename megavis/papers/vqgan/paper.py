@@ -112,7 +112,7 @@ def _revival(book: Codebook, vectors: Tensor, ids: Tensor) -> Tensor:
     Each entry is paired with a vector, spread evenly over the batch: deterministic, and without
     synchronizing with the device.
     """
-    entries = book.embedding.weight.float()
+    entries = book.entries.float()
     flat = vectors.permute(0, 2, 3, 1).flatten(0, 2)
     places = torch.arange(len(entries), device=flat.device) * len(flat) // len(entries)
     unused = usage(ids, len(entries)) == 0

@@ -1,13 +1,21 @@
 """VQGAN against Janus's VQ-VAE in transformers, which has the released network's layers."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
+import torch.nn.functional as F
+from janus_network import janus_network
 from torch import nn
 
+from megavis.config.load import load_config
 from megavis.tokenizers.shapes import VQGANShape
 from megavis.tokenizers.vqgan import Codebook, VQGANNetwork
 
 pytestmark = pytest.mark.once
+
+PRESETS = Path(__file__).parents[3] / "yaml_configs"
 
 SHAPE = VQGANShape(
     codebook_size=20,
@@ -21,34 +29,33 @@ SHAPE = VQGANShape(
 
 @pytest.fixture(scope="module")
 def networks():
-    from transformers.models.janus.configuration_janus import JanusVQVAEConfig
-    from transformers.models.janus.modeling_janus import JanusVQVAE
-
-    torch.manual_seed(0)
-    config = JanusVQVAEConfig(
-        embed_dim=SHAPE.code_size,
-        num_embeddings=SHAPE.codebook_size,
-        latent_channels=SHAPE.latent_channels,
-        base_channels=SHAPE.filters,
-        channel_multiplier=list(SHAPE.multipliers),
-        num_res_blocks=SHAPE.blocks_per_level,
-        double_latent=False,
-        num_patches=4,
-    )
-    theirs = JanusVQVAE(config).eval()
-    for parameter in theirs.parameters():
-        nn.init.normal_(parameter, std=0.1)
+    theirs = janus_network(SHAPE, side=4)
     ours = VQGANNetwork(SHAPE)
-    ours.load_state_dict({released_name(k): v for k, v in theirs.state_dict().items()})
+    ours.load_state_dict({released_name(k, SHAPE): v for k, v in theirs.state_dict().items()})
     return ours, theirs
 
 
-def released_name(name):
+def released_name(name, shape):
     """Map Janus's decoder levels (coarsest first) to the released VQGAN's (finest first)."""
     if not name.startswith("decoder.up."):
         return name
     _, _, level, rest = name.split(".", 3)
-    return f"decoder.up.{len(SHAPE.multipliers) - 1 - int(level)}.{rest}"
+    return f"decoder.up.{len(shape.multipliers) - 1 - int(level)}.{rest}"
+
+
+def test_preset_of_llamagens_tokenizer():
+    """Janus's default sizes are those of its file `vq_ds16_c2i.pt`."""
+    from transformers.models.janus.configuration_janus import JanusVQVAEConfig
+    from transformers.models.janus.modeling_janus import JanusVQVAE
+
+    shape = load_config(PRESETS / "randar/vqgan.yaml").config.objective.shape
+    assert shape.normalize_codes
+    with torch.device("meta"):
+        ours, theirs = VQGANNetwork(shape), JanusVQVAE(JanusVQVAEConfig())
+    theirs = {
+        released_name(name, shape): tensor.shape for name, tensor in theirs.state_dict().items()
+    }
+    assert {name: tensor.shape for name, tensor in ours.state_dict().items()} == theirs
 
 
 def test_encoder_and_decoder_match_janus(networks):
@@ -60,6 +67,27 @@ def test_encoder_and_decoder_match_janus(networks):
     codes = torch.randn(2, SHAPE.code_size, 4, 4)
     expected = (theirs.decoder(theirs.post_quant_conv(codes)) + 1) / 2
     torch.testing.assert_close(ours.decode(codes), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_normalized_codes():
+    """Entries and vectors have length 1: the entry of an id has the largest cosine similarity."""
+    torch.manual_seed(1)
+    network = VQGANNetwork(replace(SHAPE, normalize_codes=True))
+    torch.testing.assert_close(network.quantize.embedding.weight.norm(dim=1), torch.ones(20))
+    nn.init.normal_(network.quantize.embedding.weight)
+    pixels = torch.rand(2, 3, 16, 16)
+    raw = network.quant_conv(network.encoder(2 * pixels - 1))
+    _, vectors, quantized = network(pixels)
+    torch.testing.assert_close(vectors, raw / raw.norm(dim=1, keepdim=True))
+    entries = network.quantize.embedding.weight
+    similarity = F.cosine_similarity(raw[:, None], entries[None, :, :, None, None], dim=2)
+    assert torch.equal(quantized.ids, similarity.argmax(1))
+    assert len(quantized.ids.unique()) > 3
+    codes = (entries / entries.norm(dim=1, keepdim=True))[quantized.ids].permute(0, 3, 1, 2)
+    torch.testing.assert_close(quantized.codes, codes)
+    (gradient,) = torch.autograd.grad(quantized.codes.sum(), entries)
+    # Only the direction of a weight matters.
+    torch.testing.assert_close((gradient * entries).sum(1), torch.zeros(20), atol=1e-5, rtol=0)
 
 
 def test_quantization_chooses_the_nearest_entry():

@@ -79,13 +79,15 @@ def test_parameter_groups_by_weight_decay():
         "convolution": nn.Parameter(torch.ones(2, 2, 3, 3)),
     }
     without_decay(named["table"])
-    decayed, others = parameter_groups(named.values(), 0.1)
+    config = OptimizerConfig(learning_rate=1e-3, weight_decay=0.1)
+    decayed, others = parameter_groups(named.values(), config)
     assert [p is q for p, q in zip(decayed["params"], list(named.values())[1::3], strict=True)]
     assert decayed["weight_decay"] == 0.1
     assert others["weight_decay"] == 0.0
     assert len(decayed["params"]) == 2
     assert len(others["params"]) == 3
-    assert len(parameter_groups(named.values(), 0.0)) == 1
+    config = OptimizerConfig(learning_rate=1e-3, weight_decay=0.0)
+    assert len(parameter_groups(named.values(), config)) == 1
 
 
 def test_missing_apex_raises(monkeypatch):

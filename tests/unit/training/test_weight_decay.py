@@ -11,7 +11,7 @@ from megavis.config.load import load_config
 from megavis.model.stack import LocalLayers
 from megavis.papers import build_objective
 from megavis.training.engine import build_stack
-from megavis.training.optimizer import decays
+from megavis.training.optimizer import build_optimizer, decays
 
 BIASED = ("model.normalization=layer_norm", "model.add_bias=true")
 FINETUNE = (*BIASED, "finetune={num_classes: 5}")
@@ -273,3 +273,23 @@ def test_decaying_parameters_match_the_list(context, tmp_path, paper, zero_stage
     found = {name for name, parameter in parameters.items() if decays(parameter)}
     assert found == expand(decaying)
     assert parameters.keys() - found == expand(others)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_decay_of_embeddings(context, tmp_path, zero_stage):
+    """RandAR's code decays all parameters of two dimensions; of ours, `embedding.query` has one."""
+    objective = "{name: randar, patch_size: 4, vocabulary_size: 12, num_classes: 3}"
+    words = ("model.normalization=rms_norm", "model.activation=swiglu")
+    path = tmp_path / "small.yaml"
+    parameters = trained_parameters(context, path, objective, words, zero_stage)
+    tables = {"embedding.content.weight", "embedding.start.weight", "embedding.query"}
+    norms = {name for name in parameters if "norm" in name}
+    assert len(norms) == 3
+    assert tables < parameters.keys()
+    assert {n for n, p in parameters.items() if not decays(p)} == norms | tables
+    assert {n for n, p in parameters.items() if not decays(p, embeddings=True)} == norms
+    config = load_config(path, ["optimizer.decay_embeddings=true"]).config.optimizer
+    optimizer = build_optimizer(parameters.values(), config)
+    decayed, others = optimizer.param_groups
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    assert len(others["params"]) == len(norms)
