@@ -82,14 +82,30 @@ DURATIONS = {"epochs": "training.steps", "warmup_epochs": "schedule.warmup_steps
 
 
 @functools.cache
-def row_words():
-    """Return path and words, by run name, of all rows of docs/papers that override keys."""
+def claims_module():
+    """Return `paper_claims` of docs/scripts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "docs/scripts"))
-        headers = importlib.import_module("paper_claims")
+        return importlib.import_module("paper_claims")
+
+
+@functools.cache
+def claims_and_runs():
+    """Return the claims of all papers' presets, and configs by run folder."""
+    headers = claims_module()
+    claims = headers.read_claims()
+    runs = {folder: run.config for folder, run in headers.known_runs().items()}
+    runs |= {str(claim.config.folder): claim.config for claim in claims if claim.words}
+    return claims, runs
+
+
+@functools.cache
+def row_words():
+    """Return path and words, by run name, of all rows of docs/papers that override keys."""
+    headers = claims_module()
     papers = [path.stem for path in sorted(headers.PAGES.glob("*.yaml"))]
     runs = [run for paper in papers for run in headers.row_runs(paper)]
-    found = [*runs, *(claim for claim in headers.read_claims() if claim.words)]
+    found = [*runs, *(claim for claim in claims_and_runs()[0] if claim.words)]
     return {
         word.removeprefix("name="): (run.path, run.words)
         for run in found
@@ -108,12 +124,9 @@ def load_run(paper, name):
 class Protocols:
     """The runs that the headers of a paper's presets claim for its rows."""
 
-    def __init__(self, monkeypatch, paper):
-        monkeypatch.syspath_prepend(str(ROOT / "docs/scripts"))
-        self.headers = importlib.import_module("paper_claims")
-        claims = self.headers.read_claims()
-        self.runs = {folder: run.config for folder, run in self.headers.known_runs().items()}
-        self.runs |= {str(claim.config.folder): claim.config for claim in claims if claim.words}
+    def __init__(self, paper):
+        self.headers = claims_module()
+        claims, self.runs = claims_and_runs()
         self.claims = [claim for claim in claims if claim.paper == paper]
 
     def rows(self):

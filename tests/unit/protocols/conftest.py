@@ -7,8 +7,7 @@ from protocols import Protocols
 @pytest.fixture(scope="module")
 def protocols(request):
     """The claims on rows of the module's `PAPER`."""
-    with pytest.MonkeyPatch.context() as patch:
-        yield Protocols(patch, request.module.PAPER)
+    return Protocols(request.module.PAPER)
 
 
 @pytest.fixture(scope="module")
