@@ -194,7 +194,8 @@ class OptimizerConfig(Section):
     """Decoupled weight decay on the kernels of linear maps and convolutions; biases, norms,
     embeddings, positions and learned tokens have none."""
     decay_embeddings: bool = False
-    """Decay embeddings, positions and learned tokens too, as the released code of RandAR does."""
+    """Decay embeddings, positions and learned tokens too, as the released code of MAR
+    and RandAR does."""
     gradient_clipping: AtLeast0 = 0.0
     """Maximum global gradient norm; 0 disables clipping."""
     ema_decay: Fraction = 0.0

@@ -37,6 +37,7 @@ RECIPE = {
     "optimizer.learning_rate": 8e-4,
     "optimizer.betas": (0.9, 0.95),
     "optimizer.weight_decay": 0.02,
+    "optimizer.decay_embeddings": True,
     "optimizer.gradient_clipping": 3.0,
     "optimizer.ema_decay": 0.9999,
     "schedule.decay": "constant",

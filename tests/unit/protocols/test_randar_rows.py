@@ -38,6 +38,7 @@ RECIPE = {
     "optimizer.learning_rate": 4e-4,
     "optimizer.betas": (0.9, 0.95),
     "optimizer.weight_decay": 0.05,
+    "optimizer.decay_embeddings": True,
     "optimizer.gradient_clipping": 1.0,
     "optimizer.ema_decay": 0.0,
     "schedule.warmup_steps": 50_000,
