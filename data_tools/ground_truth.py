@@ -86,7 +86,7 @@ class GroundTruth:
         stems = {name: _stem(name) for name in names}
         if self._first_is_header(set(stems.values())):
             raise UserError(
-                f"{self.path} line 1: {self.header!r} is no image of {root}; if the line is a"
+                f"{self.path} line 1: {self.header!r} is not an image of {root}; if the line is a"
                 " header, remove it"
             )
         return {name: self.by_stem[stem] for name, stem in stems.items() if stem in self.by_stem}

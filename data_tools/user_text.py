@@ -132,7 +132,9 @@ def read_table(path: Path, columns: Sequence[str]) -> list[tuple[int, dict[str, 
             row = dict(zip(header, values, strict=True))
             rows.append((reader.line_num, {name: row[name].strip() for name in columns}))
     except csv.Error as error:
-        raise UserError(f"{path} line {reader.line_num} is no row of a CSV file: {error}") from None
+        raise UserError(
+            f"{path} line {reader.line_num} is not a row of a CSV file: {error}"
+        ) from None
     if not rows:
         raise UserError(f"{path} {'has a header and no other line' if header else 'is empty'}")
     return rows

@@ -127,7 +127,9 @@ def _matrix(path: Path) -> tuple[int, np.ndarray]:
     except PermissionError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except (OSError, KeyError, IndexError, ValueError):
-        raise UserError(f"{path} is missing, truncated, or no unpacked smallNORB file") from None
+        raise UserError(
+            f"{path} is missing, truncated, or not an unpacked smallNORB file"
+        ) from None
 
 
 def list_camelyon(root: Path, split: str) -> Listing:

@@ -262,7 +262,9 @@ def list_retinopathy(root: Path, split: str) -> Listing:
     for number, row in read_table(root / listed_in, columns):
         if not row["level"].isdecimal():
             level = row["level"]
-            raise UserError(f"{root / listed_in} line {number}: the level {level!r} is no number")
+            raise UserError(
+                f"{root / listed_in} line {number}: the level {level!r} is not a number"
+            )
         if usage is None or row["Usage"] == usage:
             labels[row["image"]] = int(row["level"])
     files = [

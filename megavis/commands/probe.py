@@ -308,7 +308,7 @@ def read_data_sets(text: str) -> dict[str, LabelledFolders]:
     pairs = [part.partition(":")[::2] for part in text.split(",")]
     if not all(name and folder for name, folder in pairs) or len(dict(pairs)) < len(pairs):
         raise UserError(
-            f"--data-sets {text}: this is no YAML file, nor a list of different names as"
+            f"--data-sets {text}: neither a YAML file nor a list of distinct names such as"
             " cifar10:shards/cifar10,pets:shards/pets"
         )
     return {name: _Entry(path=folder).folders for name, folder in pairs}
@@ -338,5 +338,5 @@ def _explain(name: str, error: ValidationError) -> Iterator[ConfigIssue]:
             "extra_forbidden": f"unknown key; known here: {known}",
             "missing": "is missing; it names the folder of the splits",
             "model_type": f"must hold keys, not {each['input']!r}; known here: {known}",
-        }.get(each["type"], f"must be a text, not {each['input']!r}")
+        }.get(each["type"], f"must be a string, not {each['input']!r}")
         yield ".".join([name, *sections]), text

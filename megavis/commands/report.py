@@ -104,7 +104,7 @@ def list_runs(args: argparse.Namespace) -> int:
         (_run_row(folder, args.folder) for folder in found), key=lambda row: row["changed"]
     )
     if not rows:
-        raise UserError(f"{args.folder} holds no run: no config.yaml lies in it")
+        raise UserError(f"{args.folder} holds no run: it has no config.yaml")
     if args.json:
         sys.stdout.write(to_json(rows, indent=2) + "\n")
     else:

@@ -92,7 +92,7 @@ def _chosen(points: list[Point], index: int | None) -> list[Point]:
     if index is None:
         return points
     if not 0 <= index < len(points):
-        raise UserError(f"--index {index}: the grid has the runs 0 to {len(points) - 1}")
+        raise UserError(f"--index {index}: the grid has runs 0 to {len(points) - 1}")
     return [points[index]]
 
 

@@ -72,7 +72,7 @@ def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     try:
         return int(text if base == 10 else text[2:], base)
     except ValueError:  # of !!int, or thousands of digits
-        problem = f"{reprlib.repr(text)} is no integer that can be read"
+        problem = f"{reprlib.repr(text)} is not a readable integer"
         raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
 

@@ -119,7 +119,7 @@ def layout_called(name: str) -> ParallelConfig:
     found = _NAME.fullmatch(name)
     if found is None:
         raise UserError(
-            f"'{name}' is no name of a layout; one is, for example, tp2-pp1-zero3 or"
+            f"'{name}' is not the name of a layout; an example is tp2-pp1-zero3 or"
             " tp2-cp2-pp1-zero1-sp-full: tensor size, context size if it is not 1, pipeline size,"
             " ZeRO stage, then hpz and its size, sp (sequence parallelism), selective or full"
             " (activation checkpointing) and offload, as far as they apply"

@@ -133,7 +133,7 @@ def test_examples_option(run, cifar, tmp_path):
         ("a:{cifar}/shards", ["--layer", "7"], "--layer 7: must be a number from 0 to 1"),
         ("a:{cifar}/nowhere", [], "{cifar}/nowhere/train"),
         ("a:{cifar}/shards", ["--examples", "0"], "--examples: '0' is not a whole number of 1"),
-        ("shards/cifar10", [], "--data-sets shards/cifar10: this is no YAML file, nor a list of"),
+        ("shards/cifar10", [], "--data-sets shards/cifar10: neither a YAML file nor a list of"),
         ("{cifar}/nowhere.yaml", [], "{cifar}/nowhere.yaml: no such config file"),
     ],
 )
@@ -151,7 +151,7 @@ def test_errors_are_one_line(run, cifar, capsys, data_sets, options, message):
         ("a: {path: x, splitz: {}}", ":1: a.splitz: unknown key; known here: path, splits"),
         ("a:\n  splits: {}", ":1: a.path: is missing; it names the folder of the splits"),
         ("a: x", ":1: a: must hold keys, not 'x'; known here: path, splits"),
-        ("a:\n  path: 3", ":2: a.path: must be a text, not 3"),
+        ("a:\n  path: 3", ":2: a.path: must be a string, not 3"),
         (
             "a: {path: x, splits: {dev: x}}",
             ":1: a.splits.dev: unknown key; known here: train, validation, test",

@@ -154,7 +154,7 @@ def _read_noises(path: Path, num_samples: int) -> Sequence[np.ndarray]:
         raise UserError(describe_os_error(error)) from None
     except (OSError, ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile):
         raise UserError(
-            f"{path} is missing or no file of noises: `python -m data_tools speech` writes one"
+            f"{path} is missing or not a file of noises: `python -m data_tools speech` writes one"
         ) from None
     if not noises or any(
         noise.dtype != np.int16 or noise.ndim != 1 or len(noise) < num_samples for noise in noises

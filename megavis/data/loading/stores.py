@@ -148,7 +148,9 @@ class Store:
     def _answer(self, url: str, ask: Callable[[Any], Any], what: str = "fetched") -> Any:
         """Return a file system's answer, with as many attempts as `copy` has for a block."""
         if url.startswith(_PIPE):
-            raise UserError(f"{url}: what a command writes cannot be listed: give s3://, gs:// ...")
+            raise UserError(
+                f"{url}: the output of a command cannot be listed: give s3://, gs:// ..."
+            )
         for failures in itertools.count(1):
             try:
                 return ask(self._opened(url))

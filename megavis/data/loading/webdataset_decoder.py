@@ -112,7 +112,7 @@ class ShardDecoder:
     def _read_labels(self, name: str) -> dict[str, int]:
         """Return the label of each key of a shard."""
         if name not in self._shards:
-            raise UserError(f"{name} is no shard of {self._place}")
+            raise UserError(f"{name} is not a shard of {self._place}")
         path, digest = index_path(Path(name)), self._shards[name].index_sha256
         if isinstance(self._folder, Store):
             buffer = io.BytesIO()

@@ -225,12 +225,12 @@ def test_shift_and_noise_are_as_frequent_as_in_tc_resnet():
 def test_unsuitable_files_of_noises(tmp_path):
     assert sound_augment(0.0, None, num_samples=10) is None
     path = tmp_path / "noise.npz"
-    with pytest.raises(UserError, match="missing or no file of noises"):
+    with pytest.raises(UserError, match="missing or not a file of noises"):
         sound_augment(0.0, str(path), num_samples=10)
     np.save(tmp_path / "one.npy", np.zeros(20, np.int16))
     for content in (b"", b"PK\3\4 nothing", (tmp_path / "one.npy").read_bytes()):
         path.write_bytes(content)
-        with pytest.raises(UserError, match="missing or no file of noises"):
+        with pytest.raises(UserError, match="missing or not a file of noises"):
             sound_augment(0.0, str(path), num_samples=10)
     for noises in ([], [np.zeros(9, np.int16)], [np.zeros(20, np.float32)]):
         write_noises(path, noises)

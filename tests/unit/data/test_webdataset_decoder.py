@@ -204,7 +204,7 @@ def test_messages_of_a_wrong_folder_shard_or_index(tmp_path):
     with pytest.raises(UserError, match=f"^{tmp_path} holds images of any size; set data.crop"):
         ShardDecoder(tmp_path)
     decoder = ShardDecoder(tmp_path, CENTER)
-    with pytest.raises(UserError, match=f"^other.tar is no shard of {tmp_path}"):
+    with pytest.raises(UserError, match=f"^other.tar is not a shard of {tmp_path}"):
         decoder.with_label({"__url__": "s3://bucket/other.tar?version=1", "__key__": "0"})
     index = tmp_path / "shard-000000.index.json"
     index.write_bytes(index.read_bytes().replace(b'"labels": [-1', b'"labels": [2'))

@@ -128,7 +128,7 @@ def test_what_cannot_be_read_is_one_sentence(store, tmp_path, capsys):
         ("s3://nobody", None, "s3://nobody does not exist"),
         ("s3://web/none.tar", None, "s3://web/none.tar does not exist"),
         ("s3://web/00000.tar", deny, "s3://web/00000.tar may not be read, or does not exist"),
-        ("pipe:cat web", None, "what a command writes cannot be listed"),
+        ("pipe:cat web", None, "the output of a command cannot be listed"),
     ):
         store.fault = fault
         assert jpeg(place, tmp_path / "out") == 2

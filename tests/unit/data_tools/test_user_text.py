@@ -104,8 +104,14 @@ def test_numbers_by_name_need_the_classes_that_they_number(tmp_path):
         (f"{NAMES[0]}\nn1 n2 n3\n", r"line 2 has 3 words.*line 1 has 1"),
         (f"{NAMES[0]}\nILSVRC2012_val_00000002.JPEG n2\n", "line 2 has 2 words.*line 1 has 1"),
         (f"ILSVRC2012_val_00000001 {NAMES[0]}\nn2\n", "line 2 has 1 word.*line 1 has 2"),
-        (f"filename label\nILSVRC2012_val_00000001 {NAMES[0]}", "line 1: 'filename' is no image"),
-        (f"column1,column2\nILSVRC2012_val_00000001,{NAMES[0]}", "line 1: 'column1' is no image"),
+        (
+            f"filename label\nILSVRC2012_val_00000001 {NAMES[0]}",
+            "line 1: 'filename' is not an image",
+        ),
+        (
+            f"column1,column2\nILSVRC2012_val_00000001,{NAMES[0]}",
+            "line 1: 'column1' is not an image",
+        ),
         (f"image.name label\nILSVRC2012_val_00000001 {NAMES[0]}", "line 1: 'image.name' is no"),
         (
             f"ILSVRC2012_val_00000001 {NAMES[0]}\n\nILSVRC2012_val_00000001.JPEG {NAMES[1]}",

@@ -161,7 +161,7 @@ ERRORS = {
     "a cut array": (
         "smallnorb-azimuth",
         lambda r: cut(r / "smallnorb-5x46789x9x18x6x2x96x96-training-dat.mat"),
-        "missing, truncated, or no unpacked smallNORB",
+        "missing, truncated, or not an unpacked smallNORB",
     ),
     "a cut record": ("dmlab", lambda r: cut(r / "dmlab-train.tfrecord"), "is truncated or has no"),
     "no list": (

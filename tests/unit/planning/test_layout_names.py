@@ -38,9 +38,7 @@ def test_names_of_layouts_that_are_not_enumerated(layout):
 
 @pytest.mark.parametrize("name", ["zero2", "tp2-pp1-zero4", "tp0-pp1-zero1", "", "tp1-pp1-zero1-x"])
 def test_a_word_that_is_no_name(name):
-    with pytest.raises(
-        UserError, match=f"'{name}' is no name of a layout; one is, for example, tp"
-    ):
+    with pytest.raises(UserError, match=f"'{name}' is not the name of a layout; an example is tp"):
         layout_called(name)
 
 

@@ -114,7 +114,7 @@ def test_diverging_point_is_given_up_and_the_others_are_trained(config, monkeypa
 
 def test_index_out_of_range_is_refused(config, capsys):
     assert main(["sweep", str(config), *GRID, "--index", "4"]) == 2
-    assert "the grid has the runs 0 to 3" in capsys.readouterr().err
+    assert "the grid has runs 0 to 3" in capsys.readouterr().err
 
 
 def loading(name, asked):
