@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -51,11 +51,13 @@ class Places:
         if not isinstance(objective, Model) or not isinstance(objective.density, Place):
             name = objective.config.objective.name
             raise UserError(f"{name} does not predict the positions of patches")
-        reads, schedule, asks = objective.reads, objective.schedule, objective.asks
-        assert isinstance(reads, Frames | Patches)
-        assert isinstance(schedule, Context)
-        assert isinstance(asks, InContext)
-        return cls(reads, schedule, asks, objective.density)
+        # The grammar allows this density with these words only.
+        return cls(
+            cast("Frames | Patches", objective.reads),
+            cast(Context, objective.schedule),
+            cast(InContext, objective.asks),
+            objective.density,
+        )
 
     @property
     def num_places(self) -> int:
