@@ -7,6 +7,10 @@ import pytest
 from megavis.cli import main
 
 
+def decays_if_vector(parameter, *, embeddings):
+    return parameter.ndim == 1
+
+
 def test_resume_restores_state_across_parameter_groups(small_config, tmp_path):
     words = ["schedule={decay: constant}", "training.log_every=1", "optimizer.weight_decay=1e-9"]
 
@@ -18,7 +22,7 @@ def test_resume_restores_state_across_parameter_groups(small_config, tmp_path):
 
     whole = train("whole", 6)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megavis.training.optimizer.decays", lambda parameter: parameter.ndim == 1)
+        patch.setattr("megavis.training.optimizer.decays", decays_if_vector)
         train("resumed", 3)
     # The decay is too small to change the loss; a misplaced moment would.
     assert train("resumed", 6) == pytest.approx(whole, rel=1e-6)
