@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, singledispatch
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -362,8 +362,9 @@ def build_density(word: words.DensityWord, head: HeadPlan) -> Density:
 
 @build_density.register
 def _(word: words.Categorical, head: HeadPlan) -> Density:
+    assert isinstance(head.predicts, tokens.Vocabulary)
     fill = normal(word.head_std) if word.head_std else zeros
-    size = cast(tokens.Vocabulary, head.predicts).vocabulary_size
+    size = head.predicts.vocabulary_size
     return Categorical(head.core, size, fill=fill, has_bias=word.bias, num_skipped=head.num_skipped)
 
 
@@ -425,8 +426,8 @@ def _(word: words.Diffusion, head: HeadPlan) -> Density:
     from megavis.densities.decoders import DecoderSpec
     from megavis.densities.diffusion import Diffusion, DiffusionProcess
 
-    predicts = cast(tokens.Vectors, head.predicts)
-    process = DiffusionProcess.of(word, value_range=predicts.value_range, seed=head.seed)
+    assert isinstance(head.predicts, tokens.Vectors)
+    process = DiffusionProcess.of(word, value_range=head.predicts.value_range, seed=head.seed)
     learns_positions = word.decoder_positions == "learned"
     spec = DecoderSpec(
         word.decoder,
@@ -434,9 +435,9 @@ def _(word: words.Diffusion, head: HeadPlan) -> Density:
         word.decoder_layers,
         denoises=True,
         appends_gamma=word.condition_on_gamma,
-        channels=predicts.channels,
+        channels=head.predicts.channels,
         hidden_size=word.decoder_width,
-        grid=predicts.grid if learns_positions else None,
+        grid=head.predicts.grid if learns_positions else None,
         learns_positions=learns_positions,
         num_outputs=head.width * (1 + word.learns_variance),
         noise=process.noise,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,16 +48,16 @@ class Places:
     @classmethod
     def of(cls, objective: Trainable) -> Places:
         """Return the choices of an objective; raise UserError if it predicts no positions."""
-        if not isinstance(objective, Model) or not isinstance(objective.density, Place):
-            name = objective.config.objective.name
-            raise UserError(f"{name} does not predict the positions of patches")
-        # The grammar allows this density with these words only.
-        return cls(
-            cast("Frames | Patches", objective.reads),
-            cast(Context, objective.schedule),
-            cast(InContext, objective.asks),
-            objective.density,
-        )
+        match objective:
+            case Model(
+                reads=Frames() | Patches() as reads,
+                schedule=Context() as schedule,
+                asks=InContext() as asks,
+                density=Place() as density,
+            ):
+                return cls(reads, schedule, asks, density)
+        name = objective.config.objective.name
+        raise UserError(f"{name} does not predict the positions of patches")
 
     @property
     def num_places(self) -> int:
