@@ -43,13 +43,16 @@ def with_tokenizer(paper: _Paper, run: Path | None) -> _Paper:
 def read_vqgan(args: argparse.Namespace) -> Released:
     """Read a VQGAN, without its discriminator, which differs here.
 
-    A `.safetensors` file, or a `.ckpt`, `.pt` or `.bin` file of plain tensors. The files of "Taming
-    Transformers" have encoder, decoder, codebook and discriminator (`loss.…`). That of "MAGE:
-    MAsked Generative Encoder to Unify Representation Learning and Image Synthesis" has MaskGIT's
-    layers under the same names, that of "Randomized Autoregressive Visual Generation"
-    (`maskgit-vqgan-imagenet-f16-256.bin`) under similar ones. Those of "Autoregressive Model Beats
-    Diffusion: Llama for Scalable Image Generation" (`vq_ds16_c2i.pt`) have the layers of "Taming
-    Transformers" under other names; of a checkpoint of its training the averaged weights are read.
+    The file is `.safetensors`, or a `.ckpt`, `.pt` or `.bin` file of plain tensors, released with
+
+    - "Taming Transformers": encoder, decoder, codebook and discriminator (`loss.…`);
+    - "MAGE: MAsked Generative Encoder to Unify Representation Learning and Image Synthesis":
+      MaskGIT's layers under the same names;
+    - "Randomized Autoregressive Visual Generation" (`maskgit-vqgan-imagenet-f16-256.bin`):
+      MaskGIT's layers under similar names;
+    - "Autoregressive Model Beats Diffusion: Llama for Scalable Image Generation"
+      (`vq_ds16_c2i.pt`): the layers of "Taming Transformers" under other names. If a checkpoint
+      also has averaged weights (`ema`), those are read.
 
     Raises:
         UserError: the file is missing, contains more than tensors, or no VQGAN.
@@ -69,7 +72,7 @@ def read_vqgan(args: argparse.Namespace) -> Released:
         coarsest = count(kept, "decoder.up.") - 1
         kept = {_maskgit_name(name, coarsest): tensor for name, tensor in kept.items()}
     tensors = ReleasedTensors(kept, source=path, model="a VQGAN")
-    # Its files do not say whether codes are normalized; all released ones are.
+    # LlamaGen's files do not record whether codes are normalized; all released ones are.
     shape = replace(vqgan_shape(tensors), normalize_codes=is_llamagen)
     with torch.device("meta"):
         names = VQGANNetwork(shape).state_dict()

@@ -156,7 +156,7 @@ def test_import_llamagen_checkpoint(tmp_path, averaged):
     images = torch.randint(256, (2, 16, 16, 3), dtype=torch.uint8)
     with torch.no_grad():
         encoded = network.encoder(images.permute(0, 3, 1, 2) / 127.5 - 1)
-        # Centre the vectors, which else have one direction.
+        # Center the vectors, which otherwise share one direction.
         network.quant_conv.bias -= network.quant_conv(encoded).mean((0, 2, 3))
         vectors = F.normalize(network.quant_conv(encoded)).flatten(2).mT
         entries = F.normalize(network.quantize.embedding.weight)

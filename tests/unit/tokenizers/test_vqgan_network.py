@@ -44,7 +44,7 @@ def released_name(name, shape):
 
 
 def test_preset_of_llamagens_tokenizer():
-    """Janus's default sizes are those of its file `vq_ds16_c2i.pt`."""
+    """Janus's default config has the sizes of LlamaGen's `vq_ds16_c2i.pt`."""
     from transformers.models.janus.configuration_janus import JanusVQVAEConfig
     from transformers.models.janus.modeling_janus import JanusVQVAE
 
