@@ -30,13 +30,10 @@ _BATCH_SIZE = 32
 
 def applies(objective: Trainable) -> bool:
     """Return whether the paper predicts mixtures one token at a time, and has a null label."""
-    return (
-        isinstance(objective, Model)
-        and objective.schedule.is_sequential
-        and isinstance(objective.density, GaussianMixture)
-        and isinstance(objective.condition, Labels)
-        and objective.condition.has_null_label
-    )
+    match objective:
+        case Model(schedule=schedule, density=GaussianMixture(), condition=Labels() as condition):
+            return schedule.is_sequential and condition.has_null_label
+    return False
 
 
 def predicted_deviations(
