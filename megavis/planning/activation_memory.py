@@ -7,8 +7,7 @@ needs a GPU.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megavis.planning.activations import Growth, LayerActivations, ModelActivations
@@ -63,9 +62,11 @@ def activation_memory(shape: ModelShape, layout: Layout, stage: int = 0) -> Acti
     """Return the peak activation memory of a process in a pipeline stage."""
     images, measured = layout.micro_batch_size, shape.activations[layout_key(layout.parallel)]
     holds = shape.layers.stages(layout.pipeline)[stage]
-    first = [measured.first] * holds.is_first
+    first: list[_Alike] = [(measured.first, 1)] * holds.is_first
     blocks = list(_blocks_on(shape, measured, holds, layout))
-    head = [_with_decoder_in_fp8(shape, measured.head, layout)] * holds.is_last
+    head: list[_Alike] = []
+    if holds.is_last:
+        head.append((_with_decoder_in_fp8(shape, measured.head, layout), 1))
     shared = sum(
         each.block.shared
         for each, count in zip(measured.stacks, holds.blocks, strict=True)
@@ -74,10 +75,10 @@ def activation_memory(shape: ModelShape, layout: Layout, stage: int = 0) -> Acti
     # 1F1B: one micro-batch in flight for each following stage, and one for the stage itself.
     in_flight = min(layout.accumulation_steps, layout.pipeline - stage)
     return ActivationMemory(
-        first=sum(layer.kept(images) for layer in first),
-        block=blocks[0].kept(images),
-        blocks=sum(layer.kept(images) for layer in blocks) + images * shared,
-        head=sum(layer.kept(images) for layer in head),
+        first=_kept(first, images),
+        block=blocks[0][0].kept(images),
+        blocks=_kept(blocks, images) + images * shared,
+        head=_kept(head, images),
         in_flight=in_flight,
         passes=_passes(
             [*first, *blocks, *head], images, keeps_last=holds.is_last and layout.pipeline > 1
@@ -88,34 +89,45 @@ def activation_memory(shape: ModelShape, layout: Layout, stage: int = 0) -> Acti
     )
 
 
-def _passes(layers: list[LayerActivations], images: int, *, keeps_last: bool) -> float:
+_Alike = tuple[LayerActivations, int]
+"""Equal consecutive layers, and their number."""
+
+
+def _kept(layers: Sequence[_Alike], images: int) -> float:
+    return sum(count * layer.kept(images) for layer, count in layers)
+
+
+def _passes(layers: Sequence[_Alike], images: int, *, keeps_last: bool) -> float:
     """Return the peak bytes during both passes of a micro-batch beyond those that layers save.
 
     With `keeps_last`, tensors saved by the last layer are freed only after the backward pass of all
     layers, as was found in DeepSpeed's pipeline engine.
     """
-    below = [*itertools.accumulate((layer.kept(images) for layer in layers), initial=0.0)]
-    moments = []
-    for layer, before, after in zip(layers, below[:-1], below[1:], strict=True):
-        held = keeps_last * (below[-1] - max(below[-2], after))
-        moments.append(before + layer.forward.most(images))
-        moments.append(held + after + layer.backward.most(images))
-    return max(moments) - below[-1]
+    below, moments = 0.0, []
+    held = layers[-1][0].kept(images) if keeps_last else 0.0
+    for position, (layer, count) in enumerate(layers, start=1):
+        kept = layer.kept(images)
+        # Of equal layers, the top one has the most below it.
+        below += count * kept
+        moments.append(below - kept + layer.forward.most(images))
+        moments.append(below + layer.backward.most(images) + held * (position < len(layers)))
+    return max(moments) - below
 
 
 def _blocks_on(
     shape: ModelShape, measured: ModelActivations, holds: PipelineStage, layout: Layout
-) -> Iterator[LayerActivations]:
+) -> Iterator[_Alike]:
     """Yield the blocks of a stage, and the bridges above them, from bottom to top."""
     held = zip(shape.stacks, measured.stacks, holds.blocks, holds.tops, strict=True)
     for stack, found, count, is_top in held:
         # Models whose blocks differ run on one stage.
-        kinds = found.lower or (found.block,)
-        lower = [_in_fp8(layer, stack, layout, is_last=False) for layer in kinds]
-        yield from lower if found.lower else lower * (count - is_top)
+        lower = [(layer, 1) for layer in found.lower] or [(found.block, count - is_top)]
+        for layer, alike in lower:
+            if alike:
+                yield _in_fp8(layer, stack, layout, is_last=False), alike
         if is_top:
-            yield _in_fp8(found.last_block, stack, layout, is_last=True)
-            yield from found.bridge
+            yield _in_fp8(found.last_block, stack, layout, is_last=True), 1
+            yield from ((bridge, 1) for bridge in found.bridge)
 
 
 def _in_fp8(

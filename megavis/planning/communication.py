@@ -21,7 +21,6 @@ from megavis.planning.states import (
     FLOAT32,
     MOST_GATHERED,
     bucket_of,
-    parameters_held,
 )
 
 _ALL_REDUCE, _GATHER = 2.0, 1.0
@@ -236,8 +235,7 @@ def _pipeline_transfers(shape: ModelShape, layout: Layout, devices_per_node: int
 
 def _replica_transfers(shape: ModelShape, layout: Layout, group: Group) -> list[Transfer]:
     held, trained = (
-        max(parameters_held(layers, layout, stage) for stage in range(layout.pipeline))
-        for layers in (shape.layers, shape.trained)
+        max(layers.held(layout.pipeline, layout.tensor)) for layers in (shape.layers, shape.trained)
     )
     weights, times = shape.number_size * held, layout.accumulation_steps
     gradients = shape.gradient_size * trained

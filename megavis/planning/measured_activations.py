@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from megavis.composition.finetuned import finetuned_of
-from megavis.composition.trainable import Trainable
+from megavis.composition.trainable import SequenceBatch, Trainable
 from megavis.config.schema import RunConfig
 from megavis.model.attention import Attention
 from megavis.model.core import Block
@@ -103,8 +103,12 @@ def _in_context(
 
 @dataclass
 class _Ends:
-    """The first and last layer by `parallel.activation_checkpointing`, shared between ways."""
+    """The first and last layer by `parallel.activation_checkpointing`, shared between ways.
 
+    `sequence` is the input of the first and the targets of the last.
+    """
+
+    sequence: SequenceBatch | None = None
     first: dict[str, _Measured] = field(default_factory=dict)
     head: dict[str, _Head] = field(default_factory=dict)
 
@@ -120,14 +124,18 @@ def activations_of(objective: Trainable, ends: _Ends | None = None) -> ModelActi
     first, *between, last = objective.layer_plans()
     dtype = DTYPES[objective.config.training.precision]
     kind = objective.config.parallel.activation_checkpointing
-    inputs = objective.blank_sequence(_IMAGES, torch.device("meta")).inputs
+    if ends.sequence is None:
+        ends.sequence = objective.blank_sequence(_IMAGES, torch.device("meta"))
+    sequence = ends.sequence
     handed = _Handed([] if last.handed is None else last.handed)
     # A compiler would need to run, and Transformer Engine a GPU.
     with plain_kernels(), RememberedShapes():
-        embedding = ends.first.get(kind) or _measured(first, inputs, dtype, handed)
+        embedding = ends.first.get(kind) or _measured(first, sequence.inputs, dtype, handed)
         handed.found += embedding.handed
         stacks, state = _through(between, embedding.output, dtype, handed)
-        head = ends.head.get(kind) or _whole_head(last, state, dtype, objective, handed)
+        head = ends.head.get(kind) or _whole_head(
+            last, state, sequence.targets, dtype, objective, handed
+        )
     ends.first |= dict.fromkeys(_equal_kinds(kind, embedding.recomputing), embedding)
     ends.head |= dict.fromkeys(_equal_kinds(kind, head.recomputing), head)
     return ModelActivations(
@@ -195,6 +203,7 @@ class _Head:
 def _whole_head(
     plan: LayerPlan,
     state: PackedState,
+    targets: tuple[Tensor, ...],
     dtype: torch.dtype,
     objective: Trainable,
     handed: _Handed,
@@ -205,12 +214,15 @@ def _whole_head(
     one and two images are compared.
     """
     if not objective.takes_images_singly:
-        return _measured_head(plan, state, dtype, objective, handed)
+        return _measured_head(plan, state, targets, dtype, objective, handed)
     plan = replace(plan, factory=partial(objective.fullest, plan.factory))
-    one, two = (
-        _measured_head(plan, _narrowed(state, count), dtype, objective, handed.narrowed(count))
-        for count in (1, 2)
-    )
+
+    def measured(count: int) -> _Head:
+        entering, below = _narrowed(state, count), handed.narrowed(count)
+        targets = objective.blank_sequence(count, torch.device("meta")).targets
+        return _measured_head(plan, entering, targets, dtype, objective, below)
+
+    one, two = measured(1), measured(2)
     return replace(
         one,
         activations=_line(one.activations, two.activations),
@@ -246,13 +258,12 @@ def _line(one: LayerActivations, two: LayerActivations) -> LayerActivations:
 def _measured_head(
     plan: LayerPlan,
     state: PackedState,
+    targets: tuple[Tensor, ...],
     dtype: torch.dtype,
     objective: Trainable,
     handed: _Handed,
 ) -> _Head:
     sizes: dict[int, int] = {}
-    num_images = _leaves(state)[0].shape[1]
-    targets = objective.blank_sequence(num_images, torch.device("meta")).targets
 
     def score(head: nn.Module, entering: PackedState) -> Tensor:
         predictions: Predictions = head(entering)

@@ -217,19 +217,32 @@ class Layers:
         )
 
     def stages(self, num_stages: int) -> tuple[PipelineStage, ...]:
-        """Return the candidates for the stage that needs the most memory.
-
-        If all blocks are equal, these are the first and the last stage with the largest number of
-        blocks.
-        """
+        """Return the stages; if all blocks are equal, with the largest number of blocks each."""
         if num_stages not in self._stages:
             stages = self._even(num_stages) if self.is_even else self._cut(num_stages)
             self._stages[num_stages] = tuple(stages)
         return self._stages[num_stages]
 
+    def fullest_stages(self, num_stages: int) -> tuple[int, ...]:
+        """Return the indexes of the stages of which one needs the most memory.
+
+        If all blocks are equal, it is the first or the last. Of equal stages between these, it is
+        the lowest, since no other has more micro-batches in flight.
+        """
+        last, stages = num_stages - 1, self.stages(num_stages)
+        if self.is_even:
+            return tuple(dict.fromkeys((0, last)))
+        contents = [(stage.blocks, stage.tops) for stage in stages]
+        middle = (i for i in range(1, last) if i == 1 or contents[i] != contents[i - 1])
+        return tuple(dict.fromkeys((0, *middle, last)))
+
+    # `megavis plan` compares thousands of layouts, each of which asks for these many times.
     @functools.cached_property
     def _stages(self) -> dict[int, tuple[PipelineStage, ...]]:
-        """Cache of `stages`, which each layout that `megavis plan` compares calls many times."""
+        return {}
+
+    @functools.cached_property
+    def _held(self) -> dict[tuple[int, int], tuple[float, ...]]:
         return {}
 
     def _even(self, num_stages: int) -> list[PipelineStage]:
@@ -259,8 +272,14 @@ class Layers:
         """Return the stage with the most work."""
         return max(self.stages(num_stages), key=lambda stage: stage.share)
 
-    def held(self, stage: PipelineStage, tensor_size: int) -> float:
-        """Return the parameters of a process of a stage, before ZeRO partitioning."""
+    def held(self, num_stages: int, tensor_size: int) -> tuple[float, ...]:
+        """Return the parameters per process of each stage, before ZeRO partitioning."""
+        if (key := (num_stages, tensor_size)) not in self._held:
+            stages = self.stages(num_stages)
+            self._held[key] = tuple(self._held_by(stage, tensor_size) for stage in stages)
+        return self._held[key]
+
+    def _held_by(self, stage: PipelineStage, tensor_size: int) -> float:
         pairs = zip(stage.blocks, self.stacks, strict=True)
         held = sum(count * stack.block.held(tensor_size) for count, stack in pairs)
         above = zip(self.bridges, stage.tops, strict=False)

@@ -179,8 +179,8 @@ class ModelShape:
 
     def decoder_in(self, layout: Layout) -> StackShape | None:
         """Return the decoder with the positions of one process of a context group."""
-        if self.decoder is None:
-            return None
+        if self.decoder is None or layout.context == 1:
+            return self.decoder
         work, parts = self.decoder.work, layout.context
         work = replace(
             work,

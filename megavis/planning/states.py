@@ -82,7 +82,7 @@ def bucket_of(shape: ModelShape, layout: Layout) -> int:
 
 def parameters_held(layers: Layers, layout: Layout, stage: int = 0) -> float:
     """Return the parameters per process of a pipeline stage, before ZeRO partitioning."""
-    return layers.held(layers.stages(layout.pipeline)[stage], layout.tensor)
+    return layers.held(layout.pipeline, layout.tensor)[stage]
 
 
 def states_of(
@@ -156,12 +156,8 @@ class RankMemory:
 
 
 def rank_memory(shape: ModelShape, layout: Layout) -> RankMemory:
-    """Return the memory of the process that needs the most.
-
-    If all blocks are equal, it is in the first or the last stage.
-    """
-    last = layout.pipeline - 1
-    stages = {0, last} if shape.layers.is_even else range(layout.pipeline)
+    """Return the memory of the process that needs the most."""
+    stages = shape.layers.fullest_stages(layout.pipeline)
     return max((_memory_of(shape, layout, stage) for stage in stages), key=lambda m: m.total)
 
 

@@ -177,9 +177,9 @@ def _memory_speed(cluster: Cluster) -> float:
 
 def _elementwise(shape: ModelShape, layout: Layout, cluster: Cluster) -> float:
     """Return the seconds per image of element-wise operations, bound by memory bandwidth."""
-    plain = layout.parallel.model_copy(update={"activation_checkpointing": "none"})
     stage, touched = shape.layers.busiest(layout.pipeline), 0.0
-    both = (shape.activations[layout_key(each)] for each in (layout.parallel, plain))
+    *_, recomputing = key = layout_key(layout.parallel)
+    both = (shape.activations[*key[:3], kind] for kind in (recomputing, "none"))
     for kept, whole in zip(*(_busiest(each, stage, shape) for each in both), strict=True):
         touched += _TOUCHES * whole + _TOUCHES_AGAIN * (whole - kept)
     again = _recomputed_passes(layout)

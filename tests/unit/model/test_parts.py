@@ -124,11 +124,10 @@ def test_planned_activations_match_autograd(two_stacks_of, checkpointing):
     cut = Layout(halves, 1, 2, 1)
     stages = [activation_memory(shape, cut, stage).saved for stage in range(2)]
     assert sum(stages) == pytest.approx(planned.saved)
-    held = [shape.layers.held(stage, 1) for stage in shape.layers.stages(2)]
     numbers = [sum(p.numel() for p in layer.parameters()) for layer in stack.layers]
     # The cut falls after the third block of the lower stack.
     bound = 1 + shape.layers.stages(2)[0].blocks[0]
-    assert held == [sum(numbers[:bound]), sum(numbers[bound:])]
+    assert shape.layers.held(2, 1) == (sum(numbers[:bound]), sum(numbers[bound:]))
 
 
 def test_generation_runs_both_stacks_over_all_tokens(two_stacks, tmp_path):
