@@ -226,12 +226,10 @@ class Layers:
     def fullest_stages(self, num_stages: int) -> tuple[int, ...]:
         """Return the indexes of the stages of which one needs the most memory.
 
-        If all blocks are equal, it is the first or the last. Of equal stages between these, it is
-        the lowest, since no other has more micro-batches in flight.
+        Of equal stages between the first and the last, it is the lowest, since no other has more
+        micro-batches in flight.
         """
         last, stages = num_stages - 1, self.stages(num_stages)
-        if self.is_even:
-            return tuple(dict.fromkeys((0, last)))
         contents = [(stage.blocks, stage.tops) for stage in stages]
         middle = (i for i in range(1, last) if i == 1 or contents[i] != contents[i - 1])
         return tuple(dict.fromkeys((0, *middle, last)))

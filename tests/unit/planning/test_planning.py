@@ -225,6 +225,22 @@ def test_stages_are_cut_once_for_all_layouts():
     assert [stage.blocks for stage in other.stages(2)] == [(1, 0), (1, 2)]
 
 
+@pytest.mark.parametrize("name", ["igpt/m_32", "darl/vit_h14_diff", "givt/encoder_decoder"])
+@pytest.mark.parametrize("accumulation", [1, 4, 64])
+def test_every_other_stage_needs_no_more_memory_than_one_of_the_fullest(
+    context, name, accumulation
+):
+    shape = measured(build(context, name))
+    for size in (1, 2, 4, 8):
+        layout = layout_of(accumulation=accumulation, pipeline_model_parallel_size=size)
+        held, kept = shape.layers.held(size, 1), shape.layers.fullest_stages(size)
+        activations = [activation_memory(shape, layout, stage).total for stage in range(size)]
+        for stage in range(size):
+            assert any(
+                held[stage] <= held[one] and activations[stage] <= activations[one] for one in kept
+            ), (size, stage)
+
+
 def test_hierarchical_partitioning_gathers_inside_a_node(shape):
     """One global gather a step; the other three micro-batches gather from the node's copy."""
     number = 4 * shape.layers.total
