@@ -26,6 +26,7 @@ MODULATED = [
     " condition: {kind: labels, num_classes: 10, modulation: class_and_row}}",
     "model.qk_norm=true",
 ]
+MIDDLE = "parallel.pipeline_model_parallel_size=3"
 VOCABULARY = "objective.vocabulary_size=4096"
 ZERO, AVERAGE = "parallel.zero_stage=", "optimizer.ema_decay=0.9"
 # Of shards, so that no tokenizer is opened.
@@ -80,6 +81,8 @@ def test_planned_states_and_activations(
     [
         ("igpt", [TENSOR, "parallel.sequence_parallel=true", FULL]),
         ("igpt", ["parallel.pipeline_model_parallel_size=2"]),
+        # The second stage receives and sends, and has as many micro-batches in flight as the first.
+        ("igpt", [MIDDLE, "model.num_layers=3", "training.micro_batch_size=4"]),
         # The gradient of the logits is most of the peak.
         ("igpt", [HALF, ZERO + "1", "parallel.pipeline_model_parallel_size=2", VOCABULARY]),
         ("igpt", [HALF, ZERO + "1", TENSOR, VOCABULARY]),
@@ -88,8 +91,9 @@ def test_planned_states_and_activations(
 def test_planned_peak_memory(run_job: Any, name: str, words: list[str]) -> None:
     path, words = str(PRESETS / name / "demo.yaml"), [*SMALL, ZERO + "0", *words]
     (shape,) = run_job(measure_shape, 1, path, words)
-    layout = Layout.of(read(path, words), 2)
-    for rank, found in enumerate(run_job(peak_memory, 2, path, words)):
+    num_processes = 3 if MIDDLE in words else 2
+    layout = Layout.of(read(path, words), num_processes)
+    for rank, found in enumerate(run_job(peak_memory, num_processes, path, words)):
         stage = rank if layout.pipeline > 1 else 0
         assert activation_memory(shape, layout, stage).total == pytest.approx(found, rel=0.1)
 
