@@ -27,6 +27,7 @@ from megavis.data.codecs.jpeg import decode_png, split
 from megavis.data.codecs.label_maps import TargetKind, nearest
 from megavis.data.format.files import write_atomically
 from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.labels import check_first_images
 from megavis.data.loading.loader import evaluation_batches
 from megavis.evaluation.classes import class_accuracies, fit_classifier
 from megavis.evaluation.images.feature_networks import FeatureNetwork, open_network
@@ -267,6 +268,7 @@ def evaluate_reconstruction(args: argparse.Namespace) -> int:
             raise UserError(f"{opened.config.objective.name} does not reconstruct images")
         dataset = open_held_out(opened, args.images, option="--images")
         count = min(args.num_images, len(dataset))
+        check_first_images(dataset, count)
         scores = PairScores(open_perceptual(args.perceptual_weights, args.lpips_weights))
         distances = None
         if args.inception is not None or args.network is not None:

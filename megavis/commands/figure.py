@@ -35,6 +35,7 @@ from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.config.papers import FigureSpec, paper_figures
 from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.labels import check_first_images
 from megavis.data.loading.leakage import check_no_overlap, training_shards
 from megavis.data.loading.loader import read_round_robin
 from megavis.evaluation import classes, figures
@@ -192,6 +193,8 @@ def _neighbor_scores(
     held_out = open_held_out(opened, args.images, option="--images")
     train = open_shards(opened, opened.config.data.train_sources[0].path)
     check_no_overlap(held_out, [train, *training_shards(opened.config)])
+    check_first_images(train, args.train_images)
+    check_first_images(held_out, args.num_images)
     cache = feature_cache(opened, args)
     fresh = network_of(opened, cache, seed=opened.config.seed)
     pairs = [

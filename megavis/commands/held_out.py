@@ -11,6 +11,7 @@ from megavis.commands.opening import job_closed, open_held_out, open_run, open_s
 from megavis.composition.classification import classifier_of
 from megavis.config.errors import UserError
 from megavis.data.loading.dataset import Subset, halves, shuffled
+from megavis.data.loading.labels import check_first_images
 from megavis.data.loading.leakage import check_no_overlap, training_shards
 from megavis.evaluation.classes import ClassProbabilities, average, predict_classes
 from megavis.evaluation.likelihood import measure_likelihood
@@ -26,6 +27,7 @@ def measure(args: argparse.Namespace) -> int:
         )
         images = open_held_out(opened, args.images, option="--images")
         check_no_overlap(images, list(training_shards(opened.config)))
+        check_first_images(images, args.num_images)
         result = measure_likelihood(
             opened.config.name,
             opened.step,

@@ -15,6 +15,7 @@ import numpy as np
 
 from megavis.config.errors import UserError
 from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.labels import check_first_images
 from megavis.data.loading.leakage import Shards, check_no_overlap
 from megavis.evaluation.features import LabelledFeatures, pixel_features
 from megavis.evaluation.few_labels import score_low_data
@@ -52,8 +53,8 @@ class ProbeData:
             are too large to compare.
 
     Raises:
-        UserError: the sets number their classes differently, or the validation images were trained
-            on.
+        UserError: the sets number their classes differently, the validation images were trained
+            on, or the first images of a set have few of its classes.
     """
 
     train: ShardDataset
@@ -72,6 +73,8 @@ class ProbeData:
                     f"{other.directory} numbers its classes differently from"
                     f" {self.train.directory}: write its shards with --classes-from"
                 )
+        check_first_images(self.train, self.num_train)
+        check_first_images(self.validation, self.num_validation)
         fitted = [self.train] if self.selection is None else [self.train, self.selection]
         equal = check_no_overlap(self.validation, [*fitted, *self.trained_on])
         object.__setattr__(self, "num_equal", equal)

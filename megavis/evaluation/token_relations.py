@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from megavis.composition.model import Model, model_of
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
-from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.dataset import ShardDataset, shuffled
 from megavis.data.loading.loader import evaluation_batches
 from megavis.evaluation.figures import FigureInput, RenderedFigure, Row
 from megavis.model.attention import projected_heads
@@ -205,7 +205,7 @@ class Correlations:
 
     Attributes:
         within: in the same image.
-        between: in an image and the next one.
+        between: in an image and another one.
     """
 
     within: Tensor
@@ -220,18 +220,31 @@ class Correlations:
 def measure_correlations(
     inference: Inference, objective: Any, dataset: ShardDataset, *, num_images: int
 ) -> Correlations:
-    """Correlate the tokens of held-out images, in pairs from the same batch."""
-    sums: list[Tensor] = []
+    """Correlate the tokens of each held-out image, and of it and the next one in random order.
+
+    Raises:
+        UserError: there are fewer than two images.
+    """
     limit = min(num_images, len(dataset))
-    for batch in evaluation_batches(dataset, batch_size=_BATCH_SIZE, limit=limit):
+    if limit < 2:
+        raise UserError(
+            "--num-images must be at least 2, and so must be the held-out images: tokens are also"
+            " correlated between two images"
+        )
+    within = between = torch.zeros(())
+    last: Tensor | None = None
+    # Neighbours in a folder sorted by class are not "two random images".
+    images = shuffled(dataset)
+    for batch in evaluation_batches(images, batch_size=_BATCH_SIZE, limit=limit):
         inputs = objective.backbone.feature_inputs(batch.to(inference.context.device))
         tokens = last_tokens(inference, inputs)
         side = math.isqrt(tokens.shape[1])
         cells = tokens[:, -(side**2) :]
-        parts = torch.stack([correlation(cells, cells), correlation(cells, cells.roll(-1, 0))])
-        sums = [parts * len(batch) if not sums else sums[0] + parts * len(batch)]
-    within, between = (sums[0] / limit).cpu()
-    return Correlations(within, between)
+        within = within + len(cells) * correlation(cells, cells).cpu()
+        chain = cells if last is None else torch.cat([last, cells])
+        between = between + (len(chain) - 1) * correlation(chain[:-1], chain[1:]).cpu()
+        last = cells[-1:]
+    return Correlations(within / limit, between / (limit - 1))
 
 
 def last_tokens(inference: Inference, inputs: tuple[Tensor, ...]) -> Tensor:

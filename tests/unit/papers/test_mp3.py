@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from small_batches import batch_of, photographs, run_layers
@@ -9,6 +10,8 @@ from tiny import tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megavis.config.errors import UserError
+from megavis.evaluation import token_relations
+from megavis.evaluation.token_relations import last_tokens, measure_correlations
 from megavis.grammar.same_run import source_differences
 from megavis.model.flops import forward_flops
 from megavis.papers.mp3.place_figures import Places
@@ -44,6 +47,36 @@ def test_predictions_are_permutation_equivariant(make, class_token):
     permuted = objective.outputs(inference.predictions(moved))
     torch.testing.assert_close(permuted, plain[:, order], rtol=1e-5, atol=1e-5)
     assert not torch.allclose(plain[:, 0], plain[:, 1], atol=1e-2)
+
+
+def test_correlations_are_means_over_images_and_over_pairs_of_neighbours(make, monkeypatch):
+    """Also if the last batch has a single image."""
+    objective, inference = make()
+    images = draw_images(5)
+    tokens = last_tokens(inference, objective.feature_inputs(batch_of(images)))
+
+    def batches(dataset, *, batch_size, limit):
+        assert dataset == ["in random order"]
+        return (batch_of(images[start : start + 4]) for start in (0, 4))
+
+    monkeypatch.setattr(token_relations, "evaluation_batches", batches)
+    monkeypatch.setattr(token_relations, "shuffled", lambda dataset: ["in random order"])
+    found = measure_correlations(inference, objective, range(9), num_images=5)
+    for pairs, mean in (
+        ([(number, number) for number in range(5)], found.within),
+        ([(number, number + 1) for number in range(4)], found.between),
+    ):
+        both = [
+            np.corrcoef(tokens[one, -16:], tokens[other, -16:])[:16, 16:] for one, other in pairs
+        ]
+        np.testing.assert_allclose(mean.numpy(), np.mean(both, axis=0), atol=1e-5)
+    assert float(found.between.max()) < 0.999
+
+
+def test_a_single_image_has_no_correlation_with_another(make):
+    objective, inference = make()
+    with pytest.raises(UserError, match="--num-images must be at least 2"):
+        measure_correlations(inference, objective, range(9), num_images=1)
 
 
 def test_no_masking_equals_full_attention(make):
