@@ -10,6 +10,7 @@ from megavis.composition.trainable import StartingWeights, Trainable
 from megavis.config.errors import UserError, blame
 from megavis.config.schema import RunConfig
 from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.labels import check_first_images
 from megavis.parallel.context import ParallelContext
 from megavis.training.callbacks.validation import EarlyStopping
 from megavis.training.engine import Engine
@@ -37,12 +38,16 @@ class Pretraining:
         """Open the run that an encoder starts from, if any.
 
         Raises:
-            UserError: it does not fit, or early stopping needs an accuracy that is not measured.
+            UserError: it does not fit, the first validation images are not like the others, or
+                early stopping needs an accuracy that is not measured.
         """
         encoder, patience = None, config.training.patience
         if objective.pretrained_key is not None:
             with blame(objective.pretrained_key):
                 encoder = objective.pretrained()
+        if validation is not None and config.training.validate_every:
+            with blame("training.validation_images"):
+                check_first_images(validation, config.training.validation_images)
         if patience and not objective.measures_accuracy:
             text = f"{config.objective.name} measures no accuracy in pre-training; set it to 0"
             raise UserError(text, key="training.patience")

@@ -10,6 +10,7 @@ import pytest
 
 from megavis.config.errors import UserError
 from megavis.data.loading.labels import check_classes, check_first_images, check_labels
+from megavis.training.pretraining import Pretraining
 
 pytestmark = pytest.mark.once
 
@@ -81,3 +82,19 @@ def test_first_images_of_a_sorted_folder_are_refused(num_classes):
         check_first_images(few, 5000)
     check_first_images(few, 20_000)
     check_first_images(few, 19_000)
+
+
+def test_pretraining_is_not_validated_on_a_few_classes():
+    objective = SimpleNamespace(pretrained_key=None, measures_accuracy=False)
+    validation = Labelled(np.arange(1000) // 100)
+
+    def open_with(**keys):
+        training = SimpleNamespace(
+            **{"patience": 0, "validate_every": 10, "validation_images": 256, **keys}
+        )
+        return Pretraining.open(SimpleNamespace(training=training), objective, validation)
+
+    with pytest.raises(UserError, match="training.validation_images: .* 3 classes, all 1,000 have"):
+        open_with()
+    assert open_with(validation_images=900).validation is validation
+    assert open_with(validate_every=0).validation is validation
