@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megavis.commands.opening import job_closed, open_held_out, open_run
+from megavis.commands.opening import first_images, job_closed, open_held_out, open_run
 from megavis.commands.options.shared import chosen_options, refuse_options, spelled
 from megavis.config.errors import UserError
 from megavis.config.load import exported_names
@@ -27,7 +27,6 @@ from megavis.data.codecs.jpeg import decode_png, split
 from megavis.data.codecs.label_maps import TargetKind, nearest
 from megavis.data.format.files import write_atomically
 from megavis.data.loading.dataset import ShardDataset
-from megavis.data.loading.labels import check_first_images
 from megavis.data.loading.loader import evaluation_batches
 from megavis.evaluation.classes import class_accuracies, fit_classifier
 from megavis.evaluation.images.feature_networks import FeatureNetwork, open_network
@@ -268,13 +267,13 @@ def evaluate_reconstruction(args: argparse.Namespace) -> int:
             raise UserError(f"{opened.config.objective.name} does not reconstruct images")
         dataset = open_held_out(opened, args.images, option="--images")
         count = min(args.num_images, len(dataset))
-        check_first_images(dataset, count)
+        images = first_images(opened, dataset, count)
         scores = PairScores(open_perceptual(args.perceptual_weights, args.lpips_weights))
         distances = None
         if args.inception is not None or args.network is not None:
             network = open_network(args.inception, args.network, opened.context.device)
             distances = Distances(network, num_images=count)
-        for pair in reconstructions(opened.inference, opened.objective, dataset, num_images=count):
+        for pair in reconstructions(opened.inference, opened.objective, images, num_images=count):
             scores.add(*pair)
             if distances is not None:
                 distances.add(*pair)

@@ -22,6 +22,7 @@ from megavis.checkpoint.format.folder import latest_checkpoint, saved_steps, ste
 from megavis.commands.evaluate import device_of
 from megavis.commands.opening import (
     feature_cache,
+    first_images,
     job_closed,
     network_of,
     open_held_out,
@@ -221,7 +222,8 @@ class CheckpointMeasures:
 
     def _loss(self) -> Mapping[str, float]:
         opened, limit = self.opened, self.args.validation_images
-        loss = mean_loss(opened.inference, opened.objective, self._validation, limit=limit)
+        images = first_images(opened, self._validation, limit)
+        loss = mean_loss(opened.inference, opened.objective, images, limit=limit)
         return {"validation_loss": loss}
 
     def _probe(self) -> Mapping[str, float]:

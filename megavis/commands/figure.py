@@ -18,6 +18,7 @@ from megavis.checkpoint.format.folder import saved_steps
 from megavis.commands.opening import (
     feature_cache,
     feature_job,
+    first_images,
     job_closed,
     network_of,
     open_held_out,
@@ -35,7 +36,6 @@ from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.config.papers import FigureSpec, paper_figures
 from megavis.data.loading.dataset import ShardDataset
-from megavis.data.loading.labels import check_first_images
 from megavis.data.loading.leakage import check_no_overlap, training_shards
 from megavis.data.loading.loader import read_round_robin
 from megavis.evaluation import classes, figures
@@ -193,14 +193,16 @@ def _neighbor_scores(
     held_out = open_held_out(opened, args.images, option="--images")
     train = open_shards(opened, opened.config.data.train_sources[0].path)
     check_no_overlap(held_out, [train, *training_shards(opened.config)])
-    check_first_images(train, args.train_images)
-    check_first_images(held_out, args.num_images)
     cache = feature_cache(opened, args)
     fresh = network_of(opened, cache, seed=opened.config.seed)
     pairs = [
         (
-            network.features(train, limit=args.train_images),
-            network.features(held_out, limit=args.num_images),
+            network.features(
+                first_images(opened, train, args.train_images), limit=args.train_images
+            ),
+            network.features(
+                first_images(opened, held_out, args.num_images), limit=args.num_images
+            ),
         )
         for network in (network_of(opened, cache), fresh)
     ]

@@ -7,11 +7,10 @@ import sys
 from pathlib import Path
 
 from megavis.checkpoint.format.folder import finetuned_step
-from megavis.commands.opening import job_closed, open_held_out, open_run, open_shards
+from megavis.commands.opening import first_images, job_closed, open_held_out, open_run, open_shards
 from megavis.composition.classification import classifier_of
 from megavis.config.errors import UserError
 from megavis.data.loading.dataset import Subset, halves, shuffled
-from megavis.data.loading.labels import check_first_images
 from megavis.data.loading.leakage import check_no_overlap, training_shards
 from megavis.evaluation.classes import ClassProbabilities, average, predict_classes
 from megavis.evaluation.likelihood import measure_likelihood
@@ -27,13 +26,12 @@ def measure(args: argparse.Namespace) -> int:
         )
         images = open_held_out(opened, args.images, option="--images")
         check_no_overlap(images, list(training_shards(opened.config)))
-        check_first_images(images, args.num_images)
         result = measure_likelihood(
             opened.config.name,
             opened.step,
             opened.inference,
             opened.objective,
-            images,
+            first_images(opened, images, args.num_images),
             limit=args.num_images,
         )
     out = args.out or opened.folder / "evaluation" / "likelihood.json"

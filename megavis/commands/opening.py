@@ -19,7 +19,7 @@ from megavis.commands.options.shared import refuse_options
 from megavis.commands.terminal import quietly
 from megavis.config.errors import UserError
 from megavis.data.codecs.transforms import evaluation_transform
-from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.dataset import ShardDataset, Subset, representative
 from megavis.data.loading.leakage import training_shards
 from megavis.evaluation.features import (
     FOLDER,
@@ -77,7 +77,10 @@ def network_identity(opened: Run, *, seed: int | None = None) -> Mapping[str, An
 
 
 def open_shards(opened: Run, folder: str) -> ShardDataset:
-    """Open images for evaluation in the form that the run reads, which they must fit."""
+    """Open images for evaluation in the form that the run reads, which they must fit.
+
+    If only the first of them are used, see `first_images`.
+    """
     data = opened.config.data
     # Use the run's own copy: the config's file may be gone.
     palette = opened.palette if data.palette else None
@@ -95,6 +98,12 @@ def open_shards(opened: Run, folder: str) -> ShardDataset:
     return dataset
 
 
+def first_images(opened: Run, dataset: ShardDataset, count: int | None) -> ShardDataset | Subset:
+    """Return a data set whose first `count` images can stand for it; says if they are drawn."""
+    note = sys.stderr.write if opened.context.is_main else str
+    return representative(dataset, count, note=note)
+
+
 def open_held_out(opened: Run, folder: str | None, *, option: str) -> ShardDataset:
     """Open the shards named by an option, or else the run's `data.validation`."""
     folder = folder or opened.config.data.validation
@@ -109,9 +118,10 @@ def probe_data(opened: Run, args: argparse.Namespace) -> ProbeData:
     if not isinstance(train, str):
         raise UserError("the run trained on several shard folders; name one with --train")
     train_data = open_shards(opened, train)
+    validation = open_held_out(opened, args.validation, option="--validation")
     return ProbeData(
-        train_data,
-        open_held_out(opened, args.validation, option="--validation"),
+        first_images(opened, train_data, args.train_images),
+        first_images(opened, validation, args.validation_images),
         palette=opened.palette if train_data.manifest.kind == "palette" else None,
         num_train=args.train_images,
         num_validation=args.validation_images,

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from megavis.commands.opening import (
     feature_cache,
     feature_job,
+    first_images,
     network_of,
     open_run,
     open_shards,
@@ -238,7 +239,7 @@ def _open(
     if examples is not None and selection is not None:
         examples = num_fitted(examples)
     return ProbeData(
-        train,
+        first_images(opened, train, examples),
         open_shards(opened, folders.test),
         palette=opened.palette if train.manifest.kind == "palette" else None,
         num_train=examples,

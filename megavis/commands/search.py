@@ -14,7 +14,14 @@ from typing import Any
 
 from megavis.commands.config import load_user_config
 from megavis.commands.figure import save_figure
-from megavis.commands.opening import feature_cache, job_closed, network_of, open_run, open_shards
+from megavis.commands.opening import (
+    feature_cache,
+    first_images,
+    job_closed,
+    network_of,
+    open_run,
+    open_shards,
+)
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
 from megavis.evaluation.probe import ProbeData, ProbeSettings, score_best_layer
@@ -153,6 +160,7 @@ def _probe(opened: Run, args: argparse.Namespace) -> float:
     train, validation = (
         open_shards(opened, folder) for folder in (config.train_sources[0].path, config.validation)
     )
-    data = ProbeData(train, validation, num_train=args.train_images)
+    first = first_images(opened, train, args.train_images)
+    data = ProbeData(first, validation, num_train=args.train_images)
     features = data.features(network_of(opened, feature_cache(opened, args)))
     return score_best_layer(features, data, ProbeSettings()).accuracy

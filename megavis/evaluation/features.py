@@ -33,7 +33,7 @@ from megavis.config.errors import UserError
 from megavis.config.schema import RunConfig
 from megavis.data.format.files import write_atomically
 from megavis.data.loading.blended_dataset import Samples
-from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.dataset import ShardDataset, Subset
 from megavis.data.loading.loader import Batch, evaluation_batches
 from megavis.tokenizers.palette import Palette
 
@@ -100,7 +100,7 @@ def view_of(batch: Batch, number: int, dataset: Samples) -> Batch:
 
 
 def pixel_features(
-    dataset: ShardDataset,
+    dataset: Samples,
     *,
     palette: Palette | None = None,
     limit: int | None = None,
@@ -124,7 +124,7 @@ def pixel_features(
     return LabelledFeatures(np.concatenate(pixels)[None], np.concatenate(labels)).labelled
 
 
-def _quantities(inputs: np.ndarray, dataset: ShardDataset, palette: Palette | None) -> np.ndarray:
+def _quantities(inputs: np.ndarray, dataset: Samples, palette: Palette | None) -> np.ndarray:
     kind = dataset.manifest.kind
     if kind == "palette":
         assert palette is not None
@@ -237,8 +237,11 @@ def identity_of_network(
     }
 
 
-def identity_of_data(dataset: ShardDataset) -> Key:
+def identity_of_data(dataset: ShardDataset | Subset) -> Key:
     """Return everything that the images and labels of a data set depend on."""
+    if isinstance(dataset, Subset):
+        chosen = hashlib.sha256(dataset.indices.astype("<i8").tobytes()).hexdigest()
+        return {**identity_of_data(dataset.dataset), "chosen": chosen}
     digest = hashlib.sha256()
     for shard in dataset.manifest.shards:
         # Labels are in the index.

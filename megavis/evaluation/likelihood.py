@@ -8,7 +8,7 @@ import torch
 
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
-from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.blended_dataset import Samples
 from megavis.data.loading.loader import evaluation_batches
 from megavis.evaluation.results import LikelihoodResult
 from megavis.model.inference import Inference
@@ -19,7 +19,7 @@ def measure_likelihood(
     step: int,
     inference: Inference,
     objective: Trainable,
-    dataset: ShardDataset,
+    dataset: Samples,
     *,
     limit: int | None = None,
 ) -> LikelihoodResult:
@@ -61,7 +61,7 @@ def measure_likelihood(
 def mean_loss(
     inference: Inference,
     objective: Trainable,
-    dataset: ShardDataset,
+    dataset: Samples,
     *,
     limit: int | None = None,
     batch_size: int = 64,

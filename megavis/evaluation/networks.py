@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megavis.composition.trainable import Trainable
-from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.dataset import ShardDataset, Subset
 from megavis.data.loading.loader import round_robin_batches
 from megavis.evaluation.features import FeatureCache, LabelledFeatures, identity_of_data, view_of
 from megavis.model.inference import Inference
@@ -65,7 +65,7 @@ class Network:
         return NUM_VIEWS if self.objective.backbone.has_random_features else 1
 
     def features(
-        self, dataset: ShardDataset, *, limit: int | None = None, num_views: int = 1
+        self, dataset: ShardDataset | Subset, *, limit: int | None = None, num_views: int = 1
     ) -> LabelledFeatures:
         """Return f^l = mean over tokens of n^l for l = 0 .. L (iGPT, section 2.4).
 
@@ -84,7 +84,7 @@ class Network:
         views = tuple(view.layers for view in further)
         return LabelledFeatures(first.layers, first.labels, views).labelled
 
-    def _view(self, dataset: ShardDataset, number: int, count: int) -> LabelledFeatures:
+    def _view(self, dataset: ShardDataset | Subset, number: int, count: int) -> LabelledFeatures:
         """Return the features of one view from the cache, computing them if needed."""
         cache = self.cache
         if cache is None:
@@ -105,7 +105,7 @@ class Network:
 def extract(
     inference: Inference,
     objective: Trainable,
-    dataset: ShardDataset,
+    dataset: ShardDataset | Subset,
     *,
     num_images: int,
     view: int = 0,

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megavis.config.errors import UserError
-from megavis.data.loading.dataset import ShardDataset
-from megavis.data.loading.labels import check_first_images
+from megavis.data.loading.dataset import ShardDataset, Subset
 from megavis.data.loading.leakage import Shards, check_no_overlap
 from megavis.evaluation.features import LabelledFeatures, pixel_features
 from megavis.evaluation.few_labels import score_low_data
@@ -53,16 +52,16 @@ class ProbeData:
             are too large to compare.
 
     Raises:
-        UserError: the sets number their classes differently, the validation images were trained
-            on, or the first images of a set have few of its classes.
+        UserError: the sets number their classes differently, or the validation images were trained
+            on.
     """
 
-    train: ShardDataset
-    validation: ShardDataset
+    train: ShardDataset | Subset
+    validation: ShardDataset | Subset
     palette: Palette | None = None
     num_train: int | None = None
     num_validation: int | None = None
-    selection: ShardDataset | None = None
+    selection: ShardDataset | Subset | None = None
     trained_on: Sequence[Shards] = ()
     num_equal: int | None = field(init=False)
 
@@ -73,8 +72,6 @@ class ProbeData:
                     f"{other.directory} numbers its classes differently from"
                     f" {self.train.directory}: write its shards with --classes-from"
                 )
-        check_first_images(self.train, self.num_train)
-        check_first_images(self.validation, self.num_validation)
         fitted = [self.train] if self.selection is None else [self.train, self.selection]
         equal = check_no_overlap(self.validation, [*fitted, *self.trained_on])
         object.__setattr__(self, "num_equal", equal)
@@ -82,7 +79,7 @@ class ProbeData:
     def pixels(self) -> Pair:
         """Return the pixels of the training images, with `selection` last, and of validation."""
 
-        def read(dataset: ShardDataset, limit: int | None) -> LabelledFeatures:
+        def read(dataset: ShardDataset | Subset, limit: int | None) -> LabelledFeatures:
             return pixel_features(dataset, palette=self.palette, limit=limit)
 
         return self._fitted(read), read(self.validation, self.num_validation)
@@ -93,7 +90,7 @@ class ProbeData:
         Collective over all processes of a job; only the main one gets the features.
         """
 
-        def read(dataset: ShardDataset, limit: int | None) -> LabelledFeatures:
+        def read(dataset: ShardDataset | Subset, limit: int | None) -> LabelledFeatures:
             return network.features(dataset, limit=limit)
 
         validation = network.features(
@@ -122,7 +119,7 @@ class ProbeData:
         return HeldOutSplit(fitted, held_out)
 
     def _fitted(
-        self, read: Callable[[ShardDataset, int | None], LabelledFeatures]
+        self, read: Callable[[ShardDataset | Subset, int | None], LabelledFeatures]
     ) -> LabelledFeatures:
         train = read(self.train, self.num_train)
         return train if self.selection is None else train.followed_by(read(self.selection, None))
@@ -278,7 +275,7 @@ def score_checkpoint(
     data: ProbeData,
     settings: ProbeSettings,
     *,
-    loss_images: ShardDataset,
+    loss_images: ShardDataset | Subset,
     num_loss_images: int | None = None,
 ) -> CheckpointScore:
     """Return the loss on the first `loss_images`, and the accuracy of the best layer's probe.

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from megavis.composition.model import Model, model_of
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
-from megavis.data.loading.dataset import ShardDataset, shuffled
+from megavis.data.loading.dataset import ShardDataset, representative, shuffled
 from megavis.data.loading.loader import evaluation_batches
 from megavis.evaluation.figures import FigureInput, RenderedFigure, Row
 from megavis.model.attention import projected_heads
@@ -61,7 +61,8 @@ def measure_attention(
     _check_visibility(model)
     total: AttentionMaps | None = None
     limit = min(num_images, len(dataset))
-    for batch in evaluation_batches(dataset, batch_size=_MAPS_PER_BATCH, limit=limit):
+    images = representative(dataset, limit)
+    for batch in evaluation_batches(images, batch_size=_MAPS_PER_BATCH, limit=limit):
         inputs = model.feature_inputs(batch.to(inference.context.device))
         found = [_sums(weights) for weights in attention_weights(inference, inputs)]
         maps, entropies = (torch.stack(parts) for parts in zip(*found, strict=True))

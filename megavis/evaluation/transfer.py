@@ -67,8 +67,7 @@ def first_examples(
 ) -> tuple[LabelledFeatures, HeldOutSplit]:
     """Return the first `examples` training images and their split; held-out ones come last.
 
-    Shards are shuffled when they are written, so the first images are a random draw, the same for
-    all runs that are compared.
+    The first images are a random draw (`representative`), the same for all runs that are compared.
 
     Raises:
         UserError: there are fewer images, or fewer than two classes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 from megavis.checkpoint.format.folder import early_stopping_file, saved_steps
@@ -9,8 +10,7 @@ from megavis.checkpoint.state.restore import start_encoder
 from megavis.composition.trainable import StartingWeights, Trainable
 from megavis.config.errors import UserError, blame
 from megavis.config.schema import RunConfig
-from megavis.data.loading.dataset import ShardDataset
-from megavis.data.loading.labels import check_first_images
+from megavis.data.loading.dataset import ShardDataset, Subset, representative
 from megavis.parallel.context import ParallelContext
 from megavis.training.callbacks.validation import EarlyStopping
 from megavis.training.engine import Engine
@@ -27,7 +27,7 @@ class Pretraining:
     """
 
     config: RunConfig
-    validation: ShardDataset | None
+    validation: ShardDataset | Subset | None
     encoder: StartingWeights | None
     stopping: EarlyStopping | None
 
@@ -38,20 +38,20 @@ class Pretraining:
         """Open the run that an encoder starts from, if any.
 
         Raises:
-            UserError: it does not fit, the first validation images are not like the others, or
-                early stopping needs an accuracy that is not measured.
+            UserError: it does not fit, or early stopping needs an accuracy that is not measured.
         """
         encoder, patience = None, config.training.patience
         if objective.pretrained_key is not None:
             with blame(objective.pretrained_key):
                 encoder = objective.pretrained()
-        if validation is not None and config.training.validate_every:
-            with blame("training.validation_images"):
-                check_first_images(validation, config.training.validation_images)
         if patience and not objective.measures_accuracy:
             text = f"{config.objective.name} measures no accuracy in pre-training; set it to 0"
             raise UserError(text, key="training.patience")
-        return cls(config, validation, encoder, EarlyStopping(patience) if patience else None)
+        images: ShardDataset | Subset | None = None
+        if validation is not None:
+            note = sys.stderr.write if objective.context.is_main else str
+            images = representative(validation, config.training.validation_images, note=note)
+        return cls(config, images, encoder, EarlyStopping(patience) if patience else None)
 
     def resume(self, step: int, context: ParallelContext) -> None:
         """Restore the state after `step` steps."""

@@ -34,6 +34,8 @@ from megavis.parallel.limits import allow_open_files, most_open_maps
 
 _NOTHING = np.empty(0, np.uint8)
 _WRONG_LENGTH = "wrong length"
+_FEWER = 0.6
+"""Share of the classes expected among random images below which the first ones are not random."""
 
 
 class ShardDataset:
@@ -449,6 +451,35 @@ def shuffled(dataset: ShardDataset) -> Subset:
 
     draws = uniform(torch.arange(len(dataset)), 1, seed=0, purpose="subset")[:, 0]
     return Subset(dataset, draws.argsort(stable=True).numpy())
+
+
+def representative(
+    dataset: ShardDataset, count: int | None, *, note: Callable[[str], Any] = str
+) -> ShardDataset | Subset:
+    """Return a data set whose first `count` images can stand for all of `dataset`.
+
+    `dataset` itself, whose first images are the quickest to read, unless it is sorted by class,
+    as shards of others may be: then its first images belong to a few classes, and `count` images
+    are drawn at random instead.
+
+    Args:
+        count: number of images; None for all.
+        note: called with a line of text if images are drawn.
+    """
+    if count is None or count >= len(dataset):
+        return dataset
+    labels = dataset.labels
+    numbers = np.bincount(labels[labels >= 0])
+    # A class to which a random image belongs with probability p is missing with (1 - p)^count.
+    expected = (1.0 - (1.0 - numbers / len(dataset)) ** count).sum()
+    first = labels[:count]
+    if len(np.unique(first[first >= 0])) >= _FEWER * expected:
+        return dataset
+    note(
+        f"{dataset.directory} is sorted by class: {count:,} of its {len(dataset):,} images are"
+        " drawn at random instead of the first ones\n"
+    )
+    return Subset(dataset, shuffled(dataset).indices[:count])
 
 
 def halves(dataset: ShardDataset) -> tuple[Subset, Subset]:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
 from megavis.config.errors import UserError, counted
 from megavis.data.loading.blended_dataset import Samples
 
 _ADVICE = "write its shards with --classes-from, the folder of data.train"
-_FEW = 0.6
-"""Share of the classes expected in a random subset below which a subset is not a random one."""
 
 
 def check_labels(key: str, dataset: Samples) -> None:
@@ -21,32 +17,6 @@ def check_labels(key: str, dataset: Samples) -> None:
         found = counted(missing, "image")
         text = f"{dataset.directory} holds {found} without a label, of {len(dataset)} in all"
         raise UserError(text, key=key)
-
-
-def check_first_images(dataset: Samples, limit: int | None) -> None:
-    """Check that the first images can stand for a labelled data set.
-
-    In a folder sorted by class they belong to a few classes, and accuracies mean nothing.
-
-    Args:
-        limit: number of images that are used, from the first; None for all.
-
-    Raises:
-        UserError: they have far fewer classes than as many images in random order would have.
-    """
-    if limit is None or limit >= len(dataset):
-        return
-    labels = dataset.labels
-    counts = np.bincount(labels[labels >= 0])
-    # A class of which a random image is one with probability p is missing with (1 - p)^limit.
-    expected = (1.0 - (1.0 - counts / len(dataset)) ** limit).sum()
-    found = len(np.unique(labels[:limit][labels[:limit] >= 0]))
-    if found < _FEW * expected:
-        raise UserError(
-            f"{dataset.directory} is sorted by class: its first {limit:,} images have"
-            f" {counted(found, 'class', 'classes')}, all {len(dataset):,} have"
-            f" {np.count_nonzero(counts):,}; use more of them, or write the shards in random order"
-        )
 
 
 def check_classes(

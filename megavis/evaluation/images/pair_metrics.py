@@ -32,7 +32,7 @@ from megavis.config.errors import UserError
 from megavis.data.codecs.label_maps import UNITS_A_METRE, to_numbers
 from megavis.data.format.files import sha256_of_file
 from megavis.data.format.manifest import MANIFEST_NAME
-from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.blended_dataset import Samples
 from megavis.data.loading.loader import evaluation_batches
 from megavis.evaluation.images.feature_networks import FeatureNetwork
 from megavis.evaluation.images.generation import FeatureCollector, compare
@@ -136,7 +136,7 @@ def _pixels(images: Tensor) -> Tensor:
 
 
 def reconstructions(
-    inference: Inference, objective: Trainable, dataset: ShardDataset, *, num_images: int
+    inference: Inference, objective: Trainable, dataset: Samples, *, num_images: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the first images and their reconstructions, uint8 `[b, H, W, 3]` each.
 

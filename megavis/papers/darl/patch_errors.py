@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megavis.composition.model import Model, model_of
 from megavis.composition.trainable import Trainable
-from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.dataset import ShardDataset, representative
 from megavis.data.loading.loader import evaluation_batches
 from megavis.evaluation.figures import FigureInput, RenderedFigure, Row
 from megavis.model.inference import Inference
@@ -56,7 +56,8 @@ def measure_patches(
     """
     sums: list[Tensor] = []
     count = min(num_images, len(dataset))
-    for batch in evaluation_batches(dataset, batch_size=_BATCH_SIZE, limit=count):
+    images = representative(dataset, count)
+    for batch in evaluation_batches(images, batch_size=_BATCH_SIZE, limit=count):
         sequence = objective.sequence(batch.to(inference.context.device))
         predictions = inference.predictions(sequence.inputs)
         per_token_loss = objective.token_losses(predictions, sequence.targets).double()

@@ -21,7 +21,7 @@ from megavis.composition.model import Model
 from megavis.composition.tokens import Frames, Patches
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
-from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.dataset import ShardDataset, representative
 from megavis.data.loading.loader import evaluation_batches, read_round_robin
 from megavis.densities.categorical import Place
 from megavis.evaluation.figures import FigureInput, RenderedFigure, plain_axes
@@ -126,7 +126,8 @@ def position_accuracy(
     count = torch.zeros(2, dtype=torch.float64)
     places = objective.num_places
     limit = min(num_images, len(dataset))
-    for batch in evaluation_batches(dataset, batch_size=_BATCH_SIZE, limit=limit):
+    images = representative(dataset, limit)
+    for batch in evaluation_batches(images, batch_size=_BATCH_SIZE, limit=limit):
         batch = batch.to(inference.context.device)
         context = objective.context_of(batch.sample_index, mask_ratio)
         patches = objective.patches_of(batch.inputs)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.dataset import ShardDataset, Subset
 from megavis.evaluation.features import FeatureCache, identity_of_data
 from megavis.evaluation.networks import Network
 
@@ -46,6 +46,19 @@ def test_cached_features_are_reused(network, cache, shard_folders):
     assert counts(cache) == (4, 3)
     assert equal(network.features(train, limit=3, num_views=2), twice)
     assert counts(cache) == (4, 5)
+
+
+def test_images_that_are_drawn_have_features_of_their_own(network, cache, shard_folders):
+    train = ShardDataset(shard_folders / "train")
+    whole = network.features(train)
+    for drawn in ([7, 0, 12], [7, 0, 13]):
+        chosen = np.array(drawn)
+        found, expected = network.features(Subset(train, chosen), limit=3), whole.subset(chosen)
+        np.testing.assert_allclose(found.layers, expected.layers, atol=1e-5)
+        assert found.labels.tolist() == expected.labels.tolist()
+    assert counts(cache) == (3, 0)
+    network.features(Subset(train, np.array([7, 0, 12])), limit=3)
+    assert counts(cache) == (3, 1)
 
 
 def test_larger_entry_replaces_smaller(network, cache, shard_folders):
