@@ -182,7 +182,7 @@ DEMOS = (
             ),
             (
                 "mae_instances_demo/evaluation/detection.png",
-                "The objects of unseen scenes, and those found with a score of at least 0.5",
+                "The objects of unseen scenes, and as many of the best detections and their scores",
             ),
         ),
     ),

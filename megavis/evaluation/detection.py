@@ -40,8 +40,6 @@ _NUMBERS = (
     *("ar1", "ar10", "ar100", "ar_small", "ar_medium", "ar_large"),
 )
 """COCO's twelve metrics, in its order."""
-_SURE = 0.5
-"""Smallest score of detections that are drawn."""
 _INSIDE = 0.5
 """Probability above which a pixel belongs to a mask."""
 
@@ -257,7 +255,7 @@ def plot_examples(
     title: str,
     count: int = 4,
 ) -> Figure:
-    """Draw images with their objects, and with the detections that score at least 0.5.
+    """Draw images with their objects, and with as many detections, the best, and their scores.
 
     Collective over all processes of the job.
     """
@@ -271,34 +269,42 @@ def plot_examples(
     axes = figure.subplots(count, 2, squeeze=False)
     for row, (image, (_, target), each) in enumerate(zip(images, payloads, found, strict=True)):
         annotation = read_objects(target)
-        sure = [place for place, score in enumerate(each.scores.tolist()) if score >= _SURE]
+        objects = annotation["objects"]
+        best = range(min(len(objects), len(each.scores)))
         guesses = [
             {"class": int(each.classes[n]), "box": each.boxes[n].tolist(), "mask": each.masks[n]}
-            for n in sure
+            for n in best
         ]
-        drawn = (annotation["objects"], guesses)
-        for axis, name, objects in zip(axes[row], ("annotated", "found"), drawn, strict=True):
-            _draw(axis, image, objects, class_names)
-            axis.set_title(name if row == 0 else "", fontsize="small")
+        scores = [f" {each.scores[n]:.0%}" for n in best]
+        _draw(axes[row, 0], image, objects, class_names, [""] * len(objects))
+        _draw(axes[row, 1], image, guesses, class_names, scores)
+    for axis, name in zip(axes[0], ("annotated", "found, with scores"), strict=True):
+        axis.set_title(name, fontsize="small")
     figure.suptitle(title, fontsize="medium")
     return figure
 
 
 def _draw(
-    axis: Axes, image: np.ndarray, objects: Sequence[dict[str, Any]], class_names: Sequence[str]
+    axis: Axes,
+    image: np.ndarray,
+    objects: Sequence[dict[str, Any]],
+    class_names: Sequence[str],
+    notes: Sequence[str],
 ) -> None:
+    """Draw an image with objects; notes follow the names of their classes."""
     from matplotlib import colormaps
     from matplotlib.patches import Rectangle
 
     shown_image = image.astype(np.float32) / 255.0
     masks = _masks(image, objects)
-    for place, (each, mask) in enumerate(zip(objects, masks, strict=True)):
+    for place, (each, mask, note) in enumerate(zip(objects, masks, notes, strict=True)):
         tone = np.array(colormaps["tab20"](place % 20)[:3])
         shown_image = np.where(mask[..., None] > 0, 0.5 * shown_image + 0.5 * tone, shown_image)
         left, top, width, height = each["box"]
         axis.add_patch(Rectangle((left, top), width, height, fill=False, edgecolor=tone))
-        axis.text(left, top, class_names[each["class"] - 1], fontsize="x-small", color="white",
-                  backgroundcolor=(*tone, 0.7))  # fmt: skip
+        name = class_names[each["class"] - 1] + note
+        style: dict[str, Any] = {"fontsize": "x-small", "backgroundcolor": (*tone, 0.7)}
+        axis.text(left, top, name, color="white", **style)
     axis.imshow(shown_image)
     axis.axis("off")
 

@@ -1,6 +1,7 @@
 """Average precision against plain loops, and detections in the size of the original."""
 
 import dataclasses
+import json
 import statistics
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from made_results import made
 from pycocotools import mask as coco
 
+from megavis.evaluation import detection
 from megavis.evaluation.detection import Found, _in_original, accuracy_of
 from megavis.evaluation.results import FinetuneResult
 from megavis.reports.results import KNOWN_RESULTS
@@ -17,6 +19,7 @@ from megavis.reports.run_record import metrics_of
 pytestmark = pytest.mark.once
 
 SIZE = (120, 160)
+NAMES = ("ball", "box", "cone")
 THRESHOLDS = [0.5 + 0.05 * step for step in range(10)]
 
 
@@ -170,3 +173,33 @@ def test_detections_return_to_the_original():
     mask = coco.decode({"size": [40, 100], "counts": found.masks[0]})
     rows, columns = np.nonzero(mask)
     assert (rows.min(), rows.max(), columns.min(), columns.max()) == (10, 29, 25, 74)
+
+
+def test_as_many_of_the_best_detections_are_drawn_as_there_are_objects(monkeypatch):
+    random = np.random.default_rng(0)
+    images = [each[1:] for each in scenes() if len(each[1]["objects"]) < len(each[2].scores)][:3]
+    monkeypatch.setattr(
+        detection, "_payload", lambda dataset, place: (place, json.dumps(dataset[place]).encode())
+    )
+    monkeypatch.setattr(
+        detection, "decode_rgb", lambda _: random.integers(0, 255, (*SIZE, 3), dtype=np.uint8)
+    )
+    monkeypatch.setattr(detection, "detect", lambda *_: [found for _, found in images])
+    annotations = [
+        {**each, "objects": [without_pixels(one) for one in each["objects"]]} for each, _ in images
+    ]
+    figure = detection.plot_examples(None, None, annotations, NAMES, title="t")
+    for row, (annotation, found) in enumerate(images):
+        names = [NAMES[each["class"] - 1] for each in annotation["objects"]]
+        assert [text.get_text() for text in figure.axes[2 * row].texts] == names
+        best = [
+            f"{NAMES[label - 1]} {score:.0%}"
+            for label, score in zip(found.classes, found.scores, strict=True)
+        ]
+        drawn = figure.axes[2 * row + 1]
+        assert [text.get_text() for text in drawn.texts] == best[: len(names)]
+        assert len(drawn.patches) == len(names)
+
+
+def without_pixels(annotated):
+    return {key: value for key, value in annotated.items() if key != "pixels"}
