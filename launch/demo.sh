@@ -300,9 +300,9 @@ dense() {
   local run=runs/mae_demo_scenes$tag part
   local segments=yaml_configs/mae/segments_demo.yaml instances=yaml_configs/mae/instances_demo.yaml
   step "draw 6,000 scenes of 64² pixels without labels, and 400 to evaluate on" \
-    python -m data_tools scenes demo/scenes_hard --images 6000 --validation-images 400 --objects 3
+    python -m data_tools scenes demo/scenes_hard --images 6000 --validation-images 400 --objects 3 --wall 3 4.5
   step "draw 100 scenes with labels" \
-    python -m data_tools scenes demo/scenes_few --images 100 --validation-images 2 --objects 3 --seed 7
+    python -m data_tools scenes demo/scenes_few --images 100 --validation-images 2 --objects 3 --wall 3 4.5 --seed 7
   step "write the images without labels" \
     python -m data_tools jpeg demo/scenes_hard/images/train --out demo/scenes_unlabelled
   step "write those with labels" \
