@@ -42,7 +42,7 @@ from megavis.model.dropout import SAMPLES, carries_samples
 from megavis.model.flops import Workload
 from megavis.model.heads import Head
 from megavis.model.modulation import MODULATION
-from megavis.model.parameters import with_decay
+from megavis.model.parameters import set_decay
 from megavis.model.positions import PLACES, carried_names
 from megavis.model.stack import LayerPlan, block_plans, model_flops, stacks_of
 from megavis.model.visibility import VisibilityKind
@@ -242,7 +242,7 @@ class Layers(Backbone):
         # exempts it.
         if role == "front" and decays and self.config.finetune is None:
             assert isinstance(built, nn.Parameter)
-            with_decay(built)
+            set_decay(built, "always")
         return built
 
     def build_embedding(self) -> nn.Module:

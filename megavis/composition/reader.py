@@ -23,7 +23,7 @@ from megavis.model.embeddings import grid_positions, to_stream
 from megavis.model.flops import Workload
 from megavis.model.layer_state import LayerState, PackedState, as_bits
 from megavis.model.modulation import MODULATION
-from megavis.model.parameters import filled, normal, with_decay
+from megavis.model.parameters import filled, normal, set_decay
 from megavis.model.positions import PLACES
 from megavis.model.stack import Bridge, LayerPlan, block_plans
 
@@ -170,7 +170,7 @@ class MaskTokens(Bridge):
         fill, self.num_front = normal(0.02), num_front
         self.mask = filled(above.model.hidden_size, fill=fill)
         if tokens_decay:
-            with_decay(self.mask)
+            set_decay(self.mask, "always")
         self.positions = grid_positions(above, positions, grid, fill=fill)
         self.front_position: nn.Parameter | None = None
         if places_front:

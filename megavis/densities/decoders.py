@@ -36,7 +36,7 @@ from megavis.model.embeddings import LastNorm, ReplicatedLinear, WholeNorm, grid
 from megavis.model.feed_forward import FeedForward
 from megavis.model.heads import Head, predicting
 from megavis.model.layer_state import LayerState, PackedState, from_bits
-from megavis.model.parameters import normal, without_decay
+from megavis.model.parameters import normal, set_decay
 from megavis.model.positions import PLACES, Positions, place_coordinates, sincos
 from megavis.model.sequence_regions import own_rows
 from megavis.model.visibility import AttentionContext, Visibility
@@ -147,7 +147,7 @@ class PatchHead(Head):
             assert self.entry is not None
             assert self.noisy is not None
             for parameter in (*self.entry.parameters(), *self.noisy.parameters()):
-                without_decay(parameter)
+                set_decay(parameter, "never")
             return ModulatedDecoder(width, decoder.num_layers, decoder.outputs, decoder.noise)
         inner = core_of_decoder(self.core, decoder.num_layers, decoder.hidden_size)
         network = PairDecoder if decoder.kind == "transformer" else SumDecoder

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from megavis.densities.noise_levels import NoiseSpec
 from megavis.model.embeddings import ReplicatedLinear
 from megavis.model.modulation import OF_NORM, modulate
-from megavis.model.parameters import normal, without_decay, zeros
+from megavis.model.parameters import normal, set_decay, zeros
 
 FREQUENCIES = 256
 """Sines and cosines that represent a noise level."""
@@ -49,7 +49,7 @@ class ModulatedDecoder(nn.Module):
         self.modulation = ReplicatedLinear(width, OF_NORM * width, zeros)
         self.linear = ReplicatedLinear(width, num_outputs, zeros)
         for parameter in self.parameters():
-            without_decay(parameter)
+            set_decay(parameter, "never")
 
     def forward(self, output: Tensor, noisy: Tensor, gamma: Tensor) -> Tensor:
         """Predict `[b, s, num_outputs]`.

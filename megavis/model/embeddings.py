@@ -21,7 +21,7 @@ from megavis.model.core import Core
 from megavis.model.heads import Head, predicting
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.norms import Norm
-from megavis.model.parameters import Fill, as_embedding, xavier_uniform
+from megavis.model.parameters import Fill, set_decay, xavier_uniform
 from megavis.model.positions import Positions
 from megavis.model.tensor_parallel import gather_tokens
 
@@ -35,7 +35,7 @@ def token_embedding(core: Core, vocabulary_size: int, fill: Fill) -> VocabParall
         config=core.megatron,
         tp_group=core.groups.tp,
     )
-    as_embedding(embedding.weight)
+    set_decay(embedding.weight, "as embedding")
     return embedding
 
 

@@ -25,10 +25,11 @@ from torch import Tensor, nn
 
 from megavis.parallel.context import tensor_rank
 
-_DECAYS, _EMBEDDING = "weight_decay_applies", "is_embedding"
-_OPTIONS, _START = "group_options", "finetuning_start"
+_DECAY, _OPTIONS, _START = "weight_decay_applies", "group_options", "finetuning_start"
 _PARTIAL = "gradient_is_partial"
 
+Decay = Literal["always", "as embedding", "never"]
+"""Weight decay of a parameter: with `as embedding`, only if `optimizer.decay_embeddings` is set."""
 Start = Literal["saved", "fresh", "saved or fresh"]
 """Weights of a parameter when fine-tuning starts from another run: the saved ones, the initial
 ones, or the saved ones if the run has them."""
@@ -56,30 +57,14 @@ class ParamGroupOptions:
         return scaled if self.betas is None else replace(scaled, betas=self.betas)
 
 
-def without_decay(parameter: Tensor) -> None:
-    """Exclude a parameter from weight decay."""
-    setattr(parameter, _DECAYS, False)
+def set_decay(parameter: Tensor, decay: Decay) -> None:
+    """Declare whether weight decay applies to a parameter, whatever its shape."""
+    setattr(parameter, _DECAY, decay)
 
 
-def as_embedding(parameter: Tensor) -> None:
-    """Exclude a parameter from weight decay unless `optimizer.decay_embeddings` is set."""
-    without_decay(parameter)
-    setattr(parameter, _EMBEDDING, True)
-
-
-def is_embedding(parameter: Tensor) -> bool:
-    """Return whether a parameter was declared with `as_embedding`."""
-    return getattr(parameter, _EMBEDDING, False)
-
-
-def with_decay(parameter: Tensor) -> None:
-    """Apply weight decay to a parameter, whatever its shape."""
-    setattr(parameter, _DECAYS, True)
-
-
-def declared_decay(parameter: Tensor) -> bool | None:
-    """Return whether a parameter was declared to decay; None: its shape decides."""
-    return getattr(parameter, _DECAYS, None)
+def decay_of(parameter: Tensor) -> Decay | None:
+    """Return the declared weight decay; None: the shape decides."""
+    return getattr(parameter, _DECAY, None)
 
 
 def add_options(parameters: Iterable[Tensor], options: ParamGroupOptions) -> None:
@@ -135,7 +120,7 @@ def filled(*shape: int, fill: Fill) -> nn.Parameter:
     """Return an initialised parameter without weight decay: a table or a learned token."""
     parameter = nn.Parameter(torch.empty(*shape))
     fill(parameter)
-    as_embedding(parameter)
+    set_decay(parameter, "as embedding")
     return parameter
 
 

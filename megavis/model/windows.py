@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megavis.model.core import Block
 from megavis.model.dropout import SAMPLES
 from megavis.model.layer_state import LayerState, PackedState
-from megavis.model.parameters import filled, set_start, with_decay, zeros
+from megavis.model.parameters import filled, set_decay, set_start, zeros
 
 COORDINATES = "coordinates"
 """Name under which the coordinates of rows, int64 `[b or 1, s, axes]`, are carried to blocks."""
@@ -71,7 +71,7 @@ class QueryPositions(nn.Module):
         self.grid = grid
         self.rows, self.columns = (filled(2 * side - 1, head_size, fill=zeros) for side in grid)
         for table in (self.rows, self.columns):
-            with_decay(table)
+            set_decay(table, "always")
         # Pretrained runs lack these tables, but another detection run may have them.
         set_start(self.parameters(), "saved or fresh")
 

@@ -31,8 +31,7 @@ from megavis.config.section import KernelLibrary
 from megavis.model.kernels import apex_part
 from megavis.model.parameters import (
     ParamGroupOptions,
-    declared_decay,
-    is_embedding,
+    decay_of,
     is_first_copy,
     options_of,
 )
@@ -142,10 +141,10 @@ def decays(parameter: nn.Parameter, *, embeddings: bool = False) -> bool:
         parameter: one of a model's.
         embeddings: embeddings, positions and learned tokens decay too.
     """
-    if embeddings and is_embedding(parameter):
-        return True
-    declared = declared_decay(parameter)
-    return len(logical_shape(parameter)) > 1 if declared is None else declared
+    declared = decay_of(parameter)
+    if declared is None:
+        return len(logical_shape(parameter)) > 1
+    return declared == "always" or (embeddings and declared == "as embedding")
 
 
 def split_groups(groups: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:

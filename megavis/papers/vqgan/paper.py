@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megavis.composition.autoencoder import AutoencoderObjective, State
-from megavis.model.parameters import ParamGroupOptions, add_options, without_decay
+from megavis.model.parameters import ParamGroupOptions, add_options, set_decay
 from megavis.papers.vqgan.config import VQGANConfig
 from megavis.tokenizers.shapes import VQGANShape
 from megavis.tokenizers.vqgan import Codebook, VQGANNetwork, usage
@@ -85,7 +85,7 @@ class VQGANLayer(nn.Module):
     def __init__(self, shape: VQGANShape) -> None:
         super().__init__()
         self.network = VQGANNetwork(shape)
-        without_decay(self.network.quantize.embedding.weight)
+        set_decay(self.network.quantize.embedding.weight, "never")
 
     def forward(self, inputs: State) -> State:
         """Map pixels `[b, 3, H, W]` in [0, 1].

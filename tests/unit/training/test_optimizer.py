@@ -10,7 +10,7 @@ from torch import nn
 
 from megavis.config.errors import UserError
 from megavis.config.schema import OptimizerConfig, ScheduleConfig
-from megavis.model.parameters import without_decay
+from megavis.model.parameters import set_decay
 from megavis.training.optimizer import (
     GradientNorm,
     build_optimizer,
@@ -78,7 +78,7 @@ def test_parameter_groups_by_weight_decay():
         "norm.linear.weight": nn.Parameter(torch.ones(2)),
         "convolution": nn.Parameter(torch.ones(2, 2, 3, 3)),
     }
-    without_decay(named["table"])
+    set_decay(named["table"], "never")
     config = OptimizerConfig(learning_rate=1e-3, weight_decay=0.1)
     decayed, others = parameter_groups(named.values(), config)
     assert [p is q for p, q in zip(decayed["params"], list(named.values())[1::3], strict=True)]
