@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from megavis.parallel.context import tensor_rank
 
-_DECAY, _OPTIONS, _START = "weight_decay_applies", "group_options", "finetuning_start"
+_DECAY, _OPTIONS, _START = "declared_decay", "group_options", "finetuning_start"
 _PARTIAL = "gradient_is_partial"
 
 Decay = Literal["always", "as embedding", "never"]
