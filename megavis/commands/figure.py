@@ -195,14 +195,12 @@ def _neighbor_scores(
     check_no_overlap(held_out, [train, *training_shards(opened.config)])
     cache = feature_cache(opened, args)
     fresh = network_of(opened, cache, seed=opened.config.seed)
+    known = first_images(opened, train, args.train_images)
+    asked = first_images(opened, held_out, args.num_images)
     pairs = [
         (
-            network.features(
-                first_images(opened, train, args.train_images), limit=args.train_images
-            ),
-            network.features(
-                first_images(opened, held_out, args.num_images), limit=args.num_images
-            ),
+            network.features(known, limit=args.train_images),
+            network.features(asked, limit=args.num_images),
         )
         for network in (network_of(opened, cache), fresh)
     ]

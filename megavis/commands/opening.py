@@ -100,8 +100,7 @@ def open_shards(opened: Run, folder: str) -> ShardDataset:
 
 def first_images(opened: Run, dataset: ShardDataset, count: int | None) -> ShardDataset | Subset:
     """Return a data set whose first `count` images can stand for it; says if they are drawn."""
-    note = sys.stderr.write if opened.context.is_main else str
-    return representative(dataset, count, note=note)
+    return representative(dataset, count, announces=opened.context.is_main)
 
 
 def open_held_out(opened: Run, folder: str | None, *, option: str) -> ShardDataset:

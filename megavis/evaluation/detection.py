@@ -268,8 +268,7 @@ def plot_examples(
     figure = Figure(figsize=(6.4, 3.2 * count + 0.6), dpi=120, layout="constrained")
     axes = figure.subplots(count, 2, squeeze=False)
     for row, (image, (_, target), each) in enumerate(zip(images, payloads, found, strict=True)):
-        annotation = read_objects(target)
-        objects = annotation["objects"]
+        objects = read_objects(target)["objects"]
         best = range(min(len(objects), len(each.scores)))
         guesses = [
             {"class": int(each.classes[n]), "box": each.boxes[n].tolist(), "mask": each.masks[n]}

@@ -62,11 +62,10 @@ def activation_memory(shape: ModelShape, layout: Layout, stage: int = 0) -> Acti
     """Return the peak activation memory of a process in a pipeline stage."""
     images, measured = layout.micro_batch_size, shape.activations[layout_key(layout.parallel)]
     holds = shape.layers.stages(layout.pipeline)[stage]
-    first: list[_Alike] = [(measured.first, 1)] * holds.is_first
+    first: list[_Alike] = [(measured.first, 1)] if holds.is_first else []
     blocks = list(_blocks_on(shape, measured, holds, layout))
-    head: list[_Alike] = []
-    if holds.is_last:
-        head.append((_with_decoder_in_fp8(shape, measured.head, layout), 1))
+    with_decoder = _with_decoder_in_fp8(shape, measured.head, layout)
+    head: list[_Alike] = [(with_decoder, 1)] if holds.is_last else []
     shared = sum(
         each.block.shared
         for each, count in zip(measured.stacks, holds.blocks, strict=True)

@@ -178,8 +178,8 @@ def _memory_speed(cluster: Cluster) -> float:
 def _elementwise(shape: ModelShape, layout: Layout, cluster: Cluster) -> float:
     """Return the seconds per image of element-wise operations, bound by memory bandwidth."""
     stage, touched = shape.layers.busiest(layout.pipeline), 0.0
-    *_, recomputing = key = layout_key(layout.parallel)
-    both = (shape.activations[*key[:3], kind] for kind in (recomputing, "none"))
+    key = layout_key(layout.parallel)
+    both = (shape.activations[each] for each in (key, (*key[:3], "none")))
     for kept, whole in zip(*(_busiest(each, stage, shape) for each in both), strict=True):
         touched += _TOUCHES * whole + _TOUCHES_AGAIN * (whole - kept)
     again = _recomputed_passes(layout)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 
 from megavis.checkpoint.format.folder import early_stopping_file, saved_steps
@@ -49,8 +48,8 @@ class Pretraining:
             raise UserError(text, key="training.patience")
         images: ShardDataset | Subset | None = None
         if validation is not None:
-            note = sys.stderr.write if objective.context.is_main else str
-            images = representative(validation, config.training.validation_images, note=note)
+            count, is_main = config.training.validation_images, objective.context.is_main
+            images = representative(validation, count, announces=is_main)
         return cls(config, images, encoder, EarlyStopping(patience) if patience else None)
 
     def resume(self, step: int, context: ParallelContext) -> None:

@@ -26,7 +26,6 @@ MODULATED = [
     " condition: {kind: labels, num_classes: 10, modulation: class_and_row}}",
     "model.qk_norm=true",
 ]
-MIDDLE = "parallel.pipeline_model_parallel_size=3"
 VOCABULARY = "objective.vocabulary_size=4096"
 ZERO, AVERAGE = "parallel.zero_stage=", "optimizer.ema_decay=0.9"
 # Of shards, so that no tokenizer is opened.
@@ -82,7 +81,14 @@ def test_planned_states_and_activations(
         ("igpt", [TENSOR, "parallel.sequence_parallel=true", FULL]),
         ("igpt", ["parallel.pipeline_model_parallel_size=2"]),
         # The second stage receives and sends, and has as many micro-batches in flight as the first.
-        ("igpt", [MIDDLE, "model.num_layers=3", "training.micro_batch_size=4"]),
+        (
+            "igpt",
+            [
+                "parallel.pipeline_model_parallel_size=3",
+                "model.num_layers=3",
+                "training.micro_batch_size=4",
+            ],
+        ),
         # The gradient of the logits is most of the peak.
         ("igpt", [HALF, ZERO + "1", "parallel.pipeline_model_parallel_size=2", VOCABULARY]),
         ("igpt", [HALF, ZERO + "1", TENSOR, VOCABULARY]),
@@ -91,8 +97,9 @@ def test_planned_states_and_activations(
 def test_planned_peak_memory(run_job: Any, name: str, words: list[str]) -> None:
     path, words = str(PRESETS / name / "demo.yaml"), [*SMALL, ZERO + "0", *words]
     (shape,) = run_job(measure_shape, 1, path, words)
-    num_processes = 3 if MIDDLE in words else 2
-    layout = Layout.of(read(path, words), num_processes)
+    config = read(path, words)
+    num_processes = config.parallel.model_parallel_size
+    layout = Layout.of(config, num_processes)
     for rank, found in enumerate(run_job(peak_memory, num_processes, path, words)):
         stage = rank if layout.pipeline > 1 else 0
         assert activation_memory(shape, layout, stage).total == pytest.approx(found, rel=0.1)

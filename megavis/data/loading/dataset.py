@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -454,7 +455,7 @@ def shuffled(dataset: ShardDataset) -> Subset:
 
 
 def representative(
-    dataset: ShardDataset, count: int | None, *, note: Callable[[str], Any] = str
+    dataset: ShardDataset, count: int | None, *, announces: bool = False
 ) -> ShardDataset | Subset:
     """Return a data set whose first `count` images can stand for all of `dataset`.
 
@@ -464,7 +465,7 @@ def representative(
 
     Args:
         count: number of images; None for all.
-        note: called with a line of text if images are drawn.
+        announces: whether to say on standard error that images are drawn.
     """
     if count is None or count >= len(dataset):
         return dataset
@@ -475,10 +476,11 @@ def representative(
     first = labels[:count]
     if len(np.unique(first[first >= 0])) >= _FEWER * expected:
         return dataset
-    note(
-        f"{dataset.directory} is sorted by class: {count:,} of its {len(dataset):,} images are"
-        " drawn at random instead of the first ones\n"
-    )
+    if announces:
+        sys.stderr.write(
+            f"{dataset.directory} is sorted by class: {count:,} of its {len(dataset):,} images are"
+            " drawn at random instead of the first ones\n"
+        )
     return Subset(dataset, shuffled(dataset).indices[:count])
 
 

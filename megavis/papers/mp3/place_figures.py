@@ -21,7 +21,7 @@ from megavis.composition.model import Model
 from megavis.composition.tokens import Frames, Patches
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
-from megavis.data.loading.dataset import ShardDataset, representative
+from megavis.data.loading.dataset import ShardDataset, Subset, representative
 from megavis.data.loading.loader import evaluation_batches, read_round_robin
 from megavis.densities.categorical import Place
 from megavis.evaluation.figures import FigureInput, RenderedFigure, plain_axes
@@ -113,7 +113,7 @@ def predicted_places(
 def position_accuracy(
     inference: Inference,
     objective: Places,
-    dataset: ShardDataset,
+    dataset: ShardDataset | Subset,
     *,
     mask_ratio: float,
     num_images: int,
@@ -126,8 +126,7 @@ def position_accuracy(
     count = torch.zeros(2, dtype=torch.float64)
     places = objective.num_places
     limit = min(num_images, len(dataset))
-    images = representative(dataset, limit)
-    for batch in evaluation_batches(images, batch_size=_BATCH_SIZE, limit=limit):
+    for batch in evaluation_batches(dataset, batch_size=_BATCH_SIZE, limit=limit):
         batch = batch.to(inference.context.device)
         context = objective.context_of(batch.sample_index, mask_ratio)
         patches = objective.patches_of(batch.inputs)
@@ -176,11 +175,12 @@ def applies(objective: Trainable) -> bool:
 def plot_positions(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
     """Measure accuracy at mask ratios from 0 to 0.9, and plot it."""
     objective = Places.of(subject.objective)
+    images = representative(subject.images, options.num_images)
     scores = [
         position_accuracy(
             subject.inference,
             objective,
-            subject.images,
+            images,
             mask_ratio=number / 10,
             num_images=options.num_images,
         )
