@@ -35,7 +35,7 @@ from megavis.composition.model import generator_of
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.config.papers import FigureSpec, paper_figures
-from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.dataset import ShardDataset, Subset
 from megavis.data.loading.leakage import check_no_overlap, training_shards
 from megavis.data.loading.loader import read_round_robin
 from megavis.evaluation import classes, figures
@@ -122,7 +122,7 @@ def _scores(folder: Path, args: argparse.Namespace) -> Iterator[CheckpointScore]
         yield score
 
 
-def _loss_images(opened: Run, args: argparse.Namespace) -> ShardDataset:
+def _loss_images(opened: Run, args: argparse.Namespace) -> ShardDataset | Subset:
     """Open the held-out images of a run for its loss, which need no labels.
 
     Raises:
@@ -131,7 +131,7 @@ def _loss_images(opened: Run, args: argparse.Namespace) -> ShardDataset:
     own = opened.config.data.validation or args.validation
     images = open_held_out(opened, args.loss_images or own, option="--loss-images")
     check_no_overlap(images, list(training_shards(opened.config)))
-    return images
+    return first_images(opened, images, args.num_loss_images)
 
 
 def plot_completions(args: argparse.Namespace) -> int:
