@@ -48,6 +48,8 @@ class Run:
         folder: the run folder.
         checkpoint: folder of the weights; None for fresh ones.
         step: optimizer steps of the weights; 0 for fresh ones.
+        classes: names, by label, of the classes that it was trained to read or predict; empty if
+            there are none, for fresh weights, and for released ones.
         objective: the model.
         context: ranks and groups of this process.
         dtype: data type of the weights.
@@ -68,9 +70,10 @@ class Run:
         plans = self.objective.layer_plans()
         layers = LocalLayers(plans, list(LayerStack(plans, self.objective.loss).layers))
         self.checkpoint, self.step = checkpoint, 0
+        self.classes: tuple[str, ...] = ()
         if checkpoint is not None:
             manifest = load_weights(checkpoint, layers, context)
-            self.step = manifest.step
+            self.step, self.classes = manifest.step, manifest.classes
             self._check_tokenizer(manifest.tokenizer)
         for layer in layers.modules:
             layer.to(device=context.device, dtype=dtype)

@@ -27,6 +27,7 @@ from megavis.data.codecs.jpeg import decode_png, split
 from megavis.data.codecs.label_maps import TargetKind, nearest
 from megavis.data.format.files import write_atomically
 from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.labels import check_numbering
 from megavis.data.loading.loader import evaluation_batches
 from megavis.evaluation.classes import class_accuracies, fit_classifier
 from megavis.evaluation.images.feature_networks import FeatureNetwork, open_network
@@ -212,11 +213,7 @@ def evaluate_classes(args: argparse.Namespace) -> int:
 
 def _common_classes(train: ShardImages, real: ShardImages) -> tuple[str, ...]:
     """Return the class names, which both shards must share."""
-    if train.class_names != real.class_names:
-        raise UserError(
-            f"{real.path} has other classes than {train.path}; write it with"
-            f" --classes-from {train.path}"
-        )
+    check_numbering(real.path, real.class_names, train.class_names, source=str(train.path))
     for shards in (train, real):
         if not len(shards) or min(shards.labels) < 0:
             raise UserError(f"{shards.path} holds images without a label")

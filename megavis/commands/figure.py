@@ -36,6 +36,7 @@ from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.config.papers import FigureSpec, paper_figures
 from megavis.data.loading.dataset import ShardDataset, Subset
+from megavis.data.loading.labels import check_numbering
 from megavis.data.loading.leakage import check_no_overlap, training_shards
 from megavis.data.loading.loader import read_round_robin
 from megavis.evaluation import classes, figures
@@ -190,8 +191,11 @@ def _neighbor_scores(
     opened: Run, args: argparse.Namespace
 ) -> tuple[list[NeighborAccuracy], dict[str, Any]]:
     """Return a score per layer, and a record for reproducing them."""
-    held_out = open_held_out(opened, args.images, option="--images")
-    train = open_shards(opened, opened.config.data.train_sources[0].path)
+    held_out = open_held_out(opened, args.images, option="--images", own_classes=False)
+    train = open_shards(opened, opened.config.data.train_sources[0].path, own_classes=False)
+    check_numbering(
+        held_out.directory, held_out.class_names, train.class_names, source=str(train.directory)
+    )
     check_no_overlap(held_out, [train, *training_shards(opened.config)])
     cache = feature_cache(opened, args)
     fresh = network_of(opened, cache, seed=opened.config.seed)

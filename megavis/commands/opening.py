@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import os
 import sys
@@ -17,9 +18,12 @@ from typing import Any
 from megavis.checkpoint.format.folder import require_run_folder
 from megavis.commands.options.shared import refuse_options
 from megavis.commands.terminal import quietly
+from megavis.composition.classification import classifier_of
+from megavis.composition.finetuned import finetuned_of
 from megavis.config.errors import UserError
 from megavis.data.codecs.transforms import evaluation_transform
 from megavis.data.loading.dataset import ShardDataset, Subset, representative
+from megavis.data.loading.labels import check_count, check_labels, check_numbering
 from megavis.data.loading.leakage import training_shards
 from megavis.evaluation.features import (
     FOLDER,
@@ -76,10 +80,17 @@ def network_identity(opened: Run, *, seed: int | None = None) -> Mapping[str, An
     return identity_of_network(config, checkpoint, dtype=opened.dtype, tokenizer=tokenizer)
 
 
-def open_shards(opened: Run, folder: str) -> ShardDataset:
+def open_shards(opened: Run, folder: str, *, own_classes: bool = True) -> ShardDataset:
     """Open images for evaluation in the form that the run reads, which they must fit.
 
     If only the first of them are used, see `first_images`.
+
+    Args:
+        own_classes: their labels must be the classes of the run, numbered as in training; False if
+            labels are used only with features.
+
+    Raises:
+        UserError: they do not fit.
     """
     data = opened.config.data
     # Use the run's own copy: the config's file may be gone.
@@ -95,7 +106,22 @@ def open_shards(opened: Run, folder: str) -> ShardDataset:
         raise UserError(f"{folder} {complaint}")
     if dataset.manifest.kind == "palette" and dataset.manifest.identity != opened.palette.sha256:
         raise UserError(f"{folder} was made with another palette than the run")
+    if own_classes:
+        _check_classes(opened, dataset)
     return dataset
+
+
+def _check_classes(opened: Run, dataset: ShardDataset) -> None:
+    """Check that labels are what the run reads or predicts; raise UserError if they are not."""
+    objective, where = opened.objective, dataset.directory
+    found, tuned = objective.classes_of(dataset.manifest), finetuned_of(objective)
+    # Without classes, a model that needs none takes all images as unlabelled.
+    if found and opened.classes:
+        check_numbering(where, found, opened.classes, source="the run's training data")
+    if tuned is not None:
+        check_count(None, where, found, tuned.settings.num_classes)
+    if objective.backbone.needs_labels or classifier_of(objective) is not None:
+        check_labels(None, dataset)
 
 
 def first_images(opened: Run, dataset: ShardDataset, count: int | None) -> ShardDataset | Subset:
@@ -103,12 +129,14 @@ def first_images(opened: Run, dataset: ShardDataset, count: int | None) -> Shard
     return representative(dataset, count, announces=opened.context.is_main)
 
 
-def open_held_out(opened: Run, folder: str | None, *, option: str) -> ShardDataset:
+def open_held_out(
+    opened: Run, folder: str | None, *, option: str, own_classes: bool = True
+) -> ShardDataset:
     """Open the shards named by an option, or else the run's `data.validation`."""
     folder = folder or opened.config.data.validation
     if folder is None:
         raise UserError(f"the run has no data.validation; name a shard folder with {option}")
-    return open_shards(opened, folder)
+    return open_shards(opened, folder, own_classes=own_classes)
 
 
 def probe_data(opened: Run, args: argparse.Namespace) -> ProbeData:
@@ -116,15 +144,16 @@ def probe_data(opened: Run, args: argparse.Namespace) -> ProbeData:
     train = args.train or opened.config.data.train
     if not isinstance(train, str):
         raise UserError("the run trained on several shard folders; name one with --train")
-    train_data = open_shards(opened, train)
-    validation = open_held_out(opened, args.validation, option="--validation")
+    features = functools.partial(open_shards, opened, own_classes=False)
+    train_data = features(train)
+    validation = open_held_out(opened, args.validation, option="--validation", own_classes=False)
     return ProbeData(
         first_images(opened, train_data, args.train_images),
         first_images(opened, validation, args.validation_images),
         palette=opened.palette if train_data.manifest.kind == "palette" else None,
         num_train=args.train_images,
         num_validation=args.validation_images,
-        selection=open_shards(opened, args.selection) if args.selection else None,
+        selection=features(args.selection) if args.selection else None,
         trained_on=list(training_shards(opened.config)),
     )
 

@@ -12,6 +12,7 @@ pets:
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -234,13 +235,14 @@ def _open(
     opened: Run, folders: LabelledFolders, trained_on: Sequence[Shards], *, examples: int | None
 ) -> ProbeData:
     """Open the splits of a data set."""
-    train = open_shards(opened, folders.train)
-    selection = open_shards(opened, folders.validation) if folders.validation else None
+    features = functools.partial(open_shards, opened, own_classes=False)
+    train = features(folders.train)
+    selection = features(folders.validation) if folders.validation else None
     if examples is not None and selection is not None:
         examples = num_fitted(examples)
     return ProbeData(
         first_images(opened, train, examples),
-        open_shards(opened, folders.test),
+        features(folders.test),
         palette=opened.palette if train.manifest.kind == "palette" else None,
         num_train=examples,
         selection=selection,

@@ -158,7 +158,8 @@ def _probe(opened: Run, args: argparse.Namespace) -> float:
     config = opened.config.data
     assert config.validation is not None, "a grid without is refused"
     train, validation = (
-        open_shards(opened, folder) for folder in (config.train_sources[0].path, config.validation)
+        open_shards(opened, folder, own_classes=False)
+        for folder in (config.train_sources[0].path, config.validation)
     )
     first = first_images(opened, train, args.train_images)
     data = ProbeData(first, validation, num_train=args.train_images)

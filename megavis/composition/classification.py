@@ -228,6 +228,10 @@ class Classification(Finetuned):
         if self.mixes and manifest.kind != "jpeg":
             yield f"holds {manifest.kind} shards; finetune.mixup and cutmix need jpeg shards"
 
+    def classes_of(self, manifest: Manifest) -> tuple[str, ...]:
+        """Return the names of the classes of images."""
+        return manifest.class_names
+
     def layer_plans(self) -> list[LayerPlan]:
         """Return the paper's layers up to the feature layer, with the classifier attached to it.
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from megavis.composition.model import Model
 from megavis.composition.trainable import Trainable
-from megavis.data.format.manifest import Manifest
 from megavis.data.loading.loader import Batch
 from megavis.model.stack import LayerPlan
 
@@ -36,10 +35,6 @@ class Finetuned(Trainable):
     def backbone(self) -> Model:
         """The model that is fine-tuned."""
         return self._backbone
-
-    def classes_of(self, manifest: Manifest) -> tuple[str, ...]:
-        """Return the names of the classes that shards distinguish, without void."""
-        return manifest.class_names
 
     def with_frozen(self, plans: Iterable[LayerPlan]) -> list[LayerPlan]:
         """Return the layers below the head, of which some keep their weights."""

@@ -176,10 +176,6 @@ class Instances(Finetuned):
                 " `data_tools maps instances` writes"
             )
 
-    def classes_of(self, manifest: Manifest) -> tuple[str, ...]:
-        """Return the names of the objects' classes."""
-        return () if manifest.target is None else manifest.target.class_names
-
     @property
     def global_blocks(self) -> tuple[int, ...]:
         """Numbers, from 1, of the blocks that attend to all patches; by default every quarter."""

@@ -116,6 +116,12 @@ class Model(Layers):
         if self.predicts is not self.reads and manifest.kind == "ids":
             yield f"holds ids; {self.paper.key('predicts')} is made of images: name jpeg shards"
 
+    def classes_of(self, manifest: Manifest) -> tuple[str, ...]:
+        """Return the classes of images if they are a condition, else those of maps."""
+        if "labels" in self.condition.names:
+            return manifest.class_names
+        return super().classes_of(manifest)
+
     def blank_batch(self, num_images: int, device: torch.device) -> Batch:
         """Return samples of zeros."""
         if self.condition.reads_images:

@@ -102,10 +102,6 @@ class Segmentation(Finetuned):
                 " `data_tools maps` writes"
             )
 
-    def classes_of(self, manifest: Manifest) -> tuple[str, ...]:
-        """Return the names of the maps' classes."""
-        return () if manifest.target is None else manifest.target.class_names
-
     @property
     def layers(self) -> tuple[int, ...]:
         """Numbers of blocks below each level's features; by default every quarter of all."""

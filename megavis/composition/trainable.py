@@ -64,6 +64,13 @@ class Trainable(ABC):
     def check_data(self, manifest: Manifest) -> Iterator[str]:
         """Yield a message for each reason why such shards do not fit this config."""
 
+    def classes_of(self, manifest: Manifest) -> tuple[str, ...]:
+        """Return the names, by label, of the classes of shards that the model reads or predicts.
+
+        By default those of their maps; empty if there are none.
+        """
+        return () if manifest.target is None else manifest.target.class_names
+
     @abstractmethod
     def layer_plans(self) -> list[LayerPlan]:
         """Return the layers of the model, in order."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from megavis.config.errors import UserError
 from megavis.data.loading.dataset import ShardDataset, Subset
+from megavis.data.loading.labels import check_numbering
 from megavis.data.loading.leakage import Shards, check_no_overlap
 from megavis.evaluation.features import LabelledFeatures, pixel_features
 from megavis.evaluation.few_labels import score_low_data
@@ -67,11 +68,9 @@ class ProbeData:
 
     def __post_init__(self) -> None:
         for other in (self.validation, self.selection):
-            if other is not None and self.train.class_names != other.class_names:
-                raise UserError(
-                    f"{other.directory} numbers its classes differently from"
-                    f" {self.train.directory}: write its shards with --classes-from"
-                )
+            if other is not None:
+                trained, source = self.train.class_names, str(self.train.directory)
+                check_numbering(other.directory, other.class_names, trained, source=source)
         fitted = [self.train] if self.selection is None else [self.train, self.selection]
         equal = check_no_overlap(self.validation, [*fitted, *self.trained_on])
         object.__setattr__(self, "num_equal", equal)

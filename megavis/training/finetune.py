@@ -26,7 +26,7 @@ from megavis.config.load import load_run_config
 from megavis.config.schema import FinetuneConfig, RunConfig
 from megavis.data.loading.blended_dataset import Samples
 from megavis.data.loading.dataset import ShardDataset, Subset, halves, shuffled
-from megavis.data.loading.labels import check_classes, check_labels
+from megavis.data.loading.labels import check_count, check_labels
 from megavis.data.loading.leakage import check_no_overlap, training_shards
 from megavis.data.loading.opening import ShardOpener
 from megavis.evaluation import detection, segmentation
@@ -97,14 +97,12 @@ class Finetuning:
         if settings.test is not None:
             test = opener.held_out("finetune.test", settings.test, train)
         datasets = {"data.train": train, "data.validation": validation, "finetune.test": test}
-        class_names = objective.classes_of(train.manifest)
-        for key, dataset in datasets.items():
-            if dataset is not None:
-                if settings.task == "classes":
+        if settings.task == "classes":
+            for key, dataset in datasets.items():
+                if dataset is not None:
                     check_labels(key, dataset)
-                found = objective.classes_of(dataset.manifest)
-                where = dataset.directory
-                check_classes(key, where, found, settings.num_classes, class_names)
+        class_names = objective.classes_of(train.manifest)
+        check_count("data.train", train.directory, class_names, settings.num_classes)
         _check_test_images(config, validation, test)
         parts = halves(validation) if test is None else (shuffled(validation), shuffled(test))
         stopping = EarlyStopping(settings.patience)

@@ -111,7 +111,9 @@ class Trainer:
         with blame("data.palette"):
             palette = Palette.load(config.data.palette) if config.data.palette else None
         needs_labels = objective.backbone.needs_labels
-        opener = ShardOpener(config, palette, objective.check_data, needs_labels)
+        opener = ShardOpener(
+            config, palette, objective.check_data, needs_labels, objective.classes_of
+        )
         train_data = opener.training_data()
         held_out, path = None, config.data.validation
         if path is not None:
@@ -333,6 +335,7 @@ class Trainer:
             seed=self.config.seed,
             tokenizer=self.tokenizer,
             data=self.train_data.manifest.content,
+            classes=self.objective.classes_of(self.train_data.manifest),
             loss_scale=engine.loss_scale(),
             batches_skipped=bad_steps.batches_skipped,
             losses=bad_steps.judge.history,

@@ -104,7 +104,7 @@ def write_timm(run: Run, folder: Path) -> Exported:
     weights = read_weights(step_folder(run.folder, run.step))
     try:
         vit = as_vit(run, weights)
-        settings = timm_settings(_sizes(run, vit), _num_classes(vit))
+        settings = timm_settings(_sizes(run, vit), _classes(run, vit))
     except UserError as error:
         raise UserError(f"--to timm: {error}") from None
     _write_files(folder, settings, write_table(_vit_rows(run, vit, TIMM), vit), None)
@@ -140,9 +140,9 @@ def _written(
 
 def _transformers_vit(run: Run, weights: Mapping[str, Tensor]) -> Converted:
     vit = as_vit(run, weights)
-    num_classes = _num_classes(vit)
-    settings = transformers_settings(_sizes(run, vit), num_classes)
-    return settings, write_table(_vit_rows(run, vit, TRANSFORMERS, "vit." * bool(num_classes)), vit)
+    classes = _classes(run, vit)
+    settings = transformers_settings(_sizes(run, vit), classes)
+    return settings, write_table(_vit_rows(run, vit, TRANSFORMERS, "vit." * bool(classes)), vit)
 
 
 def _vit_rows(run: Run, vit: Mapping[str, Tensor], names: ViTNames, prefix: str = "") -> Table:
@@ -152,7 +152,7 @@ def _vit_rows(run: Run, vit: Mapping[str, Tensor], names: ViTNames, prefix: str 
         num_layers=count(vit, "blocks."),
         num_heads=run.config.model.num_attention_heads,
         patch_size=composition_of(run).paper.patch_size,
-        classifies=bool(_num_classes(vit)),
+        classifies=bool(_classes(run, vit)),
     )
 
 
@@ -161,9 +161,12 @@ def _sizes(run: Run, vit: Mapping[str, Tensor]) -> dict[str, Any]:
     return vit_sizes(run.config, num_layers=count(vit, "blocks."), patch_size=side)
 
 
-def _num_classes(vit: Mapping[str, Tensor]) -> int:
-    """Return the number of classes; 0 if there is no classifier."""
-    return len(vit.get("head.classifier.linear.bias", ()))
+def _classes(run: Run, vit: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Return the names of the classes; empty if there is no classifier."""
+    num_classes = len(vit.get("head.classifier.linear.bias", ()))
+    if not num_classes:
+        return ()
+    return run.classes or tuple(f"class {number}" for number in range(num_classes))
 
 
 def _write_own(run: Run, weights: Mapping[str, Tensor], folder: Path, *, why: str) -> Exported:

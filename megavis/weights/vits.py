@@ -336,21 +336,22 @@ def vit_sizes(config: RunConfig, *, num_layers: int, patch_size: int) -> dict[st
     }
 
 
-def transformers_settings(sizes: Mapping[str, Any], num_classes: int) -> dict[str, Any]:
+def transformers_settings(sizes: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
     """Return the `config.json` of `ViTModel`, or with classes of `ViTForImageClassification`."""
-    name = "ViTForImageClassification" if num_classes else "ViTModel"
+    name = "ViTForImageClassification" if classes else "ViTModel"
     settings = {"architectures": [name], "model_type": "vit", **sizes}
-    if num_classes:
-        names = {index: f"class {index}" for index in range(num_classes)}
-        settings |= {"id2label": names, "label2id": {name: i for i, name in names.items()}}
+    if classes:
+        numbers = {name: index for index, name in enumerate(classes)}
+        settings |= {"id2label": dict(enumerate(classes)), "label2id": numbers}
     return settings
 
 
-def timm_settings(sizes: Mapping[str, Any], num_classes: int) -> dict[str, Any]:
+def timm_settings(sizes: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
     """Return the `config.json` for `timm.create_model("local-dir:DIR")`.
 
     Raises UserError if the norms have another epsilon than timm's ViTs.
     """
+    num_classes = len(classes)
     epsilon, side, width = sizes["layer_norm_eps"], sizes["image_size"], sizes["hidden_size"]
     if epsilon != EPSILON:
         raise UserError(f"timm's ViTs have model.norm_epsilon {EPSILON}, not {epsilon}")
@@ -358,6 +359,7 @@ def timm_settings(sizes: Mapping[str, Any], num_classes: int) -> dict[str, Any]:
         # One name for all sizes: `model_args` override the architecture's.
         "architecture": "vit_base_patch16_224",
         "num_classes": num_classes,
+        **({"label_names": list(classes)} if classes else {}),
         "num_features": width,
         "global_pool": "token",
         "model_args": {

@@ -15,6 +15,7 @@ from small_batches import photographs
 from tiny import VIT, tiny
 
 import megavis
+from megavis.checkpoint.format.manifest import read_manifest, write_manifest
 from megavis.checkpoint.state.restore import load_weights
 from megavis.cli import main
 from megavis.config.load import load_config
@@ -170,6 +171,20 @@ def test_export_import_round_trip(folders, build_paper, name, capsys):
         added = {key.partition(".")[0] for key in found.keys() - expected.keys()}
         assert added <= {"classifier", "head"}
         assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
+def test_exported_classifiers_name_their_classes(folders, build_paper):
+    run = make_run(folders / "named-run", CASES["tuned_timm"], build_paper)
+    manifest = read_manifest(run.checkpoint)
+    write_manifest(run.checkpoint, manifest.model_copy(update={"classes": ("ant", "bee", "owl")}))
+    settings = {}
+    for form in ("huggingface", "timm"):
+        assert main(["export", str(run.folder), "--to", form, str(folders / f"named-{form}")]) == 0
+        settings[form] = json.loads((folders / f"named-{form}" / "config.json").read_text())
+    config = transformers.AutoConfig.from_pretrained(folders / "named-huggingface")
+    assert config.id2label == {0: "ant", 1: "bee", 2: "owl"}
+    assert config.label2id == {"ant": 0, "bee": 1, "owl": 2}
+    assert settings["timm"]["label_names"] == ["ant", "bee", "owl"]
 
 
 def test_model_card(folders, build_paper):

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from latent_shards import write_latent_shards
+from shard_folder import with_classes
 
 import megavis
 from megavis.cli import main
@@ -73,6 +74,60 @@ def test_likelihood_matches_the_density(run_folder, capsys):
     assert result["nats_per_image"] == pytest.approx(nats / NUM_IMAGES, rel=1e-5)
     assert (result["num_images"], result["dimensions_per_image"]) == (NUM_IMAGES, 64)
     assert "number of the VAE's latents; 64 per image, given the class" in printed
+
+
+OTHERS = {
+    "another order": (
+        ("class-1", "class-0", "class-2"),
+        " numbers its classes differently from {source}: write its shards with --classes-from, the"
+        " folder of {source}",
+    ),
+    "fewer": (("class-0", "class-2"), "; it lacks 'class-1' of {source}"),
+    "unknown": (("class-0", "class-1", "owl"), "; {source} has no class 'owl'"),
+}
+
+
+@pytest.mark.parametrize(("names", "message"), OTHERS.values(), ids=OTHERS)
+def test_classes_of_other_numbers_are_refused(run_folder, tmp_path, capsys, names, message):
+    folder, sizes = run_folder.parents[1], {"shape": SHAPE, "num_classes": len(names)}
+    written = write_latent_shards(tmp_path / "written", num_images=12, seed=1, **sizes)
+    other = str(with_classes(written, tmp_path / "other", names))
+    assert main(["likelihood", str(run_folder), "--images", other, "--device", "cpu"]) == 2
+    source = "the run's training data"
+    said = capsys.readouterr().err
+    assert f"{other} numbers its classes differently from {source}" in said
+    assert message.format(source=source) in said
+    words = ["train", str(folder / "small.yaml"), f"data.validation={other}", "name=refused"]
+    assert main([*words, "--device", "cpu"]) == 2
+    said = capsys.readouterr().err
+    assert f"data.validation: {other} numbers its classes differently from data.train" in said
+    assert message.format(source="data.train") in said
+    # Features are compared with labels, whatever their numbers.
+    words = ["--train", other, "--validation", other, "--device", "cpu"]
+    assert main(["probe", str(run_folder), *words]) == 2
+    assert "numbers its classes differently" not in capsys.readouterr().err
+
+
+def test_folders_with_too_many_classes_together_are_refused(run_folder, tmp_path, capsys):
+    """Each has as many as the table; an index beyond it would end a job on a GPU."""
+    folder, sizes = run_folder.parents[1], {"shape": SHAPE, "num_classes": 3, "num_images": 12}
+    written = write_latent_shards(tmp_path / "written", seed=1, **sizes)
+    other = with_classes(written, tmp_path / "other", ("class-0", "owl", "yak"))
+    words = [str(folder / "small.yaml"), "--device", "cpu", "name=blend", "data.validation="]
+    blend = f"data.train=[{{path: {folder}/train, weight: 1}}, {{path: {other}, weight: 1}}]"
+    assert main(["train", *words, blend]) == 2
+    message = "data.train: the blend of 2 folders has 5 classes; objective.num_classes is 3"
+    assert message in capsys.readouterr().err
+    assert main(["train", *words, blend, "objective.num_classes=5", "training.steps=1"]) == 0
+
+
+def test_images_without_a_class_are_refused(run_folder, tmp_path, capsys):
+    """This run has no embedding for them; the last class's would be taken."""
+    sizes = {"shape": SHAPE, "num_classes": 3}
+    other = write_latent_shards(tmp_path / "other", num_images=12, seed=1, labels=[0, -1], **sizes)
+    words = ["--images", str(other), "--device", "cpu"]
+    assert main(["likelihood", str(run_folder), *words]) == 2
+    assert f"{other} holds 6 images without a label, of 12 in all" in capsys.readouterr().err
 
 
 def test_report_shows_the_bits_of_the_validation_loss(run_folder, tmp_path, capsys):

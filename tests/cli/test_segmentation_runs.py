@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 from scene_shards import write_scene_shards
+from shard_folder import with_classes
 
 from data_tools.__main__ import main as data_tools
 from megavis.cli import main
@@ -91,6 +92,12 @@ def test_what_does_not_fit_is_refused(folder, capsys):
     words = [str(runs / "segments"), "--stride", "33", "--device", "cpu"]
     assert main(["evaluate", "segmentation", *words]) == 2
     assert "--stride 33: must be at most 32" in capsys.readouterr().err
+    names = ["box", "ball", "cone", "wall", "floor"]
+    other = with_classes(folder / "panoptic" / "validation", folder / "other", names)
+    words = [str(runs / "segments"), "--images", str(other), "--device", "cpu"]
+    assert main(["evaluate", "segmentation", *words]) == 2
+    wanted = "other numbers its classes differently from the run's training data"
+    assert wanted in capsys.readouterr().err
     words = ["finetune", str(folder / "segments.yaml"), "--device", "cpu", "name=other"]
     assert main([*words, f"data.train={folder}/depth/train"]) == 2
     assert "holds depth maps; finetune.task segments needs pairs" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,16 +18,19 @@ def write_latent_shards(
     shape: tuple[int, int, int],
     num_classes: int,
     num_images: int,
+    labels: Sequence[int] = (),
     identity: str = "1" * 64,
     scale: float = 0.1,
     seed: int = 0,
 ) -> Path:
     """Write latents as a shard, with a different mean per class; without labels for 0 classes.
 
-    Another seed gives other latents and another source.
+    They cycle through `labels`, by default through all classes. Another seed gives other latents
+    and another source.
     """
     random, codec = np.random.default_rng(seed), LatentsCodec(shape)
-    labels = [number % num_classes if num_classes else -1 for number in range(num_images)]
+    cycle = labels or range(num_classes) or [-1]
+    labels = [cycle[number % len(cycle)] for number in range(num_images)]
     means = [random.normal(size=shape) + label for label in labels]
     write_payloads(
         folder,

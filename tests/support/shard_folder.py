@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import shutil
 
 import numpy as np
 from written_shards import write_payloads
 
 from megavis.data.codecs.codec import PaletteCodec
-from megavis.data.format.manifest import TokenizerIdentity
+from megavis.data.format.manifest import MANIFEST_NAME, TokenizerIdentity
 
 
 def write_folder(folder, *, tokens, labels, samples_per_shard=10, vocabulary=512, class_names):
@@ -33,3 +35,13 @@ def write_folder(folder, *, tokens, labels, samples_per_shard=10, vocabulary=512
 
 def identity(kind, sha256="1" * 64, num_tokens=None):
     return TokenizerIdentity(kind=kind, sha256=sha256, num_tokens=num_tokens)
+
+
+def with_classes(folder, target, names):
+    """Copy a folder of shards whose classes, or those of its maps, have other names by label."""
+    shutil.copytree(folder, target)
+    path = target / MANIFEST_NAME
+    tree = json.loads(path.read_text())
+    (tree["target"] if tree["target"] else tree)["class_names"] = list(names)
+    path.write_text(json.dumps(tree))
+    return target

@@ -54,6 +54,7 @@ class TrainingProgress:
     seed: int
     tokenizer: str | None
     data: str | None = None
+    classes: tuple[str, ...] = ()
     loss_scale: LossScale | None = None
     batches_skipped: int = 0
     losses: LossHistory = LossHistory()

@@ -12,6 +12,7 @@ from megavis.data.codecs.transforms import Transform, evaluation_transform, trai
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.blended_dataset import BlendedDataset, Samples
 from megavis.data.loading.dataset import ShardDataset, subset_per_class
+from megavis.data.loading.labels import check_numbering
 from megavis.data.loading.needs import data_needs
 from megavis.parallel.limits import allowed_open_files
 
@@ -25,12 +26,14 @@ class ShardOpener:
         palette: colours of palette shards, or for encoding images; None: the shards'.
         check: yields each reason why shards do not fit the model.
         needs_labels: whether every sample must have a class.
+        classes_of: returns the names of the classes of shards that the model reads or predicts.
     """
 
     config: RunConfig
     palette: PaletteLike | None
     check: Callable[[Manifest], Iterable[str]]
     needs_labels: bool
+    classes_of: Callable[[Manifest], tuple[str, ...]]
 
     def training_data(self) -> Samples:
         """Open the shard folder of `data.train`, or blend several.
@@ -45,7 +48,12 @@ class ShardOpener:
             parts = [self._source(place) for place in range(len(data.train))]
             self._check_cache(parts)
             with blame("data.train"):
-                return BlendedDataset(parts, [source.weight for source in data.train])
+                blend = BlendedDataset(parts, [source.weight for source in data.train])
+            # Folders that fit one by one may have too many classes together.
+            if complaints := [*self.check(blend.manifest)]:
+                what = f"the blend of {len(parts)} folders"
+                raise UserError.of(("data.train", f"{what} {text}") for text in complaints)
+            return blend
         dataset = self.folder("data.train", data.train, transform)
         self._check_cache([dataset])
         if data.images_per_class is None:
@@ -69,13 +77,17 @@ class ShardOpener:
             key: the config key that names the folder.
 
         Raises:
-            UserError: the model cannot read them, or their tokenizer differs; names the key.
+            UserError: the model cannot read them, or their tokenizer or the numbers of their
+                classes differ; names the key.
         """
         dataset = self.folder(key, path, evaluation_transform(self.config.data))
         if dataset.manifest.identity != train.manifest.identity:
             kind = train.manifest.tokenizer_name
             text = f"{path} was made with another {kind} than {train.directory}"
             raise UserError(text, key=key)
+        # Without classes, a model that needs none takes all images as unlabelled.
+        if found := self.classes_of(dataset.manifest):
+            check_numbering(dataset.directory, found, self.classes_of(train.manifest), key=key)
         return dataset
 
     def folder(self, key: str, path: str, transform: Transform) -> ShardDataset:

@@ -22,7 +22,9 @@ pytestmark = pytest.mark.once
 
 def open_training_data(config):
     """Open all samples, whatever the paper."""
-    return ShardOpener(config, None, lambda manifest: (), False).training_data()
+    return ShardOpener(
+        config, None, lambda manifest: (), False, lambda manifest: ()
+    ).training_data()
 
 
 def write_images(folder, *, brightness):

@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 
 from megavis.config.errors import UserError
-from megavis.data.loading.labels import check_classes, check_labels
+from megavis.data.loading.labels import check_count, check_labels, check_numbering
 
 pytestmark = pytest.mark.once
 
 TRAIN = ("bird", "cat", "dog")
 
 
-def issue(classes, labels, num_classes=3):
+def issue(classes, labels):
     where, key = Path("shards/val"), "data.validation"
     try:
         check_labels(key, SimpleNamespace(directory=where, labels=np.array(labels)))
-        check_classes(key, where, classes, num_classes, TRAIN)
+        check_numbering(where, classes, TRAIN, key=key)
     except UserError as error:
-        return [text for _, text in error.issues]
+        return error.issues
     return []
 
 
@@ -32,8 +32,8 @@ def issue(classes, labels, num_classes=3):
         (
             ("bird", "dog"),
             [0, 1],
-            "has 2 classes; finetune.num_classes is 3; it lacks 'cat' of data.train: write its"
-            " shards with --classes-from, the folder of data.train",
+            "numbers its classes differently from data.train; it lacks 'cat' of data.train: write"
+            " its shards with --classes-from, the folder of data.train",
         ),
         (("bird",), [0], "it lacks 'cat' and 1 more of data.train"),
         (("bird", "cat", "dog", "eel"), [0, 3], "data.train has no class 'eel'"),
@@ -42,10 +42,17 @@ def issue(classes, labels, num_classes=3):
     ],
 )
 def test_what_to_do_is_said(classes, labels, message):
-    (text,) = issue(classes, labels)
+    ((key, text),) = issue(classes, labels)
+    assert key == "data.validation"
     assert message in text
     assert "shards/val" in text
 
 
 def test_a_class_without_an_image_is_no_fault():
     assert issue(TRAIN, [0, 1]) == []
+
+
+def test_another_number_of_classes_than_the_network_has():
+    check_count("data.train", Path("shards/train"), TRAIN, 3)
+    with pytest.raises(UserError, match=r"has 3 classes; finetune.num_classes is 4"):
+        check_count("data.train", Path("shards/train"), TRAIN, 4)

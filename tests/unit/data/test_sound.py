@@ -242,4 +242,4 @@ def test_missing_noises_name_their_key():
     preset = Path(__file__).parents[3] / "yaml_configs" / "mp3" / "speech_commands.yaml"
     config = load_config(preset, ["data.background_noise=nowhere.npz"]).config
     with pytest.raises(UserError, match=r"data\.background_noise: nowhere\.npz is missing"):
-        ShardOpener(config, None, lambda manifest: (), False).training_data()
+        ShardOpener(config, None, lambda manifest: (), False, lambda manifest: ()).training_data()

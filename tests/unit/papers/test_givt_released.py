@@ -278,7 +278,8 @@ def test_latent_shards_are_checked(encoding, tmp_path):
 
 
 def opener(paper):
-    return ShardOpener(paper.config, None, paper.check_data, paper.backbone.needs_labels)
+    labels = paper.backbone.needs_labels
+    return ShardOpener(paper.config, None, paper.check_data, labels, paper.classes_of)
 
 
 @pytest.mark.once

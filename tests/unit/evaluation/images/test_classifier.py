@@ -144,4 +144,7 @@ def test_mismatched_classes_are_refused(folders, tmp_path, capsys):
     other = write_image_shards(tmp_path / "images", tmp_path / "other")
     words = ["--train", str(folders / "train"), "--images", str(other)]
     assert main(["evaluate", "classes", str(folders / "samples.npz"), *words]) == 2
-    assert f"{other} has other classes than {folders / 'train'}" in capsys.readouterr().err
+    assert (
+        f"{other} numbers its classes differently from {folders / 'train'}"
+        in capsys.readouterr().err
+    )
