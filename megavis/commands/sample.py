@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from megavis.commands.opening import (
 from megavis.commands.options.shared import chosen_options, refuse_options, spelled
 from megavis.commands.terminal import quietly
 from megavis.composition.model import generator_of
-from megavis.config.errors import UserError
+from megavis.config.errors import UserError, counted
 from megavis.data.format.manifest import MANIFEST_NAME, PALETTE_NAME
 from megavis.data.loading.loader import Batch, read_batch, read_round_robin
 from megavis.evaluation.images.results import MomentsResult
@@ -110,7 +110,7 @@ def _draw(opened: Run, args: argparse.Namespace) -> Any:
         return compare_moments(opened, args, sampler)
     # Reject before any work is done.
     sampler.model.check_images(opened.folder)
-    conditions, later, layout = _conditions(args, sampler.model.condition.names)
+    conditions, later, layout = _conditions(opened, args, sampler.model.condition.names)
     if args.show_rounds:
         count = args.num_images if conditions is None else len(conditions["labels"])
         usual = sampler.model.condition.defaults(count, None)
@@ -148,7 +148,7 @@ def _picture(
 
 
 def _conditions(
-    args: argparse.Namespace, names: tuple[str, ...]
+    opened: Run, args: argparse.Namespace, names: tuple[str, ...]
 ) -> tuple[Mapping[str, Tensor] | None, Mapping[str, Tensor] | None, dict[str, Any]]:
     """Return conditions for each image and for its second half, and further layout of the grid."""
     if args.classes is None:
@@ -159,17 +159,32 @@ def _conditions(
     def labels(classes: list[int]) -> Mapping[str, Tensor]:
         return {"labels": torch.tensor(classes).repeat_interleave(args.per_class)}
 
+    classes = _numbers(opened, "--classes", args.classes)
     if args.then_classes is None:
-        return labels(args.classes), None, {"num_columns": args.per_class}
-    if len(args.then_classes) != len(args.classes):
+        return labels(classes), None, {"num_columns": args.per_class}
+    then_classes = _numbers(opened, "--then-classes", args.then_classes)
+    if len(then_classes) != len(classes):
         raise UserError("--then-classes needs as many classes as --classes")
     # Equal classes begin with the same halves, and stand in one row if there are as many of each.
-    classes, copies = args.classes, range(args.per_class)
+    copies = range(args.per_class)
     first = [classes.index(each) * args.per_class + copy for each in classes for copy in copies]
     runs = [len([*run]) for _, run in itertools.groupby(classes)]
     columns = args.per_class * (runs[0] if len({*runs}) == 1 else 1)
     layout = {"num_columns": columns, "first_halves": torch.tensor(first)}
-    return labels(classes), labels(args.then_classes), layout
+    return labels(classes), labels(then_classes), layout
+
+
+def _numbers(opened: Run, option: str, classes: Sequence[str]) -> list[int]:
+    """Return the labels of classes given by number or by name."""
+    numbers = {name: label for label, name in enumerate(opened.classes)}
+    for word in classes:
+        if not word.isdecimal() and word not in numbers:
+            known = "it records no names of classes: give numbers"
+            if numbers:
+                some = ", ".join(opened.classes[:5]) + ", ..." * (len(numbers) > 5)
+                known = f"its {counted(len(numbers), 'class', 'classes')} are {some}"
+            raise UserError(f"{option}: this run has no class {word!r}; {known}")
+    return [int(word) if word.isdecimal() else numbers[word] for word in classes]
 
 
 def _reconstructions(opened: Run, args: argparse.Namespace) -> Any:

@@ -95,13 +95,18 @@ def _check_sample(args: argparse.Namespace) -> None:
 
 def _add_classes(parser: argparse.ArgumentParser) -> None:
     """Add options for the classes to generate."""
-    numbers = comma_separated(int, "a list of classes such as 0,3,7")
+    words = comma_separated(str, "a list of classes such as 0,3,7")
     classes = parser.add_argument_group("runs with classes")
-    classes.add_argument("--classes", type=numbers, metavar="C,C,...", help="one row per class")
+    classes.add_argument(
+        "--classes",
+        type=words,
+        metavar="C,C,...",
+        help="one row per class: numbers from 0, or names of the training data",
+    )
     classes.add_argument("--per-class", type=int, default=8, help="images per class; default: 8")
     classes.add_argument(
         "--then-classes",
-        type=numbers,
+        type=words,
         metavar="C,C,...",
         help="other classes for the lower halves; equal classes begin with the same upper halves",
     )

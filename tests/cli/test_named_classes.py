@@ -1,0 +1,72 @@
+"""A run knows its classes by name: for sampling, and in comparison with other images."""
+
+import pytest
+from shard_folder import with_classes
+
+import megavis
+from megavis.cli import main
+from megavis.commands.opening import job_closed
+from megavis.data.loading.dataset import ShardDataset
+
+pytestmark = pytest.mark.once
+
+CONFIG = """\
+name: named
+output: {folder}/runs
+objective:
+  name: compose
+  reads: {{kind: colors, vocabulary_size: 64}}
+  schedule: {{kind: one_by_one}}
+  asks: {{kind: shift}}
+  density: {{kind: categorical}}
+  condition: {{kind: labels, num_classes: 12}}
+model: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2}}
+data: {{train: {shards}/train, image_size: 8}}
+optimizer: {{learning_rate: 1e-2}}
+training: {{steps: 4, batch_size: 8}}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(shards, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("named")
+    (folder / "named.yaml").write_text(CONFIG.format(folder=folder, shards=shards))
+    assert main(["train", str(folder / "named.yaml"), "--device", "cpu"]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def names(shards):
+    return ShardDataset(shards / "train").class_names
+
+
+def test_a_run_records_the_names(folder, names):
+    with job_closed():
+        run = megavis.load(folder / "runs" / "named", device="cpu")
+        assert run.classes == names
+        assert run.untrained().classes == ()
+
+
+def test_classes_are_sampled_by_name(folder, names, capsys):
+    words = ["sample", str(folder / "runs" / "named"), "--per-class", "2", "--device", "cpu"]
+    for file, classes in {"named": f"{names[3]},0", "numbered": "3,0", "other": "0,3"}.items():
+        out = str(folder / f"{file}.png")
+        assert main([*words, "--classes", classes, "--out", out]) == 0
+    named, numbered, other = (
+        (folder / f"{file}.png").read_bytes() for file in ("named", "numbered", "other")
+    )
+    assert named == numbered != other
+    capsys.readouterr()
+    assert main([*words, "--classes", f"0,{names[1]},owl"]) == 2
+    message = f"--classes: this run has no class 'owl'; its {len(names)} classes are {names[0]}, "
+    assert message in capsys.readouterr().err
+
+
+def test_completed_images_have_the_classes_of_the_run(shards, folder, names, capsys):
+    other = with_classes(shards / "validation", folder / "other", names[::-1])
+    run, words = str(folder / "runs" / "named"), ["--prefix", "0.5", "--device", "cpu"]
+    assert main(["sample", run, *words, "--images", str(other)]) == 2
+    said = f"{other} numbers its classes differently from the run's training data"
+    assert said in capsys.readouterr().err
+    out = ["--out", str(folder / "completed.png")]
+    assert main(["sample", run, *words, "--images", str(shards / "validation"), *out]) == 0
