@@ -326,19 +326,22 @@ dense() {
     megavis finetune "$segments" finetune.from_run=null finetune.layer_decay=1.0 \
     "name=mae_segments_scratch_demo$tag" "seed=$seed"
   join_background
-  for part in segments segments_scratch; do
-    step "evaluate whole scenes by sliding windows" \
-      megavis evaluate segmentation "runs/mae_${part}_demo$tag"
-  done
+  background "evaluate whole scenes by sliding windows" \
+    megavis evaluate segmentation "runs/mae_segments_demo$tag"
+  step "those of the run from scratch" \
+    megavis evaluate segmentation "runs/mae_segments_scratch_demo$tag"
+  join_background
   background "fine-tune it to find objects from 100 scenes" \
     megavis finetune "$instances" $(seeded mae_instances_demo mae_demo_scenes)
   step "the same from scratch" \
     megavis finetune "$instances" finetune.from_run=null finetune.layer_decay=1.0 \
     "name=mae_instances_scratch_demo$tag" "seed=$seed"
   join_background
-  for part in instances instances_scratch; do
-    step "find the objects of whole scenes" megavis evaluate detection "runs/mae_${part}_demo$tag"
-  done
+  background "find the objects of whole scenes" \
+    megavis evaluate detection "runs/mae_instances_demo$tag"
+  step "those of the run from scratch" \
+    megavis evaluate detection "runs/mae_instances_scratch_demo$tag"
+  join_background
   finish "runs/mae_segments_demo$tag" "runs/mae_segments_scratch_demo$tag" \
     "runs/mae_instances_demo$tag" "runs/mae_instances_scratch_demo$tag" "$run"
 }

@@ -62,6 +62,7 @@ class InstanceHead(nn.Module):
         channels: int,
         patch_size: int,
         cascades: bool,
+        regions: int,
     ) -> None:
         super().__init__()
         from megavis.model.detection import Detector
@@ -77,6 +78,7 @@ class InstanceHead(nn.Module):
             patch_size=patch_size,
             side=patch_size * grid[0],
             cascades=cascades,
+            regions=regions,
             seed=core.config.seed,
         )
         # The pretrained run has no head for these classes.
@@ -230,6 +232,7 @@ class Instances(Finetuned):
             channels=self.settings.width_of_head,
             patch_size=self.config.data.image_size // grid[0],
             cascades=self.settings.detector == "cascade",
+            regions=self.settings.regions,
         )
 
     @property

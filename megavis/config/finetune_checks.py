@@ -76,7 +76,9 @@ _TASKS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(_OF_CLASSES, ("classes",)),
     **dict.fromkeys(("layers", "head_dropout", "auxiliary_weight"), ("segments",)),
     "head_width": ("segments", "instances"),
-    **dict.fromkeys(("detector", "window", "global_blocks", "relative_positions"), ("instances",)),
+    **dict.fromkeys(
+        ("detector", "regions", "window", "global_blocks", "relative_positions"), ("instances",)
+    ),
 }
 """The tasks to which a key applies; all others apply to every task."""
 

@@ -358,6 +358,10 @@ class FinetuneConfig(Section):
     """With `segments`: weight of the auxiliary head's loss."""
     detector: Literal["mask", "cascade"] = "mask"
     """With `instances`: Mask R-CNN, or Cascade Mask R-CNN, which refines boxes in three stages."""
+    regions: Annotated[int, Field(ge=4)] = 512
+    """With `instances`: proposals of an image that are drawn for the losses of its boxes; at most a
+    quarter are objects, on which masks are trained (`ROI_HEADS.BATCH_SIZE_PER_IMAGE` in
+    detectron2)."""
     window: Positive | None = None
     """With `instances`: side in patches of the windows to which attention is limited, except in
     `global_blocks`; must divide the image's side; default: all blocks attend to all patches."""

@@ -71,8 +71,8 @@ _CASCADE_WEIGHTS = ((10.0, 10.0, 5.0, 5.0), (20.0, 20.0, 10.0, 10.0), (30.0, 30.
 """Scales of the offsets that a stage predicts, in detectron2's code of ViTDet."""
 _NUM_ANCHORS, _ANCHOR_SHARE = 256, 0.5
 """Anchors sampled for the loss, and the largest share of them that are objects."""
-_NUM_REGIONS, _REGION_SHARE = 512, 0.25
-"""The same for proposals."""
+_REGION_SHARE = 0.25
+"""The same share of proposals."""
 _NORM = partial(ChannelNorm, eps=1e-6)
 _HIDDEN = 4
 """Width of the box head's linear layer, in multiples of its convolutions': 1,024 for 256."""
@@ -246,6 +246,7 @@ class Detector(nn.Module):
         patch_size: pixels of a cell of the third level, a power of two.
         side: S.
         cascades: refine boxes in three stages.
+        regions: proposals drawn for the losses.
         seed: the run's seed.
     """
 
@@ -257,21 +258,22 @@ class Detector(nn.Module):
         patch_size: int,
         side: int,
         cascades: bool,
+        regions: int,
         seed: int,
     ) -> None:
         super().__init__()
-        self.shapes = [(side, side)]
+        self.shapes, self.num_regions = [(side, side)], regions
         self.proposals = _proposals(channels, patch_size)
         thresholds = _CASCADE if cascades else (0.5,)
         stages = [
-            _stage(channels, num_classes, patch_size, number, is_agnostic=cascades)
+            _stage(channels, num_classes, patch_size, number, regions, is_agnostic=cascades)
             for number in range(len(thresholds))
         ]
         self.heads: nn.Module = Cascade(stages) if cascades else stages[0]
         # In order of use, each with its own draws.
         self.samplers = [
             SeededSampler(_NUM_ANCHORS, _ANCHOR_SHARE, seed=seed, purpose="anchors"),
-            SeededSampler(_NUM_REGIONS, _REGION_SHARE, seed=seed, purpose="proposals"),
+            SeededSampler(regions, _REGION_SHARE, seed=seed, purpose="proposals"),
         ]
         self.proposals.fg_bg_sampler, stages[0].fg_bg_sampler = self.samplers
         for module in self.modules():
@@ -305,9 +307,9 @@ class Detector(nn.Module):
         features = {str(place): level.float() for place, level in enumerate(levels)}
         boxes, loss = self._fullest_proposals(features, objects)
         stages = self.heads.stages if isinstance(self.heads, Cascade) else [self.heads]
-        count = int(_REGION_SHARE * _NUM_REGIONS)
+        count = int(_REGION_SHARE * self.num_regions)
         rows, classes = torch.arange(count, device=boxes.device), objects["labels"][:1]
-        labels, inside = classes.expand(_NUM_REGIONS), boxes[:count]
+        labels, inside = classes.expand(self.num_regions), boxes[:count]
         for stage in stages:
             logits, offsets = self._of_stage(stage, features, boxes)
             offsets = offsets.unflatten(1, (-1, 4))[rows, labels[:count]]
@@ -343,7 +345,7 @@ class Detector(nn.Module):
         loss = F.smooth_l1_loss(offsets[inside], wanted[inside], reduction="sum")
         labels = scores.new_ones(_NUM_ANCHORS)
         loss = loss + F.binary_cross_entropy_with_logits(scores.flatten()[chosen], labels)
-        return found.new_empty(_NUM_REGIONS, 4), loss
+        return found.new_empty(self.num_regions, 4), loss
 
     def detections(self, levels: Sequence[Tensor]) -> Objects:
         """Return at most `MAX_DETECTIONS` detections of one image, the best first."""
@@ -408,7 +410,13 @@ def _proposals(channels: int, patch_size: int) -> RegionProposalNetwork:
 
 
 def _stage(
-    channels: int, num_classes: int, patch_size: int, number: int, *, is_agnostic: bool
+    channels: int,
+    num_classes: int,
+    patch_size: int,
+    number: int,
+    regions: int,
+    *,
+    is_agnostic: bool,
 ) -> RoIHeads:
     """Return a stage of boxes, the first with masks; torchvision counts background as class 0."""
     hidden, predictor = _HIDDEN * channels, AgnosticPredictor if is_agnostic else FastRCNNPredictor
@@ -426,7 +434,7 @@ def _stage(
         predictor(hidden, num_classes + 1),
         fg_iou_thresh=_CASCADE[number],
         bg_iou_thresh=_CASCADE[number],
-        batch_size_per_image=_NUM_REGIONS,
+        batch_size_per_image=regions,
         positive_fraction=_REGION_SHARE,
         bbox_reg_weights=_CASCADE_WEIGHTS[number],
         score_thresh=0.05,

@@ -55,16 +55,18 @@ def objects():
     return {"boxes": boxes, "labels": torch.tensor([1, 3, 2]), "masks": masks}
 
 
-def detector(*, cascades=False):
+def detector(*, cascades=False, regions=512):
     torch.manual_seed(0)
-    made = Detector(WIDTH, CLASSES, patch_size=PATCH, side=SIDE, cascades=cascades, seed=SEED)
+    made = Detector(
+        WIDTH, CLASSES, patch_size=PATCH, side=SIDE, cascades=cascades, regions=regions, seed=SEED
+    )
     for parameter in made.parameters():
         # Large enough for scores that tell boxes apart.
         nn.init.normal_(parameter, std=0.2)
     return made
 
 
-def torchvision_network(own):
+def torchvision_network(own, regions):
     """Return torchvision's Mask R-CNN with the same weights, on given levels."""
     given = {}
 
@@ -92,13 +94,14 @@ def torchvision_network(own):
         mask_predictor=heads.mask_predictor,
     )
     network.rpn.fg_bg_sampler = PlainSampler(256, 0.5, "anchors")
-    network.roi_heads.fg_bg_sampler = PlainSampler(512, 0.25, "proposals")
+    network.roi_heads.fg_bg_sampler = PlainSampler(regions, 0.25, "proposals")
     return network, given
 
 
-def test_one_image_equals_torchvision():
-    own = detector()
-    network, given = torchvision_network(own)
+@pytest.mark.parametrize("regions", [512, 64])
+def test_one_image_equals_torchvision(regions):
+    own = detector(regions=regions)
+    network, given = torchvision_network(own, regions)
     shown = levels()
     given.update({str(place): level for place, level in enumerate(shown)})
     image = torch.zeros(3, SIDE, SIDE)
