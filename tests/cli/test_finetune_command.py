@@ -16,6 +16,8 @@ from megavis.cli import main
 from megavis.commands import evaluate_watch
 from megavis.commands.opening import job_closed
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture(scope="module")
 def config(small_config, tmp_path_factory):
@@ -152,7 +154,6 @@ def test_chosen_step_is_opened_exported_and_kept(config, capsys, tmp_path):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.once
 def test_search_lr_of_a_linear_evaluation(config, tmp_path):
     words = [f"output={tmp_path}", "finetune.linear_evaluation=true", "optimizer.algorithm=lars"]
     words += ["training.steps=20", "training.validate_every=10", "--rates", "1,0.01"]

@@ -11,6 +11,8 @@ from made_results import made, made_classes, made_probe, write_results
 from megavis.cli import main
 from megavis.evaluation.images.results import BaselineAnswer, NamedRight
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture
 def folder(tmp_path):

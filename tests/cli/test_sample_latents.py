@@ -16,6 +16,8 @@ from megavis.cli import main
 from megavis.sampling.sampler import Sampler
 from megavis.tokenizers.network_tokenizer import open_tokenizer
 
+pytestmark = pytest.mark.once
+
 GOLDEN = Path(__file__).parents[1] / "data" / "givt"
 
 

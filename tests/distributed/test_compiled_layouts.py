@@ -24,13 +24,11 @@ def curves(run_job, path, layout, dropout):
 @pytest.mark.parametrize(
     ("layout", "dropout"),
     [
-        (TENSOR, {}),
-        (TENSOR, OF_PARTS),
-        (SEQUENCE, {}),
+        pytest.param(TENSOR, OF_PARTS, marks=pytest.mark.once),
         (SEQUENCE, OF_TOKENS),
-        ({**SEQUENCE, "activation_checkpointing": "full"}, {}),
-        ({"zero_stage": 2}, OF_TOKENS),
-        ({"zero_stage": 3}, {}),
+        pytest.param({**SEQUENCE, "activation_checkpointing": "full"}, {}, marks=pytest.mark.once),
+        pytest.param({"zero_stage": 2}, OF_TOKENS, marks=pytest.mark.once),
+        pytest.param({"zero_stage": 3}, {}, marks=pytest.mark.once),
     ],
 )
 def test_each_block_is_one_graph_with_the_numbers_of_plain_operators(

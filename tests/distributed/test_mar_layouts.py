@@ -19,7 +19,7 @@ from megavis.parallel.launch import Launch
 from megavis.sampling.sampler import Sampler
 from megavis.training.engine import Engine
 from megavis.training.job import open_job
-from megavis.training.parity import train_briefly
+from megavis.training.parity import Curve, train_briefly
 
 pytestmark = pytest.mark.once
 
@@ -78,16 +78,26 @@ def train_and_sample(launch: Launch, config: RunConfig) -> tuple[list[float], li
         return [engine.mean_over_data(loss) for loss in losses], latents.flatten().tolist()
 
 
+@pytest.fixture(scope="module")
+def one_process(run_job: Any, path: Path) -> tuple[Curve, list[float]]:
+    """Curve and samples of one process."""
+    config = make_config(path)
+    ((_, samples),) = run_job(train_and_sample, 1, config)
+    return run_job(train_briefly, 1, config, STEPS)[0], samples
+
+
 @pytest.mark.parametrize(("processes", "layout"), LAYOUTS)
 def test_layouts_train_and_sample_as_one_process(
-    run_job: Any, path: Path, processes: int, layout: dict[str, Any]
+    run_job: Any,
+    path: Path,
+    one_process: tuple[Curve, list[float]],
+    processes: int,
+    layout: dict[str, Any],
 ) -> None:
-    config = make_config(path)
-    (reference,) = run_job(train_briefly, 1, config, STEPS)
+    config, (reference, expected) = make_config(path), one_process
     split = with_layout(config, **layout)
     curves = run_job(train_briefly, processes, split, STEPS)
     assert largest_difference(curves, reference) <= TOLERANCE
-    ((_, expected),) = run_job(train_and_sample, 1, config)
     for _, latents in run_job(train_and_sample, processes, split):
         # After so few steps denoising scales noise up.
         assert latents == pytest.approx(expected, rel=1e-4)

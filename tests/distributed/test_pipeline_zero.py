@@ -17,15 +17,15 @@ pytestmark = pytest.mark.once
 
 CONFIGS = Path(__file__).parents[2] / "yaml_configs"
 PRESET = str(CONFIGS / "igpt" / "demo.yaml")
-# Eight micro-batches on two stages, so that forward and backward passes alternate.
+# Four micro-batches on two stages, so that forward and backward passes alternate.
 WORDS = [
-    "model.num_layers=6",
+    "model.num_layers=4",
     "model.hidden_size=256",
-    "training.batch_size=16",
+    "training.batch_size=8",
     "training.micro_batch_size=1",
     "parallel.pipeline_model_parallel_size=2",
 ]
-MICRO_BATCHES = 8
+MICRO_BATCHES = 4
 ZERO_3 = [*WORDS, "parallel.zero_stage=3"]
 BLOCK = 12 * 256**2
 FULL = "parallel.activation_checkpointing=full"

@@ -1,5 +1,6 @@
 """The shipped layouts against one process: models of two blocks, on up to 8 processes."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,16 +74,22 @@ training: {{steps: {STEPS}, batch_size: 8, micro_batch_size: 1}}
     return make_config(path)
 
 
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    """Processes forked from the server that has imported everything."""
+    with WorkerPool(MOST, preload=("megavis.training.trainer",)) as workers:
+        yield workers
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("paper", "parallel"), layouts())
 def test_shipped_layout_trains_as_one_process(
-    run_job: Any, folders: Any, tmp_path: Path, paper: str, parallel: ParallelConfig
+    pool: WorkerPool, folders: Any, tmp_path: Path, paper: str, parallel: ParallelConfig
 ) -> None:
     config = small(paper, folders, tmp_path)
     size = parallel.model_parallel_size
-    (reference,) = run_job(train_briefly, 1, config, STEPS)
+    (reference,) = pool.run(train_briefly, 1, config, STEPS)
     split = config.model_copy(update={"parallel": parallel})
     processes = max(size, min(2 * size, MOST))
-    with WorkerPool(processes) as pool:
-        curves = pool.run(train_briefly, processes, split, STEPS)
+    curves = pool.run(train_briefly, processes, split, STEPS)
     assert largest_difference(curves, reference) < TOLERANCE

@@ -57,8 +57,8 @@ def sample_after_training(launch, path, overrides, options=None):
             inference = Inference(engine.layers, context)
             assert inference.is_alone == (launch.world_size == 1)
             sampler = Sampler(inference, objective, Path(), options, seed=3)
-            completed = sampler.sample(5, originals=originals, num_given=32)
-            ids = torch.cat([sampler.sample(5, batch_size=3), completed])
+            completed = sampler.sample(5, originals=originals, num_given=48, batch_size=3)
+            ids = torch.cat([sampler.sample(5), completed])
             losses.append(engine.train_step(loader, STEPS))
         return ids.tolist(), [engine.mean_over_data(loss) for loss in losses]
 

@@ -63,14 +63,20 @@ def test_commands_have_valid_options(command):
 SAMPLES = [each for each in EVERY if each.words[:2] == ["megavis", "sample"]]
 
 
+@pytest.fixture(scope="module")
+def runs():
+    """Configs by run folder."""
+    configs = (load_config(path).config for path in CONFIGS)
+    return {str(config.folder): config for config in configs}
+
+
 @pytest.mark.parametrize("command", SAMPLES, ids=str)
-def test_options_of_sampling_apply_together(command):
+def test_options_of_sampling_apply_together(command, runs):
     args = read_arguments(command.words[1:])
-    known = {str(load_config(path).config.folder): path for path in CONFIGS}
-    objective = load_config(known[str(args.run_folder)]).config.objective
-    if not isinstance(objective, PaperConfig):
+    config = runs[str(args.run_folder)]
+    if not isinstance(config.objective, PaperConfig):
         return  # reconstructs images
-    grammar = objective.grammar(load_config(known[str(args.run_folder)]).config)
+    grammar = config.objective.grammar(config)
     if grammar.schedule.kind == "groups" and args.classes is None:
         args.prefix = args.prefix or "half"
     check_together(args, reads_images=grammar.memory is not None)

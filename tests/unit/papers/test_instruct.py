@@ -30,6 +30,8 @@ from megavis.config.errors import UserError
 from megavis.sampling.sampler import Sampler
 from megavis.schedules.one_by_one import RoundOptions
 
+pytestmark = pytest.mark.once
+
 SIDE, WIDTH, HEADS = 4, 16, 2
 WORDS = f"{PALETTE}, {RANDOM}, {INSTRUCT}, {CATEGORICAL}, {CLASSES}"
 

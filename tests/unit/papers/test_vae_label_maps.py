@@ -28,6 +28,8 @@ from megavis.tokenizers.label_map_vae import (
 )
 from megavis.tokenizers.network_tokenizer import open_tokenizer
 
+pytestmark = pytest.mark.once
+
 PANOPTIC = LabelChannels("panoptic", (5, 4))
 DEPTH = LabelChannels("depth", (10,), 0.5, 3.0)
 
@@ -143,7 +145,6 @@ def _closed_job():
         close_context()
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("kind", ["panoptic", "depth"])
 def test_tokenizer_matches_the_run(trained, kind):
     run = Run.open(trained / "runs" / kind)
@@ -164,7 +165,6 @@ def test_tokenizer_matches_the_run(trained, kind):
     assert (tokenizer.decode(found[:, 0]) == run.objective.reconstructed_maps(predictions)).all()
 
 
-@pytest.mark.once
 def test_loss_includes_the_kl_divergence(trained):
     run = Run.open(trained / "runs" / "panoptic")
     dataset = ShardDataset(trained / "panoptic" / "train", Transform(32, crop="center"))
@@ -181,7 +181,6 @@ def test_loss_includes_the_kl_divergence(trained):
     assert float(run.objective.loss(predictions, (labels,))) == pytest.approx(expected)
 
 
-@pytest.mark.once
 def test_training_reduces_the_loss_and_saves_figures(trained):
     for kind in ("panoptic", "depth"):
         folder = trained / "runs" / kind
@@ -192,7 +191,6 @@ def test_training_reduces_the_loss_and_saves_figures(trained):
         assert list((folder / "samples").glob("*.png"))
 
 
-@pytest.mark.once
 def test_shards_are_checked(trained, capsys):
     path = write_label_map_config(trained, "panoptic")
     words = [f"data.train={trained}/depth/train", "name=other"]
@@ -210,7 +208,6 @@ def test_unsupported_model_keys_are_refused(tmp_path):
             load_config(path, [word])
 
 
-@pytest.mark.once
 def test_plan(tmp_path, capsys):
     path = write_label_map_config(tmp_path, "depth")
     assert main(["plan", str(path), "--gpus", "2", "--json"]) == 0

@@ -15,6 +15,8 @@ from megavis.model.parameters import ParamGroupOptions, add_options
 from megavis.training.adafactor import Slice, held_parts
 from megavis.training.optimizer import build_optimizer
 
+pytestmark = pytest.mark.once
+
 SETTINGS = {"learning_rate": 0.01, "betas": (0.9, 0.95), "algorithm": "adafactor"}
 SHAPES = {"matrix": (40, 33), "thin": (40, 31), "bias": (7,), "kernel": (33, 4, 3)}
 
@@ -114,7 +116,6 @@ def test_non_finite_gradients_skip_the_step():
     assert all(state["exp_avg_sq"].isfinite().all() for state in optimizer.state.values())
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_resume_is_exact(tmp_path, tiny_config, stage):
     words = ["optimizer.algorithm=adafactor", "schedule.decay=constant", "checkpoint.every=2"]

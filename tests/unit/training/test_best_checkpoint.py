@@ -9,6 +9,8 @@ from megavis.checkpoint.state import save
 from megavis.cli import main
 from megavis.training.callbacks.validation import EarlyStopping
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture
 def tune(small_config, tmp_path, monkeypatch):

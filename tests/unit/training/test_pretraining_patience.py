@@ -11,6 +11,8 @@ from megavis.cli import main
 from megavis.config.errors import UserError
 from megavis.training.callbacks.validation import EarlyStopping
 
+pytestmark = pytest.mark.once
+
 ACCURACIES = [0.1, 0.4, 0.3, 0.2, 0.3, 0.9]
 
 

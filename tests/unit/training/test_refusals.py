@@ -10,6 +10,8 @@ from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.grammar.same_run import check_same_run
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture(scope="module")
 def config(small_config, tmp_path_factory):
