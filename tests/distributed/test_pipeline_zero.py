@@ -19,7 +19,7 @@ CONFIGS = Path(__file__).parents[2] / "yaml_configs"
 PRESET = str(CONFIGS / "igpt" / "demo.yaml")
 # Four micro-batches on two stages, so that forward and backward passes alternate.
 WORDS = [
-    "model.num_layers=4",
+    "model.num_layers=6",
     "model.hidden_size=256",
     "training.batch_size=8",
     "training.micro_batch_size=1",
