@@ -213,7 +213,8 @@ def evaluate_classes(args: argparse.Namespace) -> int:
 
 def _common_classes(train: ShardImages, real: ShardImages) -> tuple[str, ...]:
     """Return the class names, which both shards must share."""
-    check_numbering(real.path, real.class_names, train.class_names, source=str(train.path))
+    place = str(train.path)
+    check_numbering(real.path, real.class_names, train.class_names, source=place, folder=place)
     for shards in (train, real):
         if not len(shards) or min(shards.labels) < 0:
             raise UserError(f"{shards.path} holds images without a label")

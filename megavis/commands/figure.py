@@ -124,7 +124,7 @@ def _scores(folder: Path, args: argparse.Namespace) -> Iterator[CheckpointScore]
 
 
 def _loss_images(opened: Run, args: argparse.Namespace) -> ShardDataset | Subset:
-    """Open the held-out images of a run for its loss, which need no labels.
+    """Open the held-out images of a run for its loss, labelled if it reads classes.
 
     Raises:
         UserError: the run was trained on them.
@@ -146,7 +146,7 @@ def plot_completions(args: argparse.Namespace) -> int:
 def _complete(opened: Run, args: argparse.Namespace) -> int:
     options = {"sampling_steps": args.sampling_steps, "temperature": args.temperature}
     sampler = opened.sampler(seed=args.seed, spell=spelled, **options)
-    dataset = open_held_out(opened, args.images, option="--images")
+    dataset = open_held_out(opened, args.images, option="--images", own_classes=False)
     inputs = read_round_robin(dataset, args.num_images).inputs.to(opened.context.device)
     count, num_given = len(inputs), sampler.model.num_tokens // 2
     draws = max(args.draws, args.completions)
@@ -193,9 +193,8 @@ def _neighbor_scores(
     """Return a score per layer, and a record for reproducing them."""
     held_out = open_held_out(opened, args.images, option="--images", own_classes=False)
     train = open_shards(opened, opened.config.data.train_sources[0].path, own_classes=False)
-    check_numbering(
-        held_out.directory, held_out.class_names, train.class_names, source=str(train.directory)
-    )
+    names, place = (held_out.class_names, train.class_names), str(train.directory)
+    check_numbering(held_out.directory, *names, source=place, folder=place)
     check_no_overlap(held_out, [train, *training_shards(opened.config)])
     cache = feature_cache(opened, args)
     fresh = network_of(opened, cache, seed=opened.config.seed)
@@ -229,7 +228,9 @@ def plot_declared(args: argparse.Namespace) -> int:
     with job_closed():
         opened = open_run(args.run_folder, step=args.step, device=args.device)
         check_applies(spec.name, opened)
-        images = open_held_out(opened, args.images, option="--images")
+        images = open_held_out(
+            opened, args.images, option="--images", own_classes=spec.reads_classes
+        )
         subject = FigureInput(opened.folder, opened.objective, opened.inference, images)
         plot = _function(spec, spec.plot.partition(":")[2])
         figure: RenderedFigure = plot(subject, args)

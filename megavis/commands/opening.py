@@ -115,13 +115,13 @@ def _check_classes(opened: Run, dataset: ShardDataset) -> None:
     """Check that labels are what the run reads or predicts; raise UserError if they are not."""
     objective, where = opened.objective, dataset.directory
     found, tuned = objective.classes_of(dataset.manifest), finetuned_of(objective)
-    # Without classes, a model that needs none takes all images as unlabelled.
-    if found and opened.classes:
-        check_numbering(where, found, opened.classes, source="the run's training data")
-    if tuned is not None:
-        check_count(None, where, found, tuned.settings.num_classes)
     if objective.backbone.needs_labels or classifier_of(objective) is not None:
         check_labels(None, dataset)
+    if opened.classes:
+        source, folder = "the run's training set", "the shards that the run was trained on"
+        check_numbering(where, found, opened.classes, source=source, folder=folder)
+    if tuned is not None:
+        check_count(None, where, found, tuned.settings.num_classes)
 
 
 def first_images(opened: Run, dataset: ShardDataset, count: int | None) -> ShardDataset | Subset:

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -177,14 +178,20 @@ def _conditions(
 def _numbers(opened: Run, option: str, classes: Sequence[str]) -> list[int]:
     """Return the labels of classes given by number or by name."""
     numbers = {name: label for label, name in enumerate(opened.classes)}
-    for word in classes:
-        if not word.isdecimal() and word not in numbers:
+    found = []
+    for word in map(str.strip, classes):
+        # Numbers come first, also where names are numbers; -1 is no class.
+        if re.fullmatch("-?[0-9]+", word):
+            found.append(int(word))
+        elif word in numbers:
+            found.append(numbers[word])
+        else:
             known = "it records no names of classes: give numbers"
             if numbers:
                 some = ", ".join(opened.classes[:5]) + ", ..." * (len(numbers) > 5)
                 known = f"its {counted(len(numbers), 'class', 'classes')} are {some}"
             raise UserError(f"{option}: this run has no class {word!r}; {known}")
-    return [int(word) if word.isdecimal() else numbers[word] for word in classes]
+    return found
 
 
 def _reconstructions(opened: Run, args: argparse.Namespace) -> Any:

@@ -128,6 +128,7 @@ class FigureSpec:
             such a figure.
         example: arguments after `megavis figure NAME`.
         add_options: adds its own options.
+        reads_classes: whether it gives the model the classes of the images.
     """
 
     name: str
@@ -138,6 +139,7 @@ class FigureSpec:
     applies: str = "applies"
     example: str = "runs/demo"
     add_options: Callable[[argparse.ArgumentParser], None] = lambda _: None
+    reads_classes: bool = False
 
 
 def paper_figures() -> Iterator[FigureSpec]:

@@ -69,8 +69,9 @@ class ProbeData:
     def __post_init__(self) -> None:
         for other in (self.validation, self.selection):
             if other is not None:
-                trained, source = self.train.class_names, str(self.train.directory)
-                check_numbering(other.directory, other.class_names, trained, source=source)
+                trained, place = self.train.class_names, str(self.train.directory)
+                names = other.class_names
+                check_numbering(other.directory, names, trained, source=place, folder=place)
         fitted = [self.train] if self.selection is None else [self.train, self.selection]
         equal = check_no_overlap(self.validation, [*fitted, *self.trained_on])
         object.__setattr__(self, "num_equal", equal)

@@ -86,6 +86,7 @@ def _write_checkpoint(
         optimizer_step=0,
         seed=trained.seed,
         tokenizer=trained.tokenizer,
+        classes=trained.classes,
         layout={},
         files={file: stored},
         tensors={

@@ -19,7 +19,7 @@ objective:
   schedule: {{kind: one_by_one}}
   asks: {{kind: shift}}
   density: {{kind: categorical}}
-  condition: {{kind: labels, num_classes: 12}}
+  condition: {{kind: labels, num_classes: 12, dropout: 0.1}}
 model: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2}}
 data: {{train: {shards}/train, image_size: 8}}
 optimizer: {{learning_rate: 1e-2}}
@@ -49,7 +49,7 @@ def test_a_run_records_the_names(folder, names):
 
 def test_classes_are_sampled_by_name(folder, names, capsys):
     words = ["sample", str(folder / "runs" / "named"), "--per-class", "2", "--device", "cpu"]
-    for file, classes in {"named": f"{names[3]},0", "numbered": "3,0", "other": "0,3"}.items():
+    for file, classes in {"named": f"{names[3]}, -1", "numbered": "3,-1", "other": "3,0"}.items():
         out = str(folder / f"{file}.png")
         assert main([*words, "--classes", classes, "--out", out]) == 0
     named, numbered, other = (
@@ -66,7 +66,36 @@ def test_completed_images_have_the_classes_of_the_run(shards, folder, names, cap
     other = with_classes(shards / "validation", folder / "other", names[::-1])
     run, words = str(folder / "runs" / "named"), ["--prefix", "0.5", "--device", "cpu"]
     assert main(["sample", run, *words, "--images", str(other)]) == 2
-    said = f"{other} numbers its classes differently from the run's training data"
+    said = f"{other} numbers its classes differently from the run's training set"
     assert said in capsys.readouterr().err
     out = ["--out", str(folder / "completed.png")]
     assert main(["sample", run, *words, "--images", str(shards / "validation"), *out]) == 0
+
+
+def test_figures_without_classes_take_any_images(shards, folder, names, capsys):
+    other = with_classes(shards / "validation", folder / "reversed", names[::-1])
+    run = str(folder / "runs" / "named")
+    words = ["--images", str(other), "--num-images", "4", "--device", "cpu"]
+    assert main(["figure", "correlation", run, *words]) == 0
+    assert main(["figure", "completions", run, *words]) == 0
+    assert main(["figure", "patches", run, *words]) == 2
+    assert "numbers its classes differently" in capsys.readouterr().err
+
+
+def test_exported_runs_keep_the_names(folder, names):
+    out = folder / "exported"
+    assert main(["export", str(folder / "runs" / "named"), "--to", "huggingface", str(out)]) == 0
+    with job_closed():
+        assert megavis.load(out, device="cpu").classes == names
+
+
+def test_images_may_lack_the_last_classes(shards, folder, names, capsys):
+    """As images for the first of several training folders do."""
+    config = (folder / "named.yaml").read_text()
+    (folder / "more.yaml").write_text(config.replace("name: named", "name: more", 1))
+    more = with_classes(shards / "validation", folder / "more", [*names[1:], "owl"])
+    blend = (
+        f"data.train=[{{path: {shards}/train, weight: 1}}, {{path: {more}, weight: 1}}]",
+        f"data.validation={shards}/validation",
+    )
+    assert main(["train", str(folder / "more.yaml"), *blend, "--device", "cpu"]) == 0

@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_refused(folder, capsys):
     other = with_classes(folder / "panoptic" / "validation", folder / "other", names)
     words = [str(runs / "segments"), "--images", str(other), "--device", "cpu"]
     assert main(["evaluate", "segmentation", *words]) == 2
-    wanted = "other numbers its classes differently from the run's training data"
+    wanted = "other numbers its classes differently from the run's training set"
     assert wanted in capsys.readouterr().err
     words = ["finetune", str(folder / "segments.yaml"), "--device", "cpu", "name=other"]
     assert main([*words, f"data.train={folder}/depth/train"]) == 2

@@ -24,7 +24,7 @@ def curves(run_job, path, layout, dropout):
 @pytest.mark.parametrize(
     ("layout", "dropout"),
     [
-        pytest.param(TENSOR, OF_PARTS, marks=pytest.mark.once),
+        (TENSOR, OF_PARTS),
         (SEQUENCE, OF_TOKENS),
         pytest.param({**SEQUENCE, "activation_checkpointing": "full"}, {}, marks=pytest.mark.once),
         pytest.param({"zero_stage": 2}, OF_TOKENS, marks=pytest.mark.once),

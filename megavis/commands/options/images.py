@@ -101,7 +101,7 @@ def _add_classes(parser: argparse.ArgumentParser) -> None:
         "--classes",
         type=words,
         metavar="C,C,...",
-        help="one row per class: numbers from 0, or names of the training data",
+        help="one row per class: its number, from 0 (-1: none), or its name in the training set",
     )
     classes.add_argument("--per-class", type=int, default=8, help="images per class; default: 8")
     classes.add_argument(

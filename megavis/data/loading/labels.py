@@ -37,28 +37,32 @@ def check_numbering(
     trained: tuple[str, ...],
     *,
     source: str = "data.train",
+    folder: str = "the folder of data.train",
     key: str | None = None,
 ) -> None:
-    """Check that a data set numbers its classes as the training data of a network do.
+    """Check that a data set numbers its classes as the training set of a network does.
+
+    It may lack the last ones, as images for the first of several training folders may.
 
     Args:
         where: the folder of the data set.
         found: its class names by label.
-        trained: those of the training data.
-        source: what the training data are called in the message.
+        trained: those of the training set.
+        source: what the training set is called in the message.
+        folder: what the message gives to `--classes-from`.
         key: the config key that names the data set.
 
     Raises:
         UserError: it does not; says which class is missing or unknown, and what to do.
     """
-    if found == trained:
+    if found == trained or (found and found == trained[: len(found)]):
         return
     unknown = [name for name in found if name not in trained]
     missing = [name for name in trained if name not in found]
-    advice = f"write its shards with --classes-from, the folder of {source}"
+    advice = f"write its shards with --classes-from, {folder}"
     why = f": {advice}"
     if unknown:
-        why = f"; {source} has no class {unknown[0]!r}: remove its images, or add the class there"
+        why = f"; {source} has no class {unknown[0]!r}: remove its images"
     elif missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         why = f"; it lacks {missing[0]!r}{more} of {source}: {advice}"

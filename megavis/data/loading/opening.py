@@ -85,7 +85,7 @@ class ShardOpener:
             kind = train.manifest.tokenizer_name
             text = f"{path} was made with another {kind} than {train.directory}"
             raise UserError(text, key=key)
-        # Without classes, a model that needs none takes all images as unlabelled.
+        # Fine-tuning has a clearer message for images without classes.
         if found := self.classes_of(dataset.manifest):
             check_numbering(dataset.directory, found, self.classes_of(train.manifest), key=key)
         return dataset

@@ -13,6 +13,7 @@ FIGURES = (
         num_images=512,
         plot="megavis.papers.darl.patch_errors:plot_patches",
         example="runs/darl_demo",
+        reads_classes=True,
     ),
 )
 

@@ -26,6 +26,7 @@ FIGURES = (
         plot="megavis.papers.givt.deviation_figure:plot_deviations",
         example="runs/givt_causal_default --label 130",
         add_options=_add_options,
+        reads_classes=True,
     ),
 )
 

@@ -14,6 +14,7 @@ FIGURES = (
         num_images=256,
         plot="megavis.papers.mae.reconstructions:plot_reconstructions",
         example="runs/mae_demo",
+        reads_classes=True,
     ),
 )
 

@@ -35,7 +35,7 @@ def issue(classes, labels):
             "numbers its classes differently from data.train; it lacks 'cat' of data.train: write"
             " its shards with --classes-from, the folder of data.train",
         ),
-        (("bird",), [0], "it lacks 'cat' and 1 more of data.train"),
+        (("cat",), [0], "it lacks 'bird' and 1 more of data.train"),
         (("bird", "cat", "dog", "eel"), [0, 3], "data.train has no class 'eel'"),
         (("bird", "cat", "eel"), [0, 2], "data.train has no class 'eel'"),
         (("dog", "cat", "bird"), [0, 2], "write its shards with --classes-from"),
@@ -56,3 +56,7 @@ def test_another_number_of_classes_than_the_network_has():
     check_count("data.train", Path("shards/train"), TRAIN, 3)
     with pytest.raises(UserError, match=r"has 3 classes; finetune.num_classes is 4"):
         check_count("data.train", Path("shards/train"), TRAIN, 4)
+
+
+def test_the_last_classes_may_be_missing():
+    assert issue(TRAIN[:2], [0, 1]) == []
