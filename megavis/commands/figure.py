@@ -194,7 +194,7 @@ def _neighbor_scores(
     held_out = open_held_out(opened, args.images, option="--images", own_classes=False)
     train = open_shards(opened, opened.config.data.train_sources[0].path, own_classes=False)
     names, place = (held_out.class_names, train.class_names), str(train.directory)
-    check_numbering(held_out.directory, *names, source=place, folder=place)
+    check_numbering(held_out.directory, *names, source=place, folder=place, may_lack_last=True)
     check_no_overlap(held_out, [train, *training_shards(opened.config)])
     cache = feature_cache(opened, args)
     fresh = network_of(opened, cache, seed=opened.config.seed)

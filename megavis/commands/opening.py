@@ -119,7 +119,9 @@ def _check_classes(opened: Run, dataset: ShardDataset) -> None:
         check_labels(None, dataset)
     if opened.classes:
         source, folder = "the run's training set", "the shards that the run was trained on"
-        check_numbering(where, found, opened.classes, source=source, folder=folder)
+        check_numbering(
+            where, found, opened.classes, source=source, folder=folder, may_lack_last=True
+        )
     if tuned is not None:
         check_count(None, where, found, tuned.settings.num_classes)
 

@@ -117,7 +117,7 @@ class Model(Layers):
             yield f"holds ids; {self.paper.key('predicts')} is made of images: name jpeg shards"
 
     def classes_of(self, manifest: Manifest) -> tuple[str, ...]:
-        """Return the classes of images if they are a condition, else those of maps."""
+        """Return the images' classes if the model is conditioned on them, else the maps'."""
         if "labels" in self.condition.names:
             return manifest.class_names
         return super().classes_of(manifest)

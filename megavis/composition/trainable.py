@@ -67,7 +67,7 @@ class Trainable(ABC):
     def classes_of(self, manifest: Manifest) -> tuple[str, ...]:
         """Return the names, by label, of the classes of shards that the model reads or predicts.
 
-        By default those of their maps; empty if there are none.
+        Defaults to the classes of the label maps; empty without them.
         """
         return () if manifest.target is None else manifest.target.class_names
 

@@ -97,12 +97,13 @@ class Finetuning:
         if settings.test is not None:
             test = opener.held_out("finetune.test", settings.test, train)
         datasets = {"data.train": train, "data.validation": validation, "finetune.test": test}
-        if settings.task == "classes":
-            for key, dataset in datasets.items():
-                if dataset is not None:
-                    check_labels(key, dataset)
         class_names = objective.classes_of(train.manifest)
-        check_count("data.train", train.directory, class_names, settings.num_classes)
+        for key, dataset in datasets.items():
+            if dataset is not None:
+                if settings.task == "classes":
+                    check_labels(key, dataset)
+                found = objective.classes_of(dataset.manifest)
+                check_count(key, dataset.directory, found, settings.num_classes)
         _check_test_images(config, validation, test)
         parts = halves(validation) if test is None else (shuffled(validation), shuffled(test))
         stopping = EarlyStopping(settings.patience)

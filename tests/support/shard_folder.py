@@ -38,7 +38,7 @@ def identity(kind, sha256="1" * 64, num_tokens=None):
 
 
 def with_classes(folder, target, names):
-    """Copy a folder of shards whose classes, or those of its maps, have other names by label."""
+    """Copy a shard folder and rename its classes, or those of its label maps."""
     shutil.copytree(folder, target)
     path = target / MANIFEST_NAME
     tree = json.loads(path.read_text())

@@ -38,24 +38,25 @@ def check_numbering(
     *,
     source: str = "data.train",
     folder: str = "the folder of data.train",
+    may_lack_last: bool = False,
     key: str | None = None,
 ) -> None:
     """Check that a data set numbers its classes as the training set of a network does.
 
-    It may lack the last ones, as images for the first of several training folders may.
-
     Args:
         where: the folder of the data set.
         found: its class names by label.
-        trained: those of the training set.
+        trained: class names of the training set by label.
         source: what the training set is called in the message.
         folder: what the message gives to `--classes-from`.
+        may_lack_last: accept a data set without the last classes, such as one written for the first
+            of several training folders.
         key: the config key that names the data set.
 
     Raises:
         UserError: it does not; says which class is missing or unknown, and what to do.
     """
-    if found == trained or (found and found == trained[: len(found)]):
+    if found == trained or (may_lack_last and found and found == trained[: len(found)]):
         return
     unknown = [name for name in found if name not in trained]
     missing = [name for name in trained if name not in found]

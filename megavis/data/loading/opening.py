@@ -87,7 +87,8 @@ class ShardOpener:
             raise UserError(text, key=key)
         # Fine-tuning has a clearer message for images without classes.
         if found := self.classes_of(dataset.manifest):
-            check_numbering(dataset.directory, found, self.classes_of(train.manifest), key=key)
+            trained = self.classes_of(train.manifest)
+            check_numbering(dataset.directory, found, trained, may_lack_last=True, key=key)
         return dataset
 
     def folder(self, key: str, path: str, transform: Transform) -> ShardDataset:

@@ -35,7 +35,7 @@ def issue(classes, labels):
             "numbers its classes differently from data.train; it lacks 'cat' of data.train: write"
             " its shards with --classes-from, the folder of data.train",
         ),
-        (("cat",), [0], "it lacks 'bird' and 1 more of data.train"),
+        (("bird",), [0], "it lacks 'cat' and 1 more of data.train"),
         (("bird", "cat", "dog", "eel"), [0, 3], "data.train has no class 'eel'"),
         (("bird", "cat", "eel"), [0, 2], "data.train has no class 'eel'"),
         (("dog", "cat", "bird"), [0, 2], "write its shards with --classes-from"),
@@ -58,5 +58,9 @@ def test_another_number_of_classes_than_the_network_has():
         check_count("data.train", Path("shards/train"), TRAIN, 4)
 
 
-def test_the_last_classes_may_be_missing():
-    assert issue(TRAIN[:2], [0, 1]) == []
+def test_the_last_classes_may_be_missing_if_that_is_allowed():
+    check_numbering(Path("shards/val"), TRAIN[:2], TRAIN, may_lack_last=True)
+    with pytest.raises(UserError, match="it lacks 'dog' of data.train"):
+        check_numbering(Path("shards/val"), TRAIN[:2], TRAIN)
+    with pytest.raises(UserError, match="it lacks 'cat' of data.train"):
+        check_numbering(Path("shards/val"), ("bird", "dog"), TRAIN, may_lack_last=True)

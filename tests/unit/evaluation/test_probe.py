@@ -136,7 +136,7 @@ def test_selection_may_have_classes_that_are_not_fitted(data, shard_folders):
 
 
 def test_different_class_numbering_raises(data, monkeypatch):
-    monkeypatch.setattr(data.validation, "class_names", ("class-1", "class-0"))
+    monkeypatch.setattr(data.validation, "class_names", ("class-0", "class-1"))
     with pytest.raises(UserError, match="classes-from"):
         ProbeData(data.train, data.validation, data.palette)
 
