@@ -281,6 +281,17 @@ class Classification(Finetuned):
     def training_sequence(self, batch: Batch) -> SequenceBatch:
         """Return the sequence for training; mixed images have class probabilities as labels."""
         images, classes = self._mixed(batch) if self.mixes else (batch.inputs, batch.labels)
+        return self._sequence_of(batch, images, classes)
+
+    def blank_sequence(self, num_images: int, device: torch.device) -> SequenceBatch:
+        """Return the training sequence of a blank batch, which is not mixed: it need not be even."""
+        batch = self.blank_batch(num_images, device)
+        if not self.mixes:
+            return self.training_sequence(batch)
+        classes = torch.zeros(num_images, self.settings.num_classes, device=device)
+        return self._sequence_of(batch, batch.inputs, classes)
+
+    def _sequence_of(self, batch: Batch, images: Tensor, classes: Tensor) -> SequenceBatch:
         shown = dataclasses.replace(batch, inputs=images)
         if not self.is_joint:
             inputs = self.backbone.feature_inputs(shown)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from itertools import product
 
 from megavis.config.checks import check_config, check_world
 from megavis.config.errors import UserError
+from megavis.config.finetune_checks import check_finetuning_batch
 from megavis.config.schema import ConfigIssue, RunConfig
 from megavis.config.section import ParallelConfig
 
@@ -138,7 +140,7 @@ def layout_called(name: str) -> ParallelConfig:
 
 def legal_layouts(config: RunConfig, num_processes: int) -> Iterator[ParallelConfig]:
     """Yield every layout of `num_processes` that the config checks accept."""
-    sizes = [size for size in range(1, num_processes + 1) if num_processes % size == 0]
+    sizes = _divisors(num_processes)
     recomputing = ("none", "selective", "full")
     choices = product(sizes, sizes, sizes, (0, 1, 2, 3), (False, True), recomputing)
     for tensor, context, pipeline, zero, sequence, recompute in choices:
@@ -173,7 +175,7 @@ def with_layout(config: RunConfig, parallel: ParallelConfig) -> RunConfig:
 
 
 def all_layouts(config: RunConfig, num_processes: int) -> Iterator[Layout]:
-    """Yield every legal layout with every micro-batch size that divides a process's batch."""
+    """Yield every legal layout with every legal micro-batch size that divides a process's batch."""
     # Use the full share as the micro-batch, so that legality does not depend on the config's.
     plain = config.model_copy(
         update={"training": config.training.model_copy(update={"micro_batch_size": None})}
@@ -181,7 +183,8 @@ def all_layouts(config: RunConfig, num_processes: int) -> Iterator[Layout]:
     for parallel in legal_layouts(plain, num_processes):
         share = Layout.of(with_layout(plain, parallel), num_processes)
         for micro in _divisors(share.micro_batch_size):
-            yield Layout(parallel, share.data, micro, share.micro_batch_size // micro)
+            if not any(check_finetuning_batch(config, micro, share.data)):
+                yield Layout(parallel, share.data, micro, share.micro_batch_size // micro)
 
 
 def with_offload(config: RunConfig, layouts: Iterable[Layout]) -> Iterator[Layout]:
@@ -195,5 +198,6 @@ def with_offload(config: RunConfig, layouts: Iterable[Layout]) -> Iterator[Layou
             yield replace(layout, parallel=parallel)
 
 
-def _divisors(value: int) -> list[int]:
-    return [size for size in range(1, value + 1) if value % size == 0]
+@functools.cache
+def _divisors(value: int) -> tuple[int, ...]:
+    return tuple(size for size in range(1, value + 1) if value % size == 0)
