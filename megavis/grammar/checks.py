@@ -35,6 +35,7 @@ from megavis.grammar.words import (
 )
 
 _ASKS: tuple[type[AskWord], ...] = (Shift, Mask, Query, InContext, Visible, Instruct)
+_SCHEDULES = {str(each.model_fields["kind"].default): each.schedules for each in _ASKS}
 _WITHOUT_CONDITION = "set {condition} to null"
 _WITHOUT_MEMORY = "set {memory} to null"
 _WITHOUT_TRANSFORM = "set {transform} to null"
@@ -192,8 +193,7 @@ def _check_kinds(grammar: Grammar) -> Faults:
 def _fitting_asking(grammar: Grammar) -> dict[str, tuple[str, ...]]:
     """Return the kinds of asking that can predict the tokens, and the schedules of each."""
     has_places = grammar.predicts is None and grammar.reads.kind in ("patches", "frames")
-    kinds = {str(each.model_fields["kind"].default): each.schedules for each in _ASKS}
-    return {kind: kinds[kind] for kind in kinds if kind != "in_context" or has_places}
+    return {kind: each for kind, each in _SCHEDULES.items() if kind != "in_context" or has_places}
 
 
 def _check_density(grammar: Grammar) -> Faults:

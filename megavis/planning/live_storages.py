@@ -103,8 +103,8 @@ def tensors_in(tree: Any) -> list[Tensor]:
     """Return the tensors in nested tuples, lists and dictionaries."""
     if isinstance(tree, Tensor):
         return [tree]
-    if isinstance(tree, Mapping):
+    if isinstance(tree, dict):
         tree = tree.values()
-    elif not isinstance(tree, tuple | list):
+    elif not isinstance(tree, (tuple, list)):
         return []
     return [tensor for part in tree for tensor in tensors_in(part)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -159,7 +160,8 @@ class ModelShape:
         """Bytes per element in the compute precision."""
         return number_size(self.precision)
 
-    @property
+    # `megavis plan` asks for these in each of thousands of layouts.
+    @functools.cached_property
     def head_flops(self) -> float:
         """Operations of the head of fine-tuning in a training step per image."""
         return max((each.head_flops for each in self.activations.values()), default=0.0)
@@ -169,7 +171,7 @@ class ModelShape:
         """Operations of a training step per image, the head of fine-tuning included."""
         return self.flops + self.head_flops
 
-    @property
+    @functools.cached_property
     def main_stack(self) -> StackShape:
         """The stack with the most work."""
         return max(
