@@ -311,11 +311,29 @@ def _peak(device_name: str, objective: Trainable) -> float | None:
 
 
 def random_batch(objective: Trainable, count: int, *, seed: int = 0) -> Batch:
-    """Return a batch of `count` random samples on the CPU, in the form of the config's shards."""
-    blank = objective.backbone.blank_batch(count, torch.device("cpu"))
+    """Return a batch of `count` random samples on the CPU, in the form of the config's shards.
+
+    Maps of classes are void, and objects are random rectangles of the first class.
+    """
+    blank = objective.blank_batch(count, torch.device("cpu"))
     generator = torch.Generator().manual_seed(seed)
-    inputs = _random_like(blank.inputs, objective, generator)
-    return Batch(inputs, blank.labels, torch.arange(count))
+    own = objective.backbone.blank_batch(count, torch.device("cpu"))
+    inputs = _random_like(own.inputs, objective, generator)
+    if blank.inputs.shape != own.inputs.shape:
+        inputs = torch.stack([inputs, blank.inputs[:, 1]], dim=1)
+    objects = blank.objects and (blank.objects[0], _rectangles(blank.objects[1], generator))
+    return Batch(inputs, blank.labels, torch.arange(count), objects=objects)
+
+
+def _rectangles(masks: Tensor, generator: torch.Generator) -> Tensor:
+    """Return masks in the form of `Batch.objects`, each a random rectangle."""
+    rows, columns = (
+        torch.stack([drawn.amin(0) <= numbers, numbers <= drawn.amax(0)]).all(0)
+        for size in masks.shape[2:]
+        for drawn in [torch.randint(size, (2, *masks.shape[:2], 1), generator=generator)]
+        for numbers in [torch.arange(size)]
+    )
+    return 255 * (rows[..., :, None] & columns[..., None, :]).to(torch.uint8)
 
 
 def _random_like(blank: Tensor, objective: Trainable, generator: torch.Generator) -> Tensor:
