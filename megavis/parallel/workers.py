@@ -20,13 +20,22 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from megavis.config.errors import UserError
 from megavis.parallel.launch import LISTENING, Launch
 
 Job = Callable[..., Any]
 
 
 class WorkerError(RuntimeError):
-    """A job failed; the message contains the worker's rank and traceback."""
+    """A job failed; the message contains the worker's rank and traceback.
+
+    Attributes:
+        mistake: the UserError that ended it, if it was one.
+    """
+
+    def __init__(self, text: str, mistake: UserError | None = None) -> None:
+        super().__init__(text)
+        self.mistake = mistake
 
 
 class WorkerPool:
@@ -114,12 +123,13 @@ class WorkerPool:
         except (EOFError, ConnectionError):
             self._fail(f"rank {rank} died")
         if not succeeded:
-            self._fail(f"rank {rank} raised:\n{value}")
+            text, mistake = value
+            self._fail(f"rank {rank} raised:\n{text}", mistake)
         return value
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, mistake: UserError | None = None) -> None:
         self.close()
-        raise WorkerError(reason)
+        raise WorkerError(reason, mistake)
 
     def close(self) -> None:
         """Kill all workers."""
@@ -181,7 +191,8 @@ def _serve(pipe: Connection, quiet: bool) -> None:
             pipe.send((True, value))
         # Also `SystemExit`: a worker that ends silently would be reported as dead, without a
         # reason.
-        except BaseException:
-            pipe.send((False, traceback.format_exc()))
+        except BaseException as error:
+            mistake = error if isinstance(error, UserError) else None
+            pipe.send((False, (traceback.format_exc(), mistake)))
         # An engine contains reference cycles, and its process groups have threads.
         gc.collect()

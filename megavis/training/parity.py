@@ -135,6 +135,9 @@ def compare_layouts(
         device: `cpu` or `cuda`, with a GPU for each process; default: see `device_for`.
         report_noise: called with the noise of one process before any layout runs.
         report: called with each comparison when it is complete.
+
+    Raises:
+        UserError: one process cannot train, for example because there are no shards.
     """
     device = device_for(device, num_processes)
     # Forks of a process that has imported everything start quickly; CUDA does not survive a fork.
@@ -155,11 +158,14 @@ def compare_layouts(
                 curves = pool.run(train_briefly, num_processes, candidate, steps, device)
                 result = judge(name, curves, reference, noise, tolerance)
             except WorkerError as error:
-                result = _result(name, (math.inf, math.inf), noise, tolerance, str(error))
+                text = str(error.mistake or error)
+                result = _result(name, (math.inf, math.inf), noise, tolerance, text)
                 pool = new_pool()
             comparisons.append(result)
             report(result)
         return comparisons
+    except WorkerError as error:
+        raise error.mistake or error from None
     finally:
         pool.close()
 

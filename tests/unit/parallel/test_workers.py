@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from megavis.cli import main
+from megavis.config.errors import UserError
 from megavis.parallel import workers
 from megavis.parallel.launch import LISTENING
 from megavis.parallel.workers import WorkerError, WorkerPool
@@ -45,6 +47,10 @@ def die_on_rank_1(launch):
 def sleep_on_rank_0(launch):
     if launch.rank == 0:
         time.sleep(LONGER_THAN_A_TEST_MAY_TAKE)
+
+
+def make_a_mistake(launch):
+    raise UserError("is not there", key="data.train")
 
 
 def return_unpicklable(launch):
@@ -141,6 +147,21 @@ def test_failing_worker_terminates_the_job(job, message):
         with pytest.raises(WorkerError, match=message):
             pool.run(job, 2)  # without waiting for rank 0
         assert not any(process.is_alive() for process in pool._processes)
+
+
+def test_mistakes_are_passed_on():
+    with WorkerPool(1, preload=PRELOADED) as pool:
+        with pytest.raises(WorkerError, match=r"rank 0 raised:\n(.*\n)*.*data.train") as caught:
+            pool.run(make_a_mistake, 1)
+    assert caught.value.mistake.issues == (("data.train", "is not there"),)
+
+
+def test_parity_without_shards_is_a_mistake(tiny_config, capsys):
+    words = ["parity", str(tiny_config), "data.train=nowhere", "--processes", "1"]
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: command line: data.train: nowhere does not exist")
+    assert len(error.splitlines()) == 1
 
 
 def test_unresponsive_worker_is_reported(monkeypatch):
