@@ -31,6 +31,7 @@ from megavis.commands.opening import (
 from megavis.commands.options.evaluation import GENERAL_FIGURES
 from megavis.commands.options.shared import spelled
 from megavis.commands.terminal import quietly
+from megavis.composition.finetuned import finetuned_of
 from megavis.composition.model import generator_of
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
@@ -241,11 +242,14 @@ def plot_declared(args: argparse.Namespace) -> int:
 
 def check_applies(name: str, opened: Run) -> None:
     """Raise UserError if this figure does not apply to a run; the message lists those that do."""
-    declared = {spec.name: spec for spec in (*GENERAL_FIGURES, *paper_figures())}
+    of_papers = {spec.name: spec for spec in paper_figures()}
+    declared = {spec.name: spec for spec in GENERAL_FIGURES} | of_papers
 
     def reason_against(each: str) -> str | None:
         if each in _APPLY:
             return _reason_against(_APPLY[each], opened)
+        if each in of_papers and finetuned_of(opened.objective) is not None:
+            return "shows a paper's own predictions; take the run that was fine-tuned"
         return _reason_against(_function(declared[each], declared[each].applies), opened)
 
     if (reason := reason_against(name)) is None:

@@ -39,7 +39,7 @@ from megavis.evaluation.results import ProbeResult
 from megavis.model.inference import Inference
 from megavis.model.kernel_compiler import require_compiled
 from megavis.notebook import Run
-from megavis.parallel.context import close_context, current_context, open_context
+from megavis.parallel.context import close_context, num_contexts, open_context
 from megavis.parallel.device import DTYPES
 from megavis.parallel.launch import read_launch
 
@@ -48,11 +48,12 @@ from megavis.parallel.launch import read_launch
 
 @contextlib.contextmanager
 def job_closed() -> Iterator[None]:
-    """Close the job that opening a run created, also after an error."""
+    """Close the job that the block creates, for example by opening a run, also after an error."""
+    before = num_contexts()
     try:
         yield
     finally:
-        if current_context() is not None:
+        while num_contexts() > before:
             close_context()
 
 
@@ -190,9 +191,11 @@ def feature_job(args: argparse.Namespace, *, alone: bool = False) -> Iterator[No
         raise UserError(
             f"--tensor-parallel {tensor_size} does not divide the {launch.world_size} processes"
         )
-    with quietly():
-        context = open_context(launch, tensor_model_parallel_size=tensor_size, device=args.device)
     with job_closed():
+        with quietly():
+            context = open_context(
+                launch, tensor_model_parallel_size=tensor_size, device=args.device
+            )
         require_compiled(context)
         yield
 

@@ -23,7 +23,7 @@ from megavis.checkpoint.format.manifest import damages, read_manifest
 from megavis.checkpoint.format.tensor_files import save_tensors
 from megavis.checkpoint.format.tensor_reader import read_weights
 from megavis.checkpoint.state import save as conversion
-from megavis.commands.terminal import quietly
+from megavis.commands.opening import job_closed, open_run
 from megavis.config.errors import UserError
 from megavis.config.load import (
     dump_config,
@@ -33,7 +33,6 @@ from megavis.config.load import (
 from megavis.config.papers import ImportSpec, paper_imports
 from megavis.data.format.files import to_json, write_atomically
 from megavis.data.format.manifest import PALETTE_NAME
-from megavis.notebook import Run
 from megavis.training.callbacks.validation import EarlyStopping, accuracy_history
 from megavis.training.metrics import read_metrics
 from megavis.weights.exports import write_huggingface, write_timm
@@ -206,8 +205,9 @@ def _import(args: argparse.Namespace, form: ImportSpec) -> None:
     module, _, function = form.read.partition(":")
     read = getattr(importlib.import_module(module), function)
     try:
-        released: Released = read(args)
-        total = released.write(args.run_folder)
+        with job_closed():
+            released: Released = read(args)
+            total = released.write(args.run_folder)
     except UserError:
         raise
     except ValueError as error:
@@ -221,17 +221,17 @@ def _import(args: argparse.Namespace, form: ImportSpec) -> None:
 
 def export(args: argparse.Namespace) -> int:
     """Export; the output appears only when it is complete and agrees with the run."""
-    with quietly():
-        opened = Run.open(args.run_folder, step=args.step, device="cpu")
-    if args.to == "safetensors":
-        weights = read_weights(step_folder(opened.folder, opened.step))
+    with job_closed():
+        opened = open_run(args.run_folder, step=args.step, device="cpu")
+        if args.to == "safetensors":
+            weights = read_weights(step_folder(opened.folder, opened.step))
+            with renamed_when_complete(args.out) as partial:
+                save_tensors(partial, {name: each.contiguous() for name, each in weights.items()})
+            sys.stdout.write(f"{args.out}: {len(weights)} tensors\n")
+            return 0
+        write = {"huggingface": write_huggingface, "timm": write_timm}[args.to]
         with renamed_when_complete(args.out) as partial:
-            save_tensors(partial, {name: each.contiguous() for name, each in weights.items()})
-        sys.stdout.write(f"{args.out}: {len(weights)} tensors\n")
-        return 0
-    write = {"huggingface": write_huggingface, "timm": write_timm}[args.to]
-    with renamed_when_complete(args.out) as partial:
-        exported = write(opened, partial)
+            exported = write(opened, partial)
     sys.stdout.write(f"{args.out}: opens with {exported.form}\n")
     if exported.difference is not None:
         sys.stdout.write(

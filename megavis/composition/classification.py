@@ -284,7 +284,7 @@ class Classification(Finetuned):
         return self._sequence_of(batch, images, classes)
 
     def blank_sequence(self, num_images: int, device: torch.device) -> SequenceBatch:
-        """Return the training sequence of a blank batch, which is not mixed: it need not be even."""
+        """Return the training sequence of blank images, which are not mixed: they need no pairs."""
         batch = self.blank_batch(num_images, device)
         if not self.mixes:
             return self.training_sequence(batch)

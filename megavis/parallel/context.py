@@ -41,9 +41,9 @@ from megavis.parallel.limits import allow_open_files
 Group = dist.ProcessGroup
 _Value = TypeVar("_Value")
 
-# Restores what `open_context` replaced in this process, which has one job at a time: a command
-# started later, by a notebook for example, must not mistake itself for a rank of the job.
-_on_close = contextlib.ExitStack()
+# For each open context, what restores what it replaced in this process: a command started later, by
+# a notebook for example, must not mistake itself for a rank of the job.
+_open: list[contextlib.ExitStack] = []
 _end_of_engine: list[Callable[[], None]] = []
 
 MEETING_SECONDS = 600.0
@@ -157,6 +157,9 @@ def open_context(
 ) -> ParallelContext:
     """Initialise the job's process groups.
 
+    A process alone may open a context inside another one: a command in a notebook, for example,
+    where `megavis.load` has opened a run. They share their groups; the outer one destroys them.
+
     Args:
         launch: rank and rendezvous of this process.
         tensor_model_parallel_size: processes that share each layer.
@@ -166,7 +169,8 @@ def open_context(
         deterministic: see `set_arithmetic`.
 
     Raises:
-        UserError: there is no GPU for this process, or its port is in use.
+        UserError: there is no GPU for this process, or its port is in use, or the process has
+            already joined a job of several processes or on another device.
     """
     import deepspeed
 
@@ -174,6 +178,8 @@ def open_context(
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     place = choose_device(device, local_rank=launch.local_rank)
+    sizes = (tensor_model_parallel_size, context_parallel_size, pipeline_model_parallel_size)
+    _require_alone(launch, sizes, place)
     select_device(place)
     with contextlib.ExitStack() as replaced:
         replaced.enter_context(set_arithmetic(tf32=tf32, deterministic=deterministic))
@@ -190,20 +196,37 @@ def open_context(
         # Each gloo group takes three more file descriptors than there are processes.
         allow_open_files()
         backend = "nccl" if place.type == "cuda" else "gloo"
-        _join(launch, backend, timedelta(seconds=timeout_seconds))
+        if not _open:
+            _join(launch, backend, timedelta(seconds=timeout_seconds))
         deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tensor_model_parallel_size,
-            context_parallel_size=context_parallel_size,
-            pipeline_model_parallel_size=pipeline_model_parallel_size,
-            # Megatron would use them for its own checkpoints and optimizers, which do not run here.
-            create_gloo_process_groups=False,
-            distributed_timeout_minutes=timeout_seconds / 60,
-        )
+        if not _open:
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=tensor_model_parallel_size,
+                context_parallel_size=context_parallel_size,
+                pipeline_model_parallel_size=pipeline_model_parallel_size,
+                # Megatron would use them for its own checkpoints and optimizers, which do not run
+                # here.
+                create_gloo_process_groups=False,
+                distributed_timeout_minutes=timeout_seconds / 60,
+            )
         context = _context_on(place)
         # Keep the stack only now: an error before this line restores everything at once.
-        _on_close.push(replaced.pop_all())
+        _open.append(replaced.pop_all())
     return context
+
+
+def _require_alone(launch: Launch, sizes: tuple[int, ...], place: torch.device) -> None:
+    """Raise UserError if a context is open that cannot be shared."""
+    joined = current_context()
+    if joined is None:
+        return
+    if max(launch.world_size, joined.world.size, *sizes) > 1:
+        raise UserError("this process has already joined a job; start the command in another one")
+    if joined.device.type != place.type:
+        raise UserError(
+            f"a run is open on {joined.device.type} in this process, so nothing else can use"
+            f" {place.type}; give --device {joined.device.type}, or start another process"
+        )
 
 
 def set_timeouts(seconds: float) -> None:
@@ -282,19 +305,34 @@ def open_virtual_context(
         tensor_model_parallel_size: processes that share each layer.
         context_parallel_size: processes that share the tokens of an image.
         device: `meta` to run layers on shapes only.
+
+    Raises:
+        UserError: a context is open.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    if _open:
+        raise UserError(
+            "this command pretends to be one of several processes, which it cannot where a run is"
+            " open; start it in another process, in a notebook with ! before it"
+        )
     patch_megatron_device(device)
-    _on_close.callback(setattr, sys, "excepthook", sys.excepthook)
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor_model_parallel_size,
-        context_parallel_size=context_parallel_size,
-        pipeline_model_parallel_size=pipeline_model_parallel_size,
-        create_gloo_process_groups=False,
-    )
+    with contextlib.ExitStack() as replaced:
+        replaced.callback(setattr, sys, "excepthook", sys.excepthook)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor_model_parallel_size,
+            context_parallel_size=context_parallel_size,
+            pipeline_model_parallel_size=pipeline_model_parallel_size,
+            create_gloo_process_groups=False,
+        )
+        _open.append(replaced.pop_all())
     return _context_on(torch.device(device))
+
+
+def num_contexts() -> int:
+    """Return how many contexts are open in this process, one inside the other."""
+    return len(_open)
 
 
 def current_context() -> ParallelContext | None:
@@ -325,7 +363,12 @@ def _context_on(device: torch.device) -> ParallelContext:
 
 
 def close_context() -> None:
-    """Destroy all process groups and restore the environment, so that another job can be joined."""
+    """Close the context that was opened last, if any, and restore the environment before it.
+
+    With the only one all process groups are destroyed, so that another job can be joined.
+    """
+    if not _open:
+        return
     import deepspeed.comm.comm as deepspeed_comm
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.partition_parameters import Init
@@ -333,8 +376,9 @@ def close_context() -> None:
 
     # Forget the engines of a failed job: ending one would wait for its device.
     _end_of_engine.clear()
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    if len(_open) == 1:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
     # DeepSpeed keeps its groups in module globals and has no function to reset them.
     deepspeed_comm.cdb = None
     groups.mpu = groups._WORLD_GROUP = groups.mesh_device = None
@@ -342,7 +386,7 @@ def close_context() -> None:
     # agree; ranks that ran different jobs before would not.
     DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__ = ([0],)
     Init.param_id = 0
-    _on_close.close()
+    _open.pop().close()
 
 
 def end_with_job(end: Callable[[], None]) -> None:

@@ -7,9 +7,16 @@ from dataclasses import dataclass
 
 from megavis.config.errors import counted
 from megavis.config.schema import RunConfig
+from megavis.config.section import ParallelConfig
 from megavis.planning.communication import Transfer, transfers
 from megavis.planning.devices import Cluster
-from megavis.planning.layouts import Layout, all_layouts, with_offload
+from megavis.planning.layouts import (
+    Layout,
+    all_layouts,
+    layout_issues,
+    with_layout,
+    with_offload,
+)
 from megavis.planning.shape import ModelShape
 from megavis.planning.states import RankMemory, rank_memory
 from megavis.planning.step_time import StepTime, step_time
@@ -98,7 +105,8 @@ def recommend(config: RunConfig, shape: ModelShape, cluster: Cluster) -> Recomme
     others = sorted((plan for plan in plans if not plan.fits), key=lambda plan: plan.memory.total)
     ordered = (*fitting, *others)
     if not fitting:
-        return Recommendation(ordered, None, (_nothing_fits(others, cluster),))
+        reason = _nothing_fits(others[0], cluster) if others else _nothing_is_legal(config, cluster)
+        return Recommendation(ordered, None, (reason,))
     proven = [plan for plan in fitting if not plan.layout.is_experimental]
     if not proven:
         return Recommendation(ordered, None, (_only_experimental(fitting[0]),))
@@ -120,13 +128,15 @@ def _plan_all(
     return [plan_layout(shape, layout, cluster, steps=steps) for layout in layouts]
 
 
-def _nothing_fits(others: list[Plan], cluster: Cluster) -> str:
-    if not others:
-        return (
-            f"no layout is legal on {counted(cluster.num_devices, 'process', 'processes')};"
-            " training.batch_size must divide by the data-parallel size"
-        )
-    least = others[0]
+def _nothing_is_legal(config: RunConfig, cluster: Cluster) -> str:
+    """Return why data parallelism alone is refused, in the words of training."""
+    plain = with_layout(config, ParallelConfig(zero_stage=1))
+    issues = [f"{key}: {text}" for key, text in layout_issues(plain, cluster.num_devices)]
+    processes = counted(cluster.num_devices, "process", "processes")
+    return f"no layout is legal on {processes}: {'; '.join(issues)}"
+
+
+def _nothing_fits(least: Plan, cluster: Cluster) -> str:
     return (
         f"no layout fits into {cluster.usable_memory / 1e9:.1f} GB: the smallest,"
         f" {least.layout.name}, needs {least.memory.total / 1e9:.1f} GB; use more or larger GPUs"

@@ -85,6 +85,10 @@ def test_resumed_linear_evaluation_in_bf16_has_the_same_statistics(config, tmp_p
         assert torch.equal(resumed[name], value)
     assert main(["sample", str(tmp_path / "whole"), "--device", "cpu"]) == 2
     assert "a fine-tuned run classifies and generates no images" in capsys.readouterr().err
+    assert main(["figure", "patches", str(tmp_path / "whole"), "--device", "cpu"]) == 2
+    assert "take the run that was fine-tuned; figures of this run are: depth, likelihood," in (
+        capsys.readouterr().err
+    )
 
 
 def test_extended_finetuning_replaces_its_results(config, capsys, tmp_path, monkeypatch):

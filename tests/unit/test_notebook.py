@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from megavis.cli import main
 from megavis.config.errors import UserError
 from megavis.data.loading.dataset import ShardDataset
 from megavis.notebook import Run
+from megavis.parallel.context import num_contexts
+from megavis.parallel.launch import read_launch
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +126,25 @@ def test_load_older_step_and_other_dtype(run, trained, validation):
     assert half.loss(validation) == pytest.approx(run.loss(validation), rel=1e-2)
     with pytest.raises(UserError, match="no checkpoint of step 7; steps here: 2, 3"):
         megavis.load(trained, step=7)
+
+
+def test_commands_run_beside_an_open_run(run, trained, validation, train_small, tmp_path, capsys):
+    """In a notebook, `main` runs in the process in which `megavis.load` has opened a job."""
+    before = run.loss(validation)
+    environment = {name: os.environ[name] for name in read_launch({}).environment()}
+    again = train_small(tmp_path, "objective.order=random", "training.steps=2")
+    assert main(["sample", str(trained), "--num-images", "2"]) == 0
+    assert main(["params", str(again / "config.yaml")]) == 0
+    assert num_contexts() == 1
+    assert {name: os.environ[name] for name in environment} == environment
+    assert run.loss(validation) == before
+    with pytest.raises(UserError, match="runs/nowhere"):
+        megavis.load("runs/nowhere", device="cpu")
+    capsys.readouterr()
+    for words in (["plan", str(again / "config.yaml")], ["train", str(again / "config.yaml")]):
+        assert main([*words, *(["--gpus", "2"] if words[0] == "plan" else ["--dry-run"])]) == 2
+        assert "in another process, in a notebook with ! before it" in capsys.readouterr().err
+    assert run.loss(validation) == before
 
 
 def test_folder_without_a_run_raises(tmp_path, trained):

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megavis.composition.classification import classifier_of
 from megavis.composition.model import Model, model_of
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
@@ -92,8 +91,6 @@ def _flattened(images: Tensor, hidden: Tensor, grid: tuple[int, int]) -> Tensor:
 
 def applies(objective: Trainable) -> bool:
     """Return whether the model predicts some tokens from visible ones."""
-    if classifier_of(objective) is not None:
-        return False
     arrangement = model_of(objective).schedule.draw(torch.zeros(1, dtype=torch.int64))
     return arrangement.first_asked > 0 or not bool(arrangement.is_predicted.all())
 

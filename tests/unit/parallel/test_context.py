@@ -10,7 +10,13 @@ import torch
 import torch.distributed as dist
 from children import in_child
 
-from megavis.parallel.context import close_context, open_context, open_virtual_context
+from megavis.config.errors import UserError
+from megavis.parallel.context import (
+    close_context,
+    num_contexts,
+    open_context,
+    open_virtual_context,
+)
 from megavis.parallel.launch import read_launch
 
 
@@ -36,6 +42,34 @@ def test_closing_a_virtual_job_restores_the_hook():
     open_virtual_context(1, 4)
     close_context()
     assert sys.excepthook is hook
+
+
+def test_a_process_alone_opens_contexts_inside_each_other(brief_context):
+    inner = open_context(read_launch({}), device="cpu", deterministic=True)
+    assert inner == brief_context
+    assert torch.are_deterministic_algorithms_enabled()
+    assert num_contexts() == 2
+    close_context()
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert num_contexts() == 1
+    brief_context.barrier()
+
+
+@pytest.mark.parametrize(
+    ("launch", "sizes", "message"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, {}, "already joined a job"),
+        ({}, {"tensor_model_parallel_size": 2}, "already joined a job"),
+    ],
+)
+def test_a_job_of_several_processes_needs_its_own(brief_context, launch, sizes, message):
+    if launch:
+        launch = {**launch, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with pytest.raises(UserError, match=message):
+        open_context(read_launch(launch), device="cpu", **sizes)
+    with pytest.raises(UserError, match="pretends to be one of several processes"):
+        open_virtual_context(0, 2)
+    assert num_contexts() == 1
 
 
 def limit_of_open_files(before):

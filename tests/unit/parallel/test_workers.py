@@ -150,9 +150,12 @@ def test_failing_worker_terminates_the_job(job, message):
 
 
 def test_mistakes_are_passed_on():
-    with WorkerPool(1, preload=PRELOADED) as pool:
-        with pytest.raises(WorkerError, match=r"rank 0 raised:\n(.*\n)*.*data.train") as caught:
-            pool.run(make_a_mistake, 1)
+    message = r"rank 0 raised:\n(.*\n)*.*data.train"
+    with (
+        WorkerPool(1, preload=PRELOADED) as pool,
+        pytest.raises(WorkerError, match=message) as caught,
+    ):
+        pool.run(make_a_mistake, 1)
     assert caught.value.mistake.issues == (("data.train", "is not there"),)
 
 

@@ -1,9 +1,10 @@
-"""Only micro-batches that training accepts are planned."""
+"""Only micro-batches that training accepts are planned; without any, the reason is training's."""
 
 from pathlib import Path
 
 import pytest
 
+from megavis.cli import main
 from megavis.config.load import load_config
 from megavis.planning.layouts import all_layouts, is_legal, with_layout
 
@@ -42,3 +43,11 @@ def test_mixup_takes_pairs():
 def test_features_are_standardised_over_the_whole_batch():
     config, layouts = planned("mae/vit_b16_linear", 32)
     assert {each.micro_batch_size * 32 for each in layouts} == {config.training.batch_size}
+
+
+def test_no_legal_layout_is_explained(capsys):
+    assert main(["plan", str(PRESETS / "mae/vit_b16_coco.yaml"), "--gpus", "24"]) == 2
+    assert (
+        "no layout is legal on 24 processes: training.batch_size: 64 is not divisible by the"
+        " data-parallel size 24; 72 would"
+    ) in " ".join(capsys.readouterr().out.split())

@@ -67,5 +67,6 @@ def test_random_objects_are_rectangles(build_paper):
     for lines in (rows, columns):
         # Neighbouring lines differ where the rectangle begins and ends.
         edges = (lines[..., 1:] != lines[..., :-1]).sum(2)
-        assert lines.any(2).all() and (edges <= 2).all()
+        assert lines.any(2).all()
+        assert (edges <= 2).all()
     assert len({bytes(mask.numpy().tobytes()) for mask in masks.flatten(0, 1)}) > 10
