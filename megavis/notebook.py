@@ -173,8 +173,10 @@ class Run:
             float32 `[b, h]`, or `[L + 1, b, h]` for all layers.
 
         Raises:
-            UserError: there is no such layer, or the model requires a class.
+            UserError: there is no such layer, the model requires a class, or it was fine-tuned for
+                another task than classes.
         """
+        self.objective.check_features()
         batch = self._batch(inputs, sample_index)
         features = self.inference.features(self.objective.backbone.feature_inputs(batch))
         if layer is None:

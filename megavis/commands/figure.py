@@ -52,7 +52,7 @@ from megavis.evaluation.probe import (
     score_pixels,
 )
 from megavis.evaluation.results import ProbeResult
-from megavis.evaluation.token_relations import has_blocks
+from megavis.evaluation.token_relations import has_features
 from megavis.notebook import Run
 from megavis.sampling.pictures import completion_grid, pixels_of, save_png
 
@@ -280,10 +280,10 @@ def _draws_images(objective: Trainable) -> bool:
 
 
 _APPLY: Mapping[str, Callable[[Trainable], bool]] = {
-    "depth": has_blocks,
-    "likelihood": has_blocks,
+    "depth": has_features,
+    "likelihood": has_features,
     "completions": _draws_images,
-    "neighbors": has_blocks,
+    "neighbors": has_features,
 }
 
 

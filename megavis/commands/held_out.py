@@ -82,7 +82,8 @@ def _predict_classes(
     step, size = _chosen_step(folder), args.image_size
     opened = open_run(folder, step=step, device=args.device, image_size=size)
     objective = classifier_of(opened.objective)
-    assert objective is not None, "the run has a chosen step, so it was fine-tuned"
+    if objective is None:
+        raise UserError(f"{folder} was not fine-tuned with finetune.task: classes")
     images = _test_images(opened, args.images)
     probabilities = predict_classes(opened.inference, objective, images)
     return probabilities, (images.dataset.manifest.source.sha256, len(images))

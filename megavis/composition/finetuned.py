@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megavis.composition.model import Model
 from megavis.composition.trainable import Trainable
+from megavis.config.errors import UserError
 from megavis.data.loading.loader import Batch
 from megavis.model.stack import LayerPlan
 
@@ -74,6 +75,14 @@ class Finetuned(Trainable):
         index = torch.arange(len(inputs)) if sample_index is None else sample_index
         batch = Batch(inputs, torch.full((len(inputs),), NO_LABEL), index)
         return self.sequence(batch.to(inputs.device)).inputs
+
+    def check_features(self) -> None:
+        """Raise UserError unless images are classified."""
+        if self.settings.task != "classes":
+            raise UserError(
+                f"a run with finetune.task {self.settings.task} has no features of whole images;"
+                " take the run that was fine-tuned"
+            )
 
     @property
     def frozen_share(self) -> float:

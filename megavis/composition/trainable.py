@@ -52,6 +52,9 @@ class Trainable(ABC):
     def backbone(self) -> Backbone:
         """The model that takes the inputs: this one, or the one that a fine-tuning run wraps."""
 
+    def check_features(self) -> None:  # noqa: B027 - most models have them
+        """Raise UserError, with the reason, if no features of whole images can be computed."""
+
     @abstractmethod
     def flops_per_image(self) -> float:
         """Return the FLOPs of a training step for one image."""

@@ -120,6 +120,7 @@ def extract(
         On the main process, `layers` is `[L + 1, num_images, h]`, including images without a label;
         elsewhere nothing.
     """
+    objective.check_features()
     context = inference.context
     layers, labels = [], []
     for batch in round_robin_batches(

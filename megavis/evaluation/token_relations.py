@@ -1,11 +1,11 @@
 """Relations of a layer's tokens by position: attention of each head, correlation of features.
 
 Attention weights are averaged by offset from the query, with their entropy. They are computed from
-the projections of each block, since fused kernels do not return them. The correlation is Pearson's
-over the features of the last layer's tokens, within an image and between two images. For the
-sources of these figures, see docs/evaluation.md.
+the queries and keys of each block, since fused kernels do not return them. The correlation is
+Pearson's over the features of the last layer's tokens, within an image and between two images. For
+the sources of these figures, see docs/evaluation.md.
 
-Legend: b images, n heads, s tokens, the last r² of them a square grid of cells, d head size,
+Legend: b images, n heads, s tokens, the last r² of them of a square grid of cells, d head size,
 h hidden size.
 """
 
@@ -19,17 +19,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megavis.composition.model import Model, model_of
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.data.loading.dataset import ShardDataset, representative, shuffled
-from megavis.data.loading.loader import evaluation_batches
+from megavis.data.loading.loader import Batch, evaluation_batches
 from megavis.evaluation.figures import FigureInput, RenderedFigure, Row
-from megavis.model.attention import projected_heads
 from megavis.model.core import Block
 from megavis.model.inference import Inference
+from megavis.model.stack import watch_features
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,15 +56,21 @@ class AttentionMaps:
 def measure_attention(
     inference: Inference, objective: Trainable, dataset: ShardDataset, *, num_images: int
 ) -> AttentionMaps:
-    """Measure attention with all tokens visible; raise UserError if causal or rotary."""
+    """Measure attention with all tokens visible.
+
+    Raises:
+        UserError: attention is causal, or there are no features of images.
+    """
     model = model_of(objective)
-    _check_visibility(model)
+    sees_both_ways(objective)
     total: AttentionMaps | None = None
     limit = min(num_images, len(dataset))
     images = representative(dataset, limit)
     for batch in evaluation_batches(images, batch_size=_MAPS_PER_BATCH, limit=limit):
-        inputs = model.feature_inputs(batch.to(inference.context.device))
-        found = [_sums(weights) for weights in attention_weights(inference, inputs)]
+        batch = batch.to(inference.context.device)
+        cells = _cells(model, batch)
+        every = attention_weights(inference, model.feature_inputs(batch))
+        found = [_sums(weights, cells) for weights in every]
         maps, entropies = (torch.stack(parts) for parts in zip(*found, strict=True))
         if total is not None:
             maps, entropies = total.maps + maps, total.entropies + entropies
@@ -73,58 +79,76 @@ def measure_attention(
     return AttentionMaps(total.maps / limit, total.entropies / limit)
 
 
-def _check_visibility(model: Model) -> None:
-    if model.core.visibility_kind not in ("full", "context"):
-        raise UserError("attention maps need a model with bidirectional attention")
-    if "coordinates" in model.carried_names and model.relative_grid is None:
-        raise UserError("attention maps do not support rotary positions")
-
-
 def attention_weights(inference: Inference, inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """Return softmax(q · k / √d) of each block, `[b, n, s, keys]`, keys in their original order.
+    """Return softmax(q · k / √d + bias) of each block that has features.
 
-    Relative position biases are included.
+    Blocks of a decoder have none.
+
+    Args:
+        inputs: for features.
+
+    Returns:
+        `[b, n, s, keys]` for each block, keys in their original order.
     """
-    parts: list[dict[str, Any]] = []
-    blocks = [layer for layer in inference.layers.of_phase("step") if isinstance(layer, Block)]
-    with contextlib.ExitStack() as hooks:
+    kept: list[Tensor] = []
+    blocks = [each for each in inference.layers.up_to_features() if isinstance(each, Block)]
+    with contextlib.ExitStack() as restored:
         for block in blocks:
-            parts.append({})
-            for name in ("linear_qkv", "relative_bias"):
-                module = getattr(block.self_attention, name)
-                if module is not None:
-                    hook = module.register_forward_hook(_keeper(parts[-1], name))
-                    hooks.enter_context(hook)
-        inference.predictions(inputs)
-    size = blocks[0].self_attention.head_size
-    weights = []
-    for part in parts:
-        query, key, _ = projected_heads(part["linear_qkv"], size)
-        logits = query.float() @ key.float().transpose(2, 3) / math.sqrt(size)
-        weights.append((logits + part.get("relative_bias", 0.0)).softmax(-1))
-    return weights
+            # Where they are multiplied, so after norms and rotations, whatever these are.
+            attention = block.self_attention
+            attention.attend = _keeping(attention.attend, kept)
+            restored.callback(delattr, attention, "attend")
+        inference.features(inputs)
+    return kept
 
 
-def _keeper(kept: dict[str, Any], name: str) -> Callable[..., None]:
-    def keep(_: nn.Module, __: Any, output: Any) -> None:
-        kept[name] = output
+def _keeping(attend: Callable[..., Tensor], kept: list[Tensor]) -> Callable[..., Tensor]:
+    """Return `Attention.attend` that also keeps its weights."""
+
+    def keep(
+        query: Tensor, key: Tensor, value: Tensor, context: Any, bias: Tensor | None = None
+    ) -> Tensor:
+        logits = query.float() @ key.float().transpose(2, 3) / math.sqrt(query.shape[-1])
+        kept.append((logits if bias is None else logits + bias).softmax(-1))
+        return attend(query, key, value, context, bias)
 
     return keep
 
 
-def _sums(weights: Tensor) -> tuple[Tensor, Tensor]:
+def _cells(model: Model, batch: Batch) -> Tensor:
+    """Return the row of each cell, in raster order, among the last n: int64 `[b, n]`."""
+    index = batch.sample_index
+    if not model.has_random_features:
+        # As `feature_inputs`, which then ignores the samples' own.
+        index = torch.zeros_like(index)
+    order = model.schedule.for_features(index).order.expand(len(index), -1)
+    if not model.asks.permutes:
+        return torch.arange(order.shape[1], device=order.device).expand_as(order)
+    return order.argsort(1)
+
+
+def _by_cell(values: Tensor, cells: Tensor, dim: int) -> Tensor:
+    """Return values `[b, ..., s, ...]` of the cells in raster order along a dimension.
+
+    Tokens before the grid, such as a class token, are left out.
+    """
+    last = values.narrow(dim, values.shape[dim] - cells.shape[1], cells.shape[1])
+    shape = [len(cells), *[1] * (values.ndim - 1)]
+    shape[dim] = cells.shape[1]
+    return last.gather(dim, cells.view(shape).expand_as(last))
+
+
+def _sums(weights: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
     """Return relative maps `[n, 2r - 1, 2r - 1]` and entropies `[n]`, summed over images."""
     entropies = -(weights * weights.clamp(min=1e-30).log()).sum(-1).mean(-1).sum(0)
-    return relative_map(weights).sum(0).cpu(), entropies.cpu()
+    by_cell = _by_cell(_by_cell(weights, cells, 2), cells, 3)
+    return relative_map(by_cell).sum(0).cpu(), entropies.cpu()
 
 
 def relative_map(weights: Tensor) -> Tensor:
-    """Average weights `[..., s, s]` over cells with the same offset: `[..., 2r - 1, 2r - 1]`.
-
-    Tokens before the grid, such as a class token, are ignored.
-    """
+    """Average weights `[..., r², r²]` over cells with the same offset: `[..., 2r - 1, 2r - 1]`."""
     side = math.isqrt(weights.shape[-1])
-    cells = weights[..., -(side**2) :, -(side**2) :].flatten(-2)
+    cells = weights.flatten(-2)
     place = torch.arange(side**2, device=weights.device)
     rows, columns = place // side, place % side
     width = 2 * side - 1
@@ -139,9 +163,10 @@ def relative_map(weights: Tensor) -> Tensor:
 
 
 def sees_both_ways(objective: Trainable) -> bool:
-    """Return whether attention is bidirectional, without rotary positions."""
-    _check_visibility(model_of(objective))
-    return True
+    """Return True if all blocks see all tokens; raise UserError otherwise."""
+    if model_of(objective).core.visibility_kind not in ("full", "context"):
+        raise UserError("attention maps need a model with bidirectional attention")
+    return has_features(objective)
 
 
 def attention_figure(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
@@ -219,7 +244,7 @@ class Correlations:
 
 
 def measure_correlations(
-    inference: Inference, objective: Any, dataset: ShardDataset, *, num_images: int
+    inference: Inference, objective: Trainable, dataset: ShardDataset, *, num_images: int
 ) -> Correlations:
     """Correlate the tokens of each held-out image, and of it and the next one in random order.
 
@@ -234,13 +259,13 @@ def measure_correlations(
         )
     within = between = torch.zeros(())
     last: Tensor | None = None
+    model = model_of(objective)
     # Neighbours in a folder sorted by class are not "two random images".
     images = shuffled(dataset)
     for batch in evaluation_batches(images, batch_size=_BATCH_SIZE, limit=limit):
-        inputs = objective.backbone.feature_inputs(batch.to(inference.context.device))
-        tokens = last_tokens(inference, inputs)
-        side = math.isqrt(tokens.shape[1])
-        cells = tokens[:, -(side**2) :]
+        batch = batch.to(inference.context.device)
+        tokens = last_tokens(inference, model.feature_inputs(batch))
+        cells = _by_cell(tokens, _cells(model, batch), 1)
         within = within + len(cells) * correlation(cells, cells).cpu()
         chain = cells if last is None else torch.cat([last, cells])
         between = between + (len(chain) - 1) * correlation(chain[:-1], chain[1:]).cpu()
@@ -249,11 +274,11 @@ def measure_correlations(
 
 
 def last_tokens(inference: Inference, inputs: tuple[Tensor, ...]) -> Tensor:
-    """Return the output of the last norm, float32 `[b, s, h]`."""
+    """Return the last layer's features of each token, float32 `[b, s, h]`: not of a decoder."""
     kept: list[Tensor] = []
-    norm = inference.head.feature_norm
-    with norm.register_forward_hook(lambda _, __, output: kept.append(output)):
-        inference.predictions(inputs)
+    last = inference.layers.feature_layers()[-1]
+    with watch_features(last, kept.append):
+        inference.features(inputs)
     return kept[0].float().transpose(0, 1)
 
 
@@ -267,9 +292,10 @@ def correlation(first: Tensor, second: Tensor) -> Tensor:
     return (standard(first) @ standard(second).transpose(1, 2)).mean(0)
 
 
-def has_blocks(objective: Trainable) -> bool:
-    """Return whether the model has blocks; raise UserError with the reason if it has none."""
+def has_features(objective: Trainable) -> bool:
+    """Return True if the model has features of images; raise UserError with the reason if not."""
     model_of(objective)
+    objective.check_features()
     return True
 
 

@@ -132,7 +132,7 @@ class Attention(nn.Module):
             # A view would keep the unrotated ones alive until the backward pass.
             value = value.clone() if torch.is_grad_enabled() else value
         bias = asked if bias is None else bias if asked is None else bias + asked
-        mixed = self._attend(query, key, value, attention_context, bias)
+        mixed = self.attend(query, key, value, attention_context, bias)
         if splits_context(self.config):
             mixed = heads_to_tokens(mixed, self.context_group)
         return self.linear_proj(mixed)
@@ -229,7 +229,7 @@ class Attention(nn.Module):
         tensors = [places] if visibility.context is None else [places, visibility.context]
         return context.once(f"turns from {start}", make, *tensors)
 
-    def _attend(
+    def attend(
         self,
         query: Tensor,
         key: Tensor,
@@ -323,7 +323,7 @@ class CrossAttention(Attention):
             )
         # No default for `once`, whose factory a compiler cannot trace.
         seen = AttentionContext(Visibility("full"), once=attention_mask.once)
-        mixed = self._attend(query, key, value, seen)
+        mixed = self.attend(query, key, value, seen)
         return self.linear_proj(mixed)
 
 

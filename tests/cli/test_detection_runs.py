@@ -136,3 +136,18 @@ def test_what_does_not_fit_is_refused(folder, capsys):
     ):
         assert main([*words, change]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [["probe"], ["figure", "depth"], ["figure", "attention"], ["figure", "correlation"]]
+)
+def test_it_has_no_features_of_images(folder, words, capsys):
+    assert main([*words, str(folder / "runs/instances"), "--device", "cpu"]) == 2
+    assert "finetune.task instances has no features of whole images; take the run that was" in (
+        capsys.readouterr().err
+    )
+
+
+def test_its_classes_have_no_ensemble(folder, capsys):
+    assert main(["ensemble", str(folder / "runs/instances"), "--device", "cpu"]) == 2
+    assert "was not fine-tuned with finetune.task: classes" in capsys.readouterr().err

@@ -103,3 +103,18 @@ def test_what_does_not_fit_is_refused(folder, capsys):
     assert "holds depth maps; finetune.task segments needs pairs" in capsys.readouterr().err
     assert main([*words, "finetune.num_classes=6"]) == 2
     assert "has 5 classes; finetune.num_classes is 6" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [["probe"], ["figure", "depth"], ["figure", "attention"], ["figure", "correlation"]]
+)
+def test_it_has_no_features_of_images(folder, words, capsys):
+    assert main([*words, str(folder / "runs/segments"), "--device", "cpu"]) == 2
+    assert "finetune.task segments has no features of whole images; take the run that was" in (
+        capsys.readouterr().err
+    )
+
+
+def test_its_classes_have_no_ensemble(folder, capsys):
+    assert main(["ensemble", str(folder / "runs/segments"), "--device", "cpu"]) == 2
+    assert "was not fine-tuned with finetune.task: classes" in capsys.readouterr().err
