@@ -163,10 +163,10 @@ def relative_map(weights: Tensor) -> Tensor:
 
 
 def sees_both_ways(objective: Trainable) -> bool:
-    """Return True if all blocks see all tokens; raise UserError otherwise."""
+    """Return True if all blocks see all tokens of a square grid; raise UserError otherwise."""
     if model_of(objective).core.visibility_kind not in ("full", "context"):
         raise UserError("attention maps need a model with bidirectional attention")
-    return has_features(objective)
+    return has_square_features(objective)
 
 
 def attention_figure(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
@@ -290,6 +290,14 @@ def correlation(first: Tensor, second: Tensor) -> Tensor:
         return centered / centered.norm(dim=-1, keepdim=True).clamp(min=1e-12)
 
     return (standard(first) @ standard(second).transpose(1, 2)).mean(0)
+
+
+def has_square_features(objective: Trainable) -> bool:
+    """Return True if the features are of a square grid of tokens; raise UserError otherwise."""
+    height, width = model_of(objective).reads.grid
+    if height != width:
+        raise UserError(f"its tokens are a grid of {height} × {width}, which is not square")
+    return has_features(objective)
 
 
 def has_features(objective: Trainable) -> bool:

@@ -333,7 +333,7 @@ GENERAL_FIGURES = (
         " between two.",
         num_images=512,
         plot="megavis.evaluation.token_relations:correlation_figure",
-        applies="has_features",
+        applies="has_square_features",
     ),
 )
 """Declared like the figures of papers, but for runs of any paper."""

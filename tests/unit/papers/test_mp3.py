@@ -11,7 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megavis.config.errors import UserError
 from megavis.evaluation import token_relations
-from megavis.evaluation.token_relations import last_tokens, measure_correlations
+from megavis.evaluation.token_relations import (
+    has_square_features,
+    last_tokens,
+    measure_correlations,
+)
 from megavis.grammar.same_run import source_differences
 from megavis.model.flops import forward_flops
 from megavis.papers.mp3.place_figures import Places
@@ -178,6 +182,8 @@ def test_speech_frames_with_given_positions(make):
     patches, context, given_positions = sequence.inputs
     # TC-ResNet, whose preparation the paper keeps intact (section 4.1), scales nothing.
     assert torch.equal(patches, frames.float())
+    with pytest.raises(UserError, match="a grid of 1 × 20, which is not square"):
+        has_square_features(objective)
     assert (context.shape, given_positions.shape) == ((3, 21), (3, 2))
     embedding = inference.layers.modules[0]
     hidden = embedding(sequence.inputs)[0][1:].transpose(0, 1)
