@@ -126,6 +126,8 @@ class PlainForm:
         # Rows that do not depend on the content belong to start and class tokens, and precede all
         # others.
         changed = (marked != rows).any(-1).nonzero()[:, 0]
+        if len(changed) != len(rows) - changed[0]:
+            raise UserError("rows that ask for a place stand between its tokens")
         order = arrangement.order[0] if model.asks.permutes else torch.arange(self.tokens.shape[1])
         self.tensors = {f"{_PREFIX}rows": rows, f"{_PREFIX}order": order.clone()}
         if "coordinates" in carried:

@@ -319,18 +319,30 @@ def test_unknown_model_type_is_refused(tmp_path, capsys):
     assert "model_type is 'bert'" in capsys.readouterr().err
 
 
-def test_rows_with_a_norm_are_opened_by_megavis_alone(tmp_path, build_paper):
-    """An encoder that normalises its rows is no ViT, nor a list of blocks after embeddings."""
-    text = tiny(
+ALONE = {
+    "its rows are normalised before the first block": tiny(
         "{name: mar, latent_channels: 4, downsampling: 4, num_classes: 3, class_rows: 2,"
         " decoder: {num_layers: 1, hidden_size: 8, num_attention_heads: 2}, denoiser_width: 8}",
         model=VIT,
-    )
-    run = make_run(tmp_path / "mar", text, build_paper)
+    ),
+    "rows that ask for a place stand between its tokens": tiny(
+        "{name: randar, patch_size: 4, vocabulary_size: 12, num_classes: 3}",
+        model={"normalization": "rms_norm", "qk_norm": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", ALONE)
+def test_rows_that_are_no_embedded_tokens_are_opened_by_megavis_alone(
+    tmp_path, build_paper, reason
+):
+    run = make_run(tmp_path / "run", ALONE[reason], build_paper)
     words = ["export", str(run.folder), "--to", "huggingface", str(tmp_path / "out")]
     assert main(words) == 0
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "opens it: its rows are normalised before the first block" in card
+    assert f"opens it: {reason}" in card
     again = megavis.load(tmp_path / "out", device="cpu")
-    latents = torch.randn(2, 4, 4, 4)
-    assert torch.equal(again.features(latents), run.features(latents))
+    tokens = (
+        torch.randn(2, 4, 4, 4) if "normalised" in reason else torch.arange(32).view(2, 16) % 12
+    )
+    assert torch.equal(again.features(tokens), run.features(tokens))
