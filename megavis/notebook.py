@@ -34,7 +34,12 @@ from megavis.model.inference import Inference
 from megavis.model.kernel_compiler import require_compiled
 from megavis.model.stack import LayerStack, LocalLayers
 from megavis.papers import build_objective
-from megavis.parallel.context import ParallelContext, current_context, open_context
+from megavis.parallel.context import (
+    ParallelContext,
+    current_context,
+    open_context,
+    require_device,
+)
 from megavis.parallel.launch import read_launch
 from megavis.sampling.sampler import Sampler
 from megavis.tokenizers.palette import Palette
@@ -338,6 +343,8 @@ def _context(device: str | None) -> ParallelContext:
         context = open_context(read_launch({}), device=device)
         require_compiled(context)
         return context
+    if device is not None:
+        require_device(device)
     if context.pipeline.size > 1:
         raise UserError("a run cannot be opened inside a job with pipeline stages")
     return context

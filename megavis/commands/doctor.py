@@ -129,10 +129,10 @@ def _process_group() -> SystemCheck:
 
     def add_up() -> None:
         nonlocal summed
-        from megavis.parallel.context import close_context, open_context
+        from megavis.parallel.context import close_context, joined_device, open_context
         from megavis.parallel.launch import read_launch
 
-        context = open_context(read_launch({}))
+        context = open_context(read_launch({}), device=joined_device(None))
         try:
             summed = _all_reduce(context.device)
         finally:

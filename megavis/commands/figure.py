@@ -249,7 +249,7 @@ def check_applies(name: str, opened: Run) -> None:
         if each in _APPLY:
             return _reason_against(_APPLY[each], opened)
         if each in of_papers and finetuned_of(opened.objective) is not None:
-            return "shows a paper's own predictions; take the run that was fine-tuned"
+            return "shows a paper's predictions; take the run that this one started from"
         return _reason_against(_function(declared[each], declared[each].applies), opened)
 
     if (reason := reason_against(name)) is None:

@@ -20,7 +20,7 @@ from megavis.commands.options.shared import refuse_options
 from megavis.commands.terminal import quietly
 from megavis.composition.classification import classifier_of
 from megavis.composition.finetuned import finetuned_of
-from megavis.config.errors import UserError
+from megavis.config.errors import UserError, counted
 from megavis.data.codecs.transforms import evaluation_transform
 from megavis.data.loading.dataset import ShardDataset, Subset, representative
 from megavis.data.loading.labels import check_count, check_labels, check_numbering
@@ -41,7 +41,7 @@ from megavis.model.kernel_compiler import require_compiled
 from megavis.notebook import Run
 from megavis.parallel.context import close_context, num_contexts, open_context
 from megavis.parallel.device import DTYPES
-from megavis.parallel.launch import read_launch
+from megavis.parallel.launch import Launch, read_launch
 
 """Of the network's weights and activations, by the value of `--precision`."""
 
@@ -187,10 +187,7 @@ def feature_job(args: argparse.Namespace, *, alone: bool = False) -> Iterator[No
     launch, tensor_size = read_launch(os.environ), 1 if alone else args.tensor_parallel
     if alone and launch.world_size > 1:
         raise UserError("this command runs as one process; start it without a launcher")
-    if tensor_size < 1 or launch.world_size % tensor_size:
-        raise UserError(
-            f"--tensor-parallel {tensor_size} does not divide the {launch.world_size} processes"
-        )
+    check_tensor_size(tensor_size, launch)
     with job_closed():
         with quietly():
             context = open_context(
@@ -198,6 +195,13 @@ def feature_job(args: argparse.Namespace, *, alone: bool = False) -> Iterator[No
             )
         require_compiled(context)
         yield
+
+
+def check_tensor_size(size: int, launch: Launch) -> None:
+    """Raise UserError unless a tensor size divides the processes of a job."""
+    if size < 1 or launch.world_size % size:
+        processes = counted(launch.world_size, "process", "processes")
+        raise UserError(f"--tensor-parallel {size} does not divide the job's {processes}")
 
 
 def probe_run(opened: Run, args: argparse.Namespace, settings: ProbeSettings) -> ProbeResult | None:

@@ -28,7 +28,7 @@ from megavis.data.format.files import to_json, write_atomically
 from megavis.data.loading.needs import needs_lines
 from megavis.model.stack import StackSize
 from megavis.papers import build_objective
-from megavis.parallel.context import open_context
+from megavis.parallel.context import joined_device, open_context
 from megavis.parallel.launch import read_launch
 from megavis.planning.data_rates import (
     DataRates,
@@ -120,7 +120,7 @@ def measure(
     """
     config = loaded.config
     with job_closed():
-        context = open_context(read_launch({}), device="cpu")
+        context = open_context(read_launch({}), device=joined_device("cpu"))
         objective = build_objective(config, context)
         shape = shape_of(objective, {})
         encoders = objective.frozen_encoders if encodes_images(config) else ()
@@ -364,7 +364,8 @@ def count(args: argparse.Namespace) -> int:
     if args.processes is not None:
         require_world(config, args.processes)
     with quietly(), job_closed():
-        objective = build_objective(config, open_context(read_launch({}), device="cpu"))
+        context = open_context(read_launch({}), device=joined_device("cpu"))
+        objective = build_objective(config, context)
         matrices, memory = count_parameters(objective), None
         parts = parts_of(matrices, objective.layer_plans())
         if args.processes is not None:

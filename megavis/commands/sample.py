@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megavis.commands.opening import (
+    check_tensor_size,
     job_closed,
     network_identity,
     open_held_out,
@@ -48,12 +49,12 @@ def default_precision(device: torch.device) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Generate images and write the grid."""
+    launch = read_launch(os.environ)
+    check_tensor_size(args.tensor_parallel, launch)
     with job_closed():
         with quietly():
             context = open_context(
-                read_launch(os.environ),
-                tensor_model_parallel_size=args.tensor_parallel,
-                device=args.device,
+                launch, tensor_model_parallel_size=args.tensor_parallel, device=args.device
             )
         require_compiled(context)
         precision = args.precision or default_precision(context.device)

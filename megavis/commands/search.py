@@ -80,6 +80,10 @@ def sweep(args: argparse.Namespace) -> int:
         return 0
     if any(run.config.data.validation is None for run in points[0].runs):
         raise UserError("a sweep compares runs on held-out images: set data.validation")
+    tuned = points[0].runs[-1].config.finetune
+    if args.measure == "probe" and tuned is not None and tuned.task != "classes":
+        text = "--measure probe needs features of whole images, which finetune.task"
+        raise UserError(f"{text} {tuned.task} does not give; use accuracy or loss")
     launch = read_launch(os.environ)
     if not args.plot:
         for point in _chosen(points, args.index):

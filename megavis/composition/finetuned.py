@@ -81,7 +81,7 @@ class Finetuned(Trainable):
         if self.settings.task != "classes":
             raise UserError(
                 f"a run with finetune.task {self.settings.task} has no features of whole images;"
-                " take the run that was fine-tuned"
+                " take the run that it started from"
             )
 
     @property

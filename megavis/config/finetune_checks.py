@@ -14,12 +14,14 @@ NO_NULL_LABEL = (
 
 
 def check_null_label(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Check that a class-conditional model that predicts classes has a null label."""
+    """Check that features exist, and that a class-conditional model has a null label for them."""
     key = config.objective.null_label_key(config)
-    measures = config.evaluation.what if config.evaluation else ()
-    reads_classes = config.finetune is not None or {"probe", "neighbors"} & set(measures)
-    if reads_classes and key is not None:
+    measures = set(config.evaluation.what if config.evaluation else ()) & {"probe", "neighbors"}
+    if (config.finetune is not None or measures) and key is not None:
         yield key, NO_NULL_LABEL
+    if config.finetune is not None and config.finetune.task != "classes" and measures:
+        text = "needs features of whole images, which finetune.task"
+        yield "evaluation.what", f"{min(measures)} {text} {config.finetune.task} does not give"
 
 
 def check_finetuning(config: RunConfig) -> Iterator[ConfigIssue]:

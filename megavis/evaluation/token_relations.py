@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megavis.composition.finetuned import finetuned_of
 from megavis.composition.model import Model, model_of
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
@@ -29,7 +30,6 @@ from megavis.data.loading.loader import Batch, evaluation_batches
 from megavis.evaluation.figures import FigureInput, RenderedFigure, Row
 from megavis.model.core import Block
 from megavis.model.inference import Inference
-from megavis.model.stack import watch_features
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -59,7 +59,7 @@ def measure_attention(
     """Measure attention with all tokens visible.
 
     Raises:
-        UserError: attention is causal, or there are no features of images.
+        UserError: not all tokens see each other, or `has_square_features` refuses the model.
     """
     model = model_of(objective)
     sees_both_ways(objective)
@@ -80,9 +80,9 @@ def measure_attention(
 
 
 def attention_weights(inference: Inference, inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """Return softmax(q · k / √d + bias) of each block that has features.
+    """Return softmax(q · k / √d + bias) of each block that provides features.
 
-    Blocks of a decoder have none.
+    Blocks of a decoder and of an encoder that conditions the model provide none.
 
     Args:
         inputs: for features.
@@ -91,7 +91,7 @@ def attention_weights(inference: Inference, inputs: tuple[Tensor, ...]) -> list[
         `[b, n, s, keys]` for each block, keys in their original order.
     """
     kept: list[Tensor] = []
-    blocks = [each for each in inference.layers.up_to_features() if isinstance(each, Block)]
+    blocks = [each for each in inference.layers.feature_layers() if isinstance(each, Block)]
     with contextlib.ExitStack() as restored:
         for block in blocks:
             # Where they are multiplied, so after norms and rotations, whatever these are.
@@ -166,6 +166,9 @@ def sees_both_ways(objective: Trainable) -> bool:
     """Return True if all blocks see all tokens of a square grid; raise UserError otherwise."""
     if model_of(objective).core.visibility_kind not in ("full", "context"):
         raise UserError("attention maps need a model with bidirectional attention")
+    tuned = finetuned_of(objective)
+    if tuned is not None and tuned.settings.layer == 0:
+        raise UserError("attention maps need a block, and finetune.layer is 0")
     return has_square_features(objective)
 
 
@@ -248,6 +251,8 @@ def measure_correlations(
 ) -> Correlations:
     """Correlate the tokens of each held-out image, and of it and the next one in random order.
 
+    For models that `has_square_features` accepts.
+
     Raises:
         UserError: there are fewer than two images.
     """
@@ -264,22 +269,13 @@ def measure_correlations(
     images = shuffled(dataset)
     for batch in evaluation_batches(images, batch_size=_BATCH_SIZE, limit=limit):
         batch = batch.to(inference.context.device)
-        tokens = last_tokens(inference, model.feature_inputs(batch))
+        tokens = inference.last_features(model.feature_inputs(batch)).float()
         cells = _by_cell(tokens, _cells(model, batch), 1)
         within = within + len(cells) * correlation(cells, cells).cpu()
         chain = cells if last is None else torch.cat([last, cells])
         between = between + (len(chain) - 1) * correlation(chain[:-1], chain[1:]).cpu()
         last = cells[-1:]
     return Correlations(within / limit, between / (limit - 1))
-
-
-def last_tokens(inference: Inference, inputs: tuple[Tensor, ...]) -> Tensor:
-    """Return the last layer's features of each token, float32 `[b, s, h]`: not of a decoder."""
-    kept: list[Tensor] = []
-    last = inference.layers.feature_layers()[-1]
-    with watch_features(last, kept.append):
-        inference.features(inputs)
-    return kept[0].float().transpose(0, 1)
 
 
 def correlation(first: Tensor, second: Tensor) -> Tensor:
@@ -294,7 +290,10 @@ def correlation(first: Tensor, second: Tensor) -> Tensor:
 
 def has_square_features(objective: Trainable) -> bool:
     """Return True if the features are of a square grid of tokens; raise UserError otherwise."""
-    height, width = model_of(objective).reads.grid
+    model = model_of(objective)
+    height, width = model.reads.grid
+    if model.grammar.asks.kind == "instruct":
+        raise UserError("its rows alternate between places and tokens, which are no grid")
     if height != width:
         raise UserError(f"its tokens are a grid of {height} × {width}, which is not square")
     return has_features(objective)

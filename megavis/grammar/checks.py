@@ -423,6 +423,9 @@ def _check_dense(grammar: Grammar, run: RunConfig) -> Faults:
         text = f"{task} reads patches of an image, and {{reads}} is {grammar.reads.kind}"
         yield Fault("finetune.task", text, remedy)
         return
+    if grammar.asks.kind == "instruct":
+        text = f"{task} needs rows of patches alone, and {{asks}} instruct has rows of places too"
+        yield Fault("finetune.task", text, remedy)
     if grammar.schedule.draws_features:
         text = f"{task} needs a feature of each patch, and {{schedule}} hides random patches"
         changes = ("schedule.feature_order",) if grammar.schedule.kind == "groups" else ()

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from megavis.model.context_parallel import splits_context
 from megavis.model.core import Block
 from megavis.model.decoding import IncrementalDecoder
-from megavis.model.heads import Head
 from megavis.model.kernels import chosen_kernels
 from megavis.model.layer_state import PackedState
 from megavis.model.stack import LocalLayers, Phase, Predictions, watch_features
@@ -80,14 +79,6 @@ class Inference:
         holds_weights = all(p.numel() for _, p in self.layers.named_parameters())
         return holds_weights and self.context.model.size == self.context.context.size == 1
 
-    @property
-    def head(self) -> Head:
-        """The last layer, on the last stage; raise TypeError for models without a head."""
-        last = self.layers.modules[-1]
-        if not isinstance(last, Head):
-            raise TypeError(f"{type(last).__name__} is not a head")
-        return last
-
     def cache(self, capacity: int, *, static: bool | None = None) -> KeyValueCache:
         """Return a KV cache for sequences of up to `capacity` tokens, for `predictions`.
 
@@ -126,6 +117,16 @@ class Inference:
         # A stage may have no feature layer.
         here, stages = tuple(pooled), range(self.context.pipeline.size)
         return torch.stack([each for stage in stages for each in self._from_stage(stage, here)])
+
+    def last_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        """Return the features of every token at the last feature layer, `[b, s, h]`.
+
+        On one process, which has this layer.
+        """
+        kept: list[Tensor] = []
+        with watch_features(self.layers.feature_layers()[-1], kept.append):
+            self.features(inputs)
+        return kept[0].transpose(0, 1)
 
     @torch.no_grad()
     def on_first_stage(self, job: Callable[[nn.Module], Tensor]) -> Tensor:

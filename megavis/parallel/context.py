@@ -178,8 +178,10 @@ def open_context(
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     place = choose_device(device, local_rank=launch.local_rank)
+    require_device(place.type)
     sizes = (tensor_model_parallel_size, context_parallel_size, pipeline_model_parallel_size)
-    _require_alone(launch, sizes, place)
+    if _open and max(launch.world_size, dist.get_world_size(), *sizes) > 1:
+        raise UserError("this process has already joined a job; start the command in another one")
     select_device(place)
     with contextlib.ExitStack() as replaced:
         replaced.enter_context(set_arithmetic(tf32=tf32, deterministic=deterministic))
@@ -198,8 +200,10 @@ def open_context(
         backend = "nccl" if place.type == "cuda" else "gloo"
         if not _open:
             _join(launch, backend, timedelta(seconds=timeout_seconds))
+            replaced.callback(dist.destroy_process_group)
         deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
         if not _open:
+            replaced.callback(parallel_state.destroy_model_parallel)
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=tensor_model_parallel_size,
                 context_parallel_size=context_parallel_size,
@@ -210,23 +214,25 @@ def open_context(
                 distributed_timeout_minutes=timeout_seconds / 60,
             )
         context = _context_on(place)
-        # Keep the stack only now: an error before this line restores everything at once.
+        # Keep the stack only now: an error before this line undoes everything at once.
         _open.append(replaced.pop_all())
     return context
 
 
-def _require_alone(launch: Launch, sizes: tuple[int, ...], place: torch.device) -> None:
-    """Raise UserError if a context is open that cannot be shared."""
+def require_device(name: str) -> None:
+    """Raise UserError if a context is open on another kind of device than `cpu` or `cuda`."""
     joined = current_context()
-    if joined is None:
-        return
-    if max(launch.world_size, joined.world.size, *sizes) > 1:
-        raise UserError("this process has already joined a job; start the command in another one")
-    if joined.device.type != place.type:
+    if joined is not None and joined.device.type != name:
         raise UserError(
             f"a run is open on {joined.device.type} in this process, so nothing else can use"
-            f" {place.type}; give --device {joined.device.type}, or start another process"
+            f" {name}; start another process"
         )
+
+
+def joined_device(otherwise: str | None) -> str | None:
+    """Return `cpu` or `cuda`, that of the open context; without one `otherwise`."""
+    joined = current_context()
+    return otherwise if joined is None else joined.device.type
 
 
 def set_timeouts(seconds: float) -> None:
@@ -320,6 +326,8 @@ def open_virtual_context(
     with contextlib.ExitStack() as replaced:
         replaced.callback(setattr, sys, "excepthook", sys.excepthook)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        replaced.callback(dist.destroy_process_group)
+        replaced.callback(parallel_state.destroy_model_parallel)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tensor_model_parallel_size,
             context_parallel_size=context_parallel_size,
@@ -376,17 +384,14 @@ def close_context() -> None:
 
     # Forget the engines of a failed job: ending one would wait for its device.
     _end_of_engine.clear()
-    if len(_open) == 1:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
-    # DeepSpeed keeps its groups in module globals and has no function to reset them.
-    deepspeed_comm.cdb = None
-    groups.mpu = groups._WORLD_GROUP = groups.mesh_device = None
-    # ZeRO-3 numbers modules and parameters with process-wide counters and asserts that all ranks
-    # agree; ranks that ran different jobs before would not.
-    DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__ = ([0],)
-    Init.param_id = 0
-    _open.pop().close()
+    with _open.pop():
+        # DeepSpeed keeps its groups in module globals and has no function to reset them.
+        deepspeed_comm.cdb = None
+        groups.mpu = groups._WORLD_GROUP = groups.mesh_device = None
+        # ZeRO-3 numbers modules and parameters with process-wide counters and asserts that all
+        # ranks agree; ranks that ran different jobs before would not.
+        DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__ = ([0],)
+        Init.param_id = 0
 
 
 def end_with_job(end: Callable[[], None]) -> None:

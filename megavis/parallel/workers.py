@@ -123,7 +123,8 @@ class WorkerPool:
         except (EOFError, ConnectionError):
             self._fail(f"rank {rank} died")
         if not succeeded:
-            text, mistake = value
+            text, issues = value
+            mistake = None if issues is None else UserError.of(issues)
             self._fail(f"rank {rank} raised:\n{text}", mistake)
         return value
 
@@ -192,7 +193,8 @@ def _serve(pipe: Connection, quiet: bool) -> None:
         # Also `SystemExit`: a worker that ends silently would be reported as dead, without a
         # reason.
         except BaseException as error:
-            mistake = error if isinstance(error, UserError) else None
-            pipe.send((False, (traceback.format_exc(), mistake)))
+            # Not the error itself: subclasses have arguments of their own and cannot be unpickled.
+            issues = error.issues if isinstance(error, UserError) else None
+            pipe.send((False, (traceback.format_exc(), issues)))
         # An engine contains reference cycles, and its process groups have threads.
         gc.collect()

@@ -327,12 +327,14 @@ def random_batch(objective: Trainable, count: int, *, seed: int = 0) -> Batch:
 
 def _rectangles(masks: Tensor, generator: torch.Generator) -> Tensor:
     """Return masks in the form of `Batch.objects`, each a random rectangle."""
-    rows, columns = (
-        torch.stack([drawn.amin(0) <= numbers, numbers <= drawn.amax(0)]).all(0)
-        for size in masks.shape[2:]
-        for drawn in [torch.randint(size, (2, *masks.shape[:2], 1), generator=generator)]
-        for numbers in [torch.arange(size)]
-    )
+
+    def between(size: int) -> Tensor:
+        """Return which of `size` places lie between two random ones: bool `[b, k, size]`."""
+        ends = torch.randint(size, (2, *masks.shape[:2], 1), generator=generator)
+        places = torch.arange(size)
+        return (ends.amin(0) <= places) & (places <= ends.amax(0))
+
+    rows, columns = map(between, masks.shape[2:])
     return 255 * (rows[..., :, None] & columns[..., None, :]).to(torch.uint8)
 
 

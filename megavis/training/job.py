@@ -18,7 +18,13 @@ from megavis.config.schema import RunConfig, TrainingConfig
 from megavis.config.section import ParallelConfig
 from megavis.model.kernel_compiler import require_compiled
 from megavis.model.kernels import choose_kernels, chosen_kernels
-from megavis.parallel.context import ParallelContext, close_context, end_engines, open_context
+from megavis.parallel.context import (
+    ParallelContext,
+    close_context,
+    end_engines,
+    open_context,
+    require_device,
+)
 from megavis.parallel.device import choose_device, select_device
 from megavis.parallel.launch import Launch
 from megavis.training.faults.watchdog import collective_timeout
@@ -42,6 +48,7 @@ def open_job(
     require_world(config, launch.world_size)
     _order_launches(config.parallel)
     place = choose_device(device, local_rank=launch.local_rank)
+    require_device(place.type)
     select_device(place)
     # This asks DeepSpeed's accelerator, which `select_device` has set.
     _require_precision(config.training)

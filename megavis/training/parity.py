@@ -165,7 +165,9 @@ def compare_layouts(
             report(result)
         return comparisons
     except WorkerError as error:
-        raise error.mistake or error from None
+        if error.mistake is None:
+            raise
+        raise error.mistake from error
     finally:
         pool.close()
 

@@ -37,7 +37,6 @@ from megavis.data.format.manifest import PALETTE_NAME
 from megavis.model.inference import Inference
 from megavis.model.layer_state import LayerState
 from megavis.model.positions import turns
-from megavis.model.stack import watch_features
 from megavis.notebook import Run
 from megavis.tokenizers.network_tokenizer import open_tokenizer
 from megavis.weights import plain_loader
@@ -136,7 +135,7 @@ class PlainForm:
         if "content_groups" in carried:
             groups = carried["content_groups"][0]
             self.tensors[f"{_PREFIX}mask"] = groups <= groups[:, None]
-        self.expected = last_norm(run.inference, inputs)
+        self.expected = run.inference.last_features(inputs)
         self.settings = {
             "content": _CONTENT,
             "first": int(changed[0]),
@@ -200,14 +199,6 @@ def composition_of(run: Run) -> Model:
     if not isinstance(paper, Model):
         raise UserError(f"a run of {run.config.objective.name} has no Transformer")
     return paper
-
-
-def last_norm(inference: Inference, inputs: tuple[Tensor, ...]) -> Tensor:
-    """Return the output `[b, s, h]` of the topmost norm that provides features."""
-    kept: list[Tensor] = []
-    with watch_features(inference.layers.feature_layers()[-1], kept.append):
-        inference.features(inputs)
-    return kept[0].transpose(0, 1)
 
 
 def norm_name(inference: Inference) -> str:

@@ -143,7 +143,7 @@ def test_what_does_not_fit_is_refused(folder, capsys):
 )
 def test_it_has_no_features_of_images(folder, words, capsys):
     assert main([*words, str(folder / "runs/instances"), "--device", "cpu"]) == 2
-    assert "finetune.task instances has no features of whole images; take the run that was" in (
+    assert "finetune.task instances has no features of whole images; take the run that it" in (
         capsys.readouterr().err
     )
 

@@ -86,8 +86,9 @@ def test_resumed_linear_evaluation_in_bf16_has_the_same_statistics(config, tmp_p
     assert main(["sample", str(tmp_path / "whole"), "--device", "cpu"]) == 2
     assert "a fine-tuned run classifies and generates no images" in capsys.readouterr().err
     assert main(["figure", "patches", str(tmp_path / "whole"), "--device", "cpu"]) == 2
-    assert "take the run that was fine-tuned; figures of this run are: depth, likelihood," in (
-        capsys.readouterr().err
+    assert (
+        "take the run that this one started from; figures of this run are: depth, likelihood,"
+        in (capsys.readouterr().err)
     )
 
 

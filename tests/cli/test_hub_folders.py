@@ -24,7 +24,7 @@ from megavis.model.inference import Inference
 from megavis.model.stack import LayerStack, LocalLayers
 from megavis.tokenizers.palette import Palette
 from megavis.tokenizers.patches import standardize
-from megavis.weights.own_folder import PlainForm, last_norm
+from megavis.weights.own_folder import PlainForm
 from megavis.weights.released import write_run
 
 transformers = pytest.importorskip(
@@ -108,7 +108,7 @@ def full_attention_tokens(run, images):
         load_weights(run.checkpoint, layers, run.context)
         inference = Inference(layers, run.context)
     batch = Batch(images, torch.full((len(images),), -1), torch.arange(len(images)))
-    return last_norm(inference, paper.feature_inputs(batch))
+    return inference.last_features(paper.feature_inputs(batch))
 
 
 def hidden_patches(run, images):

@@ -110,7 +110,7 @@ def test_what_does_not_fit_is_refused(folder, capsys):
 )
 def test_it_has_no_features_of_images(folder, words, capsys):
     assert main([*words, str(folder / "runs/segments"), "--device", "cpu"]) == 2
-    assert "finetune.task segments has no features of whole images; take the run that was" in (
+    assert "finetune.task segments has no features of whole images; take the run that it" in (
         capsys.readouterr().err
     )
 

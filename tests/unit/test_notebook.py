@@ -190,6 +190,7 @@ def test_probe_command_writes_results(trained, capsys):
     [
         (["sample", "RUN", "--top-p", "2"], "top-p must lie in"),
         (["sample", "RUN", "--num-images", "0"], "at least 1"),
+        (["sample", "RUN", "--tensor-parallel", "2"], "2 does not divide the job's 1 process"),
         (
             ["sample", "RUN", "--probability", "0.4", "--rounds", "1"],
             "--probability, --rounds do not apply to this run of igpt, which takes --temperature,",

@@ -162,6 +162,24 @@ def test_models_without_patches_or_with_drawn_features_are_refused(build_paper):
         build_paper(f"{igpt}\n{SEGMENTS}\n", *words)
 
 
+def test_rows_of_places_are_refused(build_paper):
+    text = tiny(
+        "{name: compose, reads: {kind: patches, patch_size: 4}, schedule: {kind: one_by_one,"
+        " order: random}, asks: {kind: instruct}, density: {kind: squared_error}}",
+        model=VIT,
+    )
+    _, words = config("mae", SEGMENTS)
+    with pytest.raises(UserError, match="asks instruct has rows of places too"):
+        build_paper(f"{text}\n{SEGMENTS}\n", *words)
+
+
+@pytest.mark.parametrize("measure", ["probe", "neighbors"])
+def test_what_needs_features_is_not_evaluated_during_training(build_paper, measure):
+    text, words = config("mae", SEGMENTS)
+    with pytest.raises(UserError, match=f"evaluation.what: {measure} needs features of whole"):
+        build_paper(text, *words, f"evaluation={{what: [{measure}]}}")
+
+
 def test_confusion_matrix_gives_the_three_numbers():
     """Against counts by hand: class 2 never occurs and is never predicted."""
     classes = torch.tensor([[[0, 0, 1], [1, 1, -1]]])

@@ -5,21 +5,26 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from tiny import VIT, tiny
+from tiny import BLOCK_OBJECTIVES, VIT, tiny
 
 from megavis.data.loading.loader import Batch
 from megavis.evaluation import token_relations
 from megavis.evaluation.token_relations import (
     attention_weights,
-    last_tokens,
     measure_attention,
     measure_correlations,
 )
+from megavis.model.core import Block
 
 pytestmark = pytest.mark.once
 
 MODEL = {**VIT, "num_layers": 3, "hidden_size": 32, "num_attention_heads": 4}
-DECODER = ", decoder: {num_layers: 1, hidden_size: 16, num_attention_heads: 2}"
+OBJECTIVES = {
+    "mae": "{name: mae, patch_size: 4,"
+    " decoder: {num_layers: 1, hidden_size: 16, num_attention_heads: 2}}",
+    "darl": "{name: darl, patch_size: 4}",
+    "memory": BLOCK_OBJECTIVES["memory"],
+}
 FULL = {"num_classes": 3, "visibility": "full"}
 
 
@@ -31,12 +36,13 @@ FULL = {"num_classes": 3, "visibility": "full"}
         ("darl", {"positions": "rope_2d"}, FULL),
         ("darl", {"positions": "rope_2d", "qk_norm": True}, FULL),
         ("mae", {"qk_norm": True}, {"num_classes": 3}),
+        ("memory", {}, FULL),
     ],
 )
 @torch.no_grad()
 def test_weights_are_those_of_the_blocks(build_paper, name, keys, finetune):
     text = tiny(
-        f"{{name: {name}, patch_size: 4{DECODER if name == 'mae' else ''}}}",
+        OBJECTIVES[name],
         model={**MODEL, **keys},
         data={"image_size": 16},
         training={"validate_every": 1},
@@ -44,7 +50,9 @@ def test_weights_are_those_of_the_blocks(build_paper, name, keys, finetune):
         finetune=finetune,
     )
     objective, inference = build_paper(text, std=1.0)
-    blocks = inference.layers.modules[1:4]
+    # Without an encoder's and a decoder's, whose heads and rows are others.
+    blocks = [each for each in inference.layers.feature_layers() if isinstance(each, Block)]
+    assert len(blocks) == 3
     values, mixed = [], []
     for block in blocks:
         attention = block.self_attention
@@ -53,11 +61,9 @@ def test_weights_are_those_of_the_blocks(build_paper, name, keys, finetune):
     images = torch.randint(256, (2, 16, 16, 3), dtype=torch.uint8)
     inputs = objective.backbone.inputs_for_features(images, None)
     found = attention_weights(inference, inputs)
-    # Without the decoder's block, whose heads and rows are others.
     assert len(found) == len(mixed) == len(blocks)
-    for weights, (joined, pairs), result in zip(found, values, mixed, strict=True):
-        parts = (joined if pairs is None else pairs).unflatten(2, (weights.shape[1], -1, 8))
-        value = parts[:, :, :, -1].permute(1, 2, 0, 3)
+    for weights, (joined, _), result in zip(found, values, mixed, strict=True):
+        value = joined.unflatten(2, (4, 3, 8))[:, :, :, 2].permute(1, 2, 0, 3)
         expected = (weights @ value).permute(2, 0, 1, 3).flatten(2)
         torch.testing.assert_close(expected, result, rtol=1e-4, atol=1e-4)
         assert weights.std() > 0.005, "uniform weights would fit anything"
@@ -106,7 +112,7 @@ def test_attention_is_averaged_by_place_in_the_image(ordered):
 
 def test_correlation_is_of_places_in_the_image(ordered):
     objective, inference, inputs, order = ordered
-    tokens = last_tokens(inference, inputs)
+    tokens = inference.last_features(inputs)
     expected = np.zeros((16, 16))
     for image in tokens[:, -16:].numpy():
         found = np.corrcoef(image)

@@ -13,7 +13,6 @@ from megavis.config.errors import UserError
 from megavis.evaluation import token_relations
 from megavis.evaluation.token_relations import (
     has_square_features,
-    last_tokens,
     measure_correlations,
 )
 from megavis.grammar.same_run import source_differences
@@ -57,7 +56,7 @@ def test_correlations_are_means_over_images_and_over_pairs_of_neighbours(make, m
     """Also if the last batch has a single image."""
     objective, inference = make()
     images = draw_images(5)
-    tokens = last_tokens(inference, objective.feature_inputs(batch_of(images)))
+    tokens = inference.last_features(objective.feature_inputs(batch_of(images)))
 
     def batches(dataset, *, batch_size, limit):
         assert dataset == ["in random order"]

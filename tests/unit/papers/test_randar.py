@@ -8,7 +8,9 @@ from small_batches import batch_of
 from tiny import tiny
 
 from megavis.composition.instruct import Instruct
+from megavis.config.errors import UserError
 from megavis.config.load import load_config
+from megavis.evaluation.token_relations import has_square_features
 from megavis.model.stack import LayerStack
 from megavis.sampling.sampler import Sampler
 
@@ -89,3 +91,11 @@ def test_rounds_complete_an_image(build_paper, tmp_path):
     tokens = [each.clone() for each in sampler.rounds(torch.arange(2), **options)]
     assert len(tokens) == 5
     assert torch.equal(tokens[-1][:, :6], given)
+
+
+def test_figures_of_grids_refuse_rows_of_places(build_paper):
+    objective, _ = build_paper(
+        tiny("{name: randar, patch_size: 4, vocabulary_size: 12, num_classes: 3}")
+    )
+    with pytest.raises(UserError, match="alternate between places and tokens"):
+        has_square_features(objective)

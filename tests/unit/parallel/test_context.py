@@ -4,6 +4,8 @@ import dataclasses
 import os
 import resource
 import sys
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -11,11 +13,13 @@ import torch.distributed as dist
 from children import in_child
 
 from megavis.config.errors import UserError
+from megavis.parallel import context
 from megavis.parallel.context import (
     close_context,
     num_contexts,
     open_context,
     open_virtual_context,
+    require_device,
 )
 from megavis.parallel.launch import read_launch
 
@@ -70,6 +74,43 @@ def test_a_job_of_several_processes_needs_its_own(brief_context, launch, sizes, 
     with pytest.raises(UserError, match="pretends to be one of several processes"):
         open_virtual_context(0, 2)
     assert num_contexts() == 1
+
+
+def test_a_failure_while_opening_leaves_no_job():
+    with pytest.raises(RuntimeError, match="world_size"):
+        open_context(read_launch({}), tensor_model_parallel_size=2, device="cpu")
+    assert (num_contexts(), dist.is_initialized()) == (0, False)
+    open_context(read_launch({}), device="cpu")
+    close_context()
+
+
+def test_a_failure_while_closing_leaves_no_context(monkeypatch):
+    def fail():
+        raise RuntimeError("aborted")
+
+    hook = sys.excepthook
+    with monkeypatch.context() as patched:
+        patched.setattr(context.parallel_state, "destroy_model_parallel", fail)
+        open_context(read_launch({}), device="cpu")
+    with pytest.raises(RuntimeError, match="aborted"):
+        close_context()
+    assert num_contexts() == 0
+    assert not dist.is_initialized()
+    assert sys.excepthook is hook
+    context.parallel_state.destroy_model_parallel()
+
+
+def test_another_device_beside_an_open_run_is_refused(brief_context):
+    for check in (require_device, partial(open_context, read_launch({}))):
+        with (
+            mock.patch.object(
+                context,
+                "current_context",
+                return_value=dataclasses.replace(brief_context, device=torch.device("cuda:0")),
+            ),
+            pytest.raises(UserError, match="a run is open on cuda in this process"),
+        ):
+            check(**({"device": "cpu"} if check is not require_device else {"name": "cpu"}))
 
 
 def limit_of_open_files(before):

@@ -49,8 +49,15 @@ def sleep_on_rank_0(launch):
         time.sleep(LONGER_THAN_A_TEST_MAY_TAKE)
 
 
+class MistakeError(UserError):
+    """One that pickle cannot make again."""
+
+    def __init__(self, number, text):
+        super().__init__(text, key="data.train")
+
+
 def make_a_mistake(launch):
-    raise UserError("is not there", key="data.train")
+    raise MistakeError(3, "is not there")
 
 
 def return_unpicklable(launch):

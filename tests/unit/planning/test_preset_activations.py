@@ -22,7 +22,8 @@ def is_measured(config):
 def test_every_preset_is_measured():
     configs = [load_config(path).config for path in sorted(ROOT.glob("*/*.yaml"))]
     measured = [config for config in configs if is_measured(config)]
-    assert len(configs) - len(measured) < 15
+    left_out = {config.objective.name for config in configs if config not in measured}
+    assert left_out == {"vae", "vqgan", "compose"}
     failures = {}
     for config in measured:
         try:
