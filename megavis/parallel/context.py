@@ -185,14 +185,7 @@ def open_context(
     select_device(place)
     with contextlib.ExitStack() as replaced:
         replaced.enter_context(set_arithmetic(tf32=tf32, deterministic=deterministic))
-        variables = launch.environment()
-        if place.type == "cuda":
-            # DeepSpeed uses it as the index of the GPU.
-            variables["LOCAL_RANK"] = str(place.index)
-        # torch's exception hook, which prefixes the rank, and ZeRO-3's slower `linear` would stay.
-        for owner, name in ((sys, "excepthook"), (F, "linear")):
-            replaced.callback(setattr, owner, name, getattr(owner, name))
-        replaced.enter_context(set_variables(variables))
+        _enter_job(launch, place, replaced)
         if place.type == "cpu":
             _skip_inference_collectives()
         # Each gloo group takes three more file descriptors than there are processes.
@@ -203,20 +196,41 @@ def open_context(
             replaced.callback(dist.destroy_process_group)
         deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
         if not _open:
-            replaced.callback(parallel_state.destroy_model_parallel)
-            parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=tensor_model_parallel_size,
-                context_parallel_size=context_parallel_size,
-                pipeline_model_parallel_size=pipeline_model_parallel_size,
-                # Megatron would use them for its own checkpoints and optimizers, which do not run
-                # here.
-                create_gloo_process_groups=False,
-                distributed_timeout_minutes=timeout_seconds / 60,
-            )
+            _make_groups(sizes, replaced, timeout_seconds)
         context = _context_on(place)
         # Keep the stack only now: an error before this line undoes everything at once.
         _open.append(replaced.pop_all())
     return context
+
+
+def _enter_job(launch: Launch, place: torch.device, replaced: contextlib.ExitStack) -> None:
+    """Set this process's variables; `replaced` restores them and what libraries replace."""
+    variables = launch.environment()
+    if place.type == "cuda":
+        # DeepSpeed uses it as the index of the GPU.
+        variables["LOCAL_RANK"] = str(place.index)
+    # torch's exception hook, which prefixes the rank, and ZeRO-3's slower `linear` would stay.
+    for owner, name in ((sys, "excepthook"), (F, "linear")):
+        replaced.callback(setattr, owner, name, getattr(owner, name))
+    replaced.enter_context(set_variables(variables))
+
+
+def _make_groups(
+    sizes: tuple[int, int, int],
+    replaced: contextlib.ExitStack,
+    timeout_seconds: float = MEETING_SECONDS,
+) -> None:
+    """Make the groups of tensor, context and pipeline sizes, which `replaced` destroys."""
+    tensor, context, pipeline = sizes
+    replaced.callback(parallel_state.destroy_model_parallel)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor,
+        context_parallel_size=context,
+        pipeline_model_parallel_size=pipeline,
+        # Megatron would use them for its own checkpoints and optimizers, which do not run here.
+        create_gloo_process_groups=False,
+        distributed_timeout_minutes=timeout_seconds / 60,
+    )
 
 
 def require_device(name: str) -> None:
@@ -327,13 +341,8 @@ def open_virtual_context(
         replaced.callback(setattr, sys, "excepthook", sys.excepthook)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         replaced.callback(dist.destroy_process_group)
-        replaced.callback(parallel_state.destroy_model_parallel)
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tensor_model_parallel_size,
-            context_parallel_size=context_parallel_size,
-            pipeline_model_parallel_size=pipeline_model_parallel_size,
-            create_gloo_process_groups=False,
-        )
+        sizes = (tensor_model_parallel_size, context_parallel_size, pipeline_model_parallel_size)
+        _make_groups(sizes, replaced)
         _open.append(replaced.pop_all())
     return _context_on(torch.device(device))
 
