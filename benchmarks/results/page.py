@@ -87,8 +87,9 @@ def _classes(study: Study, data: DataSet, folder: Path) -> Iterator[str]:
         if any(pixels):
             found.append(["raw pixels", "", "", "", pixels[0], "", pixels[1], ""])
         yield from table(filled([list(_HEAD), *found]))
+        yield ""
         if not any(row[-1] or row[-2] for row in found):
-            yield "\nThe classes of the test images have not been looked at yet.\n"
+            yield "The classes of the test images have not been looked at yet.\n"
     yield from missing(name for name, row in rows.items() if row is None)
 
 

@@ -335,6 +335,8 @@ def test_test_images_have_columns_of_their_own(tmp_path):
     (written,) = page.write_page(study(), tmp_path, None)
     assert rows_of(written.read_text())["MAE"][-2:] == ["41.0 % (layer 1)", "62.0 %"]
     assert rows_of(written.read_text())["raw pixels"][5] == "36.0 %"
+    # A line right below a table would be a row of it.
+    assert not re.search(r"^\|.*\n[^|\n]", written.read_text(), re.MULTILINE)
 
 
 def test_generated_images_are_compared_with_held_out_ones(tmp_path):

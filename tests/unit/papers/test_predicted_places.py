@@ -115,6 +115,21 @@ def test_images_without_a_partner_are_not_mixed(monkeypatch, count):
     assert drawn.lines[0].startswith("1 pairs")
 
 
+def test_jigsaws_of_the_first_eight_images_are_drawn(monkeypatch):
+    images = SimpleNamespace(inputs=torch.zeros(11, 2, 2, 3, dtype=torch.uint8))
+    monkeypatch.setattr(place_figures, "read_round_robin", lambda *_: images)
+    monkeypatch.setattr(place_figures.Places, "of", lambda _: PositionsStub())
+    drawn, ratios = [], len(place_figures._RATIOS)
+    monkeypatch.setattr(place_figures, "image_grid", drawn.append)
+    subject = FigureInput(Path("run"), SimpleNamespace(), RunnerStub(), SimpleNamespace())
+    figure = place_figures.plot_jigsaw(subject, argparse.Namespace(num_images=11, seed=0))
+    one, _ = place_figures.jigsaw_rows(
+        RunnerStub(), PositionsStub(), images.inputs[0], range(ratios)
+    )
+    assert len(drawn[0]) == 8 * len(one)
+    assert figure.lines[0].startswith("accuracy by mask ratio: 0.0: 75.0%")
+
+
 def test_relative_map_averages_over_offsets():
     torch.manual_seed(0)
     weights = torch.rand(2, 9, 9).softmax(-1)
