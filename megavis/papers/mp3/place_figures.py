@@ -199,7 +199,7 @@ def plot_jigsaw(subject: FigureInput, options: argparse.Namespace) -> RenderedFi
     """Shuffle the patches of held-out images and reassemble them; draw the first eight."""
     objective = Places.of(subject.objective)
     rows: list[Any] = []
-    accuracies = []
+    accuracies: list[list[float]] = []
     images = read_round_robin(subject.images, options.num_images).inputs
     for number, image in enumerate(images, options.seed):
         part, found = jigsaw_rows(subject.inference, objective, image, _RATIOS, seed=number)
@@ -285,7 +285,7 @@ def jigsaw_rows(
     """
     patches = objective.patches_of(image[None].to(inference.context.device))
     rows: list[list[np.ndarray]] = [[], [], []]
-    accuracies = []
+    accuracies: list[list[float]] = []
     order = _shuffled(patches.shape[1], seed)
     for ratio in ratios:
         context = objective.context_of(torch.tensor([seed], device=patches.device), ratio)
