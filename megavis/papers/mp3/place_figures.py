@@ -285,7 +285,7 @@ def jigsaw_rows(
     """
     patches = objective.patches_of(image[None].to(inference.context.device))
     rows: list[list[np.ndarray]] = [[], [], []]
-    accuracies: list[list[float]] = []
+    accuracies = []
     order = _shuffled(patches.shape[1], seed)
     for ratio in ratios:
         context = objective.context_of(torch.tensor([seed], device=patches.device), ratio)
