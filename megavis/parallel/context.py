@@ -244,7 +244,7 @@ def require_device(name: str) -> None:
 
 
 def joined_device(otherwise: str | None) -> str | None:
-    """Return `cpu` or `cuda`, that of the open context; without one `otherwise`."""
+    """Return the device type of the open context, or `otherwise` if none is open."""
     joined = current_context()
     return otherwise if joined is None else joined.device.type
 
