@@ -81,7 +81,7 @@ def sweep(args: argparse.Namespace) -> int:
     if any(run.config.data.validation is None for run in points[0].runs):
         raise UserError("a sweep compares runs on held-out images: set data.validation")
     tuned = points[0].runs[-1].config.finetune
-    if args.measure == "probe" and tuned is not None and tuned.task != "classes":
+    if args.measure == "probe" and tuned is not None and not tuned.gives_features:
         text = "--measure probe needs features of whole images, which finetune.task"
         raise UserError(f"{text} {tuned.task} does not give; use accuracy or loss")
     launch = read_launch(os.environ)

@@ -78,7 +78,7 @@ class Finetuned(Trainable):
 
     def check_features(self) -> None:
         """Raise UserError unless images are classified."""
-        if self.settings.task != "classes":
+        if not self.settings.gives_features:
             raise UserError(
                 f"a run with finetune.task {self.settings.task} has no features of whole images;"
                 " take the run that it started from"

@@ -19,7 +19,7 @@ def check_null_label(config: RunConfig) -> Iterator[ConfigIssue]:
     measures = set(config.evaluation.what if config.evaluation else ()) & {"probe", "neighbors"}
     if (config.finetune is not None or measures) and key is not None:
         yield key, NO_NULL_LABEL
-    if config.finetune is not None and config.finetune.task != "classes" and measures:
+    if config.finetune is not None and not config.finetune.gives_features and measures:
         text = "needs features of whole images, which finetune.task"
         yield "evaluation.what", f"{min(measures)} {text} {config.finetune.task} does not give"
 

@@ -390,6 +390,11 @@ class FinetuneConfig(Section):
         return self.head_width or {"segments": 512}.get(self.task, 256)
 
     @property
+    def gives_features(self) -> bool:
+        """Whether a run has features of whole images, which probes read."""
+        return self.task == "classes"
+
+    @property
     def images_per_mix(self) -> int:
         """Consecutive images that share the draws of mixup and CutMix."""
         return {"batch": self.mixing_batch, "pair": 2, "elem": 1}[self.mixing]
