@@ -32,7 +32,7 @@ from megavis.commands.options.evaluation import GENERAL_FIGURES
 from megavis.commands.options.shared import spelled
 from megavis.commands.terminal import quietly
 from megavis.composition.finetuned import finetuned_of
-from megavis.composition.model import generator_of
+from megavis.composition.model import generator_of, model_of
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.config.papers import FigureSpec, paper_figures
@@ -43,7 +43,7 @@ from megavis.data.loading.loader import read_round_robin
 from megavis.evaluation import classes, figures
 from megavis.evaluation.classes import NeighborAccuracy
 from megavis.evaluation.figures import FigureInput, RenderedFigure, Row, write_png, write_table
-from megavis.evaluation.images.pair_metrics import score_completions
+from megavis.evaluation.images.pair_metrics import count_rows, score_completions
 from megavis.evaluation.linear import RECIPES
 from megavis.evaluation.probe import (
     CheckpointScore,
@@ -55,6 +55,7 @@ from megavis.evaluation.results import ProbeResult
 from megavis.evaluation.token_relations import has_features
 from megavis.notebook import Run
 from megavis.sampling.pictures import completion_grid, pixels_of, save_png
+from megavis.sampling.sampler import Sampler
 
 
 def plot_depth(args: argparse.Namespace) -> int:
@@ -141,10 +142,12 @@ def plot_completions(args: argparse.Namespace) -> int:
     with job_closed():
         opened = open_run(args.run_folder, step=args.step, device=args.device)
         check_applies("completions", opened)
-        return _complete(opened, args)
+        complete(opened, args)
+    return 0
 
 
-def _complete(opened: Run, args: argparse.Namespace) -> int:
+def complete(opened: Run, args: argparse.Namespace) -> None:
+    """Complete lower halves with an opened run; see `plot_completions`."""
     options = {"sampling_steps": args.sampling_steps, "temperature": args.temperature}
     sampler = opened.sampler(seed=args.seed, spell=spelled, **options)
     dataset = open_held_out(opened, args.images, option="--images", own_classes=False)
@@ -166,7 +169,6 @@ def _complete(opened: Run, args: argparse.Namespace) -> int:
         f" mean of {args.draws} completions {scores.mean:.2f} dB,"
         f" last row repeated {scores.repeated:.2f} dB\n{folder / 'completions.png'}\n{table}\n"
     )
-    return 0
 
 
 def plot_neighbors(args: argparse.Namespace) -> int:
@@ -225,37 +227,55 @@ def _neighbor_scores(
 
 def plot_declared(args: argparse.Namespace) -> int:
     """Plot a figure declared by a paper or `GENERAL_FIGURES`."""
-    spec: FigureSpec = args.spec
     with job_closed():
         opened = open_run(args.run_folder, step=args.step, device=args.device)
-        check_applies(spec.name, opened)
-        images = open_held_out(
-            opened, args.images, option="--images", own_classes=spec.reads_classes
-        )
-        subject = FigureInput(opened.folder, opened.objective, opened.inference, images)
-        plot = _function(spec, spec.plot.partition(":")[2])
-        figure: RenderedFigure = plot(subject, args)
+        check_applies(args.spec.name, opened)
+        plot_of(opened, args)
+    return 0
+
+
+def plot_of(opened: Run, args: argparse.Namespace) -> None:
+    """Plot a declared figure of an opened run; see `plot_declared`."""
+    spec: FigureSpec = args.spec
+    images = open_held_out(opened, args.images, option="--images", own_classes=spec.reads_classes)
+    subject = FigureInput(opened.folder, opened.objective, opened.inference, images)
+    plot = _function(spec, spec.plot.partition(":")[2])
+    figure: RenderedFigure = plot(subject, args)
     sys.stdout.writelines(f"{line}\n" for line in figure.lines)
     save_figure(args.run_folder / "evaluation", spec.name, figure.picture, figure.rows)
-    return 0
 
 
 def check_applies(name: str, opened: Run) -> None:
     """Raise UserError if this figure does not apply to a run; the message lists those that do."""
-    of_papers = {spec.name: spec for spec in paper_figures()}
-    declared = {spec.name: spec for spec in GENERAL_FIGURES} | of_papers
+    if (reason := _reason_against(name, opened)) is not None:
+        those = ", ".join(figures_of(opened)) or "none"
+        raise UserError(f"{name}: {reason}; figures of this run are: {those}")
 
-    def reason_against(each: str) -> str | None:
-        if each in _APPLY:
-            return _reason_against(_APPLY[each], opened)
-        if each in of_papers and finetuned_of(opened.objective) is not None:
-            return "shows a paper's predictions; take the run that this one started from"
-        return _reason_against(_function(declared[each], declared[each].applies), opened)
 
-    if (reason := reason_against(name)) is None:
-        return
-    those = [each for each in (*_APPLY, *declared) if reason_against(each) is None]
-    raise UserError(f"{name}: {reason}; figures of this run are: {', '.join(those) or 'none'}")
+def figures_of(opened: Run) -> list[str]:
+    """Return the names of the figures that apply to a run."""
+    return [name for name in (*_APPLY, *_declared()) if _reason_against(name, opened) is None]
+
+
+def _declared() -> dict[str, FigureSpec]:
+    return {spec.name: spec for spec in (*GENERAL_FIGURES, *paper_figures())}
+
+
+def _reason_against(name: str, opened: Run) -> str | None:
+    """Return why the figure does not apply to a run; None if it does."""
+    spec = _declared().get(name)
+    is_papers = spec is not None and spec not in GENERAL_FIGURES
+    if is_papers and finetuned_of(opened.objective) is not None:
+        return "shows a paper's predictions; take the run that this one started from"
+    applies = _APPLY[name] if spec is None else _function(spec, spec.applies)
+    try:
+        if applies(opened.objective):
+            if name == "completions" or (spec is not None and spec.decodes):
+                model_of(opened.objective).check_images(opened.folder)
+            return None
+    except UserError as error:
+        return str(error)
+    return f"does not apply to runs of {opened.config.objective.name}"
 
 
 def _function(spec: FigureSpec, name: str) -> Callable[..., Any]:
@@ -264,25 +284,26 @@ def _function(spec: FigureSpec, name: str) -> Callable[..., Any]:
     return found
 
 
-def _reason_against(applies: Callable[[Trainable], bool], opened: Run) -> str | None:
-    """Return why the figure does not apply to a run; None if it does."""
-    try:
-        if applies(opened.objective):
-            return None
-    except UserError as error:
-        return str(error)
-    return f"does not apply to runs of {opened.config.objective.name}"
+def _completes_rows(objective: Trainable) -> bool:
+    """Return whether images can be continued.
 
-
-def _draws_images(objective: Trainable) -> bool:
-    generator_of(objective)
+    Raises:
+        UserError: the first half of an order is not the upper half of the image.
+    """
+    model = generator_of(objective)
+    if not model.schedule.takes_given or model.has_transform or "image" in model.condition.names:
+        return False
+    options = model.schedule.options_type()
+    order = model.schedule.order_of(torch.arange(2), options, seed=0)
+    given = Sampler.given_part_of(order, model.num_tokens // 2)
+    count_rows(given.unflatten(1, model.predicts.grid))
     return True
 
 
 _APPLY: Mapping[str, Callable[[Trainable], bool]] = {
     "depth": has_features,
     "likelihood": has_features,
-    "completions": _draws_images,
+    "completions": _completes_rows,
     "neighbors": has_features,
 }
 

@@ -101,9 +101,13 @@ def _draw(opened: Run, args: argparse.Namespace) -> Any:
         return _reconstructions(opened, args)
     model = generator_of(opened.objective)
     names = model.condition.names
-    if model.schedule.needs_given and args.npz is None and not args.moments:
+    continues = model.schedule.needs_given and args.npz is None and not args.moments
+    check_together(args, reads_images=continues or "image" in names)
+    if continues:
+        refuse_options(
+            args, ("--classes", "--show-rounds"), "to this run, which continues --images"
+        )
         args.prefix = args.prefix or model.default_share
-    check_together(args, reads_images="image" in names)
     if args.npz is not None:
         return write_samples(opened, args)
     options = chosen_options(args)

@@ -129,6 +129,7 @@ class FigureSpec:
         example: arguments after `megavis figure NAME`.
         add_options: adds its own options.
         reads_classes: whether it gives the model the classes of the images.
+        decodes: whether it shows tokens as images.
     """
 
     name: str
@@ -140,6 +141,7 @@ class FigureSpec:
     example: str = "runs/demo"
     add_options: Callable[[argparse.ArgumentParser], None] = lambda _: None
     reads_classes: bool = False
+    decodes: bool = False
 
 
 def paper_figures() -> Iterator[FigureSpec]:

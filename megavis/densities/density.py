@@ -80,6 +80,8 @@ class Density(ABC):
     """Names of the choices that `corrupted` accepts."""
     decoder: DecoderWork = NO_DECODER
     """Work of the head in training before its final linear layer."""
+    predicts_tokens: ClassVar[bool] = False
+    """Whether predictions can be turned into tokens without sampling; see `restored`."""
 
     def __init__(self, num_outputs: int, build_head: Callable[[], Head]) -> None:
         self.num_outputs, self.build_head = num_outputs, build_head

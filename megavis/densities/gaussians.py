@@ -85,6 +85,8 @@ class Gaussians(Density):
         build_head: builds the last layer, which returns `Predictions`.
     """
 
+    predicts_tokens = True
+
     def __init__(
         self, num_outputs: int, form: ScaleForm, *, build_head: Callable[[], Head]
     ) -> None:

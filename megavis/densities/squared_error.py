@@ -36,6 +36,8 @@ class SquaredError(Density):
         normalize_key: config key of `normalize`, for messages.
     """
 
+    predicts_tokens = True
+
     def __init__(
         self,
         num_outputs: int,

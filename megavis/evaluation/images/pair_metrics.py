@@ -76,8 +76,8 @@ class Completions:
     rows: Sequence[CompletedImage]
 
 
-def score_completions(originals: Tensor, completed: Tensor, given: Tensor) -> Completions:
-    """Compare completions `[n, b, h, w, 3]` with originals outside the given part `[b, h, w]`.
+def count_rows(given: Tensor) -> int:
+    """Return the number of rows in the given part bool `[b, h, w]` of images.
 
     Raises:
         UserError: the given part is not the first rows of every image.
@@ -88,6 +88,16 @@ def score_completions(originals: Tensor, completed: Tensor, given: Tensor) -> Co
         raise UserError(
             "the run's order does not start with whole rows, so there is no last row to repeat"
         )
+    return num_rows
+
+
+def score_completions(originals: Tensor, completed: Tensor, given: Tensor) -> Completions:
+    """Compare completions `[n, b, h, w, 3]` with originals outside the given part `[b, h, w]`.
+
+    Raises:
+        UserError: the given part is not the first rows of every image.
+    """
+    num_rows = count_rows(given)
     true = originals[:, num_rows:]
     drawn = completed[:, :, num_rows:].transpose(0, 1)
     made = {

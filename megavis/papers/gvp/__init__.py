@@ -43,5 +43,6 @@ FIGURES = (
         plot="megavis.papers.gvp.group_figure:plot_groups",
         example="runs/patches --groups 1,4,12",
         add_options=_add_options,
+        decodes=True,
     ),
 )

@@ -15,6 +15,7 @@ FIGURES = (
         plot="megavis.papers.mae.reconstructions:plot_reconstructions",
         example="runs/mae_demo",
         reads_classes=True,
+        decodes=True,
     ),
 )
 

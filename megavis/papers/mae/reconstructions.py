@@ -49,19 +49,12 @@ def reconstruct(inference: Inference, model: Model, batch: Batch, folder: Path) 
         folder: the run folder, which may contain a palette.
 
     Raises:
-        UserError: the model predicts no tokens, or all of them, or transforms them first.
+        UserError: see `applies`.
     """
-    if model.has_transform:
-        raise UserError(
-            "with objective.adapter_blocks every token depends on the whole image, so the visible"
-            " ones reveal the hidden ones"
-        )
+    applies(model)
     arrangement = model.schedule.draw(batch.sample_index)
     count = arrangement.num_positions - arrangement.first_asked  # Without idle rows.
     predicted = arrangement.is_predicted[:, :count].expand(len(batch.inputs), -1)
-    if arrangement.first_asked == 0 and bool(predicted.all()):
-        name = model.config.objective.name
-        raise UserError(f"runs of {name} predict every token, so no token is visible")
     sequence = model.sequence(batch)
     predictions = inference.predictions(sequence.inputs)
     restored = model.density.restored(predictions, sequence.targets[0])[:, :count]
@@ -90,9 +83,24 @@ def _flattened(images: Tensor, hidden: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 def applies(objective: Trainable) -> bool:
-    """Return whether the model predicts some tokens from visible ones."""
-    arrangement = model_of(objective).schedule.draw(torch.zeros(1, dtype=torch.int64))
-    return arrangement.first_asked > 0 or not bool(arrangement.is_predicted.all())
+    """Return True if the model predicts some tokens from visible ones.
+
+    Raises:
+        UserError: it predicts no tokens, or all of them, or transforms them first.
+    """
+    model = model_of(objective)
+    if model.has_transform:
+        raise UserError(
+            "with objective.adapter_blocks every token depends on the whole image, so the visible"
+            " ones reveal the hidden ones"
+        )
+    if not model.density.predicts_tokens:
+        raise UserError("the predictions of this model cannot be shown as images")
+    arrangement = model.schedule.draw(torch.zeros(1, dtype=torch.int64))
+    if arrangement.first_asked == 0 and bool(arrangement.is_predicted.all()):
+        name = model.config.objective.name
+        raise UserError(f"runs of {name} predict every token, so no token is visible")
+    return True
 
 
 def plot_reconstructions(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:

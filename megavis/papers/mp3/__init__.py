@@ -23,6 +23,7 @@ def _of_images(name: str, text: str) -> FigureSpec:
         plot=_PLOT + name,
         example="runs/demo --num-images 4",
         add_options=_add_seed,
+        decodes=True,
     )
 
 

@@ -77,9 +77,9 @@ def test_options_of_sampling_apply_together(command, runs):
     if not isinstance(config.objective, PaperConfig):
         return  # reconstructs images
     grammar = config.objective.grammar(config)
-    if grammar.schedule.kind == "groups" and args.classes is None:
-        args.prefix = args.prefix or "half"
-    check_together(args, reads_images=grammar.memory is not None)
+    continues = grammar.schedule.kind == "groups"
+    check_together(args, reads_images=continues or grammar.memory is not None)
+    assert not (continues and args.classes)
 
 
 @pytest.mark.parametrize("command", [each for each in EVERY if each.loads], ids=str)
