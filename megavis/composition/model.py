@@ -250,12 +250,6 @@ class Model(Layers):
         numbers = torch.arange(since, since + num_rows, device=rows[0].device)
         return (*rows, numbers.expand(count, -1))
 
-    def feature_rows(self, read: Tensor, arrangement: Arrangement) -> AskedRows:
-        """Return the rows that hold all tokens; for `read` see `training_rows`."""
-        return self._rows(
-            read, arrangement, None, partial(self.asks.feature_rows, arrangement=arrangement)
-        )
-
     def _rows(
         self,
         read: Tensor,
@@ -307,12 +301,23 @@ class Model(Layers):
         random draws; None unless `has_random_features`.
         """
         read = self._read(self.condition.predicted(inputs), sample_index)
+        return self.inputs_from_tokens(read, self.condition.for_features(inputs), sample_index)
+
+    def inputs_from_tokens(
+        self, read: Tensor, known: Known, sample_index: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """Return `SequenceBatch.inputs` for features of tokens; see `inputs_for_features`.
+
+        Args:
+            read: as in `training_rows`.
+            known: conditions for features.
+        """
         index = sample_index
         if index is None:
             index = torch.zeros(len(read), dtype=torch.int64, device=read.device)
         arrangement = self.schedule.for_features(index.to(read.device))
-        rows = self.feature_rows(read, arrangement)
-        known = self.condition.for_features(inputs)
+        ask = partial(self.asks.feature_rows, arrangement=arrangement)
+        rows = self._rows(read, arrangement, None, ask)
         return (*self.numbered(rows), *known, *self._blank_inputs(rows))
 
     def _blank_inputs(self, rows: AskedRows) -> tuple[Tensor, ...]:
