@@ -261,7 +261,7 @@ class Run:
             raise UserError(f"the given share must lie in [0, 1], not {given}")
         sampler = self.sampler(seed=seed, **options)
         values = {"labels": labels, "image": image}
-        known = {name: torch.as_tensor(v) for name, v in values.items() if v is not None}
+        known = {name: _tensor(v) for name, v in values.items() if v is not None}
         inputs = None if originals is None else self._own_form(originals)
         rows = [len(each) for each in (inputs, *known.values()) if each is not None]
         drawn = sampler.sample(
@@ -293,7 +293,7 @@ class Run:
         """Return inputs on the run's device, as ids if the run has a palette."""
         if (self.folder / PALETTE_NAME).exists():
             return self.to_ids(inputs)
-        return torch.as_tensor(inputs).to(self.context.device)
+        return _tensor(inputs).to(self.context.device)
 
     def to_ids(self, inputs: Any) -> Tensor:
         """Return ids int64 `[b, n]` on the run's device.
@@ -301,7 +301,7 @@ class Run:
         `inputs` are ids `[b, n]`, or photographs uint8 `[b, h, w, 3]` of the run's image size;
         anything else raises UserError.
         """
-        array = torch.as_tensor(inputs)
+        array = _tensor(inputs)
         side = self.config.data.image_size
         if array.dtype == torch.uint8 and array.shape[1:] == (side, side, 3):
             codes = self.palette.encode(array.cpu().numpy()).astype(np.int64)
@@ -312,6 +312,13 @@ class Run:
                 f" {side}² pixels takes ids [b, {side * side}], or uint8 [b, {side}, {side}, 3]"
             )
         return array.long().to(self.context.device)
+
+
+def _tensor(inputs: Any) -> Tensor:
+    """Return inputs as a tensor, which shares their memory if it may be written to."""
+    if isinstance(inputs, np.ndarray) and not inputs.flags.writeable:
+        return torch.from_numpy(inputs.copy())  # torch warns of tensors on read-only memory.
+    return torch.as_tensor(inputs)
 
 
 def at_image_size(config: RunConfig, image_size: int) -> RunConfig:

@@ -17,9 +17,9 @@ from matplotlib.figure import Figure
 from megavis.checkpoint.format.folder import saved_steps
 from megavis.commands.opening import (
     feature_cache,
-    feature_job,
     first_images,
     job_closed,
+    layout_job,
     network_of,
     open_held_out,
     open_run,
@@ -76,7 +76,7 @@ def plot_depth(args: argparse.Namespace) -> int:
 def _depth_result(args: argparse.Namespace) -> ProbeResult | None:
     if args.probe is not None:
         return ProbeResult.read(args.probe)
-    with feature_job(args):
+    with layout_job(args):
         opened = open_run(args.run_folder, step=args.step, precision=args.precision)
         check_applies("depth", opened)
         return probe_run(opened, args, _probe_settings(args))
@@ -88,7 +88,7 @@ def _probe_settings(args: argparse.Namespace) -> ProbeSettings:
 
 def plot_likelihood(args: argparse.Namespace) -> int:
     """Score every checkpoint of every run and plot."""
-    with feature_job(args, alone=True):
+    with layout_job(args, alone=True):
         scores = [score for folder in args.run_folders for score in _scores(folder, args)]
         data = probe_data(open_run(args.run_folders[0], step=None), args)
         pixels = score_pixels(data, _probe_settings(args))
@@ -173,7 +173,7 @@ def complete(opened: Run, args: argparse.Namespace) -> None:
 
 def plot_neighbors(args: argparse.Namespace) -> int:
     """Classify by the nearest neighbors in each layer and plot."""
-    with feature_job(args, alone=True):
+    with layout_job(args, alone=True):
         opened = open_run(args.run_folder, step=args.step, precision=args.precision)
         check_applies("neighbors", opened)
         scores, record = _neighbor_scores(opened, args)

@@ -39,9 +39,14 @@ from megavis.evaluation.results import ProbeResult
 from megavis.model.inference import Inference
 from megavis.model.kernel_compiler import require_compiled
 from megavis.notebook import Run
-from megavis.parallel.context import close_context, num_contexts, open_context
+from megavis.parallel.context import (
+    ParallelContext,
+    close_context,
+    num_contexts,
+    open_context,
+)
 from megavis.parallel.device import DTYPES
-from megavis.parallel.launch import Launch, read_launch
+from megavis.parallel.launch import read_launch
 
 """Of the network's weights and activations, by the value of `--precision`."""
 
@@ -177,31 +182,29 @@ def read_layers(text: str, num_layers: int) -> Sequence[int] | None:
 
 
 @contextlib.contextmanager
-def feature_job(args: argparse.Namespace, *, alone: bool = False) -> Iterator[None]:
+def layout_job(args: argparse.Namespace, *, alone: bool = False) -> Iterator[ParallelContext]:
     """Join a launcher's job, or create one with this process alone; leave it at the end.
 
     Args:
-        args: the options of `add_feature_arguments`, and of `add_layout_argument` if not alone.
+        args: with `device`, and the options of `add_layout_argument` if not alone.
         alone: reject a launcher.
+
+    Raises:
+        UserError: the tensor size does not divide the job's processes.
     """
     launch, tensor_size = read_launch(os.environ), 1 if alone else args.tensor_parallel
     if alone and launch.world_size > 1:
         raise UserError("this command runs as one process; start it without a launcher")
-    check_tensor_size(tensor_size, launch)
+    if tensor_size < 1 or launch.world_size % tensor_size:
+        processes = counted(launch.world_size, "process", "processes")
+        raise UserError(f"--tensor-parallel {tensor_size} does not divide the job's {processes}")
     with job_closed():
         with quietly():
             context = open_context(
                 launch, tensor_model_parallel_size=tensor_size, device=args.device
             )
         require_compiled(context)
-        yield
-
-
-def check_tensor_size(size: int, launch: Launch) -> None:
-    """Raise UserError unless a tensor size divides the processes of a job."""
-    if size < 1 or launch.world_size % size:
-        processes = counted(launch.world_size, "process", "processes")
-        raise UserError(f"--tensor-parallel {size} does not divide the job's {processes}")
+        yield context
 
 
 def probe_run(opened: Run, args: argparse.Namespace, settings: ProbeSettings) -> ProbeResult | None:

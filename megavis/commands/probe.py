@@ -22,8 +22,8 @@ from pydantic import ValidationError
 
 from megavis.commands.opening import (
     feature_cache,
-    feature_job,
     first_images,
+    layout_job,
     network_of,
     open_run,
     open_shards,
@@ -57,7 +57,7 @@ from megavis.notebook import Run
 
 def run(args: argparse.Namespace) -> int:
     """Probe, write the result as JSON and as a table."""
-    with feature_job(args):
+    with layout_job(args):
         opened = open_run(args.run_folder, step=args.step, precision=args.precision)
         settings = ProbeSettings(
             layers=read_layers(args.layers, opened.config.model.num_layers),
@@ -145,7 +145,7 @@ def probe_data_sets(args: argparse.Namespace) -> int:
     if unknown := sorted(set(args.per_class) - set(data_sets)):
         known = ", ".join(data_sets)
         raise UserError(f"--per-class: {unknown[0]} is not among --data-sets: {known}")
-    with feature_job(args):
+    with layout_job(args):
         opened = open_run(args.run_folder, step=args.step, precision=args.precision)
         results = _results(opened, data_sets, args)
     if not results:

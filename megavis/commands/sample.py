@@ -6,7 +6,6 @@ import argparse
 import hashlib
 import itertools
 import json
-import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,25 +17,20 @@ import torch
 from torch import Tensor
 
 from megavis.commands.opening import (
-    check_tensor_size,
-    job_closed,
+    layout_job,
     network_identity,
     open_held_out,
     open_run,
     open_shards,
 )
 from megavis.commands.options.shared import chosen_options, refuse_options, spelled
-from megavis.commands.terminal import quietly
 from megavis.composition.model import generator_of
 from megavis.config.errors import UserError, counted
 from megavis.data.format.manifest import MANIFEST_NAME, PALETTE_NAME
 from megavis.data.loading.loader import Batch, read_batch, read_round_robin
 from megavis.evaluation.images.results import MomentsResult
 from megavis.evaluation.images.set_metrics import compare, largest_differences
-from megavis.model.kernel_compiler import require_compiled
 from megavis.notebook import Run
-from megavis.parallel.context import open_context
-from megavis.parallel.launch import read_launch
 from megavis.sampling.pictures import Gallery, picture, picture_of_rounds, save_png, write_npz
 from megavis.sampling.sampler import Sampler
 from megavis.tokenizers.palette import Palette
@@ -49,14 +43,7 @@ def default_precision(device: torch.device) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Generate images and write the grid."""
-    launch = read_launch(os.environ)
-    check_tensor_size(args.tensor_parallel, launch)
-    with job_closed():
-        with quietly():
-            context = open_context(
-                launch, tensor_model_parallel_size=args.tensor_parallel, device=args.device
-            )
-        require_compiled(context)
+    with layout_job(args) as context:
         precision = args.precision or default_precision(context.device)
         opened = open_run(args.run_folder, step=args.step, precision=precision)
         try:

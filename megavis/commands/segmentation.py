@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from megavis.commands.opening import feature_job, open_run, open_shards
+from megavis.commands.opening import layout_job, open_run, open_shards
 from megavis.composition.segmentation import Segmentation
 from megavis.config.errors import UserError
 from megavis.data.loading.leakage import check_no_overlap, training_shards
@@ -15,7 +15,7 @@ from megavis.evaluation.segmentation import evaluate_originals
 
 def evaluate(args: argparse.Namespace) -> int:
     """Predict, and write and print the result on the main process."""
-    with feature_job(args):
+    with layout_job(args):
         opened = open_run(
             args.run_folder, step=args.step, device=args.device, precision=args.precision
         )

@@ -35,7 +35,8 @@ def measure_likelihood(
     if form is None:
         raise UserError(
             f"the loss of {objective.config.objective.name}, as configured in this run, is not a"
-            " likelihood of images; megavis figure likelihood plots validation losses of any run"
+            " likelihood of images; megavis figure likelihood plots the validation losses of runs"
+            " that megavis probe accepts"
         )
     loss = mean_loss(inference, objective, dataset, limit=limit)
     nats = loss / form.per_loss

@@ -100,6 +100,14 @@ def test_images_and_to_ids_round_trip(run, validation):
             run.to_ids(wrong)
 
 
+def test_read_only_arrays_are_inputs(run, validation, recwarn):
+    """As `np.load(..., mmap_mode="r")` and JAX give them."""
+    array = np.array(validation)
+    array.flags.writeable = False
+    assert torch.equal(run.to_ids(array), run.to_ids(array.copy()))
+    assert not [each for each in recwarn if "not writable" in str(each.message)]
+
+
 def test_samples_keep_the_given_pixels(run, validation):
     options = {"originals": validation, "given": 0.5, "seed": 1}
     completed = run.sample(tokens=True, **options)
