@@ -21,7 +21,7 @@ help:
 	@echo "make demo     train a small iGPT on letters and show what it completes (CPU, minutes)"
 	@echo "              (PAPER=mp3: another paper's demo)"
 	@echo "make demos    the demos of all papers, and docs/gallery.md"
-	@echo "make comparison   all papers on letters, equal in network and images: docs/comparison.md"
+	@echo "make comparison   all papers on letters, equal in network and images, in comparison/"
 	@echo "              (SMALL=1: every command, on few images; resumes)"
 	@echo "make results DATA=folder   the study of docs/results.md on real data, in results/"
 	@echo "              (SMALL=1: every command, on few images; resumes)"

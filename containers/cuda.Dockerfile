@@ -1,6 +1,6 @@
 # megavis on NVIDIA GPUs. From the checkout: docker build --file containers/cuda.Dockerfile --tag megavis:cuda .
 # Run: docker run --gpus all --ipc=host --volume "$PWD:/work" --workdir /work megavis:cuda train CONFIG
-# The development image, since DeepSpeed compiles its fused Adam with nvcc.
+# The development image, since DeepSpeed compiles its operators (NVMe) with nvcc on first use.
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
 # hadolint ignore=DL3008
 RUN apt-get update \

@@ -2,7 +2,7 @@
 
     python docs/scripts/grammar_tables.py
 
-The table stands between two comments in `docs/compose.md` and `docs/architecture.md`, and comes
+The table stands between two comments in `docs/compose.md`, and comes
 from the sections of `megavis/grammar/words`.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 from megavis.config.section import Section
 from megavis.grammar.grammar import Words
 
-DOCUMENTS = ("docs/compose.md", "docs/architecture.md")
+DOCUMENTS = ("docs/compose.md",)
 BEGIN, END = "<!-- words: python docs/scripts/grammar_tables.py -->", "<!-- end of the words -->"
 ROOT = Path(__file__).parents[2]
 

@@ -29,7 +29,7 @@ MILLISECONDS: Mapping[tuple[bool, int], float] = {
     (True, 3): 8.9,
 }
 """Per block and micro-batch, forward and backward, by whether blocks carry tensors and by ZeRO
-stage: the largest of the papers' presets (docs/performance.md, "The host's time a block")."""
+stage: the largest of the papers' presets (docs/performance.md, "Host time per block")."""
 
 
 @dataclass(frozen=True)
