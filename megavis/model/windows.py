@@ -20,6 +20,7 @@ from megavis.model.core import Block
 from megavis.model.dropout import SAMPLES
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.parameters import filled, set_decay, set_start, zeros
+from megavis.parallel.device import DeviceConstant
 
 COORDINATES = "coordinates"
 """Name under which the coordinates of rows, int64 `[b or 1, s, axes]`, are carried to blocks."""
@@ -105,10 +106,10 @@ def on_grid(
         names: names of the carried tensors.
         order: int64 `[1, n]`, the patch, in raster order, of each of the last n rows.
     """
-    rows = order[0].argsort()
+    rows = DeviceConstant(order[0].argsort())
 
     def arrange(_: nn.Module, __: Any, packed: PackedState) -> PackedState:
-        state, own = LayerState.unpack(packed, names), rows.to(_first(packed).device)
+        state, own = LayerState.unpack(packed, names), rows.on(_first(packed).device)
         carried = dict(state.carried)
         if COORDINATES in carried:
             carried[COORDINATES] = carried[COORDINATES][:, -len(own) :][:, own]

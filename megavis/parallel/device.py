@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 
 import torch
+from torch import Tensor
 
 from megavis.config.errors import UserError
 
@@ -142,3 +143,18 @@ def full_float32() -> Iterator[None]:
             yield
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
+
+
+class DeviceConstant:
+    """A tensor that is copied to each device only once, so that steps do not wait for the host."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._value = value
+        self._copies: dict[torch.device, Tensor] = {}
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return the tensor on this device."""
+        if device not in self._copies:
+            # A copy from pageable memory waits for the device, so only the first step does.
+            self._copies[device] = self._value.to(device)
+        return self._copies[device]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megavis.config.errors import UserError
 from megavis.config.section import OrderKind
+from megavis.parallel.device import DeviceConstant
 from megavis.parallel.random import derive_seed, uniform
 
 
@@ -137,18 +138,3 @@ def gather_tokens(values: Tensor, order: Tensor) -> Tensor:
 def to_raster(ordered: Tensor, order: Tensor) -> Tensor:
     """Invert `gather_tokens`: return `ordered` `[b, n, ...]` in raster order."""
     return gather_tokens(ordered, order.argsort(dim=-1))
-
-
-class DeviceConstant:
-    """A tensor that is copied to each device only once, so that steps do not wait for the host."""
-
-    def __init__(self, value: Tensor) -> None:
-        self._value = value
-        self._copies: dict[torch.device, Tensor] = {}
-
-    def on(self, device: torch.device) -> Tensor:
-        """Return the tensor on this device."""
-        if device not in self._copies:
-            # A copy from pageable memory waits for the device, so only the first step does.
-            self._copies[device] = self._value.to(device)
-        return self._copies[device]

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from megavis.config.errors import UserError
 from megavis.grammar.boundaries import Cut, Segmentation, boundaries_error, boundary_range
+from megavis.parallel.device import DeviceConstant
 from megavis.parallel.random import uniform
-from megavis.schedules.orders import DeviceConstant, check_order, random_orders
+from megavis.schedules.orders import check_order, random_orders
 from megavis.schedules.schedule import Arrangement, GenerationProgress, Schedule, Step
 
 MEAN_SHARE, SHARE_DEVIATION = 0.5, 0.1
