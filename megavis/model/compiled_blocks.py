@@ -9,12 +9,14 @@ Inductor draws dropout as torch does (`fallback_random`), so masks do not depend
 are compiled. Norms and activation functions are recomputed in the backward pass where the compiler
 finds that cheaper than saving them.
 
-Graphs are compiled on first use, in the first step. If that fails, the process continues with
-`training.kernels: regions`; `training/callbacks/compilation.py` reports either outcome.
+Graphs of both passes are compiled on first use, in the first step. If that fails, the process
+continues with `training.kernels: regions`; `training/callbacks/compilation.py` reports either
+outcome.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 import types
 from collections.abc import Callable
@@ -23,11 +25,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch
 
 from megavis.model.kernels import choose_kernels, compiles_blocks
 
 BACKEND: dict[str, Any] = {"backend": "inductor", "options": {"fallback_random": True}}
 """Arguments of `torch.compile`."""
+_NOTHING = contextlib.nullcontext()
 
 
 @dataclass
@@ -36,7 +40,7 @@ class Compilation:
 
     Attributes:
         graphs: number of graphs, forward and backward pass counted as one.
-        seconds: time of the first calls, which compile forward passes; torch compiles a backward
+        seconds: time of the first calls, which compile both passes; torch 2.11 compiles a backward
             pass when it first runs.
         failure: why a block could not be compiled; None if all could.
     """
@@ -80,9 +84,15 @@ class CompiledBlocks:
             self._compiled = torch.compile(
                 _own(cast(types.FunctionType, _call)), fullgraph=True, dynamic=False, **BACKEND
             )
+        # Dynamo guards on these: each combination is a separate graph, including the first pass of
+        # a checkpointed block, which has no gradients.
+        kind = (key, hidden.shape, hidden.requires_grad, torch.is_grad_enabled())
+        is_new = kind not in self._known
         began = time.perf_counter()
         try:
-            result = self._compiled(plain, hidden, *inputs)
+            # With the forward pass, since an error in the backward pass would end the run.
+            with functorch.patch(force_non_lazy_backward_lowering=True) if is_new else _NOTHING:
+                result = self._compiled(plain, hidden, *inputs)
         except torch.OutOfMemoryError:
             raise
         # Dynamo, Inductor, Triton and the compiler may raise any exception. A fault of the block
@@ -91,10 +101,7 @@ class CompiledBlocks:
             _Process.compilation.failure = _summary(error)
             choose_kernels("regions")
             return plain(hidden, *inputs)
-        # Dynamo guards on these: each combination is a separate graph, including the first pass of
-        # a checkpointed block, which has no gradients.
-        kind = (key, hidden.shape, hidden.requires_grad, torch.is_grad_enabled())
-        if kind not in self._known:
+        if is_new:
             self._known.add(kind)
             _Process.compilation.graphs += 1
             _Process.compilation.seconds += time.perf_counter() - began

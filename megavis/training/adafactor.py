@@ -239,10 +239,18 @@ class Adafactor(torch.optim.Optimizer):
         return of_rows, of_columns / whole.mean()
 
     def _sum(self, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Return the sum over a group, which may not support the device of the states."""
-        total = values if self.device is None else values.to(self.device)
-        dist.all_reduce(total, group=group)
-        return total.to(values.device)
+        return sum_over(group, values, self.device)
+
+
+def sum_over(group: dist.ProcessGroup, values: Tensor, device: torch.device | None) -> Tensor:
+    """Return the sum over a group, which may not support the device of the values.
+
+    Args:
+        device: device on which the group sums; None: that of the values.
+    """
+    total = values if device is None else values.to(device)
+    dist.all_reduce(total, group=group)
+    return total.to(values.device)
 
 
 def is_factored(shape: tuple[int, ...]) -> bool:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from megavis.composition.model import model_of
@@ -54,7 +55,8 @@ _REST = "the rest: norms, activations, losses, Python"
 PARTS: Mapping[str, str] = {
     "communication": r"nccl|gloo|c10d|all_?reduce|all_?gather|reduce_?scatter|broadcast_",
     # Before matrix products, whose pattern also matches attention's kernels (`fmha_cutlassF_...`).
-    "attention": r"flash|fmha|sdpa|attention|efficient_attn",
+    # Inductor generates FlexAttention from a template (`triton_tem_...`).
+    "attention": r"flash|fmha|sdpa|attention|efficient_attn|triton_tem_",
     "matrix products": r"gemm|gemv|nvjet|cutlass|xmma|(^|::)(add|b|ba)*mm(_|$)|linear|conv",
     "optimizer": r"adam|lamb|lars|muon|multi_tensor|foreach",
     "copies": r"memcpy|memset|copy_|::cat|clone|contiguous",
@@ -270,9 +272,21 @@ def _parts(
     if trace is not None:
         trace.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(trace))
-    # An operator's total time includes the operators that it calls; its own time does not.
-    own = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
-    return shares((event.key, getattr(event, own)) for event in profiler.key_averages())
+    return shares(times_of(profiler, device))
+
+
+def times_of(profiler: profile, device: torch.device) -> Iterator[tuple[str, float]]:
+    """Yield the name and time of each kernel on a GPU, or of each operator on a CPU."""
+    if device.type == "cuda":
+        for event in profiler.events():
+            # Operators count the time of their kernels again, and named ranges, such as the
+            # optimizer's step, also the time between kernels.
+            if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
+                yield event.name, event.time_range.elapsed_us()
+    else:
+        # An operator's total time includes the operators that it calls; its own time does not.
+        for average in profiler.key_averages():
+            yield average.key, average.self_cpu_time_total
 
 
 def shares(times: Iterable[tuple[str, float]]) -> Mapping[str, float]:

@@ -53,6 +53,7 @@ def open_job(
     # This asks DeepSpeed's accelerator, which `select_device` has set.
     _require_precision(config.training)
     _require_engine(config.training, place)
+    _require_deterministic(config, place)
     parallel, training = config.parallel, config.training
     with contextlib.ExitStack() as closing:
         closing.callback(choose_kernels, chosen_kernels())
@@ -107,3 +108,14 @@ def _require_engine(training: TrainingConfig, device: torch.device) -> None:
         text = "needs a GPU of compute capability 8.9 or newer (Ada, Hopper or Blackwell), not"
         found = ".".join(map(str, capability))
         raise UserError(f"{text} {found}; use false here", key="training.fp8")
+
+
+def _require_deterministic(config: RunConfig, device: torch.device) -> None:
+    """Reject deterministic training of a head that has no such kernels on a GPU."""
+    tuned = config.finetune
+    if not config.training.deterministic or device.type != "cuda" or tuned is None:
+        return
+    if tuned.task == "segments":
+        # `adaptive_avg_pool2d` and the cross-entropy of maps.
+        text = "finetune.task segments has no deterministic kernels on a GPU; use false here"
+        raise UserError(text, key="training.deterministic")

@@ -36,7 +36,7 @@ from megavis.model.parameters import (
     options_of,
 )
 from megavis.model.stack import LocalLayers
-from megavis.training.adafactor import Adafactor, Slice
+from megavis.training.adafactor import Adafactor, Slice, sum_over
 
 _TRUST = 1e-3
 """η of LARS."""
@@ -66,6 +66,7 @@ def build_optimizer(
         UserError: NVIDIA Apex is requested but absent.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
+    sums: dict[str, Any] = {"processes": parts, "device": device}
     # ZeRO flattens a group, and LARS needs the norm of each matrix, Adafactor its rows and columns.
     alone = [group for one in trained for group in parameter_groups([one], config)]
     if config.algorithm in ("sgd", "lars"):
@@ -74,7 +75,7 @@ def build_optimizer(
             {**group, "adapts": adapts and len(logical_shape(group["params"][0])) > 1}
             for group in alone
         ]
-        return LARS(each, lr=config.learning_rate, momentum=config.betas[0], processes=parts)
+        return LARS(each, lr=config.learning_rate, momentum=config.betas[0], **sums)
     groups = parameter_groups(trained, config)
     if stages is not None:
         # ZeRO sums gradient norms over the stages group by group, and would hang on a missing one.
@@ -84,14 +85,8 @@ def build_optimizer(
         groups = alone
     if config.algorithm == "adafactor":
         groups = [{**g, "slices": [Slice.of(p, tensor) for p in g["params"]]} for g in groups]
-        return Adafactor(
-            groups,
-            lr=config.learning_rate,
-            betas=config.betas,
-            processes=parts,
-            tensor=tensor,
-            device=device,
-        )
+        rates: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas}
+        return Adafactor(groups, **rates, tensor=tensor, **sums)
     options: dict[str, Any] = {
         "lr": config.learning_rate,
         "betas": config.betas,
@@ -216,6 +211,7 @@ class LARS(torch.optim.Optimizer):
         lr: float,
         momentum: float,
         processes: dist.ProcessGroup | None,
+        device: torch.device | None,
     ) -> None:
         """Set parameters and hyperparameters.
 
@@ -223,9 +219,11 @@ class LARS(torch.optim.Optimizer):
             groups: parameters with `weight_decay` and `adapts`.
             momentum: decay of the running sum of steps.
             processes: group over which matrices are partitioned; None if each process has all.
+            device: device for sums over processes, from which states may be offloaded; None: the
+                device of the states.
         """
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0, "step": 0})
-        self.processes = processes
+        self.processes, self.device = processes, device
 
     @torch.no_grad()
     def step(  # type: ignore[override]  # torch's may return the closure's loss
@@ -261,7 +259,7 @@ class LARS(torch.optim.Optimizer):
         squares = torch.stack([t.float().square().sum() for t in (parameter, gradient)])
         # Not over the tensor group: LARS trains only a classifier, which is replicated in it.
         if self.processes is not None:
-            dist.all_reduce(squares, group=self.processes)
+            squares = sum_over(self.processes, squares, self.device)
         return squares.sqrt()
 
 

@@ -1,5 +1,6 @@
 """What `training.kernels: transformer_engine` and `training.fp8` refuse, in one sentence each."""
 
+import contextlib
 import types
 
 import pytest
@@ -132,3 +133,16 @@ def test_start_checks_the_device(read, small, monkeypatch):
     config = read(small, *ENGINE).config
     with pytest.raises(UserError, match="needs a GPU"), job.open_job(config, launch, device="cpu"):
         pass
+
+
+def test_segments_are_not_deterministic_on_a_gpu():
+    training = types.SimpleNamespace(deterministic=True)
+    for task, device, refused in (
+        ("segments", "cuda", True),
+        ("segments", "cpu", False),
+        ("classes", "cuda", False),
+    ):
+        config = types.SimpleNamespace(training=training, finetune=types.SimpleNamespace(task=task))
+        expected = pytest.raises(UserError, match="finetune.task segments has no deterministic")
+        with expected if refused else contextlib.nullcontext():
+            job._require_deterministic(config, torch.device(device))

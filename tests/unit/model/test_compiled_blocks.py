@@ -5,9 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from full_objects import with_full_objects
+from packaging.version import Version
 from small_batches import batch_of, photographs, run_layers
 from small_configs import SMALL, config_writer
 from tiny import VIT, tiny
+from torch._dynamo.backends.common import aot_autograd
 
 from megavis.config.load import load_config
 from megavis.model import compiled_blocks, kernels
@@ -181,6 +183,22 @@ def test_failure_goes_on_without(step_of, monkeypatch):
     taken = take_compilation()
     assert taken.graphs == 0
     assert "no compiler" in taken.failure
+    assert kernels.chosen_kernels() == "regions"
+
+
+@pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.14"),
+    reason="torch 2.11 compiles a backward pass when it first runs",
+)
+def test_failure_of_the_backward_pass_goes_on_without(step_of, monkeypatch):
+    def fails(graph, inputs):
+        raise ValueError("no registers for this")
+
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=fails)
+    monkeypatch.setattr(compiled_blocks, "BACKEND", {"backend": backend})
+    expected = step_of("igpt", "torch")
+    assert_equal(step_of("igpt", "blocks"), expected)
+    assert "no registers" in take_compilation().failure
     assert kernels.chosen_kernels() == "regions"
 
 

@@ -1,14 +1,18 @@
 """`megavis bench`: consistency of its measurements and classification of kernels."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.autograd import DeviceType
 
 from megavis.config.load import load_config
 from megavis.parallel.launch import read_launch
-from megavis.training.bench import PARTS, bench, shares
+from megavis.training.bench import PARTS, bench, shares, times_of
 
 NAMES = {
+    "triton_tem_fused_0": "attention",
     "void flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4, bf16>>": "attention",
     "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7": "attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": "attention",
@@ -53,3 +57,24 @@ def test_bench_measures_a_step(small_config, tmp_path):
     events = json.loads(trace.read_text())["traceEvents"]
     assert any("scaled_dot_product" in event.get("name", "") for event in events)
     assert json.loads(json.dumps(result.as_json()))["batch_size"] == 8
+
+
+def test_time_on_a_gpu_counts_each_kernel_once():
+    """torch counts kernels again in their operator, and a named range as all that it spans."""
+
+    def event(name, device, microseconds, *, is_range=False):
+        span = SimpleNamespace(elapsed_us=lambda: microseconds)
+        return SimpleNamespace(
+            name=name, device_type=device, time_range=span, is_user_annotation=is_range
+        )
+
+    found = [
+        event("aten::mm", DeviceType.CPU, 5.0),
+        event("nvjet_hsh_128x256", DeviceType.CUDA, 3.0),
+        event("Optimizer.step#AdamW.step", DeviceType.CUDA, 90.0, is_range=True),
+        event("multi_tensor_apply_kernel", DeviceType.CUDA, 1.0),
+    ]
+    profiler = SimpleNamespace(events=lambda: found)
+    times = dict(times_of(profiler, torch.device("cuda")))
+    assert times == {"nvjet_hsh_128x256": 3.0, "multi_tensor_apply_kernel": 1.0}
+    assert shares(times.items())["optimizer"] == 0.25

@@ -6,8 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megavis.model.kernels import chosen_kernels
 from megavis.training.faults import corruption_check
 from megavis.training.faults.corruption_check import (
+    CheckReplicas,
     Losses,
     allowed_difference,
     checksum,
@@ -104,3 +106,32 @@ def test_replicated_weights_are_compared_if_kernels_are_deterministic(engine, is
     (name,) = corruption_check.weight_fingerprints(engine)
     # Names with a part are compared only within the data-parallel group.
     assert name == ("norm.weight" if is_compared else "norm.weight (part 1)")
+
+
+def test_losses_are_computed_with_the_same_kernels_everywhere(monkeypatch):
+    """Generated kernels are not: each process times their tiles for itself."""
+    used = []
+
+    class Passes:
+        def __init__(self, *_):
+            pass
+
+        def predictions(self, _):
+            used.append(chosen_kernels())
+
+    def note(*_):
+        used.append(chosen_kernels())
+        return SimpleNamespace(inputs=(), targets=())
+
+    def loss(*_):
+        used.append(chosen_kernels())
+        return torch.tensor(1.0)
+
+    monkeypatch.setattr(corruption_check, "Inference", Passes)
+    monkeypatch.setattr(CheckReplicas, "_first_micro_batch", lambda *_: torch.zeros(1))
+    engine = engine_on("cpu", 1)
+    engine.layers, engine.context.model = None, SimpleNamespace(rank=0)
+    engine.objective = SimpleNamespace(sequence=note, loss=loss)
+    assert CheckReplicas.losses(object.__new__(CheckReplicas), engine, 1) == Losses(0, 1.0, 1.0)
+    assert used == 6 * ["torch"]
+    assert chosen_kernels() == "auto"

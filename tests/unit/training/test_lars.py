@@ -7,6 +7,7 @@ import torch
 from timm_alone import timm_module
 
 from megavis.config.schema import OptimizerConfig
+from megavis.training import optimizer
 from megavis.training.optimizer import build_optimizer
 
 SETTINGS = {"learning_rate": 0.5, "betas": (0.9, 0.0), "algorithm": "lars"}
@@ -104,3 +105,13 @@ def test_sgd_matches_torch(decay):
     groups = [{"params": [matrix], "weight_decay": decay}, {"params": [bias]}]
     expected = trained(theirs, torch.optim.SGD(groups, lr=0.5, momentum=0.9))
     torch.testing.assert_close(made, expected)
+
+
+def test_norms_are_summed_where_the_group_can(monkeypatch):
+    """States offloaded to the host are summed on the GPU: its groups take no tensors of a CPU."""
+    places = []
+    monkeypatch.setattr(optimizer, "sum_over", lambda _, sums, place: places.append(place) or sums)
+    named, gpu = parameters(), torch.device("cuda", 1)
+    config = OptimizerConfig(**SETTINGS)
+    trained(named, build_optimizer(named.values(), config, parts=object(), device=gpu), steps=1)
+    assert places == [gpu]
