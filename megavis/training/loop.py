@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
+
+from megavis.config.errors import UserError, counted
 from megavis.data.loading.loader import Batch
 from megavis.training.callbacks.callback import Callback, StepState
 from megavis.training.engine import Engine
@@ -39,7 +42,13 @@ def train(
         _after_step(StepState(0, last_step, None, engine), callbacks, metrics)
     for step in range(first_step, last_step):
         with watchdog.expect(f"step {step + 1}", times=LONGEST_WINDOW if step == first_step else 1):
-            loss = engine.train_step(batches, step)
+            try:
+                loss = engine.train_step(batches, step)
+            except torch.OutOfMemoryError as error:
+                # Later, another process may hold the memory, and a new start may succeed.
+                if step > first_step:
+                    raise
+                raise _lack_of_memory(engine) from error
         state = StepState(step + 1, last_step, loss, engine)
         with watchdog.expect(f"what follows step {step + 1}", times=LONGEST_WINDOW):
             _after_step(state, callbacks, metrics)
@@ -59,3 +68,16 @@ def _after_step(
         metrics.write(state.step, state.record)
     for name, pixels in state.images.items():
         metrics.image(state.step, name, pixels)
+
+
+def _lack_of_memory(engine: Engine) -> UserError:
+    """Return what to change in the config if the first step does not fit into memory."""
+    size = engine.micro_batch_size
+    smaller = next((f"{size // n}, or " for n in range(2, size + 1) if size % n == 0), "")
+    return UserError(
+        f"a micro-batch of {counted(size, 'image')} does not fit into the memory of"
+        f" {engine.context.device}; use {smaller}training.precision bf16,"
+        " parallel.activation_checkpointing selective or a higher parallel.zero_stage (megavis plan"
+        " shows what fits)",
+        key="training.micro_batch_size",
+    )
