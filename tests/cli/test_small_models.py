@@ -63,14 +63,16 @@ def opened(name, context, write_config, shards):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_listed_figure_is_drawn(opened):
+def test_every_listed_figure_is_drawn(name, opened):
     listed = figures_of(opened)
     declared = {spec.name: spec for spec in paper_figures()}
     images = ["--images", held_out_of(opened.config), "--num-images", "2"]
     for figure in {"completions", *declared} & {*listed}:
         words = ["figure", figure, str(opened.folder), *images]
         if figure == "completions":
-            complete(opened, read_arguments([*words, "--draws", "1", "--completions", "1"]))
+            words += ["--draws", "1", "--completions", "1"]
+            words += ["--sampling-steps", "2"] * ("diffusion" in SMALL[name].objective)
+            complete(opened, read_arguments(words))
         else:
             plot_of(opened, read_arguments(words))
         assert (opened.folder / "evaluation" / f"{figure}.png").exists()
