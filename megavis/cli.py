@@ -95,6 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     accept_all_text()
     if "_ARGCOMPLETE" in os.environ:
         complete(build_parser())
+    if arguments is not None:  # In a notebook, words may be paths and numbers.
+        arguments = [str(word) for word in arguments]
     is_training = False
     try:
         parsed = read_arguments(arguments)

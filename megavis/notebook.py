@@ -13,8 +13,9 @@ Legend: b images, n tokens of an image, L blocks, h hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from megavis.checkpoint.format.folder import checkpoint_to_open
 from megavis.checkpoint.state.restore import load_weights
-from megavis.composition.model import model_of
+from megavis.composition.model import Model, model_of
 from megavis.config.checks import check_config
 from megavis.config.errors import UserError
 from megavis.config.load import load_run_config
@@ -40,9 +41,13 @@ from megavis.parallel.context import (
     open_context,
     require_device,
 )
+from megavis.parallel.device import DTYPES
 from megavis.parallel.launch import read_launch
 from megavis.sampling.sampler import Sampler
 from megavis.tokenizers.palette import Palette
+
+# Images whose features are computed at once.
+_AT_ONCE = 256
 
 
 class Run:
@@ -92,7 +97,7 @@ class Run:
         *,
         step: int | None = None,
         device: str | None = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | str = torch.float32,
         image_size: int | None = None,
     ) -> Run:
         """Open a run folder.
@@ -101,7 +106,7 @@ class Run:
             run_folder: `runs/<name>`, as written by `megavis train`.
             step: step of the checkpoint; default: the one that fine-tuning chose, or the newest.
             device: `cpu` or `cuda`; default: the best available.
-            dtype: data type of the weights.
+            dtype: data type of the weights: `torch.bfloat16` or `bf16`, for example.
             image_size: side of the input images; default: as in training. Positions for another
                 size are interpolated: rotary ones are scaled, learned ones resized.
 
@@ -109,13 +114,16 @@ class Run:
             UserError: the folder holds no run or no such checkpoint, or this process's job
                 splits layers.
         """
+        kind = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+        if kind is None or kind not in DTYPES.values():
+            raise UserError(f"dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
         folder = Path(run_folder)
         checkpoint = checkpoint_to_open(folder, step)
         config = load_run_config(folder)
         if image_size is not None:
             config = at_image_size(config, image_size)
         return cls(
-            config, folder=folder, checkpoint=checkpoint, context=_context(device), dtype=dtype
+            config, folder=folder, checkpoint=checkpoint, context=_context(device), dtype=kind
         )
 
     def _check_tokenizer(self, trained_with: str | None) -> None:
@@ -160,11 +168,15 @@ class Run:
         Raises:
             UserError: an option does not apply; the message lists those that do.
         """
-        sequence_inputs = self.objective.inputs_from(self._own_form(inputs), **options)
+        given = {
+            name: _tensor(value) if isinstance(value, list | np.ndarray) else value
+            for name, value in options.items()
+        }
+        sequence_inputs = self.objective.inputs_from(self._own_form(inputs), **given)
         return self.objective.outputs(self.inference.predictions(sequence_inputs))
 
     def features(
-        self, inputs: Any, layer: int | None = None, *, sample_index: Tensor | None = None
+        self, inputs: Any, layer: int | None = None, *, sample_index: Any = None
     ) -> Tensor:
         """Return the mean over tokens of each norm's output (iGPT, section 2.4).
 
@@ -182,8 +194,14 @@ class Run:
                 another task than classes.
         """
         self.objective.check_features()
-        batch = self._batch(inputs, sample_index)
-        features = self.inference.features(self.objective.backbone.feature_inputs(batch))
+        whole = self._batch(inputs, sample_index)
+        parts = zip(
+            *(each.split(_AT_ONCE) for each in (whole.inputs, whole.labels, whole.sample_index)),
+            strict=True,
+        )
+        inputs_of = self.objective.backbone.feature_inputs
+        found = [self.inference.features(inputs_of(Batch(*part))) for part in parts]
+        features = torch.cat(found, dim=1)
         if layer is None:
             return features
         if not -len(features) <= layer < len(features):
@@ -191,18 +209,26 @@ class Run:
         return features[layer]
 
     @torch.no_grad()
-    def loss(self, inputs: Any, *, sample_index: Tensor | None = None) -> float:
-        """Return the objective's loss without a class, for iGPT in nats per token.
+    def loss(self, inputs: Any, *, labels: Any = None, sample_index: Any = None) -> float:
+        """Return the objective's loss, for iGPT in nats per token.
 
         Args:
             inputs: as for `features`.
+            labels: classes `[b]`, by number or name; needed by a run that was fine-tuned to
+                predict them. Default: no class.
             sample_index: int64 `[b]`, which drives random masks; default: 0 .. b - 1.
 
         Raises:
-            UserError: the model requires a class.
+            UserError: the model requires a class, or it was fine-tuned for another task.
         """
-        self.objective.backbone.check_unlabelled()
-        sequence = self.objective.sequence(self._batch(inputs, sample_index))
+        tuned = self.config.finetune
+        if labels is None and tuned is not None:
+            raise UserError("the loss of a fine-tuned run needs labels; `outputs` needs none")
+        if tuned is not None and tuned.task != "classes":
+            raise UserError(f"the loss of finetune.task {tuned.task} needs more than labels")
+        if labels is None:
+            self.objective.backbone.check_unlabelled()
+        sequence = self.objective.sequence(self._batch(inputs, sample_index, labels))
         predictions = self.inference.predictions(sequence.inputs)
         return float(self.objective.loss(predictions, sequence.targets))
 
@@ -257,15 +283,19 @@ class Run:
             UserError: the model does not support this, or a number is out of range.
             torch.OutOfMemoryError: a batch of `batch_size` images does not fit.
         """
-        if not 0 <= given <= 1:
-            raise UserError(f"the given share must lie in [0, 1], not {given}")
+        if not isinstance(given, Real) or not 0 <= given <= 1:
+            raise UserError(f"the given share must lie in [0, 1], not {given!r}")
+        for name, number in (("num_images", num_images), ("batch_size", batch_size)):
+            if number is not None and (not isinstance(number, Integral) or number < 1):
+                raise UserError(f"{name} must be a whole number of at least 1, not {number!r}")
         sampler = self.sampler(seed=seed, **options)
-        values = {"labels": labels, "image": image}
-        known = {name: _tensor(v) for name, v in values.items() if v is not None}
+        known = {} if labels is None else {"labels": self._labels(labels)}
+        if image is not None:
+            known["image"] = _tensor(image)
         inputs = None if originals is None else self._own_form(originals)
         rows = [len(each) for each in (inputs, *known.values()) if each is not None]
         drawn = sampler.sample(
-            num_images or max(rows, default=1),
+            max(rows, default=1) if num_images is None else num_images,
             conditions=known,
             originals=inputs,
             num_given=round(given * sampler.model.num_tokens),
@@ -280,20 +310,61 @@ class Run:
             return False
         return True
 
-    def images(self, tokens: Tensor) -> np.ndarray:
-        """Return the pixels of tokens in raster order: uint8 `[b, h, w, 3]`; needs a decoder."""
-        return model_of(self.objective).to_images(tokens, self.folder).cpu().numpy()
+    def images(self, tokens: Any) -> np.ndarray:
+        """Return the pixels of tokens in raster order: uint8 `[b, h, w, 3]`; needs a decoder.
 
-    def _batch(self, inputs: Any, sample_index: Tensor | None) -> Batch:
+        Raises:
+            UserError: they are not tokens of this run, or there is no decoder.
+        """
+        model, found = model_of(self.objective), _tensor(tokens)
+        wanted = model.reads.of(model.blank_batch(1, torch.device("cpu")).inputs).shape[1:]
+        if found.shape[1:] != wanted:
+            shape = ", ".join(map(str, wanted))
+            raise UserError(f"the tokens have shape {list(found.shape)}, not [b, {shape}]")
+        model.reads.check_values(found)
+        return model.to_images(found.to(self.context.device), self.folder).cpu().numpy()
+
+    def _batch(self, inputs: Any, sample_index: Any, labels: Any = None) -> Batch:
         own = self._own_form(inputs)
-        index = torch.arange(len(own)) if sample_index is None else sample_index
-        return Batch(own, torch.full((len(own),), -1), index).to(self.context.device)
+        classes = torch.full((len(own),), -1) if labels is None else self._labels(labels)
+        index = torch.arange(len(own)) if sample_index is None else _tensor(sample_index)
+        for name, each in (("labels", classes), ("sample_index", index)):
+            if each.shape != (len(own),) or each.is_floating_point():
+                raise UserError(f"{name} must be whole numbers [{len(own)}], one for each image")
+        if int(index.min()) < 0:
+            raise UserError(f"sample_index must be 0 or more, not {int(index.min())}")
+        return Batch(own, classes, index).to(self.context.device)
+
+    def _labels(self, labels: Any) -> Tensor:
+        """Return classes given by number or name as int64 `[b]`."""
+        given = [labels] if isinstance(labels, str) or np.ndim(labels) == 0 else list(labels)
+        numbers = {name: label for label, name in enumerate(self.classes)}
+        unknown = [each for each in given if isinstance(each, str) and each not in numbers]
+        if unknown:
+            known = ", ".join(self.classes) or "recorded: give numbers"
+            raise UserError(f"labels: there is no class {unknown[0]!r}; classes are {known}")
+        found = _tensor([numbers[each] if isinstance(each, str) else each for each in given])
+        if found.ndim != 1 or found.is_floating_point() or found.dtype == torch.bool:
+            raise UserError("labels must be whole numbers or names of classes [b]")
+        return found.long()
 
     def _own_form(self, inputs: Any) -> Tensor:
         """Return inputs on the run's device, as ids if the run has a palette."""
+        found = _tensor(inputs)
+        if not len(found):
+            raise UserError("the inputs hold no image")
         if (self.folder / PALETTE_NAME).exists():
-            return self.to_ids(inputs)
-        return _tensor(inputs).to(self.context.device)
+            return self.to_ids(found)
+        backbone = self.objective.backbone
+        if isinstance(backbone, Model):
+            if found.ndim == 2:
+                backbone.reads.check_values(found)
+        else:
+            wanted = backbone.blank_batch(1, torch.device("cpu")).inputs.shape[1:]
+            if found.shape[1:] != wanted:
+                shape = ", ".join(map(str, wanted))
+                raise UserError(f"the inputs have shape {list(found.shape)}, not [b, {shape}]")
+        return found.to(self.context.device)
 
     def to_ids(self, inputs: Any) -> Tensor:
         """Return ids int64 `[b, n]` on the run's device.
@@ -311,14 +382,38 @@ class Run:
                 f"the inputs have shape {list(array.shape)} and type {array.dtype}; a run of"
                 f" {side}² pixels takes ids [b, {side * side}], or uint8 [b, {side}, {side}, 3]"
             )
-        return array.long().to(self.context.device)
+        ids = array.long()
+        model_of(self.objective).reads.check_values(ids)
+        return ids.to(self.context.device)
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse copies and pickles: a run belongs to the process groups of its process."""
+        raise UserError(
+            f"a run can be neither copied nor pickled; open {self.folder} again with megavis.load"
+        )
 
 
 def _tensor(inputs: Any) -> Tensor:
-    """Return inputs as a tensor, which shares their memory if it may be written to."""
-    if isinstance(inputs, np.ndarray) and not inputs.flags.writeable:
-        return torch.from_numpy(inputs.copy())  # torch warns of tensors on read-only memory.
-    return torch.as_tensor(inputs)
+    """Return numbers as a tensor, which shares their memory if it can.
+
+    Raises:
+        UserError: they are no array of numbers.
+    """
+    if isinstance(inputs, Tensor):
+        return inputs
+    try:
+        array = np.asarray(inputs)
+    except ValueError as error:
+        raise UserError(f"the inputs are no array: {error}") from None
+    if array.dtype.kind not in "biuf" or not array.ndim:
+        raise UserError(
+            f"the inputs are {type(inputs).__name__}; expected an array of numbers, for images"
+            " uint8 [b, h, w, 3]"
+        )
+    # torch supports no negative strides, and warns of read-only memory.
+    if not array.flags.writeable or min(array.strides, default=0) < 0:
+        array = array.copy()
+    return torch.from_numpy(array)
 
 
 def at_image_size(config: RunConfig, image_size: int) -> RunConfig:
@@ -326,6 +421,8 @@ def at_image_size(config: RunConfig, image_size: int) -> RunConfig:
 
     Raises UserError if the model does not support images of that size.
     """
+    if not isinstance(image_size, int) or image_size < 1:
+        raise UserError(f"image_size must be a whole number of at least 1, not {image_size!r}")
     ratio = image_size / config.data.image_size
     short_side = config.data.short_side and round(config.data.short_side * ratio)
     data = {"image_size": image_size, "short_side": short_side}

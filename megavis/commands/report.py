@@ -166,7 +166,8 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _last(metrics: list[dict[str, Any]], key: str) -> float | None:
-    return next((record[key] for record in reversed(metrics) if key in record), None)
+    values = (record.get(key) for record in reversed(metrics))
+    return next((value for value in values if isinstance(value, int | float)), None)
 
 
 def _written(row: dict[str, Any]) -> tuple[str, ...]:

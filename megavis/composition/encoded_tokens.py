@@ -252,6 +252,8 @@ class Latents(Vectors):
             # Only shapes matter on the meta device; do not open the VAE.
             samples = self.blank_batch(len(samples), samples.device).inputs
         elif samples.dtype == torch.uint8 and self.run_folder is not None:
+            if self.tokenizer.target_kind is None:
+                check_images(samples, self.image_size)
             samples = self.tokenizer.to(samples.device).encode(samples)
         if samples.shape[1:] != (2, *self.shape):
             raise UserError(

@@ -148,6 +148,7 @@ class SchemaNames:
         if error["type"] == "model_type":
             return key, f"must hold keys, not {given}; known here: {self._listed(location)}"
         text = str(error["msg"]).removeprefix("Value error, ")
+        text = text.replace("a valid tuple", "a list, such as [a, b]")
         meant = did_you_mean(error.get("input"), _legal_words(error)) or _in_yaml(error)
         return key, f"{text[0].lower()}{text[1:]}, not {given}{meant}"
 
@@ -200,11 +201,16 @@ class SchemaNames:
         return [*model.model_fields, *shorthand_keys(".".join(sections))]
 
 
+# Of precisions, in the words of torch and of other codebases.
+_SYNONYMS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "fp32": "float32"}
+
+
 def did_you_mean(given: Any, legal: Iterable[str]) -> str:
     """Suggest the nearest legal word; empty if none is similar."""
     if not isinstance(given, str):
         return ""
-    near = difflib.get_close_matches(given.lower(), list(legal), n=1, cutoff=0.5)
+    word = _SYNONYMS.get(given.lower(), given.lower())
+    near = difflib.get_close_matches(word, list(legal), n=1, cutoff=0.5)
     return f"; did you mean '{near[0]}'?" if near else ""
 
 

@@ -30,6 +30,7 @@ from torch.distributed import distributed_c10d
 from megavis.config.errors import UserError
 from megavis.parallel.device import (
     choose_device,
+    device_kind,
     patch_megatron_device,
     select_device,
     set_arithmetic,
@@ -235,7 +236,7 @@ def _make_groups(
 
 def require_device(name: str) -> None:
     """Raise UserError if a context is open on another kind of device than `cpu` or `cuda`."""
-    joined = current_context()
+    joined, name = current_context(), device_kind(name)
     if joined is not None and joined.device.type != name:
         raise UserError(
             f"a run is open on {joined.device.type} in this process, so nothing else can use"

@@ -17,6 +17,18 @@ DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float1
 _CURRENT_CUDA_DEVICE = torch.cuda.current_device
 
 
+def device_kind(given: object) -> str:
+    """Return `cpu` or `cuda` for a device as a user names it, also by a `torch.device`.
+
+    Raises:
+        UserError: it is another one, or one GPU of several.
+    """
+    if str(given) not in ("cpu", "cuda"):
+        text = f"device {str(given)!r}: choose cpu or cuda"
+        raise UserError(f"{text}; CUDA_VISIBLE_DEVICES selects a GPU")
+    return str(given)
+
+
 def choose_device(name: str | None, *, local_rank: int) -> torch.device:
     """Return the device of a process under any launcher.
 
@@ -28,9 +40,10 @@ def choose_device(name: str | None, *, local_rank: int) -> torch.device:
         local_rank: rank of the process on its node.
 
     Raises:
-        UserError: no GPU is visible, or none for this process.
+        UserError: no GPU is visible, or none for this process, or it is another device.
     """
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    name = device_kind(default if name is None else name)
     if name != "cuda":
         return torch.device(name)
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -313,6 +314,8 @@ def settings_of(
             f"{', '.join(others)} {verb} not apply to this run of {model.config.objective.name},"
             f" which takes {takes}"
         )
+    for owner in owners:
+        _check_types(owner, chosen, spell)
     search = _take(Search, chosen)
     searches = max(search.beams, search.fans) > 1
     scored = searches or model.schedule.needs_score
@@ -329,6 +332,19 @@ def settings_of(
             f" compare: leave out {spell('beams')} and {spell('fans')}"
         )
     return GenerationSettings(token_sampler, in_steps, search.beams, search.fans, seed)
+
+
+def _check_types(owner: type, chosen: Mapping[str, Any], spell: Callable[[str], str]) -> None:
+    """Raise UserError for an option that is no number where one is expected."""
+    words = {int: ("a whole number", Integral), float: ("a number", Real), str: ("a word", str)}
+    for name, hint in get_type_hints(owner).items():
+        kinds = [words[each] for each in (get_args(hint) or (hint,)) if each in words]
+        if name not in chosen or not kinds:
+            continue
+        value = chosen[name]
+        if isinstance(value, bool) or not isinstance(value, tuple(kind for _, kind in kinds)):
+            expected = " or ".join(word for word, _ in kinds)
+            raise UserError(f"{spell(name)} must be {expected}, not {value!r}")
 
 
 def _take(owner: type, chosen: Mapping[str, Any]) -> Any:

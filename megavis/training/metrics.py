@@ -161,8 +161,9 @@ def drop_steps_after(path: Path, step: int) -> None:
 
 
 def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's `metrics.jsonl`; none if the run has not started."""
-    return read_json_lines(run_folder / "metrics.jsonl")
+    """Return the lines of a run's `metrics.jsonl` that have a step; none if it has not started."""
+    lines = read_json_lines(run_folder / "metrics.jsonl")
+    return [line for line in lines if type(line.get("step")) is int]
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
@@ -174,7 +175,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         # A kill may leave an incomplete last line.
         with contextlib.suppress(json.JSONDecodeError):
             records.append(from_json(line))
-    return records
+    return [record for record in records if isinstance(record, dict)]
 
 
 IDENTITIES = "dashboards.json"

@@ -13,7 +13,6 @@ import megavis
 from megavis.cli import main
 from megavis.config.errors import UserError
 from megavis.data.loading.dataset import ShardDataset
-from megavis.notebook import Run
 from megavis.parallel.context import num_contexts
 from megavis.parallel.launch import read_launch
 
@@ -56,10 +55,8 @@ def test_losses_match_the_training_log(run, trained, validation):
     assert logged[0] == pytest.approx(math.log(32), rel=1e-5)
 
 
-def test_masks_depend_on_sample_index(run, validation):
-    objective = run.config.objective.model_copy(update={"mode": "bert"})
-    config = run.config.model_copy(update={"objective": objective})
-    bert = Run(config, folder=run.folder, checkpoint=run.checkpoint, context=run.context)
+def test_masks_depend_on_sample_index(run, train_small, tmp_path, validation):
+    bert = megavis.load(train_small(tmp_path, "objective.mode=bert"), device="cpu")
     numbers = torch.arange(32)
     assert bert.loss(validation) == bert.loss(validation, sample_index=numbers)
     assert bert.loss(validation) != bert.loss(validation, sample_index=numbers + 32)

@@ -53,7 +53,10 @@ def require_run_folder(folder: Path) -> None:
     if not folder.exists():
         raise UserError(f"{folder} does not exist; give a run folder")
     if not (folder / "config.yaml").exists():
-        raise UserError(f"{folder} is not a run folder: it has no config.yaml")
+        text = f"{folder} is not a run folder: it has no config.yaml"
+        if (folder / "config.json").exists():
+            text += f"; import it with megavis import huggingface {folder} runs/NAME"
+        raise UserError(text)
 
 
 def chosen_checkpoint(run_folder: Path, step: int | None = None) -> Path:

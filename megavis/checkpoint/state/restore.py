@@ -6,6 +6,7 @@ Each process reads only the elements that it holds: under ZeRO, its partition.
 from __future__ import annotations
 
 import sys
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -97,13 +98,26 @@ def load_weights(folder: Path, layers: LocalLayers, context: ParallelContext) ->
     Learned positions are interpolated to another grid, here and in `start_from_weights`, since
     images may have another size than in training.
     """
-    check_files(folder, context)
+    manifest = check_files(folder, context)
+    if context.pipeline.size == 1:  # Otherwise other stages have the other layers.
+        known = {name for name, _ in (*layers.named_parameters(), *layers.named_buffers())}
+        _require_all(folder, manifest, known)
     with CheckpointReader(folder) as reader, torch.no_grad():
         for name, parameter in layers.named_parameters():
             held = held_elements(parameter)
             set_held_elements(parameter, _weight(reader, name, held, parameter, context))
         _fill_buffers(reader, layers)
         return reader.manifest
+
+
+def _require_all(folder: Path, manifest: CheckpointManifest, known: Set[str]) -> None:
+    """Raise UserError if a network lacks a layer that was trained."""
+    saved = {key.partition("/")[2] for key in manifest.tensors if key.startswith("weight/")}
+    if unused := sorted(saved - known):
+        raise UserError(
+            f"{folder} holds {unused[0]}, which the network of its run's config.yaml lacks: it was"
+            " trained with another config"
+        )
 
 
 def check_files(folder: Path, context: ParallelContext) -> CheckpointManifest:
