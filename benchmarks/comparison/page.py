@@ -135,7 +135,7 @@ def _references(methods: Sequence[Sequence[Method]], folder: Path) -> Iterator[l
                 continue
             if real is None:
                 shares = [result.real_images.overall for result in results]
-                real = ["letters in unseen fonts", "", "", "", "", "", percent(shares, len(shares)), ""]
+                real = ["letters in unseen fonts", *[""] * 5, percent(shares, len(shares)), ""]
                 yield real
             decoded = [each.reconstructions.overall for each in results if each.reconstructions]
             text = f"the same through the {name.upper()}"
