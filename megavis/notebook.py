@@ -360,10 +360,11 @@ class Run:
             if found.ndim == 2:
                 backbone.reads.check_values(found)
         else:
-            wanted = backbone.blank_batch(1, torch.device("cpu")).inputs.shape[1:]
-            if found.shape[1:] != wanted:
-                shape = ", ".join(map(str, wanted))
-                raise UserError(f"the inputs have shape {list(found.shape)}, not [b, {shape}]")
+            # Convolutions take images of other sizes too.
+            *_, height, width, channels = backbone.blank_batch(1, torch.device("cpu")).inputs.shape
+            if found.ndim != 4 or found.shape[3] != channels:
+                wanted = f"[b, {height}, {width}, {channels}]"
+                raise UserError(f"the inputs have shape {list(found.shape)}, not {wanted}")
         return found.to(self.context.device)
 
     def to_ids(self, inputs: Any) -> Tensor:

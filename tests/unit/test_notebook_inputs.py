@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from golden_givt import import_golden
 from PIL import Image
 
 import megavis
@@ -125,6 +126,15 @@ def test_loss_of_a_finetuned_run_needs_labels(run, trained, small_config, shard_
     for wrong in ([0.5] * len(inputs), labels[:1], [[0]] * len(inputs)):
         with pytest.raises(UserError, match="labels must be whole numbers"):
             tuned.loss(inputs, labels=wrong)
+
+
+def test_images_of_an_autoencoder_have_its_channels(run, tmp_path):
+    vae = megavis.load(import_golden(tmp_path, "vae"), device="cpu")
+    for size in (32, 48):
+        assert vae.outputs(np.zeros((1, size, size, 3), np.uint8)).isfinite().all()
+    for shape in ((16, 16, 3), (1, 16, 16, 4), (1, 3, 16, 16)):
+        with pytest.raises(UserError, match=r"the inputs have shape .* not \[b, 256, 256, 3\]"):
+            vae.outputs(np.zeros(shape, np.uint8))
 
 
 def test_layer_that_the_config_lost_is_noticed(run, trained, tmp_path):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from megavis.config.errors import UserError, blame, counted
 from megavis.config.schema import RunConfig
+from megavis.config.section import ConfigIssue
 from megavis.data.codecs.codec import PaletteLike
 from megavis.data.codecs.transforms import Transform, evaluation_transform, training_transform
-from megavis.data.format.manifest import Manifest
+from megavis.data.format.manifest import MANIFEST_NAME, Manifest
 from megavis.data.loading.blended_dataset import BlendedDataset, Samples
 from megavis.data.loading.dataset import ShardDataset, subset_per_class
 from megavis.data.loading.labels import check_numbering
@@ -93,17 +95,24 @@ class ShardOpener:
 
     def folder(self, key: str, path: str, transform: Transform) -> ShardDataset:
         """Open a shard folder that `key` names; raise UserError if the model cannot read it."""
-        with blame(key):
-            dataset = ShardDataset(
-                path,
-                transform,
-                cache=self.config.data.cache,
-                cache_limit=self.config.data.cache_limit,
-                palette=self.palette,
-                window_shards=self.config.data.window_shards,
-            )
+        try:
+            with blame(key):
+                dataset = ShardDataset(
+                    path,
+                    transform,
+                    cache=self.config.data.cache,
+                    cache_limit=self.config.data.cache_limit,
+                    palette=self.palette,
+                    window_shards=self.config.data.window_shards,
+                )
+        except UserError as error:
+            if self.palette is None and Path(path, MANIFEST_NAME).exists():
+                # Shards of a wrong kind need no advice on their size.
+                unfit = self._complaints(key, path, Manifest.read(path))
+                raise UserError.of(unfit or error.issues) from None
+            raise
         what = f"{path}, read with data.palette," if self.palette else path
-        complaints = [(key, f"{what} {text}") for text in self.check(dataset.manifest)]
+        complaints = self._complaints(key, what, dataset.manifest)
         missing = dataset.num_unlabelled if self.needs_labels else 0
         if missing and not complaints:
             found = counted(missing, "sample")
@@ -112,6 +121,9 @@ class ShardOpener:
         if complaints:
             raise UserError.of(complaints)
         return dataset
+
+    def _complaints(self, key: str, what: str, manifest: Manifest) -> list[ConfigIssue]:
+        return [(key, f"{what} {text}") for text in self.check(manifest)]
 
     def _source(self, place: int) -> ShardDataset:
         """Open one of several training folders, with its own crop if it has one."""
