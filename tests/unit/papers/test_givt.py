@@ -88,6 +88,8 @@ def test_latents_are_sampled_by_sample_index(make):
 class FirstPixels:
     """A VAE stub: its latents are the first 64 values of an image, with zero deviation."""
 
+    target_kind = None
+
     def to(self, device):
         return self
 
