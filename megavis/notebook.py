@@ -362,7 +362,7 @@ class Run:
         else:
             # Convolutions take images of other sizes too.
             *_, height, width, channels = backbone.blank_batch(1, torch.device("cpu")).inputs.shape
-            if found.ndim != 4 or found.shape[3] != channels:
+            if found.ndim < 4 or found.shape[-1] != channels:
                 wanted = f"[b, {height}, {width}, {channels}]"
                 raise UserError(f"the inputs have shape {list(found.shape)}, not {wanted}")
         return found.to(self.context.device)

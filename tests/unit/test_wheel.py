@@ -63,7 +63,7 @@ def test_shipped_configs_are_found_from_any_folder(installed, tmp_path):
 def test_getting_started_commands(installed, tmp_path):
     """Run the commands of docs/getting-started.md at a small size."""
     text = (ROOT / "docs" / "getting-started.md").read_text(encoding="utf-8")
-    block = text.split("pip install megavis\n")[1].split("```")[0]
+    block = text.split("pip install megavis-0.1.0-py3-none-any.whl\n")[1].split("```")[0]
     modules = {"megavis-data": "data_tools", "megavis": "megavis.cli"}
     small = {
         "letters": ["--images", "64"],

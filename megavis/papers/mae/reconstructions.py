@@ -94,12 +94,12 @@ def applies(objective: Trainable) -> bool:
             "with objective.adapter_blocks every token depends on the whole image, so the visible"
             " ones reveal the hidden ones"
         )
-    if not model.density.predicts_tokens:
-        raise UserError("the predictions of this model cannot be shown as images")
     arrangement = model.schedule.draw(torch.zeros(1, dtype=torch.int64))
     if arrangement.first_asked == 0 and bool(arrangement.is_predicted.all()):
         name = model.config.objective.name
         raise UserError(f"runs of {name} predict every token, so no token is visible")
+    if not model.density.predicts_tokens:
+        raise UserError("the predictions of this model cannot be shown as images")
     return True
 
 

@@ -137,7 +137,7 @@ def test_features_of_a_drawn_prefix_see_all_patches(build_composition):
     tokens = objective.reads.of(everything)
     tokens[:, -1] += 1.0
     other = full[1].predictions(
-        objective.feature_rows(tokens, objective.schedule.for_features(torch.arange(2)))
+        objective.inputs_from_tokens(tokens, objective.condition.for_features(tokens))
     )
     assert ((hidden - other).abs().amax(-1) > 0).all()
 
