@@ -267,10 +267,13 @@ def _reason_against(name: str, opened: Run) -> str | None:
     is_papers = spec is not None and spec not in GENERAL_FIGURES
     if is_papers and finetuned_of(opened.objective) is not None:
         return "shows a paper's predictions; take the run that this one started from"
-    applies = _APPLY[name] if spec is None else _function(spec, spec.applies)
+    if spec is None:
+        applies, decodes = _APPLY[name]
+    else:
+        applies, decodes = _function(spec, spec.applies), spec.decodes
     try:
         if applies(opened.objective):
-            if name == "completions" or (spec is not None and spec.decodes):
+            if decodes:
                 model_of(opened.objective).check_images(opened.folder)
             return None
     except UserError as error:
@@ -300,11 +303,12 @@ def _completes_rows(objective: Trainable) -> bool:
     return True
 
 
-_APPLY: Mapping[str, Callable[[Trainable], bool]] = {
-    "depth": has_features,
-    "likelihood": has_features,
-    "completions": _completes_rows,
-    "neighbors": has_features,
+# Like `FigureSpec.applies` and `decodes`, for the figures that have commands of their own.
+_APPLY: Mapping[str, tuple[Callable[[Trainable], bool], bool]] = {
+    "depth": (has_features, False),
+    "likelihood": (has_features, False),
+    "completions": (_completes_rows, True),
+    "neighbors": (has_features, False),
 }
 
 

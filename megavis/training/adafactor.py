@@ -218,7 +218,9 @@ class Adafactor(torch.optim.Optimizer):
             for side, index in zip(each.own.shape, of_number, strict=True):
                 sums.append(flat.new_zeros(side).index_add_(0, index, flat[each.within]))
         # One collective for all matrices of the group.
-        whole = self._sum(torch.cat(sums), self.processes).split([len(each) for each in sums])
+        whole = sum_over(self.processes, torch.cat(sums), self.device).split(
+            [len(each) for each in sums]
+        )
         of_sides = zip(held, places, whole[::2], whole[1::2], strict=True)
         for each, (row, column), of_rows, of_columns in of_sides:
             rows, columns = self._means(of_rows, of_columns, each.own)
@@ -232,21 +234,18 @@ class Adafactor(torch.optim.Optimizer):
         if own.split is not None and self.tensor is not None:
             # If rows are split, column means average equal parts, and vice versa.
             if own.split == 0:
-                of_columns = self._sum(of_columns, self.tensor) / self.tensor.size()
+                of_columns = sum_over(self.tensor, of_columns, self.device) / self.tensor.size()
             else:
-                of_rows = self._sum(of_rows, self.tensor) / self.tensor.size()
+                of_rows = sum_over(self.tensor, of_rows, self.device) / self.tensor.size()
         whole = of_columns if own.split == 0 else of_rows
         return of_rows, of_columns / whole.mean()
-
-    def _sum(self, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return sum_over(group, values, self.device)
 
 
 def sum_over(group: dist.ProcessGroup, values: Tensor, device: torch.device | None) -> Tensor:
     """Return the sum over a group, which may not support the device of the values.
 
     Args:
-        device: device on which the group sums; None: that of the values.
+        device: where to compute the sum; None uses the device of the values.
     """
     total = values if device is None else values.to(device)
     dist.all_reduce(total, group=group)

@@ -22,7 +22,7 @@ class ReportCompilation:
     """Reports once what the first step compiled; if one process could not, none uses the graphs.
 
     For runs whose blocks are compiled (`compiles_blocks`), on all processes. The time reported is
-    that of the whole step: torch 2.11 compiles a backward pass when it first runs, inside autograd.
+    that of the whole step, since torch 2.11 compiles the backward pass lazily, inside autograd.
     """
 
     context: ParallelContext
