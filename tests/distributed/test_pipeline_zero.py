@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from gather_jobs import Gathers, gathers_of_a_step
-from memory_jobs import measure_shape, pipeline_memory, read
+from memory_jobs import live_storages, measure_shape, pipeline_memory, read
 
 from megavis.planning.layouts import Layout
 from megavis.planning.shape import ModelShape
@@ -34,6 +35,12 @@ FULL = "parallel.activation_checkpointing=full"
 @pytest.fixture(scope="module")
 def shape(run_job: Any) -> ModelShape:
     return run_job(measure_shape, 1, PRESET, WORDS)[0]
+
+
+def test_meta_tensors_are_not_counted_as_held() -> None:
+    before = live_storages()
+    tensors = [torch.empty(1000, device=device) for device in ("meta", "cpu")]
+    assert live_storages(before) == tensors[1].nbytes
 
 
 @pytest.mark.parametrize("zero", [2, 3])

@@ -182,7 +182,10 @@ class Live(LiveStorages):
 
 
 def live_storages(before=None):
-    """Return all reachable storages by address, or the bytes of those not in `before`."""
+    """Return all reachable storages by address, or the bytes of those not in `before`.
+
+    Storages without memory, such as those of meta tensors, all have the address 0 and are left out.
+    """
     gc.collect()
     # type() instead of isinstance(), which some objects answer with a warning.
     tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
@@ -191,7 +194,8 @@ def live_storages(before=None):
     found = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        found[storage.data_ptr()] = storage
+        if place := storage.data_ptr():
+            found[place] = storage
     if before is None:
         # Kept alive, so that no later storage has the address of one of these.
         return found
