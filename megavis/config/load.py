@@ -31,7 +31,14 @@ from megavis.config.shorthand import (
     take_shorthand,
     write_out_epochs,
 )
-from megavis.config.yaml_tree import ConfigSource, apply_override, dump_tree, expand_home, read_tree
+from megavis.config.yaml_tree import (
+    ConfigSource,
+    apply_override,
+    dump_tree,
+    expand_home,
+    leaves,
+    read_tree,
+)
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,8 @@ def _validate(
             f"must say which paper: one of {known}{given}{did_you_mean(names.paper, PAPER_CONFIGS)}"
         )
         raise source.error([("objective.name", text)])
-    complaints: list[ConfigIssue] = []
+    null = "YAML spells it null, not None"
+    complaints: list[ConfigIssue] = [(key, null) for key, value in leaves(tree) if value == "None"]
     try:
         shorthand = Shorthand.model_validate(take_shorthand(tree))
         complaints += write_out_epochs(tree, shorthand, count_images)

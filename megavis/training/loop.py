@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
+from megavis.config.checks import check_config
 from megavis.config.errors import UserError, counted
 from megavis.data.loading.loader import Batch
 from megavis.training.callbacks.callback import Callback, StepState
@@ -72,12 +74,24 @@ def _after_step(
 
 def _lack_of_memory(engine: Engine) -> UserError:
     """Return what to change in the config if the first step does not fit into memory."""
-    size = engine.micro_batch_size
-    smaller = next((f"{size // n}, or " for n in range(2, size + 1) if size % n == 0), "")
+    size, config = engine.micro_batch_size, engine.config
+    choices = [str(size // n) for n in range(2, size + 1) if size % n == 0][:1]
+    savings: list[tuple[str, str, list[Any]]] = [
+        ("training", "precision", ["float32", "bf16"]),
+        ("parallel", "activation_checkpointing", ["none", "selective", "full"]),
+        ("parallel", "zero_stage", [0, 1, 2, 3]),
+    ]
+    for name, key, values in savings:
+        section = getattr(config, name)
+        now = getattr(section, key)
+        for value in values[values.index(now) + 1 :] if now in values else []:
+            changed = section.model_copy(update={key: value})
+            if not any(check_config(config.model_copy(update={name: changed}))):
+                choices.append(f"{name}.{key} {value}")
+                break
+    use = f"; use {' or '.join(choices)}" if choices else ""
     return UserError(
         f"a micro-batch of {counted(size, 'image')} does not fit into the memory of"
-        f" {engine.context.device}; use {smaller}training.precision bf16,"
-        " parallel.activation_checkpointing selective or a higher parallel.zero_stage (megavis plan"
-        " shows what fits)",
+        f" {engine.context.device}{use} (megavis plan shows what fits)",
         key="training.micro_batch_size",
     )

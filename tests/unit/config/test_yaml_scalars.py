@@ -89,6 +89,7 @@ def test_a_seed_with_zeros_in_front_is_decimal(tiny_config, tmp_path):
             "data.flip: input should be a valid boolean, not 'yes'; write true",
         ),
         ("data: {flip: Off}", "data.flip: input should be a valid boolean, not 'Off'; write false"),
+        ("data: {validation: None}", "data.validation: YAML spells it null, not None"),
         ("training: {steps: 1:40}", "training.steps: input should be a valid integer, not '1:40'"),
         ("seed: 18446744073709551616", "seed: input should be less than 18446744073709551616"),
     ],

@@ -25,17 +25,36 @@ def fails_at(monkeypatch):
     return set_step
 
 
+TUNED = ["finetune.num_classes=3", "finetune.tuned_blocks=1", "training.validate_every=1"]
+BF16, ZERO_3 = "training.precision bf16", "parallel.zero_stage 3"
+RECOMPUTED = "parallel.activation_checkpointing"
+SELECTIVE = "parallel.activation_checkpointing=selective"
+
+
 @pytest.mark.parametrize(
-    ("size", "choices"),
-    [(6, "a micro-batch of 6 images {}; use 3, or"), (1, "a micro-batch of 1 image {}; use ")],
+    ("size", "words", "choices"),
+    [
+        (6, [], f"; use 3 or {BF16} or {RECOMPUTED} selective or {ZERO_3}"),
+        (1, [], f"; use {BF16} or {RECOMPUTED} selective or {ZERO_3}"),
+        # What is in use already is not suggested.
+        (1, ["training.precision=bf16", SELECTIVE], f"; use {RECOMPUTED} full or {ZERO_3}"),
+        # Nor what the config's other keys rule out.
+        (1, ["training.precision=bf16", *TUNED], ""),
+    ],
 )
-def test_first_step_names_the_keys(small_config, tmp_path, fails_at, capsys, size, choices):
+def test_first_step_names_keys_that_would_help(
+    small_config, tmp_path, fails_at, capsys, size, words, choices
+):
     fails_at(0)
-    words = [f"output={tmp_path}", "training.batch_size=6", f"training.micro_batch_size={size}"]
-    assert main(["train", str(small_config), *words, "--device", "cpu"]) == 2
-    expected = choices.format("does not fit into the memory of cpu") + " training.precision bf16,"
-    message = capsys.readouterr().err
-    assert f"command line: training.micro_batch_size: {expected}".replace("  ", " ") in message
+    words = [*words, "training.batch_size=6", f"training.micro_batch_size={size}"]
+    words += [f"output={tmp_path}", "parallel.zero_stage=2"]
+    command = "finetune" if TUNED[0] in words else "train"
+    assert main([command, str(small_config), *words, "--device", "cpu"]) == 2
+    images = "6 images" if size == 6 else "1 image"
+    text = (
+        f"training.micro_batch_size: a micro-batch of {images} does not fit into the memory of cpu"
+    )
+    assert f"command line: {text}{choices} (megavis plan" in capsys.readouterr().err
 
 
 def test_later_steps_may_be_tried_again(small_config, tmp_path, fails_at):
