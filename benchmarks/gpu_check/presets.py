@@ -164,7 +164,7 @@ def _aim(preset: Preset, variant: Variant, settings: Settings) -> str:
 
 
 def _mfu_row(title: str, flops: float, rate: float, preset: Preset, settings: Settings) -> Row:
-    peak = peak_flops(torch.cuda.get_device_name()) if settings.on_gpu else None
+    peak = peak_flops(torch.cuda.get_device_name(), "bf16") if settings.on_gpu else None
     note = _unless_gpu(settings)
     if settings.on_gpu and peak is None:
         note = "this GPU's peak is not in megavis/model/flops.py"

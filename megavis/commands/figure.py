@@ -180,8 +180,9 @@ def plot_neighbors(args: argparse.Namespace) -> int:
     best = max(scores, key=lambda score: score.trained)
     line = (
         f"{record['num_held_out']} held-out images by {record['num_train']} training images, the"
-        f" {args.neighbors} nearest vote: highest at layer {best.layer}, {best.trained:.1%},"
-        f" untrained there {best.untrained:.1%}, last layer {scores[-1].trained:.1%}"
+        f" {args.neighbors} nearest vote: last layer {scores[-1].trained:.1%}, untrained"
+        f" {scores[-1].untrained:.1%}; highest, chosen on these images, at layer {best.layer}:"
+        f" {best.trained:.1%}, untrained there {best.untrained:.1%}"
     )
     picture = classes.plot_neighbors(scores, name=args.run_folder.name, k=args.neighbors)
     rows = [{**asdict(score), **record} for score in scores]

@@ -36,6 +36,7 @@ from megavis.config.errors import UserError
 from megavis.config.schema import ConfigIssue
 from megavis.config.section import Section
 from megavis.config.yaml_tree import ConfigSource, read_tree
+from megavis.data.loading.dataset import ShardDataset, Subset
 from megavis.data.loading.leakage import Shards, training_shards
 from megavis.evaluation.features import FeatureCache
 from megavis.evaluation.linear import RECIPES
@@ -237,9 +238,13 @@ def _open(
     """Open the splits of a data set."""
     features = functools.partial(open_shards, opened, own_classes=False)
     train = features(folders.train)
-    selection = features(folders.validation) if folders.validation else None
-    if examples is not None and selection is not None:
-        examples = num_fitted(examples)
+    selection: ShardDataset | Subset | None = None
+    if folders.validation:
+        selection = features(folders.validation)
+        if examples is not None:
+            # Either may be sorted by class.
+            selection = first_images(opened, selection, examples - num_fitted(examples))
+            examples = num_fitted(examples)
     return ProbeData(
         first_images(opened, train, examples),
         features(folders.test),

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from megavis.composition.trainable import Backbone, SequenceBatch
+from megavis.composition.trainable import Backbone, Ratio, SequenceBatch
 from megavis.config.autoencoder import AutoencoderConfig
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.loader import Batch
@@ -108,7 +108,7 @@ class AutoencoderObjective(Backbone):
 
     def loss(self, predictions: State, targets: tuple[Tensor, ...]) -> Tensor:
         """Return the sum of the autoencoder's loss and the discriminator's."""
-        terms, paper = self.measures(predictions, targets), self.paper
+        terms, paper = self.terms(predictions), self.paper
         total = (
             paper.reconstruction_weight * terms["squared_error"]
             + self.own_loss(terms)
@@ -118,7 +118,12 @@ class AutoencoderObjective(Backbone):
         slope = 0.5 * paper.r1_weight * terms.get("squared_slope", 0.0)
         return total + terms.get("discriminator", 0.0) + slope
 
-    def measures(self, predictions: State, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
+    def measures(self, predictions: State, targets: tuple[Tensor, ...]) -> Mapping[str, Ratio]:
+        """Return the unweighted terms of the loss as sums over images."""
+        count = len(predictions[0])
+        return {name: (term * count, count) for name, term in self.terms(predictions).items()}
+
+    def terms(self, predictions: State) -> Mapping[str, Tensor]:
         """Return the unweighted terms of the loss, averaged over the images."""
         judged = self.paper.adversarial_weight > 0
         scores = predictions[-NUM_SCORES:] if judged else ()

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from megavis.composition.finetuned import NO_LABEL, Finetuned
 from megavis.composition.mixing import mix
-from megavis.composition.trainable import SequenceBatch, Trainable
+from megavis.composition.trainable import Ratio, SequenceBatch, Trainable
 from megavis.config.schema import FinetuneConfig
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.loader import Batch
@@ -211,7 +211,7 @@ class Classification(Finetuned):
     def flops_per_image(self) -> float:
         """Return the FLOPs of a training step for one image, without the classifier's."""
         if self.is_joint:
-            return self.backbone.flops_per_image()
+            return self.passes / 3 * self.backbone.flops_per_image()
         causal = self.backbone.core.visibility_kind == "causal"
         rows = self.backbone.asks.num_feature_rows(self.backbone.num_tokens)
         work = Workload.of_one_stream(rows, 0, causal=causal)
@@ -220,7 +220,7 @@ class Classification(Finetuned):
         if layer is not None:
             top = layer + self.settings.concatenate // 2
             model = model.model_copy(update={"num_layers": top})
-        return 3 * forward_flops(model, work)
+        return self.passes * forward_flops(model, work)
 
     def check_data(self, manifest: Manifest) -> Iterator[str]:
         """Check the shards for the paper and for mixing; labels are checked later."""
@@ -318,13 +318,24 @@ class Classification(Finetuned):
         Unlabelled images contribute 0 to the cross-entropy. The last of `targets` is labels int64
         `[b]` or class probabilities float32 `[b, c]`; the paper's come before.
         """
+        return self._loss(predictions, targets, self.settings.label_smoothing)
+
+    def held_out_loss(
+        self, predictions: Any, targets: tuple[Tensor, ...], num_images: int
+    ) -> Ratio:
+        """Return the same without label smoothing, which is for training alone."""
+        return self._loss(predictions, targets, 0.0) * num_images, num_images
+
+    def _loss(
+        self, predictions: Any, targets: tuple[Tensor, ...], label_smoothing: float
+    ) -> Tensor:
         own, logits = divide(predictions)
         *own_targets, labels = targets
         nats = F.cross_entropy(
             logits,
             labels,
             ignore_index=NO_LABEL,
-            label_smoothing=self.settings.label_smoothing,
+            label_smoothing=label_smoothing,
             reduction="sum",
         )
         # Not the mean over the labelled images: their number differs between micro-batches, so the
@@ -336,12 +347,12 @@ class Classification(Finetuned):
             )
         return loss
 
-    def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
-        """Return top-1 and top-5 accuracy as `accuracy` and `top5`."""
+    def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Ratio]:
+        """Return top-1 and top-5 accuracy as `accuracy` and `top5`, as sums and counts."""
         logits, labels = divide(predictions)[1], targets[-1]
         return {
-            "accuracy": is_among_likeliest(logits, labels, 1).float().mean(),
-            "top5": is_among_likeliest(logits, labels, 5).float().mean(),
+            name: (is_among_likeliest(logits, labels, count).sum(), len(labels))
+            for name, count in (("accuracy", 1), ("top5", 5))
         }
 
     def outputs(self, predictions: Any) -> Tensor:

@@ -85,10 +85,18 @@ class Finetuned(Trainable):
             )
 
     @property
-    def frozen_share(self) -> float:
-        """Fraction of the blocks that keep their weights and have no backward pass."""
+    def passes(self) -> float:
+        """Work of a training step in forward passes of the blocks: 3, but 1 of frozen blocks.
+
+        Frozen blocks have no backward pass, which would be twice the work of the forward pass.
+        """
         plans = [plan for plan in self.layer_plans() if plan.stack is not None]
-        return sum(map(self._is_frozen, plans)) / max(1, len(plans))
+        return 3 - 2 * sum(map(self._is_frozen, plans)) / max(1, len(plans))
+
+    @property
+    def counts_whole_step(self) -> bool:
+        """True for classes, whose head is small; those of the other tasks may exceed the blocks."""
+        return self.settings.task == "classes"
 
     @property
     def measures_accuracy(self) -> bool:

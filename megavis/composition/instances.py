@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megavis.composition.finetuned import Finetuned
 from megavis.composition.model import Model
-from megavis.composition.trainable import SequenceBatch
+from megavis.composition.trainable import Ratio, SequenceBatch
 from megavis.config.errors import UserError, blame
 from megavis.data.codecs.instances import require_dense
 from megavis.data.format.manifest import Manifest
@@ -261,7 +261,7 @@ class Instances(Finetuned):
             num_global * whole + (depth - num_global) * side**2
         ) / depth  # fmt: skip
         work = Workload(whole, whole, mean, whole, 0)
-        return 3 * forward_flops(self.config.model, work)
+        return self.passes * forward_flops(self.config.model, work)
 
     def blank_batch(self, num_images: int, device: torch.device) -> Batch:
         """Return blank images with `BLANK_OBJECTS` objects each, whose masks are empty."""
@@ -296,24 +296,25 @@ class Instances(Finetuned):
         losses = predictions if isinstance(predictions, Tensor) else predictions[0]
         return losses.sum(1).mean()
 
-    def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
-        """Return the share of an image's m objects that its m best detections find.
+    def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Ratio]:
+        """Return the share of objects that the best detections find, as `accuracy`.
 
-        As `accuracy`: the class is right and the IoU of the boxes at least 0.5. A quick measure,
-        for one image at a time; the average precision needs all images at once.
+        Of an image with m objects, the m best detections count. One finds an object if the class is
+        right and the IoU of the boxes at least 0.5. A quick measure; the average precision needs
+        all images at once.
         """
         from torchvision.ops import box_iou
 
         _, boxes, scores, labels, _ = predictions
-        shares = []
+        found = total = 0
         for image, (classes, masks) in enumerate(zip(*targets, strict=True)):
             wanted = objects_of(classes, masks)
             count = len(wanted["labels"])
             best = (scores[image, :count] > 0).nonzero()[:, 0]
             overlaps = box_iou(wanted["boxes"], boxes[image, best])
             same = wanted["labels"][:, None] == labels[image, best]
-            shares.append(_num_found(torch.where(same, overlaps, 0.0)) / max(1, count))
-        return {"accuracy": torch.tensor(shares, device=scores.device).mean()}
+            found, total = found + _num_found(torch.where(same, overlaps, 0.0)), total + count
+        return {"accuracy": (torch.tensor(found, device=scores.device), total)}
 
     def outputs(self, predictions: Any) -> Tensor:
         """Return the scores of detections, `[b, d]`."""

@@ -20,7 +20,7 @@ from megavis.composition.asking import AskedRows
 from megavis.composition.condition import Known
 from megavis.composition.layers import Layers
 from megavis.composition.reader import Reader
-from megavis.composition.trainable import SequenceBatch, Trainable
+from megavis.composition.trainable import Ratio, SequenceBatch, Trainable
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.loader import Batch
@@ -47,7 +47,7 @@ class Model(Layers):
         """True if the density has an accuracy."""
         return self.density.measures_accuracy
 
-    def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
+    def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Ratio]:
         """Return the density's metrics of a batch, for validation."""
         return self.density.measures(predictions, targets)
 
@@ -342,6 +342,17 @@ class Model(Layers):
         # BERT's masks may hide no token of an image.
         count = counts[0] if counts else counted.sum(1).clamp(min=1.0)
         return ((losses * counted).sum(1) / count).mean()
+
+    def held_out_loss(
+        self, predictions: Any, targets: tuple[Tensor, ...], num_images: int
+    ) -> Ratio:
+        """Return the loss as a sum over images; over predicted tokens if all weigh the same."""
+        loss = self.loss(predictions, targets)
+        weights = targets[not self.has_transform :]
+        if len(weights) < 2:
+            return loss * num_images, num_images
+        counted, divisors = weights
+        return loss * divisors.sum(), counted.sum()
 
     def with_full_attention(self) -> Self:
         """Return a new instance of the paper with full attention in its blocks."""

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megavis.composition.finetuned import NO_LABEL, Finetuned
-from megavis.composition.trainable import SequenceBatch
+from megavis.composition.trainable import Ratio, SequenceBatch
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.loader import Batch
 from megavis.model.context_parallel import all_tokens
@@ -158,7 +158,7 @@ class Segmentation(Finetuned):
         rows = self.backbone.asks.num_feature_rows(self.backbone.num_tokens)
         work = Workload.of_one_stream(rows, 0, causal=causal)
         model = self.config.model.model_copy(update={"num_layers": self.layers[-1]})
-        return 3 * forward_flops(model, work)
+        return self.passes * forward_flops(model, work)
 
     def sequence(self, batch: Batch) -> SequenceBatch:
         """Return the image's sequence for features, and the class of each pixel as the target."""
@@ -196,13 +196,11 @@ class Segmentation(Finetuned):
             loss = loss + self.settings.auxiliary_weight * _pixel_loss(auxiliary, classes)
         return loss
 
-    def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
-        """Return the share of an image's pixels, void ones left out, whose class is right."""
+    def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Ratio]:
+        """Return the share of pixels, void ones left out, whose class is right, as `accuracy`."""
         (classes,) = targets
         found = resized_logits(predictions[0], classes.shape[1:]).argmax(1)
-        counted = (classes != NO_LABEL).flatten(1).sum(1).clamp(min=1)
-        right = (found == classes).flatten(1).sum(1)
-        return {"accuracy": (right / counted).mean()}
+        return {"accuracy": ((found == classes).sum(), (classes != NO_LABEL).sum())}
 
     def outputs(self, predictions: Any) -> Tensor:
         """Return logits `[b, c, 4 g, 4 g]`."""

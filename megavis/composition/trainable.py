@@ -27,6 +27,13 @@ from megavis.model.stack import LayerPlan, matrix_share
 from megavis.parallel.context import ParallelContext
 from megavis.tokenizers.network_tokenizer import FrozenEncoder
 
+Ratio = tuple[Tensor, Tensor | int]
+"""Sum and count of a metric in one batch.
+
+Over a set, the metric is the sum of the sums divided by the sum of the counts, so that it does not
+depend on how the set is divided into batches.
+"""
+
 
 class StartingWeights(Protocol):
     """Initial values that come from another run."""
@@ -58,6 +65,11 @@ class Trainable(ABC):
     @abstractmethod
     def flops_per_image(self) -> float:
         """Return the FLOPs of a training step for one image."""
+
+    @property
+    def counts_whole_step(self) -> bool:
+        """Whether `flops_per_image` leaves out nothing large."""
+        return True
 
     def fp8_share(self) -> float:
         """Return the fraction of a training step's FLOPs that run in FP8: 0 without it."""
@@ -179,9 +191,15 @@ class Trainable(ABC):
         """True if `measures` has `accuracy`."""
         return False
 
-    def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
-        """Return further validation metrics of a batch, averaged over its images."""
+    def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Ratio]:
+        """Return further validation metrics of a batch as sums and counts."""
         return {}
+
+    def held_out_loss(
+        self, predictions: Any, targets: tuple[Tensor, ...], num_images: int
+    ) -> Ratio:
+        """Return the loss of a batch of held-out images as sum and count."""
+        return self.loss(predictions, targets) * num_images, num_images
 
 
 @dataclass(frozen=True)

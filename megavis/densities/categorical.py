@@ -230,8 +230,10 @@ class Place(Density):
         """True: the accuracy of positions."""
         return True
 
-    def measures(self, predictions: Tensor, targets: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        """Return top-1 and top-5 accuracy as `accuracy` and `top5`.
+    def measures(
+        self, predictions: Tensor, targets: tuple[Tensor, ...]
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return top-1 and top-5 accuracy as `accuracy` and `top5`, as sums and counts.
 
         Tokens of weight 0, whose positions are given, are not counted.
         """
@@ -240,4 +242,4 @@ class Place(Density):
         hits = (likeliest == true[..., None]).float()
         counted = weights[0] if weights else torch.ones_like(hits[..., 0])
         hits, count = hits * counted[..., None], counted.sum()
-        return {"accuracy": hits[..., 0].sum() / count, "top5": hits.sum() / count}
+        return {"accuracy": (hits[..., 0].sum(), count), "top5": (hits.sum(), count)}

@@ -114,8 +114,13 @@ class Density(ABC):
         """True if `measures` has `accuracy`."""
         return False
 
-    def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
-        """Return metrics of a batch besides its loss, from the same arguments as the loss."""
+    def measures(
+        self, predictions: Any, targets: tuple[Tensor, ...]
+    ) -> Mapping[str, tuple[Tensor, Tensor]]:
+        """Return metrics of a batch besides its loss, as sums and counts of tokens.
+
+        The arguments are those of the loss.
+        """
         return {}
 
     @abstractmethod

@@ -54,8 +54,7 @@ def evaluate_classifier(
 ) -> ClassAccuracy:
     """Classify labelled images with a fine-tuned network.
 
-    Collective over all processes of the job. Data-parallel ranks divide the images; fewer than one
-    per rank are left out at the end.
+    Collective over all processes of the job, whose data-parallel ranks divide the images.
     """
     context, num_classes = inference.context, objective.settings.num_classes
     # Top-1 and top-5 counts, then the rows of the confusion matrix.
@@ -69,6 +68,8 @@ def evaluate_classifier(
         batch = batch.to(context.device)
         views = [view_of(batch, number, dataset) for number in range(num_views)]
         logits = [class_logits(inference, objective, view) for view in views]
+        if batch.is_repeated:
+            continue
         counts[0] += is_among_likeliest(logits[0], batch.labels, 1).sum()
         counts[1] += is_among_likeliest(logits[0], batch.labels, 5).sum()
         answers = majority_vote(torch.stack([view.argmax(1) for view in logits]).cpu().numpy())
@@ -154,7 +155,7 @@ def neighbor_accuracy(
     votes = F.one_hot(classes, int(train_labels.max()) + 1).sum(1).double()
     # Half an extra vote for the nearest neighbour only breaks ties.
     votes.scatter_add_(1, classes[:, :1], torch.full((len(votes), 1), 0.5, dtype=torch.float64))
-    return float((votes.argmax(1) == torch.from_numpy(labels)).float().mean())
+    return float((votes.argmax(1) == torch.from_numpy(labels)).double().mean())
 
 
 def accuracy_by_layer(
@@ -238,8 +239,8 @@ def class_accuracies(
     """Return the classifier's accuracy on images uint8 `[N, H, W, 3]` with labels int64 `[N]`."""
     right = classify_images(classifier, images) == labels
     shares = {
-        name: right[labels == label].float().mean().item()
+        name: right[labels == label].double().mean().item()
         for label, name in enumerate(class_names)
         if (labels == label).any()
     }
-    return NamedRight(len(images), right.float().mean().item(), shares)
+    return NamedRight(len(images), right.double().mean().item(), shares)

@@ -67,13 +67,14 @@ def mean_loss(
     limit: int | None = None,
     batch_size: int = 64,
 ) -> float:
-    """Return the objective's mean loss over images, all with equal weight; labels are not needed.
+    """Return the objective's mean loss over images; labels are not needed.
 
-    Random draws are the same as in validation during training.
+    It is the `validation_loss` of training, with the same random draws.
     """
-    total, count = 0.0, 0
+    total = count = 0.0
     for batch in evaluation_batches(dataset, batch_size=batch_size, limit=limit):
         sequence = objective.sequence(batch.to(inference.context.device))
-        loss = objective.loss(inference.predictions(sequence.inputs), sequence.targets)
-        total, count = total + float(loss) * len(batch), count + len(batch)
+        predictions = inference.predictions(sequence.inputs)
+        loss, number = objective.held_out_loss(predictions, sequence.targets, len(batch))
+        total, count = total + float(loss), count + float(number)
     return total / count

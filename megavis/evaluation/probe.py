@@ -62,7 +62,7 @@ class ProbeData:
     palette: Palette | None = None
     num_train: int | None = None
     num_validation: int | None = None
-    selection: ShardDataset | None = None
+    selection: ShardDataset | Subset | None = None
     trained_on: Sequence[Shards] = ()
     num_equal: int | None = field(init=False)
 

@@ -61,9 +61,9 @@ def accuracy_of(confusion: np.ndarray, num_images: int) -> PixelAccuracy:
 def evaluate_segmentation(
     inference: Inference, objective: Segmentation, dataset: Samples, *, batch_size: int
 ) -> PixelAccuracy:
-    """Predict the classes of all pixels of a set; collective over all processes of the job.
+    """Predict the classes of all pixels of a set.
 
-    Data-parallel ranks divide the images; fewer than one per rank are left out at the end.
+    Collective over all processes of the job, whose data-parallel ranks divide the images.
     """
     context, num_classes = inference.context, objective.settings.num_classes
     # The confusion matrix, then the number of images.
@@ -76,6 +76,8 @@ def evaluate_segmentation(
     ):
         sequence = objective.sequence(batch.to(context.device))
         logits = objective.outputs(inference.predictions(sequence.inputs))
+        if batch.is_repeated:
+            continue
         (classes,) = sequence.targets
         found = resized_logits(logits, classes.shape[1:]).argmax(1)
         counts[:-1] += confusion_of(found, classes, num_classes)

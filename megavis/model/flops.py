@@ -117,15 +117,16 @@ def _queries(model: ModelConfig, work: Workload) -> int:
     return (model.num_layers - 1) * work.num_tokens + work.num_last_queries
 
 
-def peak_flops(device_name: str, fp8_share: float = 0.0) -> float | None:
-    """Return a device's dense peak in FLOP/s, or None if unknown.
+def peak_flops(device_name: str, precision: str, fp8_share: float = 0.0) -> float | None:
+    """Return a device's dense peak in FLOP/s, or None if unknown, as it is for float32.
 
     Args:
         device_name: as the driver reports it.
-        fp8_share: fraction of the operations in FP8; the others are in bf16.
+        precision: `training.precision`.
+        fp8_share: fraction of the operations in FP8; the others are in bf16 or fp16.
     """
     matches = [name for name in PEAKS if name in device_name]
-    if not matches:
+    if precision == "float32" or not matches:
         return None
     # Take the longest match: "H100" is also a part of "H100 PCIe".
     peak = PEAKS[max(matches, key=len)]

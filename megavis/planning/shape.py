@@ -6,7 +6,6 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from megavis.composition.finetuned import finetuned_of
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.config.schema import RunConfig
@@ -207,10 +206,6 @@ def shape_of(objective: Trainable, activations: Mapping[LayoutKey, ModelActivati
     config, plans = objective.config, objective.layer_plans()
     training = config.training
     inner, matrices = plans[-1].inner, count_parameters(objective)
-    flops, tuned = objective.flops_per_image(), finetuned_of(objective)
-    if tuned is not None:
-        # Frozen blocks run only the forward pass, a third of the operations.
-        flops *= 1 - 2 / 3 * tuned.frozen_share
     return ModelShape(
         layers=Layers.of(matrices, plans),
         trained=Layers.of(trained_only(matrices), plans),
@@ -224,7 +219,7 @@ def shape_of(objective: Trainable, activations: Mapping[LayoutKey, ModelActivati
         ),
         keeps_average=bool(config.optimizer.ema_decay),
         activations=activations,
-        flops=flops,
+        flops=objective.flops_per_image(),
         fp8_share=objective.fp8_share(),
     )
 

@@ -41,6 +41,7 @@ from megavis.parallel.device import DTYPES
 from megavis.parallel.launch import Launch
 from megavis.parallel.progress_bar import shown
 from megavis.planning.layouts import layout_name
+from megavis.planning.measured_activations import activations_of_layouts
 from megavis.training.engine import Engine
 from megavis.training.job import open_job
 
@@ -129,6 +130,8 @@ def bench(
     Returns:
         The result on the main process, None on the others.
     """
+    ways = {} if config.finetune is None else activations_of_layouts([config])
+    head = max((way.head_flops for way in ways.values()), default=0.0)
     with open_job(config, launch, device=device) as context:
         objective = build_objective(config, context)
         engine = Engine(config, objective, context)
@@ -150,6 +153,7 @@ def bench(
         if not context.is_main:
             return None
         mean, rate = fmean(seconds), config.training.batch_size / fmean(seconds)
+        flops = objective.flops_per_image() + head
         return BenchResult(
             device=clock.name,
             num_processes=context.world.size,
@@ -163,7 +167,7 @@ def bench(
             host_seconds=host,
             images_per_second=rate,
             tokens_per_second=rate * objective.backbone.num_tokens,
-            tflops_per_device=rate * objective.flops_per_image() / context.world.size / 1e12,
+            tflops_per_device=rate * flops / context.world.size / 1e12,
             product_tflops=product / 1e12,
             peak_tflops=_peak(clock.name, objective),
             memory_gb=memory / 1e9,
@@ -318,9 +322,7 @@ def _product_rate(
 
 
 def _peak(device_name: str, objective: Trainable) -> float | None:
-    if objective.config.training.precision == "float32":
-        return None
-    peak = peak_flops(device_name, objective.fp8_share())
+    peak = peak_flops(device_name, objective.config.training.precision, objective.fp8_share())
     return None if peak is None else peak / 1e12
 
 

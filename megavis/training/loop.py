@@ -24,7 +24,7 @@ def train(
     last_step: int,
     callbacks: Sequence[Callback],
     metrics: MetricsWriter | None,
-    save: Callback,
+    finish: Callback,
     watchdog: Watchdog,
 ) -> None:
     """Train from `first_step` to `last_step`, or until a callback stops.
@@ -34,7 +34,7 @@ def train(
         first_step: steps already taken.
         callbacks: called in this order on every process, and before the very first step.
         metrics: writer of the main process; None on the others.
-        save: called last, so a checkpoint never contains a step whose metrics are missing.
+        finish: called last; it saves, so that no checkpoint has a step whose metrics are missing.
         watchdog: ends the job if a step takes too long. The first step, which includes warm-up, and
             the work after a step may take ten times as long.
     """
@@ -54,7 +54,7 @@ def train(
         state = StepState(step + 1, last_step, loss, engine)
         with watchdog.expect(f"what follows step {step + 1}", times=LONGEST_WINDOW):
             _after_step(state, callbacks, metrics)
-            save(state)
+            finish(state)
         if state.stop is not None:
             return
 

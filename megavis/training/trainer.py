@@ -190,7 +190,13 @@ class Trainer:
         )
         validate = self._validate(interruption)
         extra = [*extra_callbacks, bad_steps, *self._checks(bad_steps)]
-        callbacks = self._callbacks(first_step, validate, interruption, save, extra)
+        log = LogMetrics(self.objective, stalled=lambda: save.stalled)
+        callbacks = self._callbacks(first_step, validate, interruption, log, save, extra)
+
+        def finish(state: StepState) -> None:
+            save(state)
+            log.restart_clock(state)
+
         with permissions_needed():
             metrics = self._open_metrics(first_step, start) if context.is_main else None
         if validate is not None and first_step:
@@ -211,7 +217,7 @@ class Trainer:
                 last_step=first_step if is_over else config.training.steps,
                 callbacks=callbacks,
                 metrics=metrics,
-                save=save,
+                finish=finish,
                 watchdog=watchdog,
             )
         return bad_steps.streak
@@ -248,6 +254,7 @@ class Trainer:
         first_step: int,
         validate: Validate | None,
         interruption: StopOnSignal,
+        log: LogMetrics,
         save: SaveCheckpoint,
         extra: Sequence[Callback],
     ) -> list[Callback]:
@@ -257,12 +264,6 @@ class Trainer:
         step is saved; `save` itself is called by the loop, last.
         """
         settings, objective = self.config.training, self.objective
-        log = LogMetrics(
-            settings.log_every,
-            flops_per_image=objective.flops_per_image(),
-            fp8_share=objective.fp8_share(),
-            tokens_per_image=objective.backbone.num_tokens,
-        )
         replaced = ReportReplacedSamples(settings.log_every, self.train_data, self.context)
         hardware = WatchHardware(settings.log_every)
         # Hardware first: it measures the wait for the device, which is over once `log` has read the
@@ -286,7 +287,7 @@ class Trainer:
         callbacks += [*extra, CollectGarbage()]
         if self.context.is_main:
             callbacks.append(ShowProgress(first_step, settings.steps))
-        return [*callbacks, log.restart_clock]
+        return callbacks
 
     @property
     def _stopping(self) -> list[Callback]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from data_tools.__main__ import main as data_tools
 from megavis.cli import main
+from megavis.commands import probe
 from megavis.commands.probe import LabelledFolders, read_data_sets
 from megavis.config.errors import UserError
 
@@ -119,6 +121,16 @@ def test_examples_option(run, cifar, tmp_path):
     [row] = table(tmp_path)
     assert (row["num_train"], row["num_held_out"]) == ("50", "10")
     assert "fitted on 50 training images" in (tmp_path / "transfer.md").read_text()
+
+
+def test_few_examples_are_drawn_from_either_folder(monkeypatch):
+    """Since a folder may be sorted by class; 800 and 200 images, as VTAB has them."""
+    opened = SimpleNamespace(manifest=SimpleNamespace(kind="jpeg"))
+    monkeypatch.setattr(probe, "open_shards", lambda _, folder, own_classes: opened)
+    monkeypatch.setattr(probe, "first_images", lambda _, dataset, count: (dataset, count))
+    monkeypatch.setattr(probe, "ProbeData", lambda train, _, **rest: (train, rest["selection"]))
+    folders = LabelledFolders(train="a", validation="b", test="c")
+    assert probe._open(None, folders, [], examples=1000) == ((opened, 800), (opened, 200))
 
 
 @pytest.mark.parametrize(

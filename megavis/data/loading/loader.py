@@ -46,6 +46,8 @@ class Batch:
         step: the optimizer step that the batch is for, from 0; None outside of training.
         objects: of images with instances, the class of each object, int64 `[b, k]` from 1, 0 where
             an image has fewer, and its mask, uint8 `[b, k, h, w / 8]`, each bit a pixel.
+        is_repeated: True if another process evaluates these samples too, so they must not count
+            here: a process without samples of its own takes part in the pass.
     """
 
     inputs: torch.Tensor
@@ -53,6 +55,7 @@ class Batch:
     sample_index: torch.Tensor
     step: int | None = None
     objects: tuple[torch.Tensor, torch.Tensor] | None = None
+    is_repeated: bool = False
 
     def __len__(self) -> int:
         return self.inputs.shape[0]
@@ -70,12 +73,17 @@ class Batch:
         return self._each(torch.Tensor.pin_memory)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        changed = change(self.inputs), change(self.labels), change(self.sample_index)
         objects = None
         if self.objects is not None:
             classes, masks = self.objects
             objects = change(classes), change(masks)
-        return Batch(*changed, self.step, objects)
+        return replace(
+            self,
+            inputs=change(self.inputs),
+            labels=change(self.labels),
+            sample_index=change(self.sample_index),
+            objects=objects,
+        )
 
 
 Item = TypeVar("Item")
@@ -228,32 +236,32 @@ def evaluation_batches(
 ) -> Iterator[Batch]:
     """Yield the first `limit` samples (default: all) once, in data set order.
 
-    All ranks get the same number of batches with the same sizes: `batch_size`, then a smaller last
-    batch. Only the last `count % data_parallel_size` samples are left out. `sample_index` is the
-    index in the data set. `label` names the progress bar; None: no bar.
+    All ranks get the same number of batches, of `batch_size` samples but for the last, whose sizes
+    differ by at most 1; a rank that would get none repeats a sample (`Batch.is_repeated`).
+    `sample_index` is the index in the data set. `label` names the progress bar; None: no bar.
 
     Raises:
         ValueError: a size is below 1, or the rank is not below the size.
-        UserError: there are fewer samples than ranks.
+        UserError: there are no samples.
     """
     _check_sizes(batch_size, data_parallel_rank, data_parallel_size)
-    available = len(dataset) if limit is None else min(limit, len(dataset))
-    # Every rank takes part in the same collectives, so all have the same number of samples.
-    count = available - available % data_parallel_size
+    count = len(dataset) if limit is None else min(limit, len(dataset))
     if count < 1:
-        raise UserError(
-            f"{dataset.directory} has {available} samples to evaluate, fewer than one for each of"
-            f" {data_parallel_size} data-parallel ranks"
-        )
+        raise UserError(f"{dataset.directory} has no samples to evaluate")
+    at_once = batch_size * data_parallel_size
 
     def read(number: int) -> Batch:
-        start = number * batch_size * data_parallel_size
-        each = min(batch_size, (count - start) // data_parallel_size)
-        first = start + data_parallel_rank * each
-        indices = np.arange(first, first + each, dtype=np.int64)
-        return read_batch(dataset, indices, indices)
+        start = number * at_once
+        each, more = divmod(min(at_once, count - start), data_parallel_size)
+        first = start + data_parallel_rank * each + min(data_parallel_rank, more)
+        indices = np.arange(first, first + each + (data_parallel_rank < more), dtype=np.int64)
+        if len(indices):
+            return read_batch(dataset, indices, indices)
+        # Every rank takes part in the same collectives.
+        last = np.array([count - 1])
+        return replace(read_batch(dataset, last, last), is_repeated=True)
 
-    batches = _prefetched(read, -(-count // (batch_size * data_parallel_size)))
+    batches = _prefetched(read, -(-count // at_once))
     if label is None:
         return batches
     return shown(batches, label, total=count // data_parallel_size, size=len)

@@ -38,6 +38,8 @@ from megavis.evaluation.images.set_metrics import (
 
 PUBLISHED_COUNT = 50_000
 """Number of samples in published tables."""
+FEWEST_REFERENCES = 10_000
+"""Number of images in the smallest reference that is in use, CIFAR-10's test set."""
 MANIFOLD_COUNT = 50_000
 """Largest number of feature vectors of a set that are kept for precision and recall."""
 
@@ -140,7 +142,7 @@ def compare(
         reference=_image_set(reference),
         neighbors=NEIGHBORS,
         class_score_splits=RunningClassScore(samples.num_images or 0).num_splits,
-        caution=_caution(samples),
+        caution=_caution(samples, reference),
     )
 
 
@@ -149,8 +151,15 @@ def _image_set(summary: FeatureSummary) -> ImageSet:
     return ImageSet(summary.source, summary.sha256, summary.num_images, num_manifold)
 
 
-def _caution(samples: FeatureSummary) -> str | None:
+def _caution(samples: FeatureSummary, reference: FeatureSummary) -> str | None:
     num_images, size = samples.num_images or 0, len(samples.gaussian.mean)
+    known = reference.num_images
+    if num_images >= PUBLISHED_COUNT and known is not None and known < FEWEST_REFERENCES:
+        return (
+            f"the distance falls with the images of the reference too, which are {known:,}, fewer"
+            f" than the {FEWEST_REFERENCES:,} of any published one: compare only with the same"
+            " reference"
+        )
     if num_images >= PUBLISHED_COUNT:
         return None
     fewer = f", fewer than the {size} features, so that the covariance is singular"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megavis.composition.encoded_image import images_and_targets
 from megavis.composition.encoded_tokens import painted_maps
-from megavis.composition.trainable import Backbone, SequenceBatch
+from megavis.composition.trainable import Backbone, Ratio, SequenceBatch
 from megavis.config.schema import RunConfig
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.loader import Batch
@@ -164,10 +164,15 @@ class LabelMapVAEObjective(Backbone):
 
     def loss(self, predictions: Any, targets: tuple[Tensor, ...]) -> Tensor:
         """Return cross-entropy plus β times the KL divergence, in nats, averaged over maps."""
-        terms = self.measures(predictions, targets)
+        terms = self.terms(predictions, targets)
         return terms["cross_entropy"] + self.paper.beta * terms["kl"]
 
-    def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
+    def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Ratio]:
+        """Return the unweighted terms of the loss as sums over maps."""
+        terms, count = self.terms(predictions, targets), len(targets[0])
+        return {name: (term * count, count) for name, term in terms.items()}
+
+    def terms(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
         """Return the unweighted terms of the loss in nats, averaged over maps.
 
         Args:

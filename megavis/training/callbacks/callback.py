@@ -23,6 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megavis.checkpoint.state.save import Snapshot
+from megavis.composition.trainable import Trainable
 from megavis.config.schema import CheckpointConfig
 from megavis.data.loading.blended_dataset import Samples
 from megavis.model.flops import peak_flops
@@ -81,13 +82,20 @@ _MAX_NAMED = 20
 
 
 class LogMetrics:
-    """Loss, learning rate, gradient norm and throughput, every N steps."""
+    """Loss, learning rate, gradient norm and throughput, every N steps.
 
-    def __init__(
-        self, every: int, *, flops_per_image: float, fp8_share: float, tokens_per_image: int
-    ) -> None:
-        self.every, self.flops, self.tokens = every, flops_per_image, tokens_per_image
-        self.fp8_share = fp8_share
+    Without `mfu` where the step's operations or the device's peak are not known.
+
+    Args:
+        stalled: returns the seconds spent so far waiting for checkpoints.
+    """
+
+    def __init__(self, objective: Trainable, stalled: Callable[[], float]) -> None:
+        config = objective.config
+        self.every, self.tokens = config.training.log_every, objective.backbone.num_tokens
+        self._flops = objective.flops_per_image() if objective.counts_whole_step else None
+        self._arithmetic = (config.training.precision, objective.fp8_share())
+        self._stalled = stalled
         self._since: tuple[int, float] | None = None
 
     def __call__(self, state: StepState) -> None:
@@ -106,26 +114,33 @@ class LogMetrics:
         state.record.update(self._throughput(state))
 
     def restart_clock(self, state: StepState) -> None:
-        """Exclude the time of other callbacks from throughput; called after them.
+        """Exclude what follows a step from throughput; called after all of it.
 
         The clock starts after the first step, which includes warm-up.
         """
-        began = state.loss is not None
-        if began and (self._since is None or state.record or state.images):
-            self._since = (state.step, time.perf_counter())
+        if state.loss is None:
+            return
+        if self._since is None and state.loss.is_cuda:
+            # The host has only enqueued that step. Later, the loss has been read.
+            torch.cuda.synchronize(state.loss.device)
+        if self._since is None or state.record or state.images:
+            self._since = (state.step, self._seconds_outside_saves())
+
+    def _seconds_outside_saves(self) -> float:
+        return time.perf_counter() - self._stalled()
 
     def _throughput(self, state: StepState) -> dict[str, float]:
         if self._since is None:
             return {}
         first_step, begin = self._since
         images = (state.step - first_step) * state.engine.config.training.batch_size
-        rate = images / (time.perf_counter() - begin)
+        rate = images / (self._seconds_outside_saves() - begin)
         speeds = {"samples_per_s": rate, "tokens_per_s": rate * self.tokens}
         context = state.engine.context
-        if context.device.type == "cuda":
-            peak = peak_flops(torch.cuda.get_device_name(context.device), self.fp8_share)
+        if self._flops is not None and context.device.type == "cuda":
+            peak = peak_flops(torch.cuda.get_device_name(context.device), *self._arithmetic)
             if peak:
-                speeds["mfu"] = rate * self.flops / (peak * context.world.size)
+                speeds["mfu"] = rate * self._flops / (peak * context.world.size)
         return speeds
 
 
@@ -246,7 +261,8 @@ class SaveCheckpoint:
 
     Training waits while weights and states are copied to host memory; a thread then writes them. A
     failed write is counted in `failures` and reported, and training continues, except at the end.
-    Creation is collective over all processes.
+    `stalled` is the time that training has waited, in seconds. Creation is collective over all
+    processes.
 
     Args:
         saving: determines when a checkpoint is due.
@@ -269,12 +285,15 @@ class SaveCheckpoint:
         self._agreement = AsyncFlag()
         self._snapshot: Snapshot | None = None
         self._writer: Thread | None = None
-        self._stall = 0.0
+        self.stalled = self._recorded = 0.0
 
     def __call__(self, state: StepState) -> None:
         """Save if due, and publish checkpoints that all processes have written."""
-        began = time.perf_counter()
         due = state.needs_checkpoint(self._saving) and not state.rolls_back
+        if due and torch.cuda.is_initialized():
+            # The copies wait for the step in any case; that time is the step's.
+            torch.cuda.synchronize()
+        began = time.perf_counter()
         # Publish the previous snapshot first: the next one is copied into the same memory.
         if due or state.is_last or self._all_have_written():
             self._publish(required=state.is_last and not due and not state.rolls_back)
@@ -288,12 +307,13 @@ class SaveCheckpoint:
         if not self._is_prepared:
             self._is_prepared = True
             self._prepare()
-        self._stall += time.perf_counter() - began
+        self.stalled += time.perf_counter() - began
 
     def record_stall(self, state: StepState) -> None:
         """Record the wait for checkpoints since the last logged step; a callback."""
-        if state.record and self._stall:
-            state.record["save_stall_s"], self._stall = self._stall, 0.0
+        if state.record and self.stalled > self._recorded:
+            state.record["save_stall_s"] = self.stalled - self._recorded
+            self._recorded = self.stalled
             if self.failures:
                 state.record["checkpoints_not_saved"] = self.failures
 

@@ -38,8 +38,6 @@ from megavis.training.callbacks.callback import Callback, StepState
 from megavis.training.engine import Engine
 from megavis.training.metrics import MetricsWriter, read_metrics
 
-_COUNT = "images"
-
 
 class Validate:
     """Mean loss on held-out images, every N steps and before the first.
@@ -94,7 +92,8 @@ class Validate:
     def measure(self, engine: Engine, *, may_break_off: bool) -> dict[str, float]:
         """Return the mean loss over the held-out images, and the objective's other metrics.
 
-        Called on every process. The result is empty if aborted.
+        Called on every process. The result is empty if aborted; a metric of nothing, such as the
+        objects found in images without any, is left out.
         """
         inference = Inference(engine.layers, engine.context)
         batches = evaluation_batches(
@@ -105,6 +104,7 @@ class Validate:
             limit=self.num_images,
             label=None,
         )
+        # In float64, so that counts are exact: equal accuracies are equal however they are added.
         sums: dict[str, Tensor] = {}
         for batch in batches:
             if may_break_off and self.is_urgent():
@@ -112,17 +112,16 @@ class Validate:
             sequence = engine.objective.sequence(batch.to(engine.context.device))
             predictions = inference.predictions(sequence.inputs)
             with torch.no_grad():
-                loss = engine.objective.loss(predictions, sequence.targets)
+                loss = engine.objective.held_out_loss(predictions, sequence.targets, len(batch))
                 measured = engine.objective.measures(predictions, sequence.targets)
-            one = torch.ones((), device=loss.device)
-            for name, value in {"loss": loss, **measured, _COUNT: one}.items():
-                # In float64: in float32 the mean over many batches would depend on how they are
-                # split.
-                sums[name] = sums.get(name, 0.0) + value.double() * len(batch)
-        total = torch.stack(list(sums.values()))
-        torch.distributed.all_reduce(total, group=engine.context.data.group)
-        means = dict(zip(sums, (total / total[-1]).tolist(), strict=True))
-        return {name: mean for name, mean in means.items() if name != _COUNT}
+            for name, (total, count) in {"loss": loss, **measured}.items():
+                numbers = torch.as_tensor(count, dtype=torch.float64, device=total.device)
+                pair = torch.stack([total.double(), numbers]) * (not batch.is_repeated)
+                sums[name] = sums.get(name, 0.0) + pair
+        pairs = torch.stack(list(sums.values()))
+        torch.distributed.all_reduce(pairs, group=engine.context.data.group)
+        found = zip(sums, pairs.tolist(), strict=True)
+        return {name: total / count for name, (total, count) in found if count}
 
 
 class SampleImages:

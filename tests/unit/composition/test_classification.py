@@ -75,10 +75,12 @@ def test_class_logits_and_loss_for_every_paper(build, tmp_path, batch, pictures,
     nats = [cross_entropy(z, y, 0.1) for z, y in zip(logits, labels, strict=True)]
     loss = objective.loss(predictions, sequence.targets)
     assert float(loss) == pytest.approx(sum(nats) / 6, rel=1e-5)
+    # Smoothing is for training: held-out images have plain cross-entropy.
+    total, count = objective.held_out_loss(predictions, sequence.targets, 6)
+    plain = [cross_entropy(z, y, 0.0) for z, y in zip(logits, labels, strict=True)]
+    assert float(total) / count == pytest.approx(sum(plain) / 6, rel=1e-5)
     named = np.argmax(logits, axis=1) == np.array(labels)
-    assert float(objective.measures(predictions, sequence.targets)["accuracy"]) == (
-        pytest.approx(named.mean())
-    )
+    assert objective.measures(predictions, sequence.targets)["accuracy"] == (named.sum(), 6)
     again = inference.predictions(objective.inputs_from(images.inputs))
     torch.testing.assert_close(again, predictions)
 

@@ -90,7 +90,9 @@ def test_accuracy_is_the_share_of_objects_that_as_many_detections_find(build_pap
     scores = torch.tensor([[0.9, 0.8, 0.7], [0.9, 0.8, 0.0]])
     predictions = (torch.zeros(2, NUM_LOSSES), boxes, scores, labels, None)
     # One of two: the third box is right, but only two count. Of the other image the class is wrong.
-    assert float(objective.measures(predictions, targets)["accuracy"]) == pytest.approx(0.25)
+    assert objective.measures(predictions, targets)["accuracy"] == (1, 3)
+    nothing = objective.sequence(squares([[], []], [[], []])).targets
+    assert objective.measures(predictions, nothing)["accuracy"] == (0, 0)
 
 
 REFUSED = [

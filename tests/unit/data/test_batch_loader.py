@@ -216,11 +216,12 @@ def test_invalid_sizes(folder, wrong):
     ("batch_size", "ranks", "limit", "expected"),
     [
         (4, 1, None, 37),
-        (4, 2, None, 36),
-        (8, 3, None, 36),
+        (4, 2, None, 37),
+        (8, 3, None, 37),
         (5, 2, 24, 24),
         (64, 2, 10, 10),
-        (1, 3, 1000, 36),
+        (1, 3, 1000, 37),
+        (2, 3, 1, 1),
     ],
 )
 def test_evaluation_batches(folder, batch_size, ranks, limit, expected):
@@ -240,21 +241,16 @@ def test_evaluation_batches(folder, batch_size, ranks, limit, expected):
     ]
     seen = []
     for together in zip(*by_rank, strict=True):
-        assert len({len(batch) for batch in together}) == 1
+        sizes = [len(batch) for batch in together]
+        assert max(sizes) <= min(batch_size, min(sizes) + 1)
         for batch in together:
             indices = batch.sample_index.numpy()
             assert (batch.inputs.numpy() == tokens[indices]).all()
             assert (batch.labels.numpy() == labels[indices]).all()
-            seen.extend(indices.tolist())
+            seen.extend([] if batch.is_repeated else indices.tolist())
     assert seen == list(range(expected))
 
 
-def test_evaluation_with_more_ranks_than_samples(folder):
-    with pytest.raises(UserError, match="2 samples"):
-        evaluation_batches(
-            ShardDataset(folder[0]),
-            batch_size=1,
-            data_parallel_rank=0,
-            data_parallel_size=3,
-            limit=2,
-        )
+def test_evaluation_of_nothing_is_an_error(folder):
+    with pytest.raises(UserError, match="no samples to evaluate"):
+        evaluation_batches(ShardDataset(folder[0]), batch_size=1, limit=0)

@@ -85,7 +85,7 @@ def test_strict_mfu_matches_hand_calculation():
     work = Workload.of_one_stream(tokens, colors, causal=True)
     assert forward_flops(config.model, work) == pytest.approx(forward, rel=1e-12)
     # Two images in 72.2 ms on an H100 of 989 TFLOP/s.
-    assert strict_mfu(3 * forward, 2 / 0.0722, peak_flops("NVIDIA H100 80GB HBM3")) == (
+    assert strict_mfu(3 * forward, 2 / 0.0722, peak_flops("NVIDIA H100 80GB HBM3", "bf16")) == (
         pytest.approx(3 * forward * 2 / 0.0722 / 989e12)
     )
     assert strict_mfu(1e12, 494.5, 989e12) == pytest.approx(0.5)
@@ -94,11 +94,16 @@ def test_strict_mfu_matches_hand_calculation():
 def test_peak_of_operations_partly_in_fp8():
     """Of 4 TFLOP 3 take 3 / 1979 s in FP8, and one 1 / 989 s in bf16."""
     name = "NVIDIA H100 80GB HBM3"
-    assert peak_flops(name, 0.75) == pytest.approx(4e12 / (3 / 1979 + 1 / 989))
-    assert (peak_flops(name, 1.0), peak_flops(name, 0.0)) == (pytest.approx(1979e12), 989e12)
-    assert peak_flops("NVIDIA H100 PCIe", 1.0) == pytest.approx(1513e12)
+    assert peak_flops(name, "bf16", 0.75) == pytest.approx(4e12 / (3 / 1979 + 1 / 989))
+    assert (peak_flops(name, "bf16", 1.0), peak_flops(name, "fp16", 0.0)) == (
+        pytest.approx(1979e12),
+        989e12,
+    )
+    assert peak_flops("NVIDIA H100 PCIe", "bf16", 1.0) == pytest.approx(1513e12)
     # No FP8 on an A100.
-    assert (peak_flops("NVIDIA A100-SXM4-80GB", 0.5), peak_flops("other", 0.5)) == (None, None)
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "bf16", 0.5) is None
+    assert peak_flops("other", "bf16", 0.5) is None
+    assert peak_flops(name, "float32") is None
 
 
 def settings(small):

@@ -76,7 +76,7 @@ def test_generator_and_discriminator_losses_are_separate(small):
 
     def gradients(loss_of):
         stack.zero_grad()
-        loss_of(objective.measures(run_layers(stack.layers, inputs), ())).backward()
+        loss_of(objective.terms(run_layers(stack.layers, inputs))).backward()
         return {n: p.grad for n, p in stack.named_parameters() if p.grad is not None}
 
     generator = gradients(lambda m: m["squared_error"] + 1e-4 * m["kl"] + 0.1 * m["adversarial"])

@@ -172,7 +172,7 @@ def test_loss_includes_the_kl_divergence(trained):
     index = torch.tensor([5, 6, 7])
     predictions = run.inference.predictions(run.objective.inputs_from(pairs, sample_index=index))
     labels = run.objective.channels.labels(pairs[:, 1])
-    terms = run.objective.measures(predictions, (labels,))
+    terms = run.objective.terms(predictions, (labels,))
     mean, log_variance = predictions[1].double().chunk(2, dim=1)
     normal = torch.distributions.Normal(mean, (0.5 * log_variance).exp())
     kl = torch.distributions.kl_divergence(normal, torch.distributions.Normal(0.0, 1.0))

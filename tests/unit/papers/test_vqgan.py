@@ -26,7 +26,7 @@ def test_terms_match_definitions(small):
     (pixels,) = objective.sequence(batch).inputs
     network = stack.layers[0].network
     with torch.no_grad():
-        terms = objective.measures(stack.layers[1](stack.layers[0]((pixels,))), ())
+        terms = objective.terms(stack.layers[1](stack.layers[0]((pixels,))))
     vectors = network.vectors(pixels).detach().permute(0, 2, 3, 1).flatten(0, 2)
     entries, choices = network.quantize.embedding.weight, []
     distance = 0.0

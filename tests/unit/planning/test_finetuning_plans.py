@@ -4,6 +4,8 @@ import pytest
 import torch
 from full_objects import with_full_objects
 from tiny import VIT, tiny
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from megavis.config.load import load_config
 from megavis.model.stack import LayerStack
@@ -98,6 +100,35 @@ def test_frozen_blocks_have_no_backward_pass_and_no_optimizer(build):
     block, head = (tuned.layers.stacks[0].block.held(1), tuned.layers.last.held(1))
     assert tuned.trained.total == block + head
     assert whole.trained.total == whole.layers.total
+
+
+@pytest.mark.parametrize(
+    "finetune",
+    [
+        {},
+        {"tuned_blocks": 1},
+        {"linear_evaluation": True},
+        {"linear_evaluation": True, "read_out": "attention"},
+        SEGMENTS,
+        INSTANCES,
+    ],
+)
+def test_operations_match_torch_flop_counter(build, finetune):
+    objective = build(finetune)
+    stack = LayerStack(objective.layer_plans(), objective.loss).train()
+    batch = objective.blank_batch(IMAGES, torch.device("cpu"))
+    if finetune.get("task") == "instances":
+        batch = with_full_objects(batch)
+    sequence = objective.training_sequence(batch)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        stack(sequence.inputs, sequence.targets).backward()
+    # Patches, whose gradient needs no gradient of the pixels; not planned.
+    is_frozen = "tuned_blocks" in finetune or "linear_evaluation" in finetune
+    embedding = (1 if is_frozen else 2) * 2 * 64 * (8 * 8 * 3) * 32
+    expected = counter.get_total_flops() / IMAGES - embedding
+    assert planned(objective).total_flops == pytest.approx(expected, rel=0.02)
+    if objective.counts_whole_step:
+        assert objective.flops_per_image() == pytest.approx(expected, rel=0.07)
 
 
 def test_operations_of_a_head_by_hand(build):
