@@ -121,7 +121,7 @@ def row(name: str, engine: Engine, watch: Stopwatch, num_steps: int) -> dict[str
         last_step=num_steps + 1,
         callbacks=[laps],
         metrics=None,
-        save=_keep_nothing,
+        finish=_keep_nothing,
         watchdog=Watchdog(engine.context, patience=0.0),
     )
     steps, waits = zip(*laps.laps, strict=True)
