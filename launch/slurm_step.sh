@@ -30,14 +30,43 @@ say() {
   echo "slurm: $*" >&2 || true
 }
 
-# shellcheck disable=SC2317,SC2329 # called by the trap
+# Ask SLURM's controller, which may be busy or restarting, for up to five minutes.
+persist() {
+  for pause in 1 5 15 30 60 90 100; do
+    "$@" && return
+    sleep "$pause"
+  done
+  "$@"
+}
+
+step='' limit='' end=''
+# shellcheck disable=SC2317,SC2329 # called by the traps
 save() {
-  say "time is nearly up; asking the run to save and stop"
-  # Without --batch or --full only the tasks get the signal, not this script. They may have exited.
-  scancel --signal=USR1 "$job" || true
+  say "$1; asking the run to save and stop"
+  # Without --batch or --full only the tasks get the signal, not this script. They may have exited. If
+  # the controller does not answer, srun forwards the signal.
+  scancel --signal=USR1 "$job" || kill -USR1 "$step" || true
   signalled=1
 }
-trap save USR1 TERM
+
+# A save may take longer than the time that is left. SLURM does not queue a job again that it ends at
+# its limit, so do it before; the run then resumes from the checkpoint before that save.
+# shellcheck disable=SC2317,SC2329 # called by the trap
+watch_limit() {
+  local ends left
+  ends=$(SLURM_TIME_FORMAT=standard squeue --noheader --job "$job" --format %e) || return 0
+  end=$(date --date "$ends" +%s) || return 0
+  left=$((end - $(date +%s)))
+  ((left > 40)) || return 0
+  (
+    sleep $((left - 30))
+    say "still saving 30 s before the time limit; queueing job $job again"
+    scontrol requeue "$job"
+  ) &
+  limit=$!
+}
+trap 'save "time is nearly up"; watch_limit' USR1
+trap 'save "SLURM ends the job"' TERM
 
 read -ra srun_options <<<"${SRUN_OPTIONS:-}"
 inside=()
@@ -48,10 +77,12 @@ fi
 # If a task fails, the others exit with a code that tells why, and name the dead one; --wait kills those
 # that still wait for it after a minute. This also applies if a task succeeds, so tasks that wait for
 # something wait together. --kill-on-bad-exit would kill them at once, and an error in the config would
-# look like a failed node.
-# Every task sees all GPUs of its node and uses the one at its SLURM_LOCALID.
-srun --wait=60 ${srun_options[@]+"${srun_options[@]}"} ${inside[@]+"${inside[@]}"} \
-  python -m megavis.cli "$@" &
+# look like a failed node, so a site's default is overridden. --export=ALL: after `sbatch --export=NONE`
+# srun would start tasks without the environment that is set above.
+# Every task sees all GPUs of its node and uses the one at its SLURM_LOCALID. `env` exits with 127 if
+# there is no Python, where srun itself would exit with 2.
+srun --wait=60 --kill-on-bad-exit=0 --export=ALL ${srun_options[@]+"${srun_options[@]}"} \
+  ${inside[@]+"${inside[@]}"} env python -m megavis.cli "$@" &
 # srun runs in the background, because bash runs traps only between commands. A signal interrupts `wait`
 # with another exit code, so `wait` is called again, even if the step has exited meanwhile.
 step=$!
@@ -60,25 +91,48 @@ while ((signalled)); do
   signalled=0 code=0
   wait "$step" || code=$?
 done
+if [[ -n $limit ]]; then
+  kill "$limit" 2>/dev/null || true
+fi
+
+# `scancel` ends the tasks as a preemption does, with time to save; but such a job is to stay ended. It
+# is not running any more, unlike one that is preempted, and its time was not up.
+state=$(squeue --noheader --job "$job" --format %T 2>/dev/null || true)
+if [[ -n $state && $state != RUNNING ]] && ((${end:-0} == 0 || $(date +%s) < end - 35)); then
+  say "exit code $code; job $job is $state and not queued again"
+  exit "$code"
+fi
 
 # A run that trains without progress exits with 2 after training.max_restarts. Jobs that fail before
-# training are counted here, including those that SLURM's warning ends at startup, as with a time limit
-# hardly longer than the warning, which may come a minute early.
+# training are counted here: within twenty minutes, since processes wait ten for each other. So are
+# those that SLURM's warning ends at startup, as with a time limit hardly longer than the warning,
+# which may come a minute early.
 failures=.slurm-$job.failures
-if ((code != 0 && code != 75 && SECONDS < 300)); then
+count=0
+if ((code == 0 || code == 75 || (code != 2 && SECONDS >= 1200))); then
+  rm -f "$failures" || true
+else
   echo "$code" >>"$failures" || true
-else
-  rm -f "$failures"
+  # A full disk leaves the file empty or absent; then SLURM's own count is all there is.
+  count=$((${SLURM_RESTART_COUNT:-0} + 1))
+  if [[ -s $failures ]]; then
+    count=$(wc -l <"$failures")
+  fi
 fi
-# 2 is an error in the config, which a retry would repeat. All else resumes from the newest checkpoint:
-# a run that was asked to stop (75), a failed node, a hang.
-if ((code == 0 || code == 2)); then
-  rm -f "$failures"
-elif [[ -f $failures ]] && (($(wc -l <"$failures") > 3)); then
-  say "failed four times within five minutes each; not queued again"
-  rm -f "$failures"
+# 2 is an error in the config, which a retry would repeat, unless the job has started before: then a
+# disk may be away. All else resumes from the newest checkpoint: a run that was asked to stop (75), a
+# failed node, a hang.
+if ((code == 0 || (code == 2 && ${SLURM_RESTART_COUNT:-0} == 0))); then
+  rm -f "$failures" || true
+elif ((count > 3)); then
+  say "failed four times in a row; not queued again"
+  rm -f "$failures" || true
 else
+  if ((code == 2)); then
+    say "exit code 2 after a restart; trying again in $((count * count * 5)) minutes"
+    sleep $((count * count * 300))
+  fi
   say "exit code $code; queueing job $job again"
-  scontrol requeue "$job"
+  persist scontrol requeue "$job"
 fi
 exit "$code"

@@ -130,8 +130,7 @@ def bench(
     Returns:
         The result on the main process, None on the others.
     """
-    ways = {} if config.finetune is None else activations_of_layouts([config])
-    head = max((way.head_flops for way in ways.values()), default=0.0)
+    head = _head_flops(config)
     with open_job(config, launch, device=device) as context:
         objective = build_objective(config, context)
         engine = Engine(config, objective, context)
@@ -173,6 +172,12 @@ def bench(
             memory_gb=memory / 1e9,
             parts=parts,
         )
+
+
+def _head_flops(config: RunConfig) -> float:
+    """Return the operations of the head of fine-tuning per image; no context may be open."""
+    ways = {} if config.finetune is None else activations_of_layouts([config])
+    return max((way.head_flops for way in ways.values()), default=0.0)
 
 
 class _Clock:

@@ -77,6 +77,22 @@ def test_array_tasks_are_requeued_individually(slurm: Slurm, checkout: Path) -> 
     assert not list(checkout.glob(".slurm-*"))
 
 
+def test_cancelled_job_stays_cancelled(slurm: Slurm, checkout: Path) -> None:
+    python = checkout / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(
+        "#!/bin/bash\ntrap 'exit 75' TERM USR1\necho up\nwhile true; do sleep 0.1; done\n"
+    )
+    python.chmod(0o755)
+    words = ("launch/slurm.sh", "a.yaml")
+    job = slurm.submit(checkout, *TWO_TASKS, *words, PATH=f"{python.parent}:{PATH}")
+    log = checkout / f"megavis-{job}.log"
+    wait_until(lambda: log.exists() and log.read_text().count("up") == 2)
+    slurm.ask("scancel", str(job))
+    assert slurm.wait_for(job) == {"": "CANCELLED"}, log.read_text()
+    assert "not queued again" in log.read_text()
+
+
 def test_preempted_run_resumes_exactly(
     slurm: Slurm, checkout: Path, tiny_config: Path, long_run: Path
 ) -> None:

@@ -1,6 +1,7 @@
 """Launch scripts: the commands that they start, recorded by stub programs."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -220,13 +221,16 @@ def test_torchrun_on_one_node_meets_at_the_port_that_is_asked_for(start, program
     )
 
 
+STEP = "--wait=60 --kill-on-bad-exit=0 --export=ALL"
+
+
 @pytest.mark.parametrize(("code", "again"), [(0, False), (2, False), (1, True), (75, True)])
 def test_slurm_starts_srun_and_requeues(start, programs, tmp_path, code, again):
     programs("srun", f"exit {code}")
     programs("scontrol")
     assert start("slurm.sh", "a.yaml", "name=b", SLURM_JOB_ID="5").wait(PATIENCE) == code
     srun, _, scontrol = logged(tmp_path, "srun").partition(" scontrol ")
-    assert srun == "--wait=60 python -m megavis.cli train a.yaml name=b"
+    assert srun == f"{STEP} env python -m megavis.cli train a.yaml name=b"
     assert scontrol == ("requeue 5" if again else "")
 
 
@@ -242,9 +246,74 @@ def test_slurm_stops_requeuing_after_repeated_early_failures(start, programs, tm
     for _ in range(4):
         script = start("slurm.sh", "a.yaml", SLURM_JOB_ID="5")
         _, errors = script.communicate(timeout=PATIENCE)
-    assert "failed four times within five minutes each; not queued again" in errors
+    assert "failed four times in a row; not queued again" in errors
     assert (tmp_path / "log").read_text().count("scontrol requeue 5") == 5
     assert not list(tmp_path.glob(".slurm-*"))
+
+
+def test_slurm_requeues_a_job_that_still_saves_at_its_time_limit(start, programs, tmp_path):
+    """SLURM would end it without queueing it again."""
+    asked = tmp_path / "asked"
+    programs("squeue", "date --date '60 seconds' +%FT%T")
+    programs("sleep")
+    programs("scancel", f"touch {asked}")
+    programs("scontrol")
+    programs("srun", f"until grep -q requeue {tmp_path}/log; do /bin/sleep 0.05; done; exit 75")
+    script = start("slurm.sh", "a.yaml", SLURM_JOB_ID="5")
+    log = tmp_path / "log"
+    while not (log.exists() and "srun" in log.read_text()):
+        time.sleep(0.05)
+    script.send_signal(signal.SIGUSR1)
+    _, errors = script.communicate(timeout=PATIENCE)
+    assert asked.exists()
+    assert "still saving 30 s before the time limit; queueing job 5 again" in errors
+    assert re.search(r"sleep (2\d|30) scontrol requeue 5", log.read_text())
+
+
+@pytest.mark.parametrize("code", [1, 75])
+def test_slurm_does_not_requeue_a_cancelled_job(start, programs, tmp_path, code):
+    programs("srun", f"exit {code}")
+    programs("scontrol")
+    programs("squeue", "echo COMPLETING")
+    script = start("slurm.sh", "a.yaml", SLURM_JOB_ID="5")
+    _, errors = script.communicate(timeout=PATIENCE)
+    assert script.returncode == code
+    assert f"exit code {code}; job 5 is COMPLETING and not queued again" in errors
+    assert "scontrol" not in (tmp_path / "log").read_text()
+
+
+def test_slurm_tries_again_if_a_job_that_has_run_finds_a_mistake(start, programs, tmp_path):
+    """A disk may be away for a while; a mistake in the config would have ended the first start."""
+    programs("srun", "exit 2")
+    programs("scontrol")
+    programs("sleep")
+    for number in range(1, 5):
+        again = {"SLURM_JOB_ID": "5", "SLURM_RESTART_COUNT": str(number)}
+        script = start("slurm.sh", "a.yaml", **again)
+        _, errors = script.communicate(timeout=PATIENCE)
+        assert script.returncode == 2
+    assert "failed four times in a row; not queued again" in errors
+    calls = (tmp_path / "log").read_text()
+    assert re.findall(r"sleep (\d+)", calls) == ["300", "1200", "2700"]
+    assert calls.count("scontrol requeue 5") == 3
+
+
+def test_slurm_asks_a_busy_controller_again(start, programs, tmp_path):
+    programs("srun", "exit 75")
+    programs("sleep")
+    programs("scontrol", f'[ "$(grep -o scontrol {tmp_path}/log | wc -l)" -ge 3 ]')
+    assert start("slurm.sh", "a.yaml", SLURM_JOB_ID="5").wait(PATIENCE) == 75
+    assert (tmp_path / "log").read_text().count("scontrol requeue 5") == 3
+
+
+def test_slurm_stops_after_four_restarts_without_a_place_for_the_count(start, programs, tmp_path):
+    programs("srun", "exit 1")
+    programs("scontrol")
+    (tmp_path / ".slurm-5.failures").symlink_to("/dev/full")
+    for number in range(4):
+        again = {"SLURM_JOB_ID": "5", "SLURM_RESTART_COUNT": str(number)}
+        assert start("slurm.sh", "a.yaml", **again).wait(PATIENCE) == 1
+    assert (tmp_path / "log").read_text().count("scontrol requeue 5") == 3
 
 
 def test_array_task_requeues_itself(start, programs, tmp_path):
@@ -254,8 +323,8 @@ def test_array_task_requeues_itself(start, programs, tmp_path):
     array = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
     script = start("sweep.sh", "a.yaml", "--grid", "seed=1,2,3,4", **array)
     assert script.wait(PATIENCE) == 75
-    command = "python -m megavis.cli sweep a.yaml --grid seed=1,2,3,4 --index 3"
-    assert logged(tmp_path, "srun") == f"--wait=60 {command} scontrol requeue 7_3"
+    command = "env python -m megavis.cli sweep a.yaml --grid seed=1,2,3,4 --index 3"
+    assert logged(tmp_path, "srun") == f"{STEP} {command} scontrol requeue 7_3"
 
 
 def test_slurm_runs_inside_a_container(start, programs, tmp_path):
@@ -263,8 +332,8 @@ def test_slurm_runs_inside_a_container(start, programs, tmp_path):
     options = {"CONTAINER": "a.sif", "SRUN_OPTIONS": "--mpi=none -l"}
     assert start("slurm.sh", "a.yaml", SLURM_JOB_ID="5", **options).wait(PATIENCE) == 0
     inside = f"apptainer exec --nv --bind {tmp_path} --pwd {tmp_path} a.sif"
-    command = "python -m megavis.cli train a.yaml"
-    assert logged(tmp_path, "srun") == f"--wait=60 --mpi=none -l {inside} {command}"
+    command = "env python -m megavis.cli train a.yaml"
+    assert logged(tmp_path, "srun") == f"{STEP} --mpi=none -l {inside} {command}"
 
 
 @pytest.mark.parametrize("code", [1, 75])
